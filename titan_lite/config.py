@@ -1,0 +1,526 @@
+"""Recipes: one frozen dataclass per TOML section, loaded strictly.
+
+    config, origins = load_config("train_configs/debug_model.toml", ["--training.steps", "20"])
+    config.training.steps            # 20
+    origins["training.steps"]        # "command line"
+
+Precedence: command line > recipe > the recipe it `extends` > default. Every mistake (unknown section or key, wrong
+type, value out of range, impossible combination) is one `ConfigError` that names the place, the key, the value and
+something that would work. This module uses the standard library only, so that a recipe can be checked in a tenth of a
+second, before torch is imported or a process is started:
+
+    python -m titan_lite.config RECIPE [--section.key value ...] [--print-config]
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover - the standard library has it from 3.11 on
+    import tomli as tomllib
+
+
+class ConfigError(ValueError):
+    """A recipe or command line that cannot be run; the message names the key, the value and what would work."""
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    unit: str = "",
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    also: tuple = (),
+    choices: tuple[str, ...] = (),
+    path: bool = False,
+) -> Any:
+    """One key of a recipe: its default, what it is for, its unit, and the values it admits.
+
+    `least`/`most` are inclusive bounds, `above`/`below` exclusive ones; values in `also` (such as -1) are admitted beside
+    them. `path`: a relative path in a recipe is taken from that recipe's folder, on the command line from the current one.
+    """
+    metadata = dict(doc=doc, unit=unit, least=least, above=above, most=most, below=below, also=also, choices=choices)
+    return dataclasses.field(default=default, metadata={**metadata, "path": path})
+
+
+@dataclass(frozen=True)
+class Job:
+    dump_folder: str = setting("", "where the run writes; empty: outputs/<recipe name>", unit="path")
+    description: str = setting("", "one line about the run, shown at its start", unit="text")
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str = setting("llama3", "model family", unit="name", choices=("llama3",))
+    flavor: str = setting("debug", "size, a key of FLAVORS in models/llama3.py", unit="name")
+    tokenizer_path: str = setting("", "tokenizer in tiktoken's format (base64 token and rank a line)", unit="path", path=True)
+
+
+@dataclass(frozen=True)
+class Training:
+    local_batch_size: int = setting(8, "sequences in one microbatch of one data-parallel rank", unit="sequences", least=1)
+    global_batch_size: int = setting(
+        -1,
+        "sequences in one optimizer step over all ranks; more than local_batch_size x data-parallel degree means gradient "
+        "accumulation; -1: exactly one microbatch a rank",
+        unit="sequences",
+        least=1,
+        also=(-1,),
+    )
+    seq_len: int = setting(2048, "tokens the model sees at once", unit="tokens", least=1)
+    max_norm: float = setting(1.0, "gradients are scaled down to this global norm", unit="L2 norm", above=0)
+    steps: int = setting(1000, "optimizer steps of the whole run, resumed parts included", unit="steps", least=1)
+    dtype: str = setting("float32", "sharded parameters and optimizer state", unit="dtype", choices=("float32", "bfloat16"))
+    mixed_precision_param: str = setting(
+        "bfloat16", "gathered parameters, activations, all-gather traffic", unit="dtype", choices=("bfloat16", "float32")
+    )
+    mixed_precision_reduce: str = setting(
+        "float32", "gradient reduction and accumulation, its traffic", unit="dtype", choices=("float32", "bfloat16")
+    )
+    gc_freq: int = setting(50, "Python's garbage is collected every so often, on all ranks together", unit="steps", least=1)
+    max_nonfinite_steps: int = setting(
+        10, "steps with a non-finite loss or gradient are skipped; after this many in a row the run stops", unit="steps", least=1
+    )
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    name: str = setting("AdamW", "optimizer", unit="name", choices=("AdamW",))
+    lr: float = setting(3e-4, "peak learning rate", unit="per step", above=0)
+    beta1: float = setting(0.9, "decay of the first moment", unit="per step", least=0, below=1)
+    beta2: float = setting(0.95, "decay of the second moment", unit="per step", least=0, below=1)
+    eps: float = setting(1e-8, "added to the denominator", unit="gradient", above=0)
+    weight_decay: float = setting(0.1, "decoupled weight decay, times the learning rate", unit="per step", least=0)
+    decay_norms: bool = setting(False, "whether RMSNorm weights decay as well", unit="bool")
+
+
+@dataclass(frozen=True)
+class LRScheduler:
+    warmup_steps: int = setting(200, "linear warm-up from zero", unit="steps", least=0)
+    total_steps: int = setting(
+        -1, "length of the schedule, so that a run can be stopped early or go on; -1: training.steps", unit="steps", least=1, also=(-1,)
+    )
+    decay_ratio: float = setting(
+        1.0,
+        "share of total_steps spent decaying at the end; what lies between warm-up and decay is constant; 1.0: decay starts "
+        "when warm-up ends",
+        unit="fraction",
+        least=0,
+        most=1,
+    )
+    decay_type: str = setting("linear", "shape of the decay", unit="name", choices=("linear", "cosine", "sqrt"))
+    min_lr_factor: float = setting(0.0, "learning rate at the very end, relative to lr", unit="fraction", least=0, most=1)
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    data_parallel_replicate_degree: int = setting(1, "copies of the sharded model (HSDP; DDP when shard degree is 1)", unit="ranks", least=1)
+    data_parallel_shard_degree: int = setting(-1, "ranks one copy is sharded over (FSDP); -1: all that are left", unit="ranks", least=1, also=(-1,))
+    tensor_parallel_degree: int = setting(1, "ranks each matrix product is split over", unit="ranks", least=1)
+    context_parallel_degree: int = setting(1, "ranks each sequence is split over", unit="ranks", least=1)
+    pipeline_parallel_degree: int = setting(1, "groups of ranks the layers are split over", unit="ranks", least=1)
+    fsdp_reshard_after_forward: str = setting(
+        "default",
+        "whether gathered weights are dropped after forward and gathered again in backward (always), or kept (never); "
+        "default: always, but never under pipeline parallelism",
+        unit="name",
+        choices=("default", "always", "never"),
+    )
+    fsdp_communication: str = setting(
+        "step",
+        "with gradient accumulation: step gathers all weights and reduces all gradients once an optimizer step (memory: the "
+        "rank's whole model in mixed_precision_param plus its gradients in mixed_precision_reduce); microbatch does both for "
+        "every microbatch (traffic times the number of microbatches)",
+        unit="name",
+        choices=("step", "microbatch"),
+    )
+
+
+@dataclass(frozen=True)
+class ActivationCheckpoint:
+    mode: str = setting(
+        "none",
+        "none keeps every activation; full keeps each block's input and recomputes the rest; selective keeps matrix products "
+        "and attention and recomputes what is cheap",
+        unit="name",
+        choices=("none", "selective", "full"),
+    )
+
+
+@dataclass(frozen=True)
+class Compile:
+    enable: bool = setting(False, "compile the model as one graph", unit="bool")
+    backend: str = setting("inductor", "inductor generates kernels; aot_eager only traces (quick, for tests)", unit="name", choices=("inductor", "aot_eager"))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    enable: bool = setting(False, "save, and resume from the newest step found", unit="bool")
+    folder: str = setting("checkpoint", "folder of the steps, inside job.dump_folder", unit="path")
+    interval: int = setting(500, "a step is saved every so often, and at the end", unit="steps", least=1)
+    keep_latest_k: int = setting(3, "older steps are deleted; 0 keeps all", unit="checkpoints", least=0)
+    load_step: int = setting(-1, "step to resume from; -1: the newest", unit="step", least=1, also=(-1,))
+
+
+@dataclass(frozen=True)
+class Data:
+    dataset: str = setting(
+        "stdlib",
+        "stdlib: documentation and sources of the running Python; local: files at data.path; c4: allenai/c4 from the hub",
+        unit="name",
+        choices=("stdlib", "local", "c4"),
+    )
+    path: str = setting("", "file, folder or glob of txt, jsonl, json or parquet, for dataset = local", unit="path", path=True)
+    text_field: str = setting("text", "field that holds a document's text (jsonl, json, parquet)", unit="name")
+    validation_fraction: float = setting(
+        0.05, "share of documents held out of training, chosen by a hash of their name", unit="fraction", least=0, below=1
+    )
+    shuffle: bool = setting(True, "a new seeded order of documents every epoch", unit="bool")
+    shuffle_buffer: int = setting(10_000, "documents in the shuffle buffer of a streamed dataset", unit="documents", least=1)
+    num_workers: int = setting(1, "loader processes a rank; 0 reads in the training process", unit="processes", least=0, most=1)
+    prefetch: int = setting(4, "microbatches prepared ahead by the loader process", unit="microbatches", least=1)
+
+
+@dataclass(frozen=True)
+class Validation:
+    enable: bool = setting(False, "measure the loss on held-out documents", unit="bool")
+    freq: int = setting(500, "every so often, and at the end", unit="steps", least=1)
+    steps: int = setting(10, "global batches in one validation, the same ones each time", unit="batches", least=1)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    log_freq: int = setting(10, "a line in the log, metrics.jsonl and TensorBoard every so often", unit="steps", least=1)
+    enable_tensorboard: bool = setting(True, "write TensorBoard events to tb/", unit="bool")
+    enable_color: bool = setting(True, "colours and a progress bar where the output is a terminal", unit="bool")
+
+
+@dataclass(frozen=True)
+class Profiling:
+    enable_profiling: bool = setting(False, "write torch.profiler traces", unit="bool")
+    save_traces_folder: str = setting("profile_traces", "folder of the traces, inside job.dump_folder", unit="path")
+    profile_freq: int = setting(10, "steps from one trace to the next (the last of them is traced)", unit="steps", least=3)
+    enable_memory_snapshot: bool = setting(False, "write CUDA memory snapshots with every trace period and on out-of-memory", unit="bool")
+    save_memory_snapshot_folder: str = setting("memory_snapshots", "folder of the snapshots, inside job.dump_folder", unit="path")
+
+
+@dataclass(frozen=True)
+class Comm:
+    init_timeout_seconds: int = setting(300, "limit of a collective until the first step is done (start, compile)", unit="seconds", least=1)
+    train_timeout_seconds: int = setting(100, "limit of a collective afterwards", unit="seconds", least=1)
+    trace_buf_size: int = setting(20_000, "entries in NCCL's flight recorder; 0 turns it off", unit="collectives", least=0)
+
+
+@dataclass(frozen=True)
+class Debug:
+    seed: int = setting(0, "seed of weights and data order", unit="integer", least=0, most=2**63 - 1)
+    deterministic: bool = setting(False, "deterministic kernels, an error where there is none", unit="bool")
+
+
+@dataclass(frozen=True)
+class Config:
+    job: Job = Job()
+    model: Model = Model()
+    training: Training = Training()
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: LRScheduler = LRScheduler()
+    parallelism: Parallelism = Parallelism()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
+    checkpoint: Checkpoint = Checkpoint()
+    data: Data = Data()
+    validation: Validation = Validation()
+    metrics: Metrics = Metrics()
+    profiling: Profiling = Profiling()
+    comm: Comm = Comm()
+    debug: Debug = Debug()
+
+
+SECTIONS: dict[str, type] = {field.name: type(field.default) for field in dataclasses.fields(Config)}
+KEYS: dict[str, dataclasses.Field] = {f"{name}.{f.name}": f for name, cls in SECTIONS.items() for f in dataclasses.fields(cls)}
+
+
+def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, dict[str, str]]:
+    """Read a recipe and the command line into (config, origins).
+
+    recipe: path of a TOML file. overrides: `--section.key value`, `--section.key=value`, and for booleans
+    `--section.key` and `--no-section.key`. origins maps "section.key" to "default", "command line" or the file's path.
+    Raises ConfigError.
+    """
+    values, origins = _read_recipe(Path(recipe), chain=())
+    for key, text in _parse_overrides(overrides).items():
+        values[key] = _parse_text(key, text)
+        origins[key] = "command line"
+    for key in KEYS.keys() - values.keys():
+        values[key], origins[key] = KEYS[key].default, "default"
+    if not values["job.dump_folder"]:
+        values["job.dump_folder"] = f"outputs/{Path(recipe).stem}"
+    sections = {name: cls(**{f.name: values[f"{name}.{f.name}"] for f in dataclasses.fields(cls)}) for name, cls in SECTIONS.items()}
+    config = Config(**sections)
+    _check_combinations(config, origins)
+    return config, origins
+
+
+def gradient_accumulation_steps(training: Training, dp_degree: int) -> int:
+    """Microbatches of one rank in one optimizer step, for `dp_degree` data-parallel ranks. Raises ConfigError."""
+    once = training.local_batch_size * dp_degree
+    if training.global_batch_size == -1:
+        return 1
+    if training.global_batch_size % once:
+        nearest = sorted({max(once, training.global_batch_size // once * once), -(-training.global_batch_size // once) * once})
+        raise ConfigError(
+            f"training.global_batch_size = {training.global_batch_size} is not a multiple of training.local_batch_size x "
+            f"data-parallel degree = {training.local_batch_size} x {dp_degree} = {once}; {' or '.join(map(str, nearest))} would work"
+        )
+    return training.global_batch_size // once
+
+
+def to_toml(config: Config, origins: dict[str, str] | None = None) -> str:
+    """The whole recipe as TOML that loads back to the same config; with `origins`, each value is followed by where it came from."""
+    lines = []
+    for name, cls in SECTIONS.items():
+        lines.append(f"[{name}]")
+        for field in dataclasses.fields(cls):
+            line = f"{field.name} = {_toml_value(getattr(getattr(config, name), field.name))}"
+            lines.append(line if origins is None else f"{line}  # {_one_line(origins[f'{name}.{field.name}'])}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def help_text() -> str:
+    """Every key with its default, unit, admitted values and purpose."""
+    lines = ["RECIPE [--section.key value | --section.key=value | --flag | --no-flag ...] [--print-config] [--help]", ""]
+    for name, cls in SECTIONS.items():
+        lines.append(f"[{name}]")
+        for field in dataclasses.fields(cls):
+            lines.append(f"  --{name}.{field.name} (default {_toml_value(field.default)}; {_expected(field)})")
+            lines.append(f"      {field.metadata['doc']}")
+    return "\n".join(lines)
+
+
+def _read_recipe(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Flat {"section.key": value} of one file on top of the file it extends."""
+    resolved = path.resolve()
+    if resolved in chain:
+        loop = " -> ".join(str(p) for p in (*chain[chain.index(resolved) :], resolved))
+        raise ConfigError(f"{path}: extends goes round in a circle: {loop}; remove one of these `extends` lines")
+    try:
+        with open(path, "rb") as file:
+            tables = tomllib.load(file)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such recipe{_recipes_beside(path)}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a TOML file such as train_configs/debug_model.toml") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}; a line reads `key = value` under a `[section]`") from None
+
+    base = tables.pop("extends", None)
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    if base is not None:
+        if not isinstance(base, str) or not base:
+            raise ConfigError(f'{path}: extends = {base!r} is not a path; write it as extends = "debug_model.toml"')
+        if not (path.parent / base).is_file():
+            raise ConfigError(f'{path}: extends = "{base}": no such file (looked for {path.parent / base}){_recipes_beside(path.parent / base)}')
+        values, origins = _read_recipe(path.parent / base, (*chain, resolved))
+    for section, table in tables.items():
+        if section not in SECTIONS:
+            raise ConfigError(f"{path}: unknown section [{section}]{_nearest(section, list(SECTIONS))}" + _misplaced(section))
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {section} = {table!r} should be a section: write [{section}] and its keys below")
+        for name, value in table.items():
+            key = f"{section}.{name}"
+            if key not in KEYS:
+                raise ConfigError(f"{path}: unknown key {name} = {value!r} in [{section}]{_nearest_key(section, name)}")
+            values[key] = _check_value(key, value, str(path))
+            if KEYS[key].metadata["path"] and value:
+                values[key] = os.path.normpath(path.parent / value)
+            origins[key] = str(path)
+    return values, origins
+
+
+def _parse_overrides(arguments: Sequence[str]) -> dict[str, str]:
+    """`--section.key value` and its other forms -> {"section.key": text}; a later one wins."""
+    result: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--"):
+            raise ConfigError(f"command line: {argument!r} is not an option; write --section.key value, such as --training.steps 100")
+        name, equals, text = argument[2:].partition("=")
+        key = name.replace("-", "_")
+        negated = key.startswith("no_") and key not in KEYS
+        if negated:
+            key = key.removeprefix("no_")
+        if key not in KEYS:
+            section, _, last = key.partition(".")
+            known = f"; unknown section [{section}]{_nearest(section, list(SECTIONS))}" if section not in SECTIONS else _nearest_key(section, last)
+            raise ConfigError(f"command line: unknown option {argument}{known}{_misplaced(key)}")
+        is_bool = KEYS[key].type is bool
+        if negated and (equals or not is_bool):
+            raise ConfigError(f"command line: {argument}: --no- is for booleans and takes no value; write --{key}=VALUE")
+        if negated:
+            text = "false"
+        elif not equals and is_bool:
+            text = rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
+        elif not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"command line: {argument} has no value; write --{key}={_toml_value(KEYS[key].default)} ({_expected(KEYS[key])})")
+            text = rest.pop(0)
+        result[key] = text
+    return result
+
+
+def _parse_text(key: str, text: str) -> Any:
+    """A command-line word as the key's type."""
+    kind = KEYS[key].type
+    value: Any = text
+    try:
+        if kind is bool:
+            value = {"true": True, "false": False}[text.lower()]
+        elif kind in (int, float):
+            value = kind(text)
+    except (KeyError, ValueError):
+        raise ConfigError(f"command line: --{key}={text}: expected {_expected(KEYS[key])}, such as {_toml_value(KEYS[key].default)}") from None
+    return _check_value(key, value, "command line")
+
+
+def _check_value(key: str, value: Any, place: str) -> Any:
+    """Type, range and choices of one value; an integer serves where a float is asked for."""
+    field = KEYS[key]
+    if field.type is float and type(value) is int:
+        value = float(value)
+    section, _, name = key.partition(".")
+    wrong = f"{place}: [{section}] {name} = {_toml_value(value) if isinstance(value, str | bool | int | float) else value}"
+    if type(value) is not field.type:
+        raise ConfigError(f"{wrong}: expected {_expected(field)}, such as {name} = {_toml_value(field.default)}")
+    rule = field.metadata
+    if rule["choices"] and value not in rule["choices"]:
+        raise ConfigError(f"{wrong}: expected {_expected(field)}{_nearest(value, list(rule['choices']))}")
+    if isinstance(value, int | float) and not isinstance(value, bool) and value not in rule["also"]:
+        inside = (
+            math.isfinite(value)
+            and (rule["least"] is None or value >= rule["least"])
+            and (rule["above"] is None or value > rule["above"])
+            and (rule["most"] is None or value <= rule["most"])
+            and (rule["below"] is None or value < rule["below"])
+        )
+        if not inside:
+            raise ConfigError(f"{wrong}: out of range: expected {_expected(field)}, such as {name} = {_toml_value(field.default)}")
+    return value
+
+
+def _check_combinations(config: Config, origins: dict[str, str]) -> None:
+    """What no single value shows."""
+
+    def at(key: str) -> str:
+        section, _, name = key.partition(".")
+        return f"{origins[key]}: [{section}] {name} = {_toml_value(getattr(getattr(config, section), name))}"
+
+    if -1 < config.lr_scheduler.total_steps < config.lr_scheduler.warmup_steps:
+        raise ConfigError(
+            f"{at('lr_scheduler.warmup_steps')} is longer than lr_scheduler.total_steps = {config.lr_scheduler.total_steps}; "
+            f"warmup_steps = {max(1, config.lr_scheduler.total_steps // 10)} would work"
+        )
+    if config.lr_scheduler.total_steps != -1 and config.lr_scheduler.total_steps < config.training.steps:
+        raise ConfigError(
+            f"{at('lr_scheduler.total_steps')} ends before training.steps = {config.training.steps}; use -1 or at least that many"
+        )
+    if config.data.dataset == "local" and not config.data.path:
+        raise ConfigError(f'{at("data.dataset")} needs data.path, such as path = "corpus/*.jsonl"')
+    if config.data.dataset != "local" and config.data.path:
+        raise ConfigError(f'{at("data.path")} is only read with data.dataset = "local" (it is "{config.data.dataset}"); set that or remove path')
+    if config.validation.enable and config.data.validation_fraction == 0:
+        raise ConfigError(f"{at('validation.enable')} needs held-out documents: set data.validation_fraction = 0.05, or validation.enable = false")
+    if not config.model.tokenizer_path:
+        raise ConfigError(f'{at("model.tokenizer_path")} is empty: name a tokenizer file, such as "../assets/tokenizer/debug.model"')
+    replicate, shard = config.parallelism.data_parallel_replicate_degree, config.parallelism.data_parallel_shard_degree
+    if config.checkpoint.load_step != -1 and not config.checkpoint.enable:
+        raise ConfigError(f"{at('checkpoint.load_step')} has no effect while checkpoint.enable = false; set checkpoint.enable = true")
+    if shard != -1 and config.training.global_batch_size != -1:
+        gradient_accumulation_steps(config.training, replicate * shard)
+
+
+def _expected(field: dataclasses.Field) -> str:
+    """'a number above 0, unit L2 norm' and the like."""
+    rule = field.metadata
+    kind = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[field.type]  # type: ignore[index]
+    if rule["choices"]:
+        return "one of " + ", ".join(f'"{choice}"' for choice in rule["choices"])
+    words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
+    bounds = " and ".join(f"{word} {rule[name]}" for name, word in words.items() if rule[name] is not None)
+    also = "".join(f", or {value}" for value in rule["also"])
+    unit = f" ({rule['unit']})" if rule["unit"] not in ("", "bool", "integer") else ""
+    return f"{kind}{' ' + bounds if bounds else ''}{also}{unit}"
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
+
+
+def _nearest_key(section: str, name: str) -> str:
+    """Where a key of this very name lives, else the nearest key of the section, else all its keys."""
+    elsewhere = [key for key in KEYS if key.endswith(f".{name}")]
+    if elsewhere:
+        return f"; did you mean {' or '.join(elsewhere)}?"
+    names = [f.name for f in dataclasses.fields(SECTIONS[section])]
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {section}.{close[0]}?" if close else f"; [{section}] has {', '.join(names)}"
+
+
+def _misplaced(word: str) -> str:
+    """A key written where a section belongs."""
+    homes = [key for key in KEYS if key.endswith(f".{word}")]
+    return f" ({word} is a key: {' or '.join(homes)})" if homes else ""
+
+
+def _recipes_beside(path: Path) -> str:
+    found = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, found, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {path.parent / close[0]}?"
+    return f"; {path.parent} has {', '.join(found)}" if found else "; the shipped recipes are in train_configs/"
+
+
+def _toml_value(value: str | bool | int | float) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):  # a JSON string is a TOML basic string but for DEL
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+    return repr(value)
+
+
+def _one_line(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check a recipe, or print it resolved; exit code 2 and one line on stderr where it is wrong."""
+    if not arguments or "--help" in arguments or "-h" in arguments:
+        print(f"usage: {help_text()}")
+        return 0 if arguments else 2
+    try:
+        config, origins = load_config(arguments[0], [a for a in arguments[1:] if a != "--print-config"])
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if "--print-config" in arguments:
+        print(to_toml(config, origins))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
