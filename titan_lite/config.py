@@ -346,7 +346,7 @@ def _read_recipe(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], d
                 raise ConfigError(f"{path}: unknown key {name} = {value!r} in [{section}]{_nearest_key(section, name)}")
             values[key] = _check_value(key, value, str(path))
             if KEYS[key].metadata["path"] and value:
-                values[key] = os.path.normpath(path.parent / value)
+                values[key] = os.path.abspath(path.parent / value)
             origins[key] = str(path)
     return values, origins
 

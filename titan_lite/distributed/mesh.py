@@ -1,0 +1,54 @@
+"""Parallel degrees of a recipe -> one DeviceMesh, the only carrier of degrees afterwards.
+
+    degrees = resolve_degrees(config.parallelism, world_size=8)     # {"pp": 1, "dp_replicate": 2, "dp_shard": 4, ...}
+    mesh = build_mesh(degrees, device_type="cuda")
+    mesh["dp_shard"].size()                                        # 4
+
+All axes always exist, size 1 included, outermost (slowest links) first; so nobody asks whether an axis is there.
+"""
+
+import math
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from titan_lite.config import ConfigError, Parallelism
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
+    """Ranks along each axis, -1 resolved; their product is world_size. Raises ConfigError before anything is started."""
+    for key in ("pipeline_parallel_degree", "context_parallel_degree", "tensor_parallel_degree"):
+        if getattr(parallelism, key) > 1:
+            raise ConfigError(
+                f"parallelism.{key} = {getattr(parallelism, key)}: this version trains with data parallelism only (FSDP, HSDP, DDP); "
+                f"{key} = 1 works"
+            )
+    degrees = {
+        "pp": parallelism.pipeline_parallel_degree,
+        "dp_replicate": parallelism.data_parallel_replicate_degree,
+        "dp_shard": parallelism.data_parallel_shard_degree,
+        "cp": parallelism.context_parallel_degree,
+        "tp": parallelism.tensor_parallel_degree,
+    }
+    others = math.prod(degree for degree in degrees.values() if degree != -1)
+    if degrees["dp_shard"] == -1:
+        if world_size % others:
+            raise ConfigError(
+                f"parallelism.data_parallel_shard_degree = -1 cannot be resolved: the other degrees multiply to {others}, which does "
+                f"not divide {world_size} ranks; start {-(-world_size // others) * others} ranks, or lower "
+                f"data_parallel_replicate_degree = {degrees['dp_replicate']} to a divisor of {world_size}"
+            )
+        degrees["dp_shard"] = world_size // others
+    elif others != world_size:
+        product = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "all 1"
+        raise ConfigError(
+            f"parallelism.data_parallel_shard_degree = {degrees['dp_shard']}: the degrees ({product}) need {others} ranks, but {world_size} "
+            f"are running; start {others} ranks (NGPU={others}), or set data_parallel_shard_degree = -1"
+        )
+    return degrees
+
+
+def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
+    """The mesh of AXES; the process group must be up. device_type: "cuda" or "cpu"."""
+    return init_device_mesh(device_type, tuple(degrees[axis] for axis in AXES), mesh_dim_names=AXES)

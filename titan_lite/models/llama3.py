@@ -1,0 +1,231 @@
+"""Llama 3 (arXiv 2407.21783): one file, plain torch, nothing distributed.
+
+    model = Transformer(FLAVORS["debug"])           # on torch.device("meta") for the large ones
+    model.init_weights(seed=0)
+    logits = model(tokens)                          # (B, T) int64 -> (B, T, V)
+
+The modules carry the reference implementation's names (`layers.3.attention.wq.weight`), and its layout of rotary pairs:
+neighbouring dimensions (2i, 2i+1) rotate together, where Hugging Face pairs i with i + D/2 and permutes wq and wk.
+
+Letters: B sequences, T tokens, C model dim, H query heads, K key/value heads, D head dim, V vocabulary.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the low rotary frequencies for contexts longer than `original_max_seq_len`."""
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a model. `max_seq_len`: tokens the rotary tables are made for."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    hidden_dim: int
+    vocab_size: int = 128_256
+    tied_embeddings: bool = False
+    rope_theta: float = 500_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    max_seq_len: int = 131_072
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+
+FLAVORS = {
+    "debug": ModelConfig(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768, vocab_size=2048),
+    "1B": ModelConfig(2048, 16, 32, 8, 8192, tied_embeddings=True, rope_scaling=RopeScaling(factor=32.0)),
+    "3B": ModelConfig(3072, 28, 24, 8, 8192, tied_embeddings=True, rope_scaling=RopeScaling(factor=32.0)),
+    "8B": ModelConfig(4096, 32, 32, 8, 14336, rope_scaling=RopeScaling(factor=8.0)),
+    "70B": ModelConfig(8192, 80, 64, 8, 28672, rope_scaling=RopeScaling(factor=8.0)),
+    "405B": ModelConfig(16384, 126, 128, 8, 53248, rope_scaling=RopeScaling(factor=8.0)),
+}
+
+
+def rope_tables(config: ModelConfig, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every (position, frequency): two float32 tensors (max_seq_len, D / 2)."""
+    frequencies = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim)
+    scaling = config.rope_scaling
+    if scaling is not None:
+        turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)  # made by each frequency within the original context
+        keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        frequencies = torch.lerp(frequencies / scaling.factor, frequencies, keep.clamp(0, 1))
+    angles = torch.outer(torch.arange(config.max_seq_len, device=device).float(), frequencies)
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (2i, 2i+1) of x (B, T, H, D) by the angles of its positions; cos and sin: (T, D / 2)."""
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention: H query heads share K key/value heads. (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # -1 and not a number of heads: a tensor-parallel rank holds only some of them
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))
+        k = self.wk(x).unflatten(-1, (-1, self.head_dim))
+        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True)
+        return self.wo(out.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU. (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+        self.w2 = nn.Linear(config.hidden_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.hidden_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.attention = Attention(config)
+        self.feed_forward = FeedForward(config)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Transformer(nn.Module):
+    """tokens (B, T) int64 -> logits (B, T, V). T may be anything up to config.max_seq_len."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        # keyed by name and not by position, so that a pipeline stage without layer 0 still calls its first one "layers.7"
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.n_layers)})
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tied_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+        cos, sin = rope_tables(config)
+        self.register_buffer("rope_cos", cos, persistent=False)
+        self.register_buffer("rope_sin", sin, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        cos, sin = self.rope_cos[: tokens.shape[1]], self.rope_sin[: tokens.shape[1]]
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            x = layer(x, cos, sin)
+        return self.output(self.norm(x))
+
+    @torch.no_grad()
+    def init_weights(self, seed: int, shard_of: Callable[[Tensor], tuple[Tensor, tuple[int, ...]]] | None = None) -> None:
+        """Fill every parameter and buffer in place; the numbers depend on seed and FQN, not on how the model is sharded.
+
+        shard_of: parameter -> (the tensor this rank holds of it, its offset in the whole); default: the whole.
+        """
+        for fqn, parameter in self.named_parameters():
+            local, offset = (parameter, (0,) * parameter.dim()) if shard_of is None else shard_of(parameter)
+            std, cutoff = self._init_std(fqn)
+            if std is None:
+                local.fill_(1.0)
+            else:
+                _fill_normal(local, offset, parameter.shape, std, cutoff, f"{seed}/{fqn}")
+        self.rope_cos, self.rope_sin = rope_tables(self.config, self.rope_cos.device)
+
+    def _init_std(self, fqn: str) -> tuple[float | None, float]:
+        """(standard deviation, cut-off) by name; None for norms, which start at one.
+
+        Projections that write into the residual stream shrink with depth, so that its variance stays bounded. Logits start with
+        a standard deviation of 1/4, so that the first loss is ln(V) + 1/32; tied weights serve as embeddings too and start
+        four times larger, at ln(V) + 1/2.
+        """
+        if "norm" in fqn:
+            return None, 0.0
+        if fqn == "tok_embeddings.weight" and not self.config.tied_embeddings:
+            return 1.0, math.inf
+        if fqn in ("output.weight", "tok_embeddings.weight"):
+            std = self.config.dim**-0.5 * (1.0 if self.config.tied_embeddings else 0.25)
+            return std, 3 * std
+        layer, _, name = fqn.removeprefix("layers.").partition(".")
+        if name in ("attention.wo.weight", "feed_forward.w2.weight", "feed_forward.w3.weight"):
+            return 0.02 / math.sqrt(2 * (int(layer) + 1)), 2.0
+        return 0.02, 2.0
+
+    def flops_per_token(self, seq_len: int) -> int:
+        return flops_per_token(self.config, seq_len)
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> int:
+    """Floating-point operations that training on one token needs: forward plus backward, recomputation not counted.
+
+    6 for every weight of a matrix product (the embedding look-up is none; the output projection is one, tied or not), and
+    6 C T a layer for causal attention: a token looks back at T / 2 others on average, so this is half of the 12 C T that
+    formulas without the mask give.
+    """
+    attention = config.dim * config.head_dim * (2 * config.n_heads + 2 * config.n_kv_heads)
+    weights = config.n_layers * (attention + 3 * config.dim * config.hidden_dim) + config.dim * config.vocab_size
+    return 6 * weights + 6 * config.n_layers * config.dim * seq_len
+
+
+def _fill_normal(local: Tensor, offset: tuple[int, ...], shape: torch.Size, std: float, cutoff: float, key: str) -> None:
+    """Truncated normal numbers for the part of a (rows, columns) weight that starts at `offset`.
+
+    Rows are drawn in blocks of about a million numbers, each from a generator of its own, so that a rank draws what it holds
+    (and a little around it) and no rank ever holds the whole.
+    """
+    rows, columns = shape
+    block = max(1, 2**20 // columns)
+    first, last = offset[0], offset[0] + local.shape[0]
+    for start in range(first // block * block, last, block):
+        seed = int.from_bytes(hashlib.sha256(f"{key}/{start}".encode()).digest()[:8], "big") >> 1
+        numbers = torch.empty(min(block, rows - start), columns, device=local.device, dtype=torch.float32)
+        generator = torch.Generator(local.device).manual_seed(seed)
+        nn.init.normal_(numbers, 0.0, std, generator) if cutoff == math.inf else nn.init.trunc_normal_(
+            numbers, 0.0, std, -cutoff, cutoff, generator
+        )
+        low, high = max(start, first), min(start + block, last)
+        local[low - first : high - first] = numbers[low - start : high - start, offset[1] : offset[1] + local.shape[1]]
