@@ -110,7 +110,11 @@ class Optimizer:
 class LRScheduler:
     warmup_steps: int = setting(200, "linear warm-up from zero", unit="steps", least=0)
     total_steps: int = setting(
-        -1, "length of the schedule, so that a run can be stopped early or go on; -1: training.steps", unit="steps", least=1, also=(-1,)
+        -1,
+        "length of the schedule, so that a run can be stopped early or go on; -1: training.steps",
+        unit="steps",
+        least=1,
+        also=(-1,),
     )
     decay_ratio: float = setting(
         1.0,
@@ -126,8 +130,12 @@ class LRScheduler:
 
 @dataclass(frozen=True)
 class Parallelism:
-    data_parallel_replicate_degree: int = setting(1, "copies of the sharded model (HSDP; DDP when shard degree is 1)", unit="ranks", least=1)
-    data_parallel_shard_degree: int = setting(-1, "ranks one copy is sharded over (FSDP); -1: all that are left", unit="ranks", least=1, also=(-1,))
+    data_parallel_replicate_degree: int = setting(
+        1, "copies of the sharded model (HSDP; DDP when shard degree is 1)", unit="ranks", least=1
+    )
+    data_parallel_shard_degree: int = setting(
+        -1, "ranks one copy is sharded over (FSDP); -1: all that are left", unit="ranks", least=1, also=(-1,)
+    )
     tensor_parallel_degree: int = setting(1, "ranks each matrix product is split over", unit="ranks", least=1)
     context_parallel_degree: int = setting(1, "ranks each sequence is split over", unit="ranks", least=1)
     pipeline_parallel_degree: int = setting(1, "groups of ranks the layers are split over", unit="ranks", least=1)
@@ -162,7 +170,12 @@ class ActivationCheckpoint:
 @dataclass(frozen=True)
 class Compile:
     enable: bool = setting(False, "compile the model as one graph", unit="bool")
-    backend: str = setting("inductor", "inductor generates kernels; aot_eager only traces (quick, for tests)", unit="name", choices=("inductor", "aot_eager"))
+    backend: str = setting(
+        "inductor",
+        "inductor generates kernels; aot_eager only traces (quick, for tests)",
+        unit="name",
+        choices=("inductor", "aot_eager"),
+    )
 
 
 @dataclass(frozen=True)
@@ -212,13 +225,17 @@ class Profiling:
     enable_profiling: bool = setting(False, "write torch.profiler traces", unit="bool")
     save_traces_folder: str = setting("profile_traces", "folder of the traces, inside job.dump_folder", unit="path")
     profile_freq: int = setting(10, "steps from one trace to the next (the last of them is traced)", unit="steps", least=3)
-    enable_memory_snapshot: bool = setting(False, "write CUDA memory snapshots with every trace period and on out-of-memory", unit="bool")
+    enable_memory_snapshot: bool = setting(
+        False, "write CUDA memory snapshots with every trace period and on out-of-memory", unit="bool"
+    )
     save_memory_snapshot_folder: str = setting("memory_snapshots", "folder of the snapshots, inside job.dump_folder", unit="path")
 
 
 @dataclass(frozen=True)
 class Comm:
-    init_timeout_seconds: int = setting(300, "limit of a collective until the first step is done (start, compile)", unit="seconds", least=1)
+    init_timeout_seconds: int = setting(
+        300, "limit of a collective until the first step is done (start, compile)", unit="seconds", least=1
+    )
     train_timeout_seconds: int = setting(100, "limit of a collective afterwards", unit="seconds", least=1)
     trace_buf_size: int = setting(20_000, "entries in NCCL's flight recorder; 0 turns it off", unit="collectives", least=0)
 
@@ -262,12 +279,16 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Conf
     values, origins = _read_recipe(Path(recipe), chain=())
     for key, text in _parse_overrides(overrides).items():
         values[key] = _parse_text(key, text)
+        if KEYS[key].metadata["path"] and values[key]:
+            values[key] = os.path.abspath(values[key])  # the saved recipe lies in another folder
         origins[key] = "command line"
     for key in KEYS.keys() - values.keys():
         values[key], origins[key] = KEYS[key].default, "default"
     if not values["job.dump_folder"]:
         values["job.dump_folder"] = f"outputs/{Path(recipe).stem}"
-    sections = {name: cls(**{f.name: values[f"{name}.{f.name}"] for f in dataclasses.fields(cls)}) for name, cls in SECTIONS.items()}
+    sections = {
+        name: cls(**{f.name: values[f"{name}.{f.name}"] for f in dataclasses.fields(cls)}) for name, cls in SECTIONS.items()
+    }
     config = Config(**sections)
     _check_combinations(config, origins)
     return config, origins
@@ -282,13 +303,14 @@ def gradient_accumulation_steps(training: Training, dp_degree: int) -> int:
         nearest = sorted({max(once, training.global_batch_size // once * once), -(-training.global_batch_size // once) * once})
         raise ConfigError(
             f"training.global_batch_size = {training.global_batch_size} is not a multiple of training.local_batch_size x "
-            f"data-parallel degree = {training.local_batch_size} x {dp_degree} = {once}; {' or '.join(map(str, nearest))} would work"
+            f"data-parallel degree = {training.local_batch_size} x {dp_degree} = {once}; "
+            f"{' or '.join(map(str, nearest))} would work"
         )
     return training.global_batch_size // once
 
 
 def to_toml(config: Config, origins: dict[str, str] | None = None) -> str:
-    """The whole recipe as TOML that loads back to the same config; with `origins`, each value is followed by where it came from."""
+    """The whole recipe as TOML that loads back to the same config; with `origins`, each value says where it came from."""
     lines = []
     for name, cls in SECTIONS.items():
         lines.append(f"[{name}]")
@@ -322,8 +344,10 @@ def _read_recipe(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], d
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such recipe{_recipes_beside(path)}") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a TOML file such as train_configs/debug_model.toml") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); name a TOML file such as train_configs/debug_model.toml"
+        ) from None
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, or an integer of thousands of digits
         raise ConfigError(f"{path}: not valid TOML: {error}; a line reads `key = value` under a `[section]`") from None
 
     base = tables.pop("extends", None)
@@ -333,11 +357,13 @@ def _read_recipe(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], d
         if not isinstance(base, str) or not base:
             raise ConfigError(f'{path}: extends = {base!r} is not a path; write it as extends = "debug_model.toml"')
         if not (path.parent / base).is_file():
-            raise ConfigError(f'{path}: extends = "{base}": no such file (looked for {path.parent / base}){_recipes_beside(path.parent / base)}')
+            raise ConfigError(
+                f'{path}: extends = "{base}": no such file (looked for {path.parent / base}){_recipes_beside(path.parent / base)}'
+            )
         values, origins = _read_recipe(path.parent / base, (*chain, resolved))
     for section, table in tables.items():
         if section not in SECTIONS:
-            raise ConfigError(f"{path}: unknown section [{section}]{_nearest(section, list(SECTIONS))}" + _misplaced(section))
+            raise ConfigError(f"{path}: unknown section [{section}]{_nearest_section(section)}")
         if not isinstance(table, dict):
             raise ConfigError(f"{path}: {section} = {table!r} should be a section: write [{section}] and its keys below")
         for name, value in table.items():
@@ -358,7 +384,9 @@ def _parse_overrides(arguments: Sequence[str]) -> dict[str, str]:
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--"):
-            raise ConfigError(f"command line: {argument!r} is not an option; write --section.key value, such as --training.steps 100")
+            raise ConfigError(
+                f"command line: {argument!r} is not an option; write --section.key value, such as --training.steps 100"
+            )
         name, equals, text = argument[2:].partition("=")
         key = name.replace("-", "_")
         negated = key.startswith("no_") and key not in KEYS
@@ -366,8 +394,10 @@ def _parse_overrides(arguments: Sequence[str]) -> dict[str, str]:
             key = key.removeprefix("no_")
         if key not in KEYS:
             section, _, last = key.partition(".")
-            known = f"; unknown section [{section}]{_nearest(section, list(SECTIONS))}" if section not in SECTIONS else _nearest_key(section, last)
-            raise ConfigError(f"command line: unknown option {argument}{known}{_misplaced(key)}")
+            if section in SECTIONS:
+                raise ConfigError(f"command line: unknown option {argument}{_nearest_key(section, last)}")
+            near = _nearest(key, list(KEYS)) if last else ""
+            raise ConfigError(f"command line: unknown option {argument}{near or _nearest_section(section)}")
         is_bool = KEYS[key].type is bool
         if negated and (equals or not is_bool):
             raise ConfigError(f"command line: {argument}: --no- is for booleans and takes no value; write --{key}=VALUE")
@@ -377,7 +407,8 @@ def _parse_overrides(arguments: Sequence[str]) -> dict[str, str]:
             text = rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
         elif not equals:
             if not rest or rest[0].startswith("--"):
-                raise ConfigError(f"command line: {argument} has no value; write --{key}={_toml_value(KEYS[key].default)} ({_expected(KEYS[key])})")
+                example = f"--{key}={_toml_value(KEYS[key].default)}"
+                raise ConfigError(f"command line: {argument} has no value; write {example} ({_expected(KEYS[key])})")
             text = rest.pop(0)
         result[key] = text
     return result
@@ -393,7 +424,9 @@ def _parse_text(key: str, text: str) -> Any:
         elif kind in (int, float):
             value = kind(text)
     except (KeyError, ValueError):
-        raise ConfigError(f"command line: --{key}={text}: expected {_expected(KEYS[key])}, such as {_toml_value(KEYS[key].default)}") from None
+        raise ConfigError(
+            f"command line: --{key}={text}: expected {_expected(KEYS[key])}, such as {_toml_value(KEYS[key].default)}"
+        ) from None
     return _check_value(key, value, "command line")
 
 
@@ -401,12 +434,14 @@ def _check_value(key: str, value: Any, place: str) -> Any:
     """Type, range and choices of one value; an integer serves where a float is asked for."""
     field = KEYS[key]
     if field.type is float and type(value) is int:
-        value = float(value)
+        value = float(value) if abs(value) < 2**1000 else math.inf
     section, _, name = key.partition(".")
     wrong = f"{place}: [{section}] {name} = {_toml_value(value) if isinstance(value, str | bool | int | float) else value}"
     if type(value) is not field.type:
         raise ConfigError(f"{wrong}: expected {_expected(field)}, such as {name} = {_toml_value(field.default)}")
     rule = field.metadata
+    if isinstance(value, str) and not value.isascii() and value.encode(errors="ignore").decode() != value:
+        raise ConfigError(f"{wrong}: not valid UTF-8, which a recipe is; such as {name} = {_toml_value(field.default)}")
     if rule["choices"] and value not in rule["choices"]:
         raise ConfigError(f"{wrong}: expected {_expected(field)}{_nearest(value, list(rule['choices']))}")
     if isinstance(value, int | float) and not isinstance(value, bool) and value not in rule["also"]:
@@ -418,7 +453,9 @@ def _check_value(key: str, value: Any, place: str) -> Any:
             and (rule["below"] is None or value < rule["below"])
         )
         if not inside:
-            raise ConfigError(f"{wrong}: out of range: expected {_expected(field)}, such as {name} = {_toml_value(field.default)}")
+            raise ConfigError(
+                f"{wrong}: out of range: expected {_expected(field)}, such as {name} = {_toml_value(field.default)}"
+            )
     return value
 
 
@@ -441,14 +478,23 @@ def _check_combinations(config: Config, origins: dict[str, str]) -> None:
     if config.data.dataset == "local" and not config.data.path:
         raise ConfigError(f'{at("data.dataset")} needs data.path, such as path = "corpus/*.jsonl"')
     if config.data.dataset != "local" and config.data.path:
-        raise ConfigError(f'{at("data.path")} is only read with data.dataset = "local" (it is "{config.data.dataset}"); set that or remove path')
+        raise ConfigError(
+            f'{at("data.path")} is only read with data.dataset = "local" (it is "{config.data.dataset}"); set that or remove path'
+        )
     if config.validation.enable and config.data.validation_fraction == 0:
-        raise ConfigError(f"{at('validation.enable')} needs held-out documents: set data.validation_fraction = 0.05, or validation.enable = false")
+        raise ConfigError(
+            f"{at('validation.enable')} needs held-out documents: set data.validation_fraction = 0.05, "
+            "or validation.enable = false"
+        )
     if not config.model.tokenizer_path:
-        raise ConfigError(f'{at("model.tokenizer_path")} is empty: name a tokenizer file, such as "../assets/tokenizer/debug.model"')
+        raise ConfigError(
+            f'{at("model.tokenizer_path")} is empty: name a tokenizer file, such as "../assets/tokenizer/debug.model"'
+        )
     replicate, shard = config.parallelism.data_parallel_replicate_degree, config.parallelism.data_parallel_shard_degree
     if config.checkpoint.load_step != -1 and not config.checkpoint.enable:
-        raise ConfigError(f"{at('checkpoint.load_step')} has no effect while checkpoint.enable = false; set checkpoint.enable = true")
+        raise ConfigError(
+            f"{at('checkpoint.load_step')} has no effect while checkpoint.enable = false; set checkpoint.enable = true"
+        )
     if shard != -1 and config.training.global_batch_size != -1:
         gradient_accumulation_steps(config.training, replicate * shard)
 
@@ -468,7 +514,15 @@ def _expected(field: dataclasses.Field) -> str:
 
 def _nearest(word: str, known: list[str]) -> str:
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _nearest_section(section: str) -> str:
+    """Where the key lives that was written where a section belongs, else the nearest section, else all of them."""
+    homes = [key for key in KEYS if key.endswith(f".{section}")]
+    if homes:
+        return f"; {section} is a key: {' or '.join(homes)}"
+    return _nearest(section, list(SECTIONS)) or f"; known sections: {', '.join(SECTIONS)}"
 
 
 def _nearest_key(section: str, name: str) -> str:
@@ -481,12 +535,6 @@ def _nearest_key(section: str, name: str) -> str:
     return f"; did you mean {section}.{close[0]}?" if close else f"; [{section}] has {', '.join(names)}"
 
 
-def _misplaced(word: str) -> str:
-    """A key written where a section belongs."""
-    homes = [key for key in KEYS if key.endswith(f".{word}")]
-    return f" ({word} is a key: {' or '.join(homes)})" if homes else ""
-
-
 def _recipes_beside(path: Path) -> str:
     found = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, found, n=1, cutoff=0.5)
@@ -495,7 +543,7 @@ def _recipes_beside(path: Path) -> str:
     return f"; {path.parent} has {', '.join(found)}" if found else "; the shipped recipes are in train_configs/"
 
 
-def _toml_value(value: str | bool | int | float) -> str:
+def _toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):  # a JSON string is a TOML basic string but for DEL

@@ -4,8 +4,8 @@
     materialize(model, device)                  # the meta shards get memory; no rank ever holds the full model
     model.layers["0"].attention.wq.weight       # all-gather; its backward is the reduce-scatter of the gradient
 
-There is no runtime: no hooks on modules, no streams, no state machine. Each module's class is swapped for a subclass whose
-properties gather, so eager mode and a traced graph run the very same code, and overlap is left to a graph pass. FQNs,
+Each module's class is swapped for a subclass whose properties gather: no hooks on modules, no streams, no flat buffers. A
+traced graph holds the plain collectives, and a graph pass moves them; eager mode runs the same ones, started a few earlier. FQNs,
 `parameters()` and `state_dict()` read `_parameters`, which holds the shards; they never communicate.
 
 FSDP, HSDP and DDP differ only in the placements over the mesh axes (dp_replicate, dp_shard):
@@ -18,17 +18,19 @@ Gradients are *summed* over ranks: the loss is already divided by the number of 
 """
 
 import functools
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.multiprocessing.reductions import StorageWeakRef
 
 collectives = torch.ops._c10d_functional
 
@@ -37,10 +39,11 @@ collectives = torch.ops._c10d_functional
 class GatherPlan:
     """How one parameter is gathered and its gradient reduced; plain values only, so that tracing sees constants.
 
-    rows: length of dimension 0 of the whole; own_rows: of this rank's shard. A shard has ceil(rows / shard_degree) rows, the
+    fqn: its name, and the first of its names where weights are tied. rows: length of dimension 0 of the whole; own_rows: of this rank's shard. A shard has ceil(rows / shard_degree) rows, the
     last shards fewer or none: these are padded for the collectives.
     """
 
+    fqn: str
     rows: int
     own_rows: int
     shard_degree: int
@@ -87,46 +90,105 @@ class _Gather(torch.autograd.Function):
     """Shard -> whole weight; gradient of the whole -> gradient of the shard."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, plan: GatherPlan) -> Tensor:
-        ctx.plan = plan
-        ctx.shard_dtype = shard.dtype
-        whole = plan.finish_gather(plan.start_gather(shard))
+    def forward(ctx: Any, shard: Tensor, plan: GatherPlan, eager: "_Eager | None") -> Tensor:
+        ctx.plan, ctx.eager, ctx.shard_dtype = plan, eager, shard.dtype
+        whole = plan.finish_gather(plan.start_gather(shard)) if eager is None else eager.gather(shard, plan)
         return whole.view_as(whole)  # autograd wants a tensor of its own where nothing had to be gathered or cast
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.plan.finish_reduce(ctx.plan.start_reduce(gradient)).to(ctx.shard_dtype), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.eager is None:
+            return ctx.plan.finish_reduce(ctx.plan.start_reduce(gradient)).to(ctx.shard_dtype), None, None
+        return ctx.eager.reduce(gradient, ctx.plan, ctx.shard_dtype), None, None
 
 
-class _Regather:
-    """Reshard after forward, in eager mode: whatever autograd would save of a gathered weight is dropped and gathered anew.
+class _Eager:
+    """What eager mode adds, and a graph pass does under torch.compile: resharding after forward, and overlap.
 
-    Active during one forward. Reads are remembered by the storage of the gathered weight, so that views of it (such as the
-    transpose that a matrix product saves) are recognised. The weak reference keeps the storage's address from being used
-    again, so that a freed weight cannot be mistaken for an activation. Under torch.compile the partitioner does this instead
-    (compiler/resharding.py).
+    Resharding: whatever autograd would save of a gathered weight is dropped, and gathered anew in backward. A read is
+    remembered by the address of the gathered weight's storage, so that its views (the transpose that a matrix product saves)
+    are recognised; it counts while the weight lives, so that an activation at a freed weight's address is not taken for it.
+
+    Overlap: weights are read in the same order every time, so a read starts the gathers that followed it last time; and a
+    reduction is waited for when its gradient is used, or when IN_FLIGHT younger ones have been started. Both bounds are the
+    memory that overlap may cost. The order is learnt from the program alone, so it is the same on every rank.
     """
 
+    IN_FLIGHT = 4
+
     def __init__(self) -> None:
-        self.reads: dict[int, tuple[StorageWeakRef, Tensor, GatherPlan]] = {}
+        self.reads: dict[int, tuple[weakref.ref[Tensor], Tensor, GatherPlan]] | None = None  # only during a forward that reshards
+        self.backward = False
+        self.previous: GatherPlan | None = None
+        self.followers: dict[tuple[bool, GatherPlan], tuple[Tensor, GatherPlan]] = {}
+        self.gathering: dict[GatherPlan, Tensor] = {}
+        self.reducing: deque[AsyncCollectiveTensor] = deque()
+
+    def gather(self, shard: Tensor, plan: GatherPlan) -> Tensor:
+        if plan.shard_degree == 1:
+            return plan.start_gather(shard)
+        started = self.gathering.pop(plan, None)
+        started = plan.start_gather(shard) if started is None else started
+        if self.previous is not None:
+            self.followers[self.backward, self.previous] = (shard.detach(), plan)
+        self.previous = plan
+        ahead = plan
+        for _ in range(self.IN_FLIGHT):
+            if (self.backward, ahead) not in self.followers:
+                break
+            next_shard, ahead = self.followers[self.backward, ahead]
+            if ahead is not plan and ahead not in self.gathering:
+                self.gathering[ahead] = ahead.start_gather(next_shard)
+        return plan.finish_gather(started)
+
+    def reduce(self, gradient: Tensor, plan: GatherPlan, dtype: torch.dtype) -> Tensor:
+        started = plan.start_reduce(gradient)
+        if plan.shard_degree == 1 or plan.replicate_degree > 1 or started.shape[0] != plan.own_rows or started.dtype != dtype:
+            return plan.finish_reduce(started).to(dtype)
+        waits_when_used = AsyncCollectiveTensor(started)
+        self.reducing.append(waits_when_used)
+        if len(self.reducing) > self.IN_FLIGHT:
+            self.reducing.popleft().trigger_wait()
+        return waits_when_used
+
+    @contextmanager
+    def forward(self, reshard: bool) -> Iterator[None]:
+        """One forward of the model."""
+        self._drop_unused()
+        self.backward, self.reads = False, {} if reshard else None
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if reshard else nullcontext():
+                yield
+        finally:
+            self._drop_unused()
+            self.backward, self.reads = True, None
 
     def remember(self, whole: Tensor, shard: Tensor, plan: GatherPlan) -> None:
-        storage = whole.untyped_storage()
-        if storage._cdata != shard.untyped_storage()._cdata:
-            self.reads[storage._cdata] = (StorageWeakRef(storage), shard.detach(), plan)
+        if self.reads is not None and whole.data_ptr() != shard.data_ptr():
+            self.reads[_storage_address(whole)] = (weakref.ref(whole), shard.detach(), plan)
 
-    def pack(self, tensor: Tensor) -> Any:
-        read = self.reads.get(tensor.untyped_storage()._cdata) if type(tensor) is Tensor else None
-        if read is None or read[0].expired():
+    def _pack(self, tensor: Tensor) -> Any:
+        read = self.reads.get(_storage_address(tensor)) if self.reads and type(tensor) is Tensor else None
+        if read is None or read[0]() is None:
             return tensor
         return (read[1], read[2], tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    @staticmethod
-    def unpack(packed: Any) -> Tensor:
+    def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         shard, plan, size, stride, offset = packed
-        return plan.finish_gather(plan.start_gather(shard)).as_strided(size, stride, offset)
+        return self.gather(shard, plan).as_strided(size, stride, offset)
+
+    def _drop_unused(self) -> None:
+        self.previous = None
+        while self.gathering:
+            collectives.wait_tensor(self.gathering.popitem()[1])
+
+
+def _storage_address(tensor: Tensor) -> int:
+    # Not tensor.untyped_storage(): a Python object of a storage that gloo's thread is just letting go of corrupts the heap
+    # (torch 2.13, one run in three under stress).
+    return tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
 
 
 class _State:
@@ -135,7 +197,7 @@ class _State:
     def __init__(self, mesh: DeviceMesh, reshard_after_forward: bool):
         self.mesh = mesh
         self.reshard_after_forward = reshard_after_forward
-        self.regather: _Regather | None = None  # while a forward runs that reshards
+        self.eager = _Eager()
         self.plans: dict[nn.Parameter, GatherPlan] = {}  # one entry for tied weights; parameters hash by identity
 
 
@@ -152,7 +214,7 @@ def apply_simple_fsdp(
     mesh = mesh["dp_replicate", "dp_shard"]
     state = _State(mesh, reshard_after_forward)
     sharded: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
+    for prefix, module in model.named_modules():
         plans = {}
         for name, parameter in module._parameters.items():
             if parameter is None:
@@ -160,6 +222,7 @@ def apply_simple_fsdp(
             if parameter not in sharded:
                 sharded[parameter] = shard = _shard(parameter, mesh)
                 state.plans[shard] = GatherPlan(
+                    fqn=f"{prefix}.{name}",
                     rows=parameter.shape[0],
                     own_rows=shard.to_local().shape[0],  # type: ignore[operator]
                     shard_degree=mesh["dp_shard"].size(),
@@ -201,26 +264,29 @@ def _read(module: nn.Module, name: str) -> Tensor:
         return whole
     plan = module._fsdp_plans[name]  # type: ignore[index]
     shard = module._parameters[name].to_local()  # type: ignore[union-attr, operator]
-    whole = _Gather.apply(shard, plan)
-    if not torch.compiler.is_compiling() and module._fsdp_state.regather is not None:  # type: ignore[union-attr]
-        module._fsdp_state.regather.remember(whole, shard, plan)  # type: ignore[union-attr]
+    if tracing():
+        return _Gather.apply(shard, plan, None)
+    eager: _Eager = module._fsdp_state.eager  # type: ignore[union-attr, assignment]
+    whole = _Gather.apply(shard, plan, eager)
+    eager.remember(whole, shard, plan)
     return whole
 
 
 def _resharding_forward(forward: Callable) -> Callable:
     @functools.wraps(forward)
     def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: _State = self._fsdp_state  # type: ignore[assignment]
-        if torch.compiler.is_compiling() or not state.reshard_after_forward:
+        if tracing():
             return forward(self, *args, **kwargs)
-        state.regather = _Regather()
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(state.regather.pack, state.regather.unpack):
-                return forward(self, *args, **kwargs)
-        finally:
-            state.regather = None
+        state: _State = self._fsdp_state  # type: ignore[assignment]
+        with state.eager.forward(state.reshard_after_forward and torch.is_grad_enabled()):
+            return forward(self, *args, **kwargs)
 
     return wrapped
+
+
+def tracing() -> bool:
+    """Whether this code is becoming a graph, under torch.compile or make_fx."""
+    return torch.compiler.is_compiling() or _are_we_tracing()
 
 
 @contextmanager

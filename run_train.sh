@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Trains a recipe on this machine's GPUs, or on CPU processes where there are none. The first run makes .venv if need be.
+#
+#   ./run_train.sh                                            # the debug model
+#   NGPU=4 CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --training.steps 100
+#   ./run_train.sh --print-config                             # the resolved recipe; --help: every key
+#
+# NGPU           processes on this node (default: its GPUs, else 2 CPU processes)
+# CONFIG_FILE    recipe, looked up from the current folder, then from here (default: train_configs/debug_model.toml)
+# LOG_RANK       ranks that print, such as 0,3 (default: 0)
+# NNODES         nodes (default: 1); with more, RDZV_ENDPOINT=HOST:PORT of one of them, the same on all
+# NODE_RANK      0 on the node that RDZV_ENDPOINT names, not 0 on the others; only where host names do not tell
+# RDZV_ID        name of the run, the same on all nodes (default: titan_lite)
+# MAX_RESTARTS   times that torchrun starts all processes again after a failure (default: 0)
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
+source "$root/scripts/setup.sh"
+
+wrong_usage() {
+    echo "error: $*" >&2
+    exit 2
+}
+
+# A wrong recipe or option ends here: one line, before anything is installed or started.
+check_recipe() { # PYTHON ARGUMENT...
+    PYTHONSAFEPATH=1 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$1" -m titan_lite.config "$recipe" "${@:2}" || exit $?
+    local argument
+    for argument in "${@:2}"; do
+        case $argument in --print-config | --help | -h) exit 0 ;; esac
+    done
+}
+
+count_gpus() { # those that titan_lite may use
+    local listed
+    if [[ -n ${CUDA_VISIBLE_DEVICES+set} && ! $CUDA_VISIBLE_DEVICES =~ ^[^-,] ]]; then
+        gpus=0 # empty or -1: the CPU is wanted
+    elif listed=$(nvidia-smi -L 2>/dev/null) || [[ -e /dev/kfd ]]; then
+        gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+        ((gpus > 0)) || say "this torch cannot use the GPUs here (${listed:-/dev/kfd}), so it is the CPU"
+    else
+        gpus=0
+    fi
+}
+
+recipe=${CONFIG_FILE:-train_configs/debug_model.toml}
+[[ ! -e $recipe && -e $root/$recipe ]] && recipe="$root/$recipe"
+nodes=${NNODES:-1} restarts=${MAX_RESTARTS:-0} rendezvous=()
+
+[[ ${NGPU:-1} =~ ^[1-9][0-9]*$ ]] || wrong_usage "NGPU=$NGPU: expected the number of processes, at least 1, such as NGPU=2"
+[[ $nodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] || wrong_usage "NNODES=$nodes: expected the number of nodes, such as NNODES=2"
+[[ $restarts =~ ^[0-9]+$ ]] || wrong_usage "MAX_RESTARTS=$restarts: expected a number, such as MAX_RESTARTS=0"
+if [[ $nodes != 1 ]]; then
+    [[ -n ${RDZV_ENDPOINT:-} ]] || wrong_usage "NNODES=$nodes needs RDZV_ENDPOINT=HOST:PORT of a node, such as node0:29500"
+    if [[ -n ${NODE_RANK:-} ]]; then
+        rendezvous=(--rdzv-conf "is_host=$([[ $NODE_RANK == 0 ]] && echo true || echo false)")
+    fi
+fi
+
+find_python
+checked=
+if "$base" -c 'import tomllib' 2>/dev/null; then # Python 3.10 has no TOML reader before the set-up
+    check_recipe "$base" "$@"
+    checked=yes
+fi
+setup_python run
+[[ -n $checked ]] || check_recipe "$python" "$@"
+
+count_gpus
+processes=${NGPU:-$((gpus > 0 ? gpus : 2))}
+((gpus == 0 || processes <= gpus)) ||
+    wrong_usage "NGPU=$processes is more than the $gpus GPUs here; NGPU=$gpus works, or CUDA_VISIBLE_DEVICES= for CPU processes"
+
+if [[ -z ${OMP_NUM_THREADS:-} ]]; then # the processes of a node share its cores
+    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+    export OMP_NUM_THREADS=$((cores > processes ? cores / processes : 1))
+fi
+export LOG_RANK=${LOG_RANK:-0}
+
+# exec: an interrupt or a scheduler's signal reaches torchrun itself. Port 0 is a free one.
+exec "$python" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$processes" --max-restarts "$restarts" \
+    --rdzv-backend c10d --rdzv-endpoint "${RDZV_ENDPOINT:-localhost:0}" --rdzv-id "${RDZV_ID:-titan_lite}" \
+    ${rendezvous[@]+"${rendezvous[@]}"} -m titan_lite.train "$recipe" "$@"

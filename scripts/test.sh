@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Lint, format, types, tests; the first failure ends it. Arguments go to pytest: scripts/test.sh tests/unit -k config
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+source "$root/scripts/setup.sh"
+setup_python dev
+
+cd "$root"
+"$python" -m ruff check
+"$python" -m ruff format --check
+"$python" -m mypy titan_lite
+"$python" -m pytest "$@"

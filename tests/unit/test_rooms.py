@@ -1,0 +1,140 @@
+"""Who may import whom: the table, held against the sources (read with ast; nothing is imported).
+
+A new module needs a row, or its folder's. An import that the table forbids is a question to ask before it is a row to widen: the
+model knows nothing distributed, a part takes its own section and not the whole Config, nobody but train knows the trainer.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "titan_lite"
+
+# module or folder, below titan_lite -> what it may import beside the standard library and, for a folder, itself
+PART = ("torch", "titan_lite.config", "titan_lite.logging")
+ROOMS = {
+    "__init__": (),
+    "config": ("tomli",),  # the standard library has it from Python 3.11 on
+    "logging": (),
+    "models": ("torch",),
+    "loss": PART,
+    "compiler": ("torch", "titan_lite.config"),
+    "distributed": ("torch", "titan_lite.config", "titan_lite.compiler"),
+    "data": (*PART, "torchdata", "tiktoken", "datasets"),
+    "optimizer": PART,
+    "lr_scheduler": PART,
+    "metrics": (*PART, "matplotlib", "tqdm"),
+    "profiling": PART,
+    "checkpoint": PART,
+    "planner": (*PART, "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler"),
+    "plan": (*PART, "titan_lite.planner"),
+    "trainer": (*PART, "titan_lite"),  # the assembler
+    "train": (*PART, "titan_lite.trainer"),
+}
+WHOLE_CONFIG = {"config", "trainer", "train", "planner", "plan"}  # the others take their own section, or plain values
+
+
+def within(name, prefix):
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+def imports_of(path, package):
+    """(line, "torch.nn.functional") for every import of a file, `from a import b` as a.b, and every use of torch.distributed."""
+    here = ("titan_lite", *path.relative_to(package).with_suffix("").parts)
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            origin = here[: -node.level] if node.level else ()
+            origin += (node.module,) if node.module else ()
+            for alias in node.names:
+                yield node.lineno, ".".join((*origin, alias.name))
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            yield node.lineno, "torch.distributed"  # there after any `import torch`
+
+
+def forbidden_imports(package):
+    """A line for every import below the folder `package` that ROOMS does not allow."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        room = parts[0]
+        if room not in ROOMS:
+            found.append(f"{path}: no row in ROOMS for {'/'.join(parts)}")
+            continue
+        for line, name in imports_of(path, package):
+            allowed = [*ROOMS[room], *([f"titan_lite.{room}"] if len(parts) > 1 else [])]
+            standard = name.partition(".")[0] in sys.stdlib_module_names
+            wrong = not standard and not any(within(name, prefix) for prefix in allowed)
+            wrong |= room == "models" and within(name, "torch.distributed")
+            wrong |= room != "train" and within(name, "titan_lite.trainer")
+            wrong |= within(name, "titan_lite.train")
+            wrong |= room not in WHOLE_CONFIG and name in ("titan_lite.config.Config", "titan_lite.config.load_config")
+            if wrong:
+                found.append(f"{path}:{line}: {room} imports {name}")
+    return found
+
+
+def test_every_room_imports_only_what_it_may():
+    assert forbidden_imports(PACKAGE) == []
+
+
+def test_the_package_is_read():
+    names = {name for path in (PACKAGE / "models").glob("*.py") for _, name in imports_of(path, PACKAGE)}
+    assert "torch.nn" in names
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("config.py", "import torch"),
+        ("config.py", "def late():\n    import numpy"),
+        ("logging.py", "from titan_lite.config import Metrics"),
+        ("models/llama3.py", "import torch.distributed as dist"),
+        ("models/llama3.py", "from torch import distributed"),
+        ("models/llama3.py", "from torch.distributed.tensor import DTensor"),
+        ("models/llama3.py", "import torch\ntorch.distributed.barrier()"),
+        ("models/llama3.py", "from titan_lite.config import Model"),
+        ("models/llama3.py", "from ..config import Model"),
+        ("loss.py", "import datasets"),
+        ("compiler/bucketing.py", "from titan_lite.distributed import mesh"),
+        ("distributed/mesh.py", "from titan_lite.models.llama3 import Llama3"),
+        ("distributed/mesh.py", "from titan_lite.config import Config"),
+        ("data/loader.py", "from titan_lite.distributed.mesh import build_mesh"),
+        ("data/loader.py", "from titan_lite.config import load_config"),
+        ("optimizer.py", "from titan_lite import checkpoint"),
+        ("metrics.py", "from . import trainer"),
+        ("planner/trace.py", "from titan_lite.trainer import Trainer"),
+        ("trainer.py", "from titan_lite.train import main"),
+        ("train.py", "from titan_lite.data import loader"),
+        ("utils.py", ""),
+    ],
+)
+def test_a_forbidden_import_is_found(module, source, tmp_path):
+    path = tmp_path / module
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(source)
+    (finding,) = forbidden_imports(tmp_path)
+    assert str(path) in finding
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("config.py", "import json, tomllib, tomli"),
+        ("models/llama3.py", "import torch.nn.functional as F\nfrom torch import nn\nfrom titan_lite.models import hf"),
+        ("data/loader.py", "from torchdata.stateful_dataloader import StatefulDataLoader\nfrom .dataset import Dataset"),
+        ("data/loader.py", "from titan_lite.config import Data, Validation\nfrom titan_lite.logging import logger"),
+        ("distributed/parallelize.py", "from titan_lite.compiler.stage import compile_stage\nimport torch.distributed"),
+        ("trainer.py", "from titan_lite import loss\nfrom titan_lite.data.loader import build_loader"),
+        ("train.py", "from titan_lite.trainer import Trainer\nfrom titan_lite.config import load_config"),
+    ],
+)
+def test_an_allowed_import_is_not(module, source, tmp_path):
+    path = tmp_path / module
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(source)
+    assert forbidden_imports(tmp_path) == []
