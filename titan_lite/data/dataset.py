@@ -25,8 +25,8 @@ from titan_lite.config import ConfigError, Data
 logger = logging.getLogger(__name__)
 
 Split = Literal["train", "validation"]
-# Extension of a local file -> name of the reader in `datasets`; a txt file is read whole, it is one document.
-FORMATS = {".txt": "", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+# Extension of a local file -> its reader among `datasets.IterableDataset`'s; a txt file is read whole, it is one document.
+FORMATS = {".txt": "", ".jsonl": "from_json", ".json": "from_json", ".parquet": "from_parquet"}
 _WORKS = "name a file, a folder or a glob of " + ", ".join(FORMATS) + ' files, such as path = "corpus/*.jsonl"'
 _STDLIB = Path(sysconfig.get_path("stdlib"))
 _NOT_OURS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -62,19 +62,21 @@ class StreamSource:
     def __init__(self, data: Data, split: Split, seed: int):
         stream = _c4(split) if data.dataset == "c4" else _local(data, split)
         self.stream = stream.shuffle(seed=seed, buffer_size=data.shuffle_buffer) if data.shuffle else stream
-        self.empty = _empty(data, split)
+        self.shuffle, self.empty = data.shuffle, _empty(data, split)
 
     def documents(self, start: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, str]]:
         """(ordinal, text) of the documents from `start` on whose ordinal is wanted; those before are skipped, untokenized."""
         epoch = 0
         first = 0  # ordinal of the epoch's first document
         while True:
-            self.stream.set_epoch(epoch)
+            if self.shuffle:  # set_epoch alone would shuffle the files
+                self.stream.set_epoch(epoch)
             count = 0
-            for count, example in enumerate(self.stream, start=1):
+            # Plain iteration draws other random numbers in a loader process than outside of one.
+            for count, batch in enumerate(self.stream.iter(batch_size=1), start=1):
                 ordinal = first + count - 1
                 if ordinal >= start and wanted(ordinal):
-                    yield ordinal, example["text"]
+                    yield ordinal, batch["text"][0]
             if count == 0:
                 raise self.empty
             # Every epoch has as many documents: those that end before `start` need not be gone through.
@@ -222,10 +224,13 @@ def _read_files(files: list[str], root: str, field: str) -> Iterator[tuple[str, 
         name = Path(file).relative_to(root).as_posix()
         index = 0
         try:
+            if not os.path.getsize(file):
+                continue  # it holds no document; the JSON reader would stumble
             if file.endswith(".txt"):
                 yield name, Path(file).read_text(encoding="utf-8")
                 continue
-            stream = datasets.load_dataset(FORMATS[Path(file).suffix], data_files=file, split="train", streaming=True)
+            # not load_dataset("json", ...), which calls the hub once a file to count its use
+            stream = getattr(datasets.IterableDataset, FORMATS[Path(file).suffix])(glob.escape(file))
             for index, example in enumerate(stream):
                 text = example.get(field)
                 if not isinstance(text, str):

@@ -31,6 +31,8 @@ from titan_lite.data.tokenizer import Tokenizer
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Position = tuple[int, int, int]  # ordinal of the current document, its tokens already used, windows given
+_Texts = dict[int, deque[str]]  # by row
+_Tokens = dict[int, torch.Tensor]  # by row
 
 
 class _PackedRows(IterableDataset):
@@ -50,8 +52,8 @@ class _PackedRows(IterableDataset):
 
     def __iter__(self) -> Iterator[Batch | ConfigError]:
         documents = self.source.documents(min(ordinal for ordinal, _, _ in self.position.values()), self._wanted)
-        pending: dict[int, deque[str]] = defaultdict(deque)  # read for a row that is not there yet
-        current: dict[int, torch.Tensor] = {}  # tokens of each row's current document
+        pending: _Texts = defaultdict(deque)  # read on behalf of a row that is not there yet
+        current: _Tokens = {}  # of each row's current document
         try:
             while True:
                 # The rows that are furthest behind: after a whole step, all of them in order.
@@ -65,13 +67,7 @@ class _PackedRows(IterableDataset):
         row = ordinal % self.rows
         return row in self.position and ordinal >= self.position[row][0]
 
-    def _window(
-        self,
-        row: int,
-        documents: Iterator[tuple[int, str]],
-        pending: dict[int, deque[str]],
-        current: dict[int, torch.Tensor],
-    ) -> torch.Tensor:
+    def _window(self, row: int, documents: Iterator[tuple[int, str]], pending: _Texts, current: _Tokens) -> torch.Tensor:
         """The next seq_len + 1 tokens of a row."""
         ordinal, used, given = self.position[row]
         parts: list[torch.Tensor] = []

@@ -1,8 +1,8 @@
 """Text <-> token ids, from a file in tiktoken's format, by the rules of Llama 3.
 
     tokenizer = load_tokenizer("assets/tokenizer/debug.model")
-    tokenizer.encode("import os", bos=True)      # [1792, 1122, 532]
-    tokenizer.decode([1122, 532])                # "import os"
+    tokenizer.encode("import os", bos=True)      # [1792, 759, 665]
+    tokenizer.decode([759, 665])                 # "import os"
 
 A line of the file is a token's bytes in base64, a space and its rank: the order in which byte-pair encoding merges, and
 the token's id. Llama 3's own `tokenizer.model` is such a file. 256 special tokens follow the ranks, so that a file of
@@ -109,7 +109,7 @@ def _cut(text: str) -> Iterator[str]:
     for start in range(0, len(text), _MAX_CHARS):
         piece = text[start : start + _MAX_CHARS]
         begin = 0
-        if any(_HALF_RUN.match(piece, at) for at in range(0, len(piece) - _MAX_RUN, _HALF)):
+        if any(_HALF_RUN.match(piece, at) for at in range(0, len(piece) - _HALF, _HALF)):
             for run in _LONG_RUN.finditer(piece):
                 for end in range(run.start() + _MAX_RUN, run.end(), _MAX_RUN):
                     yield piece[begin:end]

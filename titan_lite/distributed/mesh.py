@@ -21,8 +21,8 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
     for key in ("pipeline_parallel_degree", "context_parallel_degree", "tensor_parallel_degree"):
         if getattr(parallelism, key) > 1:
             raise ConfigError(
-                f"parallelism.{key} = {getattr(parallelism, key)}: this version trains with data parallelism only (FSDP, HSDP, DDP); "
-                f"{key} = 1 works"
+                f"parallelism.{key} = {getattr(parallelism, key)}: this version trains with data parallelism only "
+                f"(FSDP, HSDP, DDP); {key} = 1 works"
             )
     degrees = {
         "pp": parallelism.pipeline_parallel_degree,
@@ -35,16 +35,16 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
     if degrees["dp_shard"] == -1:
         if world_size % others:
             raise ConfigError(
-                f"parallelism.data_parallel_shard_degree = -1 cannot be resolved: the other degrees multiply to {others}, which does "
-                f"not divide {world_size} ranks; start {-(-world_size // others) * others} ranks, or lower "
+                f"parallelism.data_parallel_shard_degree = -1 cannot be resolved: the other degrees multiply to {others}, which "
+                f"does not divide {world_size} ranks; start {-(-world_size // others) * others} ranks, or lower "
                 f"data_parallel_replicate_degree = {degrees['dp_replicate']} to a divisor of {world_size}"
             )
         degrees["dp_shard"] = world_size // others
     elif others != world_size:
         product = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "all 1"
         raise ConfigError(
-            f"parallelism.data_parallel_shard_degree = {degrees['dp_shard']}: the degrees ({product}) need {others} ranks, but {world_size} "
-            f"are running; start {others} ranks (NGPU={others}), or set data_parallel_shard_degree = -1"
+            f"parallelism.data_parallel_shard_degree = {degrees['dp_shard']}: the degrees ({product}) need {others} ranks, but "
+            f"{world_size} are running; start {others} ranks (NGPU={others}), or set data_parallel_shard_degree = -1"
         )
     return degrees
 

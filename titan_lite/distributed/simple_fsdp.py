@@ -23,24 +23,28 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 collectives = torch.ops._c10d_functional
+PLACEMENTS = (Replicate(), Shard(0))  # over (dp_replicate, dp_shard)
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
 @dataclass(frozen=True)
 class GatherPlan:
     """How one parameter is gathered and its gradient reduced; plain values only, so that tracing sees constants.
 
-    fqn: its name, and the first of its names where weights are tied. rows: length of dimension 0 of the whole; own_rows: of this rank's shard. A shard has ceil(rows / shard_degree) rows, the
-    last shards fewer or none: these are padded for the collectives.
+    fqn: its name, the first one where weights are tied. rows: length of dimension 0 of the whole; own_rows: of this rank's
+    shard. A shard has ceil(rows / shard_degree) rows, the last shards fewer or none: these are padded for the collectives.
     """
 
     fqn: str
@@ -53,24 +57,37 @@ class GatherPlan:
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
 
-    def start_gather(self, shard: Tensor) -> Tensor:
-        """This rank's rows -> all rows in param_dtype, padded and perhaps still in flight."""
+    @property
+    def chunk(self) -> int:
+        """Rows of a padded shard."""
+        return -(-self.rows // self.shard_degree)
+
+    def gather(self, shard: Tensor) -> Tensor:
+        """This rank's rows -> the whole in param_dtype, as nodes of a graph."""
         shard = shard.to(self.param_dtype)
         if self.shard_degree == 1:
             return shard
-        chunk = -(-self.rows // self.shard_degree)
-        return collectives.all_gather_into_tensor(_pad_rows(shard, chunk), self.shard_degree, self.shard_group)
+        whole = collectives.all_gather_into_tensor(_pad_rows(shard, self.chunk), self.shard_degree, self.shard_group)
+        return collectives.wait_tensor(whole)[: self.rows]
 
-    def finish_gather(self, gathered: Tensor) -> Tensor:
-        return gathered if self.shard_degree == 1 else collectives.wait_tensor(gathered)[: self.rows]
+    @torch.no_grad()
+    def start_gather(self, shard: Tensor) -> "_InFlight":
+        """The same in eager mode, on its way."""
+        shard = shard.to(self.param_dtype)
+        if self.shard_degree == 1:
+            return _InFlight(shard, None)
+        # Not the functional collective: several of them at once on gloo corrupt the heap (torch 2.13, within a minute).
+        shard = _pad_rows(shard, self.chunk)
+        whole = shard.new_empty(self.chunk * self.shard_degree, *shard.shape[1:])
+        group = _resolve_process_group(self.shard_group)  # type: ignore[arg-type]
+        return _InFlight(whole[: self.rows], _all_gather(whole, shard, group=group, async_op=True))
 
     def start_reduce(self, gradient: Tensor) -> Tensor:
         """This rank's gradient of the whole -> the sum over dp_shard of its own rows in reduce_dtype, perhaps still in flight."""
         gradient = gradient.to(self.reduce_dtype)
         if self.shard_degree == 1:
             return gradient
-        chunk = -(-self.rows // self.shard_degree)
-        gradient = _pad_rows(gradient, chunk * self.shard_degree).contiguous()
+        gradient = _pad_rows(gradient, self.chunk * self.shard_degree).contiguous()
         return collectives.reduce_scatter_tensor(gradient, "sum", self.shard_degree, self.shard_group)
 
     def finish_reduce(self, gradient: Tensor) -> Tensor:
@@ -79,6 +96,18 @@ class GatherPlan:
         if self.replicate_degree > 1:  # after the reduce-scatter: only a shard travels between copies
             gradient = collectives.wait_tensor(collectives.all_reduce(gradient.contiguous(), "sum", self.replicate_group))
         return gradient
+
+
+class _InFlight(NamedTuple):
+    """A tensor that may be read once its communication is waited for."""
+
+    tensor: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
 
 
 def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
@@ -92,7 +121,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, plan: GatherPlan, eager: "_Eager | None") -> Tensor:
         ctx.plan, ctx.eager, ctx.shard_dtype = plan, eager, shard.dtype
-        whole = plan.finish_gather(plan.start_gather(shard)) if eager is None else eager.gather(shard, plan)
+        whole = plan.gather(shard) if eager is None else eager.gather(shard, plan)
         return whole.view_as(whole)  # autograd wants a tensor of its own where nothing had to be gathered or cast
 
     @staticmethod
@@ -121,14 +150,13 @@ class _Eager:
         self.backward = False
         self.previous: GatherPlan | None = None
         self.followers: dict[tuple[bool, GatherPlan], tuple[Tensor, GatherPlan]] = {}
-        self.gathering: dict[GatherPlan, Tensor] = {}
+        self.gathering: dict[GatherPlan, _InFlight] = {}
         self.reducing: deque[AsyncCollectiveTensor] = deque()
 
     def gather(self, shard: Tensor, plan: GatherPlan) -> Tensor:
         if plan.shard_degree == 1:
-            return plan.start_gather(shard)
-        started = self.gathering.pop(plan, None)
-        started = plan.start_gather(shard) if started is None else started
+            return plan.start_gather(shard).wait()
+        started = self.gathering.pop(plan, None) or plan.start_gather(shard)
         if self.previous is not None:
             self.followers[self.backward, self.previous] = (shard.detach(), plan)
         self.previous = plan
@@ -139,7 +167,7 @@ class _Eager:
             next_shard, ahead = self.followers[self.backward, ahead]
             if ahead is not plan and ahead not in self.gathering:
                 self.gathering[ahead] = ahead.start_gather(next_shard)
-        return plan.finish_gather(started)
+        return started.wait()
 
     def reduce(self, gradient: Tensor, plan: GatherPlan, dtype: torch.dtype) -> Tensor:
         started = plan.start_reduce(gradient)
@@ -182,23 +210,30 @@ class _Eager:
     def _drop_unused(self) -> None:
         self.previous = None
         while self.gathering:
-            collectives.wait_tensor(self.gathering.popitem()[1])
+            self.gathering.popitem()[1].wait()
 
 
 def _storage_address(tensor: Tensor) -> int:
-    # Not tensor.untyped_storage(): a Python object of a storage that gloo's thread is just letting go of corrupts the heap
-    # (torch 2.13, one run in three under stress).
     return tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
 
 
-class _State:
-    """What the modules of one sharded model share."""
+class _Model:
+    """What the modules of one sharded model share. plans: one entry for tied weights; parameters hash by identity."""
 
     def __init__(self, mesh: DeviceMesh, reshard_after_forward: bool):
         self.mesh = mesh
         self.reshard_after_forward = reshard_after_forward
         self.eager = _Eager()
-        self.plans: dict[nn.Parameter, GatherPlan] = {}  # one entry for tied weights; parameters hash by identity
+        self.plans: dict[nn.Parameter, GatherPlan] = {}
+
+
+@dataclass
+class _Module:
+    """What a sharded module carries as `_fsdp`. wholes: weights by name while they stay gathered for a step."""
+
+    model: _Model
+    plans: dict[str, GatherPlan]
+    wholes: dict[str, Tensor]
 
 
 def apply_simple_fsdp(
@@ -212,19 +247,19 @@ def apply_simple_fsdp(
     backward (less memory, one more all-gather), or keep them.
     """
     mesh = mesh["dp_replicate", "dp_shard"]
-    state = _State(mesh, reshard_after_forward)
-    sharded: dict[nn.Parameter, nn.Parameter] = {}
+    shared = _Model(mesh, reshard_after_forward)
+    shards: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         plans = {}
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if parameter not in sharded:
-                sharded[parameter] = shard = _shard(parameter, mesh)
-                state.plans[shard] = GatherPlan(
+            if parameter not in shards:
+                shards[parameter] = shard = _shard(parameter, mesh)
+                shared.plans[shard] = GatherPlan(
                     fqn=f"{prefix}.{name}",
                     rows=parameter.shape[0],
-                    own_rows=shard.to_local().shape[0],  # type: ignore[operator]
+                    own_rows=_local(shard).shape[0],
                     shard_degree=mesh["dp_shard"].size(),
                     shard_group=mesh.get_group("dp_shard").group_name,
                     replicate_degree=mesh["dp_replicate"].size(),
@@ -232,56 +267,66 @@ def apply_simple_fsdp(
                     param_dtype=param_dtype,
                     reduce_dtype=reduce_dtype,
                 )
-            module._parameters[name] = sharded[parameter]
-            plans[name] = state.plans[sharded[parameter]]
-        module.__dict__.update(_fsdp_state=state, _fsdp_plans=plans, _fsdp_wholes={})
+            module._parameters[name] = shards[parameter]
+            plans[name] = shared.plans[shards[parameter]]
+        module.__dict__["_fsdp"] = _Module(shared, plans, wholes={})
         module.__class__ = _sharded_class(type(module), tuple(plans), module is model)
 
 
 def _shard(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     """The whole parameter -> this rank's rows of it, as a DTensor over (dp_replicate, dp_shard)."""
-    placements = (Replicate(), Shard(0))
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, PLACEMENTS)
     rows = parameter.detach().narrow(0, min(offset[0], parameter.shape[0]), shape[0]).clone()
-    # shape and stride are given, since uneven shards do not tell the whole
-    whole = DTensor.from_local(rows, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
-    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    return nn.Parameter(_as_shard_of(parameter, rows, mesh), requires_grad=parameter.requires_grad)
+
+
+def _as_shard_of(whole: Tensor, rows: Tensor, mesh: DeviceMesh) -> DTensor:
+    # shape and stride are given, since uneven shards do not tell those of the whole
+    return DTensor.from_local(rows, mesh, PLACEMENTS, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """This rank's rows; differentiable."""
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local()
 
 
 @functools.cache  # so a class swapped alike is the same class in every model; it must not close over a mesh
-def _sharded_class(cls: type[nn.Module], names: tuple[str, ...], is_root: bool) -> type[nn.Module]:
-    """A subclass whose property of each name gathers; the root's forward reshards."""
+def _sharded_class(cls: Any, names: tuple[str, ...], is_root: bool) -> Any:
+    """A subclass whose property of each name gathers; the root's forward also frames what eager mode adds."""
     members: dict[str, Any] = {name: property(functools.partial(_read, name=name)) for name in names}
     if is_root:
-        members["forward"] = _resharding_forward(cls.forward)
+        members["forward"] = _root_forward(cls.forward)
     return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
 
 
 def _read(module: nn.Module, name: str) -> Tensor:
     """`module.weight`: the whole weight, in param_dtype."""
-    whole = module._fsdp_wholes.get(name)  # type: ignore[union-attr, operator]
-    if whole is not None:
-        return whole
-    plan = module._fsdp_plans[name]  # type: ignore[index]
-    shard = module._parameters[name].to_local()  # type: ignore[union-attr, operator]
+    fsdp: _Module = module._fsdp  # type: ignore[assignment]
+    if name in fsdp.wholes:
+        return fsdp.wholes[name]
+    shard, plan = module._parameters[name].to_local(), fsdp.plans[name]  # type: ignore[union-attr, operator]
     if tracing():
         return _Gather.apply(shard, plan, None)
-    eager: _Eager = module._fsdp_state.eager  # type: ignore[union-attr, assignment]
-    whole = _Gather.apply(shard, plan, eager)
-    eager.remember(whole, shard, plan)
+    whole = _Gather.apply(shard, plan, fsdp.model.eager)
+    fsdp.model.eager.remember(whole, shard, plan)
     return whole
 
 
-def _resharding_forward(forward: Callable) -> Callable:
+def _root_forward(forward: Callable) -> Callable:
     @functools.wraps(forward)
     def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if tracing():
             return forward(self, *args, **kwargs)
-        state: _State = self._fsdp_state  # type: ignore[assignment]
-        with state.eager.forward(state.reshard_after_forward and torch.is_grad_enabled()):
+        model = _model_of(self)
+        with model.eager.forward(model.reshard_after_forward and torch.is_grad_enabled()):
             return forward(self, *args, **kwargs)
 
     return wrapped
+
+
+def _model_of(root: nn.Module) -> _Model:
+    return root._fsdp.model  # type: ignore[union-attr, return-value]
 
 
 def tracing() -> bool:
@@ -290,60 +335,61 @@ def tracing() -> bool:
 
 
 @contextmanager
-def gathered_for_step(model: nn.Module) -> Iterator[None]:
+def gathered_for_step(root: nn.Module) -> Iterator[None]:
     """Within: all weights stay gathered and gradients accumulate unreduced, in reduce_dtype; on leaving, they are reduced once
     into `parameter.grad`. For gradient accumulation (as Llama 3 did): k microbatches cost the communication of one, and the
     memory of the rank's whole weights and gradients.
     """
-    state: _State = model._fsdp_state  # type: ignore[assignment]
+    model = _model_of(root)
     with torch.no_grad():
-        started = {p: plan.start_gather(p.to_local()) for p, plan in state.plans.items()}  # type: ignore[operator]
-        leaves = {p: state.plans[p].finish_gather(started.pop(p)).detach() for p in state.plans}
+        started = {parameter: plan.start_gather(_local(parameter)) for parameter, plan in model.plans.items()}
+        wholes = {parameter: started.pop(parameter).wait().detach() for parameter in model.plans}
     sums: dict[nn.Parameter, Tensor] = {}
-    for parameter, leaf in leaves.items():
-        leaf.requires_grad_(parameter.requires_grad)
-        if state.plans[parameter].param_dtype != state.plans[parameter].reduce_dtype:
-            leaf.register_post_accumulate_grad_hook(functools.partial(_accumulate, sums, parameter, state.plans[parameter].reduce_dtype))
-    for module in model.modules():
-        module._fsdp_wholes.update({n: leaves[module._parameters[n]] for n in module._fsdp_plans})  # type: ignore
+    for parameter, whole in wholes.items():
+        whole.requires_grad_(parameter.requires_grad)
+        plan = model.plans[parameter]
+        if plan.param_dtype != plan.reduce_dtype:
+            whole.register_post_accumulate_grad_hook(functools.partial(_accumulate, sums, parameter, plan.reduce_dtype))
+    modules = [module for module in root.modules() if module._fsdp.plans]  # type: ignore[union-attr]
+    for module in modules:
+        names: list[str] = list(module._fsdp.plans)  # type: ignore[union-attr, arg-type]
+        module._fsdp.wholes.update({name: wholes[module._parameters[name]] for name in names})  # type: ignore
     try:
         yield
     finally:
-        for module in model.modules():
-            module._fsdp_wholes.clear()  # type: ignore[union-attr, operator]
-    reduced = {}
-    for parameter, plan in state.plans.items():
-        leaf = leaves.pop(parameter)
-        gradient = sums.pop(parameter, leaf.grad)
+        for module in modules:
+            module._fsdp.wholes.clear()  # type: ignore[union-attr, operator]
+    reducing = {}
+    for parameter, plan in model.plans.items():
+        gradient = sums.pop(parameter, wholes.pop(parameter).grad)
         if gradient is not None:
-            reduced[parameter] = plan.start_reduce(gradient)
-    for parameter, gradient in reduced.items():
-        own = state.plans[parameter].finish_reduce(gradient).to(parameter.dtype)
-        parameter.grad = DTensor.from_local(own, state.mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride())  # type: ignore
+            reducing[parameter] = plan.start_reduce(gradient)
+    for parameter, gradient in reducing.items():
+        own = model.plans[parameter].finish_reduce(gradient).to(parameter.dtype)
+        parameter.grad = _as_shard_of(parameter, own, model.mesh)
 
 
-def _accumulate(sums: dict[nn.Parameter, Tensor], parameter: nn.Parameter, dtype: torch.dtype, leaf: Tensor) -> None:
-    """Add a microbatch's gradient to the sum in `dtype`, which is wider than the one it was computed in."""
-    assert leaf.grad is not None
+def _accumulate(sums: dict[nn.Parameter, Tensor], parameter: nn.Parameter, dtype: torch.dtype, whole: Tensor) -> None:
+    """Add a microbatch's gradient to the sum in `dtype`, which is not the one it was computed in."""
+    assert whole.grad is not None
     if parameter in sums:
-        sums[parameter] += leaf.grad
+        sums[parameter] += whole.grad
     else:
-        sums[parameter] = leaf.grad.to(dtype)
-    leaf.grad = None
+        sums[parameter] = whole.grad.to(dtype)
+    whole.grad = None
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give a meta model uninitialised memory on `device`: each rank its shards. Tied weights stay tied (`Module.to_empty` unties)."""
-    state: _State = model._fsdp_state  # type: ignore[assignment]
-    filled: dict[nn.Parameter, nn.Parameter] = {}
-    for meta in state.plans:
-        local = torch.empty_like(meta.to_local(), device=device)  # type: ignore[operator]
-        whole = DTensor.from_local(local, state.mesh, meta.placements, run_check=False, shape=meta.shape, stride=meta.stride())  # type: ignore
-        filled[meta] = nn.Parameter(whole, requires_grad=meta.requires_grad)
-    state.plans = {filled[meta]: plan for meta, plan in state.plans.items()}
-    for module in model.modules():
-        for name in module._fsdp_plans:  # type: ignore[union-attr]
-            module._parameters[name] = filled[module._parameters[name]]  # type: ignore[index]
+def materialize(root: nn.Module, device: torch.device) -> None:
+    """Give a meta model uninitialised memory on `device`, each rank its shards; tied weights stay tied (`to_empty` unties)."""
+    model = _model_of(root)
+    filled: dict[Any, nn.Parameter] = {}
+    for meta in model.plans:
+        rows = torch.empty_like(_local(meta), device=device)
+        filled[meta] = nn.Parameter(_as_shard_of(meta, rows, model.mesh), requires_grad=meta.requires_grad)
+    model.plans = {filled[meta]: plan for meta, plan in model.plans.items()}
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            module._parameters[name] = filled.get(parameter)
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
 
@@ -351,4 +397,5 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 def shard_of(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """(the rows this rank holds, sharing memory with the parameter; their offset in the whole), under no_grad."""
     assert isinstance(parameter, DTensor)
-    return parameter.to_local(), compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)[1]
+    offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)[1]
+    return parameter.to_local(), tuple(int(start) for start in offset)

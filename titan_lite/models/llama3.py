@@ -107,7 +107,9 @@ class Attention(nn.Module):
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+        )
         return self.wo(out.transpose(1, 2).flatten(-2))
 
 
@@ -139,6 +141,9 @@ class TransformerBlock(nn.Module):
 
 class Transformer(nn.Module):
     """tokens (B, T) int64 -> logits (B, T, V). T may be anything up to config.max_seq_len."""
+
+    rope_cos: Tensor
+    rope_sin: Tensor
 
     def __init__(self, config: ModelConfig):
         super().__init__()

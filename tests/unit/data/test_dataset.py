@@ -1,0 +1,259 @@
+import json
+import logging
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from titan_lite.config import ConfigError, Data
+from titan_lite.data.dataset import StdlibSource, build_source, check_data
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(tmp_path_factory, monkeypatch):
+    """`datasets` leaves a lock file for each file it opens."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+
+
+def read(source, start, count, wanted=lambda ordinal: True):
+    return list(islice(source.documents(start, wanted), count))
+
+
+def local(path, **more):
+    return Data(dataset="local", path=str(path), **{"validation_fraction": 0.0, "shuffle": False, **more})
+
+
+def write_jsonl(path, texts, field="text"):
+    path.write_text("".join(json.dumps({field: text, "id": i}) + "\n" for i, text in enumerate(texts)))
+
+
+# The standard library
+
+
+def test_stdlib_is_split_without_overlap_and_by_name():
+    train, held_out = (StdlibSource(Data(), split, seed=0).names for split in ("train", "validation"))
+    everything = StdlibSource(Data(validation_fraction=0.0), "train", seed=0).names
+    assert sorted(train + held_out) == everything
+    assert not set(train) & set(held_out)
+    assert 0.02 < len(held_out) / len(everything) < 0.1
+    larger = StdlibSource(Data(validation_fraction=0.2), "validation", seed=0).names
+    assert set(held_out) < set(larger)  # raising the fraction moves documents one way only
+    assert "argparse.py" in everything
+    assert "topics/for" in everything
+    parts = {part for name in everything for part in name.split("/")}
+    assert not parts & {"test", "tests", "site-packages", "__pycache__"}
+    assert "pydoc_data/topics.py" not in everything
+
+
+def test_stdlib_order_belongs_to_seed_and_epoch():
+    source = StdlibSource(Data(), "train", seed=1)
+    count = len(source.names)
+    first, second = (read(source, epoch * count, count) for epoch in (0, 1))
+    assert [ordinal for ordinal, _ in first + second] == list(range(2 * count))
+    texts = [text for _, text in first]
+    assert texts != [text for _, text in second]
+    assert sorted(texts) == sorted(text for _, text in second)
+    assert texts == [text for _, text in read(StdlibSource(Data(), "train", seed=1), 0, count)]
+    assert texts != [text for _, text in read(StdlibSource(Data(), "train", seed=2), 0, count)]
+    plain = StdlibSource(Data(shuffle=False), "train", seed=1)
+    assert [text for _, text in read(plain, 0, 5)] == [text for _, text in read(plain, count, 5)]
+
+
+def test_stdlib_starts_anywhere_and_reads_only_what_is_wanted(monkeypatch):
+    source = StdlibSource(Data(), "train", seed=0)
+    count = len(source.names)
+    everything = dict(read(source, 0, 2 * count))
+    opened = []
+    read_text = Path.read_text
+
+    def listening_read(path, **how):
+        opened.append(path)
+        return read_text(path, **how)
+
+    monkeypatch.setattr(Path, "read_text", listening_read)
+    some = read(source, count - 5, 3, wanted=lambda ordinal: ordinal % 4 == 1)
+    expected = [ordinal for ordinal in range(count - 5, 2 * count) if ordinal % 4 == 1][:3]
+    assert some == [(ordinal, everything[ordinal]) for ordinal in expected]
+    assert len(opened) <= 3
+
+
+def test_a_python_without_sources_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setattr("titan_lite.data.dataset._STDLIB", tmp_path)
+    monkeypatch.setattr("titan_lite.data.dataset._topics", dict)
+    with pytest.raises(ConfigError, match=r'data.dataset = "stdlib".*data.dataset = "local"'):
+        check_data(Data())
+
+
+# Local files
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Seven documents in five files of four formats, one in a subfolder."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "a.txt").write_text("one\ntext \u6f22")
+    write_jsonl(tmp_path / "b.jsonl", ["first", "second"])
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/c.json").write_text(json.dumps([{"text": "third"}, {"text": "fourth"}]))
+    parquet.write_table(pyarrow.table({"text": ["fifth"], "id": [1]}), tmp_path / "sub/d.parquet")
+    write_jsonl(tmp_path / "sub/e.jsonl", ["sixth"])
+    return tmp_path
+
+
+EVERYTHING = ["one\ntext \u6f22", "first", "second", "third", "fourth", "fifth", "sixth"]
+
+
+@pytest.mark.parametrize(
+    ("path", "texts"),
+    [
+        ("", EVERYTHING),
+        ("a.txt", EVERYTHING[:1]),
+        ("b.jsonl", ["first", "second"]),
+        ("sub/c.json", ["third", "fourth"]),
+        ("sub/d.parquet", ["fifth"]),
+        ("*.jsonl", ["first", "second"]),
+        ("**/*.jsonl", ["first", "second", "sixth"]),
+    ],
+)
+def test_files_folders_and_globs(corpus, path, texts):
+    check_data(local(corpus / path))
+    source = build_source(local(corpus / path), split="train", seed=0)
+    twice = read(source, 0, 2 * len(texts))
+    assert twice == list(enumerate(texts + texts))
+    assert read(source, len(texts), 1) == [twice[len(texts)]]
+
+
+def test_strange_names_and_empty_files(tmp_path):
+    write_jsonl(tmp_path / "a b [1]*?.jsonl", ["x"])
+    for name in ("empty.jsonl", "empty.txt", "empty.parquet"):
+        (tmp_path / name).write_bytes(b"")
+    for path in (tmp_path, tmp_path / "a b [1]*?.jsonl"):
+        check_data(local(path))
+        assert read(build_source(local(path), split="train", seed=0), 0, 2) == [(0, "x"), (1, "x")]
+
+
+def test_other_formats_in_a_folder_are_left_out_and_said(corpus, caplog):
+    (corpus / "README.md").write_text("no document")
+    with caplog.at_level(logging.INFO, logger="titan_lite"):
+        source = build_source(local(corpus), split="train", seed=0)
+    assert [text for _, text in read(source, 0, 7)] == EVERYTHING
+    assert "1 files of other formats are left out" in caplog.text
+
+
+def test_text_field_names_the_field(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["x", "y"], field="body")
+    source = build_source(local(tmp_path, text_field="body"), split="train", seed=0)
+    assert read(source, 0, 2) == [(0, "x"), (1, "y")]
+
+
+def test_local_shuffle_is_a_new_order_every_epoch_and_the_same_everywhere(tmp_path):
+    texts = [str(i) for i in range(60)]
+    for i in range(3):
+        write_jsonl(tmp_path / f"{i}.jsonl", texts[i * 20 : i * 20 + 20])
+    data = local(tmp_path, shuffle=True, shuffle_buffer=10)
+    stream = read(build_source(data, split="train", seed=3), 0, 180)
+    epochs = [[text for _, text in stream[i : i + 60]] for i in (0, 60, 120)]
+    assert all(sorted(epoch) == sorted(texts) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs} | {tuple(texts)}) == 4
+    for start in (0, 7, 59, 60, 61, 130):  # a later start gives the same documents the same ordinals
+        assert read(build_source(data, split="train", seed=3), start, 20) == stream[start : start + 20]
+    assert read(build_source(data, split="train", seed=4), 0, 60) != stream[:60]
+
+
+def test_local_split_is_disjoint_and_stays_when_files_are_added(tmp_path):
+    texts = [str(i) for i in range(200)]
+    write_jsonl(tmp_path / "m.jsonl", texts)
+
+    def split(name, count, fraction=0.2):
+        data = local(tmp_path, validation_fraction=fraction, shuffle=True)
+        return {text for _, text in read(build_source(data, split=name, seed=0), 0, count)}
+
+    held_out = split("validation", 400)  # several epochs: all of them
+    assert 20 < len(held_out) < 60
+    assert split("train", 200 - len(held_out)) == set(texts) - held_out
+    write_jsonl(tmp_path / "a.jsonl", ["new"] * 5)
+    assert split("validation", 400) - {"new"} == held_out
+
+
+@pytest.mark.parametrize(("split", "fraction"), [("validation", 0.0), ("train", 0.999999)])
+def test_an_empty_split_is_an_error_and_no_hang(tmp_path, split, fraction):
+    write_jsonl(tmp_path / "a.jsonl", ["x", "y"])
+    for data in (local(tmp_path, validation_fraction=fraction), Data(validation_fraction=fraction)):
+        with pytest.raises(ConfigError) as error:
+            read(build_source(data, split=split, seed=0), 0, 1)
+        for part in (
+            f'data.dataset = "{data.dataset}"',
+            data.path,
+            f"no {split} document",
+            f"data.validation_fraction = {fraction}",
+        ):
+            assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "parts"),
+    [
+        ("absent.jsonl", None, ["absent.jsonl", "no such file"]),
+        ("*.parquet", None, ["*.parquet", "no file matches"]),
+        ("folder", None, ["folder", "none of the 1 files"]),
+        ("a.csv", "text\nx\n", ["a.csv", 'unknown format ".csv"', ".jsonl"]),
+        ("a.jsonl", '{"body": "x", "id": 1}\n', ['data.text_field = "text"', "a.jsonl, document 0", "fields with text: body"]),
+        ("a.jsonl", '{"text": 5}\n', ['data.text_field = "text"', "a.jsonl, document 0", "fields with text: none"]),
+        ("a.jsonl", '{"text": "x"\n', ["a.jsonl, document 0", "cannot be read"]),
+        ("a.parquet", "PAR1", ["a.parquet, document 0", "cannot be read"]),
+        ("a.txt", b"\xff\xfe\xff", ["a.txt, document 0", "cannot be read", "utf-8"]),
+    ],
+)
+def test_wrong_local_data_is_found_before_anything_starts(tmp_path, path, content, parts):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/picture.png").write_bytes(b"")
+    if content is not None:
+        (tmp_path / path).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError) as error:
+        check_data(local(tmp_path / path))
+    assert str(error.value).startswith("data.")
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_a_null_further_on_is_named_with_its_place(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["x", "y", None])
+    source = build_source(local(tmp_path), split="train", seed=0)
+    check_data(local(tmp_path))  # which reads no further than the first document
+    with pytest.raises(ConfigError, match="document 2, has no text"):
+        read(source, 0, 3)
+
+
+# C4
+
+
+def test_c4_streams_the_split_of_the_hub(monkeypatch):
+    calls = []
+
+    def load_dataset(*arguments, split, streaming):
+        calls.append((*arguments, split, streaming))
+        return datasets.IterableDataset.from_generator(lambda: ({"text": f"{split} {i}", "url": "u"} for i in range(5)))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    check_data(Data(dataset="c4"))
+    assert calls == []  # nothing of the hub
+    for split in ("train", "validation"):
+        source = build_source(Data(dataset="c4", shuffle=False), split=split, seed=0)
+        assert read(source, 3, 4) == [(3, f"{split} 3"), (4, f"{split} 4"), (5, f"{split} 0"), (6, f"{split} 1")]
+    shuffled = read(build_source(Data(dataset="c4"), split="train", seed=0), 0, 10)
+    assert sorted(text for _, text in shuffled[:5]) == [f"train {i}" for i in range(5)]
+    assert [text for _, text in shuffled[:5]] != [text for _, text in shuffled[5:]]
+    assert calls == [("allenai/c4", "en", split, True) for split in ("train", "validation", "train")]
+
+
+def test_an_unreachable_hub_is_said_with_a_way_out(monkeypatch):
+    def load_dataset(*arguments, **more):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ConfigError) as error:
+        build_source(Data(dataset="c4"), split="train", seed=0)
+    for part in ('data.dataset = "c4"', "no route to host", 'data.dataset = "local"', '"stdlib"'):
+        assert part in str(error.value)

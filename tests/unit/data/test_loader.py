@@ -1,0 +1,294 @@
+import dataclasses
+import json
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_lite.config import ConfigError, Data
+from titan_lite.data.dataset import build_source
+from titan_lite.data.loader import build_loader, merge_states
+from titan_lite.data.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parents[3]
+ROWS, SEQ_LEN = 8, 16
+LENGTHS = [5, 0, 300, 17, 41, 1, 90, 33, 12, 64, 7, 150, 28, 3, 55, 20, 9, 110, 38]  # characters of 19 documents
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(ROOT / "assets/tokenizer/debug.model")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """19 documents in two files, some shorter than a window, some many windows long, all different."""
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = ["".join(chr(33 + (i * 7 + j * (i + 1)) % 90) for j in range(length)) for i, length in enumerate(LENGTHS)]
+    for name, some in (("a.jsonl", texts[:8]), ("b.jsonl", texts[8:])):
+        (folder / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in some))
+    return folder
+
+
+@pytest.fixture(scope="module", params=["local in order", "local shuffled", "stdlib"])
+def data(request, corpus):
+    if request.param == "stdlib":
+        return Data(num_workers=0)
+    shuffle = request.param == "local shuffled"
+    return Data("local", path=str(corpus), validation_fraction=0.0, shuffle=shuffle, shuffle_buffer=5, num_workers=0)
+
+
+def loaders(data, tokenizer, dp_degree=1, batch_size=ROWS, state=None, seed=0, rows=ROWS):
+    result = []
+    for rank in range(dp_degree):
+        shape = dict(rows=rows, batch_size=batch_size, seq_len=SEQ_LEN)
+        loader = build_loader(data, tokenizer, split="train", dp_rank=rank, dp_degree=dp_degree, seed=seed, **shape)
+        if state is not None:
+            loader.load_state_dict(state)
+        result.append(loader)
+    return result
+
+
+def global_batch(ranks, batch_size):
+    """One optimizer step's windows, (ROWS, SEQ_LEN + 1), from all ranks and microbatches."""
+    windows = []
+    for loader in ranks:
+        for _ in range(ROWS // len(ranks) // batch_size):
+            input, label = next(loader)
+            assert input.shape == label.shape == (batch_size, SEQ_LEN)
+            assert input.dtype == label.dtype == torch.int64
+            assert input.is_contiguous()
+            assert label.is_contiguous()
+            assert torch.equal(input[:, 1:], label[:, :-1])
+            windows.append(torch.cat([input, label[:, -1:]], dim=1))
+    return torch.cat(windows)
+
+
+def test_every_token_is_in_one_window_in_order(data, tokenizer):
+    steps = 12
+    [loader] = loaders(data, tokenizer)
+    streams = torch.stack([global_batch([loader], ROWS) for _ in range(steps)], dim=1).flatten(1).tolist()
+    expected: dict[int, list[int]] = defaultdict(list)
+    for ordinal, text in build_source(data, split="train", seed=0).documents(0, lambda ordinal: True):
+        expected[ordinal % ROWS] += tokenizer.encode(text, bos=True, eos=True)
+        if len(expected) == ROWS and min(map(len, expected.values())) >= steps * (SEQ_LEN + 1):
+            break
+    for row in range(ROWS):
+        assert streams[row] == expected[row][: steps * (SEQ_LEN + 1)]
+        ordinal, used, given = loader.state_dict()["rows"][str(row)]
+        assert (ordinal % ROWS, given) == (row, steps)
+        assert used < len(expected[row])
+
+
+@pytest.mark.parametrize(("dp_degree", "batch_size"), [(1, 2), (1, 1), (2, 4), (2, 1), (4, 2), (8, 1)])
+def test_the_global_batch_does_not_depend_on_the_layout(data, tokenizer, dp_degree, batch_size):
+    one, many = loaders(data, tokenizer), loaders(data, tokenizer, dp_degree, batch_size)
+    seen = [(global_batch(one, ROWS), global_batch(many, batch_size)) for _ in range(10)]
+    for expected, batch in seen:
+        assert torch.equal(batch, expected)
+    assert not torch.equal(seen[0][0], seen[1][0])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_resumed_equals_uninterrupted(corpus, tokenizer, num_workers):
+    data = Data("local", path=str(corpus), validation_fraction=0.0, shuffle_buffer=5, num_workers=num_workers)
+    [loader] = loaders(data, tokenizer, batch_size=2)
+    states, batches = [loader.state_dict()], []
+    for _ in range(161):
+        batches.append(next(loader))
+        states.append(json.loads(json.dumps(loader.state_dict())))
+    # the run crossed several epochs, and its states lie inside documents, inside steps and on both sides of an epoch's edge
+    assert all(ordinal > 2 * len(LENGTHS) for ordinal, _, _ in states[-1]["rows"].values())
+    for at in (0, 1, 3, 4, 10, 17, 33, 90, 153):
+        [resumed] = loaders(data, tokenizer, batch_size=2, state=states[at])
+        assert resumed.state_dict() == states[at]
+        for i in range(at, at + 8):
+            assert all(map(torch.equal, next(resumed), batches[i]))
+            assert resumed.state_dict() == states[i + 1]
+    loader.load_state_dict(states[5])  # and the very loader can go back
+    assert all(map(torch.equal, next(loader), batches[5]))
+    del resumed
+    assert len(multiprocessing.active_children()) == num_workers  # without leaving its old process behind
+
+
+def test_state_is_of_the_batch_given_not_of_the_one_prefetched(corpus, tokenizer):
+    data = Data("local", path=str(corpus), validation_fraction=0.0, num_workers=0)
+    [plain] = loaders(data, tokenizer, batch_size=4)
+    [ahead] = loaders(dataclasses.replace(data, num_workers=1, prefetch=8), tokenizer, batch_size=4)
+    for _ in range(5):
+        assert all(map(torch.equal, next(ahead), next(plain)))
+        assert ahead.state_dict() == plain.state_dict()
+
+
+@pytest.mark.parametrize(("before", "after"), [((1, 2), (4, 1)), ((4, 2), (2, 4)), ((8, 1), (1, 8)), ((2, 2), (2, 4))])
+def test_resume_on_another_layout(data, tokenizer, before, after):
+    one = loaders(data, tokenizer)
+    ranks = loaders(data, tokenizer, before[0], before[1])
+    for _ in range(9):
+        assert torch.equal(global_batch(ranks, before[1]), global_batch(one, ROWS))
+    state = merge_states([json.loads(json.dumps(loader.state_dict())) for loader in ranks])
+    resumed = loaders(data, tokenizer, after[0], after[1], state=state)
+    for _ in range(9):
+        assert torch.equal(global_batch(resumed, after[1]), global_batch(one, ROWS))
+    assert merge_states([loader.state_dict() for loader in resumed]) == one[0].state_dict()
+
+
+class Listening:
+    """A tokenizer that remembers what it was given."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.texts = tokenizer, []
+
+    def encode(self, text, **how):
+        self.texts.append(text)
+        return self.tokenizer.encode(text, **how)
+
+
+def test_ranks_tokenize_only_documents_of_their_rows_and_each_once(data, tokenizer):
+    ears = [Listening(tokenizer) for _ in range(3)]
+    ranks = [loaders(data, ears[0], 2, 4)[0], loaders(data, ears[1], 2, 4)[1], *loaders(data, ears[2])]
+    for _ in range(6):
+        for loader in ranks:
+            next(loader)
+    places = ranks[2].state_dict()["rows"]
+    opened = sum(ordinal // ROWS + (used > 0) for ordinal, used, _ in places.values())
+    assert len(ears[2].texts) == opened
+    assert sorted(ears[0].texts + ears[1].texts) == sorted(ears[2].texts)
+    assert min(len(ears[0].texts), len(ears[1].texts)) >= 4
+
+
+def test_resuming_does_not_tokenize_what_is_behind(data, tokenizer):
+    [loader] = loaders(data, tokenizer)
+    for _ in range(40):
+        next(loader)
+    ear = Listening(tokenizer)
+    [resumed] = loaders(data, ear, state=loader.state_dict())
+    before = resumed.state_dict()["rows"]
+    next(resumed)
+    after = resumed.state_dict()["rows"]
+    assert len(ear.texts) == sum((after[row][0] - before[row][0]) // ROWS + (after[row][1] > 0) for row in before)
+
+
+def test_the_validation_split_is_another_stream(tokenizer):
+    shape = dict(rows=2, batch_size=2, seq_len=64, dp_rank=0, dp_degree=1, seed=0)
+    batches = [next(build_loader(Data(num_workers=0), tokenizer, split=split, **shape))[0] for split in ("train", "validation")]
+    assert not torch.equal(*batches)
+
+
+def test_the_seed_changes_the_order(data, tokenizer):
+    batches = [global_batch(loaders(data, tokenizer, seed=seed), ROWS) for seed in (0, 1)]
+    assert torch.equal(*batches) == (not data.shuffle)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_mistake_in_the_data_arrives_as_itself(tmp_path, tokenizer, num_workers):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": null}\n')
+    (tmp_path / "b.jsonl").write_text('{"text": "fine"}\n')
+    for shuffle in (False, True):
+        data = Data("local", path=str(tmp_path), validation_fraction=0.0, num_workers=num_workers, shuffle=shuffle)
+        [loader] = loaders(data, tokenizer)
+        with pytest.raises(ConfigError) as error:
+            next(loader)
+        assert str(error.value).startswith('data.text_field = "text"')
+        assert "a.jsonl, document 1, has no text" in str(error.value)
+        assert "Traceback" not in str(error.value)
+
+
+class Broken:
+    def encode(self, text, **how):
+        raise ZeroDivisionError("a bug of ours")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_bug_arrives_as_its_own_kind(num_workers):
+    [loader] = loaders(Data(num_workers=num_workers), Broken())
+    with pytest.raises(ZeroDivisionError, match="a bug of ours"):
+        next(loader)
+
+
+def test_a_split_without_documents_is_an_error_and_no_hang(corpus, tokenizer):
+    data = Data("local", path=str(corpus), validation_fraction=0.999999, num_workers=1)
+    [loader] = loaders(data, tokenizer)
+    with pytest.raises(ConfigError, match="no train document"):
+        next(loader)
+
+
+def test_states_that_do_not_fit_are_refused(data, tokenizer):
+    first, second = loaders(data, tokenizer, dp_degree=2, batch_size=4)
+    with pytest.raises(ConfigError, match=r"global_batch_size = 16.*of 8 rows.*global_batch_size = 8 would work"):
+        loaders(data, tokenizer, state=merge_states([first.state_dict(), second.state_dict()]), rows=16)
+    with pytest.raises(ConfigError, match=r"lacks rows \[4, 5, 6, 7\] of 8; the merged state"):
+        loaders(data, tokenizer, state=first.state_dict())
+
+
+def test_a_state_of_other_documents_is_refused(data, tokenizer):
+    [loader] = loaders(data, tokenizer)
+    state = loader.state_dict()
+    state["rows"]["3"] = [3, 10**9, 5]
+    loader.load_state_dict(state)
+    with pytest.raises(ConfigError, match="1000000000 tokens into document 3"):
+        next(loader)
+
+
+def test_rows_that_cannot_be_shared_out_are_refused(data, tokenizer):
+    with pytest.raises(ConfigError, match=r"training.global_batch_size = 8 .*global_batch_size = 6 would work"):
+        loaders(data, tokenizer, dp_degree=2, batch_size=3)
+
+
+class Threads:
+    """A tokenizer whose tokens are torch's threads where it runs."""
+
+    def encode(self, text, **how):
+        return [torch.get_num_threads()] * 5
+
+
+def test_the_loader_process_runs_torch_on_one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert set(next(loaders(Data(num_workers=1), Threads())[0])[0].flatten().tolist()) == {1}
+        assert set(next(loaders(Data(num_workers=0), Threads())[0])[0].flatten().tolist()) == {3}
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_the_loader_process_gets_can_be_pickled(data, tokenizer):
+    """As where processes are spawned, not forked."""
+    [loader] = loaders(data, tokenizer)
+    copy = iter(pickle.loads(pickle.dumps(loader._dataset)))
+    for _ in range(3):
+        assert all(map(torch.equal, next(copy), next(loader)))
+
+
+SCRIPT = """
+import multiprocessing
+from titan_lite.config import Data
+from titan_lite.data.loader import build_loader
+from titan_lite.data.tokenizer import load_tokenizer
+tokenizer = load_tokenizer("assets/tokenizer/debug.model")
+loader = build_loader(Data(), tokenizer, split="train", rows=2, batch_size=2, seq_len=8, dp_rank=0, dp_degree=1, seed=0)
+next(loader)
+print(*[child.pid for child in multiprocessing.active_children()])
+"""
+
+
+def test_a_program_ends_with_its_loader_open_and_takes_it_along():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", SCRIPT],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    [worker] = map(int, run.stdout.split())
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)

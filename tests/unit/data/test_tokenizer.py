@@ -1,0 +1,147 @@
+import base64
+import pickle
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan_lite.config import ConfigError
+from titan_lite.data.tokenizer import _cut, load_tokenizer
+from titan_lite.models.llama3 import FLAVORS
+
+DEBUG = Path(__file__).parents[3] / "assets/tokenizer/debug.model"
+BYTES = [b"%s %d" % (base64.b64encode(bytes([i])), i) for i in range(256)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(DEBUG)
+
+
+def test_the_debug_tokenizer_fits_the_debug_flavor(tokenizer):
+    assert tokenizer.vocab_size == FLAVORS["debug"].vocab_size == 2048
+
+
+def test_256_special_tokens_follow_the_ranks(tokenizer):
+    names = [tokenizer.decode([i]) for i in range(1792, 2048)]
+    assert len(set(names)) == 256
+    assert all(name.startswith("<|") and name.endswith("|>") for name in names)
+    at = {name: i for i, name in enumerate(names)}
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (1792, 1793)
+    assert at["<|begin_of_text|>"] == 0
+    assert at["<|end_of_text|>"] == 1
+    assert at["<|start_header_id|>"] == 6
+    assert at["<|eot_id|>"] == 9
+    assert at["<|reserved_special_token_245|>"] == 255
+
+
+def test_bos_and_eos_stand_where_asked(tokenizer):
+    plain = tokenizer.encode("import os")
+    assert plain == [759, 665]  # merged: the ranks are used, not only the bytes
+    assert tokenizer.encode("import os", bos=True, eos=True) == [1792, *plain, 1793]
+    assert tokenizer.encode("", bos=True) == [1792]
+
+
+def test_special_tokens_in_a_document_are_text(tokenizer):
+    text = "a <|end_of_text|><|begin_of_text|> b"
+    ids = tokenizer.encode(text)
+    assert max(ids) < 1792
+    assert tokenizer.decode(ids) == text
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.text())
+def test_any_text_round_trips(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_pattern_splits_as_llama_3_does(tmp_path):
+    # A file whose merges would join across the pattern's borders: three digits at most, no letter with a digit.
+    extra = [b"%s %d" % (base64.b64encode(t), 256 + i) for i, t in enumerate([b"12", b"34", b"1234", b"a1", b"'s", b" a"])]
+    (tmp_path / "some.model").write_bytes(b"\n".join(BYTES + extra))
+    tokenizer = load_tokenizer(tmp_path / "some.model")
+    assert tokenizer.encode("1234") == [256, ord("3"), ord("4")]
+    assert tokenizer.encode("a1") == [ord("a"), ord("1")]
+    assert tokenizer.encode("b's a") == [ord("b"), 260, 261]
+
+
+def slow_cut(text):
+    """Llama 3's rule, one character at a time."""
+    pieces = []
+    for start in range(0, len(text), 400_000):
+        piece = ""
+        for _, run in groupby(text[start : start + 400_000], str.isspace):
+            for i, char in enumerate(run):
+                if i and i % 25_000 == 0:
+                    pieces.append(piece)
+                    piece = ""
+                piece += char
+        pieces.append(piece)
+    return pieces
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [],
+        [7],
+        [25_000],
+        [25_001],
+        [24_999, 25_000, 25_000, 3],
+        [1, 25_001, 1, 75_003, 12_500, 12_501],
+        [12_499, 25_001],
+        [399_990, 25_001, 5],
+        [3, 5, 400_000, 50_000],
+    ],
+)
+@pytest.mark.parametrize("chars", ["a ", "\u3000\u6f22", "\n."])
+def test_long_texts_are_cut_where_llama_3_cuts(runs, chars):
+    text = "".join(chars[i % 2] * length for i, length in enumerate(runs))
+    assert list(_cut(text)) == slow_cut(text)
+
+
+def test_very_long_runs_are_encoded(tokenizer):
+    text = "a" * 300_000 + " " * 300_000 + "\u6f22" * 100_000
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_pickles_and_is_told_by_its_hash(tokenizer, tmp_path):
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.encode("def f(x): return x", bos=True) == tokenizer.encode("def f(x): return x", bos=True)
+    assert (copy.vocab_size, copy.sha256) == (2048, tokenizer.sha256)
+    (tmp_path / "other.model").write_bytes(b"\n".join(BYTES))
+    assert load_tokenizer(tmp_path / "other.model").sha256 != tokenizer.sha256
+
+
+@pytest.mark.parametrize(
+    ("lines", "place", "what"),
+    [
+        ([], "line 0", "256 of the 256 bytes"),
+        ([b'{"version": "1.0",'], "line 1", '{"version": "1.0",'),
+        ([*BYTES[:5], b"!!!! 5"], "line 6", "'!!!! 5'"),
+        ([*BYTES[:5], b"BQ==5"], "line 6", "'BQ==5'"),
+        ([*BYTES[:5], b"", BYTES[5]], "line 6", "''"),
+        ([*BYTES[:5], b"BQ== five"], "line 6", "'BQ== five'"),
+        ([*BYTES[:5], BYTES[6]], "line 6", "rank 6 where 5 should follow"),
+        ([*BYTES[:5], b"AA== 5"], "line 6", "of rank 0 again"),
+        (BYTES[:255], "line 255", "1 of the 256 bytes, such as b'\\xff'"),
+        ([b"\xff\xfe\x00 0"], "line 1", "base64"),
+    ],
+)
+def test_a_malformed_file_is_named_with_its_line(tmp_path, lines, place, what):
+    path = tmp_path / "bad.model"
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(ConfigError) as error:
+        load_tokenizer(path)
+    for part in (f'model.tokenizer_path = "{path}"', place, what, "assets/tokenizer/debug.model"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["absent.model", "."])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
+    with pytest.raises(ConfigError) as error:
+        load_tokenizer(tmp_path / name)
+    for part in ("model.tokenizer_path", str(tmp_path / name), "cannot be read", "assets/tokenizer/debug.model"):
+        assert part in str(error.value)

@@ -1,0 +1,61 @@
+"""The compile stage: the parallelized model becomes one graph, and passes on it do what hooks do elsewhere.
+
+    compile_model(model, config.compile, reshard_after_forward=True)      # in place, compiled at the first call
+
+Both backends run the same passes; every inductor setting is scoped to this compilation.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, GraphModule
+
+from titan_lite.compiler import collectives, resharding
+from titan_lite.config import Compile
+
+Pass = Callable[[Graph], Any]
+
+
+def compile_model(model: nn.Module, config: Compile, *, reshard_after_forward: bool) -> None:
+    """Compile `model` as one graph, in place; FQNs do not change. Anything that breaks the graph is an error."""
+    joint_passes: list[Pass] = [resharding.recompute_parameter_all_gathers] if reshard_after_forward else []
+    backend = {"inductor": _inductor, "aot_eager": _aot_eager}[config.backend](joint_passes)
+    model.compile(backend=backend, fullgraph=True)
+
+
+def _aot_eager(joint_passes: Sequence[Pass]) -> Callable:
+    def partition(joint: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        for graph_pass in joint_passes:
+            graph_pass(joint.graph)
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+    def run_as_is(graph: GraphModule, inputs: Sequence[Any]) -> Callable:
+        return make_boxed_func(graph.forward)
+
+    return aot_autograd(fw_compiler=run_as_is, bw_compiler=run_as_is, partition_fn=partition)
+
+
+def _inductor(joint_passes: Sequence[Pass]) -> Callable:
+    class JointPasses(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            for graph_pass in joint_passes:
+                graph_pass(graph)
+
+        def uuid(self) -> Any:
+            # what inductor's cache knows of these passes: their names and sources
+            names = ",".join(p.__name__ for p in joint_passes).encode()
+            return names + get_hash_for_files((__file__, collectives.__file__, resharding.__file__))
+
+    patches = {"joint_custom_post_pass": JointPasses()} if joint_passes else {}
+
+    def backend(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
+        return compile_fx(graph, inputs, config_patches=patches)
+
+    return backend

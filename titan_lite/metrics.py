@@ -1,0 +1,155 @@
+"""What a run says of itself: a line in the log, `metrics.jsonl`, TensorBoard, and at the end a summary and `loss.png`.
+
+    metrics = Metrics(config.metrics, dump_folder, writes=rank == 0, total_steps=1000)
+    metrics.log(10, {"loss": 6.9, "tps": 5000.0, ...})
+
+All three carry the same names. `metrics.jsonl` has one object a line; a resumed run appends to it, after a line
+{"resumed_from": step}, and where a step occurs twice the later line counts.
+
+    loss, validation_loss   nats a token, over all ranks
+    grad_norm               global L2 norm before clipping
+    tps                     tokens a second and device
+    tflops                  10^12 floating-point operations a second and device that the model needs, recomputation not counted
+    mfu                     tflops relative to the device's peak, percent; left out where the peak is not known
+    memory_gib              peak of one device: reserved by the CUDA allocator, or resident memory of a CPU process
+    data_wait               share of the time spent waiting for the loader, percent
+    step_time               seconds a step
+"""
+
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from titan_lite.config import Metrics as MetricsConfig
+from titan_lite.logging import logger
+
+COLOURS = {"loss": "\033[32m", "grad_norm": "\033[34m", "tps": "\033[36m", "mfu": "\033[35m"}
+FORMATS = {
+    "loss": "loss {:.4f}",
+    "validation_loss": "validation loss {:.4f}",
+    "grad_norm": "grad norm {:.3f}",
+    "lr": "lr {:.2e}",
+    "tps": "tps {:,.0f}",
+    "tflops": "tflops {:.2f}",
+    "mfu": "mfu {:.1f}%",
+    "memory_gib": "memory {:.2f} GiB",
+    "data_wait": "data wait {:.1f}%",
+}
+
+
+class Metrics:
+    """writes: whether this rank writes the files (one does). total_steps: length of the progress bar."""
+
+    def __init__(self, config: MetricsConfig, dump_folder: Path, *, writes: bool, first_step: int, total_steps: int):
+        self.config, self.dump_folder, self.writes = config, dump_folder, writes
+        self.start = time.perf_counter()
+        on_terminal = config.enable_color and sys.stdout.isatty()
+        self.colour = on_terminal
+        self.bar = None
+        self.tensorboard = None
+        if not writes:
+            return
+        self.file = open(dump_folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115 - open as long as the run
+        if first_step:
+            self._write({"resumed_from": first_step})
+        if config.enable_tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
+
+            self.tensorboard = SummaryWriter(str(dump_folder / "tb"), purge_step=first_step + 1 if first_step else None)
+        if on_terminal:
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, leave=False)
+
+    def advance(self) -> None:
+        """One more step is done."""
+        if self.bar is not None:
+            self.bar.update()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Show and write values of `step` under their names; names without a format are written only."""
+        parts = [f"step {step:>4}"]
+        for name, text in FORMATS.items():
+            if name in values:
+                part = text.format(values[name])
+                parts.append(f"{COLOURS[name]}{part}\033[0m" if self.colour and name in COLOURS else part)
+            elif name == "mfu" and "tflops" in values:
+                parts.append("mfu n/a")
+        self._say("  ".join(parts))
+        if not self.writes:
+            return
+        # JSON has no NaN; a reader of the file should not need a parser that does
+        self._write({"step": step, **{k: v if math.isfinite(v) else None for k, v in values.items()}, "time": self._elapsed()})
+        if self.tensorboard is not None:
+            for name, value in values.items():
+                self.tensorboard.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+        if self.writes:
+            self.file.close()
+
+    def _elapsed(self) -> float:
+        return round(time.perf_counter() - self.start, 3)
+
+    def _write(self, entry: Mapping[str, object]) -> None:
+        self.file.write(json.dumps(entry) + "\n")
+
+    def _say(self, line: str) -> None:
+        if self.bar is not None:
+            with self.bar.external_write_mode():
+                logger.info(line)
+        else:
+            logger.info(line)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """GiB: the CUDA allocator's peak of reserved memory, or the peak of this process's resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 2**10  # of ru_maxrss, in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def read_metrics(path: Path) -> dict[int, dict[str, float]]:
+    """metrics.jsonl -> {step: values}, of each step what the last run that did it wrote. A torn last line is left out."""
+    result: dict[int, dict[str, float]] = {}
+    for line in path.read_text().splitlines():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if "resumed_from" in entry:
+            result = {step: values for step, values in result.items() if step <= entry["resumed_from"]}
+        elif "step" in entry:
+            result.setdefault(entry["step"], {}).update(entry)
+    return dict(sorted(result.items()))
+
+
+def draw_loss(dump_folder: Path) -> Path:
+    """`metrics.jsonl` -> `loss.png` beside it: training and validation loss over steps."""
+    from matplotlib.figure import Figure
+
+    entries = read_metrics(dump_folder / "metrics.jsonl")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, style in (("loss", "-"), ("validation_loss", "o--")):
+        points = [(step, values[name]) for step, values in entries.items() if values.get(name) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "), markersize=4)
+    axes.set(xlabel="step", ylabel="loss (nats a token)")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    path = dump_folder / "loss.png"
+    figure.savefig(path, dpi=120)
+    return path

@@ -1,0 +1,81 @@
+"""AdamW over sharded parameters, clipping by the global norm, and the optimizer's state by FQN.
+
+optimizer = build_optimizer(config.optimizer, model)
+norm = clip_grad_norm_(list(model.parameters()), max_norm=1.0)
+optimizer_state(optimizer, model)       # {"layers.0.attention.wq.weight.exp_avg": DTensor, ...}
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_lite.config import Optimizer
+
+
+def build_optimizer(config: Optimizer, model: nn.Module) -> torch.optim.AdamW:
+    """AdamW, fused: one kernel for all parameters. Norm weights decay only with config.decay_norms."""
+    decaying: list[nn.Parameter] = []
+    steady: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        (decaying if parameter.dim() > 1 or config.decay_norms else steady).append(parameter)
+    groups: list[dict] = [{"params": decaying, "weight_decay": config.weight_decay}, {"params": steady, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale all gradients down to the global L2 norm `max_norm`; returns the norm before, a scalar, the same on every rank.
+
+    A gradient that k ranks hold alike counts 1/k on each, so one sum over all ranks is right on every layout and needs no
+    knowledge of the mesh. A non-finite norm leaves the gradients non-finite: the caller decides.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    norms = torch._foreach_norm([shard.float() for shard in shards])
+    square = torch.stack([norm.square() / _copies(gradient) for norm, gradient in zip(norms, gradients, strict=True)]).sum()
+    if dist.is_initialized():
+        dist.all_reduce(square)
+    norm = square.sqrt()
+    torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def _copies(gradient: Tensor) -> int:
+    """On how many ranks the same numbers are: all that do not hold another shard of it."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if not isinstance(gradient, DTensor):
+        return ranks
+    shards = 1
+    for axis, placement in enumerate(gradient.placements):
+        shards *= gradient.device_mesh.size(axis) if placement.is_shard() else 1
+    return ranks // shards
+
+
+def optimizer_state(optimizer: torch.optim.AdamW, model: nn.Module) -> dict[str, Tensor]:
+    """Everything AdamW remembers as {"FQN.exp_avg": ..., "FQN.exp_avg_sq": ..., "FQN.step": ...}, the live tensors.
+
+    State that the first step would make is made here, so that a checkpoint can be loaded into it.
+    """
+    result = {}
+    for fqn, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        result.update({f"{fqn}.{name}": value for name, value in state.items()})
+    return result

@@ -1,0 +1,82 @@
+"""torch.profiler traces at an interval, CUDA memory snapshots, and NCCL's flight recorder. All off by default but the last.
+
+with build_profiler(config.profiling, dump_folder, rank) as profiler:
+    for step in ...:
+        train_step()
+        profiler.step()
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_lite.config import Profiling
+from titan_lite.logging import logger
+
+
+class Profiler:
+    """Counts steps; on every profile_freq-th writes `trace-step-N/rank-R.json` (Chrome's format) and a memory snapshot."""
+
+    def __init__(self, config: Profiling, dump_folder: Path, rank: int, first_step: int):
+        self.config, self.dump_folder, self.rank, self.done = config, dump_folder, rank, first_step
+        self.torch_profiler: Any = None
+
+    def step(self) -> None:
+        self.done += 1
+        if self.torch_profiler is not None:
+            self.torch_profiler.step()
+        if self.config.enable_memory_snapshot and self.done % self.config.profile_freq == 0:
+            self.save_memory_snapshot()
+
+    def save_trace(self, profiler: Any) -> None:
+        path = self._path(self.config.save_traces_folder, "trace", "json")
+        profiler.export_chrome_trace(str(path))
+        logger.info(f"profile of step {self.done} written to {path}")
+
+    def save_memory_snapshot(self) -> None:
+        path = self._path(self.config.save_memory_snapshot_folder, "memory", "pickle")
+        torch.cuda.memory._dump_snapshot(str(path))
+        logger.info(f"memory snapshot written to {path} (view it at pytorch.org/memory_viz)")
+
+    def _path(self, folder: str, kind: str, suffix: str) -> Path:
+        path = self.dump_folder / folder / f"{kind}-step-{self.done}" / f"rank-{self.rank}.{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+@contextmanager
+def build_profiler(config: Profiling, dump_folder: Path, rank: int, first_step: int = 0) -> Iterator[Profiler]:
+    """A Profiler to be told of every step. first_step: steps already done when it starts."""
+    profiler = Profiler(config, dump_folder, rank, first_step)
+    if config.enable_memory_snapshot and not torch.cuda.is_available():
+        logger.warning("profiling.enable_memory_snapshot has no effect here: snapshots are of CUDA memory")
+        profiler.config = config = Profiling(**{**vars(config), "enable_memory_snapshot": False})
+    if config.enable_memory_snapshot:
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+    try:
+        if not config.enable_profiling:
+            yield profiler
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(
+            activities=activities,
+            schedule=torch.profiler.schedule(wait=config.profile_freq - 2, warmup=1, active=1),
+            on_trace_ready=profiler.save_trace,
+        ) as profiler.torch_profiler:
+            yield profiler
+    except torch.OutOfMemoryError:
+        if config.enable_memory_snapshot:
+            profiler.save_memory_snapshot()
+        raise
+
+
+def set_flight_recorder(trace_buf_size: int) -> None:
+    """NCCL keeps its last `trace_buf_size` collectives and dumps them on a timeout; before the process group is made."""
+    os.environ["TORCH_FR_BUFFER_SIZE"] = str(trace_buf_size)
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1" if trace_buf_size else "0")

@@ -1,0 +1,67 @@
+"""The entry point: environment -> config -> Trainer(config).train().
+
+    torchrun --nproc-per-node 8 -m titan_lite.train train_configs/llama3_8b.toml --training.steps 100
+    python -m titan_lite.train train_configs/debug_model.toml             # one process, without torchrun
+
+Exit code 0: trained; 1: the run could not go on; 2: something in the recipe, the command line or the data is wrong.
+"""
+
+import os
+import socket
+import sys
+
+from titan_lite.config import ConfigError, help_text, load_config, to_toml
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or "--help" in arguments or "-h" in arguments:
+        print(f"usage: python -m titan_lite.train {help_text()}")
+        return 0 if arguments else 2
+    try:
+        config, origins = load_config(arguments[0], [argument for argument in arguments[1:] if argument != "--print-config"])
+        if "--print-config" in arguments:
+            if os.environ.get("RANK", "0") == "0":
+                print(to_toml(config, origins))
+            return 0
+        set_single_process_environment()
+        # torch is imported only now: a wrong recipe is told at once
+        from titan_lite.logging import init_logging
+        from titan_lite.trainer import Trainer
+
+        init_logging(int(os.environ["RANK"]))
+        Trainer(config).train()
+        return 0
+    except ConfigError as error:
+        return report(error, 2)
+    finally:
+        close_process_group()
+
+
+def report(error: Exception, code: int) -> int:
+    """One line from each node; the other ranks would only repeat it."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    return code
+
+
+def set_single_process_environment() -> None:
+    """Outside torchrun: a world of one."""
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+
+
+def close_process_group() -> None:
+    if "torch" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

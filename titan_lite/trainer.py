@@ -1,0 +1,361 @@
+"""The trainer: builds the parts in order, then runs the loop. The only place that knows all of them.
+
+    Trainer(config).train()
+
+Everything that can be wrong with a recipe is found before a process group is started (`check`).
+"""
+
+import dataclasses
+import datetime
+import gc
+import math
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_lite import __version__
+from titan_lite.checkpoint import Checkpointer
+from titan_lite.compiler.hardware import peak_flops
+from titan_lite.config import Config, ConfigError, gradient_accumulation_steps, to_toml
+from titan_lite.data.dataset import Split, check_data
+from titan_lite.data.loader import Batch, Loader, build_loader, merge_states
+from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from titan_lite.distributed.mesh import build_mesh, resolve_degrees
+from titan_lite.distributed.parallelize import parallelize
+from titan_lite.distributed.simple_fsdp import gathered_for_step, materialize, shard_of
+from titan_lite.logging import logger
+from titan_lite.loss import IGNORE_INDEX, cross_entropy_sum
+from titan_lite.lr_scheduler import lr_factor
+from titan_lite.metrics import Metrics, draw_loss, peak_memory_gib
+from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer, flops_per_token
+from titan_lite.optimizer import build_optimizer, clip_grad_norm_, optimizer_state, set_learning_rate
+from titan_lite.profiling import build_profiler, set_flight_recorder
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on; the message says why and what to change."""
+
+
+def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict[str, int]]:
+    """What only the model, the data and the number of ranks show to be wrong with a recipe. Raises ConfigError."""
+    if config.model.flavor not in FLAVORS:
+        raise ConfigError(f'model.flavor = "{config.model.flavor}": known flavors are {", ".join(FLAVORS)}')
+    flavor = FLAVORS[config.model.flavor]
+    if config.training.seq_len > flavor.max_seq_len:
+        raise ConfigError(
+            f"training.seq_len = {config.training.seq_len} is more than flavor {config.model.flavor} was made for; "
+            f"at most {flavor.max_seq_len} works"
+        )
+    degrees = resolve_degrees(config.parallelism, world_size)
+    gradient_accumulation_steps(config.training, degrees["dp_replicate"] * degrees["dp_shard"])
+    tokenizer = load_tokenizer(config.model.tokenizer_path)
+    if tokenizer.vocab_size > flavor.vocab_size:
+        raise ConfigError(
+            f'model.tokenizer_path = "{config.model.tokenizer_path}" has {tokenizer.vocab_size} tokens, but flavor '
+            f"{config.model.flavor} has room for {flavor.vocab_size}; use that flavor's tokenizer, or a flavor with room"
+        )
+    check_data(config.data)
+    Checkpointer(config.checkpoint, Path(config.job.dump_folder)).step_to_load()
+    return dataclasses.replace(flavor, max_seq_len=config.training.seq_len), tokenizer, degrees
+
+
+class Trainer:
+    def __init__(self, config: Config):
+        self.config = config
+        self.dump_folder = Path(config.job.dump_folder)
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+        # 1. everything that may be wrong with the recipe
+        self.model_config, self.tokenizer, degrees = check(config, self.world_size)
+
+        # 2. the device, the processes, and how they are arranged
+        self.device = init_device(config)
+        set_flight_recorder(config.comm.trace_buf_size)
+        dist.init_process_group(
+            "nccl" if self.device.type == "cuda" else "gloo",
+            timeout=datetime.timedelta(seconds=config.comm.init_timeout_seconds),
+            device_id=self.device if self.device.type == "cuda" else None,
+        )
+        self.mesh = build_mesh(degrees, self.device.type)
+        self.dp_degree = degrees["dp_replicate"] * degrees["dp_shard"]
+        self.dp_rank = self.mesh["dp_replicate"].get_local_rank() * degrees["dp_shard"] + self.mesh["dp_shard"].get_local_rank()
+
+        # 3. the model: on no device, made parallel, given memory, filled
+        with torch.device("meta"):
+            self.model = Transformer(self.model_config)
+        self.model.to(getattr(torch, config.training.dtype))
+        parallelize(
+            self.model,
+            self.mesh,
+            training=config.training,
+            parallelism=config.parallelism,
+            activation_checkpoint=config.activation_checkpoint,
+            compile=config.compile,
+        )
+        materialize(self.model, self.device)
+        self.model.init_weights(config.debug.seed, shard_of)
+
+        # 4. what moves it
+        self.optimizer = build_optimizer(config.optimizer, self.model)
+        self.accumulation = gradient_accumulation_steps(config.training, self.dp_degree)
+        self.gather_once = self.accumulation > 1 and config.parallelism.fsdp_communication == "step"
+        self.total_steps = config.training.steps if config.lr_scheduler.total_steps == -1 else config.lr_scheduler.total_steps
+        self.loader = self.build_loader("train")
+
+        # 5. where the run stands
+        self.step = self.tokens_seen = self.skipped_steps = self.skipped_in_a_row = 0
+        self.checkpointer = Checkpointer(config.checkpoint, self.dump_folder)
+        self.resume()
+
+        # 6. what it says
+        if self.rank == 0:
+            self.dump_folder.mkdir(parents=True, exist_ok=True)
+            saved = dataclasses.replace(config, job=dataclasses.replace(config.job, dump_folder=str(self.dump_folder.resolve())))
+            (self.dump_folder / "config.toml").write_text(to_toml(saved))
+        dist.barrier()
+        self.metrics = Metrics(
+            config.metrics,
+            self.dump_folder,
+            writes=self.rank == 0,
+            first_step=self.step,
+            total_steps=config.training.steps,
+        )
+        self.peak_flops = peak_flops(self.device, getattr(torch, config.training.mixed_precision_param))
+        self.flops_per_token = flops_per_token(self.model_config, config.training.seq_len)
+        self.describe()
+
+    def build_loader(self, split: Split) -> Loader:
+        data = self.config.data
+        if split == "validation":  # short and seldom: not worth a process
+            data = dataclasses.replace(data, num_workers=0)
+        return build_loader(
+            data,
+            self.tokenizer,
+            split=split,
+            rows=self.config.training.local_batch_size * self.dp_degree * self.accumulation,
+            batch_size=self.config.training.local_batch_size,
+            seq_len=self.config.training.seq_len,
+            dp_rank=self.dp_rank,
+            dp_degree=self.dp_degree,
+            seed=self.config.debug.seed,
+        )
+
+    def train(self) -> None:
+        """Until training.steps; saves and measures on the way. Raises TrainingError where going on makes no sense."""
+        config = self.config
+        if self.step >= config.training.steps:
+            logger.info(
+                f"nothing to do: step {self.step} is done, and training.steps = {config.training.steps}; raise it to go on"
+            )
+        first = self.step + 1
+        gc.disable()  # ranks that collect at different moments wait for each other
+        self.start_window()
+        with build_profiler(config.profiling, self.dump_folder, self.rank, self.step) as profiler:
+            if self.step == 0:
+                self.validate()
+            while self.step < config.training.steps:
+                self.step += 1
+                if self.step % config.training.gc_freq == 0:
+                    gc.collect(1)
+                loss, grad_norm, lr = self.train_step()
+                if self.step == first:
+                    self.set_train_timeout()
+                last = self.step == config.training.steps
+                if self.step % config.metrics.log_freq == 0 or last:
+                    self.log(loss, grad_norm, lr)
+                self.metrics.advance()
+                profiler.step()
+                if config.validation.enable and (self.step % config.validation.freq == 0 or last):
+                    self.validate()
+                if config.checkpoint.enable and (self.step % config.checkpoint.interval == 0 or last):
+                    self.save()
+        self.finish()
+
+    def train_step(self) -> tuple[float, float, float]:
+        """One optimizer step; returns (loss, gradient norm, learning rate), the same on every rank."""
+        batches = [self.next_batch() for _ in range(self.accumulation)]
+        tokens = torch.stack([(label != IGNORE_INDEX).sum() for _, label in batches]).sum()
+        dist.all_reduce(tokens)  # all ranks are data-parallel ranks
+
+        loss = self.forward_backward(batches, tokens)
+        grad_norm = clip_grad_norm_(self.model.parameters(), self.config.training.max_norm)
+        lr = self.config.optimizer.lr * lr_factor(self.step, self.config.lr_scheduler, self.total_steps)
+        set_learning_rate(self.optimizer, lr)
+
+        dist.all_reduce(loss)
+        loss_value, norm_value = torch.stack((loss, grad_norm)).tolist()
+        # Both are sums over all ranks, so every rank decides the same, and before a parameter has changed.
+        if math.isfinite(loss_value) and math.isfinite(norm_value):
+            self.optimizer.step()
+            self.skipped_in_a_row = 0
+        else:
+            self.skip_step(loss_value, norm_value)
+        self.optimizer.zero_grad()
+        self.tokens_seen += int(tokens)
+        return loss_value, norm_value, lr
+
+    def forward_backward(self, batches: list[Batch], tokens: Tensor) -> Tensor:
+        """Gradients of the loss over `tokens` tokens of all ranks; returns this rank's part of the loss, a scalar."""
+        total = torch.zeros((), device=self.device)
+        if self.gather_once:
+            with gathered_for_step(self.model):
+                for input, label in batches:
+                    total += self.backward_one(input, label, tokens)
+        else:
+            for input, label in batches:
+                total += self.backward_one(input, label, tokens)
+        return total
+
+    def backward_one(self, input: Tensor, label: Tensor, tokens: Tensor) -> Tensor:
+        loss = cross_entropy_sum(self.model(input), label) / tokens
+        loss.backward()
+        return loss.detach()
+
+    def skip_step(self, loss: float, grad_norm: float) -> None:
+        self.skipped_steps += 1
+        self.skipped_in_a_row += 1
+        limit = self.config.training.max_nonfinite_steps
+        logger.warning(f"step {self.step} skipped: loss {loss}, gradient norm {grad_norm}; {self.skipped_in_a_row} in a row")
+        if self.skipped_in_a_row >= limit:
+            raise TrainingError(
+                f"{limit} steps in a row had a non-finite loss or gradient (training.max_nonfinite_steps), the last one step "
+                f"{self.step}; parameters are those of step {self.step - limit}. A lower optimizer.lr = {self.config.optimizer.lr} "
+                f'or training.mixed_precision_param = "float32" may help'
+            )
+
+    @torch.no_grad()
+    def validate(self) -> None:
+        """The loss on the first validation.steps global batches of held-out documents, logged with the current step."""
+        if not self.config.validation.enable:
+            return
+        started = time.perf_counter()
+        loader = self.build_loader("validation")
+        sums = torch.zeros(2, device=self.device, dtype=torch.float64)
+        for _ in range(self.config.validation.steps * self.accumulation):
+            input, label = (tensor.to(self.device, non_blocking=True) for tensor in next(loader))
+            sums[0] += cross_entropy_sum(self.model(input), label)
+            sums[1] += (label != IGNORE_INDEX).sum()
+        dist.all_reduce(sums)
+        self.validation_loss = float(sums[0] / sums[1])
+        self.metrics.log(self.step, {"validation_loss": self.validation_loss})
+        self.window_start += time.perf_counter() - started  # throughput is of training alone
+
+    def next_batch(self) -> Batch:
+        started = time.perf_counter()
+        input, label = next(self.loader)
+        self.waited_for_data += time.perf_counter() - started
+        return input.to(self.device, non_blocking=True), label.to(self.device, non_blocking=True)
+
+    def start_window(self) -> None:
+        """What is logged next is about the time from now on."""
+        self.window_start, self.window_step, self.waited_for_data = time.perf_counter(), self.step, 0.0
+
+    def log(self, loss: float, grad_norm: float, lr: float) -> None:
+        now = time.perf_counter()
+        seconds, steps = now - self.window_start, self.step - self.window_step
+        tokens = steps * self.accumulation * self.config.training.local_batch_size * self.config.training.seq_len
+        tps = tokens * self.dp_degree / self.world_size / seconds
+        values = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tps": tps,
+            "tflops": tps * self.flops_per_token / 1e12,
+            "memory_gib": peak_memory_gib(self.device),
+            "data_wait": 100 * self.waited_for_data / seconds,
+            "step_time": seconds / steps,
+            "tokens_seen": self.tokens_seen,
+            "skipped_steps": self.skipped_steps,
+        }
+        if self.peak_flops is not None:
+            values["mfu"] = 100 * tps * self.flops_per_token / self.peak_flops
+        self.metrics.log(self.step, values)
+        self.start_window()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        model = {f"model.{fqn}": parameter.detach() for fqn, parameter in self.model.named_parameters()}
+        optimizer = optimizer_state(self.optimizer, self.model)
+        return {**model, **{f"optimizer.{name}": tensor for name, tensor in optimizer.items()}}
+
+    def save(self) -> None:
+        started = time.perf_counter()
+        states: list[dict] = [{} for _ in range(self.world_size)]
+        dist.all_gather_object(states, self.loader.state_dict())
+        state = {
+            "step": self.step,
+            "tokens_seen": self.tokens_seen,
+            "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "loader": merge_states(states),
+            "titan_lite": __version__,
+        }
+        self.checkpointer.save(self.step, self.state_tensors(), state)
+        self.window_start += time.perf_counter() - started
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint, or from the one that checkpoint.load_step names; otherwise stay at the beginning."""
+        step = self.checkpointer.step_to_load()
+        if step is None:
+            return
+        state = self.checkpointer.load(step, self.state_tensors())
+        self.step, self.tokens_seen = state["step"], state["tokens_seen"]
+        self.skipped_steps, self.skipped_in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
+        self.loader.load_state_dict(state["loader"])
+
+    def set_train_timeout(self) -> None:
+        """From now on a collective that takes longer than comm.train_timeout_seconds is a failure, not a compilation."""
+        limit = datetime.timedelta(seconds=self.config.comm.train_timeout_seconds)
+        for group in {dist.group.WORLD, *self.mesh.get_all_groups()}:
+            dist.distributed_c10d._set_pg_timeout(limit, group)
+
+    def describe(self) -> None:
+        config, training = self.config, self.config.training
+        if config.job.description:
+            logger.info(config.job.description)
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        axes = ", ".join(f"{axis} {self.mesh[axis].size()}" for axis in self.mesh.mesh_dim_names or ())
+        name = (
+            torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        )
+        rows = training.local_batch_size * self.dp_degree * self.accumulation
+        compiled = config.compile.backend if config.compile.enable else "eager"
+        logger.info(
+            f"model: {config.model.name} {config.model.flavor}, {parameters:,} parameters; torch {torch.__version__}, {compiled}"
+        )
+        logger.info(f"ranks: {self.world_size} ({axes}), each one {name}")
+        logger.info(
+            f"batch: {rows} sequences of {training.seq_len} tokens a step = {rows * training.seq_len:,} tokens, in {self.accumulation} "
+            f"microbatches of {training.local_batch_size} a rank"
+        )
+        if self.gather_once:
+            logger.info("weights are gathered and gradients reduced once a step (parallelism.fsdp_communication)")
+        logger.info(f"steps: {self.step} done of {training.steps}; output in {self.dump_folder}")
+
+    def finish(self) -> None:
+        """A summary and the loss picture; the processes part."""
+        self.metrics.close()
+        if self.rank == 0:
+            picture = draw_loss(self.dump_folder)
+            logger.info(
+                f"done: step {self.step}, {self.tokens_seen:,} tokens, {self.skipped_steps} steps skipped, "
+                f"peak memory {peak_memory_gib(self.device):.2f} GiB; loss curve in {picture}"
+            )
+
+
+def init_device(config: Config) -> torch.device:
+    """This rank's GPU, or the CPU with a fair share of its cores; seeds and determinism set."""
+    torch.manual_seed(config.debug.seed)
+    if config.debug.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        return device
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
+    return torch.device("cpu")
