@@ -222,8 +222,9 @@ class Trainer:
         logger.warning(f"step {self.step} skipped: loss {loss}, gradient norm {grad_norm}; {self.skipped_in_a_row} in a row")
         if self.skipped_in_a_row >= limit:
             raise TrainingError(
-                f"{limit} steps in a row had a non-finite loss or gradient (training.max_nonfinite_steps), the last one step "
-                f"{self.step}; parameters are those of step {self.step - limit}. A lower optimizer.lr = {self.config.optimizer.lr} "
+                f"{limit} steps in a row had a non-finite loss or gradient (training.max_nonfinite_steps), the last one "
+                f"step {self.step}; parameters are those of step {self.step - limit}. "
+                f"A lower optimizer.lr = {self.config.optimizer.lr} "
                 f'or training.mixed_precision_param = "float32" may help'
             )
 
@@ -328,8 +329,8 @@ class Trainer:
         )
         logger.info(f"ranks: {self.world_size} ({axes}), each one {name}")
         logger.info(
-            f"batch: {rows} sequences of {training.seq_len} tokens a step = {rows * training.seq_len:,} tokens, in {self.accumulation} "
-            f"microbatches of {training.local_batch_size} a rank"
+            f"batch: {rows} sequences of {training.seq_len} tokens a step = {rows * training.seq_len:,} tokens, "
+            f"in {self.accumulation} microbatches of {training.local_batch_size} a rank"
         )
         if self.gather_once:
             logger.info("weights are gathered and gradients reduced once a step (parallelism.fsdp_communication)")

@@ -32,7 +32,8 @@ def apply_activation_checkpoint(blocks: Iterable[nn.Module], mode: str) -> None:
     if mode == "none":
         return
     for block in blocks:
-        block.__class__ = _checkpointed_class(type(block), mode)
+        cls: Any = type(block)
+        block.__class__ = _checkpointed_class(cls, mode)
 
 
 @functools.cache

@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import _disable_current_modes
 
 collectives = torch.ops._c10d_functional
 PLACEMENTS = (Replicate(), Shard(0))  # over (dp_replicate, dp_shard)
@@ -70,6 +71,8 @@ class GatherPlan:
         whole = collectives.all_gather_into_tensor(_pad_rows(shard, self.chunk), self.shard_degree, self.shard_group)
         return collectives.wait_tensor(whole)[: self.rows]
 
+    # Out of sight of dispatch modes: selective checkpointing counts operators, and a gather may have been started by an earlier read.
+    @_disable_current_modes()
     @torch.no_grad()
     def start_gather(self, shard: Tensor) -> "_InFlight":
         """The same in eager mode, on its way."""
@@ -214,7 +217,7 @@ class _Eager:
 
 
 def _storage_address(tensor: Tensor) -> int:
-    return tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
+    return int(tensor.data_ptr() - tensor.storage_offset() * tensor.element_size())
 
 
 class _Model:
@@ -270,7 +273,8 @@ def apply_simple_fsdp(
             module._parameters[name] = shards[parameter]
             plans[name] = shared.plans[shards[parameter]]
         module.__dict__["_fsdp"] = _Module(shared, plans, wholes={})
-        module.__class__ = _sharded_class(type(module), tuple(plans), module is model)
+        cls: Any = type(module)
+        module.__class__ = _sharded_class(cls, tuple(plans), module is model)
 
 
 def _shard(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
@@ -305,7 +309,7 @@ def _read(module: nn.Module, name: str) -> Tensor:
     fsdp: _Module = module._fsdp  # type: ignore[assignment]
     if name in fsdp.wholes:
         return fsdp.wholes[name]
-    shard, plan = module._parameters[name].to_local(), fsdp.plans[name]  # type: ignore[union-attr, operator]
+    shard, plan = module._parameters[name].to_local(), fsdp.plans[name]  # type: ignore[union-attr]
     if tracing():
         return _Gather.apply(shard, plan, None)
     whole = _Gather.apply(shard, plan, fsdp.model.eager)

@@ -1,0 +1,370 @@
+"""Llama 3: sizes and names, the same logits as Hugging Face's implementation, initial weights, and the count of operations."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from titan_lite.models.llama3 import FLAVORS, Attention, ModelConfig, RopeScaling, Transformer, flops_per_token, rope_tables
+
+TINY = ModelConfig(
+    dim=64, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=160, rope_theta=10_000.0, max_seq_len=128
+)
+# Frequencies of head dim 16 that make 5.1, 1.6 and fewer than 1 turns in 32 tokens: one is kept, one blended, the rest stretched.
+STRETCHED = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32)
+
+
+def build(config, seed=0):
+    model = Transformer(config)
+    model.init_weights(seed)
+    return model
+
+
+def random_tokens(config, rows=2, length=16, seed=0):
+    return torch.randint(config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+# Sizes and names
+
+
+@pytest.mark.parametrize(
+    ("flavor", "parameters"),
+    [
+        ("debug", 5_770_496),
+        ("1B", 1_235_814_400),
+        ("3B", 3_212_749_824),
+        ("8B", 8_030_261_248),
+        ("70B", 70_553_706_496),
+        ("405B", 405_853_388_800),
+    ],
+)
+def test_a_flavor_has_the_published_number_of_parameters(flavor, parameters):
+    with torch.device("meta"):
+        model = Transformer(FLAVORS[flavor])
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+def test_flavors_differ_from_the_published_models_in_nothing_that_counting_misses():
+    for name, factor in {"1B": 32.0, "3B": 32.0, "8B": 8.0, "70B": 8.0, "405B": 8.0}.items():
+        config = FLAVORS[name]
+        assert config.rope_scaling == RopeScaling(factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192)
+        assert (config.rope_theta, config.norm_eps, config.max_seq_len) == (500_000.0, 1e-5, 131_072)
+        heads = {"1B": (32, 8), "3B": (24, 8), "8B": (32, 8), "70B": (64, 8), "405B": (128, 8)}[name]
+        assert (config.n_heads, config.n_kv_heads) == heads
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_names_are_those_of_the_reference_implementation(tied):
+    with torch.device("meta"):
+        model = Transformer(dataclasses.replace(TINY, n_layers=2, tied_embeddings=tied))
+    in_a_layer = [
+        *(f"attention.{name}.weight" for name in ("wq", "wk", "wv", "wo")),
+        *(f"feed_forward.{name}.weight" for name in ("w1", "w2", "w3")),
+        "attention_norm.weight",
+        "ffn_norm.weight",
+    ]
+    expected = {"tok_embeddings.weight", "norm.weight", "output.weight"}
+    expected |= {f"layers.{i}.{name}" for i in (0, 1) for name in in_a_layer}
+    assert model.state_dict().keys() == expected  # no rotary tables among them
+    assert dict(model.named_parameters()).keys() == expected - ({"output.weight"} if tied else set())
+    assert (model.output.weight is model.tok_embeddings.weight) is tied
+
+
+# The same function as Hugging Face's
+
+
+def rotary_halves(weight, heads):
+    """Rows of wq or wk for pairs (i, i + D/2), from rows for pairs (2i, 2i + 1)."""
+    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def as_huggingface(model):
+    """A LlamaForCausalLM with the weights of a Transformer."""
+    transformers = pytest.importorskip("transformers")
+    config, scaling = model.config, model.config.rope_scaling
+    rope = {"rope_type": "default"}
+    if scaling is not None:
+        rope = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_seq_len,
+        }
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=config.dim,
+            num_hidden_layers=config.n_layers,
+            num_attention_heads=config.n_heads,
+            num_key_value_heads=config.n_kv_heads,
+            intermediate_size=config.hidden_dim,
+            vocab_size=config.vocab_size,
+            tie_word_embeddings=config.tied_embeddings,
+            rms_norm_eps=config.norm_eps,
+            max_position_embeddings=config.max_seq_len,
+            rope_theta=config.rope_theta,
+            rope_scaling=rope,
+        )
+    )
+    state = {"lm_head.weight": model.output.weight}
+    names = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm"}
+    in_a_layer = {
+        "attention.wq": "self_attn.q_proj",
+        "attention.wk": "self_attn.k_proj",
+        "attention.wv": "self_attn.v_proj",
+        "attention.wo": "self_attn.o_proj",
+        "feed_forward.w1": "mlp.gate_proj",
+        "feed_forward.w2": "mlp.down_proj",
+        "feed_forward.w3": "mlp.up_proj",
+        "attention_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+    }
+    names |= {f"layers.{i}.{a}": f"model.layers.{i}.{b}" for i in range(config.n_layers) for a, b in in_a_layer.items()}
+    for ours, name in names.items():
+        weight = model.get_parameter(f"{ours}.weight")
+        if ours.endswith(("wq", "wk")):
+            weight = rotary_halves(weight, config.n_heads if ours.endswith("wq") else config.n_kv_heads)
+        state[f"{name}.weight"] = weight
+    theirs.load_state_dict(state)
+    return theirs.eval()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("scaling", [None, STRETCHED], ids=["plain rope", "scaled rope"])
+@torch.no_grad()
+def test_logits_are_those_of_huggingface(scaling, tied):
+    """On weights large enough that attention is far from uniform, and three times as long as the original context."""
+    model = Transformer(dataclasses.replace(TINY, rope_scaling=scaling, tied_embeddings=tied))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        parameter.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
+    tokens = random_tokens(TINY, length=96)
+    ours, theirs = model(tokens), as_huggingface(model)(tokens).logits
+    assert ours.std() > 0.5
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+    other = Transformer(dataclasses.replace(model.config, rope_scaling=None if scaling else STRETCHED))
+    other.load_state_dict(model.state_dict())
+    assert (other(tokens) - ours).abs().max() > 0.1  # so the comparison would have seen the wrong frequencies
+
+
+def test_scaling_keeps_high_frequencies_and_divides_low_ones_by_the_factor():
+    plain, scaled = (
+        rope_tables(dataclasses.replace(TINY, rope_scaling=scaling, max_seq_len=2)) for scaling in (None, STRETCHED)
+    )
+    before, after = (torch.atan2(sin, cos)[1].double() for cos, sin in (plain, scaled))  # angles at position 1 are frequencies
+    expected = torch.tensor([10_000.0 ** (-2 * i / 16) for i in range(8)], dtype=torch.float64)
+    torch.testing.assert_close(before, expected, rtol=1e-5, atol=0)
+    assert (before / after)[0] == 1
+    assert 1.5 < (before / after)[1] < 7
+    torch.testing.assert_close(before[2:] / after[2:], torch.full((6,), 8.0).double(), rtol=1e-5, atol=0)
+
+
+# Attention
+
+
+@torch.no_grad()
+def test_a_token_does_not_change_logits_before_it():
+    model = build(TINY)
+    tokens = random_tokens(TINY, rows=1)
+    before = model(tokens)
+    for t in (0, 7, 15):
+        changed = tokens.clone()
+        changed[0, t] = (changed[0, t] + 1) % TINY.vocab_size
+        difference = (model(changed) - before).abs().amax(dim=-1)[0]
+        assert (difference[:t] < 1e-6).all()
+        assert (difference[t:] > 1e-5).all()  # and it does change all others, through attention
+
+
+@torch.no_grad()
+def test_grouped_queries_equal_attention_with_repeated_key_and_value_heads():
+    grouped, repeated = Attention(TINY), Attention(dataclasses.replace(TINY, n_kv_heads=TINY.n_heads))
+    for name in ("wq", "wo"):
+        getattr(repeated, name).weight.copy_(getattr(grouped, name).weight)
+    for name in ("wk", "wv"):
+        heads = getattr(grouped, name).weight.unflatten(0, (TINY.n_kv_heads, TINY.head_dim))
+        repeats = TINY.n_heads // TINY.n_kv_heads
+        getattr(repeated, name).weight.copy_(heads.repeat_interleave(repeats, dim=0).flatten(0, 1))
+    x = torch.randn(2, 24, TINY.dim, generator=torch.Generator().manual_seed(0))
+    cos, sin = (table[:24] for table in rope_tables(TINY))
+    torch.testing.assert_close(grouped(x, cos, sin), repeated(x, cos, sin), rtol=0, atol=1e-6)
+
+
+# Initial weights
+
+
+@torch.no_grad()
+def test_the_first_loss_is_that_of_an_almost_uniform_guess():
+    """ln V + 1/32, averaged over all labels instead of drawing some."""
+    config = dataclasses.replace(FLAVORS["debug"], max_seq_len=128)
+    logits = build(config)(random_tokens(config, rows=2, length=128))
+    assert logits.std() == pytest.approx(0.25, rel=0.05)
+    excess = (logits.logsumexp(dim=-1) - logits.mean(dim=-1)).mean() - math.log(config.vocab_size)
+    assert excess == pytest.approx(1 / 32, rel=0.15)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_standard_deviations_by_name_and_depth(tied):
+    config = ModelConfig(
+        dim=128, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=256, vocab_size=512, tied_embeddings=tied, max_seq_len=8
+    )
+    truncated_at_3 = 0.98658  # of the standard deviation that a normal keeps when cut at three of them
+    table = {"output.weight": truncated_at_3 * 128**-0.5 / 4, "tok_embeddings.weight": 1.0}
+    if tied:
+        table = {"tok_embeddings.weight": truncated_at_3 * 128**-0.5}
+    for i, residual in enumerate((0.0141421, 0.01, 0.0081650, 0.0070711)):  # 0.02 / sqrt(2), sqrt(4), sqrt(6), sqrt(8)
+        table |= {f"layers.{i}.attention.{name}.weight": 0.02 for name in ("wq", "wk", "wv")}
+        table |= {f"layers.{i}.feed_forward.w1.weight": 0.02, f"layers.{i}.attention.wo.weight": residual}
+        table |= {f"layers.{i}.feed_forward.{name}.weight": residual for name in ("w2", "w3")}
+    seen = set()
+    for name, parameter in build(config).named_parameters():
+        if "norm" in name:
+            assert (parameter == 1).all(), name
+            continue
+        assert parameter.std().item() == pytest.approx(table[name], rel=0.03), name
+        assert abs(parameter.mean().item()) < 5 * table[name] / math.sqrt(parameter.numel()), name
+        if name == "output.weight" or (tied and name == "tok_embeddings.weight"):
+            assert parameter.abs().max() <= 3 * table[name] / truncated_at_3 * 1.0001
+        seen.add(name)
+    assert seen == table.keys()
+
+
+def test_numbers_depend_on_seed_and_name_alone():
+    def weights(config, seed):
+        torch.manual_seed(len(calls))  # the global generator has no say
+        calls.append(seed)
+        return {name: parameter.detach() for name, parameter in build(config, seed).named_parameters() if "norm" not in name}
+
+    calls = []
+    first, again, other = (weights(TINY, seed) for seed in (7, 7, 8))
+    deeper = weights(dataclasses.replace(TINY, n_layers=5, tied_embeddings=True), 7)
+    for name, weight in first.items():
+        assert torch.equal(weight, again[name]), name
+        assert not torch.equal(weight, other[name]), name
+        if name.startswith("layers"):
+            assert torch.equal(weight, deeper[name]), name
+    same_shape = [weight for weight in first.values() if weight.shape == (32, 64)]  # wk and wv of every layer
+    assert len(same_shape) == 6
+    assert len({tuple(weight[0].tolist()) for weight in same_shape}) == 6
+
+
+# Offsets and lengths in rows of the embedding, which is drawn in three blocks of 16,384 rows.
+SHARDS = {
+    "first rows": (0, 10_000),
+    "within a block": (17_000, 20),
+    "over two borders": (16_000, 20_000),
+    "from a border": (32_768, 3_000),
+    "last rows": (39_999, 1),
+    "no rows": (20_000, 0),
+    "no rows, past the end": (40_000, 0),
+}
+
+
+def test_a_rank_draws_its_slice_of_the_whole():
+    config = dataclasses.replace(TINY, vocab_size=40_000, n_layers=1)
+    whole = build(config)
+    sharded = Transformer(config)
+    for label, (first, rows) in SHARDS.items():
+        asked = []
+
+        def shard_of(parameter, first=first, rows=rows, asked=asked):
+            """Some rows of the vocabulary, the second half of rows or columns elsewhere: as tensor parallelism would."""
+            name = next(name for name, p in sharded.named_parameters() if p is parameter)
+            asked.append(name)
+            parameter.fill_(math.nan)
+            if parameter.shape[0] == config.vocab_size:
+                return parameter[first : first + rows], (first, 0)
+            if name.endswith(("wo.weight", "w2.weight")):
+                return parameter[:, parameter.shape[1] // 2 :], (0, parameter.shape[1] // 2)
+            start = parameter.shape[0] // 2
+            return parameter[start:], (start, *[0] * (parameter.dim() - 1))
+
+        sharded.init_weights(0, shard_of)
+        assert asked == [name for name, _ in sharded.named_parameters()]
+        for (name, expected), actual in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+            filled = ~actual.isnan()
+            assert torch.equal(actual[filled], expected[filled]), (label, name)
+            share = rows / config.vocab_size if actual.shape[0] == config.vocab_size else 0.5
+            assert filled.sum() == share * actual.numel(), (label, name)  # nothing else was written
+
+
+def test_init_fills_rotary_tables_that_were_emptied():
+    with torch.device("meta"):
+        model = Transformer(TINY)
+    model.to_empty(device="cpu")
+    for buffer in model.buffers():
+        buffer.fill_(math.nan)
+    model.init_weights(0)
+    for buffer, expected in zip((model.rope_cos, model.rope_sin), rope_tables(TINY), strict=True):
+        assert torch.equal(buffer, expected)
+
+
+def test_bfloat16_follows_float32_with_rotary_tables_in_float32():
+    tokens = random_tokens(TINY)
+    reference = build(TINY)
+    model = Transformer(TINY).to(torch.bfloat16)
+    model.init_weights(0)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.rope_cos.dtype == model.rope_sin.dtype == torch.float32
+    logits, expected = model(tokens), reference(tokens)
+    assert logits.dtype == torch.bfloat16
+    torch.testing.assert_close(logits.float(), expected, rtol=0, atol=0.05 * expected.std().item())
+    for m, output in ((model, logits), (reference, expected)):
+        F.cross_entropy(output.flatten(0, 1).float(), tokens.flatten()).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert F.cosine_similarity(ours.grad.float().flatten(), theirs.grad.flatten(), dim=0) > 0.99, name
+
+
+# Operations
+
+
+@pytest.mark.parametrize(
+    ("flavor", "seq_len", "expected"),
+    [
+        # 6 (parameters - embedding - norms) + 6 L C T
+        ("8B", 8192, 6 * (8_030_261_248 - 128_256 * 4096 - 65 * 4096) + 6 * 32 * 4096 * 8192),
+        # tied: the matrix is counted once among the parameters, and it is one of a matrix product
+        ("1B", 4096, 6 * (1_235_814_400 - 33 * 2048) + 6 * 16 * 2048 * 4096),
+    ],
+)
+def test_flops_per_token_by_hand(flavor, seq_len, expected):
+    assert flops_per_token(FLAVORS[flavor], seq_len) == expected
+
+
+def test_flops_per_token_are_those_that_torch_counts():
+    """In forward and backward of the plain attention, which computes the half that the mask hides as well."""
+    config, rows, length = dataclasses.replace(TINY, n_kv_heads=1), 2, 32
+    tokens = random_tokens(config, rows, length)
+    model = build(config)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    counts = {operator.__name__: count for operator, count in counter.get_flop_counts()["Global"].items()}
+    assert counts.keys() == {"mm", "bmm"}
+    assert model.flops_per_token(length) * rows * length == counts["mm"] + counts["bmm"] / 2
+
+
+def test_any_length_up_to_the_longest():
+    model = build(TINY)
+    for length in (1, 2, TINY.max_seq_len):
+        assert model(random_tokens(TINY, rows=1, length=length)).shape == (1, length, TINY.vocab_size)
+    with pytest.raises(RuntimeError):
+        model(random_tokens(TINY, rows=1, length=TINY.max_seq_len + 1))
+
+
+def test_layers_are_called_by_name_so_that_some_can_be_taken_out():
+    model = build(TINY)
+    tokens = random_tokens(TINY)
+    whole = model(tokens)
+    model.layers["1"] = nn.Identity()
+    model.layers["1"].forward = lambda x, cos, sin: x
+    assert list(model.layers) == ["0", "1", "2"]
+    assert not torch.equal(model(tokens), whole)
+    del model.layers["1"]
+    assert {name.split(".")[1] for name, _ in model.named_parameters() if name.startswith("layers")} == {"0", "2"}
+    assert model(tokens).shape == whole.shape
