@@ -6,6 +6,7 @@ The function lives in a test module (it is pickled by name). One thread a rank; 
 """
 
 import datetime
+import io
 import os
 import socket
 import sys
@@ -38,11 +39,11 @@ def run_ranks(world_size: int, function: Callable, *args: Any) -> list[Any]:
     failures = []
     while len(results) + len(failures) < world_size:
         _wait_for_answer(queue, processes)
-        rank, failure, path = queue.get()
+        rank, failure, result = queue.get()
         if failure:
             failures.append(f"rank {rank}: {failure}")
             break  # the others wait for it
-        results[rank] = path
+        results[rank] = torch.load(io.BytesIO(result), weights_only=False)
     for process in processes:
         process.join(30 if not failures else 0.1)
         process.kill()
@@ -73,13 +74,14 @@ def _rank_main(rank: int, world_size: int, port: int, queue: Any, function: Call
         MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
-    torch.multiprocessing.set_sharing_strategy("file_system")
     try:
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
         result = function(*args)
         dist.barrier()
         dist.destroy_process_group()
-        queue.put((rank, None, result))
+        buffer = io.BytesIO()  # and not tensors, which the queue would share with a process that ends
+        torch.save(result, buffer)
+        queue.put((rank, None, buffer.getvalue()))
     except BaseException:
         queue.put((rank, traceback.format_exc(), None))
         sys.stdout.flush()

@@ -1,9 +1,8 @@
 """SimpleFSDP against one process and against FSDP2: the loss and every gradient, and what is communicated for them."""
 
-import copy
 import functools
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from titan_lite.compiler.stage import compile_model
 from titan_lite.config import Compile
@@ -21,11 +21,12 @@ from titan_lite.distributed.activation_checkpoint import apply_activation_checkp
 from titan_lite.distributed.mesh import AXES
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, gathered_for_step, materialize, shard_of
 from titan_lite.loss import cross_entropy_sum
-from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
+from titan_lite.models.llama3 import ModelConfig, Transformer
 
 # 61, 30 and 10 rows: no world size here divides all of them
 UNTIED = ModelConfig(dim=20, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=30, vocab_size=61, max_seq_len=16)
 TIED = ModelConfig(**{**vars(UNTIED), "tied_embeddings": True})
+F32 = torch.float32
 LAYOUTS = {"FSDP-2": (1, 2), "FSDP-4": (1, 4), "HSDP-2x2": (2, 2), "DDP-2": (2, 1)}
 MICROBATCHES = 2
 SEQUENCES = 8  # in all
@@ -75,22 +76,6 @@ def build_fsdp2(config, mesh, param=torch.float32):
     return fully_shard(model, **options)
 
 
-class CountCollectives(TorchDispatchMode):
-    """What the running code asks of c10d, functional or not; {"all_gather": 3, ...}."""
-
-    NAMES = {"all_gather_into_tensor": "all_gather", "_allgather_base_": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
-            name = func._opname
-            self.counts[self.NAMES.get(name, name)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def counted():
     """Counts of the collectives that run within, in eager mode and in compiled code."""
@@ -111,51 +96,59 @@ def my_microbatches(tokens, labels, count=1):
     return list(zip(tokens[mine].chunk(count), labels[mine].chunk(count), strict=True))
 
 
-def step(model, microbatches, tokens, scale=1):
-    """(loss over all ranks, {FQN: whole gradient}); scale: what a loop that averages over ranks multiplies with."""
+def step(model, microbatches, tokens, scale=1, whole=True):
+    """(loss over all ranks, {FQN: gradient}); scale: what a loop that averages over ranks multiplies with."""
     total = torch.zeros(())
     for input, label in microbatches:
         loss = cross_entropy_sum(model(input), label) / tokens
         (loss * scale).backward()
         total += loss.detach()
     dist.all_reduce(total)
-    return total.item(), gradients(model)
+    return total.item(), gradients(model, whole)
 
 
-def gradients(model):
-    return {fqn: parameter.grad.full_tensor().clone() for fqn, parameter in model.named_parameters()}
+def gradients(model, whole=True):
+    grads = {fqn: parameter.grad for fqn, parameter in model.named_parameters()}
+    return {fqn: (grad.full_tensor() if whole else grad.to_local()).clone() for fqn, grad in grads.items()}
 
 
+RESHARD, KEEP = dict(reshard=True), dict(reshard=False)
 VARIANTS = {
-    "eager, reshard": dict(reshard=True),
-    "eager, keep": dict(reshard=False),
+    "eager, reshard": RESHARD,
+    "eager, keep": KEEP,
     "aot_eager, reshard": dict(reshard=True, compiled="aot_eager"),
     "aot_eager, keep": dict(reshard=False, compiled="aot_eager"),
     "eager, reshard, full checkpointing": dict(reshard=True, checkpointing="full"),
     "eager, keep, selective checkpointing": dict(reshard=False, checkpointing="selective"),
     "aot_eager, reshard, selective checkpointing": dict(reshard=True, compiled="aot_eager", checkpointing="selective"),
 }
+MODELS = {"untied": (UNTIED, list(VARIANTS)), "tied": (TIED, ["eager, reshard", "eager, keep", "aot_eager, reshard"])}
 
 
 def compare(layout):
     mesh = make_mesh(*LAYOUTS[layout])
+    tokens, labels = batch()
+    counted_tokens = (labels != -100).sum()
+    mine = my_microbatches(tokens, labels)
     found = {}
-    for name, config in (("untied", UNTIED), ("tied", TIED)):
-        tokens, labels = batch()
-        counted_tokens = (labels != -100).sum()
-        mine = my_microbatches(tokens, labels)
-        for variant, options in VARIANTS.items():
-            model = build(config, mesh, **options)
-            found[name, variant] = step(model, mine, counted_tokens)
+    for name, (config, variants) in MODELS.items():
+        for variant in variants:
+            model = build(config, mesh, **VARIANTS[variant])
+            loss, grads = step(model, mine, counted_tokens)
             model.zero_grad()
-            # the second step is another code path: prefetch has learnt the order
-            with counted() as counts:
-                loss, grads = step(model, mine, counted_tokens)
-            assert loss == found[name, variant][0]
-            assert all(torch.equal(grads[fqn], grad) for fqn, grad in found[name, variant][1].items())
-            found[name, variant] += (counts,)
-        found[name, "FSDP2"] = (*step(build_fsdp2(config, mesh), mine, counted_tokens, scale=dist.get_world_size()), None)
+            with counted() as counts:  # and a second step is another code path: prefetch has learnt the order
+                second_loss, second_grads = step(model, mine, counted_tokens, whole=False)
+            found[name, variant] = (loss, grads, counts)
+            assert second_loss == loss
+            assert all(torch.equal(second_grads[fqn], own_rows(model, fqn, grad)) for fqn, grad in grads.items()), variant
+        oracle = build_fsdp2(config, mesh)
+        found[name, "FSDP2"] = step(oracle, mine, counted_tokens, scale=dist.get_world_size())
     return found
+
+
+def own_rows(model, fqn, whole):
+    rows, offset = shard_of(dict(model.named_parameters())[fqn])
+    return whole[offset[0] : offset[0] + rows.shape[0]]
 
 
 @functools.cache
@@ -164,14 +157,272 @@ def compared(layout):
     return run_ranks(replicate * shard, compare, layout)
 
 
+CASES = [(model, variant) for model, (_, variants) in MODELS.items() for variant in variants]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("config", ["untied", "tied"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_loss_and_every_gradient_are_those_of_one_process_and_of_fsdp2(layout, config, variant):
-    loss, grads = one_process({"untied": UNTIED, "tied": TIED}[config], *batch())
+@pytest.mark.parametrize(("model", "variant"), CASES)
+def test_the_loss_and_every_gradient_are_those_of_one_process_and_of_fsdp2(layout, model, variant):
+    one = one_process(MODELS[model][0], *batch())
     for found in compared(layout):
-        for oracle_loss, oracle in ((loss, grads), found[config, "FSDP2"][:2]):
-            assert found[config, variant][0] == pytest.approx(oracle_loss, abs=1e-6)
-            assert found[config, variant][1].keys() == oracle.keys()
-            for fqn, gradient in oracle.items():
-                torch.testing.assert_close(found[config, variant][1][fqn], gradient, atol=1e-7, rtol=1e-4, msg=lambda m: f"{fqn}: {m}")  # noqa: B023
+        loss, grads, _ = found[model, variant]
+        for oracle_loss, oracle in (one, found[model, "FSDP2"]):
+            assert loss == pytest.approx(oracle_loss, abs=1e-6)
+            assert_same(grads, oracle)
+
+
+def assert_same(grads, oracle, **tolerance):
+    assert grads.keys() == oracle.keys()
+    for fqn, gradient in oracle.items():
+        torch.testing.assert_close(grads[fqn].float(), gradient.float(), **tolerance or dict(atol=1e-7, rtol=1e-4))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("model", "variant"), CASES)
+def test_what_one_step_communicates(layout, model, variant):
+    """A parameter is gathered where it is read, again in backward where it was not kept, and reduced for every read."""
+    options = VARIANTS[variant]
+    read = 21  # parameters read in forward: 9 a layer, embedding, norm, output
+    distinct = len(dict(Transformer(MODELS[model][0]).named_parameters()))
+    gathered = distinct if "compiled" in options else read  # a graph reads tied weights once
+    if options["reshard"]:
+        gathered += read - 1  # backward of the embedding needs no weight
+    elif "checkpointing" in options:
+        gathered += 18  # recomputing a block reads its weights
+    replicate, shard = LAYOUTS[layout]
+    expected = {"all_gather": gathered, "reduce_scatter": read} if shard > 1 else {}
+    expected |= {"all_reduce": read} if replicate > 1 else {}
+    for found in compared(layout):
+        assert found[model, variant][2] == expected
+
+
+def accumulate(param, compiled):
+    """{choice: (gradients, collectives)} of a step of four microbatches, communicating once a step or once a microbatch."""
+    mesh = make_mesh(1, 2)
+    tokens, labels = batch()
+    mine = my_microbatches(tokens, labels, count=4)
+    model = build(UNTIED, mesh, param=param, compiled=compiled)
+    found = {}
+    for choice in ("microbatch", "step", "microbatch again", "step again"):
+        model.zero_grad()
+        with counted() as counts, gathered_for_step(model) if choice.startswith("step") else nullcontext():
+            for input, label in mine:
+                (cross_entropy_sum(model(input), label) / (labels != -100).sum()).backward()
+        found[choice] = (gradients(model), counts)
+    return found
+
+
+@pytest.mark.parametrize("param", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [None, "aot_eager"])
+def test_accumulated_gradients_do_not_depend_on_how_often_is_communicated(param, compiled):
+    for found in run_ranks(2, accumulate, param, compiled):
+        once, each = found["step"], found["microbatch"]
+        assert_same(once[0], each[0], atol=1e-6, rtol=1e-4)  # also for bfloat16: both sum microbatches in float32
+        if param is torch.float32:
+            assert_same(once[0], one_process(UNTIED, *batch())[1])
+        for choice in ("step", "microbatch"):
+            assert_same(found[choice][0], found[f"{choice} again"][0], atol=0, rtol=0)
+        # the first time, a compiler runs them too
+        assert found["step again"][1] == {"all_gather": 21, "reduce_scatter": 21}
+        assert found["microbatch again"][1] == {"all_gather": 4 * 41, "reduce_scatter": 4 * 21}
+
+
+def mixed(layout):
+    mesh = make_mesh(*LAYOUTS[layout])
+    tokens, labels = batch()
+    mine = my_microbatches(tokens, labels)
+    found = {}
+    for compiled in (None, "aot_eager"):
+        model = build(UNTIED, mesh, param=torch.bfloat16, compiled=compiled)
+        assert model.output.weight.dtype == model(mine[0][0]).dtype == torch.bfloat16
+        found[compiled] = step(model, mine, (labels != -100).sum())
+        assert {grad.dtype for grad in found[compiled][1].values()} == {torch.float32}
+    oracle = build_fsdp2(UNTIED, mesh, param=torch.bfloat16)
+    found["FSDP2"] = step(oracle, mine, (labels != -100).sum(), scale=dist.get_world_size())
+    return found
+
+
+@pytest.mark.parametrize("layout", ["FSDP-2", "HSDP-2x2", "DDP-2"])
+def test_bfloat16_weights_with_float32_reduction_are_as_in_fsdp2(layout):
+    replicate, shard = LAYOUTS[layout]
+    exact = one_process(UNTIED, *batch())[1]
+    for found in run_ranks(replicate * shard, mixed, layout):
+        oracle = found["FSDP2"]
+        for compiled in (None, "aot_eager"):
+            loss, grads = found[compiled]
+            assert loss == pytest.approx(oracle[0], abs=2e-3)
+            for fqn, grad in grads.items():  # as far from the exact gradient as FSDP2's is, by rounding alone
+                error, expected = ((g - exact[fqn]).norm() / exact[fqn].norm() for g in (grad, oracle[1][fqn]))
+                assert error < 1.5 * expected + 0.003, fqn
+
+
+class Rows(nn.Module):
+    """Weights of so few rows that some ranks hold none of them."""
+
+    def __init__(self, *rows):
+        super().__init__()
+        for n in rows:
+            values = torch.arange(2.0 * n).reshape(n, 2) / 10
+            self.register_parameter(f"w{n}", nn.Parameter(values))
+        self.bias = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return sum((getattr(self, f"w{n}") * x[0] ** n).sin().sum() for n in (8, 7, 5, 3, 1)) + (self.bias * x).sum()
+
+
+def uneven():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = make_mesh(1, world)
+    inputs = torch.linspace(0.5, 1.5, 3 * world).reshape(world, 3)
+    exact = Rows(8, 7, 5, 3, 1)
+    sum(exact(x) for x in inputs).backward()
+    for reshard in (True, False):
+        for compiled in (False, True):
+            model = Rows(8, 7, 5, 3, 1)
+            apply_simple_fsdp(model, mesh, param_dtype=F32, reduce_dtype=F32, reshard_after_forward=reshard)
+            if compiled:
+                torch._dynamo.reset()
+                compile_model(model, Compile(enable=True, backend="aot_eager"), reshard_after_forward=reshard)
+            model(inputs[rank]).backward()
+            for fqn, parameter in exact.named_parameters():
+                sharded = dict(model.named_parameters())[fqn]
+                assert torch.equal(sharded.full_tensor(), parameter)
+                assert sharded.to_local().shape[0] <= -(-parameter.shape[0] // world)
+                torch.testing.assert_close(sharded.grad.full_tensor(), parameter.grad)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_rows_that_the_world_does_not_divide(world_size):
+    run_ranks(world_size, uneven)
+
+
+def names(config):
+    plain = Transformer(config)
+    model = build(config, make_mesh(1, 2))
+    with counted() as counts:
+        state = model.state_dict()
+        assert list(state) == list(plain.state_dict())
+        assert [fqn for fqn, _ in model.named_parameters()] == [fqn for fqn, _ in plain.named_parameters()]
+        assert all(isinstance(value, DTensor) and value.shape == plain.state_dict()[fqn].shape for fqn, value in state.items())
+        assert {type(m).__name__ for m in model.modules()} == {type(m).__name__ for m in plain.modules()}
+        assert isinstance(model, Transformer)
+        assert isinstance(model.layers["1"].attention.wq, nn.Linear)
+        changed = {fqn: torch.full_like(value, 0.5) for fqn, value in state.items()}
+        model.load_state_dict(changed)
+    assert counts == {}
+    assert (model.output.weight == 0.5).all()
+    if config.tied_embeddings:
+        assert model.output._parameters["weight"] is model.tok_embeddings._parameters["weight"]
+        assert state["output.weight"].to_local().data_ptr() == state["tok_embeddings.weight"].to_local().data_ptr()
+        assert "output.weight" not in dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("config", [UNTIED, TIED], ids=["untied", "tied"])
+def test_names_and_state_dict_are_those_of_the_plain_model(config):
+    run_ranks(2, names, config)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest storage that any operator makes outside of the meta device."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
+        return result
+
+
+def no_rank_holds_the_full_model():
+    config = ModelConfig(**{**vars(UNTIED), "dim": 256, "vocab_size": 16_384})  # weights of 16 MiB, filled in blocks of 4 MiB
+    mesh = make_mesh(1, 4)
+    with LargestTensor() as seen:
+        model = build(config, mesh)
+    assert seen.largest == 4 * 2**20
+    mine = sum(parameter.to_local().numel() for parameter in model.parameters())
+    whole = sum(parameter.numel() for parameter in Transformer(config).parameters())
+    assert mine <= whole / 4 * 1.01
+    plain = Transformer(config)
+    plain.init_weights(seed=0)
+    assert torch.equal(model.tok_embeddings.weight, plain.tok_embeddings.weight)
+
+
+def test_no_rank_holds_the_full_model_while_it_is_made():
+    run_ranks(4, no_rank_holds_the_full_model)
+
+
+def kept_by_forward():
+    """Bytes that are still there after a forward, with and without resharding."""
+    config = ModelConfig(**{**vars(UNTIED), "hidden_dim": 4096})
+    tokens, labels = batch()
+    kept = {}
+    for reshard in (True, False):
+        model = build(config, make_mesh(1, 2), reshard=reshard)
+        for _ in range(2):
+            with torch.profiler.profile(profile_memory=True) as profiler:
+                loss = cross_entropy_sum(model(tokens[:1, :4]), labels[:1, :4])
+            kept[reshard] = sum(event.cpu_memory_usage for event in profiler.events() if event.name == "[memory]")
+            loss.backward()
+    return kept, 4 * sum(parameter.numel() for fqn, parameter in model.named_parameters() if "tok_embeddings" not in fqn)
+
+
+def test_resharding_in_eager_mode_frees_the_gathered_weights_after_forward():
+    for kept, weights in run_ranks(2, kept_by_forward):
+        assert kept[False] - kept[True] == pytest.approx(weights, rel=0.02)
+
+
+def change_between_forward_and_backward():
+    model = build(UNTIED, make_mesh(1, 2))
+    loss = model(batch()[0]).sum()
+    with torch.no_grad():
+        model.norm._parameters["weight"].mul_(2)
+    with pytest.raises(RuntimeError, match=r"norm\.weight was changed between its forward and its backward"):
+        loss.backward()
+
+
+def test_a_weight_changed_between_forward_and_backward_is_an_error_and_not_a_wrong_gradient():
+    run_ranks(2, change_between_forward_and_backward)
+
+
+def inductor():
+    tokens, labels = batch()
+    mine = my_microbatches(tokens, labels)
+    model = build(UNTIED, make_mesh(1, 2), compiled="inductor")
+    loss, grads = step(model, mine, (labels != -100).sum())
+    with counted() as counts:
+        step(model, mine, (labels != -100).sum(), whole=False)
+    return loss, grads, counts
+
+
+def test_inductor_gives_the_same_numbers_and_reshards():
+    exact_loss, exact = one_process(UNTIED, *batch())
+    for loss, grads, counts in run_ranks(2, inductor):
+        assert loss == pytest.approx(exact_loss, abs=1e-5)
+        assert_same(grads, exact, atol=1e-6, rtol=1e-3)
+        assert counts == {"all_gather": 41, "reduce_scatter": 21}
+
+
+def stress():
+    """Steps enough for what goes wrong once in a thousand collectives."""
+    tokens, labels = batch()
+    mine = my_microbatches(tokens, labels)
+    losses = []
+    for reshard in (True, False):
+        model = build(
+            ModelConfig(**{**vars(UNTIED), "n_layers": 8, "dim": 128, "hidden_dim": 512}), make_mesh(1, 2), reshard=reshard
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(300):
+            loss, _ = step(model, mine, (labels != -100).sum(), whole=False)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss)
+    return losses
+
+
+@pytest.mark.slow
+def test_600_steps_in_eager_mode():
+    for reshard, keep in run_ranks(2, stress):
+        assert reshard == keep < 0.5

@@ -71,7 +71,7 @@ class GatherPlan:
         whole = collectives.all_gather_into_tensor(_pad_rows(shard, self.chunk), self.shard_degree, self.shard_group)
         return collectives.wait_tensor(whole)[: self.rows]
 
-    # Out of sight of dispatch modes: selective checkpointing counts operators, and a gather may have been started by an earlier read.
+    # Out of sight of dispatch modes: selective checkpointing counts operators, and this may be a gather ahead of its read.
     @_disable_current_modes()
     @torch.no_grad()
     def start_gather(self, shard: Tensor) -> "_InFlight":
@@ -151,25 +151,25 @@ class _Eager:
     def __init__(self) -> None:
         self.reads: dict[int, tuple[weakref.ref[Tensor], Tensor, GatherPlan]] | None = None  # only during a forward that reshards
         self.backward = False
-        self.previous: GatherPlan | None = None
-        self.followers: dict[tuple[bool, GatherPlan], tuple[Tensor, GatherPlan]] = {}
-        self.gathering: dict[GatherPlan, _InFlight] = {}
+        self.order: list[tuple[Tensor, GatherPlan]] = []  # of the gathers in this forward or backward so far
+        self.last_order: dict[bool, list[tuple[Tensor, GatherPlan]]] = {
+            False: [],
+            True: [],
+        }  # in the last backward (True) or forward
+        self.gathering: dict[tuple[GatherPlan, int], _InFlight] = {}  # the address tells whether the shard is still the same
         self.reducing: deque[AsyncCollectiveTensor] = deque()
 
     def gather(self, shard: Tensor, plan: GatherPlan) -> Tensor:
         if plan.shard_degree == 1:
             return plan.start_gather(shard).wait()
-        started = self.gathering.pop(plan, None) or plan.start_gather(shard)
-        if self.previous is not None:
-            self.followers[self.backward, self.previous] = (shard.detach(), plan)
-        self.previous = plan
-        ahead = plan
-        for _ in range(self.IN_FLIGHT):
-            if (self.backward, ahead) not in self.followers:
-                break
-            next_shard, ahead = self.followers[self.backward, ahead]
-            if ahead is not plan and ahead not in self.gathering:
-                self.gathering[ahead] = ahead.start_gather(next_shard)
+        started = self.gathering.pop((plan, shard.data_ptr()), None) or plan.start_gather(shard)
+        place, last = len(self.order), self.last_order[self.backward]
+        self.order.append((shard.detach(), plan))
+        if place < len(last) and last[place][1] is plan:
+            for next_shard, next_plan in last[place + 1 : place + 1 + self.IN_FLIGHT]:
+                key = (next_plan, next_shard.data_ptr())
+                if key not in self.gathering:
+                    self.gathering[key] = next_plan.start_gather(next_shard)
         return started.wait()
 
     def reduce(self, gradient: Tensor, plan: GatherPlan, dtype: torch.dtype) -> Tensor:
@@ -185,14 +185,14 @@ class _Eager:
     @contextmanager
     def forward(self, reshard: bool) -> Iterator[None]:
         """One forward of the model."""
-        self._drop_unused()
-        self.backward, self.reads = False, {} if reshard else None
+        self._begin(backward=False)
+        self.reads = {} if reshard else None
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if reshard else nullcontext():
                 yield
         finally:
-            self._drop_unused()
-            self.backward, self.reads = True, None
+            self._begin(backward=True)
+            self.reads = None
 
     def remember(self, whole: Tensor, shard: Tensor, plan: GatherPlan) -> None:
         if self.reads is not None and whole.data_ptr() != shard.data_ptr():
@@ -202,18 +202,24 @@ class _Eager:
         read = self.reads.get(_storage_address(tensor)) if self.reads and type(tensor) is Tensor else None
         if read is None or read[0]() is None:
             return tensor
-        return (read[1], read[2], tensor.size(), tensor.stride(), tensor.storage_offset())
+        _, shard, plan = read
+        return (shard, shard._version, plan, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        shard, plan, size, stride, offset = packed
+        shard, version, plan, size, stride, offset = packed
+        if shard._version != version:
+            raise RuntimeError(f"{plan.fqn} was changed between its forward and its backward, which needs what it was")
         return self.gather(shard, plan).as_strided(size, stride, offset)
 
-    def _drop_unused(self) -> None:
-        self.previous = None
-        while self.gathering:
+    def _begin(self, backward: bool) -> None:
+        """A forward or a backward begins, and what came before is over."""
+        while self.gathering:  # foreseen, and not read
             self.gathering.popitem()[1].wait()
+        if self.order:
+            self.last_order[self.backward] = self.order
+        self.backward, self.order = backward, []
 
 
 def _storage_address(tensor: Tensor) -> int:
