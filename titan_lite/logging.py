@@ -1,6 +1,6 @@
 """The run's log: plain lines on the ranks named in LOG_RANK (default 0), on standard output.
 
-init_logging(rank=0)
+init_logging(rank=0, world_size=2)
 logger.info("step 1")
 """
 
@@ -11,20 +11,21 @@ import sys
 logger = logging.getLogger("titan_lite")
 
 
-def log_ranks() -> set[int]:
-    """The ranks that print. Raises ValueError where LOG_RANK is not a list of numbers."""
+def log_ranks(world_size: int) -> set[int]:
+    """The ranks that print. Raises ValueError where LOG_RANK is not a list of ranks that there are."""
     text = os.environ.get("LOG_RANK", "0")
-    try:
-        return {int(rank) for rank in text.split(",")}
-    except ValueError:
-        raise ValueError(f"LOG_RANK={text}: expected ranks separated by commas, such as LOG_RANK=0,3") from None
+    ranks = text.replace(" ", "").split(",")
+    if not all(rank.isdecimal() and int(rank) < world_size for rank in ranks):
+        raise ValueError(f"LOG_RANK={text}: expected ranks below {world_size}, separated by commas, such as LOG_RANK=0")
+    return {int(rank) for rank in ranks}
 
 
-def init_logging(rank: int) -> None:
-    """Warnings and errors are shown on every rank, the rest on the ranks of LOG_RANK."""
+def init_logging(rank: int, world_size: int) -> None:
+    """Warnings and errors are shown on every rank, the rest on the ranks of LOG_RANK. Raises ValueError."""
+    ranks = log_ranks(world_size)
     handler = logging.StreamHandler(sys.stdout)
-    name = "" if log_ranks() == {0} and rank == 0 else f"[rank {rank}] "
+    name = "" if ranks == {0} and rank == 0 else f"[rank {rank}] "
     handler.setFormatter(logging.Formatter(f"%(asctime)s {name}%(message)s", datefmt="%H:%M:%S"))
     logger.handlers[:] = [handler]
     logger.propagate = False
-    logger.setLevel(logging.INFO if rank in log_ranks() else logging.WARNING)
+    logger.setLevel(logging.INFO if rank in ranks else logging.WARNING)

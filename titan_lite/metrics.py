@@ -55,13 +55,16 @@ class Metrics:
         self.tensorboard = None
         if not writes:
             return
-        self.file = open(dump_folder / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115 - open as long as the run
-        if first_step:
+        path = dump_folder / "metrics.jsonl"
+        before = path.read_text() if path.exists() else ""
+        self.file = open(path, "a", buffering=1)  # noqa: SIM115 - open as long as the run
+        if before:
+            self.file.write("" if before.endswith("\n") else "\n")  # a run that was killed may leave half a line
             self._write({"resumed_from": first_step})
         if config.enable_tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
 
-            self.tensorboard = SummaryWriter(str(dump_folder / "tb"), purge_step=first_step + 1 if first_step else None)
+            self.tensorboard = SummaryWriter(str(dump_folder / "tb"), purge_step=first_step + 1 if before else None)
         if on_terminal:
             from tqdm import tqdm
 

@@ -30,15 +30,17 @@ class Profiler:
         if self.torch_profiler is not None:
             self.torch_profiler.step()
         if self.config.enable_memory_snapshot and self.done % self.config.profile_freq == 0:
-            self.save_memory_snapshot()
+            self.save_memory_snapshot("memory")
 
     def save_trace(self, profiler: Any) -> None:
+        if self.done % self.config.profile_freq:
+            return  # the run has ended within a period, and nothing was traced
         path = self._path(self.config.save_traces_folder, "trace", "json")
         profiler.export_chrome_trace(str(path))
         logger.info(f"profile of step {self.done} written to {path}")
 
-    def save_memory_snapshot(self) -> None:
-        path = self._path(self.config.save_memory_snapshot_folder, "memory", "pickle")
+    def save_memory_snapshot(self, kind: str) -> None:
+        path = self._path(self.config.save_memory_snapshot_folder, kind, "pickle")
         torch.cuda.memory._dump_snapshot(str(path))
         logger.info(f"memory snapshot written to {path} (view it at pytorch.org/memory_viz)")
 
@@ -64,15 +66,16 @@ def build_profiler(config: Profiling, dump_folder: Path, rank: int, first_step: 
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
+        period = torch.profiler.schedule(wait=config.profile_freq - 2, warmup=1, active=1)
         with torch.profiler.profile(
             activities=activities,
-            schedule=torch.profiler.schedule(wait=config.profile_freq - 2, warmup=1, active=1),
+            schedule=lambda done: period(first_step + done),
             on_trace_ready=profiler.save_trace,
         ) as profiler.torch_profiler:
             yield profiler
     except torch.OutOfMemoryError:
         if config.enable_memory_snapshot:
-            profiler.save_memory_snapshot()
+            profiler.save_memory_snapshot("out-of-memory")
         raise
 
 

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 
-from titan_lite.config import ConfigError, help_text, load_config, to_toml
+from titan_lite.config import Config, ConfigError, help_text, load_config, to_toml
 
 
 def main(arguments: list[str]) -> int:
@@ -23,24 +23,35 @@ def main(arguments: list[str]) -> int:
             if os.environ.get("RANK", "0") == "0":
                 print(to_toml(config, origins))
             return 0
-        set_single_process_environment()
-        # torch is imported only now: a wrong recipe is told at once
-        from titan_lite.logging import init_logging
-        from titan_lite.trainer import Trainer
-
-        init_logging(int(os.environ["RANK"]))
-        Trainer(config).train()
-        return 0
+        return train(config)
     except ConfigError as error:
         return report(error, 2)
     finally:
         close_process_group()
 
 
+def train(config: Config) -> int:
+    set_single_process_environment()
+    # torch is imported only now: a wrong recipe is told at once
+    from titan_lite.logging import init_logging
+    from titan_lite.trainer import Trainer, TrainingError
+
+    try:
+        init_logging(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    except ValueError as error:
+        return report(error, 2)
+    try:
+        Trainer(config).train()
+    except TrainingError as error:
+        return report(error, 1)
+    return 0
+
+
 def report(error: Exception, code: int) -> int:
-    """One line from each node; the other ranks would only repeat it."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    """One line: what is wrong before ranks talk to each other is the same on all of a node, and later may be one rank's own."""
+    place = f"[rank {os.environ['RANK']}] " if process_group_is_up() else ""
+    if place or os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {place}{error}", file=sys.stderr, flush=True)
     return code
 
 
@@ -55,12 +66,19 @@ def set_single_process_environment() -> None:
         )
 
 
+def process_group_is_up() -> bool:
+    if "torch" not in sys.modules:
+        return False
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
 def close_process_group() -> None:
-    if "torch" in sys.modules:
+    if process_group_is_up():
         import torch.distributed as dist
 
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from torch import Tensor
 from titan_lite import __version__
 from titan_lite.checkpoint import Checkpointer
 from titan_lite.compiler.hardware import peak_flops
+from titan_lite.compiler.stage import check_backend
 from titan_lite.config import Config, ConfigError, gradient_accumulation_steps, to_toml
 from titan_lite.data.dataset import Split, check_data
 from titan_lite.data.loader import Batch, Loader, build_loader, merge_states
@@ -59,6 +60,7 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
             f"{config.model.flavor} has room for {flavor.vocab_size}; use that flavor's tokenizer, or a flavor with room"
         )
     check_data(config.data)
+    check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
     Checkpointer(config.checkpoint, Path(config.job.dump_folder)).step_to_load()
     return dataclasses.replace(flavor, max_seq_len=config.training.seq_len), tokenizer, degrees
 

@@ -33,7 +33,7 @@ def test_chosen_ranks_say_everything_and_the_others_warnings_and_errors(log_rank
     monkeypatch.delenv("LOG_RANK", raising=False)
     if log_rank is not None:
         monkeypatch.setenv("LOG_RANK", log_rank)
-    init_logging(rank)
+    init_logging(rank, world_size=16)
     logger.debug("too much")
     logger.info("step 1")
     logger.warning("slow")
@@ -49,19 +49,19 @@ def test_a_line_is_printed_once_however_often_logging_is_set_up(monkeypatch, cap
     root, another = logging.getLogger(), logging.StreamHandler(sys.stdout)  # a library that set up the root logger
     root.addHandler(another)
     try:
-        init_logging(0)
-        init_logging(0)
+        init_logging(0, 2)
+        init_logging(0, 2)
         logger.info("step 1")
     finally:
         root.removeHandler(another)
     assert capsys.readouterr().out.count("step 1") == 1
 
 
-@pytest.mark.parametrize("value", ["", "all", "0,", "0;3", "0-3", "1.0"])
-def test_log_rank_that_is_no_list_of_numbers(value, monkeypatch):
+@pytest.mark.parametrize("value", ["", "all", "0,", "0;3", "0-3", "1.0", "-1", "0,2"])
+def test_log_rank_that_is_no_list_of_ranks(value, monkeypatch):
     monkeypatch.setenv("LOG_RANK", value)
-    for refuse in (log_ranks, lambda: init_logging(0)):
+    for refuse in (lambda: log_ranks(2), lambda: init_logging(0, 2)):
         with pytest.raises(ValueError) as error:
             refuse()
         assert f"LOG_RANK={value}:" in str(error.value)
-        assert "LOG_RANK=0,3" in str(error.value)
+        assert "such as LOG_RANK=0" in str(error.value)

@@ -1,5 +1,6 @@
 """The learning rate as a function of the step: a table, and what holds for every schedule."""
 
+import itertools
 import math
 
 import pytest
@@ -63,6 +64,6 @@ def test_every_schedule_rises_to_the_peak_and_then_falls_to_its_floor(config, to
     assert all(0 < factor <= 1 for factor in warmup)
     assert warmup == sorted(warmup)
     assert all(config.min_lr_factor <= factor <= 1 for factor in rest)
-    assert all(later <= earlier + 1e-12 for earlier, later in zip(rest, rest[1:], strict=False))
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(rest))
     if rest and round(config.decay_ratio * total_steps) > 0:
         assert math.isclose(rest[-1], config.min_lr_factor, abs_tol=1e-12)

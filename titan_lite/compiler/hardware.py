@@ -3,12 +3,13 @@
 peak_flops(torch.device("cuda"), torch.bfloat16)      # 989.4e12 on an H100
 """
 
+import re
 import time
 
 import torch
 
-# Dense peak in TFLOP/s from the vendors' datasheets; the first name that the device's name contains. float32 is without
-# TF32, which torch does not use for matrix products unless it is told to.
+# Dense peak in TFLOP/s from the vendors' datasheets; the first name that occurs in the device's name as a word. float32 is
+# without TF32, which torch does not use for matrix products unless it is told to.
 PEAK_TFLOPS: tuple[tuple[str, dict[torch.dtype, float]], ...] = (
     ("B200", {torch.bfloat16: 2250.0, torch.float32: 80.0}),
     ("H200", {torch.bfloat16: 989.4, torch.float32: 66.9}),
@@ -28,8 +29,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def known_peak_flops(name: str, dtype: torch.dtype) -> float | None:
+    """As `peak_flops`, for a CUDA device's name."""
+    if "MIG " in name:  # a slice of a device
+        return None
     for known, peaks in PEAK_TFLOPS:
-        if known in name:
+        if re.search(rf"\b{known}\b", name) and dtype in peaks:
             return peaks[dtype] * 1e12
     return None
 

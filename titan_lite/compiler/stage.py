@@ -14,13 +14,31 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.exc import InvalidCxxCompiler
 from torch.fx import Graph, GraphModule
+from torch.utils._triton import has_triton
 
 from titan_lite.compiler import collectives, resharding
-from titan_lite.config import Compile
+from titan_lite.config import Compile, ConfigError
 
 Pass = Callable[[Graph], Any]
+
+
+def check_backend(config: Compile, device_type: str) -> None:
+    """Raises ConfigError where the recipe's backend cannot generate code on this machine."""
+    if not config.enable or config.backend != "inductor":
+        return
+    works = 'install it, or compile.enable = false or compile.backend = "aot_eager" would work'
+    if device_type == "cuda":
+        if not has_triton():
+            raise ConfigError(f'compile.backend = "inductor" needs triton for this GPU, and there is none here; {works}')
+    else:
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            raise ConfigError(f'compile.backend = "inductor" needs a C++ compiler for the CPU (g++, or CXX); {works}') from None
 
 
 def compile_model(model: nn.Module, config: Compile, *, reshard_after_forward: bool) -> None:

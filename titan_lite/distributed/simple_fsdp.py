@@ -149,7 +149,8 @@ class _Eager:
     IN_FLIGHT = 4
 
     def __init__(self) -> None:
-        self.reads: dict[int, tuple[weakref.ref[Tensor], Tensor, GatherPlan]] | None = None  # only during a forward that reshards
+        # gathered weights by storage address, only during a forward that reshards
+        self.reads: dict[int, tuple[weakref.ref[Tensor], nn.Parameter, GatherPlan]] | None = None
         self.backward = False
         self.order: list[tuple[Tensor, GatherPlan]] = []  # of the gathers in this forward or backward so far
         self.last_order: dict[bool, list[tuple[Tensor, GatherPlan]]] = {
@@ -194,24 +195,24 @@ class _Eager:
             self._begin(backward=True)
             self.reads = None
 
-    def remember(self, whole: Tensor, shard: Tensor, plan: GatherPlan) -> None:
-        if self.reads is not None and whole.data_ptr() != shard.data_ptr():
-            self.reads[_storage_address(whole)] = (weakref.ref(whole), shard.detach(), plan)
+    def remember(self, whole: Tensor, parameter: nn.Parameter, plan: GatherPlan) -> None:
+        if self.reads is not None and whole.data_ptr() != _local(parameter).data_ptr():
+            self.reads[_storage_address(whole)] = (weakref.ref(whole), parameter, plan)
 
     def _pack(self, tensor: Tensor) -> Any:
         read = self.reads.get(_storage_address(tensor)) if self.reads and type(tensor) is Tensor else None
         if read is None or read[0]() is None:
             return tensor
-        _, shard, plan = read
-        return (shard, shard._version, plan, tensor.size(), tensor.stride(), tensor.storage_offset())
+        _, parameter, plan = read
+        return (parameter, parameter._version, plan, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        shard, version, plan, size, stride, offset = packed
-        if shard._version != version:
+        parameter, version, plan, size, stride, offset = packed
+        if parameter._version != version:
             raise RuntimeError(f"{plan.fqn} was changed between its forward and its backward, which needs what it was")
-        return self.gather(shard, plan).as_strided(size, stride, offset)
+        return self.gather(_local(parameter).detach(), plan).as_strided(size, stride, offset)
 
     def _begin(self, backward: bool) -> None:
         """A forward or a backward begins, and what came before is over."""
@@ -315,11 +316,13 @@ def _read(module: nn.Module, name: str) -> Tensor:
     fsdp: _Module = module._fsdp  # type: ignore[assignment]
     if name in fsdp.wholes:
         return fsdp.wholes[name]
-    shard, plan = module._parameters[name].to_local(), fsdp.plans[name]  # type: ignore[union-attr]
+    parameter, plan = module._parameters[name], fsdp.plans[name]
+    assert parameter is not None
+    shard = _local(parameter)
     if tracing():
         return _Gather.apply(shard, plan, None)
     whole = _Gather.apply(shard, plan, fsdp.model.eager)
-    fsdp.model.eager.remember(whole, shard, plan)
+    fsdp.model.eager.remember(whole, parameter, plan)
     return whole
 
 

@@ -186,7 +186,7 @@ class Transformer(nn.Module):
 
         Projections that write into the residual stream shrink with depth, so that its variance stays bounded. Logits start with
         a standard deviation of 1/4, so that the first loss is ln(V) + 1/32; tied weights serve as embeddings too and start
-        four times larger, at ln(V) + 1/2.
+        four times larger, at about ln(V) + 1/2 for 1B and 3B, more for a shallower model, where a token first predicts itself.
         """
         if "norm" in fqn:
             return None, 0.0

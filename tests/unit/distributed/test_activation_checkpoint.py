@@ -1,0 +1,106 @@
+"""Activation checkpointing: the same gradients to the bit, and in backward exactly the operators that were to be recomputed."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
+from titan_lite.models.llama3 import ModelConfig, Transformer, TransformerBlock
+
+LAYERS = 3
+CONFIG = ModelConfig(dim=32, n_layers=LAYERS, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=64, max_seq_len=16)
+MODES = ("none", "selective", "full")
+
+
+def build_model(mode):
+    model = Transformer(CONFIG)
+    model.init_weights(0)
+    apply_activation_checkpoint(model.layers.values(), mode)
+    return model
+
+
+def loss_of(model):
+    tokens = torch.randint(CONFIG.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+    return model(tokens).square().mean()
+
+
+class Count(TorchDispatchMode):
+    """Operators by name: "mm", "silu", "attention" whichever kernel it is."""
+
+    def __enter__(self):
+        self.calls = Counter()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        attends = name.startswith("_scaled_dot_product") and not name.endswith("backward")
+        self.calls["attention" if attends else name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators(mode):
+    """(in forward, in backward)"""
+    model = build_model(mode)
+    with Count() as forward:
+        loss = loss_of(model)
+    with Count() as backward:
+        loss.backward()
+    return forward.calls, backward.calls
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_gradients_are_bitwise_those_without_it(mode):
+    expected, model = build_model("none"), build_model(mode)
+    losses = [loss_of(each) for each in (expected, model)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    for (name, ours), theirs in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+        assert theirs[1].grad.any(), name
+        assert torch.equal(ours.grad, theirs[1].grad), name
+
+
+@pytest.mark.parametrize(
+    ("mode", "recomputed"),
+    [
+        ("none", dict(mm=0, attention=0, silu=0)),
+        ("selective", dict(mm=0, attention=0, silu=1)),
+        # of seven matrix products all but the last, whose result backward does not need
+        ("full", dict(mm=6, attention=1, silu=1)),
+    ],
+)
+def test_what_a_block_computes_again_in_backward(mode, recomputed):
+    forward, backward = operators(mode)
+    assert (forward["mm"], forward["attention"], forward["silu"]) == (7 * LAYERS + 1, LAYERS, LAYERS)
+    own = dict(mm=2 * forward["mm"], attention=0, silu=0)  # two products for the gradients of each one
+    assert {name: (backward[name] - own[name]) / LAYERS for name in recomputed} == recomputed
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_names_and_classes_stay(mode):
+    plain = Transformer(CONFIG)
+    names = [name for name, _ in plain.named_parameters()]
+    modules = [name for name, _ in plain.named_modules()]
+    model = build_model(mode)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert list(model.state_dict()) == names
+    assert [name for name, _ in model.named_modules()] == modules
+    for block in model.layers.values():
+        assert isinstance(block, TransformerBlock)
+        assert (type(block) is TransformerBlock) is (mode == "none")
+
+
+def test_one_model_does_not_change_another():
+    build_model("full")
+    _, backward = operators("none")
+    assert backward["silu"] == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_gradients_nothing_is_kept(mode):
+    with torch.no_grad():
+        expected, actual = loss_of(build_model("none")), loss_of(build_model(mode))
+    assert not actual.requires_grad
+    assert torch.equal(actual, expected)

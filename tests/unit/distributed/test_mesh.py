@@ -1,0 +1,125 @@
+"""Degrees of a recipe: a table of what resolves, and of what is refused with which words; then the mesh itself."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titan_lite.config import ConfigError, Parallelism
+from titan_lite.distributed.mesh import AXES, build_mesh, resolve_degrees
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "world_size", "expected"),
+    [
+        pytest.param(1, -1, 1, (1, 1), id="one rank"),
+        pytest.param(1, -1, 8, (1, 8), id="FSDP takes all"),
+        pytest.param(2, -1, 8, (2, 4), id="HSDP takes what is left"),
+        pytest.param(8, -1, 8, (8, 1), id="nothing is left"),
+        pytest.param(3, -1, 6, (3, 2), id="no power of two"),
+        pytest.param(1, 8, 8, (1, 8), id="FSDP"),
+        pytest.param(2, 4, 8, (2, 4), id="HSDP"),
+        pytest.param(8, 1, 8, (8, 1), id="DDP"),
+    ],
+)
+def test_degrees_that_fit(replicate, shard, world_size, expected):
+    recipe = Parallelism(data_parallel_replicate_degree=replicate, data_parallel_shard_degree=shard)
+    degrees = resolve_degrees(recipe, world_size)
+    assert degrees == {"pp": 1, "dp_replicate": expected[0], "dp_shard": expected[1], "cp": 1, "tp": 1}
+    assert math.prod(degrees.values()) == world_size
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "words"),
+    [
+        pytest.param(
+            dict(tensor_parallel_degree=2),
+            2,
+            ["parallelism.tensor_parallel_degree = 2", "tensor_parallel_degree = 1 works"],
+            id="no tensor parallelism yet",
+        ),
+        pytest.param(
+            dict(context_parallel_degree=4),
+            4,
+            ["parallelism.context_parallel_degree = 4", "context_parallel_degree = 1 works"],
+            id="no context parallelism yet",
+        ),
+        pytest.param(
+            dict(pipeline_parallel_degree=3),
+            3,
+            ["parallelism.pipeline_parallel_degree = 3", "pipeline_parallel_degree = 1 works"],
+            id="no pipeline parallelism yet",
+        ),
+        pytest.param(
+            dict(data_parallel_replicate_degree=3),
+            8,
+            ["data_parallel_shard_degree = -1", "not divide 8 ranks", "start 9 ranks", "replicate_degree = 3 to a divisor of 8"],
+            id="copies do not divide the ranks",
+        ),
+        pytest.param(
+            dict(data_parallel_replicate_degree=4),
+            2,
+            ["data_parallel_shard_degree = -1", "multiply to 4", "start 4 ranks", "replicate_degree = 4 to a divisor of 2"],
+            id="more copies than ranks",
+        ),
+        pytest.param(
+            dict(data_parallel_shard_degree=4),
+            8,
+            ["data_parallel_shard_degree = 4", "(dp_shard 4) need 4 ranks, but 8", "NGPU=4", "data_parallel_shard_degree = -1"],
+            id="too many ranks",
+        ),
+        pytest.param(
+            dict(data_parallel_replicate_degree=2, data_parallel_shard_degree=4),
+            4,
+            ["data_parallel_shard_degree = 4", "(dp_replicate 2 x dp_shard 4) need 8 ranks, but 4", "NGPU=8"],
+            id="too few ranks",
+        ),
+        pytest.param(
+            dict(data_parallel_shard_degree=1),
+            2,
+            ["data_parallel_shard_degree = 1", "(all 1) need 1 ranks, but 2", "data_parallel_shard_degree = -1"],
+            id="one rank asked for",
+        ),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused_with_key_value_and_a_way_out(settings, world_size, words):
+    with pytest.raises(ConfigError) as error:
+        resolve_degrees(Parallelism(**settings), world_size)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "world_size", "mended", "ranks"),
+    [
+        (dict(data_parallel_replicate_degree=3), 8, {}, 9),
+        (dict(data_parallel_replicate_degree=3), 8, dict(data_parallel_replicate_degree=2), 8),
+        (dict(data_parallel_replicate_degree=4), 2, {}, 4),
+        (dict(data_parallel_replicate_degree=2, data_parallel_shard_degree=4), 4, {}, 8),
+        (dict(data_parallel_replicate_degree=2, data_parallel_shard_degree=4), 4, dict(data_parallel_shard_degree=-1), 4),
+    ],
+)
+def test_the_way_out_works(settings, world_size, mended, ranks):
+    with pytest.raises(ConfigError):
+        resolve_degrees(Parallelism(**settings), world_size)
+    assert math.prod(resolve_degrees(Parallelism(**{**settings, **mended}), ranks).values()) == ranks
+
+
+@pytest.fixture
+def rank_5_of_8():
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_mesh_has_every_axis_with_shards_on_neighbouring_ranks(rank_5_of_8):
+    mesh = build_mesh({"tp": 1, "dp_shard": 4, "cp": 1, "dp_replicate": 2, "pp": 1}, "cpu")  # in whatever order
+    assert mesh.mesh_dim_names == AXES == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    assert mesh.shape == (1, 2, 4, 1, 1)
+    assert mesh["dp_shard"].mesh.tolist() == [4, 5, 6, 7]
+    assert mesh["dp_replicate"].mesh.tolist() == [1, 5]
+    assert (mesh["dp_replicate"].get_local_rank(), mesh["dp_shard"].get_local_rank()) == (1, 1)
+    assert [mesh[axis].size() for axis in ("pp", "cp", "tp")] == [1, 1, 1]
+    assert torch.equal(mesh.mesh.flatten(), torch.arange(8))
