@@ -22,15 +22,18 @@ import torch.multiprocessing as mp
 TIMEOUT = 240  # seconds; a hang is a failure
 
 
-def run_ranks(world_size: int, function: Callable, *args: Any) -> list[Any]:
-    """What function(*args) returned on each rank. Fails the test with the tracebacks of the ranks that failed."""
+def run_ranks(world_size: int, function: Callable, *args: Any, init: bool = True) -> list[Any]:
+    """What function(*args) returned on each rank. Fails the test with the tracebacks of the ranks that failed.
+
+    init: whether the process group is up when function is called, or that is left to it.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
     processes = [
-        context.Process(target=_rank_main, args=(rank, world_size, port, queue, function, args), daemon=True)
+        context.Process(target=_rank_main, args=(rank, world_size, port, queue, function, args, init))
         for rank in range(world_size)
     ]
     for process in processes:
@@ -64,7 +67,7 @@ def _wait_for_answer(queue: Any, processes: list[Any]) -> None:
             pytest.fail(f"ranks that died (rank, exit code): {dead}; waited {waited:.0f} s", pytrace=False)
 
 
-def _rank_main(rank: int, world_size: int, port: int, queue: Any, function: Callable, args: tuple) -> None:
+def _rank_main(rank: int, world_size: int, port: int, queue: Any, function: Callable, args: tuple, init: bool) -> None:
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),
@@ -75,7 +78,8 @@ def _rank_main(rank: int, world_size: int, port: int, queue: Any, function: Call
     )
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+        if init:
+            dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
         result = function(*args)
         dist.barrier()
         dist.destroy_process_group()

@@ -1,0 +1,86 @@
+"""Every shipped recipe: it loads, it fits the cluster that its header states, and, shrunk to the debug flavor, it trains."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+from titan_lite.config import Config, ConfigError, gradient_accumulation_steps, load_config, to_toml
+from titan_lite.distributed.mesh import resolve_degrees
+from titan_lite.models.llama3 import FLAVORS
+from titan_lite.trainer import Trainer
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "train_configs").glob("*.toml"))
+NEEDS_MORE_THAN_DATA_PARALLELISM = {"llama3_70b": "tensor_parallel_degree = 8", "llama3_405b": "pipeline_parallel_degree = 16"}
+
+
+def test_there_is_a_recipe_for_every_flavor():
+    names = {recipe.stem for recipe in RECIPES}
+    assert names == {"debug_model", "llama3_1b", "llama3_3b", "llama3_8b", "llama3_70b", "llama3_405b"}
+    assert {load_config(recipe)[0].model.flavor for recipe in RECIPES} == set(FLAVORS)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_loads_and_fits_the_cluster_of_its_header(recipe, tmp_path):
+    config, _ = load_config(recipe)
+    stated = re.search(r"^# world_size: (\d+)$", recipe.read_text(), re.M)
+    world_size = int(stated[1]) if stated else 2  # the debug recipe is for any machine
+    assert config.training.seq_len <= FLAVORS[config.model.flavor].max_seq_len
+    assert config.lr_scheduler.warmup_steps < config.training.steps
+    if recipe.stem in NEEDS_MORE_THAN_DATA_PARALLELISM:
+        with pytest.raises(ConfigError, match=NEEDS_MORE_THAN_DATA_PARALLELISM[recipe.stem]):
+            resolve_degrees(config.parallelism, world_size)
+        p = config.parallelism
+        product = p.data_parallel_shard_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree
+        assert product * p.data_parallel_replicate_degree * p.context_parallel_degree == world_size
+    else:
+        degrees = resolve_degrees(config.parallelism, world_size)
+        gradient_accumulation_steps(config.training, degrees["dp_replicate"] * degrees["dp_shard"])
+    saved = tmp_path / "config.toml"
+    saved.write_text(to_toml(config))
+    assert load_config(saved)[0] == config
+
+
+def train_shrunk(config: Config) -> tuple[int, list[float]]:
+    trainer = Trainer(config)
+    losses = []
+    train_step = trainer.train_step
+
+    def recorded():
+        result = train_step()
+        losses.append(result[0])
+        return result
+
+    trainer.train_step = recorded
+    trainer.train()
+    return trainer.accumulation, losses
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_shrunk_to_the_debug_flavor_trains(recipe, tmp_path):
+    config, _ = load_config(recipe)
+    small = dict(local_batch_size=1, seq_len=32, steps=2)
+    if config.training.global_batch_size != -1:
+        small["global_batch_size"] = 4
+    config = dataclasses.replace(
+        config,
+        job=dataclasses.replace(config.job, dump_folder=str(tmp_path)),
+        model=dataclasses.replace(config.model, flavor="debug", tokenizer_path=str(ROOT / "assets/tokenizer/debug.model")),
+        training=dataclasses.replace(config.training, **small),
+        lr_scheduler=dataclasses.replace(config.lr_scheduler, warmup_steps=0),
+        parallelism=dataclasses.replace(
+            config.parallelism, data_parallel_shard_degree=-1, tensor_parallel_degree=1, pipeline_parallel_degree=1
+        ),
+        compile=dataclasses.replace(config.compile, backend="aot_eager"),  # the passes without a minute of code generation
+        data=dataclasses.replace(config.data, dataset="stdlib"),
+        validation=dataclasses.replace(config.validation, steps=1),
+    )
+    (accumulation, losses), again = run_ranks(2, train_shrunk, config, init=False)
+    assert (accumulation, losses) == again
+    assert accumulation == (2 if "global_batch_size" in small else 1)
+    assert len(losses) == 2
+    assert 7 < losses[1] < losses[0] < 8
+    assert (tmp_path / "checkpoint/step-2/.metadata").is_file()

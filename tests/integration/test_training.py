@@ -1,0 +1,296 @@
+"""The main job through its entry points: what it writes, that it resumes, and that the layout does not change the numbers."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from titan_lite.config import ConfigError, load_config
+from titan_lite.metrics import read_metrics
+from titan_lite.trainer import Trainer, TrainingError, check
+
+ROOT = Path(__file__).parents[2]
+DEBUG = ROOT / "train_configs/debug_model.toml"
+SMALL = ["--training.seq_len", "64", "--training.steps", "6", "--lr_scheduler.total_steps", "12", "--metrics.log_freq", "1"]
+SMALL += ["--validation.freq", "3", "--validation.steps", "1", "--checkpoint.interval", "3", "--no-metrics.enable_tensorboard"]
+
+
+def launch(*command, **environment):
+    result = subprocess.run(
+        [*map(str, command)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    print(result.stdout)
+    return result
+
+
+def torchrun(ranks, recipe, folder, *overrides):
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command += ["--nproc-per-node", ranks, "-m", "titan_lite.train", recipe, "--job.dump_folder", folder, *overrides]
+    return launch(*command, OMP_NUM_THREADS="1")
+
+
+def trained(ranks, recipe, folder, *overrides):
+    """Train in `folder`; {step: metrics} of all that it then holds."""
+    assert torchrun(ranks, recipe, folder, *overrides).returncode == 0
+    return read_metrics(Path(folder) / "metrics.jsonl")
+
+
+def same(found, expected, names=("loss", "grad_norm", "validation_loss"), **tolerance):
+    assert found.keys() == expected.keys()
+    for step, values in expected.items():
+        for name in names:
+            if name in values:
+                assert found[step][name] == (pytest.approx(values[name], **tolerance) if tolerance else values[name]), (
+                    step,
+                    name,
+                )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Twelve steps on two ranks in one go."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    return folder, trained(2, DEBUG, folder, *SMALL, "--training.steps", "12")
+
+
+def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_path):
+    def files():
+        return {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*") if path.is_file()}
+
+    options = [*SMALL[:-1], "--job.dump_folder", tmp_path]
+    first = launch(ROOT / "run_train.sh", *options)
+    assert first.returncode == 0
+    assert files() == {"config.toml", "metrics.jsonl", "tb", "checkpoint", "loss.png"}
+    assert re.search(r"5,770,496 parameters", first.stdout)
+    assert re.search(
+        r"step +6  loss \d\.\d{4}  grad norm \S+  lr \S+  tps \S+  tflops \S+  mfu \S+%  memory \S+ GiB", first.stdout
+    )
+    assert "\033[" not in first.stdout  # colours are for terminals
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    metrics = read_metrics(tmp_path / "metrics.jsonl")
+    assert list(metrics) == [0, 1, 2, 3, 4, 5, 6]
+    assert metrics[1]["loss"] == pytest.approx(math.log(2048) + 1 / 32, abs=0.05)
+    assert metrics[6]["validation_loss"] < metrics[0]["validation_loss"] - 0.2
+    assert {"loss", "grad_norm", "lr", "tps", "tflops", "mfu", "memory_gib", "data_wait"} <= metrics[6].keys()
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-3", "step-6"]
+
+    more = launch(ROOT / "run_train.sh", *options, "--training.steps", "8")
+    assert more.returncode == 0
+    assert "resumed from" in more.stdout
+    assert list(read_metrics(tmp_path / "metrics.jsonl")) == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert json.loads((tmp_path / "checkpoint/step-8/state.json").read_text())["step"] == 8
+
+    done = launch(ROOT / "run_train.sh", *options)
+    assert done.returncode == 0
+    assert "nothing to do: step 8 is done" in done.stdout
+
+
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(uninterrupted, tmp_path):
+    trained(2, DEBUG, tmp_path, *SMALL, "--training.steps", "5")  # ends on a step that is saved as the last one
+    metrics = trained(2, DEBUG, tmp_path, *SMALL, "--training.steps", "12")
+    assert metrics[5].pop("validation_loss")  # as a run ends with one
+    expected = uninterrupted[1]
+    same(metrics, expected, names=("loss", "grad_norm", "validation_loss", "lr", "tokens_seen"))
+
+
+LAYOUTS = {
+    "1 rank": (1, []),
+    "4 ranks": (4, []),
+    "2 ranks, communicating every microbatch": (2, ["--parallelism.fsdp_communication", "microbatch"]),
+    "4 ranks, HSDP": (4, ["--parallelism.data_parallel_replicate_degree", "2"]),
+    "2 ranks, DDP": (2, ["--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "1"]),
+    "2 ranks, another microbatch": (2, ["--training.local_batch_size", "1"]),
+    "2 ranks, keeping gathered weights": (
+        2,
+        ["--parallelism.fsdp_reshard_after_forward", "never", "--parallelism.fsdp_communication", "microbatch"],
+    ),
+    "2 ranks, compiled, selective checkpointing": (
+        2,
+        ["--compile.enable", "--compile.backend", "aot_eager", "--activation_checkpoint.mode", "selective"],
+    ),
+    "2 ranks, deterministic, no loader process": (2, ["--debug.deterministic", "--data.num_workers", "0"]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_has_the_same_loss_curve(layout, uninterrupted, tmp_path):
+    ranks, options = LAYOUTS[layout]
+    expected = {step: values for step, values in uninterrupted[1].items() if step <= 6}
+    same(trained(ranks, DEBUG, tmp_path, *SMALL, *options), expected, rel=2e-5)
+
+
+def test_another_seed_is_another_run(uninterrupted, tmp_path):
+    metrics = trained(2, DEBUG, tmp_path, *SMALL, "--debug.seed", "1", "--training.steps", "1")
+    assert metrics[1]["loss"] != pytest.approx(uninterrupted[1][1]["loss"], rel=1e-4)
+
+
+def test_the_saved_recipe_trains_the_same_run_again(uninterrupted, tmp_path):
+    folder, expected = uninterrupted
+    metrics = trained(2, folder / "config.toml", tmp_path, "--training.steps", "6")
+    same(metrics, {step: values for step, values in expected.items() if step <= 6})
+
+
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(uninterrupted, tmp_path):
+    trained(2, DEBUG, tmp_path, *SMALL, "--training.steps", "3")
+    metrics = trained(1, DEBUG, tmp_path, *SMALL)
+    same(metrics, {step: values for step, values in uninterrupted[1].items() if step <= 6}, rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--training.stepz", "3"], r"unknown option --training.stepz; did you mean training.steps\?"),
+        (["--training.steps", "0"], r"steps = 0: out of range"),
+        (["--data.dataset", "local"], r"needs data.path"),
+    ],
+)
+def test_a_wrong_recipe_ends_before_anything_starts(options, message, tmp_path):
+    result = launch(ROOT / "run_train.sh", "--job.dump_folder", tmp_path / "out", *options)
+    assert result.returncode == 2
+    assert re.search(message, result.stdout)
+    assert len(result.stdout.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+WRONG_FOR_THIS_RUN = [
+    (["--model.flavor", "7B"], r'model.flavor = "7B": known flavors are debug, 1B'),
+    (["--training.seq_len", "200000"], r"training.seq_len = 200000 .* at most 131072 works"),
+    (["--model.tokenizer_path", "nowhere.model"], r"model.tokenizer_path = .*nowhere.model.* cannot be read"),
+    (["--data.dataset", "local", "--data.path", "nowhere/*.txt"], r"data.path = .*nowhere.* no file matches"),
+    (["--training.global_batch_size", "7"], r"global_batch_size = 7 is not a multiple .* 6 or 8 would work"),
+    (["--parallelism.data_parallel_shard_degree", "4"], r"data_parallel_shard_degree = 4: .* need 4 ranks, but 1 are"),
+    (["--parallelism.tensor_parallel_degree", "2"], r"parallelism.tensor_parallel_degree = 2: this version"),
+    (["--checkpoint.load_step", "9"], r"checkpoint.load_step = 9: there is no such step"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_FOR_THIS_RUN)
+def test_what_only_model_data_and_ranks_show_to_be_wrong_is_told_in_one_line(options, message, tmp_path):
+    folder = tmp_path / "out"
+    result = launch(sys.executable, "-m", "titan_lite.train", DEBUG, "--job.dump_folder", folder, *options)
+    assert result.returncode == 2
+    (line,) = result.stdout.splitlines()
+    assert line.startswith("error: ")
+    assert re.search(message, line)
+    assert not folder.exists()
+
+
+def test_one_process_needs_no_launcher_and_profiles(tmp_path):
+    options = ["--job.dump_folder", tmp_path, *SMALL, "--profiling.enable_profiling", "--profiling.profile_freq", "3"]
+    result = launch(sys.executable, "-m", "titan_lite.train", DEBUG, *options)
+    assert result.returncode == 0
+    traces = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("rank-0.json"))
+    assert traces == [f"profile_traces/trace-step-{step}/rank-0.json" for step in (3, 6)]
+    assert json.loads((tmp_path / traces[0]).read_text())["traceEvents"]
+
+
+def test_a_broken_document_is_told_by_the_rank_that_read_it(tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    lines = [json.dumps({"text": "words and more words " * 30}) for _ in range(40)]
+    lines[33] = json.dumps({"txt": "no text"})
+    corpus.write_text("\n".join(lines) + "\n")
+    options = ["--data.dataset", "local", "--data.path", corpus, "--no-data.shuffle", "--no-validation.enable"]
+    result = torchrun(2, DEBUG, tmp_path / "out", *SMALL, *options, "--training.steps", "12")
+    assert result.returncode != 0
+    told = r"error: \[rank \d\] data.text_field = \"text\": .*corpus.jsonl, document 33, has no text there"
+    assert re.search(told, result.stdout)
+
+
+def with_bad_gradients(folder, bad_steps):
+    """Steps whose gradient is infinite on rank 1 alone; returns what is left of the run."""
+    overrides = ["--job.dump_folder", str(folder), *SMALL, "--training.max_nonfinite_steps", "2"]
+    config, _ = load_config(DEBUG, overrides)
+    trainer = Trainer(config)
+    forward_backward = trainer.forward_backward
+
+    def broken(batches, tokens):
+        loss = forward_backward(batches, tokens)
+        if trainer.step in bad_steps and trainer.rank == 1:
+            next(trainer.model.parameters()).grad.to_local()[0, 0] = math.inf
+        return loss
+
+    def parameters():
+        return torch.cat([p.detach().to_local().flatten() for p in trainer.model.parameters()]).clone()
+
+    changed = {}
+    train_step = trainer.train_step
+
+    def watched():
+        before = parameters()
+        result = train_step()
+        changed[trainer.step] = not torch.equal(before, parameters())
+        return result
+
+    trainer.forward_backward, trainer.train_step = broken, watched
+    try:
+        trainer.train()
+        message = ""
+    except TrainingError as error:
+        message = str(error)
+    return trainer.step, trainer.skipped_steps, changed, message
+
+
+def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(tmp_path):
+    for step, skipped, changed, message in run_ranks(2, with_bad_gradients, tmp_path, {2, 4}, init=False):
+        assert (step, skipped, message) == (6, 2, "")
+        assert changed == {1: True, 2: False, 3: True, 4: False, 5: True, 6: True}
+    metrics = read_metrics(tmp_path / "metrics.jsonl")
+    assert metrics[2]["grad_norm"] is None  # JSON has no infinity
+    assert [metrics[step]["skipped_steps"] for step in range(1, 7)] == [0, 1, 1, 2, 2, 2]
+    assert math.isfinite(metrics[6]["validation_loss"])
+
+
+def test_too_many_of_them_in_a_row_end_the_run(tmp_path):
+    for step, skipped, changed, message in run_ranks(2, with_bad_gradients, tmp_path, {3, 4, 5}, init=False):
+        assert (step, skipped) == (4, 2)
+        assert changed == {1: True, 2: True, 3: False}
+        assert "2 steps in a row" in message
+        assert "training.max_nonfinite_steps" in message
+        assert "parameters are those of step 2" in message
+
+
+def bfloat16(folder):
+    config, _ = load_config(DEBUG, ["--job.dump_folder", str(folder), *SMALL, "--training.mixed_precision_param", "bfloat16"])
+    Trainer(config).train()
+
+
+def test_bfloat16_learns_as_float32_does(uninterrupted, tmp_path):
+    run_ranks(2, bfloat16, tmp_path, init=False)
+    metrics = read_metrics(tmp_path / "metrics.jsonl")
+    same(metrics, {step: v for step, v in uninterrupted[1].items() if step <= 6}, names=("loss", "validation_loss"), rel=2e-3)
+
+
+def test_the_data_of_a_resumed_run_must_be_that_of_the_run(tmp_path):
+    trained(1, DEBUG, tmp_path, *SMALL, "--training.steps", "1")
+    result = launch(
+        sys.executable,
+        "-m",
+        "titan_lite.train",
+        DEBUG,
+        "--job.dump_folder",
+        tmp_path,
+        *SMALL,
+        "--training.global_batch_size",
+        "4",
+    )
+    assert result.returncode == 2
+    assert "training.global_batch_size = 4, but the loader's state is of 8 rows" in result.stdout
+
+
+def test_check_needs_no_process_group():
+    config, _ = load_config(DEBUG, ["--parallelism.pipeline_parallel_degree", "2"])
+    with pytest.raises(ConfigError, match=r"parallelism\.pipeline_parallel_degree = 2"):
+        check(config, world_size=2)
