@@ -83,7 +83,7 @@ def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_pa
     metrics = read_metrics(tmp_path / "metrics.jsonl")
     assert list(metrics) == [0, 1, 2, 3, 4, 5, 6]
     assert metrics[1]["loss"] == pytest.approx(math.log(2048) + 1 / 32, abs=0.05)
-    assert metrics[6]["validation_loss"] < metrics[0]["validation_loss"] - 0.2
+    assert metrics[6]["validation_loss"] < metrics[0]["validation_loss"] - 0.1
     assert {"loss", "grad_norm", "lr", "tps", "tflops", "mfu", "memory_gib", "data_wait"} <= metrics[6].keys()
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-3", "step-6"]
 
@@ -199,7 +199,7 @@ def test_one_process_needs_no_launcher_and_profiles(tmp_path):
 
 def test_a_broken_document_is_told_by_the_rank_that_read_it(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
-    lines = [json.dumps({"text": "words and more words " * 30}) for _ in range(40)]
+    lines = [json.dumps({"text": "words and more words " * 10}) for _ in range(40)]
     lines[33] = json.dumps({"txt": "no text"})
     corpus.write_text("\n".join(lines) + "\n")
     options = ["--data.dataset", "local", "--data.path", corpus, "--no-data.shuffle", "--no-validation.enable"]

@@ -178,6 +178,8 @@ class _Eager:
         if plan.shard_degree == 1 or plan.replicate_degree > 1 or started.shape[0] != plan.own_rows or started.dtype != dtype:
             return plan.finish_reduce(started).to(dtype)
         waits_when_used = AsyncCollectiveTensor(started)
+        if not self.reducing:  # the first of this backward; after the last, gradients belong to the optimizer alone
+            torch.autograd.Variable._execution_engine.queue_callback(self.reducing.clear)
         self.reducing.append(waits_when_used)
         if len(self.reducing) > self.IN_FLIGHT:
             self.reducing.popleft().trigger_wait()
