@@ -52,8 +52,6 @@ class Checkpointer:
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: dict[str, Any]) -> None:
         """tensors: {name: tensor or DTensor}; state: JSON's types, only rank 0's is written."""
-        if step in self.steps():
-            return  # a run that ends where it began
         unfinished, path = self.folder / f"unfinished-step-{step}", self.folder / f"step-{step}"
         if dist.get_rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -61,16 +59,19 @@ class Checkpointer:
         dist.barrier()
         dcp.save(dict(tensors), checkpoint_id=unfinished)
         if dist.get_rank() == 0:
-            (unfinished / "state.json").write_text(json.dumps(state, indent=1) + "\n")
+            (unfinished / "state.json").write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
             unfinished.rename(path)
             logger.info(f"checkpoint written to {path}")
+        dist.barrier()
+        if dist.get_rank() == 0:  # nobody waits for it
             for old in self.steps()[: -self.config.keep_latest_k] if self.config.keep_latest_k else []:
                 shutil.rmtree(self.folder / f"step-{old}")
-        dist.barrier()
 
-    def load(self, step: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Fill the tensors in place, on this rank's layout; returns the state."""
+    def read_state(self, step: int) -> dict[str, Any]:
+        return json.loads((self.folder / f"step-{step}/state.json").read_text(encoding="utf-8"))
+
+    def load(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Fill the tensors in place, on this rank's layout."""
         path = self.folder / f"step-{step}"
         dcp.load(dict(tensors), checkpoint_id=path)
         logger.info(f"resumed from {path}")
-        return json.loads((path / "state.json").read_text())

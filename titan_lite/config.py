@@ -237,7 +237,12 @@ class Comm:
         300, "limit of a collective until the first step is done (start, compile)", unit="seconds", least=1
     )
     train_timeout_seconds: int = setting(100, "limit of a collective afterwards", unit="seconds", least=1)
-    trace_buf_size: int = setting(20_000, "entries in NCCL's flight recorder; 0 turns it off", unit="collectives", least=0)
+    trace_buf_size: int = setting(
+        0,
+        "entries in NCCL's flight recorder, dumped into job.dump_folder on a timeout (20000 is usual); 0: off",
+        unit="collectives",
+        least=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -481,7 +486,7 @@ def _check_combinations(config: Config, origins: dict[str, str]) -> None:
         raise ConfigError(
             f'{at("data.path")} is only read with data.dataset = "local" (it is "{config.data.dataset}"); set that or remove path'
         )
-    if config.validation.enable and config.data.validation_fraction == 0:
+    if config.validation.enable and config.data.validation_fraction == 0 and config.data.dataset != "c4":
         raise ConfigError(
             f"{at('validation.enable')} needs held-out documents: set data.validation_fraction = 0.05, "
             "or validation.enable = false"

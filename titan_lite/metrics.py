@@ -1,6 +1,6 @@
 """What a run says of itself: a line in the log, `metrics.jsonl`, TensorBoard, and at the end a summary and `loss.png`.
 
-    metrics = Metrics(config.metrics, dump_folder, writes=rank == 0, total_steps=1000)
+    metrics = Metrics(config.metrics, dump_folder, writes=rank == 0, first_step=0, total_steps=1000)
     metrics.log(10, {"loss": 6.9, "tps": 5000.0, ...})
 
 All three carry the same names. `metrics.jsonl` has one object a line; a resumed run appends to it, after a line
@@ -56,8 +56,8 @@ class Metrics:
         if not writes:
             return
         path = dump_folder / "metrics.jsonl"
-        before = path.read_text() if path.exists() else ""
-        self.file = open(path, "a", buffering=1)  # noqa: SIM115 - open as long as the run
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        self.file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the run
         if before:
             self.file.write("" if before.endswith("\n") else "\n")  # a run that was killed may leave half a line
             self._write({"resumed_from": first_step})
@@ -68,7 +68,7 @@ class Metrics:
         if on_terminal:
             from tqdm import tqdm
 
-            self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, leave=False)
+            self.bar = tqdm(file=sys.stdout, total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, leave=False)
 
     def advance(self) -> None:
         """One more step is done."""
@@ -126,7 +126,7 @@ def peak_memory_gib(device: torch.device) -> float:
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     """metrics.jsonl -> {step: values}, of each step what the last run that did it wrote. A torn last line is left out."""
     result: dict[int, dict[str, float]] = {}
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""torch.profiler traces at an interval, CUDA memory snapshots, and NCCL's flight recorder. All off by default but the last.
+"""torch.profiler traces at an interval, CUDA memory snapshots, and NCCL's flight recorder. All off by default.
 
 with build_profiler(config.profiling, dump_folder, rank) as profiler:
     for step in ...:
@@ -54,9 +54,6 @@ class Profiler:
 def build_profiler(config: Profiling, dump_folder: Path, rank: int, first_step: int = 0) -> Iterator[Profiler]:
     """A Profiler to be told of every step. first_step: steps already done when it starts."""
     profiler = Profiler(config, dump_folder, rank, first_step)
-    if config.enable_memory_snapshot and not torch.cuda.is_available():
-        logger.warning("profiling.enable_memory_snapshot has no effect here: snapshots are of CUDA memory")
-        profiler.config = config = Profiling(**{**vars(config), "enable_memory_snapshot": False})
     if config.enable_memory_snapshot:
         torch.cuda.memory._record_memory_history(max_entries=100_000)
     try:
@@ -79,7 +76,15 @@ def build_profiler(config: Profiling, dump_folder: Path, rank: int, first_step: 
         raise
 
 
-def set_flight_recorder(trace_buf_size: int) -> None:
-    """NCCL keeps its last `trace_buf_size` collectives and dumps them on a timeout; before the process group is made."""
+def set_flight_recorder(trace_buf_size: int, dump_folder: Path) -> None:
+    """NCCL keeps its last `trace_buf_size` collectives and dumps them on a timeout, into `flight_recorder/rank-R`.
+
+    To be called before the process group is made. 0 turns it off.
+    """
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(trace_buf_size)
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1" if trace_buf_size else "0")
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1" if trace_buf_size else "0"
+    if trace_buf_size:
+        folder = dump_folder.resolve() / "flight_recorder"
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):  # the second before torch 2.12
+            os.environ[name] = f"{folder}/rank-"

@@ -26,8 +26,6 @@ def main(arguments: list[str]) -> int:
         return train(config)
     except ConfigError as error:
         return report(error, 2)
-    finally:
-        close_process_group()
 
 
 def train(config: Config) -> int:
@@ -44,6 +42,8 @@ def train(config: Config) -> int:
         Trainer(config).train()
     except TrainingError as error:
         return report(error, 1)
+    # Only now: after a failure the other ranks are in the middle of something, and would be waited for.
+    close_process_group()
     return 0
 
 
@@ -75,10 +75,9 @@ def process_group_is_up() -> bool:
 
 
 def close_process_group() -> None:
-    if process_group_is_up():
-        import torch.distributed as dist
+    import torch.distributed as dist
 
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

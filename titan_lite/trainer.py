@@ -2,7 +2,7 @@
 
     Trainer(config).train()
 
-Everything that can be wrong with a recipe is found before a process group is started (`check`).
+Everything that can be wrong with a recipe is found before a process group is started (`check.py`).
 """
 
 import dataclasses
@@ -18,51 +18,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_lite import __version__
+from titan_lite.check import check
 from titan_lite.checkpoint import Checkpointer
 from titan_lite.compiler.hardware import peak_flops
-from titan_lite.compiler.stage import check_backend
 from titan_lite.config import Config, ConfigError, gradient_accumulation_steps, to_toml
-from titan_lite.data.dataset import Split, check_data
+from titan_lite.data.dataset import Split
 from titan_lite.data.loader import Batch, Loader, build_loader, merge_states
-from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from titan_lite.distributed.mesh import build_mesh, resolve_degrees
+from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.parallelize import parallelize
 from titan_lite.distributed.simple_fsdp import gathered_for_step, materialize, shard_of
 from titan_lite.logging import logger
 from titan_lite.loss import IGNORE_INDEX, cross_entropy_sum
 from titan_lite.lr_scheduler import lr_factor
 from titan_lite.metrics import Metrics, draw_loss, peak_memory_gib
-from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer, flops_per_token
+from titan_lite.models.llama3 import Transformer, flops_per_token
 from titan_lite.optimizer import build_optimizer, clip_grad_norm_, optimizer_state, set_learning_rate
 from titan_lite.profiling import build_profiler, set_flight_recorder
 
 
 class TrainingError(RuntimeError):
     """The run cannot go on; the message says why and what to change."""
-
-
-def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict[str, int]]:
-    """What only the model, the data and the number of ranks show to be wrong with a recipe. Raises ConfigError."""
-    if config.model.flavor not in FLAVORS:
-        raise ConfigError(f'model.flavor = "{config.model.flavor}": known flavors are {", ".join(FLAVORS)}')
-    flavor = FLAVORS[config.model.flavor]
-    if config.training.seq_len > flavor.max_seq_len:
-        raise ConfigError(
-            f"training.seq_len = {config.training.seq_len} is more than flavor {config.model.flavor} was made for; "
-            f"at most {flavor.max_seq_len} works"
-        )
-    degrees = resolve_degrees(config.parallelism, world_size)
-    gradient_accumulation_steps(config.training, degrees["dp_replicate"] * degrees["dp_shard"])
-    tokenizer = load_tokenizer(config.model.tokenizer_path)
-    if tokenizer.vocab_size > flavor.vocab_size:
-        raise ConfigError(
-            f'model.tokenizer_path = "{config.model.tokenizer_path}" has {tokenizer.vocab_size} tokens, but flavor '
-            f"{config.model.flavor} has room for {flavor.vocab_size}; use that flavor's tokenizer, or a flavor with room"
-        )
-    check_data(config.data)
-    check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
-    Checkpointer(config.checkpoint, Path(config.job.dump_folder)).step_to_load()
-    return dataclasses.replace(flavor, max_seq_len=config.training.seq_len), tokenizer, degrees
 
 
 class Trainer:
@@ -76,7 +51,7 @@ class Trainer:
 
         # 2. the device, the processes, and how they are arranged
         self.device = init_device(config)
-        set_flight_recorder(config.comm.trace_buf_size)
+        set_flight_recorder(config.comm.trace_buf_size, self.dump_folder)
         dist.init_process_group(
             "nccl" if self.device.type == "cuda" else "gloo",
             timeout=datetime.timedelta(seconds=config.comm.init_timeout_seconds),
@@ -107,6 +82,7 @@ class Trainer:
         self.gather_once = self.accumulation > 1 and config.parallelism.fsdp_communication == "step"
         self.total_steps = config.training.steps if config.lr_scheduler.total_steps == -1 else config.lr_scheduler.total_steps
         self.loader = self.build_loader("train")
+        self.validation_loader = self.build_loader("validation") if config.validation.enable else None
 
         # 5. where the run stands
         self.step = self.tokens_seen = self.skipped_steps = self.skipped_in_a_row = 0
@@ -117,7 +93,7 @@ class Trainer:
         if self.rank == 0:
             self.dump_folder.mkdir(parents=True, exist_ok=True)
             saved = dataclasses.replace(config, job=dataclasses.replace(config.job, dump_folder=str(self.dump_folder.resolve())))
-            (self.dump_folder / "config.toml").write_text(to_toml(saved))
+            (self.dump_folder / "config.toml").write_text(to_toml(saved), encoding="utf-8")
         dist.barrier()
         self.metrics = Metrics(
             config.metrics,
@@ -132,8 +108,9 @@ class Trainer:
 
     def build_loader(self, split: Split) -> Loader:
         data = self.config.data
-        if split == "validation":  # short and seldom: not worth a process
-            data = dataclasses.replace(data, num_workers=0)
+        if split == "validation":
+            # Short and seldom: not worth a process, nor filling the shuffle buffer of a stream.
+            data = dataclasses.replace(data, num_workers=0, shuffle=data.shuffle and data.dataset == "stdlib")
         return build_loader(
             data,
             self.tokenizer,
@@ -165,7 +142,7 @@ class Trainer:
                     gc.collect(1)
                 loss, grad_norm, lr = self.train_step()
                 if self.step == first:
-                    self.set_train_timeout()
+                    self.set_timeout(config.comm.train_timeout_seconds)  # what takes longer now is no compilation
                 last = self.step == config.training.steps
                 if self.step % config.metrics.log_freq == 0 or last:
                     self.log(loss, grad_norm, lr)
@@ -221,7 +198,8 @@ class Trainer:
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
         limit = self.config.training.max_nonfinite_steps
-        logger.warning(f"step {self.step} skipped: loss {loss}, gradient norm {grad_norm}; {self.skipped_in_a_row} in a row")
+        if self.rank == 0:
+            logger.warning(f"step {self.step} skipped: loss {loss}, gradient norm {grad_norm}; {self.skipped_in_a_row} in a row")
         if self.skipped_in_a_row >= limit:
             raise TrainingError(
                 f"{limit} steps in a row had a non-finite loss or gradient (training.max_nonfinite_steps), the last one "
@@ -233,18 +211,17 @@ class Trainer:
     @torch.no_grad()
     def validate(self) -> None:
         """The loss on the first validation.steps global batches of held-out documents, logged with the current step."""
-        if not self.config.validation.enable:
+        if self.validation_loader is None:
             return
-        started = time.perf_counter()
-        loader = self.build_loader("validation")
+        started, beginning = time.perf_counter(), self.validation_loader.state_dict()
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
         for _ in range(self.config.validation.steps * self.accumulation):
-            input, label = (tensor.to(self.device, non_blocking=True) for tensor in next(loader))
+            input, label = (tensor.to(self.device, non_blocking=True) for tensor in next(self.validation_loader))
             sums[0] += cross_entropy_sum(self.model(input), label)
             sums[1] += (label != IGNORE_INDEX).sum()
         dist.all_reduce(sums)
-        self.validation_loss = float(sums[0] / sums[1])
-        self.metrics.log(self.step, {"validation_loss": self.validation_loss})
+        self.validation_loader.load_state_dict(beginning)
+        self.metrics.log(self.step, {"validation_loss": float(sums[0] / sums[1])})
         self.window_start += time.perf_counter() - started  # throughput is of training alone
 
     def next_batch(self) -> Batch:
@@ -294,24 +271,52 @@ class Trainer:
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
             "loader": merge_states(states),
+            "flavor": self.config.model.flavor,
+            "dtype": self.config.training.dtype,
+            "total_steps": self.total_steps,
             "titan_lite": __version__,
         }
+        self.set_timeout(self.config.comm.init_timeout_seconds)  # a file system may be slow
         self.checkpointer.save(self.step, self.state_tensors(), state)
+        self.set_timeout(self.config.comm.train_timeout_seconds)
         self.window_start += time.perf_counter() - started
 
     def resume(self) -> None:
         """Go on from the newest checkpoint, or from the one that checkpoint.load_step names; otherwise stay at the beginning."""
-        step = self.checkpointer.step_to_load()
-        if step is None:
+        steps: list[int | None] = [None] * self.world_size
+        dist.all_gather_object(steps, self.checkpointer.step_to_load())
+        if len(set(steps)) > 1:
+            seen = ", ".join(f"rank {rank}: {step or 'none'}" for rank, step in enumerate(steps) if step != steps[rank - 1])
+            raise ConfigError(
+                f"checkpoint.folder: ranks see different newest steps in {self.checkpointer.folder} ({seen}); "
+                "job.dump_folder on a file system that all nodes share would work"
+            )
+        if steps[0] is None:
             return
-        state = self.checkpointer.load(step, self.state_tensors())
+        state = self.checkpointer.read_state(steps[0])
+        if state["flavor"] != self.config.model.flavor:
+            raise ConfigError(
+                f'model.flavor = "{self.config.model.flavor}", but {self.checkpointer.folder} has steps of another flavor; '
+                f'flavor = "{state["flavor"]}" or another job.dump_folder would work'
+            )
+        self.checkpointer.load(steps[0], self.state_tensors())
+        if state["dtype"] != self.config.training.dtype:
+            logger.info(f"training.dtype = {self.config.training.dtype}; the checkpoint was in {state['dtype']}")
+        if state["total_steps"] != self.total_steps:
+            before, now = (
+                lr_factor(state["step"], self.config.lr_scheduler, n) for n in (state["total_steps"], self.total_steps)
+            )
+            logger.info(
+                f"the learning-rate schedule now has {self.total_steps} steps and not {state['total_steps']}: at step "
+                f"{state['step']} it is {now:.3f} of the peak where it was {before:.3f} (lr_scheduler.total_steps)"
+            )
         self.step, self.tokens_seen = state["step"], state["tokens_seen"]
         self.skipped_steps, self.skipped_in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
         self.loader.load_state_dict(state["loader"])
 
-    def set_train_timeout(self) -> None:
-        """From now on a collective that takes longer than comm.train_timeout_seconds is a failure, not a compilation."""
-        limit = datetime.timedelta(seconds=self.config.comm.train_timeout_seconds)
+    def set_timeout(self, seconds: int) -> None:
+        """A collective that takes longer from now on is a failure."""
+        limit = datetime.timedelta(seconds=seconds)
         for group in {dist.group.WORLD, *self.mesh.get_all_groups()}:
             dist.distributed_c10d._set_pg_timeout(limit, group)
 
@@ -335,7 +340,12 @@ class Trainer:
             f"in {self.accumulation} microbatches of {training.local_batch_size} a rank"
         )
         if self.gather_once:
-            logger.info("weights are gathered and gradients reduced once a step (parallelism.fsdp_communication)")
+            dtypes = (getattr(torch, name).itemsize for name in (training.mixed_precision_param, training.mixed_precision_reduce))
+            held = parameters * sum(dtypes) / 2**30
+            logger.info(
+                "weights are gathered and gradients reduced once a step, which are held meanwhile: "
+                f"{held:.2f} GiB a rank (parallelism.fsdp_communication)"
+            )
         logger.info(f"steps: {self.step} done of {training.steps}; output in {self.dump_folder}")
 
     def finish(self) -> None:

@@ -121,6 +121,7 @@ VARIANTS = {
     "aot_eager, keep": dict(reshard=False, compiled="aot_eager"),
     "eager, reshard, full checkpointing": dict(reshard=True, checkpointing="full"),
     "eager, keep, selective checkpointing": dict(reshard=False, checkpointing="selective"),
+    "aot_eager, reshard, full checkpointing": dict(reshard=True, compiled="aot_eager", checkpointing="full"),
     "aot_eager, reshard, selective checkpointing": dict(reshard=True, compiled="aot_eager", checkpointing="selective"),
 }
 MODELS = {"untied": (UNTIED, list(VARIANTS)), "tied": (TIED, ["eager, reshard", "eager, keep", "aot_eager, reshard"])}

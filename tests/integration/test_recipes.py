@@ -82,5 +82,5 @@ def test_a_recipe_shrunk_to_the_debug_flavor_trains(recipe, tmp_path):
     assert (accumulation, losses) == again
     assert accumulation == (2 if "global_batch_size" in small else 1)
     assert len(losses) == 2
-    assert 7 < losses[1] < losses[0] < 8
+    assert all(7.4 < loss < 7.9 for loss in losses)  # about ln(2048), on other tokens each
     assert (tmp_path / "checkpoint/step-2/.metadata").is_file()

@@ -12,9 +12,10 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from titan_lite.check import check
 from titan_lite.config import ConfigError, load_config
 from titan_lite.metrics import read_metrics
-from titan_lite.trainer import Trainer, TrainingError, check
+from titan_lite.trainer import Trainer, TrainingError
 
 ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "train_configs/debug_model.toml"
@@ -173,6 +174,9 @@ WRONG_FOR_THIS_RUN = [
     (["--training.global_batch_size", "7"], r"global_batch_size = 7 is not a multiple .* 6 or 8 would work"),
     (["--parallelism.data_parallel_shard_degree", "4"], r"data_parallel_shard_degree = 4: .* need 4 ranks, but 1 are"),
     (["--parallelism.tensor_parallel_degree", "2"], r"parallelism.tensor_parallel_degree = 2: this version"),
+    (["--job.dump_folder", str(DEBUG)], r"job.dump_folder = .*debug_model.toml is no folder; name a folder"),
+    (["--profiling.enable_memory_snapshot"], r"profiling.enable_memory_snapshot = true: snapshots are of CUDA memory"),
+    (["--parallelism.fsdp_reshard_after_forward", "always"], r'fsdp_communication = "microbatch" would work'),
     (["--checkpoint.load_step", "9"], r"checkpoint.load_step = 9: there is no such step"),
 ]
 
@@ -294,3 +298,17 @@ def test_check_needs_no_process_group():
     config, _ = load_config(DEBUG, ["--parallelism.pipeline_parallel_degree", "2"])
     with pytest.raises(ConfigError, match=r"parallelism\.pipeline_parallel_degree = 2"):
         check(config, world_size=2)
+
+
+def test_a_checkpoint_of_another_flavor_is_told_and_a_longer_schedule_said(uninterrupted, tmp_path):
+    trained(1, DEBUG, tmp_path, *SMALL, "--training.steps", "1")
+    result = torchrun(1, DEBUG, tmp_path, *SMALL, "--training.steps", "2", "--lr_scheduler.total_steps", "40")
+    assert result.returncode == 0
+    assert "the learning-rate schedule now has 40 steps and not 12: at step 1 it is 0.100 of the peak" in result.stdout
+    state = tmp_path / "checkpoint/step-2/state.json"
+    state.write_text(state.read_text().replace('"flavor": "debug"', '"flavor": "1B"'))
+    result = torchrun(1, DEBUG, tmp_path, *SMALL)
+    assert result.returncode != 0
+    assert re.search(
+        r'error: .*model.flavor = "debug", but .* flavor = "1B" or another job.dump_folder would work', result.stdout
+    )

@@ -87,7 +87,7 @@ def test_colours_only_on_a_terminal(terminal, enable_color, writes, coloured, ru
 def test_one_rank_shows_a_bar_on_a_terminal_that_starts_where_the_run_does(terminal, writes, shown, run, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     run({8: VALUES}, writes=writes, first_step=7)
-    assert ("7/100" in capsys.readouterr().err) is shown
+    assert ("7/100" in capsys.readouterr().out) is shown
 
 
 # metrics.jsonl

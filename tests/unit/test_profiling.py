@@ -1,7 +1,6 @@
 """Traces and memory snapshots: written at their steps, readable, and nowhere else."""
 
 import json
-import logging
 import os
 import re
 
@@ -62,15 +61,6 @@ def test_turned_off_it_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_memory_snapshot_without_cuda_is_warned_of_and_left_out(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    train(SNAPSHOTS, tmp_path, 7)
-    (warning,) = caplog.records
-    assert warning.levelno == logging.WARNING
-    assert "profiling.enable_memory_snapshot has no effect" in warning.message
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.fixture
 def cuda_memory(monkeypatch):
     """CUDA's recorder of memory, replaced; returns the calls of it."""
@@ -101,13 +91,12 @@ def test_running_out_of_memory_is_passed_on_without_a_snapshot_nobody_asked_for(
     assert cuda_memory == []
 
 
-@pytest.mark.parametrize(("size", "dumps"), [(2000, "1"), (0, "0")])
-def test_flight_recorder(size, dumps, monkeypatch):
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
-    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "7")
-    set_flight_recorder(size)
+@pytest.mark.parametrize("size", [2000, 0])
+def test_flight_recorder(size, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    set_flight_recorder(size, tmp_path)
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == str(size)
-    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "7"  # the user's own choice stands
-    monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT")
-    set_flight_recorder(size)
-    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == dumps
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == ("1" if size else "0")
+    assert (tmp_path / "flight_recorder").is_dir() == bool(size)
+    if size:  # the rank is appended
+        assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/flight_recorder/rank-"

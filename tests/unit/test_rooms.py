@@ -30,10 +30,11 @@ ROOMS = {
     "checkpoint": PART,
     "planner": (*PART, "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler"),
     "plan": (*PART, "titan_lite.planner"),
+    "check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
     "trainer": (*PART, "titan_lite"),  # the assembler
     "train": (*PART, "titan_lite.trainer"),
 }
-WHOLE_CONFIG = {"config", "trainer", "train", "planner", "plan"}  # the others take their own section, or plain values
+WHOLE_CONFIG = {"config", "check", "trainer", "train", "planner", "plan"}  # the others take their own section, or plain values
 
 
 def within(name, prefix):

@@ -12,6 +12,7 @@ import torch
 # without TF32, which torch does not use for matrix products unless it is told to.
 PEAK_TFLOPS: tuple[tuple[str, dict[torch.dtype, float]], ...] = (
     ("B200", {torch.bfloat16: 2250.0, torch.float32: 80.0}),
+    ("H200 NVL", {torch.bfloat16: 835.5, torch.float32: 60.0}),
     ("H200", {torch.bfloat16: 989.4, torch.float32: 66.9}),
     ("H100 PCIe", {torch.bfloat16: 756.0, torch.float32: 51.2}),
     ("H100 NVL", {torch.bfloat16: 835.5, torch.float32: 60.0}),

@@ -7,10 +7,12 @@ Both backends run the same passes; every inductor setting is scoped to this comp
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import partitioners
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx
@@ -52,7 +54,8 @@ def _aot_eager(joint_passes: Sequence[Pass]) -> Callable:
     def partition(joint: GraphModule, *args: Any, **kwargs: Any) -> Any:
         for graph_pass in joint_passes:
             graph_pass(joint.graph)
-        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+        with _nothing_is_random():
+            return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
     def run_as_is(graph: GraphModule, inputs: Sequence[Any]) -> Callable:
         return make_boxed_func(graph.forward)
@@ -74,6 +77,16 @@ def _inductor(joint_passes: Sequence[Pass]) -> Callable:
     patches = {"joint_custom_post_pass": JointPasses()} if joint_passes else {}
 
     def backend(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
-        return compile_fx(graph, inputs, config_patches=patches)
+        with _nothing_is_random():
+            return compile_fx(graph, inputs, config_patches=patches)
 
     return backend
+
+
+def _nothing_is_random() -> Any:
+    """Within: recomputing an operator needs no state of a random generator.
+
+    Attention operators count as random because they could drop out, which Llama does not. Their states would be saved, and
+    torch 2.13 then mixes them up with the meshes of DTensors, which it saves as well.
+    """
+    return mock.patch.object(partitioners, "has_recomputable_rng_ops", return_value=False)

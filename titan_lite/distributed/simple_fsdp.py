@@ -143,7 +143,8 @@ class _Eager:
 
     Overlap: weights are read in the same order every time, so a read starts the gathers that followed it last time; and a
     reduction is waited for when its gradient is used, or when IN_FLIGHT younger ones have been started. Both bounds are the
-    memory that overlap may cost. The order is learnt from the program alone, so it is the same on every rank.
+    memory that overlap may cost. The order is learnt from the program alone, so it is the same on every rank. What DDP and HSDP
+    all-reduce is waited for at once.
     """
 
     IN_FLIGHT = 4

@@ -1,0 +1,59 @@
+"""What only the model, the data, the machine and the number of ranks show to be wrong with a recipe; needs no process group.
+
+model_config, tokenizer, degrees = check(config, world_size=8)
+"""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import torch
+
+from titan_lite.checkpoint import Checkpointer
+from titan_lite.compiler.stage import check_backend
+from titan_lite.config import Config, ConfigError, gradient_accumulation_steps
+from titan_lite.data.dataset import check_data
+from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from titan_lite.distributed.mesh import resolve_degrees
+from titan_lite.models.llama3 import FLAVORS, ModelConfig
+
+
+def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict[str, int]]:
+    """The model's shape, its tokenizer and the degrees (mesh.py) of a recipe that can run here. Raises ConfigError."""
+    if config.model.flavor not in FLAVORS:
+        raise ConfigError(f'model.flavor = "{config.model.flavor}": known flavors are {", ".join(FLAVORS)}')
+    flavor = FLAVORS[config.model.flavor]
+    if config.training.seq_len > flavor.max_seq_len:
+        raise ConfigError(
+            f"training.seq_len = {config.training.seq_len} is more than flavor {config.model.flavor} was made for; "
+            f"at most {flavor.max_seq_len} works"
+        )
+    degrees = resolve_degrees(config.parallelism, world_size)
+    accumulation = gradient_accumulation_steps(config.training, degrees["dp_replicate"] * degrees["dp_shard"])
+    tokenizer = load_tokenizer(config.model.tokenizer_path)
+    if tokenizer.vocab_size > flavor.vocab_size:
+        raise ConfigError(
+            f'model.tokenizer_path = "{config.model.tokenizer_path}" has {tokenizer.vocab_size} tokens, but flavor '
+            f"{config.model.flavor} has room for {flavor.vocab_size}; use that flavor's tokenizer, or a flavor with room"
+        )
+    check_data(config.data)
+    check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
+    if config.profiling.enable_memory_snapshot and not torch.cuda.is_available():
+        raise ConfigError("profiling.enable_memory_snapshot = true: snapshots are of CUDA memory, and there is none; set false")
+    gather_once = accumulation > 1 and config.parallelism.fsdp_communication == "step"
+    if gather_once and config.parallelism.fsdp_reshard_after_forward == "always":
+        raise ConfigError(
+            'parallelism.fsdp_reshard_after_forward = "always" has no effect with fsdp_communication = "step", which keeps '
+            f'weights gathered for a step of {accumulation} microbatches; fsdp_communication = "microbatch" would work'
+        )
+    check_writable(Path(config.job.dump_folder))
+    Checkpointer(config.checkpoint, Path(config.job.dump_folder)).step_to_load()
+    return dataclasses.replace(flavor, max_seq_len=config.training.seq_len), tokenizer, degrees
+
+
+def check_writable(folder: Path) -> None:
+    """Raises ConfigError where job.dump_folder cannot be made or written. Makes nothing."""
+    existing = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        why = "may not be written" if existing.is_dir() else "is no folder"
+        raise ConfigError(f'job.dump_folder = "{folder}": {existing} {why}; name a folder that can be made or written')
