@@ -14,7 +14,7 @@ from titan_lite.compiler.stage import check_backend
 from titan_lite.config import Config, ConfigError, gradient_accumulation_steps
 from titan_lite.data.dataset import check_data
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from titan_lite.distributed.mesh import resolve_degrees
+from titan_lite.distributed.mesh import check_tensor_parallel, resolve_degrees
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
 
 
@@ -29,6 +29,14 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
             f"at most {flavor.max_seq_len} works"
         )
     degrees = resolve_degrees(config.parallelism, world_size)
+    check_tensor_parallel(
+        degrees["tp"],
+        n_heads=flavor.n_heads,
+        n_kv_heads=flavor.n_kv_heads,
+        hidden_dim=flavor.hidden_dim,
+        vocab_size=flavor.vocab_size,
+        seq_len=config.training.seq_len,
+    )
     accumulation = gradient_accumulation_steps(config.training, degrees["dp_replicate"] * degrees["dp_shard"])
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     if tokenizer.vocab_size > flavor.vocab_size:

@@ -1,5 +1,10 @@
 """Next-token cross-entropy as a sum, so that one division by the tokens of all ranks gives the same loss on every layout."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -9,3 +14,48 @@ IGNORE_INDEX = -100  # a label that is not counted
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """logits (B, T, V) in any float type, labels (B, T) -> summed loss over the counted tokens, in nats, float32, scalar."""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def build_loss(vocab_size: int, rank: int, degree: int, group: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """(logits, labels) -> the sum, on rank `rank` of `degree` that share the vocabulary, ceil(V / degree) tokens each."""
+    if degree == 1:
+        return cross_entropy_sum
+    return functools.partial(vocabulary_parallel_cross_entropy_sum, first=rank * -(-vocab_size // degree), group=group)
+
+
+def vocabulary_parallel_cross_entropy_sum(logits: Tensor, labels: Tensor, *, first: int, group: str) -> Tensor:
+    """The same, of logits (B, T, v) for the v tokens from `first` on; the ranks of the process group `group` have the others.
+
+    No rank sees the logits of all tokens: what is reduced over ranks are three numbers for each label (arXiv 1909.08053,
+    section 3). The result is the same on all of these ranks, and so the loss of each, not to be added up.
+    """
+    result: Tensor = _VocabularyParallelCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), first, group)
+    return result
+
+
+class _VocabularyParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: str) -> Tensor:
+        shifted = logits.float()
+        shifted = shifted - _all_reduce(shifted.amax(-1), "max", group).unsqueeze(-1)
+        exponentials = shifted.exp()
+        own = labels - first
+        inside = (own >= 0) & (own < logits.shape[-1])
+        own = own.where(inside, 0).unsqueeze(-1)
+        label_logit = shifted.gather(-1, own).squeeze(-1) * inside
+        total, label_logit = _all_reduce(torch.stack((exponentials.sum(-1), label_logit)), "sum", group)
+        counted = labels != IGNORE_INDEX
+        ctx.save_for_backward(exponentials / total.unsqueeze(-1), own, inside & counted, counted)
+        ctx.dtype = logits.dtype
+        return ((total.log() - label_logit) * counted).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        probabilities, own, inside, counted = ctx.saved_tensors
+        result = (probabilities * counted.unsqueeze(-1)).scatter_add(-1, own, -inside.unsqueeze(-1).float())
+        return (result * gradient).to(ctx.dtype), None, None, None
+
+
+def _all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
+    collectives = torch.ops._c10d_functional
+    return collectives.wait_tensor(collectives.all_reduce(tensor, operation, group))

@@ -27,8 +27,9 @@ from titan_lite.data.loader import Batch, Loader, build_loader, merge_states
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.parallelize import parallelize
 from titan_lite.distributed.simple_fsdp import gathered_for_step, materialize, shard_of
+from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.logging import logger
-from titan_lite.loss import IGNORE_INDEX, cross_entropy_sum
+from titan_lite.loss import IGNORE_INDEX, build_loss
 from titan_lite.lr_scheduler import lr_factor
 from titan_lite.metrics import Metrics, draw_loss, peak_memory_gib
 from titan_lite.models.llama3 import Transformer, flops_per_token
@@ -58,8 +59,7 @@ class Trainer:
             device_id=self.device if self.device.type == "cuda" else None,
         )
         self.mesh = build_mesh(degrees, self.device.type)
-        self.dp_degree = degrees["dp_replicate"] * degrees["dp_shard"]
-        self.dp_rank = self.mesh["dp_replicate"].get_local_rank() * degrees["dp_shard"] + self.mesh["dp_shard"].get_local_rank()
+        self.dp_degree, self.dp_rank = self.mesh["dp"].size(), self.mesh["dp"].get_local_rank()
 
         # 3. the model: on no device, made parallel, given memory, filled
         with torch.device("meta"):
@@ -75,6 +75,8 @@ class Trainer:
         )
         materialize(self.model, self.device)
         self.model.init_weights(config.debug.seed, shard_of)
+        tp = axis_of(self.mesh["tp"])
+        self.loss_sum = build_loss(self.model_config.vocab_size, tp.rank, tp.degree, tp.group)
 
         # 4. what moves it
         self.optimizer = build_optimizer(config.optimizer, self.model)
@@ -158,14 +160,14 @@ class Trainer:
         """One optimizer step; returns (loss, gradient norm, learning rate), the same on every rank."""
         batches = [self.next_batch() for _ in range(self.accumulation)]
         tokens = torch.stack([(label != IGNORE_INDEX).sum() for _, label in batches]).sum()
-        dist.all_reduce(tokens)  # all ranks are data-parallel ranks
+        self.sum_over_data(tokens)
 
         loss = self.forward_backward(batches, tokens)
         grad_norm = clip_grad_norm_(self.model.parameters(), self.config.training.max_norm)
         lr = self.config.optimizer.lr * lr_factor(self.step, self.config.lr_scheduler, self.total_steps)
         set_learning_rate(self.optimizer, lr)
 
-        dist.all_reduce(loss)
+        self.sum_over_data(loss)
         loss_value, norm_value = torch.stack((loss, grad_norm)).tolist()
         # Both are sums over all ranks, so every rank decides the same, and before a parameter has changed.
         if math.isfinite(loss_value) and math.isfinite(norm_value):
@@ -176,6 +178,10 @@ class Trainer:
         self.optimizer.zero_grad()
         self.tokens_seen += int(tokens)
         return loss_value, norm_value, lr
+
+    def sum_over_data(self, tensor: Tensor) -> None:
+        """In place; ranks that share their data have the same, and do not count twice."""
+        dist.all_reduce(tensor, group=self.mesh["dp"].get_group())
 
     def forward_backward(self, batches: list[Batch], tokens: Tensor) -> Tensor:
         """Gradients of the loss over `tokens` tokens of all ranks; returns this rank's part of the loss, a scalar."""
@@ -190,7 +196,7 @@ class Trainer:
         return total
 
     def backward_one(self, input: Tensor, label: Tensor, tokens: Tensor) -> Tensor:
-        loss = cross_entropy_sum(self.model(input), label) / tokens
+        loss = self.loss_sum(self.model(input), label) / tokens
         loss.backward()
         return loss.detach()
 
@@ -217,9 +223,9 @@ class Trainer:
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
         for _ in range(self.config.validation.steps * self.accumulation):
             input, label = (tensor.to(self.device, non_blocking=True) for tensor in next(self.validation_loader))
-            sums[0] += cross_entropy_sum(self.model(input), label)
+            sums[0] += self.loss_sum(self.model(input), label)
             sums[1] += (label != IGNORE_INDEX).sum()
-        dist.all_reduce(sums)
+        self.sum_over_data(sums)
         self.validation_loader.load_state_dict(beginning)
         self.metrics.log(self.step, {"validation_loss": float(sums[0] / sums[1])})
         self.window_start += time.perf_counter() - started  # throughput is of training alone

@@ -2,15 +2,14 @@
 
 import functools
 import time
-from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
+from parity import assert_same, batch, build, counted, gradients, make_mesh, my_microbatches, one_process, step
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -19,9 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from titan_lite.compiler.stage import compile_model
 from titan_lite.config import Compile
-from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
-from titan_lite.distributed.mesh import AXES
-from titan_lite.distributed.simple_fsdp import GatherPlan, apply_simple_fsdp, gathered_for_step, materialize, shard_of
+from titan_lite.distributed.simple_fsdp import GatherPlan, apply_simple_fsdp, gathered_for_step, shard_of
 from titan_lite.loss import cross_entropy_sum
 from titan_lite.models.llama3 import ModelConfig, Transformer
 
@@ -30,43 +27,6 @@ UNTIED = ModelConfig(dim=20, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=30,
 TIED = ModelConfig(**{**vars(UNTIED), "tied_embeddings": True})
 F32 = torch.float32
 LAYOUTS = {"FSDP-2": (1, 2), "FSDP-4": (1, 4), "HSDP-2x2": (2, 2), "DDP-2": (2, 1)}
-MICROBATCHES = 2
-SEQUENCES = 8  # in all
-
-
-def batch():
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, UNTIED.vocab_size, (SEQUENCES, UNTIED.max_seq_len + 1), generator=generator)
-    labels = tokens[:, 1:].clone()
-    labels[3, :7] = -100  # ranks do not have the same number of tokens
-    return tokens[:, :-1], labels
-
-
-def one_process(config, tokens, labels, dtype=torch.float32):
-    """(loss, {FQN: gradient}) of the whole batch."""
-    model = Transformer(config)
-    model.init_weights(seed=0)
-    model.to(dtype)
-    loss = cross_entropy_sum(model(tokens), labels) / (labels != -100).sum()
-    loss.backward()
-    return loss.item(), {fqn: parameter.grad for fqn, parameter in model.named_parameters()}
-
-
-def make_mesh(replicate, shard):
-    return init_device_mesh("cpu", (1, replicate, shard, 1, 1), mesh_dim_names=AXES)
-
-
-def build(config, mesh, *, reshard=True, param=torch.float32, compiled=None, checkpointing="none"):
-    with torch.device("meta"):
-        model = Transformer(config)
-    apply_activation_checkpoint(model.layers.values(), checkpointing)
-    apply_simple_fsdp(model, mesh, param_dtype=param, reduce_dtype=torch.float32, reshard_after_forward=reshard)
-    materialize(model, torch.device("cpu"))
-    model.init_weights(0, shard_of)
-    if compiled:
-        torch._dynamo.reset()
-        compile_model(model, Compile(enable=True, backend=compiled), reshard_after_forward=reshard)
-    return model
 
 
 def build_fsdp2(config, mesh, param=torch.float32):
@@ -76,42 +36,6 @@ def build_fsdp2(config, mesh, param=torch.float32):
     for layer in model.layers.values():
         fully_shard(layer, **options)
     return fully_shard(model, **options)
-
-
-@contextmanager
-def counted():
-    """Counts of the collectives that run within, in eager mode and in compiled code."""
-    counts = Counter()
-    with torch.profiler.profile() as profiler:
-        yield counts
-    for event in profiler.events():
-        namespace, _, name = event.name.partition("::")
-        if namespace == "_c10d_functional" or (namespace == "c10d" and "allgather_base" in name):
-            for kind in ("all_gather", "allgather", "reduce_scatter", "all_reduce"):
-                if kind in name:
-                    counts[{"allgather": "all_gather"}.get(kind, kind)] += 1
-
-
-def my_microbatches(tokens, labels, count=1):
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mine = slice(rank * SEQUENCES // world, (rank + 1) * SEQUENCES // world)
-    return list(zip(tokens[mine].chunk(count), labels[mine].chunk(count), strict=True))
-
-
-def step(model, microbatches, tokens, scale=1, whole=True):
-    """(loss over all ranks, {FQN: gradient}); scale: what a loop that averages over ranks multiplies with."""
-    total = torch.zeros(())
-    for input, label in microbatches:
-        loss = cross_entropy_sum(model(input), label) / tokens
-        (loss * scale).backward()
-        total += loss.detach()
-    dist.all_reduce(total)
-    return total.item(), gradients(model, whole)
-
-
-def gradients(model, whole=True):
-    grads = {fqn: parameter.grad for fqn, parameter in model.named_parameters()}
-    return {fqn: (grad.full_tensor() if whole else grad.to_local()).clone() for fqn, grad in grads.items()}
 
 
 RESHARD, KEEP = dict(reshard=True), dict(reshard=False)
@@ -132,20 +56,20 @@ def compare(layout):
     mesh = make_mesh(*LAYOUTS[layout])
     tokens, labels = batch()
     counted_tokens = (labels != -100).sum()
-    mine = my_microbatches(tokens, labels)
+    mine = my_microbatches(mesh, tokens, labels)
     found = {}
     for name, (config, variants) in MODELS.items():
         for variant in variants:
             model = build(config, mesh, **VARIANTS[variant])
-            loss, grads = step(model, mine, counted_tokens)
+            loss, grads = step(model, mesh, mine, counted_tokens)
             model.zero_grad()
             with counted() as counts:  # and a second step is another code path: prefetch has learnt the order
-                second_loss, second_grads = step(model, mine, counted_tokens, whole=False)
+                second_loss, second_grads = step(model, mesh, mine, counted_tokens, whole=False)
             found[name, variant] = (loss, grads, counts)
             assert second_loss == loss
             assert all(torch.equal(second_grads[fqn], own_rows(model, fqn, grad)) for fqn, grad in grads.items()), variant
         oracle = build_fsdp2(config, mesh)
-        found[name, "FSDP2"] = step(oracle, mine, counted_tokens, scale=dist.get_world_size())
+        found[name, "FSDP2"] = step(oracle, mesh, mine, counted_tokens, scale=dist.get_world_size())
     return found
 
 
@@ -174,12 +98,6 @@ def test_the_loss_and_every_gradient_are_those_of_one_process_and_of_fsdp2(layou
             assert_same(grads, oracle)
 
 
-def assert_same(grads, oracle, **tolerance):
-    assert grads.keys() == oracle.keys()
-    for fqn, gradient in oracle.items():
-        torch.testing.assert_close(grads[fqn].float(), gradient.float(), **tolerance or dict(atol=1e-7, rtol=1e-4))
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("model", "variant"), CASES)
 def test_what_one_step_communicates(layout, model, variant):
@@ -203,7 +121,7 @@ def accumulate(param, compiled):
     """{choice: (gradients, collectives)} of a step of four microbatches, communicating once a step or once a microbatch."""
     mesh = make_mesh(1, 2)
     tokens, labels = batch()
-    mine = my_microbatches(tokens, labels, count=4)
+    mine = my_microbatches(mesh, tokens, labels, count=4)
     model = build(UNTIED, mesh, param=param, compiled=compiled)
     found = {}
     for choice in ("microbatch", "step", "microbatch again", "step again"):
@@ -233,15 +151,15 @@ def test_accumulated_gradients_do_not_depend_on_how_often_is_communicated(param,
 def mixed(layout):
     mesh = make_mesh(*LAYOUTS[layout])
     tokens, labels = batch()
-    mine = my_microbatches(tokens, labels)
+    mine = my_microbatches(mesh, tokens, labels)
     found = {}
     for compiled in (None, "aot_eager"):
         model = build(UNTIED, mesh, param=torch.bfloat16, compiled=compiled)
         assert model.output.weight.dtype == model(mine[0][0]).dtype == torch.bfloat16
-        found[compiled] = step(model, mine, (labels != -100).sum())
+        found[compiled] = step(model, mesh, mine, (labels != -100).sum())
         assert {grad.dtype for grad in found[compiled][1].values()} == {torch.float32}
     oracle = build_fsdp2(UNTIED, mesh, param=torch.bfloat16)
-    found["FSDP2"] = step(oracle, mine, (labels != -100).sum(), scale=dist.get_world_size())
+    found["FSDP2"] = step(oracle, mesh, mine, (labels != -100).sum(), scale=dist.get_world_size())
     return found
 
 
@@ -407,12 +325,13 @@ def test_a_weight_changed_between_forward_and_backward_is_an_error_and_not_a_wro
 
 
 def inductor():
+    mesh = make_mesh(1, 2)
     tokens, labels = batch()
-    mine = my_microbatches(tokens, labels)
-    model = build(UNTIED, make_mesh(1, 2), compiled="inductor")
-    loss, grads = step(model, mine, (labels != -100).sum())
+    mine = my_microbatches(mesh, tokens, labels)
+    model = build(UNTIED, mesh, compiled="inductor")
+    loss, grads = step(model, mesh, mine, (labels != -100).sum())
     with counted() as counts:
-        step(model, mine, (labels != -100).sum(), whole=False)
+        step(model, mesh, mine, (labels != -100).sum(), whole=False)
     return loss, grads, counts
 
 
@@ -426,8 +345,9 @@ def test_inductor_gives_the_same_numbers_and_reshards():
 
 def stress():
     """Steps enough for what goes wrong once in a thousand collectives."""
+    mesh = make_mesh(1, 2)
     tokens, labels = batch()
-    mine = my_microbatches(tokens, labels)
+    mine = my_microbatches(mesh, tokens, labels)
     losses = []
     for reshard in (True, False):
         model = build(
@@ -435,7 +355,7 @@ def stress():
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for _ in range(300):
-            loss, _ = step(model, mine, (labels != -100).sum(), whole=False)
+            loss, _ = step(model, mesh, mine, (labels != -100).sum(), whole=False)
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss)

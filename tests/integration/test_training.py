@@ -107,6 +107,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(uninterrupted, tmp_path)
     same(metrics, expected, names=("loss", "grad_norm", "validation_loss", "lr", "tokens_seen"))
 
 
+TP2 = ["--parallelism.tensor_parallel_degree", "2"]
 LAYOUTS = {
     "1 rank": (1, []),
     "4 ranks": (4, []),
@@ -121,6 +122,11 @@ LAYOUTS = {
     "2 ranks, compiled, selective checkpointing": (
         2,
         ["--compile.enable", "--compile.backend", "aot_eager", "--activation_checkpoint.mode", "selective"],
+    ),
+    "2 ranks, TP": (2, TP2),
+    "4 ranks, FSDP and TP, compiled, full checkpointing": (
+        4,
+        [*TP2, "--compile.enable", "--compile.backend", "aot_eager", "--activation_checkpoint.mode", "full"],
     ),
     "2 ranks, deterministic, no loader process": (2, ["--debug.deterministic", "--data.num_workers", "0"]),
 }
@@ -144,9 +150,11 @@ def test_the_saved_recipe_trains_the_same_run_again(uninterrupted, tmp_path):
     same(metrics, {step: values for step, values in expected.items() if step <= 6})
 
 
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(uninterrupted, tmp_path):
-    trained(2, DEBUG, tmp_path, *SMALL, "--training.steps", "3")
-    metrics = trained(1, DEBUG, tmp_path, *SMALL)
+@pytest.mark.parametrize(("before", "after"), [((2, 1), (1, 1)), ((4, 2), (2, 1)), ((1, 1), (2, 2))])
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(before, after, uninterrupted, tmp_path):
+    for (ranks, tp), steps in ((before, "3"), (after, "6")):
+        options = ["--parallelism.tensor_parallel_degree", str(tp), "--training.steps", steps]
+        metrics = trained(ranks, DEBUG, tmp_path, *SMALL, *options)
     same(metrics, {step: values for step, values in uninterrupted[1].items() if step <= 6}, rel=2e-5)
 
 
@@ -173,7 +181,8 @@ WRONG_FOR_THIS_RUN = [
     (["--data.dataset", "local", "--data.path", "nowhere/*.txt"], r"data.path = .*nowhere.* no file matches"),
     (["--training.global_batch_size", "7"], r"global_batch_size = 7 is not a multiple .* 6 or 8 would work"),
     (["--parallelism.data_parallel_shard_degree", "4"], r"data_parallel_shard_degree = 4: .* need 4 ranks, but 1 are"),
-    (["--parallelism.tensor_parallel_degree", "2"], r"parallelism.tensor_parallel_degree = 2: this version"),
+    (["--parallelism.tensor_parallel_degree", "2"], r"the other degrees multiply to 2, which does not divide 1 ranks; start 2"),
+    (["--parallelism.pipeline_parallel_degree", "2"], r"parallelism.pipeline_parallel_degree = 2: this version"),
     (["--job.dump_folder", str(DEBUG)], r"job.dump_folder = .*debug_model.toml is no folder; name a folder"),
     (["--profiling.enable_memory_snapshot"], r"profiling.enable_memory_snapshot = true: snapshots are of CUDA memory"),
     (["--parallelism.fsdp_reshard_after_forward", "always"], r'fsdp_communication = "microbatch" would work'),

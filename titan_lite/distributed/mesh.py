@@ -2,7 +2,7 @@
 
     degrees = resolve_degrees(config.parallelism, world_size=8)     # {"pp": 1, "dp_replicate": 2, "dp_shard": 4, ...}
     mesh = build_mesh(degrees, device_type="cuda")
-    mesh["dp_shard"].size()                                        # 4
+    mesh["dp_shard"].size(), mesh["dp"].size()                     # 4, 8
 
 All axes always exist, size 1 included, outermost (slowest links) first; so nobody asks whether an axis is there.
 """
@@ -18,11 +18,11 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
     """Ranks along each axis, -1 resolved; their product is world_size. Raises ConfigError before anything is started."""
-    for key in ("pipeline_parallel_degree", "context_parallel_degree", "tensor_parallel_degree"):
+    for key in ("pipeline_parallel_degree", "context_parallel_degree"):
         if getattr(parallelism, key) > 1:
             raise ConfigError(
-                f"parallelism.{key} = {getattr(parallelism, key)}: this version trains with data parallelism only "
-                f"(FSDP, HSDP, DDP); {key} = 1 works"
+                f"parallelism.{key} = {getattr(parallelism, key)}: this version has data and tensor parallelism "
+                f"(FSDP, HSDP, DDP, TP) only; {key} = 1 works"
             )
     degrees = {
         "pp": parallelism.pipeline_parallel_degree,
@@ -49,6 +49,23 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
     return degrees
 
 
+def check_tensor_parallel(tp: int, *, n_heads: int, n_kv_heads: int, hidden_dim: int, vocab_size: int, seq_len: int) -> None:
+    """Raises ConfigError where `tp` ranks cannot share a model's heads, hidden units and vocabulary, or a sequence's tokens.
+
+    Heads and tokens must be divisible by tp; hidden units and vocabulary need not, but every rank must get some.
+    """
+    wrong = f"parallelism.tensor_parallel_degree = {tp}"
+    for count, what in ((n_heads, "attention heads"), (n_kv_heads, "key/value heads"), (seq_len, "tokens of training.seq_len")):
+        if count % tp:
+            works = [str(d) for d in range(1, tp + n_kv_heads) if not any(n % d for n in (n_heads, n_kv_heads, seq_len))]
+            raise ConfigError(f"{wrong} does not divide the {count} {what}; {', '.join(works)} would work")
+    for count, what in ((hidden_dim, "hidden units"), (vocab_size, "tokens of the vocabulary")):
+        if (tp - 1) * -(-count // tp) >= count:
+            raise ConfigError(f"{wrong} leaves a rank without any of the {count} {what}; a lower degree would work")
+
+
 def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
-    """The mesh of AXES; the process group must be up. device_type: "cuda" or "cpu"."""
-    return init_device_mesh(device_type, tuple(degrees[axis] for axis in AXES), mesh_dim_names=AXES)
+    """The mesh of AXES, and "dp", the data-parallel axes as one; the process group must be up. device_type: "cuda", "cpu"."""
+    mesh = init_device_mesh(device_type, tuple(degrees[axis] for axis in AXES), mesh_dim_names=AXES)
+    mesh["dp_replicate", "dp_shard"]._flatten("dp")
+    return mesh

@@ -6,8 +6,8 @@
     materialize(model, device)
     model.init_weights(seed, shard_of)
 
-The order matters: activation checkpointing lies inside of what SimpleFSDP makes of a block, so that recomputing a block
-gathers its weights again; the compiler comes last and sees everything.
+The order matters: tensor parallelism decides what a rank has to shard; activation checkpointing lies inside of what SimpleFSDP
+makes of a block, so that recomputing a block gathers its weights again; the compiler comes last and sees everything.
 """
 
 import torch
@@ -18,6 +18,7 @@ from titan_lite.compiler.stage import compile_model
 from titan_lite.config import ActivationCheckpoint, Compile, Parallelism, Training
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp
+from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
 
 
 def parallelize(
@@ -31,6 +32,7 @@ def parallelize(
 ) -> None:
     """In place; FQNs stay what they were. Blocks are the children of `model.layers`."""
     reshard = {"always": True, "never": False, "default": mesh["pp"].size() == 1}[parallelism.fsdp_reshard_after_forward]
+    apply_tensor_parallel(model, mesh["tp"])
     apply_activation_checkpoint(model.get_submodule("layers").children(), activation_checkpoint.mode)
     apply_simple_fsdp(
         model,

@@ -8,13 +8,14 @@ Each module's class is swapped for a subclass whose properties gather: no hooks 
 traced graph holds the plain collectives, and a graph pass moves them; eager mode runs the same ones, started a few earlier. FQNs,
 `parameters()` and `state_dict()` read `_parameters`, which holds the shards; they never communicate.
 
-FSDP, HSDP and DDP differ only in the placements over the mesh axes (dp_replicate, dp_shard):
+FSDP, HSDP and DDP differ only in the sizes of the mesh axes dp_replicate and dp_shard:
 
     FSDP   dp_replicate 1, dp_shard n    all-gather                reduce-scatter
     HSDP   dp_replicate m, dp_shard n    all-gather in the copy    reduce-scatter, then all-reduce of the shard over copies
     DDP    dp_replicate m, dp_shard 1    nothing                   all-reduce
 
-Gradients are *summed* over ranks: the loss is already divided by the number of tokens of all ranks.
+What tensor parallelism has split is sharded further: "the whole" below is then what a tensor-parallel rank has of it. Gradients
+are *summed* over ranks: the loss is already divided by the number of tokens of all ranks.
 """
 
 import functools
@@ -31,12 +32,13 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
 collectives = torch.ops._c10d_functional
-PLACEMENTS = (Replicate(), Shard(0))  # over (dp_replicate, dp_shard)
+AXES = ("dp_replicate", "dp_shard", "tp")  # over which a parameter is placed
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
@@ -45,16 +47,17 @@ class GatherPlan:
     """How one parameter is gathered and its gradient reduced; plain values only, so that tracing sees constants.
 
     fqn: its name, the first one where weights are tied. rows: length of dimension 0 of the whole; own_rows: of this rank's
-    shard. A shard has ceil(rows / shard_degree) rows, the last shards fewer or none: these are padded for the collectives.
+    shard, which begins at first_row. A shard has ceil(rows / shard_degree) rows, the last shards fewer or none: these are
+    padded for the collectives. sum_groups: the groups whose ranks have the same shard, and gradients of it to add up.
     """
 
     fqn: str
     rows: int
     own_rows: int
+    first_row: int
     shard_degree: int
     shard_group: str
-    replicate_degree: int
-    replicate_group: str
+    sum_groups: tuple[str, ...]
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
 
@@ -96,8 +99,8 @@ class GatherPlan:
     def finish_reduce(self, gradient: Tensor) -> Tensor:
         if self.shard_degree > 1:
             gradient = collectives.wait_tensor(gradient)[: self.own_rows]
-        if self.replicate_degree > 1:  # after the reduce-scatter: only a shard travels between copies
-            gradient = collectives.wait_tensor(collectives.all_reduce(gradient.contiguous(), "sum", self.replicate_group))
+        for group in self.sum_groups:  # after the reduce-scatter: only a shard travels between copies
+            gradient = collectives.wait_tensor(collectives.all_reduce(gradient.contiguous(), "sum", group))
         return gradient
 
 
@@ -176,7 +179,7 @@ class _Eager:
 
     def reduce(self, gradient: Tensor, plan: GatherPlan, dtype: torch.dtype) -> Tensor:
         started = plan.start_reduce(gradient)
-        if plan.shard_degree == 1 or plan.replicate_degree > 1 or started.shape[0] != plan.own_rows or started.dtype != dtype:
+        if plan.shard_degree == 1 or plan.sum_groups or started.shape[0] != plan.own_rows or started.dtype != dtype:
             return plan.finish_reduce(started).to(dtype)
         waits_when_used = AsyncCollectiveTensor(started)
         if not self.reducing:  # the first of this backward; after the last, gradients belong to the optimizer alone
@@ -233,8 +236,7 @@ def _storage_address(tensor: Tensor) -> int:
 class _Model:
     """What the modules of one sharded model share. plans: one entry for tied weights; parameters hash by identity."""
 
-    def __init__(self, mesh: DeviceMesh, reshard_after_forward: bool):
-        self.mesh = mesh
+    def __init__(self, reshard_after_forward: bool):
         self.reshard_after_forward = reshard_after_forward
         self.eager = _Eager()
         self.plans: dict[nn.Parameter, GatherPlan] = {}
@@ -252,15 +254,16 @@ class _Module:
 def apply_simple_fsdp(
     model: nn.Module, mesh: DeviceMesh, *, param_dtype: torch.dtype, reduce_dtype: torch.dtype, reshard_after_forward: bool
 ) -> None:
-    """Shard every parameter of `model` on dimension 0 over mesh axes (dp_replicate, dp_shard), in place.
+    """Shard every parameter of `model` on dimension 0 over mesh axis dp_shard, in place, and place it on AXES.
 
-    A parameter on the meta device becomes a meta shard (see `materialize`); one with data is cut, each rank keeping its rows,
-    and must hold the same numbers on all ranks. param_dtype: of gathered weights, and so of the computation; reduce_dtype:
-    in which gradients are summed. reshard_after_forward: drop gathered weights after forward and gather them again in
-    backward (less memory, one more all-gather), or keep them.
+    A DTensor over the axis tp is one that tensor parallelism has placed; its part on this rank is sharded. A parameter on the
+    meta device becomes a meta shard (see `materialize`); one with data is cut, each rank keeping its rows, and must hold the
+    same numbers on all ranks. param_dtype: of gathered weights, and so of the computation; reduce_dtype: in which gradients are
+    summed. reshard_after_forward: drop gathered weights after forward and gather them again in backward (less memory, one more
+    all-gather), or keep them.
     """
-    mesh = mesh["dp_replicate", "dp_shard"]
-    shared = _Model(mesh, reshard_after_forward)
+    mesh = mesh[AXES]
+    shared = _Model(reshard_after_forward)
     shards: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         plans = {}
@@ -268,18 +271,9 @@ def apply_simple_fsdp(
             if parameter is None:
                 continue
             if parameter not in shards:
-                shards[parameter] = shard = _shard(parameter, mesh)
-                shared.plans[shard] = GatherPlan(
-                    fqn=f"{prefix}.{name}",
-                    rows=parameter.shape[0],
-                    own_rows=_local(shard).shape[0],
-                    shard_degree=mesh["dp_shard"].size(),
-                    shard_group=mesh.get_group("dp_shard").group_name,
-                    replicate_degree=mesh["dp_replicate"].size(),
-                    replicate_group=mesh.get_group("dp_replicate").group_name,
-                    param_dtype=param_dtype,
-                    reduce_dtype=reduce_dtype,
-                )
+                fqn = f"{prefix}.{name}"
+                shards[parameter], plan = _shard(parameter, mesh, fqn, param_dtype, reduce_dtype)
+                shared.plans[shards[parameter]] = plan
             module._parameters[name] = shards[parameter]
             plans[name] = shared.plans[shards[parameter]]
         module.__dict__["_fsdp"] = _Module(shared, plans, wholes={})
@@ -287,16 +281,42 @@ def apply_simple_fsdp(
         module.__class__ = _sharded_class(cls, tuple(plans), module is model)
 
 
-def _shard(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """The whole parameter -> this rank's rows of it, as a DTensor over (dp_replicate, dp_shard)."""
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, PLACEMENTS)
-    rows = parameter.detach().narrow(0, min(offset[0], parameter.shape[0]), shape[0]).clone()
-    return nn.Parameter(_as_shard_of(parameter, rows, mesh), requires_grad=parameter.requires_grad)
-
-
-def _as_shard_of(whole: Tensor, rows: Tensor, mesh: DeviceMesh) -> DTensor:
+def _shard(
+    parameter: nn.Parameter, mesh: DeviceMesh, fqn: str, param_dtype: torch.dtype, reduce_dtype: torch.dtype
+) -> tuple[nn.Parameter, GatherPlan]:
+    """The whole parameter -> this rank's rows of it, as a DTensor on `mesh`, whose axes are AXES; and how to gather it."""
+    tp_placement: Placement = Replicate()
+    whole = parameter.detach()
+    if isinstance(parameter, DTensor):
+        (tp_placement,), whole = parameter.placements, parameter.to_local().detach()
+    degree, rank = mesh["dp_shard"].size(), mesh["dp_shard"].get_local_rank()
+    first_row = min(rank * -(-whole.shape[0] // degree), whole.shape[0])
+    rows = whole[first_row : (rank + 1) * -(-whole.shape[0] // degree)].clone()
+    same_shard = ["dp_replicate"] if tp_placement.is_shard() else ["dp_replicate", "tp"]
+    plan = GatherPlan(
+        fqn=fqn,
+        rows=whole.shape[0],
+        own_rows=rows.shape[0],
+        first_row=first_row,
+        shard_degree=degree,
+        shard_group=mesh.get_group("dp_shard").group_name,
+        sum_groups=tuple(mesh.get_group(axis).group_name for axis in same_shard if mesh[axis].size() > 1),
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+    )
+    # A rank's rows are a part of its tensor-parallel part: the axis on the right was split first.
+    strided = tp_placement.is_shard(0) and mesh["tp"].size() > 1
+    placements = (Replicate(), _StridedShard(0, split_factor=mesh["tp"].size()) if strided else Shard(0), tp_placement)
     # shape and stride are given, since uneven shards do not tell those of the whole
-    return DTensor.from_local(rows, mesh, PLACEMENTS, run_check=False, shape=whole.shape, stride=whole.stride())
+    sharded = DTensor.from_local(rows, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    return nn.Parameter(sharded, requires_grad=parameter.requires_grad), plan
+
+
+def _as_shard_of(parameter: Tensor, rows: Tensor) -> DTensor:
+    """A DTensor placed as `parameter` is."""
+    assert isinstance(parameter, DTensor)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(rows, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
 
 
 def _local(parameter: Tensor) -> Tensor:
@@ -382,7 +402,7 @@ def gathered_for_step(root: nn.Module) -> Iterator[None]:
             reducing[parameter] = plan.start_reduce(gradient)
     for parameter, gradient in reducing.items():
         own = model.plans[parameter].finish_reduce(gradient).to(parameter.dtype)
-        parameter.grad = _as_shard_of(parameter, own, model.mesh)
+        parameter.grad = _as_shard_of(parameter, own)
 
 
 def _accumulate(sums: dict[nn.Parameter, Tensor], parameter: nn.Parameter, dtype: torch.dtype, whole: Tensor) -> None:
@@ -401,7 +421,7 @@ def materialize(root: nn.Module, device: torch.device) -> None:
     filled: dict[Any, nn.Parameter] = {}
     for meta in model.plans:
         rows = torch.empty_like(_local(meta), device=device)
-        filled[meta] = nn.Parameter(_as_shard_of(meta, rows, model.mesh), requires_grad=meta.requires_grad)
+        filled[meta] = nn.Parameter(_as_shard_of(meta, rows), requires_grad=meta.requires_grad)
     model.plans = {filled[meta]: plan for meta, plan in model.plans.items()}
     for module in root.modules():
         for name, parameter in module._parameters.items():

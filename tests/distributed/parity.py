@@ -1,0 +1,98 @@
+"""One process, and ranks of any layout: the same batch, the loss over it, every gradient, and the collectives it took."""
+
+from collections import Counter
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from titan_lite.compiler.stage import compile_model
+from titan_lite.config import Compile
+from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
+from titan_lite.distributed.mesh import build_mesh
+from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, materialize, shard_of
+from titan_lite.distributed.tensor_parallel import apply_tensor_parallel, axis_of
+from titan_lite.loss import build_loss, cross_entropy_sum
+from titan_lite.models.llama3 import Transformer
+
+
+def make_mesh(replicate, shard, tp=1):
+    return build_mesh(dict(pp=1, dp_replicate=replicate, dp_shard=shard, cp=1, tp=tp), "cpu")
+
+
+def batch(vocab_size=61, seq_len=16, sequences=8):
+    """tokens and labels (B, T)."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(vocab_size, (sequences, seq_len + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[3, :7] = -100  # ranks do not have the same number of tokens
+    return tokens[:, :-1], labels
+
+
+def one_process(config, tokens, labels, dtype=torch.float32):
+    """(loss, {FQN: gradient}) of the whole batch."""
+    model = Transformer(config)
+    model.init_weights(seed=0)
+    model.to(dtype)
+    loss = cross_entropy_sum(model(tokens), labels) / (labels != -100).sum()
+    loss.backward()
+    return loss.item(), {fqn: parameter.grad for fqn, parameter in model.named_parameters()}
+
+
+def build(config, mesh, *, reshard=True, param=torch.float32, compiled=None, checkpointing="none"):
+    with torch.device("meta"):
+        model = Transformer(config)
+    apply_tensor_parallel(model, mesh["tp"])
+    apply_activation_checkpoint(model.layers.values(), checkpointing)
+    apply_simple_fsdp(model, mesh, param_dtype=param, reduce_dtype=torch.float32, reshard_after_forward=reshard)
+    materialize(model, torch.device("cpu"))
+    model.init_weights(0, shard_of)
+    if compiled:
+        torch._dynamo.reset()
+        compile_model(model, Compile(enable=True, backend=compiled), reshard_after_forward=reshard)
+    return model
+
+
+def my_microbatches(mesh, tokens, labels, count=1):
+    """This rank's share of the batch, in `count` pieces."""
+    rank, degree = mesh["dp"].get_local_rank(), mesh["dp"].size()
+    mine = slice(rank * len(tokens) // degree, (rank + 1) * len(tokens) // degree)
+    return list(zip(tokens[mine].chunk(count), labels[mine].chunk(count), strict=True))
+
+
+def step(model, mesh, microbatches, tokens, scale=1, whole=True, gradient=True):
+    """(loss over all ranks, {FQN: gradient}); scale: what a loop that averages over ranks multiplies with."""
+    tp = axis_of(mesh["tp"])
+    loss_sum = build_loss(model.config.vocab_size, tp.rank, tp.degree, tp.group)
+    total = torch.zeros(())
+    for input, label in microbatches:
+        loss = loss_sum(model(input), label) / tokens
+        (loss * scale).backward()
+        total += loss.detach()
+    dist.all_reduce(total, group=mesh["dp"].get_group())
+    return total.item(), gradients(model, whole) if gradient else None
+
+
+def gradients(model, whole=True):
+    grads = {fqn: parameter.grad for fqn, parameter in model.named_parameters()}
+    return {fqn: (grad.full_tensor() if whole else grad.to_local()).clone() for fqn, grad in grads.items()}
+
+
+@contextmanager
+def counted():
+    """Counts of the collectives that run within, in eager mode and in compiled code."""
+    counts = Counter()
+    with torch.profiler.profile() as profiler:
+        yield counts
+    for event in profiler.events():
+        namespace, _, name = event.name.partition("::")
+        if namespace == "_c10d_functional" or (namespace == "c10d" and "allgather_base" in name):
+            for kind in ("all_gather", "allgather", "reduce_scatter", "all_reduce"):
+                if kind in name:
+                    counts[{"allgather": "all_gather"}.get(kind, kind)] += 1
+
+
+def assert_same(grads, oracle, **tolerance):
+    assert grads.keys() == oracle.keys()
+    for fqn, gradient in oracle.items():
+        torch.testing.assert_close(grads[fqn].float(), gradient.float(), **tolerance or dict(atol=1e-7, rtol=1e-4))

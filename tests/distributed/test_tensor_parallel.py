@@ -1,0 +1,155 @@
+"""Tensor parallelism, alone and with FSDP, HSDP and DDP, against one process: the loss and every gradient."""
+
+import functools
+
+import pytest
+import torch
+from parity import assert_same, batch, build, gradients, make_mesh, my_microbatches, one_process, step
+from ranks import run_ranks
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from titan_lite.distributed.simple_fsdp import gathered_for_step
+from titan_lite.distributed.tensor_parallel import PLAN, apply_tensor_parallel, axis_of
+from titan_lite.loss import build_loss, cross_entropy_sum
+from titan_lite.models.llama3 import ModelConfig, Transformer
+
+# 30 hidden units and 61 tokens: the last of four ranks has fewer
+UNTIED = ModelConfig(dim=32, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=30, vocab_size=61, max_seq_len=16)
+TIED = ModelConfig(**{**vars(UNTIED), "tied_embeddings": True})
+LAYOUTS = {  # dp_replicate, dp_shard, tp
+    "tp2": (1, 1, 2),
+    "tp4": (1, 1, 4),
+    "dp2tp2": (1, 2, 2),
+    "ddp2tp2": (2, 1, 2),
+    "hsdp2x2tp2": (2, 2, 2),
+}
+PARAMS = [pytest.param(layout, marks=pytest.mark.slow if layout == "hsdp2x2tp2" else ()) for layout in LAYOUTS]
+VARIANTS = {
+    "eager": dict(reshard=True),
+    "eager, keep, full checkpointing": dict(reshard=False, checkpointing="full"),
+    "eager, selective checkpointing": dict(reshard=True, checkpointing="selective"),
+    "aot_eager": dict(reshard=True, compiled="aot_eager"),
+    "aot_eager, selective checkpointing": dict(reshard=True, compiled="aot_eager", checkpointing="selective"),
+    "tied, eager": dict(reshard=True),
+    "bfloat16, eager": dict(reshard=True, param=torch.bfloat16),
+}
+
+
+def compare(layout):
+    mesh = make_mesh(*LAYOUTS[layout])
+    tokens, labels = batch()
+    counted_tokens = (labels != -100).sum()
+    plain = Transformer(UNTIED)
+    plain.init_weights(seed=0)
+    found = {}
+    for variant, options in VARIANTS.items():
+        model = build(TIED if "tied" in variant else UNTIED, mesh, **options)
+        if variant == "eager":
+            for fqn, parameter in plain.named_parameters():
+                assert torch.equal(dict(model.named_parameters())[fqn].full_tensor(), parameter), fqn
+        found[variant] = step(model, mesh, my_microbatches(mesh, tokens, labels), counted_tokens)
+    model = build(UNTIED, mesh)
+    with gathered_for_step(model):
+        loss, _ = step(model, mesh, my_microbatches(mesh, tokens, labels, count=2), counted_tokens, gradient=False)
+    found["step"] = loss, gradients(model)
+    return found
+
+
+@functools.cache
+def compared(layout):
+    replicate, shard, tp = LAYOUTS[layout]
+    return run_ranks(replicate * shard * tp, compare, layout)
+
+
+@pytest.mark.parametrize("layout", PARAMS)
+@pytest.mark.parametrize("variant", [*VARIANTS, "step"])
+def test_the_loss_and_every_gradient_are_those_of_one_process(layout, variant):
+    loss, grads = one_process(TIED if "tied" in variant else UNTIED, *batch())
+    for found_loss, found in (found[variant] for found in compared(layout)):
+        if "bfloat16" in variant:
+            assert found_loss == pytest.approx(loss, rel=2e-3)
+            for fqn, gradient in grads.items():
+                assert (found[fqn] - gradient).norm() < 0.03 * gradient.norm(), fqn
+        else:
+            assert found_loss == pytest.approx(loss, abs=1e-6)
+            assert_same(found, grads, atol=1e-7, rtol=1e-4)
+
+
+class Shapes(TorchDispatchMode):
+    """The shapes of all that operators make."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.seen |= {tuple(x.shape) for x in tree_leaves(result) if isinstance(x, torch.Tensor)}
+        return result
+
+
+def what_a_rank_holds():
+    mesh = make_mesh(1, 1, 2)
+    tokens, labels = batch()
+    tp = axis_of(mesh["tp"])
+    model = build(UNTIED, mesh)
+    with Shapes() as shapes:
+        build_loss(UNTIED.vocab_size, tp.rank, tp.degree, tp.group)(model(tokens), labels).backward()
+    held = {fqn: parameter.to_local().numel() for fqn, parameter in model.named_parameters()}
+    return shapes.seen, held, {fqn: parameter.numel() for fqn, parameter in model.named_parameters()}
+
+
+def test_no_rank_holds_full_logits_and_each_holds_half_of_the_weights():
+    for rank, (shapes, held, whole) in enumerate(run_ranks(2, what_a_rank_holds)):
+        own = 31 if rank == 0 else 30
+        assert (8, 16, own) in shapes
+        assert not any(shape[-1:] == (61,) for shape in shapes)
+        assert (8, 8, 32) in shapes  # tokens between blocks
+        for fqn, numbers in held.items():
+            if "norm" in fqn:
+                assert numbers == whole[fqn]
+            elif fqn in ("tok_embeddings.weight", "output.weight"):
+                assert numbers == own * 32
+            else:
+                assert numbers == whole[fqn] / 2
+
+
+def loss_alone():
+    mesh = make_mesh(1, 1, 4)
+    tp = axis_of(mesh["tp"])
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 5, 61, generator=generator) * 30
+    labels = torch.randint(61, (3, 5), generator=generator)
+    labels[0, :2] = -100
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = logits.to(dtype).clone().requires_grad_()
+        part = whole.detach().tensor_split([16, 32, 48], dim=-1)[tp.rank].clone().requires_grad_()
+        expected = cross_entropy_sum(whole, labels)
+        found = build_loss(61, tp.rank, tp.degree, tp.group)(part, labels)
+        (2 * expected).backward()
+        (2 * found).backward()
+        torch.testing.assert_close(found, expected)
+        assert part.grad.dtype == dtype
+        torch.testing.assert_close(part.grad, whole.grad.tensor_split([16, 32, 48], dim=-1)[tp.rank])
+
+
+def test_the_loss_of_split_logits_is_that_of_whole_ones():
+    run_ranks(4, loss_alone)
+
+
+def a_module_that_the_plan_does_not_know():
+    model = Transformer(UNTIED)
+    model.layers["0"].attention.gate = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"layers\.0\.attention\.gate\.weight: .* no style for layers\.0\.attention\.gate"):
+        apply_tensor_parallel(model, make_mesh(1, 1, 2)["tp"])
+
+
+def test_a_parameter_without_a_style_is_an_error():
+    run_ranks(2, a_module_that_the_plan_does_not_know)
+
+
+def test_the_plan_names_modules_of_the_model():
+    names = [name.replace(".1.", ".*.") for name, _ in Transformer(UNTIED).named_modules()]
+    assert set(PLAN) <= set(names)

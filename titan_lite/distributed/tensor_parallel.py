@@ -1,0 +1,165 @@
+"""Tensor parallelism, with sequence parallelism between blocks, as a plan from FQN to style.
+
+    apply_tensor_parallel(model, mesh["tp"])      # before SimpleFSDP, which then shards what a rank has left
+
+A rank holds some heads and some hidden units of every block, and between blocks some tokens of every sequence (arXiv
+1909.08053 and 2205.05198). With t = T / tp, for attention (the feed-forward network goes alike):
+
+    x (B, t, C) -> all-gather -> (B, T, C) -> wq, wk, wv: own heads -> wo: own columns -> reduce-scatter -> (B, t, C)
+
+Embedding and output hold own rows of the vocabulary; the loss is computed from the logits of these (`loss.py`), and no rank
+ever holds those of the whole vocabulary. Modules compute on plain tensors: a graph holds the plain collectives.
+"""
+
+import fnmatch
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+collectives = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Style:
+    """What a module does. weight: the dimension of its weight that is split, None for a weight that every rank holds (or for
+    none at all); gathers: its input has own tokens, and it wants all; scatters: its output is a sum over ranks of all tokens,
+    and own tokens are wanted; vocabulary: it looks up own rows of a table.
+    """
+
+    weight: int | None = None
+    gathers: bool = False
+    scatters: bool = False
+    vocabulary: bool = False
+
+
+COLUMN, ROW = Style(weight=0), Style(weight=1, scatters=True)  # of the product x @ weight.T
+PLAN: dict[str, Style] = {
+    "tok_embeddings": Style(weight=0, scatters=True, vocabulary=True),
+    "layers.*.attention_norm": Style(),
+    "layers.*.attention": Style(gathers=True),
+    "layers.*.attention.wq": COLUMN,
+    "layers.*.attention.wk": COLUMN,
+    "layers.*.attention.wv": COLUMN,
+    "layers.*.attention.wo": ROW,
+    "layers.*.ffn_norm": Style(),
+    "layers.*.feed_forward": Style(gathers=True),
+    "layers.*.feed_forward.w1": COLUMN,
+    "layers.*.feed_forward.w3": COLUMN,
+    "layers.*.feed_forward.w2": ROW,
+    "norm": Style(),
+    "output": Style(weight=0, gathers=True),
+}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks along a mesh axis: their group, how many, and this one's place. Plain values, so that tracing sees constants."""
+
+    group: str
+    degree: int
+    rank: int
+
+
+def axis_of(mesh: DeviceMesh) -> Axis:
+    """mesh: of one axis."""
+    return Axis(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
+
+
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, Style] = PLAN) -> None:
+    """Split `model` over the one-axis `mesh` in place; FQNs do not change. Nothing is done where the axis has one rank.
+
+    Parameters become DTensors on `mesh`, split or replicated; those on the meta device stay there. The gradient of a replicated
+    one is a sum over ranks, since each sees own tokens; SimpleFSDP reduces it. Raises ValueError for a parameter of a module
+    that is not in the plan.
+    """
+    if mesh.size() == 1:
+        return
+    axis = axis_of(mesh)
+    done: dict[nn.Parameter, nn.Parameter] = {}
+    for fqn, module in model.named_modules():
+        style = next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(fqn, pattern)), None)
+        parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+        if style is None:
+            if parameters:
+                raise ValueError(f"{fqn}.{next(iter(parameters))}: the tensor-parallel plan has no style for {fqn}")
+            continue
+        for name, parameter in parameters.items():
+            if parameter not in done:
+                done[parameter] = _split(parameter, mesh, style.weight)
+            module._parameters[name] = done[parameter]
+        if style.gathers or style.scatters:
+            module.__dict__["_tp"] = axis
+            cls: Any = type(module)
+            module.__class__ = _parallel_class(cls, style)
+
+
+def _split(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
+    placements: list[Placement] = [Replicate() if dim is None else Shard(dim)]
+    local = parameter.detach()
+    if dim is not None:
+        shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+        local = local.narrow(dim, min(offset[dim], parameter.shape[dim]), shape[dim]).clone()
+    part = DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    return nn.Parameter(part, parameter.requires_grad)
+
+
+@functools.cache  # as in simple_fsdp.py: one class for modules that are swapped alike, and it must not close over a mesh
+def _parallel_class(cls: Any, style: Style) -> Any:
+    def forward(self: nn.Module, x: Tensor, *others: Any) -> Tensor:
+        axis: Axis = self._tp  # type: ignore[assignment]
+        if style.gathers:
+            x = _GatherTokens.apply(x, axis)
+        x = _look_up(x, self.weight, self.num_embeddings, axis) if style.vocabulary else cls.forward(self, x, *others)  # type: ignore
+        return _ScatterTokens.apply(x, axis) if style.scatters else x
+
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+
+
+def _look_up(tokens: Tensor, weight: Tensor, vocabulary: int, axis: Axis) -> Tensor:
+    """Rows of this rank's part of the table, zero for tokens of other parts: a sum over ranks is the look-up."""
+    own = tokens - axis.rank * -(-vocabulary // axis.degree)
+    inside = (own >= 0) & (own < weight.shape[0])
+    return F.embedding(own.where(inside, 0), weight) * inside.unsqueeze(-1)
+
+
+class _GatherTokens(torch.autograd.Function):
+    """(B, t, C) -> (B, T, C); the gradient of all tokens is summed over ranks, and each keeps that of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return all_gather_tokens(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter_tokens(gradient, ctx.axis), None
+
+
+class _ScatterTokens(torch.autograd.Function):
+    """(B, T, C), to be summed over ranks -> (B, t, C)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return reduce_scatter_tokens(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_gather_tokens(gradient, ctx.axis), None
+
+
+def all_gather_tokens(x: Tensor, axis: Axis) -> Tensor:
+    parts = collectives.wait_tensor(collectives.all_gather_into_tensor(x.contiguous(), axis.degree, axis.group))
+    return parts.unflatten(0, (axis.degree, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def reduce_scatter_tokens(x: Tensor, axis: Axis) -> Tensor:
+    parts = x.unflatten(1, (axis.degree, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+    return collectives.wait_tensor(collectives.reduce_scatter_tensor(parts, "sum", axis.degree, axis.group))
