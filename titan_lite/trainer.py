@@ -24,7 +24,7 @@ from titan_lite.compiler.hardware import peak_flops
 from titan_lite.config import Config, ConfigError, gradient_accumulation_steps, to_toml
 from titan_lite.data.dataset import Split
 from titan_lite.data.loader import Batch, Loader, build_loader, merge_states
-from titan_lite.distributed.mesh import build_mesh
+from titan_lite.distributed.mesh import build_mesh, data_rank, sum_over_data
 from titan_lite.distributed.parallelize import parallelize
 from titan_lite.distributed.simple_fsdp import gathered_for_step, materialize, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
@@ -59,7 +59,7 @@ class Trainer:
             device_id=self.device if self.device.type == "cuda" else None,
         )
         self.mesh = build_mesh(degrees, self.device.type)
-        self.dp_degree, self.dp_rank = self.mesh["dp"].size(), self.mesh["dp"].get_local_rank()
+        self.dp_rank, self.dp_degree = data_rank(self.mesh)
 
         # 3. the model: on no device, made parallel, given memory, filled
         with torch.device("meta"):
@@ -160,14 +160,14 @@ class Trainer:
         """One optimizer step; returns (loss, gradient norm, learning rate), the same on every rank."""
         batches = [self.next_batch() for _ in range(self.accumulation)]
         tokens = torch.stack([(label != IGNORE_INDEX).sum() for _, label in batches]).sum()
-        self.sum_over_data(tokens)
+        sum_over_data(tokens, self.mesh)
 
         loss = self.forward_backward(batches, tokens)
         grad_norm = clip_grad_norm_(self.model.parameters(), self.config.training.max_norm)
         lr = self.config.optimizer.lr * lr_factor(self.step, self.config.lr_scheduler, self.total_steps)
         set_learning_rate(self.optimizer, lr)
 
-        self.sum_over_data(loss)
+        sum_over_data(loss, self.mesh)
         loss_value, norm_value = torch.stack((loss, grad_norm)).tolist()
         # Both are sums over all ranks, so every rank decides the same, and before a parameter has changed.
         if math.isfinite(loss_value) and math.isfinite(norm_value):
@@ -178,10 +178,6 @@ class Trainer:
         self.optimizer.zero_grad()
         self.tokens_seen += int(tokens)
         return loss_value, norm_value, lr
-
-    def sum_over_data(self, tensor: Tensor) -> None:
-        """In place; ranks that share their data have the same, and do not count twice."""
-        dist.all_reduce(tensor, group=self.mesh["dp"].get_group())
 
     def forward_backward(self, batches: list[Batch], tokens: Tensor) -> Tensor:
         """Gradients of the loss over `tokens` tokens of all ranks; returns this rank's part of the loss, a scalar."""
@@ -225,7 +221,7 @@ class Trainer:
             input, label = (tensor.to(self.device, non_blocking=True) for tensor in next(self.validation_loader))
             sums[0] += self.loss_sum(self.model(input), label)
             sums[1] += (label != IGNORE_INDEX).sum()
-        self.sum_over_data(sums)
+        sum_over_data(sums, self.mesh)
         self.validation_loader.load_state_dict(beginning)
         self.metrics.log(self.step, {"validation_loss": float(sums[0] / sums[1])})
         self.window_start += time.perf_counter() - started  # throughput is of training alone

@@ -4,12 +4,11 @@ from collections import Counter
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 
 from titan_lite.compiler.stage import compile_model
 from titan_lite.config import Compile
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
-from titan_lite.distributed.mesh import build_mesh
+from titan_lite.distributed.mesh import build_mesh, data_rank, sum_over_data
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, materialize, shard_of
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel, axis_of
 from titan_lite.loss import build_loss, cross_entropy_sum
@@ -55,7 +54,7 @@ def build(config, mesh, *, reshard=True, param=torch.float32, compiled=None, che
 
 def my_microbatches(mesh, tokens, labels, count=1):
     """This rank's share of the batch, in `count` pieces."""
-    rank, degree = mesh["dp"].get_local_rank(), mesh["dp"].size()
+    rank, degree = data_rank(mesh)
     mine = slice(rank * len(tokens) // degree, (rank + 1) * len(tokens) // degree)
     return list(zip(tokens[mine].chunk(count), labels[mine].chunk(count), strict=True))
 
@@ -69,7 +68,7 @@ def step(model, mesh, microbatches, tokens, scale=1, whole=True, gradient=True):
         loss = loss_sum(model(input), label) / tokens
         (loss * scale).backward()
         total += loss.detach()
-    dist.all_reduce(total, group=mesh["dp"].get_group())
+    sum_over_data(total, mesh)
     return total.item(), gradients(model, whole) if gradient else None
 
 

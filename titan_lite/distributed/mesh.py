@@ -2,13 +2,15 @@
 
     degrees = resolve_degrees(config.parallelism, world_size=8)     # {"pp": 1, "dp_replicate": 2, "dp_shard": 4, ...}
     mesh = build_mesh(degrees, device_type="cuda")
-    mesh["dp_shard"].size(), mesh["dp"].size()                     # 4, 8
+    mesh["dp_shard"].size()                                        # 4
 
 All axes always exist, size 1 included, outermost (slowest links) first; so nobody asks whether an axis is there.
 """
 
 import math
 
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_lite.config import ConfigError, Parallelism
@@ -65,7 +67,18 @@ def check_tensor_parallel(tp: int, *, n_heads: int, n_kv_heads: int, hidden_dim:
 
 
 def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
-    """The mesh of AXES, and "dp", the data-parallel axes as one; the process group must be up. device_type: "cuda", "cpu"."""
-    mesh = init_device_mesh(device_type, tuple(degrees[axis] for axis in AXES), mesh_dim_names=AXES)
-    mesh["dp_replicate", "dp_shard"]._flatten("dp")
-    return mesh
+    """The mesh of AXES; the process group must be up. device_type: "cuda" or "cpu"."""
+    return init_device_mesh(device_type, tuple(degrees[axis] for axis in AXES), mesh_dim_names=AXES)
+
+
+def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
+    """(place of this rank among those that have different data, how many these are)."""
+    replicate, shard = mesh["dp_replicate"], mesh["dp_shard"]
+    return replicate.get_local_rank() * shard.size() + shard.get_local_rank(), replicate.size() * shard.size()
+
+
+def sum_over_data(tensor: Tensor, mesh: DeviceMesh) -> None:
+    """In place, over all ranks that have different data; those that share theirs have the same tensor, and do not count twice."""
+    for axis in ("dp_replicate", "dp_shard"):
+        if mesh[axis].size() > 1:
+            dist.all_reduce(tensor, group=mesh.get_group(axis))
