@@ -62,7 +62,7 @@ def _copies(gradient: Tensor) -> int:
         return ranks
     shards = 1
     for axis, placement in enumerate(gradient.placements):
-        shards *= gradient.device_mesh.size(axis) if placement.is_shard() else 1
+        shards *= 1 if placement.is_replicate() else gradient.device_mesh.size(axis)  # a _StridedShard says it is no shard
     return ranks // shards
 
 
