@@ -37,7 +37,7 @@ from torch.distributed.fsdp import fully_shard
 
 from titan_lite.compiler.stage import compile_model
 from titan_lite.config import Compile, Parallelism
-from titan_lite.distributed.mesh import build_mesh, resolve_degrees
+from titan_lite.distributed.mesh import build_mesh, parameter_mesh, resolve_degrees
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, materialize, shard_of
 from titan_lite.loss import cross_entropy_sum
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
@@ -63,7 +63,9 @@ def fsdp2(model: Transformer, mesh: DeviceMesh, device: torch.device, *, compile
 
 
 def simple_fsdp(model: Transformer, mesh: DeviceMesh, device: torch.device, *, compiled: bool, reshard: bool) -> None:
-    apply_simple_fsdp(model, mesh, param_dtype=torch.float32, reduce_dtype=torch.float32, reshard_after_forward=reshard)
+    apply_simple_fsdp(
+        model, parameter_mesh(mesh), param_dtype=torch.float32, reduce_dtype=torch.float32, reshard_after_forward=reshard
+    )
     if compiled:
         compile_model(model, Compile(enable=True, backend="inductor"), reshard_after_forward=reshard)
     materialize(model, device)

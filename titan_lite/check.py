@@ -1,6 +1,6 @@
 """What only the model, the data, the machine and the number of ranks show to be wrong with a recipe; needs no process group.
 
-model_config, tokenizer, degrees = check(config, world_size=8)
+model_config, tokenizer, degrees, pipeline = check(config, world_size=8)
 """
 
 import dataclasses
@@ -11,15 +11,16 @@ import torch
 
 from titan_lite.checkpoint import Checkpointer
 from titan_lite.compiler.stage import check_backend
-from titan_lite.config import Config, ConfigError, gradient_accumulation_steps
+from titan_lite.config import Config, ConfigError, Parallelism, gradient_accumulation_steps
 from titan_lite.data.dataset import check_data
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from titan_lite.distributed.mesh import check_tensor_parallel, resolve_degrees
+from titan_lite.distributed.mesh import check_context_parallel, check_tensor_parallel, resolve_degrees
+from titan_lite.distributed.pipeline import PipelinePlan, plan_pipeline
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
 
 
-def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict[str, int]]:
-    """The model's shape, its tokenizer and the degrees (mesh.py) of a recipe that can run here. Raises ConfigError."""
+def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict[str, int], PipelinePlan]:
+    """The model's shape, its tokenizer, the degrees (mesh.py) and stages of a recipe that can run here. Raises ConfigError."""
     if config.model.flavor not in FLAVORS:
         raise ConfigError(f'model.flavor = "{config.model.flavor}": known flavors are {", ".join(FLAVORS)}')
     flavor = FLAVORS[config.model.flavor]
@@ -29,6 +30,7 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
             f"at most {flavor.max_seq_len} works"
         )
     degrees = resolve_degrees(config.parallelism, world_size)
+    check_context_parallel(degrees["cp"], seq_len=config.training.seq_len, tp=degrees["tp"])
     check_tensor_parallel(
         degrees["tp"],
         n_heads=flavor.n_heads,
@@ -36,6 +38,14 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
         hidden_dim=flavor.hidden_dim,
         vocab_size=flavor.vocab_size,
         seq_len=config.training.seq_len,
+    )
+    pipeline = plan_pipeline(
+        config.parallelism,
+        n_layers=flavor.n_layers,
+        tied=flavor.tied_embeddings,
+        local_batch_size=config.training.local_batch_size,
+        compiled=config.compile.enable,
+        selective=config.activation_checkpoint.mode == "selective" and config.activation_checkpoint.selective_ac_option == "op",
     )
     accumulation = gradient_accumulation_steps(config.training, degrees["dp_replicate"] * degrees["dp_shard"])
     tokenizer = load_tokenizer(config.model.tokenizer_path)
@@ -45,18 +55,37 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
             f"{config.model.flavor} has room for {flavor.vocab_size}; use that flavor's tokenizer, or a flavor with room"
         )
     check_data(config.data)
+    check_async_tensor_parallel(config)
     check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
     if config.profiling.enable_memory_snapshot and not torch.cuda.is_available():
         raise ConfigError("profiling.enable_memory_snapshot = true: snapshots are of CUDA memory, and there is none; set false")
-    gather_once = accumulation > 1 and config.parallelism.fsdp_communication == "step"
-    if gather_once and config.parallelism.fsdp_reshard_after_forward == "always":
+    microbatches = accumulation * pipeline.microbatches
+    if gathers_once(config.parallelism, microbatches) and config.parallelism.fsdp_reshard_after_forward == "always":
         raise ConfigError(
             'parallelism.fsdp_reshard_after_forward = "always" has no effect with fsdp_communication = "step", which keeps '
-            f'weights gathered for a step of {accumulation} microbatches; fsdp_communication = "microbatch" would work'
+            f'weights gathered for a step of {microbatches} microbatches; fsdp_communication = "microbatch" would work'
         )
     check_writable(Path(config.job.dump_folder))
     Checkpointer(config.checkpoint, Path(config.job.dump_folder)).step_to_load()
-    return dataclasses.replace(flavor, max_seq_len=config.training.seq_len), tokenizer, degrees
+    return dataclasses.replace(flavor, max_seq_len=config.training.seq_len), tokenizer, degrees, pipeline
+
+
+def check_async_tensor_parallel(config: Config) -> None:
+    """Raises ConfigError where it is asked for and there is nothing to overlap, or nothing that would do it."""
+    if not config.parallelism.enable_async_tensor_parallel:
+        return
+    wrong = "parallelism.enable_async_tensor_parallel = true"
+    if config.parallelism.tensor_parallel_degree == 1:
+        raise ConfigError(f"{wrong} needs tensor_parallel_degree of 2 or more (it is 1); set that, or false")
+    if not config.compile.enable or config.compile.backend != "inductor":
+        raise ConfigError(f'{wrong} is a pass of Inductor: set compile.enable = true and compile.backend = "inductor", or false')
+    if not torch.cuda.is_available():
+        raise ConfigError(f"{wrong} needs GPUs that reach each other's memory, and this machine has none; set false")
+
+
+def gathers_once(parallelism: Parallelism, microbatches: int) -> bool:
+    """Whether weights are gathered and gradients reduced once for the `microbatches` of an optimizer step."""
+    return microbatches > 1 and parallelism.fsdp_communication == "step"
 
 
 def check_writable(folder: Path) -> None:

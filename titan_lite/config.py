@@ -137,20 +137,53 @@ class Parallelism:
         -1, "ranks one copy is sharded over (FSDP); -1: all that are left", unit="ranks", least=1, also=(-1,)
     )
     tensor_parallel_degree: int = setting(1, "ranks each matrix product is split over", unit="ranks", least=1)
+    enable_async_tensor_parallel: bool = setting(
+        False, "overlap tensor parallelism's collectives with the matrix products beside them (Inductor, on GPUs)", unit="bool"
+    )
     context_parallel_degree: int = setting(1, "ranks each sequence is split over", unit="ranks", least=1)
     pipeline_parallel_degree: int = setting(1, "groups of ranks the layers are split over", unit="ranks", least=1)
+    pipeline_parallel_schedule: str = setting(
+        "1F1B",
+        "order of forwards and backwards: GPipe and 1F1B have one stage a rank, Interleaved1F1B two or more, ZBVZeroBubble two, "
+        "with backward in two halves",
+        unit="name",
+        choices=("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"),
+    )
+    pipeline_parallel_schedule_csv: str = setting(
+        "",
+        "a schedule of your own instead: a row of actions a pipeline rank, such as 0F0,1F0,1B0,0B0 (stage, action, microbatch)",
+        unit="path",
+        path=True,
+    )
+    pipeline_parallel_microbatch_size: int = setting(
+        1, "sequences that go through the pipeline at once; local_batch_size is cut into these", unit="sequences", least=1
+    )
+    pipeline_parallel_stages_per_rank: int = setting(
+        -1, "stages of one pipeline rank; -1: as many as the schedule has, at least", unit="stages", least=1, also=(-1,)
+    )
+    pipeline_parallel_first_stage_less_layers: int = setting(
+        1, "layers that the first stage has less, for its embedding, where layers are split automatically", unit="layers", least=0
+    )
+    pipeline_parallel_last_stage_less_layers: int = setting(
+        1, "layers that the last stage has less, for norm, output and loss", unit="layers", least=0
+    )
+    pipeline_parallel_split_points: tuple = setting(
+        (),
+        "the module that each stage but the first begins with, such as layers.2,layers.4; empty: layers are split automatically",
+        unit="FQNs",
+    )
     fsdp_reshard_after_forward: str = setting(
         "default",
         "whether gathered weights are dropped after forward and gathered again in backward (always), or kept (never); "
-        "default: always, but never under pipeline parallelism",
+        "default: always, except where fsdp_communication = step keeps them gathered for a step",
         unit="name",
         choices=("default", "always", "never"),
     )
     fsdp_communication: str = setting(
         "step",
-        "with gradient accumulation: step gathers all weights and reduces all gradients once an optimizer step (memory: the "
-        "rank's whole model in mixed_precision_param plus its gradients in mixed_precision_reduce); microbatch does both for "
-        "every microbatch (traffic times the number of microbatches)",
+        "with several microbatches (gradient accumulation, pipeline): step gathers all weights and reduces all gradients once an "
+        "optimizer step (memory: the rank's whole stages in mixed_precision_param plus their gradients in "
+        "mixed_precision_reduce); microbatch does both for every microbatch (traffic times the number of microbatches)",
         unit="name",
         choices=("step", "microbatch"),
     )
@@ -160,10 +193,23 @@ class Parallelism:
 class ActivationCheckpoint:
     mode: str = setting(
         "none",
-        "none keeps every activation; full keeps each block's input and recomputes the rest; selective keeps matrix products "
-        "and attention and recomputes what is cheap",
+        "none keeps every activation; full keeps each block's input and recomputes the rest; selective is what "
+        "selective_ac_option says; memory_budget lets the compiler choose, with memory_budget",
         unit="name",
-        choices=("none", "selective", "full"),
+        choices=("none", "selective", "full", "memory_budget"),
+    )
+    selective_ac_option: str = setting(
+        "op",
+        'with mode = selective: "op" keeps matrix products and attention of every block and recomputes what is cheap; a number '
+        "such as 2 recomputes every second block whole",
+        unit="op, or blocks",
+    )
+    memory_budget: float = setting(
+        0.5,
+        "with mode = memory_budget and compile.enable: activations kept, between recomputing all that can be (0) and nothing (1)",
+        unit="fraction",
+        least=0,
+        most=1,
     )
 
 
@@ -428,6 +474,8 @@ def _parse_text(key: str, text: str) -> Any:
             value = {"true": True, "false": False}[text.lower()]
         elif kind in (int, float):
             value = kind(text)
+        elif kind is tuple:
+            value = [word.strip() for word in text.split(",") if word.strip()]
     except (KeyError, ValueError):
         raise ConfigError(
             f"command line: --{key}={text}: expected {_expected(KEYS[key])}, such as {_toml_value(KEYS[key].default)}"
@@ -440,8 +488,12 @@ def _check_value(key: str, value: Any, place: str) -> Any:
     field = KEYS[key]
     if field.type is float and type(value) is int:
         value = float(value) if abs(value) < 2**1000 else math.inf
+    if field.type is tuple and isinstance(value, list) and all(isinstance(word, str) for word in value):
+        value = tuple(value)
     section, _, name = key.partition(".")
-    wrong = f"{place}: [{section}] {name} = {_toml_value(value) if isinstance(value, str | bool | int | float) else value}"
+    wrong = (
+        f"{place}: [{section}] {name} = {_toml_value(value) if isinstance(value, str | bool | int | float | tuple) else value}"
+    )
     if type(value) is not field.type:
         raise ConfigError(f"{wrong}: expected {_expected(field)}, such as {name} = {_toml_value(field.default)}")
     rule = field.metadata
@@ -495,6 +547,17 @@ def _check_combinations(config: Config, origins: dict[str, str]) -> None:
         raise ConfigError(
             f'{at("model.tokenizer_path")} is empty: name a tokenizer file, such as "../assets/tokenizer/debug.model"'
         )
+    checkpointing = config.activation_checkpoint
+    option = checkpointing.selective_ac_option
+    if option != "op" and not (option.isascii() and option.isdigit() and int(option) > 0):
+        raise ConfigError(
+            f'{at("activation_checkpoint.selective_ac_option")}: expected "op", or a number of blocks in quotes such as "2"'
+        )
+    if checkpointing.mode == "memory_budget" and not config.compile.enable:
+        raise ConfigError(
+            f"{at('activation_checkpoint.mode')} needs compile.enable = true, since the compiler chooses; "
+            'set that, or mode = "selective" would work'
+        )
     replicate, shard = config.parallelism.data_parallel_replicate_degree, config.parallelism.data_parallel_shard_degree
     if config.checkpoint.load_step != -1 and not config.checkpoint.enable:
         raise ConfigError(
@@ -507,7 +570,8 @@ def _check_combinations(config: Config, origins: dict[str, str]) -> None:
 def _expected(field: dataclasses.Field) -> str:
     """'a number above 0, unit L2 norm' and the like."""
     rule = field.metadata
-    kind = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[field.type]  # type: ignore[index]
+    kinds = {bool: "true or false", int: "an integer", float: "a number", str: "a string", tuple: "a list of strings"}
+    kind = kinds[field.type]  # type: ignore[index]
     if rule["choices"]:
         return "one of " + ", ".join(f'"{choice}"' for choice in rule["choices"])
     words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
@@ -553,6 +617,8 @@ def _toml_value(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, str):  # a JSON string is a TOML basic string but for DEL
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
     return repr(value)
 
 

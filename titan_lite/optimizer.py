@@ -1,11 +1,11 @@
 """AdamW over sharded parameters, clipping by the global norm, and the optimizer's state by FQN.
 
-optimizer = build_optimizer(config.optimizer, model)
-norm = clip_grad_norm_(list(model.parameters()), max_norm=1.0)
-optimizer_state(optimizer, model)       # {"layers.0.attention.wq.weight.exp_avg": DTensor, ...}
+optimizer = build_optimizer(config.optimizer, model.parameters())
+norm = clip_grad_norm_(model.parameters(), max_norm=1.0)
+optimizer_state(optimizer, dict(model.named_parameters()))       # {"layers.0.attention.wq.weight.exp_avg": DTensor, ...}
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from titan_lite.config import Optimizer
 
 
-def build_optimizer(config: Optimizer, model: nn.Module) -> torch.optim.AdamW:
+def build_optimizer(config: Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
     """AdamW, fused: one kernel for all parameters. Norm weights decay only with config.decay_norms."""
     decaying: list[nn.Parameter] = []
     steady: list[nn.Parameter] = []
-    for parameter in model.parameters():
+    for parameter in parameters:
         (decaying if parameter.dim() > 1 or config.decay_norms else steady).append(parameter)
     groups: list[dict] = [{"params": decaying, "weight_decay": config.weight_decay}, {"params": steady, "weight_decay": 0.0}]
     return torch.optim.AdamW(
@@ -40,8 +40,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Scale all gradients down to the global L2 norm `max_norm`; returns the norm before, a scalar, the same on every rank.
 
-    A gradient that k ranks hold alike counts 1/k on each, so one sum over all ranks is right on every layout and needs no
-    knowledge of the mesh. A non-finite norm leaves the gradients non-finite: the caller decides.
+    A gradient that k ranks hold alike counts 1/k on each, so one sum over all ranks is right on every layout, those of pipeline
+    stages with other parameters included. A non-finite norm leaves the gradients non-finite: the caller decides.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
@@ -56,23 +56,22 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
 
 
 def _copies(gradient: Tensor) -> int:
-    """On how many ranks the same numbers are: all that do not hold another shard of it."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    """On how many ranks the same numbers are: all on its mesh that do not hold another shard of it."""
     if not isinstance(gradient, DTensor):
-        return ranks
-    shards = 1
+        return dist.get_world_size() if dist.is_initialized() else 1
+    mesh, shards = gradient.device_mesh, 1
     for axis, placement in enumerate(gradient.placements):
-        shards *= 1 if placement.is_replicate() else gradient.device_mesh.size(axis)  # a _StridedShard says it is no shard
-    return ranks // shards
+        shards *= 1 if placement.is_replicate() else mesh.size(axis)  # a _StridedShard says it is no shard
+    return mesh.size() // shards
 
 
-def optimizer_state(optimizer: torch.optim.AdamW, model: nn.Module) -> dict[str, Tensor]:
+def optimizer_state(optimizer: torch.optim.AdamW, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Everything AdamW remembers as {"FQN.exp_avg": ..., "FQN.exp_avg_sq": ..., "FQN.step": ...}, the live tensors.
 
     State that the first step would make is made here, so that a checkpoint can be loaded into it.
     """
     result = {}
-    for fqn, parameter in model.named_parameters():
+    for fqn, parameter in parameters.items():
         state = optimizer.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)

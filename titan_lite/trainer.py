@@ -11,6 +11,7 @@ import gc
 import math
 import os
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -18,14 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_lite import __version__
-from titan_lite.check import check
+from titan_lite.check import check, gathers_once
 from titan_lite.checkpoint import Checkpointer
 from titan_lite.compiler.hardware import peak_flops
 from titan_lite.config import Config, ConfigError, gradient_accumulation_steps, to_toml
 from titan_lite.data.dataset import Split
 from titan_lite.data.loader import Batch, Loader, build_loader, merge_states
-from titan_lite.distributed.mesh import build_mesh, data_rank, sum_over_data
+from titan_lite.distributed.context_parallel import own_positions
+from titan_lite.distributed.mesh import build_mesh, data_rank, sum_of_losses, sum_over_tokens
 from titan_lite.distributed.parallelize import parallelize
+from titan_lite.distributed.pipeline import Pipeline, keep_modules
 from titan_lite.distributed.simple_fsdp import gathered_for_step, materialize, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.logging import logger
@@ -48,7 +51,7 @@ class Trainer:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
         # 1. everything that may be wrong with the recipe
-        self.model_config, self.tokenizer, degrees = check(config, self.world_size)
+        self.model_config, self.tokenizer, degrees, plan = check(config, self.world_size)
 
         # 2. the device, the processes, and how they are arranged
         self.device = init_device(config)
@@ -61,27 +64,51 @@ class Trainer:
         self.mesh = build_mesh(degrees, self.device.type)
         self.dp_rank, self.dp_degree = data_rank(self.mesh)
 
-        # 3. the model: on no device, made parallel, given memory, filled
-        with torch.device("meta"):
-            self.model = Transformer(self.model_config)
-        self.model.to(getattr(torch, config.training.dtype))
+        # 3. the model, or this rank's stages of it: on no device, made parallel, given memory, filled
+        positions = own_positions(config.training.seq_len, self.mesh["cp"].get_local_rank(), self.mesh["cp"].size())
+        self.stages = []
+        for stage in plan.stages_of(self.mesh["pp"].get_local_rank()):
+            with torch.device("meta"):
+                model = Transformer(self.model_config, positions).to(getattr(torch, config.training.dtype))
+            self.total_parameters = sum(parameter.numel() for parameter in model.parameters())
+            keep_modules(model, plan.modules[stage])
+            self.stages.append(model)
         parallelize(
-            self.model,
+            self.stages,
             self.mesh,
             training=config.training,
             parallelism=config.parallelism,
             activation_checkpoint=config.activation_checkpoint,
             compile=config.compile,
         )
-        materialize(self.model, self.device)
-        self.model.init_weights(config.debug.seed, shard_of)
+        for model in self.stages:
+            materialize(model, self.device)
+            model.init_weights(config.debug.seed, shard_of)
+        self.parameters = {fqn: parameter for model in self.stages for fqn, parameter in model.named_parameters()}
+        self.positions = torch.tensor(positions, device=self.device)
         tp = axis_of(self.mesh["tp"])
         self.loss_sum = build_loss(self.model_config.vocab_size, tp.rank, tp.degree, tp.group)
+        self.pipeline = None
+        if self.mesh["pp"].size() > 1:
+            self.pipeline = Pipeline(
+                self.stages,
+                plan,
+                self.mesh["pp"],
+                config.parallelism,
+                hidden=(
+                    config.training.local_batch_size // plan.microbatches,
+                    len(positions) // tp.degree,
+                    self.model_config.dim,
+                ),
+                hidden_dtype=getattr(torch, config.training.mixed_precision_param),
+                loss_sum=self.loss_sum,
+                device=self.device,
+            )
 
         # 4. what moves it
-        self.optimizer = build_optimizer(config.optimizer, self.model)
+        self.optimizer = build_optimizer(config.optimizer, self.parameters.values())
         self.accumulation = gradient_accumulation_steps(config.training, self.dp_degree)
-        self.gather_once = self.accumulation > 1 and config.parallelism.fsdp_communication == "step"
+        self.gather_once = gathers_once(config.parallelism, self.accumulation * plan.microbatches)
         self.total_steps = config.training.steps if config.lr_scheduler.total_steps == -1 else config.lr_scheduler.total_steps
         self.loader = self.build_loader("train")
         self.validation_loader = self.build_loader("validation") if config.validation.enable else None
@@ -160,14 +187,14 @@ class Trainer:
         """One optimizer step; returns (loss, gradient norm, learning rate), the same on every rank."""
         batches = [self.next_batch() for _ in range(self.accumulation)]
         tokens = torch.stack([(label != IGNORE_INDEX).sum() for _, label in batches]).sum()
-        sum_over_data(tokens, self.mesh)
+        sum_over_tokens(tokens, self.mesh)
 
         loss = self.forward_backward(batches, tokens)
-        grad_norm = clip_grad_norm_(self.model.parameters(), self.config.training.max_norm)
+        grad_norm = clip_grad_norm_(self.parameters.values(), self.config.training.max_norm)
         lr = self.config.optimizer.lr * lr_factor(self.step, self.config.lr_scheduler, self.total_steps)
         set_learning_rate(self.optimizer, lr)
 
-        sum_over_data(loss, self.mesh)
+        sum_of_losses(loss, self.mesh)
         loss_value, norm_value = torch.stack((loss, grad_norm)).tolist()
         # Both are sums over all ranks, so every rank decides the same, and before a parameter has changed.
         if math.isfinite(loss_value) and math.isfinite(norm_value):
@@ -182,17 +209,17 @@ class Trainer:
     def forward_backward(self, batches: list[Batch], tokens: Tensor) -> Tensor:
         """Gradients of the loss over `tokens` tokens of all ranks; returns this rank's part of the loss, a scalar."""
         total = torch.zeros((), device=self.device)
-        if self.gather_once:
-            with gathered_for_step(self.model):
-                for input, label in batches:
-                    total += self.backward_one(input, label, tokens)
-        else:
+        with ExitStack() as gathered:
+            for model in self.stages if self.gather_once else ():
+                gathered.enter_context(gathered_for_step(model))
             for input, label in batches:
                 total += self.backward_one(input, label, tokens)
         return total
 
     def backward_one(self, input: Tensor, label: Tensor, tokens: Tensor) -> Tensor:
-        loss = self.loss_sum(self.model(input), label) / tokens
+        if self.pipeline is not None:
+            return self.pipeline.forward_backward(input, label, tokens)
+        loss = self.loss_sum(self.stages[0](input), label) / tokens
         loss.backward()
         return loss.detach()
 
@@ -218,19 +245,30 @@ class Trainer:
         started, beginning = time.perf_counter(), self.validation_loader.state_dict()
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
         for _ in range(self.config.validation.steps * self.accumulation):
-            input, label = (tensor.to(self.device, non_blocking=True) for tensor in next(self.validation_loader))
-            sums[0] += self.loss_sum(self.model(input), label)
+            input, label = self.to_device(next(self.validation_loader))
+            sums[0] += self.evaluate_one(input, label)
             sums[1] += (label != IGNORE_INDEX).sum()
-        sum_over_data(sums, self.mesh)
+        sum_of_losses(sums[0], self.mesh)
+        sum_over_tokens(sums[1], self.mesh)
         self.validation_loader.load_state_dict(beginning)
         self.metrics.log(self.step, {"validation_loss": float(sums[0] / sums[1])})
         self.window_start += time.perf_counter() - started  # throughput is of training alone
 
+    def evaluate_one(self, input: Tensor, label: Tensor) -> Tensor:
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(input, label)
+        return self.loss_sum(self.stages[0](input), label)
+
     def next_batch(self) -> Batch:
         started = time.perf_counter()
-        input, label = next(self.loader)
+        batch = next(self.loader)
         self.waited_for_data += time.perf_counter() - started
-        return input.to(self.device, non_blocking=True), label.to(self.device, non_blocking=True)
+        return self.to_device(batch)
+
+    def to_device(self, batch: Batch) -> Batch:
+        """Of every sequence the tokens that are this rank's under context parallelism."""
+        input, label = (tensor.to(self.device, non_blocking=True) for tensor in batch)
+        return input[:, self.positions], label[:, self.positions]
 
     def start_window(self) -> None:
         """What is logged next is about the time from now on."""
@@ -259,8 +297,8 @@ class Trainer:
         self.start_window()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        model = {f"model.{fqn}": parameter.detach() for fqn, parameter in self.model.named_parameters()}
-        optimizer = optimizer_state(self.optimizer, self.model)
+        model = {f"model.{fqn}": parameter.detach() for fqn, parameter in self.parameters.items()}
+        optimizer = optimizer_state(self.optimizer, self.parameters)
         return {**model, **{f"optimizer.{name}": tensor for name, tensor in optimizer.items()}}
 
     def save(self) -> None:
@@ -326,7 +364,6 @@ class Trainer:
         config, training = self.config, self.config.training
         if config.job.description:
             logger.info(config.job.description)
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
         axes = ", ".join(f"{axis} {self.mesh[axis].size()}" for axis in self.mesh.mesh_dim_names or ())
         name = (
             torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
@@ -334,14 +371,24 @@ class Trainer:
         rows = training.local_batch_size * self.dp_degree * self.accumulation
         compiled = config.compile.backend if config.compile.enable else "eager"
         logger.info(
-            f"model: {config.model.name} {config.model.flavor}, {parameters:,} parameters; torch {torch.__version__}, {compiled}"
+            f"model: {config.model.name} {config.model.flavor}, {self.total_parameters:,} parameters; "
+            f"torch {torch.__version__}, {compiled}"
         )
         logger.info(f"ranks: {self.world_size} ({axes}), each one {name}")
         logger.info(
             f"batch: {rows} sequences of {training.seq_len} tokens a step = {rows * training.seq_len:,} tokens, "
             f"in {self.accumulation} microbatches of {training.local_batch_size} a rank"
         )
+        if self.pipeline is not None:
+            parallelism, plan = config.parallelism, self.pipeline.plan
+            schedule = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
+            logger.info(
+                f"pipeline: {len(plan.modules)} stages, {schedule}, {plan.microbatches} microbatches of "
+                f"{parallelism.pipeline_parallel_microbatch_size}; ranks wait {100 * self.pipeline.bubble:.1f}% of the time (the "
+                "bubble), if all stages are equally fast"
+            )
         if self.gather_once:
+            parameters = sum(parameter.numel() for parameter in self.parameters.values()) / self.mesh["tp"].size()
             dtypes = (getattr(torch, name).itemsize for name in (training.mixed_precision_param, training.mixed_precision_reduce))
             held = parameters * sum(dtypes) / 2**30
             logger.info(

@@ -8,7 +8,7 @@ import torch
 from titan_lite.compiler.stage import compile_model
 from titan_lite.config import Compile
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
-from titan_lite.distributed.mesh import build_mesh, data_rank, sum_over_data
+from titan_lite.distributed.mesh import build_mesh, data_rank, parameter_mesh, sum_over_tokens
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, materialize, shard_of
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel, axis_of
 from titan_lite.loss import build_loss, cross_entropy_sum
@@ -42,8 +42,8 @@ def build(config, mesh, *, reshard=True, param=torch.float32, compiled=None, che
     with torch.device("meta"):
         model = Transformer(config)
     apply_tensor_parallel(model, mesh["tp"])
-    apply_activation_checkpoint(model.layers.values(), checkpointing)
-    apply_simple_fsdp(model, mesh, param_dtype=param, reduce_dtype=torch.float32, reshard_after_forward=reshard)
+    apply_activation_checkpoint(model.layers, checkpointing)
+    apply_simple_fsdp(model, parameter_mesh(mesh), param_dtype=param, reduce_dtype=torch.float32, reshard_after_forward=reshard)
     materialize(model, torch.device("cpu"))
     model.init_weights(0, shard_of)
     if compiled:
@@ -68,7 +68,7 @@ def step(model, mesh, microbatches, tokens, scale=1, whole=True, gradient=True):
         loss = loss_sum(model(input), label) / tokens
         (loss * scale).backward()
         total += loss.detach()
-    sum_over_data(total, mesh)
+    sum_over_tokens(total, mesh)
     return total.item(), gradients(model, whole) if gradient else None
 
 

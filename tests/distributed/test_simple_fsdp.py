@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from titan_lite.compiler.stage import compile_model
 from titan_lite.config import Compile
+from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.simple_fsdp import GatherPlan, apply_simple_fsdp, gathered_for_step, shard_of
 from titan_lite.loss import cross_entropy_sum
 from titan_lite.models.llama3 import ModelConfig, Transformer
@@ -200,7 +201,7 @@ def uneven():
     for reshard in (True, False):
         for compiled in (False, True):
             model = Rows(8, 7, 5, 3, 1)
-            apply_simple_fsdp(model, mesh, param_dtype=F32, reduce_dtype=F32, reshard_after_forward=reshard)
+            apply_simple_fsdp(model, parameter_mesh(mesh), param_dtype=F32, reduce_dtype=F32, reshard_after_forward=reshard)
             if compiled:
                 torch._dynamo.reset()
                 compile_model(model, Compile(enable=True, backend="aot_eager"), reshard_after_forward=reshard)

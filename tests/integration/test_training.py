@@ -232,11 +232,11 @@ def with_bad_gradients(folder, bad_steps):
     def broken(batches, tokens):
         loss = forward_backward(batches, tokens)
         if trainer.step in bad_steps and trainer.rank == 1:
-            next(trainer.model.parameters()).grad.to_local()[0, 0] = math.inf
+            next(iter(trainer.parameters.values())).grad.to_local()[0, 0] = math.inf
         return loss
 
     def parameters():
-        return torch.cat([p.detach().to_local().flatten() for p in trainer.model.parameters()]).clone()
+        return torch.cat([p.detach().to_local().flatten() for p in trainer.parameters.values()]).clone()
 
     changed = {}
     train_step = trainer.train_step

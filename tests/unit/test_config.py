@@ -149,6 +149,8 @@ def values_of(key):
         return st.booleans()
     if field.type is str:
         return st.text()
+    if field.type is tuple:
+        return st.lists(st.text()).map(tuple)
     low = rule["least"] if rule["least"] is not None else rule["above"]
     high = rule["most"] if rule["most"] is not None else rule["below"]
     if field.type is int:
@@ -168,6 +170,9 @@ TOGETHER = {
     "training.steps",
     "lr_scheduler.warmup_steps",
     "lr_scheduler.total_steps",
+    "activation_checkpoint.mode",
+    "parallelism.pipeline_parallel_schedule_csv",
+    "activation_checkpoint.selective_ac_option",
 }
 
 
@@ -255,6 +260,14 @@ MISTAKES = [
     a_line("integer for boolean", "compile", "enable = 1", "enable = false"),
     a_line("string for boolean", "compile", 'enable = "yes"', "true or false", "enable = true"),
     a_line("integer for string", "job", "description = 5", 'description = ""'),
+    a_line("string for list", "parallelism", 'pipeline_parallel_split_points = "norm"', "pipeline_parallel_split_points = []"),
+    a_line(
+        "list of numbers",
+        "parallelism",
+        "pipeline_parallel_split_points = [2]",
+        "a list of strings",
+        "pipeline_parallel_split_points = []",
+    ),
     a_line("boolean for choice", "compile", "backend = true", '"inductor"', 'backend = "inductor"'),
     # ranges and choices
     a_line("zero", "training", "steps = 0", "at least 1", "steps = 1"),
@@ -264,6 +277,14 @@ MISTAKES = [
     a_line("not a number", "optimizer", "lr = nan", "lr = 0.0003"),
     a_line("infinite", "training", "max_norm = inf", "max_norm = 1.0"),
     Mistake("no float is that large", f"[optimizer]\nlr = 1{'0' * 400}", ("[optimizer] lr = inf",), "such as lr = 0.0003"),
+    a_line("no blocks", "activation_checkpoint", 'selective_ac_option = "0"', '"op"', 'selective_ac_option = "op"'),
+    a_line(
+        "not a word for blocks",
+        "activation_checkpoint",
+        'selective_ac_option = "two"',
+        'such as "2"',
+        'selective_ac_option = "2"',
+    ),
     a_line("misspelt choice", "compile", 'backend = "induktor"', "did you mean inductor?", 'backend = "inductor"'),
     a_line("unknown choice", "training", 'dtype = "fp8"', '"bfloat16"', 'dtype = "bfloat16"'),
     # files
@@ -319,6 +340,13 @@ MISTAKES = [
         ("[validation] enable = true",),
         "data.validation_fraction = 0.05",
         "[validation]\nenable = true\n[data]\nvalidation_fraction = 0.05",
+    ),
+    together(
+        "a budget that nobody keeps",
+        '[activation_checkpoint]\nmode = "memory_budget"',
+        ('[activation_checkpoint] mode = "memory_budget"',),
+        "compile.enable = true",
+        '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true',
     ),
     together(
         "a step to load, from no checkpoint",
@@ -419,7 +447,7 @@ def test_a_global_batch_smaller_than_one_microbatch_a_rank():
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_is_described(key):
     field = KEYS[key]
-    assert field.type in (bool, int, float, str)
+    assert field.type in (bool, int, float, str, tuple)
     assert type(field.default) is field.type
     assert field.metadata["doc"]
     assert field.metadata["unit"]

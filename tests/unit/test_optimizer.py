@@ -41,7 +41,7 @@ def take_steps(model, optimizer, steps):
 @pytest.mark.parametrize("decay_norms", [False, True])
 def test_norms_decay_only_when_asked_for(decay_norms):
     model = build_model()
-    optimizer = build_optimizer(Optimizer(weight_decay=0.3, decay_norms=decay_norms), model)
+    optimizer = build_optimizer(Optimizer(weight_decay=0.3, decay_norms=decay_norms), model.parameters())
     names = {parameter: name for name, parameter in model.named_parameters()}
     decay = {names[p]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decay == {name: 0.0 if name in NORMS and not decay_norms else 0.3 for name in names.values()}
@@ -49,7 +49,7 @@ def test_norms_decay_only_when_asked_for(decay_norms):
 
 
 def test_settings_reach_every_group():
-    optimizer = build_optimizer(CONFIG, build_model())
+    optimizer = build_optimizer(CONFIG, build_model().parameters())
     assert len(optimizer.param_groups) == 2
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"], group["fused"]) == (0.02, (0.8, 0.9), 1e-6, True)
@@ -59,7 +59,7 @@ def test_settings_reach_every_group():
 
 def test_steps_are_those_of_the_plain_algorithm():
     model, oracle = build_model(), build_model()
-    optimizer = build_optimizer(CONFIG, model)
+    optimizer = build_optimizer(CONFIG, model.parameters())
     theirs = [
         torch.optim.AdamW(
             [parameter], lr=CONFIG.lr, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0 if name in NORMS else 0.5, foreach=False
@@ -124,8 +124,8 @@ def test_one_bad_number_shows_in_the_norm_and_stays_in_the_gradients(bad):
 @pytest.mark.parametrize("tied", [False, True])
 def test_state_is_named_after_parameters_and_is_the_live_one(tied):
     model = build_model(tied)
-    optimizer = build_optimizer(CONFIG, model)
-    state = optimizer_state(optimizer, model)
+    optimizer = build_optimizer(CONFIG, model.parameters())
+    state = optimizer_state(optimizer, dict(model.named_parameters()))
     names = [name for name, _ in model.named_parameters()]
     assert ("output.weight" in names) is not tied
     assert state.keys() == {f"{name}.{part}" for name in names for part in ("step", "exp_avg", "exp_avg_sq")}
@@ -136,17 +136,20 @@ def test_state_is_named_after_parameters_and_is_the_live_one(tied):
         assert state[f"{name}.exp_avg"].shape == state[f"{name}.exp_avg_sq"].shape == parameter.shape
         assert state[f"{name}.exp_avg"].all()
         assert (state[f"{name}.exp_avg_sq"] > 0).all()
-    again = optimizer_state(optimizer, model)
+    again = optimizer_state(optimizer, dict(model.named_parameters()))
     assert all(again[name] is tensor for name, tensor in state.items())
 
 
 def test_asking_for_the_state_before_the_first_step_changes_nothing():
     model, untouched = build_model(), build_model()
-    optimizers = [build_optimizer(CONFIG, each) for each in (model, untouched)]
-    optimizer_state(optimizers[0], model)
+    optimizers = [build_optimizer(CONFIG, each.parameters()) for each in (model, untouched)]
+    optimizer_state(optimizers[0], dict(model.named_parameters()))
     for each, optimizer in zip((model, untouched), optimizers, strict=True):
         take_steps(each, optimizer, [1, 2])
-    states = [optimizer_state(optimizer, each) for optimizer, each in zip(optimizers, (model, untouched), strict=True)]
+    states = [
+        optimizer_state(optimizer, dict(each.named_parameters()))
+        for optimizer, each in zip(optimizers, (model, untouched), strict=True)
+    ]
     for name, tensor in states[0].items():
         assert tensor.dtype == states[1][name].dtype
         assert torch.equal(tensor, states[1][name]), name
@@ -156,12 +159,12 @@ def test_asking_for_the_state_before_the_first_step_changes_nothing():
 
 def test_steps_after_loading_are_those_without_interruption():
     model, resumed = build_model(), build_model()
-    optimizer = build_optimizer(CONFIG, model)
+    optimizer = build_optimizer(CONFIG, model.parameters())
     take_steps(model, optimizer, [1, 2, 3])
-    saved = {name: tensor.clone() for name, tensor in optimizer_state(optimizer, model).items()}
+    saved = {name: tensor.clone() for name, tensor in optimizer_state(optimizer, dict(model.named_parameters())).items()}
     resumed.load_state_dict(model.state_dict())
-    new = build_optimizer(CONFIG, resumed)
-    for name, tensor in optimizer_state(new, resumed).items():
+    new = build_optimizer(CONFIG, resumed.parameters())
+    for name, tensor in optimizer_state(new, dict(resumed.named_parameters())).items():
         tensor.copy_(saved[name])
     take_steps(model, optimizer, [4, 5])
     take_steps(resumed, new, [4, 5])

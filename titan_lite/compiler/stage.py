@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -43,11 +44,20 @@ def check_backend(config: Compile, device_type: str) -> None:
             raise ConfigError(f'compile.backend = "inductor" needs a C++ compiler for the CPU (g++, or CXX); {works}') from None
 
 
-def compile_model(model: nn.Module, config: Compile, *, reshard_after_forward: bool) -> None:
-    """Compile `model` as one graph, in place; FQNs do not change. Anything that breaks the graph is an error."""
+def compile_model(model: nn.Module, config: Compile, *, reshard_after_forward: bool, memory_budget: float = 1.0) -> None:
+    """Compile `model` as one graph, in place; FQNs do not change. Anything that breaks the graph is an error.
+
+    memory_budget: the share of activations that the partitioner may keep, of those it keeps at 1.0; what it then recomputes
+    are the operators that cost least for what they free.
+    """
     joint_passes: list[Pass] = [resharding.recompute_parameter_all_gathers] if reshard_after_forward else []
     backend = {"inductor": _inductor, "aot_eager": _aot_eager}[config.backend](joint_passes)
-    model.compile(backend=backend, fullgraph=True)
+
+    def within_budget(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
+        with functorch_config.patch(activation_memory_budget=memory_budget):
+            return backend(graph, inputs)
+
+    model.compile(backend=within_budget, fullgraph=True)
 
 
 def _aot_eager(joint_passes: Sequence[Pass]) -> Callable:

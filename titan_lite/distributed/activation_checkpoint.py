@@ -1,13 +1,13 @@
 """Activation checkpointing: which activations of a block are kept for backward, and which are computed again.
 
-    apply_activation_checkpoint(model.layers.values(), mode="selective")
+    apply_activation_checkpoint(model.layers, mode="selective", option="op")
 
 Each block's class is swapped for one whose forward runs under torch's non-reentrant checkpoint; names do not change.
-Recomputing a block reads its weights again, so under SimpleFSDP they are gathered again as well.
+Recomputing a block reads its weights again, so under SimpleFSDP they are gathered again as well. Under torch.compile all of it is
+tags on the graph, those of resharding (compiler/resharding.py) included, and one partitioner reads them.
 """
 
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,19 +27,27 @@ EXPENSIVE = frozenset(
 )
 
 
-def apply_activation_checkpoint(blocks: Iterable[nn.Module], mode: str) -> None:
-    """mode: "none", "selective" (keep EXPENSIVE operators' results) or "full" (keep the block's input only)."""
-    if mode == "none":
+def apply_activation_checkpoint(blocks: nn.ModuleDict, mode: str, option: str = "op") -> None:
+    """blocks: by their number in the whole model.
+
+    mode: "none"; "full": keep a block's input only; "selective" with option "op": keep EXPENSIVE operators' results, with option
+    "2": every second block (0, 2, ...) as in "full" and the others as in "none"; "memory_budget": nothing here, the partitioner's
+    choice (compiler/stage.py).
+    """
+    if mode in ("none", "memory_budget"):
         return
-    for block in blocks:
-        cls: Any = type(block)
-        block.__class__ = _checkpointed_class(cls, mode)
+    by_operator = mode == "selective" and option == "op"
+    every = int(option) if mode == "selective" and not by_operator else 1
+    for name, block in blocks.items():
+        if int(name) % every == 0:
+            cls: Any = type(block)
+            block.__class__ = _checkpointed_class(cls, by_operator)
 
 
 @functools.cache
-def _checkpointed_class(cls: Any, mode: str) -> Any:
+def _checkpointed_class(cls: Any, by_operator: bool) -> Any:
     def forward(self: nn.Module, *args: Any) -> Any:
-        selective: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
+        selective: dict[str, Any] = {"context_fn": _selective_contexts} if by_operator else {}
         # no dropout anywhere, so there is no random state to put back
         return checkpoint(functools.partial(cls.forward, self), *args, use_reentrant=False, preserve_rng_state=False, **selective)
 

@@ -16,16 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from titan_lite.config import ConfigError, Parallelism
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+PARAMETER_AXES = ("dp_replicate", "dp_shard", "tp")
 
 
 def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
     """Ranks along each axis, -1 resolved; their product is world_size. Raises ConfigError before anything is started."""
-    for key in ("pipeline_parallel_degree", "context_parallel_degree"):
-        if getattr(parallelism, key) > 1:
-            raise ConfigError(
-                f"parallelism.{key} = {getattr(parallelism, key)}: this version has data and tensor parallelism "
-                f"(FSDP, HSDP, DDP, TP) only; {key} = 1 works"
-            )
     degrees = {
         "pp": parallelism.pipeline_parallel_degree,
         "dp_replicate": parallelism.data_parallel_replicate_degree,
@@ -66,19 +61,52 @@ def check_tensor_parallel(tp: int, *, n_heads: int, n_kv_heads: int, hidden_dim:
             raise ConfigError(f"{wrong} leaves a rank without any of the {count} {what}; a lower degree would work")
 
 
+def check_context_parallel(cp: int, *, seq_len: int, tp: int) -> None:
+    """Raises ConfigError where `cp` ranks cannot have two chunks of a sequence each, which `tp` ranks can share."""
+    if cp > 1 and seq_len % (2 * cp * tp):
+        step = 2 * cp * tp
+        nearest = sorted({max(step, seq_len // step * step), -(-seq_len // step) * step})
+        raise ConfigError(
+            f"parallelism.context_parallel_degree = {cp}: training.seq_len = {seq_len} cannot be cut into 2 x {cp} chunks"
+            f"{f' that {tp} tensor-parallel ranks share' if tp > 1 else ''}; "
+            f"seq_len = {' or '.join(map(str, nearest))} would work"
+        )
+
+
 def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
     """The mesh of AXES; the process group must be up. device_type: "cuda" or "cpu"."""
     return init_device_mesh(device_type, tuple(degrees[axis] for axis in AXES), mesh_dim_names=AXES)
 
 
+def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that this rank's parameters are placed on: PARAMETER_AXES, where dp_shard has the ranks of cp as well.
+
+    Those see other tokens of the same sequences, so they hold other shards of the same parameters, and add up their gradients.
+    Call it once: it may make process groups, which all ranks do together.
+    """
+    if mesh["cp"].size() == 1:
+        return mesh[PARAMETER_AXES]
+    ranks = mesh.mesh.flatten(AXES.index("dp_shard"), AXES.index("cp"))
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("pp", *PARAMETER_AXES))[PARAMETER_AXES]
+
+
 def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
-    """(place of this rank among those that have different data, how many these are)."""
+    """(place of this rank among those that have different sequences, how many these are)."""
     replicate, shard = mesh["dp_replicate"], mesh["dp_shard"]
     return replicate.get_local_rank() * shard.size() + shard.get_local_rank(), replicate.size() * shard.size()
 
 
-def sum_over_data(tensor: Tensor, mesh: DeviceMesh) -> None:
-    """In place, over all ranks that have different data; those that share theirs have the same tensor, and do not count twice."""
-    for axis in ("dp_replicate", "dp_shard"):
+def sum_over_tokens(tensor: Tensor, mesh: DeviceMesh) -> None:
+    """In place, over all ranks with different tokens; those that share theirs have the same tensor, and do not count twice."""
+    _sum(tensor, mesh, ("dp_replicate", "dp_shard", "cp"))
+
+
+def sum_of_losses(tensor: Tensor, mesh: DeviceMesh) -> None:
+    """The same for what only the last pipeline stage has, and the others have zeros for."""
+    _sum(tensor, mesh, ("pp", "dp_replicate", "dp_shard", "cp"))
+
+
+def _sum(tensor: Tensor, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
+    for axis in axes:
         if mesh[axis].size() > 1:
             dist.all_reduce(tensor, group=mesh.get_group(axis))

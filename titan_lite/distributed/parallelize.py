@@ -1,14 +1,17 @@
 """The ordered recipe that makes a single-device model a distributed one.
 
     with torch.device("meta"):
-        model = Transformer(config)
-    parallelize(model, mesh, ...)
+        model = Transformer(config)                  # or several, the stages of a pipeline (pipeline.py)
+    parallelize([model], mesh, ...)
     materialize(model, device)
     model.init_weights(seed, shard_of)
 
-The order matters: tensor parallelism decides what a rank has to shard; activation checkpointing lies inside of what SimpleFSDP
-makes of a block, so that recomputing a block gathers its weights again; the compiler comes last and sees everything.
+The order matters: context and tensor parallelism decide what a rank has of tokens and weights; activation checkpointing lies
+inside of what SimpleFSDP makes of a block, so that recomputing a block gathers its weights again; the compiler comes last and
+sees everything.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -17,12 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_lite.compiler.stage import compile_model
 from titan_lite.config import ActivationCheckpoint, Compile, Parallelism, Training
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
+from titan_lite.distributed.context_parallel import apply_context_parallel
+from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
 
 
 def parallelize(
-    model: nn.Module,
+    stages: Sequence[nn.Module],
     mesh: DeviceMesh,
     *,
     training: Training,
@@ -30,16 +35,22 @@ def parallelize(
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
 ) -> None:
-    """In place; FQNs stay what they were. Blocks are the children of `model.layers`."""
-    reshard = {"always": True, "never": False, "default": mesh["pp"].size() == 1}[parallelism.fsdp_reshard_after_forward]
-    apply_tensor_parallel(model, mesh["tp"])
-    apply_activation_checkpoint(model.get_submodule("layers").children(), activation_checkpoint.mode)
-    apply_simple_fsdp(
-        model,
-        mesh,
-        param_dtype=getattr(torch, training.mixed_precision_param),
-        reduce_dtype=getattr(torch, training.mixed_precision_reduce),
-        reshard_after_forward=reshard,
-    )
-    if compile.enable:
-        compile_model(model, compile, reshard_after_forward=reshard)
+    """In place; FQNs stay what they were. Blocks are the children of each stage's `layers`, called by their number."""
+    reshard = parallelism.fsdp_reshard_after_forward != "never"
+    parameters = parameter_mesh(mesh)
+    for model in stages:
+        apply_context_parallel(model, mesh["cp"])
+        apply_tensor_parallel(model, mesh["tp"])
+        blocks = model.get_submodule("layers")
+        assert isinstance(blocks, nn.ModuleDict)
+        apply_activation_checkpoint(blocks, activation_checkpoint.mode, activation_checkpoint.selective_ac_option)
+        apply_simple_fsdp(
+            model,
+            parameters,
+            param_dtype=getattr(torch, training.mixed_precision_param),
+            reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+            reshard_after_forward=reshard,
+        )
+        if compile.enable:
+            budget = activation_checkpoint.memory_budget if activation_checkpoint.mode == "memory_budget" else 1.0
+            compile_model(model, compile, reshard_after_forward=reshard, memory_budget=budget)

@@ -38,7 +38,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
 collectives = torch.ops._c10d_functional
-AXES = ("dp_replicate", "dp_shard", "tp")  # over which a parameter is placed
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
@@ -234,12 +233,18 @@ def _storage_address(tensor: Tensor) -> int:
 
 
 class _Model:
-    """What the modules of one sharded model share. plans: one entry for tied weights; parameters hash by identity."""
+    """What the modules of one sharded model share. plans: one entry for tied weights; parameters hash by identity.
+
+    Only within `gathered_for_step`, gathered: the whole weights; sums: of their gradients, where these are added up in another
+    dtype than they are computed in.
+    """
 
     def __init__(self, reshard_after_forward: bool):
         self.reshard_after_forward = reshard_after_forward
         self.eager = _Eager()
         self.plans: dict[nn.Parameter, GatherPlan] = {}
+        self.gathered: dict[nn.Parameter, Tensor] = {}
+        self.sums: dict[nn.Parameter, Tensor] = {}
 
 
 @dataclass
@@ -254,7 +259,7 @@ class _Module:
 def apply_simple_fsdp(
     model: nn.Module, mesh: DeviceMesh, *, param_dtype: torch.dtype, reduce_dtype: torch.dtype, reshard_after_forward: bool
 ) -> None:
-    """Shard every parameter of `model` on dimension 0 over mesh axis dp_shard, in place, and place it on AXES.
+    """Shard every parameter of `model` on dimension 0 over axis dp_shard of `mesh`, in place; see `parameter_mesh` (mesh.py).
 
     A DTensor over the axis tp is one that tensor parallelism has placed; its part on this rank is sharded. A parameter on the
     meta device becomes a meta shard (see `materialize`); one with data is cut, each rank keeping its rows, and must hold the
@@ -262,7 +267,6 @@ def apply_simple_fsdp(
     summed. reshard_after_forward: drop gathered weights after forward and gather them again in backward (less memory, one more
     all-gather), or keep them.
     """
-    mesh = mesh[AXES]
     shared = _Model(reshard_after_forward)
     shards: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in model.named_modules():
@@ -284,7 +288,7 @@ def apply_simple_fsdp(
 def _shard(
     parameter: nn.Parameter, mesh: DeviceMesh, fqn: str, param_dtype: torch.dtype, reduce_dtype: torch.dtype
 ) -> tuple[nn.Parameter, GatherPlan]:
-    """The whole parameter -> this rank's rows of it, as a DTensor on `mesh`, whose axes are AXES; and how to gather it."""
+    """The whole parameter -> this rank's rows of it, as a DTensor on `mesh`; and how to gather it."""
     tp_placement: Placement = Replicate()
     whole = parameter.detach()
     if isinstance(parameter, DTensor):
@@ -380,12 +384,12 @@ def gathered_for_step(root: nn.Module) -> Iterator[None]:
     with torch.no_grad():
         started = {parameter: plan.start_gather(_local(parameter)) for parameter, plan in model.plans.items()}
         wholes = {parameter: started.pop(parameter).wait().detach() for parameter in model.plans}
-    sums: dict[nn.Parameter, Tensor] = {}
+    model.gathered, model.sums = wholes, {}
     for parameter, whole in wholes.items():
         whole.requires_grad_(parameter.requires_grad)
         plan = model.plans[parameter]
         if plan.param_dtype != plan.reduce_dtype:
-            whole.register_post_accumulate_grad_hook(functools.partial(_accumulate, sums, parameter, plan.reduce_dtype))
+            whole.register_post_accumulate_grad_hook(functools.partial(_fold, model.sums, parameter, plan.reduce_dtype))
     modules = [module for module in root.modules() if module._fsdp.plans]  # type: ignore[union-attr]
     for module in modules:
         names: list[str] = list(module._fsdp.plans)  # type: ignore[union-attr, arg-type]
@@ -393,6 +397,7 @@ def gathered_for_step(root: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        sums, model.gathered, model.sums = model.sums, {}, {}
         for module in modules:
             module._fsdp.wholes.clear()  # type: ignore[union-attr, operator]
     reducing = {}
@@ -405,7 +410,22 @@ def gathered_for_step(root: nn.Module) -> Iterator[None]:
         parameter.grad = _as_shard_of(parameter, own)
 
 
-def _accumulate(sums: dict[nn.Parameter, Tensor], parameter: nn.Parameter, dtype: torch.dtype, whole: Tensor) -> None:
+def gradient_leaves(root: nn.Module) -> list[Tensor]:
+    """What autograd accumulates into: the gathered weights within `gathered_for_step`, else the parameters."""
+    model = _model_of(root)
+    return [model.gathered.get(parameter, parameter) for parameter in model.plans]
+
+
+def fold_gradients(root: nn.Module) -> None:
+    """Within `gathered_for_step`, after a backward that ran no hooks: what is in `.grad` joins the sums in reduce_dtype."""
+    model = _model_of(root)
+    for parameter, whole in model.gathered.items():
+        dtype = model.plans[parameter].reduce_dtype
+        if whole.grad is not None and whole.dtype != dtype:
+            _fold(model.sums, parameter, dtype, whole)
+
+
+def _fold(sums: dict[nn.Parameter, Tensor], parameter: nn.Parameter, dtype: torch.dtype, whole: Tensor) -> None:
     """Add a microbatch's gradient to the sum in `dtype`, which is not the one it was computed in."""
     assert whole.grad is not None
     if parameter in sums:

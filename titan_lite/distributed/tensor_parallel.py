@@ -115,9 +115,9 @@ def _parallel_class(cls: Any, style: Style) -> Any:
     def forward(self: nn.Module, x: Tensor, *others: Any) -> Tensor:
         axis: Axis = self._tp  # type: ignore[assignment]
         if style.gathers:
-            x = _GatherTokens.apply(x, axis)
+            x = GatherTokens.apply(x, axis)
         x = _look_up(x, self.weight, self.num_embeddings, axis) if style.vocabulary else cls.forward(self, x, *others)  # type: ignore
-        return _ScatterTokens.apply(x, axis) if style.scatters else x
+        return ScatterTokens.apply(x, axis) if style.scatters else x
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
@@ -129,7 +129,7 @@ def _look_up(tokens: Tensor, weight: Tensor, vocabulary: int, axis: Axis) -> Ten
     return F.embedding(own.where(inside, 0), weight) * inside.unsqueeze(-1)
 
 
-class _GatherTokens(torch.autograd.Function):
+class GatherTokens(torch.autograd.Function):
     """(B, t, C) -> (B, T, C); the gradient of all tokens is summed over ranks, and each keeps that of its own."""
 
     @staticmethod
@@ -142,7 +142,7 @@ class _GatherTokens(torch.autograd.Function):
         return reduce_scatter_tokens(gradient, ctx.axis), None
 
 
-class _ScatterTokens(torch.autograd.Function):
+class ScatterTokens(torch.autograd.Function):
     """(B, T, C), to be summed over ranks -> (B, t, C)."""
 
     @staticmethod

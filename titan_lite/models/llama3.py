@@ -12,7 +12,7 @@ Letters: B sequences, T tokens, C model dim, H query heads, K key/value heads, D
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,15 +61,15 @@ FLAVORS = {
 }
 
 
-def rope_tables(config: ModelConfig, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every (position, frequency): two float32 tensors (max_seq_len, D / 2)."""
+def rope_tables(config: ModelConfig, positions: Sequence[int], device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every (position, frequency): two float32 tensors (len(positions), D / 2)."""
     frequencies = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim)
     scaling = config.rope_scaling
     if scaling is not None:
         turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)  # made by each frequency within the original context
         keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         frequencies = torch.lerp(frequencies / scaling.factor, frequencies, keep.clamp(0, 1))
-    angles = torch.outer(torch.arange(config.max_seq_len, device=device).float(), frequencies)
+    angles = torch.outer(torch.tensor(positions, device=device).float(), frequencies)
     return angles.cos(), angles.sin()
 
 
@@ -106,11 +106,15 @@ class Attention(nn.Module):
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        out = F.scaled_dot_product_attention(
+        cos, sin = cos[: q.shape[1]], sin[: q.shape[1]]
+        out = self.attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+        return self.wo(out.flatten(-2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D)."""
+        return F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
-        )
-        return self.wo(out.transpose(1, 2).flatten(-2))
+        ).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -140,14 +144,23 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """tokens (B, T) int64 -> logits (B, T, V). T may be anything up to config.max_seq_len."""
+    """tokens (B, T) int64 -> logits (B, T, V). T may be anything up to config.max_seq_len.
 
+    positions: of the tokens within their sequence, where they are not the first T (context parallelism). A pipeline stage is a
+    Transformer without some of its modules: what it lacks is None, or not in `layers`, and in place of tokens or logits it takes
+    or gives what travels between layers, (B, T, C).
+    """
+
+    tok_embeddings: nn.Embedding | None
+    norm: RMSNorm | None
+    output: nn.Linear | None
     rope_cos: Tensor
     rope_sin: Tensor
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, positions: Sequence[int] | None = None):
         super().__init__()
         self.config = config
+        self.positions = range(config.max_seq_len) if positions is None else positions
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         # keyed by name and not by position, so that a pipeline stage without layer 0 still calls its first one "layers.7"
         self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.n_layers)})
@@ -155,16 +168,16 @@ class Transformer(nn.Module):
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
-        cos, sin = rope_tables(config)
+        cos, sin = rope_tables(config, self.positions)
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        cos, sin = self.rope_cos[: tokens.shape[1]], self.rope_sin[: tokens.shape[1]]
-        x = self.tok_embeddings(tokens)
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for layer in self.layers.values():
-            x = layer(x, cos, sin)
-        return self.output(self.norm(x))
+            x = layer(x, self.rope_cos, self.rope_sin)
+        x = x if self.norm is None else self.norm(x)
+        return x if self.output is None else self.output(x)
 
     @torch.no_grad()
     def init_weights(self, seed: int, shard_of: Callable[[Tensor], tuple[Tensor, tuple[int, ...]]] | None = None) -> None:
@@ -179,7 +192,7 @@ class Transformer(nn.Module):
                 local.fill_(1.0)
             else:
                 _fill_normal(local, offset, parameter.shape, std, cutoff, f"{seed}/{fqn}")
-        self.rope_cos, self.rope_sin = rope_tables(self.config, self.rope_cos.device)
+        self.rope_cos, self.rope_sin = rope_tables(self.config, self.positions, self.rope_cos.device)
 
     def _init_std(self, fqn: str) -> tuple[float | None, float]:
         """(standard deviation, cut-off) by name; None for norms, which start at one.

@@ -17,7 +17,7 @@ MODES = ("none", "selective", "full")
 def build_model(mode):
     model = Transformer(CONFIG)
     model.init_weights(0)
-    apply_activation_checkpoint(model.layers.values(), mode)
+    apply_activation_checkpoint(model.layers, mode)
     return model
 
 

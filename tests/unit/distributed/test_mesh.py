@@ -35,18 +35,6 @@ def test_degrees_that_fit(replicate, shard, world_size, expected):
     ("settings", "world_size", "words"),
     [
         pytest.param(
-            dict(context_parallel_degree=4),
-            4,
-            ["parallelism.context_parallel_degree = 4", "context_parallel_degree = 1 works"],
-            id="no context parallelism yet",
-        ),
-        pytest.param(
-            dict(pipeline_parallel_degree=3),
-            3,
-            ["parallelism.pipeline_parallel_degree = 3", "pipeline_parallel_degree = 1 works"],
-            id="no pipeline parallelism yet",
-        ),
-        pytest.param(
             dict(data_parallel_replicate_degree=3),
             8,
             ["data_parallel_shard_degree = -1", "not divide 8 ranks", "start 9 ranks", "replicate_degree = 3 to a divisor of 8"],

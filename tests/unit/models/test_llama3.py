@@ -154,7 +154,7 @@ def test_logits_are_those_of_huggingface(scaling, tied):
 
 
 def test_scaling_keeps_high_frequencies_and_divides_low_ones_by_the_factor():
-    plain, scaled = (rope_tables(dataclasses.replace(TINY, rope_scaling=scaling, max_seq_len=2)) for scaling in (None, STRETCHED))
+    plain, scaled = (rope_tables(dataclasses.replace(TINY, rope_scaling=scaling), range(2)) for scaling in (None, STRETCHED))
     before, after = (torch.atan2(sin, cos)[1].double() for cos, sin in (plain, scaled))  # angles at position 1 are frequencies
     expected = torch.tensor([10_000.0 ** (-2 * i / 16) for i in range(8)], dtype=torch.float64)
     torch.testing.assert_close(before, expected, rtol=1e-5, atol=0)
@@ -189,7 +189,7 @@ def test_grouped_queries_equal_attention_with_repeated_key_and_value_heads():
         repeats = TINY.n_heads // TINY.n_kv_heads
         getattr(repeated, name).weight.copy_(heads.repeat_interleave(repeats, dim=0).flatten(0, 1))
     x = torch.randn(2, 24, TINY.dim, generator=torch.Generator().manual_seed(0))
-    cos, sin = (table[:24] for table in rope_tables(TINY))
+    cos, sin = (table[:24] for table in rope_tables(TINY, range(TINY.max_seq_len)))
     torch.testing.assert_close(grouped(x, cos, sin), repeated(x, cos, sin), rtol=0, atol=1e-6)
 
 
@@ -308,7 +308,7 @@ def test_init_fills_rotary_tables_that_were_emptied():
     for buffer in model.buffers():
         buffer.fill_(math.nan)
     model.init_weights(0)
-    for buffer, expected in zip((model.rope_cos, model.rope_sin), rope_tables(TINY), strict=True):
+    for buffer, expected in zip((model.rope_cos, model.rope_sin), rope_tables(TINY, range(TINY.max_seq_len)), strict=True):
         assert torch.equal(buffer, expected)
 
 

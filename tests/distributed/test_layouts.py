@@ -1,0 +1,99 @@
+"""Every layout is the training run of one process: ten losses, gradient norms, validation, and every gradient of the first step.
+
+Float32: loss within 1e-4 of one process and each gradient within 1e-4 of its norm (verify.py), measured 1e-7 and 1e-6; bfloat16
+weights against float32 ones: 2e-3 and 5e-2.
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import pytest
+
+from titan_lite.config import load_config
+from titan_lite.distributed.pipeline import one_stage_order
+from titan_lite.models.llama3 import FLAVORS
+from titan_lite.verify import compare, parse_layout, reference, run, twin, twin_model
+
+ROOT = Path(__file__).parents[2]
+DEBUG = ROOT / "train_configs/debug_model.toml"
+STEPS = 10
+NOTHING: list[str] = []
+FULL, SELECTIVE, SECOND = (
+    ["--activation_checkpoint.mode=full"],
+    ["--activation_checkpoint.mode=selective"],
+    ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"],
+)
+AT_ONCE = ["--training.global_batch_size=-1"]  # where the others accumulate gradients over two microbatches, or pipelines
+EVERY_TIME = ["--parallelism.fsdp_communication=microbatch"]
+KEPT = [*EVERY_TIME, "--parallelism.fsdp_reshard_after_forward=never"]
+COMPILED = ["--compile.enable"]
+
+
+def schedule(name):
+    return [f"--parallelism.pipeline_parallel_schedule={name}"]
+
+
+ZBV, INTERLEAVED, GPIPE = schedule("ZBVZeroBubble"), schedule("Interleaved1F1B"), schedule("GPipe")
+QUICK = [  # of every kind and of every two kinds one, and every schedule
+    ("pp=2", GPIPE),
+    ("pp=2", [*ZBV, *FULL]),
+    ("pp=2", [*INTERLEAVED, *SELECTIVE, *EVERY_TIME]),
+    ("cp=2", SELECTIVE),
+    ("dp_shard=2,pp=2", FULL),
+    ("pp=2,tp=2", [*ZBV, *SECOND]),
+    ("dp_shard=2,cp=2", [*COMPILED, *SECOND]),
+]
+LAYOUTS = ["tp=2", "tp=4", "cp=2", "cp=4", "dp_shard=2,tp=2", "dp_shard=2,cp=2", "dp_replicate=2,dp_shard=2,tp=2", "cp=2,tp=2"]
+PIPELINES = ["pp=2", "dp_shard=2,pp=2", "pp=2,tp=2", "pp=2,dp_shard=2,tp=2", "pp=4", "pp=2,cp=2", "dp_replicate=2,pp=2"]
+SLOW = [
+    *((layout, options) for layout in LAYOUTS for options in (FULL, SELECTIVE, AT_ONCE)),
+    *((layout, [*COMPILED, *SELECTIVE]) for layout in ("tp=2", "cp=2", "dp_shard=2,tp=2", "cp=2,tp=2")),
+    *((layout, name) for layout in PIPELINES for name in (GPIPE, INTERLEAVED, ZBV)),
+    *((layout, options) for layout in PIPELINES for options in (FULL, SELECTIVE, EVERY_TIME)),
+    *(("dp_shard=2,pp=2", [*name, *options]) for name in (GPIPE, INTERLEAVED, ZBV) for options in (SECOND, EVERY_TIME, KEPT)),
+    *(("dp_shard=2,pp=2", options) for options in ([*COMPILED, *SELECTIVE], [*COMPILED, *INTERLEAVED], KEPT, AT_ONCE)),
+    ("dp_shard=2,pp=2", [*ZBV, *EVERY_TIME, *FULL]),
+]
+
+
+def twin_of(layout, options, **training):
+    config, _ = load_config(DEBUG, [f"--model.tokenizer_path={ROOT / 'assets/tokenizer/debug.model'}", *options])
+    small = twin(config, parse_layout(layout), STEPS)
+    return dataclasses.replace(small, training=dataclasses.replace(small.training, **training))
+
+
+@functools.cache
+def expected(layers):
+    return run(reference(twin_of("dp_shard=1", AT_ONCE)), twin_model(FLAVORS["debug"], layers))
+
+
+def trained(config, layers=4):
+    return compare(run(config, twin_model(FLAVORS["debug"], layers)), expected(layers))
+
+
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+
+
+@pytest.mark.parametrize(("layout", "options"), CASES)
+def test_a_layout_is_the_run_of_one_process(layout, options):
+    result = trained(twin_of(layout, options), 8 if layout == "pp=4" else 4)
+    assert result.agrees, result
+
+
+@pytest.mark.parametrize("layout", ["dp_shard=2,pp=2", pytest.param("dp_shard=2,cp=2,tp=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [ZBV, pytest.param(EVERY_TIME, marks=pytest.mark.slow)])
+def test_bfloat16_weights_with_float32_reduction_are_near(layout, options):
+    result = trained(twin_of(layout, options if "pp" in layout else EVERY_TIME, mixed_precision_param="bfloat16"))
+    assert 1e-4 < result.gradient < 5e-2, result
+    assert result.loss < 5e-3, result
+
+
+def test_a_schedule_from_a_file_is_the_run_of_one_process(tmp_path):
+    rows = [",".join(map(str, actions)) for actions in one_stage_order("1F1B", 2, 4).values()]
+    (tmp_path / "schedule.csv").write_text("\n".join(rows) + "\n")
+    keys = [f"--parallelism.pipeline_parallel_schedule_csv={tmp_path / 'schedule.csv'}", "--training.local_batch_size=4"]
+    config = twin_of("pp=2", [*keys, "--training.global_batch_size=16", "--parallelism.pipeline_parallel_degree=2"])
+    assert (config.training.local_batch_size, config.training.global_batch_size) == (4, 16)
+    result = trained(config)
+    assert result.agrees, result

@@ -1,0 +1,83 @@
+"""Context parallelism: a rank has some tokens of every sequence, and attends to the keys and values of all that come before.
+
+    positions = own_positions(seq_len, rank, degree)         # of the tokens that this rank has: its input, labels, RoPE
+    apply_context_parallel(model, mesh["cp"])
+
+As Llama 3 did (arXiv 2407.21783, section 3.3.2): keys and values are all-gathered along the sequence, which GQA makes small, and
+their gradients reduce-scattered; both are nodes of the graph. With n ranks a sequence is cut into 2n chunks, of which rank r
+has the r-th from the beginning and the r-th from the end, so that under a causal mask all have the same work:
+
+    chunks of one sequence, n = 2     [0 | 1 | 2 | 3]        rank 0: 0 and 3 (1 + 4 chunks attended to), rank 1: 1 and 2 (2 + 3)
+"""
+
+import fnmatch
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_lite.distributed.tensor_parallel import Axis, GatherTokens, axis_of
+
+ATTENTION = "layers.*.attention"  # modules with a method `attend`
+
+
+def own_positions(seq_len: int, rank: int, degree: int) -> list[int]:
+    """Positions within a sequence of the tokens that rank `rank` of `degree` has, in the order it has them."""
+    chunk = seq_len // (2 * degree)
+    head, tail = rank * chunk, (2 * degree - 1 - rank) * chunk
+    return [*range(head, head + chunk), *range(tail, tail + chunk)] if degree > 1 else [*range(seq_len)]
+
+
+def apply_context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """In place, over the one-axis `mesh`: before tensor parallelism, whose tokens are then parts of what this rank has."""
+    if mesh.size() == 1:
+        return
+    for fqn, module in model.named_modules():
+        if fnmatch.fnmatchcase(fqn, ATTENTION):
+            module.__dict__["_cp"] = axis_of(mesh)
+            cls: Any = type(module)
+            module.__class__ = _parallel_class(cls)
+
+
+@functools.cache  # as in simple_fsdp.py
+def _parallel_class(cls: Any) -> Any:
+    return type(cls.__name__, (cls,), {"attend": _attend, "__module__": cls.__module__})
+
+
+def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q (B, t, H, D), k and v (B, t, K, D) of own tokens -> (B, t, H, D)."""
+    axis: Axis = module._cp  # type: ignore[assignment]
+    k, v = in_order(GatherTokens.apply(torch.cat((k, v), dim=2), axis), axis.degree).chunk(2, dim=2)
+    head, tail = q.chunk(2, dim=1)
+    chunk = head.shape[1]
+    before_head, before_tail = (axis.rank + 1) * chunk, (2 * axis.degree - axis.rank) * chunk
+    return torch.cat(
+        (
+            attend_to_the_past(head, k[:, :before_head], v[:, :before_head]),
+            attend_to_the_past(tail, k[:, :before_tail], v[:, :before_tail]),
+        ),
+        dim=1,
+    )
+
+
+def in_order(gathered: Tensor, degree: int) -> Tensor:
+    """(B, T, ...) in the order of ranks -> in the order of positions."""
+    by_rank = gathered.unflatten(1, (degree, 2, -1))  # rank, head or tail, token
+    heads, tails = by_rank[:, :, 0].flatten(1, 2), by_rank[:, :, 1].flip(1).flatten(1, 2)
+    return torch.cat((heads, tails), dim=1)
+
+
+def attend_to_the_past(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Queries (B, t, H, D) that are the last t of S positions, to keys and values (B, S, K, D) up to each one's own."""
+    tokens, past = q.shape[1], k.shape[1]
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
+        # Its causal mask ends at the lower right corner, which F.scaled_dot_product_attention has no word for but a whole mask.
+        out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+    else:
+        mask = torch.ones(tokens, past, dtype=torch.bool, device=q.device).tril(past - tokens)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return out.transpose(1, 2)

@@ -1,0 +1,404 @@
+"""Pipeline parallelism: groups of ranks have consecutive modules each, and microbatches travel through them.
+
+    plan = plan_pipeline(config.parallelism, n_layers=32, tied=False, local_batch_size=8, ...)
+    plan.modules[0]                                # ("tok_embeddings", "layers.0", ..., "layers.6")
+    keep_modules(model, plan.modules[0])           # a stage is a model without the others' modules; FQNs stay
+    pipeline = Pipeline(stages, plan, mesh["pp"], ...)
+    loss = pipeline.forward_backward(input, label, tokens)
+
+Schedules are those of torch.distributed.pipelining, which runs them; what is ours is the split, the loss, and what becomes of
+SimpleFSDP's gathered weights when backward is cut in two. A microbatch's loss is divided by the number of tokens of the whole
+step, so gradients are summed, never averaged, and do not depend on the number of microbatches.
+"""
+
+import csv
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _Action,
+    _PipelineScheduleRuntime,
+    _validate_schedule,
+    get_schedule_class,
+)
+
+from titan_lite.config import ConfigError, Parallelism
+from titan_lite.distributed.simple_fsdp import fold_gradients, gradient_leaves
+
+Order = Mapping[int, Sequence[_Action | None]]  # what each pipeline rank does, one after the other
+STAGES_PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}  # Interleaved1F1B: or more
+SPLITS_BACKWARD = ("ZBVZeroBubble",)
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """modules: FQNs of each stage, in order; rank_of: the pipeline rank of each stage; microbatches: of one local batch."""
+
+    modules: tuple[tuple[str, ...], ...]
+    rank_of: tuple[int, ...]
+    microbatches: int
+
+    def stages_of(self, rank: int) -> list[int]:
+        return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
+
+
+def plan_pipeline(
+    parallelism: Parallelism, *, n_layers: int, tied: bool, local_batch_size: int, compiled: bool, selective: bool
+) -> PipelinePlan:
+    """Which stage has what, and which rank has which stage. Raises ConfigError for what cannot be run.
+
+    compiled: whether stages are; selective: whether activations are checkpointed by operator.
+    """
+    degree = parallelism.pipeline_parallel_degree
+    wrong = f"parallelism.pipeline_parallel_degree = {degree}"
+    modules = module_fqns(n_layers)
+    if degree == 1:
+        return PipelinePlan((tuple(modules),), (0,), 1)
+    if tied:
+        raise ConfigError(
+            f"{wrong}: this flavor's embedding and output are one weight, which the first and the last stage would both need; "
+            "pipeline_parallel_degree = 1, or an untied flavor such as 8B, would work"
+        )
+    size = parallelism.pipeline_parallel_microbatch_size
+    if local_batch_size % size:
+        works = [str(n) for n in range(1, local_batch_size + 1) if local_batch_size % n == 0]
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_microbatch_size = {size} does not divide training.local_batch_size = "
+            f"{local_batch_size}; {', '.join(works)} would work"
+        )
+    microbatches = local_batch_size // size
+    if parallelism.pipeline_parallel_schedule_csv:
+        key = f'parallelism.pipeline_parallel_schedule_csv = "{parallelism.pipeline_parallel_schedule_csv}"'
+        order = read_schedule(Path(parallelism.pipeline_parallel_schedule_csv), degree, microbatches)
+        rank_of = _ranks_of_stages(order)
+        halves = any(
+            action.computation_type.value == "I" for actions in order.values() for action in actions if action is not None
+        )
+    else:
+        key = f'parallelism.pipeline_parallel_schedule = "{parallelism.pipeline_parallel_schedule}"'
+        rank_of = _named_schedule(parallelism, microbatches)
+        halves = parallelism.pipeline_parallel_schedule in SPLITS_BACKWARD
+    if halves and compiled:
+        raise ConfigError(
+            f"{key} cuts backward in two, which a compiled graph cannot be (compile.enable = true); "
+            'compile.enable = false, or pipeline_parallel_schedule = "Interleaved1F1B", would work'
+        )
+    if halves and selective:
+        raise ConfigError(
+            f"{key} cuts backward in two, and torch's selective checkpointing recomputes once "
+            '(activation_checkpoint.mode = "selective"); mode = "full", or selective_ac_option = "2", would work'
+        )
+    return PipelinePlan(tuple(map(tuple, _split(modules, len(rank_of), parallelism))), rank_of, microbatches)
+
+
+def module_fqns(n_layers: int) -> list[str]:
+    """The modules that a model is cut between, in the order of its forward."""
+    return ["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]
+
+
+def _named_schedule(parallelism: Parallelism, microbatches: int) -> tuple[int, ...]:
+    """The rank of each stage, where schedule, microbatches and degree go together."""
+    degree, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    given, usual = parallelism.pipeline_parallel_stages_per_rank, STAGES_PER_RANK[name]
+    per_rank = usual if given == -1 else given
+    if per_rank != usual and (name != "Interleaved1F1B" or per_rank < 2):
+        raise ConfigError(
+            f'parallelism.pipeline_parallel_stages_per_rank = {given}: pipeline_parallel_schedule = "{name}" has {usual}'
+            f"{' or more' if name == 'Interleaved1F1B' else ''}; -1 or {usual} would work"
+            + ("" if name == "Interleaved1F1B" else ', or "Interleaved1F1B"' if per_rank > 1 else ', or "1F1B"')
+        )
+    key = f'parallelism.pipeline_parallel_schedule = "{name}"'
+    batch = f"training.local_batch_size / pipeline_parallel_microbatch_size = {microbatches} microbatches"
+    if name == "1F1B" and microbatches < degree:
+        raise ConfigError(
+            f'{key} needs as many microbatches as stages, {degree}, but {batch}; {degree} of them, or "GPipe", would work'
+        )
+    rounds = max(1, microbatches // degree)
+    if name == "Interleaved1F1B" and microbatches % rounds:
+        raise ConfigError(
+            f"{key} with {degree} ranks goes in {rounds} rounds, which do not divide {batch}; "
+            f"{microbatches // degree * degree} or {(microbatches // degree + 1) * degree} of them would work"
+        )
+    if name == "ZBVZeroBubble":
+        return (*range(degree), *reversed(range(degree)))
+    return tuple(range(degree)) * per_rank
+
+
+def _split(modules: list[str], stages: int, parallelism: Parallelism) -> list[list[str]]:
+    """`modules` in `stages` consecutive parts: at split points, or with layers shared out evenly."""
+    points = parallelism.pipeline_parallel_split_points
+    if points:
+        key = f"parallelism.pipeline_parallel_split_points = [{', '.join(points)}]"
+        unknown = [point for point in points if point not in modules[1:]]
+        if unknown:
+            raise ConfigError(
+                f"{key}: there is no module {unknown[0]} to begin a stage with; {modules[1]} to {modules[-3]}, norm or output are"
+            )
+        if len(points) != stages - 1:
+            raise ConfigError(
+                f"{key} makes {len(points) + 1} stages, but the schedule has {stages}; {stages - 1} points would work"
+            )
+        starts = [modules.index(point) for point in points]
+        if starts != sorted(set(starts)):
+            raise ConfigError(f"{key} are not in the order of the model; {', '.join(sorted(set(points), key=modules.index))} are")
+        return [modules[start:end] for start, end in zip([0, *starts], [*starts, len(modules)], strict=True)]
+    layers = modules[1:-2]
+    less = [0] * stages
+    less[0] += parallelism.pipeline_parallel_first_stage_less_layers
+    less[-1] += parallelism.pipeline_parallel_last_stage_less_layers
+    share, more = divmod(len(layers) + sum(less), stages)
+    # What is left over goes to late stages, which have fewer microbatches in flight.
+    counts = [share + (stage >= stages - more) - less[stage] for stage in range(stages)]
+    if min(counts) < 0 or 0 in counts[1:-1]:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}: {stages} stages for {len(layers)} "
+            f"layers give {', '.join(map(str, counts))}; fewer stages, smaller pipeline_parallel_first_stage_less_layers and "
+            "pipeline_parallel_last_stage_less_layers, or pipeline_parallel_split_points would work"
+        )
+    parts, start = [], 0
+    for count in counts:
+        parts.append(layers[start : start + count])
+        start += count
+    parts[0] = ["tok_embeddings", *parts[0]]
+    parts[-1] = [*parts[-1], "norm", "output"]
+    return parts
+
+
+def read_schedule(path: Path, degree: int, microbatches: int) -> Order:
+    """A CSV file of actions, a row a pipeline rank, blanks where it waits. Raises ConfigError with the row and the action."""
+    key = f'parallelism.pipeline_parallel_schedule_csv = "{path}"'
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.reader(file) if row]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key} cannot be read ({error}); name a CSV file with {degree} rows") from None
+    order: dict[int, list[_Action | None]] = {}
+    for rank, row in enumerate(rows):
+        order[rank] = []
+        for text in row:
+            try:
+                action = _Action.from_str(text)
+            except (RuntimeError, ValueError) as error:
+                raise ConfigError(
+                    f"{key}, row {rank + 1}: {text!r} is no action ({error}); such as 0F0, 1B3, 1I2 or 1W2 are"
+                ) from None
+            order[rank].append(action)
+    if len(order) != degree:
+        raise ConfigError(
+            f"{key} has {len(order)} rows, but parallelism.pipeline_parallel_degree = {degree}; "
+            f"a row a rank, or pipeline_parallel_degree = {len(order)}, would work"
+        )
+    try:
+        stages = len({action.stage_index for actions in order.values() for action in actions if action is not None})
+        _validate_schedule(order, degree, stages, microbatches)
+        bubble_fraction(order)
+    except (AssertionError, KeyError) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{key} is no schedule for {microbatches} microbatches (training.local_batch_size / "
+            f"pipeline_parallel_microbatch_size): {why}; every stage needs F and B, or I and W, of microbatches 0 to "
+            f"{microbatches - 1}, on one rank"
+        ) from None
+    return order
+
+
+def _ranks_of_stages(order: Order) -> tuple[int, ...]:
+    owner = {action.stage_index: rank for rank, actions in order.items() for action in actions if action is not None}
+    return tuple(owner[stage] for stage in range(len(owner)))
+
+
+def one_stage_order(schedule: str, degree: int, microbatches: int) -> Order:
+    """What "GPipe" or "1F1B" does."""
+    order = {}
+    for rank in range(degree):
+        ahead = microbatches if schedule == "GPipe" else min(microbatches, degree - rank)  # forwards before the first backward
+        kinds = "F" * ahead + "BF" * (microbatches - ahead) + "B" * ahead
+        order[rank] = [_Action.from_str(f"{rank}{kind}{kinds[:i].count(kind)}") for i, kind in enumerate(kinds)]
+    return order
+
+
+def bubble_fraction(order: Order) -> float:
+    """The share of time that ranks wait, where forward costs 1, backward 2, each of its halves 1, and sending nothing.
+
+    Raises AssertionError where actions wait for each other, or for one that never comes.
+    """
+    queues = {rank: [action for action in actions if action is not None] for rank, actions in order.items()}
+    queues = {rank: [a for action in queue for a in action.sub_actions or (action,)] for rank, queue in queues.items()}
+    queues = {rank: [a for a in queue if a.computation_type.value in "FBIW"] for rank, queue in queues.items()}
+    last = max(action.stage_index for queue in queues.values() for action in queue)
+    done: dict[tuple[int, str, int | None], float] = {}  # (stage, F, B or W, microbatch) -> when; I serves the stage before as B
+    free = dict.fromkeys(queues, 0.0)
+    work = 0.0
+    while any(queues.values()):
+        progress = False
+        for rank, queue in queues.items():
+            while queue:
+                stage, kind, microbatch = queue[0].stage_index, queue[0].computation_type.value, queue[0].microbatch_index
+                needs: list[tuple[int, str, int | None]] = []
+                if kind == "F" and stage > 0:
+                    needs = [(stage - 1, "F", microbatch)]
+                elif kind in "BI":
+                    needs = [(stage, "F", microbatch), *([(stage + 1, "B", microbatch)] if stage < last else [])]
+                elif kind == "W":
+                    needs = [(stage, "B", microbatch)]
+                if any(need not in done for need in needs):
+                    break
+                cost = 2.0 if kind == "B" else 1.0
+                free[rank] = max([free[rank], *(done[need] for need in needs)]) + cost
+                done[stage, "B" if kind == "I" else kind, microbatch] = free[rank]
+                work += cost
+                queue.pop(0)
+                progress = True
+        stuck = ", ".join(f"rank {rank} at {queue[0]}" for rank, queue in queues.items() if queue)
+        assert progress or not stuck, f"actions wait for each other: {stuck}"
+    return 1 - work / (max(free.values()) * len(free))
+
+
+def keep_modules(model: nn.Module, fqns: Sequence[str]) -> None:
+    """Make `model` the stage that has modules `fqns` of it, in place: a layer goes from `layers`, anything else becomes None."""
+    for fqn in module_fqns(len(list(model.get_submodule("layers").children()))):
+        if fqn not in fqns:
+            parent, _, name = fqn.rpartition(".")
+            if parent:
+                del model.get_submodule(parent)._modules[name]
+            else:
+                setattr(model, name, None)
+
+
+class Pipeline:
+    """This rank's stages and the schedule that sends microbatches through them.
+
+    stages: models in the order of plan.stages_of(rank). hidden: (B, t, C) of what travels between stages, of one microbatch on
+    this rank, in hidden_dtype. loss_sum: (logits, labels) -> summed loss.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        plan: PipelinePlan,
+        mesh: DeviceMesh,
+        parallelism: Parallelism,
+        *,
+        hidden: tuple[int, int, int],
+        hidden_dtype: torch.dtype,
+        loss_sum: Callable[[Tensor, Tensor], Tensor],
+        device: torch.device,
+    ):
+        self.plan, self.loss_sum, self.device = plan, loss_sum, device
+        self.hidden, self.hidden_dtype = hidden, hidden_dtype
+        self.rank, self.group = mesh.get_local_rank(), mesh.get_group()
+        self.models = dict(zip(plan.stages_of(self.rank), stages, strict=True))
+        self.last = len(plan.rank_of) - 1
+        self.has_last = self.last in self.models
+        self.tokens = torch.ones((), device=device)
+        with torch.device("meta"):
+            tokens = torch.empty(hidden[:2], dtype=torch.int64)
+            travels = torch.empty(hidden, dtype=hidden_dtype, requires_grad=True)
+        parts = [
+            _Stage(
+                _Leaves(model),
+                index,
+                self.last + 1,
+                device,
+                input_args=tokens if index == 0 else travels,
+                output_args=travels,  # of the last stage, which sends none, nobody reads it
+                group=self.group,
+            )
+            for index, model in self.models.items()
+        ]
+        options: dict[str, Any] = dict(n_microbatches=plan.microbatches, loss_fn=self._loss, scale_grads=False)
+        self.schedule: Any
+        if parallelism.pipeline_parallel_schedule_csv:
+            self.schedule = _PipelineScheduleRuntime(parts, **options)
+            self.schedule._load_csv(parallelism.pipeline_parallel_schedule_csv)
+        else:
+            cls: Any = get_schedule_class(parallelism.pipeline_parallel_schedule)
+            self.schedule = cls(parts[0] if issubclass(cls, PipelineScheduleSingle) else parts, **options)
+        single = isinstance(self.schedule, PipelineScheduleSingle)
+        self.bubble = bubble_fraction(
+            one_stage_order(parallelism.pipeline_parallel_schedule, mesh.size(), plan.microbatches)
+            if single  # which miscounts the last stage's microbatches in its own order (torch 2.13), and does not run by it
+            else self.schedule.pipeline_order
+        )
+
+    def forward_backward(self, input: Tensor, label: Tensor, tokens: Tensor) -> Tensor:
+        """Gradients of the loss of a local batch (B, T) over the step's `tokens` tokens; the loss, zero but on the last stage."""
+        self.tokens = tokens
+        losses: list[Tensor] = []
+        arguments = (input,) if 0 in self.models else ()
+        target = label if self.has_last else None
+        self.schedule.step(*arguments, target=target, losses=losses if self.has_last else None, return_outputs=False)
+        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
+
+    def _loss(self, logits: Tensor, label: Tensor) -> Tensor:
+        return self.loss_sum(logits, label) / self.tokens
+
+    @torch.no_grad()
+    def evaluate(self, input: Tensor, label: Tensor) -> Tensor:
+        """The summed loss of a local batch (B, T), without gradients; zero but on the last stage.
+
+        Every stage takes all microbatches in turn, which suits any schedule: torch's own cannot leave backward out where two
+        neighbouring stages are on one rank.
+        """
+        total = torch.zeros((), device=self.device)
+        passed: list[Tensor] = []  # from a stage to the next one on this rank
+        sends = []
+        for stage, model in self.models.items():
+            outputs = []
+            for microbatch, (tokens, labels) in enumerate(
+                zip(input.chunk(self.plan.microbatches), label.chunk(self.plan.microbatches), strict=True)
+            ):
+                output = model(tokens if stage == 0 else self._receive(stage, passed, microbatch))
+                if stage == self.last:
+                    total += self.loss_sum(output, labels)
+                elif self.plan.rank_of[stage + 1] == self.rank:
+                    outputs.append(output)
+                else:
+                    output = output.contiguous()
+                    work = dist.isend(output, group=self.group, group_dst=self.plan.rank_of[stage + 1])
+                    sends.append((work, output))  # which must live until it is sent
+            passed = outputs
+        for work, _ in sends:
+            assert work is not None
+            work.wait()
+        return total
+
+    def _receive(self, stage: int, passed: list[Tensor], microbatch: int) -> Tensor:
+        source = self.plan.rank_of[stage - 1]
+        if source == self.rank:
+            return passed[microbatch]
+        buffer = torch.empty(self.hidden, dtype=self.hidden_dtype, device=self.device)
+        dist.recv(buffer, group=self.group, group_src=source)
+        return buffer
+
+
+class _Leaves(nn.Module):
+    """A model whose parameters are, for torch's runtime, what autograd accumulates into at the moment."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any) -> Any:
+        return self.model(*args)
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return iter(gradient_leaves(self.model))
+
+
+class _Stage(PipelineStage):
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
+        """The second half of backward sets `.grad` by hand and runs no hooks, so what these do is done after it."""
+        result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if backward_type == "weight":
+            assert isinstance(self.submod, _Leaves)
+            fold_gradients(self.submod.model)
+        return result

@@ -1,0 +1,396 @@
+"""Does a parallel run compute the right thing? A recipe's layout, small, on CPU processes, against one process.
+
+    python -m titan_lite.verify RECIPE [--layouts LAYOUT ...] [--steps N] [--section.key value ...]
+
+    LAYOUT: recipe (default), all, or degrees such as dp_shard=2,tp=2
+
+The *twin* of a recipe keeps what decides whether a layout is right: kinds of parallelism, schedule, activation checkpointing,
+compile stage, communication, tied weights, RoPE scaling. It shrinks what does not: the model to the debug flavor, degrees to 2
+or a little more, the batch to a few short sequences. It is trained in float32 on the standard library's text, and so is the same
+model in one eager process without checkpointing, with the same seed and data. Compared are the losses of all steps and of
+validation, every gradient of the first step, and what every module gave in its forward.
+
+Exit code 0: all layouts agree; 1: one does not; 2: wrong recipe or command line.
+"""
+
+import dataclasses
+import itertools
+import logging
+import math
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from titan_lite.check import check
+from titan_lite.config import ActivationCheckpoint, Compile, Config, ConfigError, Parallelism, load_config
+from titan_lite.distributed.mesh import AXES
+from titan_lite.metrics import read_metrics
+from titan_lite.models.llama3 import FLAVORS, ModelConfig
+from titan_lite.trainer import Trainer
+
+TOKENIZER = Path(__file__).parents[1] / "assets/tokenizer/debug.model"
+MOST_PROCESSES = 8
+ROWS, SEQ_LEN = 16, 32  # sequences and tokens of one step, on every layout
+LOSS_TOLERANCE = 1e-4  # relative, over all steps: rounding grows with training
+GRADIENT_TOLERANCE = 1e-4  # norm of the difference relative to the norm, of one parameter
+ACTIVATION_TOLERANCE = 1e-4  # of a module's sum of squares, relative
+KEYS = {
+    "pp": "pipeline_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+}
+Layout = dict[str, int]  # degree by axis
+Prepare = Callable[[Trainer], None]
+
+
+@dataclass
+class Run:
+    """What one run did. losses: {step: (loss, gradient norm)}; activations: {FQN: (numbers, their sum, sum of squares)}."""
+
+    losses: dict[int, tuple[float, float]] = field(default_factory=dict)
+    validation: dict[int, float] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    activations: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """loss, gradient: largest relative differences, the latter of `parameter`; module: the first that diverges."""
+
+    loss: float
+    gradient: float
+    parameter: str
+    module: str
+
+    @property
+    def agrees(self) -> bool:
+        return self.loss <= LOSS_TOLERANCE and self.gradient <= GRADIENT_TOLERANCE and not self.module
+
+
+def layout_of(config: Config) -> Layout:
+    """The degrees of a recipe's twin: 2 for every kind it has, then data and context parallelism doubled while they are larger in
+    the recipe and MOST_PROCESSES are enough."""
+    wanted = {axis: getattr(config.parallelism, key) for axis, key in KEYS.items()}
+    if wanted["dp_shard"] == -1:
+        wanted["dp_shard"] = 4  # whatever the machine will have
+    layout = {axis: min(2, degree) for axis, degree in wanted.items()}
+    if config.parallelism.pipeline_parallel_schedule_csv:  # is for one degree only
+        layout["pp"] = wanted["pp"]
+    while True:
+        largest = max(AXES, key=lambda axis: 0 if axis in ("pp", "tp") else wanted[axis] / layout[axis])
+        if 2 * layout[largest] > wanted[largest] or 2 * math.prod(layout.values()) > MOST_PROCESSES:
+            return layout
+        layout[largest] *= 2
+
+
+def every_layout() -> list[Layout]:
+    """Every composition of degrees 1 and 2 that needs 2 to MOST_PROCESSES processes, small ones first."""
+    layouts = [dict(zip(AXES, degrees, strict=True)) for degrees in itertools.product((1, 2), repeat=len(AXES))]
+    return sorted(
+        (layout for layout in layouts if 1 < math.prod(layout.values()) <= MOST_PROCESSES),
+        key=lambda layout: math.prod(layout.values()),
+    )
+
+
+def parse_layout(text: str) -> Layout:
+    """ "dp_shard=2,tp=2" -> degrees of all axes. Raises ConfigError."""
+    layout = dict.fromkeys(AXES, 1)
+    for part in text.split(","):
+        axis, _, degree = part.partition("=")
+        if axis not in AXES or not (degree.isascii() and degree.isdigit() and int(degree) > 0):
+            raise ConfigError(
+                f"--layouts {text}: '{part}' is no degree; write recipe, all, or degrees of "
+                f"{', '.join(AXES)} such as dp_shard=2,tp=2"
+            )
+        layout[axis] = int(degree)
+    return layout
+
+
+def name_of(layout: Layout) -> str:
+    return ",".join(f"{axis}={degree}" for axis, degree in layout.items() if degree > 1) or "one process"
+
+
+def twin_model(flavor: ModelConfig, stages: int) -> ModelConfig:
+    """The debug flavor with what of `flavor` is a kind and not a size, and layers for `stages` stages."""
+    return dataclasses.replace(
+        FLAVORS["debug"],
+        n_layers=max(4, stages),
+        tied_embeddings=flavor.tied_embeddings,
+        rope_scaling=flavor.rope_scaling,
+        rope_theta=flavor.rope_theta,
+    )
+
+
+def twin(config: Config, layout: Layout, steps: int) -> Config:
+    """`config`, small, on `layout`."""
+    dp = layout["dp_replicate"] * layout["dp_shard"]
+    accumulates = config.training.global_batch_size > config.training.local_batch_size * dp
+    local = max(1, ROWS // (dp * (2 if accumulates else 1)))
+    changes: dict[str, Any] = {"pipeline_parallel_split_points": ()}
+    if layout["pp"] == 1:
+        changes = {f.name: f.default for f in dataclasses.fields(Parallelism) if f.name.startswith("pipeline_parallel_")}
+    elif config.parallelism.pipeline_parallel_schedule_csv:  # and for one number of microbatches
+        changes["pipeline_parallel_microbatch_size"] = 1
+        local = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
+    else:
+        changes["pipeline_parallel_microbatch_size"] = 2 if local >= 4 * layout["pp"] else 1
+        if config.parallelism.pipeline_parallel_degree == 1:
+            changes["pipeline_parallel_first_stage_less_layers"] = changes["pipeline_parallel_last_stage_less_layers"] = 0
+    changes.update({KEYS[axis]: degree for axis, degree in layout.items()})
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, tokenizer_path=str(TOKENIZER)),
+        training=dataclasses.replace(
+            config.training,
+            local_batch_size=local,
+            global_batch_size=max(ROWS, local * dp),
+            seq_len=SEQ_LEN,
+            steps=steps,
+            dtype="float32",
+            mixed_precision_param="float32",
+            mixed_precision_reduce="float32",
+        ),
+        lr_scheduler=dataclasses.replace(config.lr_scheduler, warmup_steps=0, total_steps=-1),
+        parallelism=dataclasses.replace(config.parallelism, **changes, enable_async_tensor_parallel=False),
+        compile=dataclasses.replace(config.compile, backend="aot_eager"),
+        checkpoint=dataclasses.replace(config.checkpoint, enable=False, load_step=-1),
+        data=dataclasses.replace(config.data, dataset="stdlib", path="", num_workers=0, validation_fraction=0.05),
+        validation=dataclasses.replace(config.validation, enable=True, freq=steps, steps=1),
+        metrics=dataclasses.replace(config.metrics, log_freq=1, enable_tensorboard=False, enable_color=False),
+        profiling=dataclasses.replace(config.profiling, enable_profiling=False, enable_memory_snapshot=False),
+    )
+
+
+def reference(config: Config) -> Config:
+    """A twin's own oracle: the same batches in one eager process that keeps everything."""
+    plain = Parallelism(data_parallel_shard_degree=1)
+    return dataclasses.replace(config, parallelism=plain, compile=Compile(), activation_checkpoint=ActivationCheckpoint())
+
+
+def run(config: Config, flavor: ModelConfig, *, prepare: Prepare | None = None) -> Run:
+    """Train `config` on as many new CPU processes as it needs. prepare: called on each with its Trainer, before training."""
+    processes = math.prod(getattr(config.parallelism, key) for key in KEYS.values())
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        config = dataclasses.replace(config, job=dataclasses.replace(config.job, dump_folder=folder))
+        mp.start_processes(_process, (processes, port, config, flavor, prepare), processes, start_method="spawn")
+        result = Run()
+        for rank in range(processes):
+            part: Run = torch.load(Path(folder) / f"rank-{rank}.pt", weights_only=False)
+            result.losses.update(part.losses)
+            result.gradients.update(part.gradients)
+            for fqn, sums in part.activations.items():
+                result.activations[fqn] = result.activations.get(fqn, torch.zeros(3, dtype=torch.float64)) + sums
+        for step, values in read_metrics(Path(folder) / "metrics.jsonl").items():
+            if "validation_loss" in values:
+                result.validation[step] = values["validation_loss"]
+        return result
+
+
+def _process(rank: int, processes: int, port: int, config: Config, flavor: ModelConfig, prepare: Prepare | None) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(processes),
+        LOCAL_WORLD_SIZE=str(processes),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    # of a whole gradient put together from two axes, which only this program does
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    FLAVORS[config.model.flavor] = flavor
+    trainer = Trainer(config)
+    result = Run()
+    _record(trainer, result)
+    if prepare is not None:
+        prepare(trainer)
+    trainer.train()
+    torch.save(result, Path(config.job.dump_folder) / f"rank-{rank}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def _record(trainer: Trainer, result: Run) -> None:
+    """Have `trainer` write down what it computes; of the first step gradients, and in eager mode what modules give."""
+    train_step, forward_backward = trainer.train_step, trainer.forward_backward
+    hooks: list[Any] = []
+
+    def recorded_step() -> tuple[float, float, float]:
+        loss, norm, lr = train_step()
+        result.losses[trainer.step] = (loss, norm)
+        return loss, norm, lr
+
+    def recorded_backward(batches: list, tokens: Tensor) -> Tensor:
+        if trainer.step > 1:
+            return forward_backward(batches, tokens)
+        if not trainer.config.compile.enable:
+            for model in trainer.stages:
+                for fqn, module in model.named_modules():
+                    if fqn not in ("", "layers"):
+                        hooks.append(module.register_forward_hook(_summing(fqn, result)))
+        loss = forward_backward(batches, tokens)
+        for hook in hooks:
+            hook.remove()
+        one_copy = all(trainer.mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp")
+        for fqn, parameter in trainer.parameters.items():
+            gradient = parameter.grad.full_tensor().clone()  # type: ignore[union-attr]
+            if one_copy:
+                result.gradients[fqn] = gradient
+        return loss
+
+    trainer.train_step, trainer.forward_backward = recorded_step, recorded_backward  # type: ignore[method-assign]
+
+
+def _summing(fqn: str, result: Run) -> Callable:
+    def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # activation checkpointing computes it again
+        numbers = output.detach().double()
+        sums = torch.stack((torch.tensor(float(numbers.numel())), numbers.sum(), numbers.square().sum()))
+        result.activations[fqn] = result.activations.get(fqn, torch.zeros(3, dtype=torch.float64)) + sums
+
+    return hook
+
+
+def compare(found: Run, expected: Run) -> Comparison:
+    def apart(one: float, other: float) -> float:
+        difference = abs(one - other) / max(abs(other), 1e-30)
+        return difference if math.isfinite(difference) else math.inf
+
+    losses = [apart(found.losses[step][i], values[i]) for step, values in expected.losses.items() for i in (0, 1)]
+    losses += [apart(found.validation[step], loss) for step, loss in expected.validation.items()]
+    worst = {
+        fqn: apart(float((found.gradients[fqn] - gradient).norm() + gradient.norm()), float(gradient.norm()))
+        for fqn, gradient in expected.gradients.items()
+    }
+    parameter = max(worst, key=lambda fqn: worst[fqn])
+    module = next((fqn for fqn in expected.activations if _diverges(found.activations.get(fqn), expected.activations[fqn])), "")
+    return Comparison(max(losses), worst[parameter], parameter, module if found.activations else "")
+
+
+def _diverges(found: Tensor | None, expected: Tensor) -> bool:
+    if found is None:
+        return True
+    numbers, total, squares = (float(value) for value in expected)
+    off = max(
+        abs(float(found[1]) - total) / math.sqrt(numbers * squares + 1e-30), abs(float(found[2]) - squares) / (squares + 1e-30)
+    )
+    return float(found[0]) != numbers or not off <= ACTIVATION_TOLERANCE
+
+
+def verify(config: Config, layouts: Sequence[Layout], *, steps: int = 5, prepare: Prepare | None = None) -> bool:
+    """Print a line a layout; whether all agree. Raises ConfigError where the only layout cannot be run."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before any process asks
+    if config.model.flavor not in FLAVORS:
+        raise ConfigError(f'model.flavor = "{config.model.flavor}": known flavors are {", ".join(FLAVORS)}')
+    flavor = FLAVORS[config.model.flavor]
+    print(
+        f"twin of {config.model.flavor}: {twin_model(flavor, 1).n_layers} layers or more, dim {FLAVORS['debug'].dim}, float32, "
+        f"{ROWS} sequences of {SEQ_LEN} tokens a step, {steps} steps; expected: one eager process\n"
+        f"tolerances, relative: loss {LOSS_TOLERANCE:g}, gradient {GRADIENT_TOLERANCE:g}, activations {ACTIVATION_TOLERANCE:g}"
+    )
+    width = max(len("layout"), *(len(name_of(layout)) for layout in layouts))
+    print(f"{'layout':<{width}}  processes  loss     gradient  {'of':<31}  {'first to diverge':<24}  verdict")
+    expected: dict[tuple, Run] = {}
+    agree = True
+    for layout in layouts:
+        start = f"{name_of(layout):<{width}}  {math.prod(layout.values()):>9}"
+        small = twin(config, layout, steps)
+        try:
+            model = _enough_layers(small, flavor, math.prod(layout.values()))
+        except ConfigError as error:
+            if len(layouts) == 1:
+                raise
+            print(f"{start}  not possible: {error}", flush=True)
+            continue
+        key = (model.n_layers, small.training.global_batch_size)
+        if key not in expected:
+            expected[key] = run(reference(small), model)
+        try:
+            result = compare(run(small, model, prepare=prepare), expected[key])
+            module = result.module
+            if not result.agrees and small.compile.enable:
+                eager = dataclasses.replace(small, compile=Compile())
+                module = compare(run(eager, model, prepare=prepare), expected[key]).module or "none in eager mode"
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            print(f"{start}  FAILS\n{error}", flush=True)
+            agree = False
+            continue
+        verdict = "agrees" if result.agrees else "DIFFERS"
+        figures = f"{result.loss:.1e}  {result.gradient:.1e}   {result.parameter:<31}  {module or '-':<24}"
+        print(f"{start}  {figures}  {verdict}", flush=True)
+        agree &= result.agrees
+    return agree
+
+
+def _enough_layers(config: Config, flavor: ModelConfig, processes: int) -> ModelConfig:
+    """The twin's model with as few layers as its stages need. Raises ConfigError where the layout is wrong in other ways."""
+    known = FLAVORS[config.model.flavor]
+    try:
+        for layers in range(4, 4 * processes + 8):
+            FLAVORS[config.model.flavor] = twin_model(flavor, layers)
+            try:
+                check(config, processes)
+                break
+            except ConfigError as error:
+                if "stages for" not in str(error) or layers == 4 * processes + 7:
+                    raise
+        return FLAVORS[config.model.flavor]
+    finally:
+        FLAVORS[config.model.flavor] = known
+
+
+def main(arguments: Sequence[str]) -> int:
+    if not arguments or "--help" in arguments or "-h" in arguments:
+        print(__doc__)
+        return 0 if arguments else 2
+    try:
+        config, layouts, steps = _parse(list(arguments))
+        return 0 if verify(config, layouts, steps=steps) else 1
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parse(arguments: list[str]) -> tuple[Config, list[Layout], int]:
+    names, steps, rest = [], 5, []
+    recipe = arguments.pop(0)
+    while arguments:
+        option, equals, value = arguments.pop(0).partition("=")
+        if option == "--layouts":
+            names += [value] if equals else []
+            while arguments and not arguments[0].startswith("--"):
+                names.append(arguments.pop(0))
+            if not names:
+                raise ConfigError("--layouts has no value; write recipe, all, or degrees such as dp_shard=2,tp=2")
+        elif option == "--steps":
+            value = value if equals else arguments.pop(0) if arguments else ""
+            if not (value.isascii() and value.isdigit() and int(value) > 0):
+                raise ConfigError(f"--steps {value or 'without a value'}: expected an integer at least 1, such as 5")
+            steps = int(value)
+        else:
+            rest.append(option + equals + value)
+            if arguments and not arguments[0].startswith("--"):
+                rest.append(arguments.pop(0))
+    config, _ = load_config(recipe, rest)
+    layouts: list[Layout] = []
+    for name in names or ["recipe"]:
+        layouts += every_layout() if name == "all" else [layout_of(config) if name == "recipe" else parse_layout(name)]
+    return config, layouts, steps
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
