@@ -43,8 +43,10 @@ QUICK = [  # of every kind and of every two kinds one, and every schedule
     ("dp_shard=2,pp=2", FULL),
     ("pp=2,tp=2", [*ZBV, *SECOND]),
     ("dp_shard=2,cp=2", [*COMPILED, *SECOND]),
+    ("dp_shard=2,tp=2", [*COMPILED, *FULL]),
 ]
 LAYOUTS = ["tp=2", "tp=4", "cp=2", "cp=4", "dp_shard=2,tp=2", "dp_shard=2,cp=2", "dp_replicate=2,dp_shard=2,tp=2", "cp=2,tp=2"]
+LAYOUTS += ["dp_replicate=2", "dp_replicate=2,dp_shard=2"]
 PIPELINES = ["pp=2", "dp_shard=2,pp=2", "pp=2,tp=2", "pp=2,dp_shard=2,tp=2", "pp=4", "pp=2,cp=2", "dp_replicate=2,pp=2"]
 SLOW = [
     *((layout, options) for layout in LAYOUTS for options in (FULL, SELECTIVE, AT_ONCE)),

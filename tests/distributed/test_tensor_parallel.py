@@ -1,5 +1,6 @@
 """Tensor parallelism, alone and with FSDP, HSDP and DDP, against one process: the loss and every gradient."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -10,14 +11,18 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from titan_lite.config import Optimizer
 from titan_lite.distributed.simple_fsdp import gathered_for_step
 from titan_lite.distributed.tensor_parallel import PLAN, apply_tensor_parallel, axis_of
 from titan_lite.loss import build_loss, cross_entropy_sum
-from titan_lite.models.llama3 import ModelConfig, Transformer
+from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
+from titan_lite.optimizer import build_optimizer
 
 # 30 hidden units and 61 tokens: the last of four ranks has fewer
 UNTIED = ModelConfig(dim=32, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=30, vocab_size=61, max_seq_len=16)
 TIED = ModelConfig(**{**vars(UNTIED), "tied_embeddings": True})
+DEBUG = dataclasses.replace(FLAVORS["debug"], max_seq_len=16)
+FLAVOR_PARAMETERS = 5_770_496
 LAYOUTS = {  # dp_replicate, dp_shard, tp
     "tp2": (1, 1, 2),
     "tp4": (1, 1, 4),
@@ -114,6 +119,34 @@ def test_no_rank_holds_full_logits_and_each_holds_half_of_the_weights():
                 assert numbers == own * 32
             else:
                 assert numbers == whole[fqn] / 2
+
+
+def bytes_held(layout):
+    """(of parameters, gradients and optimizer state on this rank, of those of blocks' weights, as if there were one rank)."""
+    mesh = make_mesh(*layout)
+    tokens, labels = batch(vocab_size=DEBUG.vocab_size)
+    model = build(DEBUG, mesh)
+    optimizer = build_optimizer(Optimizer(), model.parameters())
+    step(model, mesh, my_microbatches(mesh, tokens, labels), (labels != -100).sum(), gradient=False)
+    optimizer.step()
+    held, blocks, whole = 0, 0, 0
+    for fqn, parameter in model.named_parameters():
+        state = [value for value in optimizer.state[parameter].values() if value.dim()]
+        tensors = [parameter.detach(), parameter.grad, *state]
+        local = sum(tensor.to_local().untyped_storage().nbytes() for tensor in tensors)
+        held += local
+        whole += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        blocks += local if fqn.startswith("layers.") and "norm" not in fqn else 0
+    return held, blocks, whole
+
+
+def test_a_rank_holds_its_share_of_parameters_gradients_and_optimizer_state():
+    weights = sum(p.numel() for n, p in Transformer(DEBUG).named_parameters() if n.startswith("layers.") and "norm" not in n)
+    for held, _, whole in run_ranks(4, bytes_held, (1, 4, 1)):
+        assert whole == 16 * FLAVOR_PARAMETERS  # float32: the parameter, its gradient, two moments
+        assert whole / 4 <= held <= 1.1 * whole / 4
+    for _, blocks, _ in run_ranks(2, bytes_held, (1, 1, 2)):
+        assert blocks == 16 * weights / 2
 
 
 def loss_alone():

@@ -107,26 +107,14 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(uninterrupted, tmp_path)
     same(metrics, expected, names=("loss", "grad_norm", "validation_loss", "lr", "tokens_seen"))
 
 
-TP2 = ["--parallelism.tensor_parallel_degree", "2"]
-LAYOUTS = {
+LAYOUTS = {  # of other kinds: tests/distributed/test_layouts.py
     "1 rank": (1, []),
     "4 ranks": (4, []),
     "2 ranks, communicating every microbatch": (2, ["--parallelism.fsdp_communication", "microbatch"]),
-    "4 ranks, HSDP": (4, ["--parallelism.data_parallel_replicate_degree", "2"]),
-    "2 ranks, DDP": (2, ["--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "1"]),
     "2 ranks, another microbatch": (2, ["--training.local_batch_size", "1"]),
     "2 ranks, keeping gathered weights": (
         2,
         ["--parallelism.fsdp_reshard_after_forward", "never", "--parallelism.fsdp_communication", "microbatch"],
-    ),
-    "2 ranks, compiled, selective checkpointing": (
-        2,
-        ["--compile.enable", "--compile.backend", "aot_eager", "--activation_checkpoint.mode", "selective"],
-    ),
-    "2 ranks, TP": (2, TP2),
-    "4 ranks, FSDP and TP, compiled, full checkpointing": (
-        4,
-        [*TP2, "--compile.enable", "--compile.backend", "aot_eager", "--activation_checkpoint.mode", "full"],
     ),
     "2 ranks, deterministic, no loader process": (2, ["--debug.deterministic", "--data.num_workers", "0"]),
 }

@@ -20,6 +20,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.exc import InvalidCxxCompiler
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.fx import Graph, GraphModule
 from torch.utils._triton import has_triton
 
@@ -27,6 +28,7 @@ from titan_lite.compiler import collectives, resharding
 from titan_lite.config import Compile, ConfigError
 
 Pass = Callable[[Graph], Any]
+FUSED_PRODUCTS = ("symm_mem.fused_all_gather_matmul.default", "symm_mem.fused_matmul_reduce_scatter.default")
 
 
 def check_backend(config: Compile, device_type: str) -> None:
@@ -44,14 +46,26 @@ def check_backend(config: Compile, device_type: str) -> None:
             raise ConfigError(f'compile.backend = "inductor" needs a C++ compiler for the CPU (g++, or CXX); {works}') from None
 
 
-def compile_model(model: nn.Module, config: Compile, *, reshard_after_forward: bool, memory_budget: float = 1.0) -> None:
+def compile_model(
+    model: nn.Module,
+    config: Compile,
+    *,
+    reshard_after_forward: bool,
+    memory_budget: float = 1.0,
+    async_tensor_parallel: str = "",
+) -> None:
     """Compile `model` as one graph, in place; FQNs do not change. Anything that breaks the graph is an error.
 
     memory_budget: the share of activations that the partitioner may keep, of those it keeps at 1.0; what it then recomputes
-    are the operators that cost least for what they free.
+    are the operators that cost least for what they free. async_tensor_parallel: the group whose collectives Inductor cuts into
+    pieces that overlap with pieces of the matrix products beside them (arXiv 2410.06511, section 3.4); where it finds none, an
+    error.
     """
     joint_passes: list[Pass] = [resharding.recompute_parameter_all_gathers] if reshard_after_forward else []
-    backend = {"inductor": _inductor, "aot_eager": _aot_eager}[config.backend](joint_passes)
+    if config.backend == "inductor":
+        backend = _inductor(joint_passes, async_tensor_parallel)
+    else:
+        backend = _aot_eager(joint_passes)
 
     def within_budget(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
         with functorch_config.patch(activation_memory_budget=memory_budget):
@@ -73,24 +87,43 @@ def _aot_eager(joint_passes: Sequence[Pass]) -> Callable:
     return aot_autograd(fw_compiler=run_as_is, bw_compiler=run_as_is, partition_fn=partition)
 
 
-def _inductor(joint_passes: Sequence[Pass]) -> Callable:
-    class JointPasses(CustomGraphPass):
-        def __call__(self, graph: Graph) -> None:
-            for graph_pass in joint_passes:
-                graph_pass(graph)
+class _Passes(CustomGraphPass):
+    """Passes as Inductor wants them: with what its cache knows of them, their names and sources."""
 
-        def uuid(self) -> Any:
-            # what inductor's cache knows of these passes: their names and sources
-            names = ",".join(p.__name__ for p in joint_passes).encode()
-            return names + get_hash_for_files((__file__, collectives.__file__, resharding.__file__))
+    def __init__(self, passes: Sequence[Pass]):
+        self.passes = passes
 
-    patches = {"joint_custom_post_pass": JointPasses()} if joint_passes else {}
+    def __call__(self, graph: Graph) -> None:
+        for graph_pass in self.passes:
+            graph_pass(graph)
+
+    def uuid(self) -> Any:
+        names = ",".join(p.__name__ for p in self.passes).encode()
+        return names + get_hash_for_files((__file__, collectives.__file__, resharding.__file__))
+
+
+def _inductor(joint_passes: Sequence[Pass], async_tensor_parallel: str) -> Callable:
+    patches: dict[str, Any] = {"joint_custom_post_pass": _Passes(joint_passes)} if joint_passes else {}
+    if async_tensor_parallel:
+        enable_symm_mem_for_group(async_tensor_parallel)  # type: ignore[arg-type]
+        patches |= {"_micro_pipeline_tp": True, "post_grad_custom_post_pass": _Passes([expect_fused_products])}
 
     def backend(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
         with _nothing_is_random():
             return compile_fx(graph, inputs, config_patches=patches)
 
     return backend
+
+
+def expect_fused_products(graph: Graph) -> int:
+    """The number of matrix products in `graph` that overlap with the collective beside them. Raises RuntimeError for none."""
+    fused = [node for node in graph.nodes if node.op == "call_function" and str(node.target) in FUSED_PRODUCTS]
+    if not fused:
+        raise RuntimeError(
+            "parallelism.enable_async_tensor_parallel = true: Inductor found no collective beside a matrix product to overlap it "
+            "with; false would work"
+        )
+    return len(fused)
 
 
 def _nothing_is_random() -> Any:

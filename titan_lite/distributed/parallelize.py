@@ -53,4 +53,5 @@ def parallelize(
         )
         if compile.enable:
             budget = activation_checkpoint.memory_budget if activation_checkpoint.mode == "memory_budget" else 1.0
-            compile_model(model, compile, reshard_after_forward=reshard, memory_budget=budget)
+            group = mesh.get_group("tp").group_name if parallelism.enable_async_tensor_parallel else ""
+            compile_model(model, compile, reshard_after_forward=reshard, memory_budget=budget, async_tensor_parallel=group)

@@ -155,11 +155,12 @@ class ScatterTokens(torch.autograd.Function):
         return all_gather_tokens(gradient, ctx.axis), None
 
 
+# Pieces put together and cut with cat and chunk: what Inductor's pass for asynchronous tensor parallelism recognises.
 def all_gather_tokens(x: Tensor, axis: Axis) -> Tensor:
     parts = collectives.wait_tensor(collectives.all_gather_into_tensor(x.contiguous(), axis.degree, axis.group))
-    return parts.unflatten(0, (axis.degree, -1)).transpose(0, 1).flatten(1, 2)
+    return torch.cat(parts.chunk(axis.degree), dim=1)
 
 
 def reduce_scatter_tokens(x: Tensor, axis: Axis) -> Tensor:
-    parts = x.unflatten(1, (axis.degree, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+    parts = torch.cat(x.chunk(axis.degree, dim=1))
     return collectives.wait_tensor(collectives.reduce_scatter_tensor(parts, "sum", axis.degree, axis.group))

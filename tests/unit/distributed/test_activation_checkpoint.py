@@ -14,10 +14,10 @@ CONFIG = ModelConfig(dim=32, n_layers=LAYERS, n_heads=4, n_kv_heads=2, hidden_di
 MODES = ("none", "selective", "full")
 
 
-def build_model(mode):
+def build_model(mode, option="op"):
     model = Transformer(CONFIG)
     model.init_weights(0)
-    apply_activation_checkpoint(model.layers, mode)
+    apply_activation_checkpoint(model.layers, mode, option)
     return model
 
 
@@ -40,9 +40,9 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operators(mode):
+def operators(mode, option="op"):
     """(in forward, in backward)"""
-    model = build_model(mode)
+    model = build_model(mode, option)
     with Count() as forward:
         loss = loss_of(model)
     with Count() as backward:
@@ -76,6 +76,21 @@ def test_what_a_block_computes_again_in_backward(mode, recomputed):
     assert (forward["mm"], forward["attention"], forward["silu"]) == (7 * LAYERS + 1, LAYERS, LAYERS)
     own = dict(mm=2 * forward["mm"], attention=0, silu=0)  # two products for the gradients of each one
     assert {name: (backward[name] - own[name]) / LAYERS for name in recomputed} == recomputed
+
+
+@pytest.mark.parametrize(("option", "blocks"), [("1", 3), ("2", 2), ("3", 1)])
+def test_every_so_many_blocks_is_recomputed(option, blocks):
+    _, backward = operators("selective", option)
+    assert backward["silu"] == blocks
+    checkpointed = [type(block) is not TransformerBlock for block in build_model("selective", option).layers.values()]
+    assert checkpointed == [i % int(option) == 0 for i in range(LAYERS)]
+
+
+def test_blocks_are_counted_in_the_whole_model_and_not_in_a_stage():
+    model = Transformer(CONFIG)
+    del model.layers["0"]
+    apply_activation_checkpoint(model.layers, "selective", "2")
+    assert [type(block) is not TransformerBlock for block in model.layers.values()] == [False, True]
 
 
 @pytest.mark.parametrize("mode", MODES)

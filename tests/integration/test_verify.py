@@ -1,0 +1,164 @@
+"""`python -m titan_lite.verify`: what agrees, what does not and is named, and what cannot be asked."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_lite import verify
+from titan_lite.config import load_config
+from titan_lite.distributed.simple_fsdp import GatherPlan
+from titan_lite.verify import every_layout, layout_of, name_of, parse_layout
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "train_configs"
+DEBUG = RECIPES / "debug_model.toml"
+
+
+def command(*arguments):
+    words = [sys.executable, "-m", "titan_lite.verify", *map(str, arguments)]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    print(result.stdout, result.stderr)
+    return result
+
+
+def test_a_recipe_that_is_right_exits_with_0():
+    result = command(DEBUG, "--layouts", "dp_shard=2", "pp=3,tp=3", "--steps=2", "--activation_checkpoint.mode", "full")
+    assert result.returncode == 0
+    assert re.search(r"^dp_shard=2 +2 +\d\.\de-\d\d +\d\.\de-\d\d +[\w.]+ +- +agrees$", result.stdout, re.M)
+    assert re.search(r"^pp=3,tp=3 +9 +not possible: .*does not divide the 8 attention heads", result.stdout, re.M)
+    assert "tolerances, relative: loss 0.0001, gradient 0.0001" in result.stdout
+
+
+BROKEN = "layers.1.feed_forward.w2.weight"
+
+
+def one_gradient_is_not_reduced(trainer):
+    """On rank 0: its own part only, as if the others had no tokens."""
+    finish, rank = GatherPlan.finish_reduce, trainer.rank
+
+    def broken(plan, gradient):
+        gradient = finish(plan, gradient)
+        return gradient / 2 if plan.fqn == BROKEN and rank == 0 else gradient
+
+    GatherPlan.finish_reduce = broken
+
+
+def one_module_is_wrong(trainer):
+    """The second rank's part of one module's result is another one."""
+    feed_forward = trainer.stages[0].layers["2"].feed_forward
+    if trainer.rank == 1:
+        feed_forward.register_forward_hook(lambda module, inputs, output: output * 1.5)
+
+
+def one_rank_fails(trainer):
+    if trainer.rank == 1:
+        raise RuntimeError("out of luck")
+
+
+def verified(prepare, *options, layout="dp_shard=2"):
+    config, _ = load_config(DEBUG, options)
+    return verify.verify(config, [parse_layout(layout)], steps=1, prepare=prepare)
+
+
+def test_a_gradient_that_is_not_reduced_is_named(capfd):
+    assert not verified(one_gradient_is_not_reduced)
+    (line,) = re.findall(r"^dp_shard=2 .*$", capfd.readouterr().out, re.M)
+    assert re.search(rf"  {re.escape(BROKEN)} +- +DIFFERS$", line)
+
+
+def test_the_first_module_that_is_wrong_is_named(capfd):
+    assert not verified(one_module_is_wrong)
+    (line,) = re.findall(r"^dp_shard=2 .*$", capfd.readouterr().out, re.M)
+    assert re.search(r"  layers\.2\.feed_forward +DIFFERS$", line)
+
+
+@pytest.mark.slow
+def test_the_first_module_that_is_wrong_is_named_under_compile_too(capfd):
+    assert not verified(one_module_is_wrong, "--compile.enable", layout="tp=2")
+    (line,) = re.findall(r"^tp=2 .*$", capfd.readouterr().out, re.M)
+    assert re.search(r"  layers\.2\.feed_forward +DIFFERS$", line)
+
+
+def test_a_layout_that_fails_says_why_and_does_not_agree(capfd):
+    assert not verified(one_rank_fails)
+    assert re.search(r"FAILS\n(.*\n)*.*RuntimeError: out of luck", capfd.readouterr().out)
+
+
+def test_the_exit_code_is_that_of_the_verdict(monkeypatch):
+    for agree, code in ((True, 0), (False, 1)):
+        monkeypatch.setattr(verify, "verify", lambda *arguments, agree=agree, **options: agree)
+        assert verify.main([str(DEBUG)]) == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([DEBUG, "--layouts", "dp=2"], r"--layouts dp=2: 'dp=2' is no degree; write recipe, all, or degrees of pp, dp_replicate"),
+        ([DEBUG, "--layouts", "tp=two"], r"'tp=two' is no degree"),
+        ([DEBUG, "--layouts", "tp=0"], r"'tp=0' is no degree"),
+        ([DEBUG, "--layouts"], r"--layouts has no value"),
+        ([DEBUG, "--steps", "none"], r"--steps none: expected an integer at least 1"),
+        ([DEBUG, "--steps"], r"--steps without a value"),
+        ([DEBUG, "--layouts=tp=3"], r"tensor_parallel_degree = 3 does not divide the 8 attention heads"),
+        ([DEBUG, "--training.stepz=3"], r"unknown option --training.stepz=3; did you mean"),
+        ([DEBUG, "--model.flavor=7B"], r'model.flavor = "7B": known flavors are debug'),
+        (["nowhere.toml"], r"nowhere.toml: no such recipe"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line_and_2(arguments, message, capsys):
+    assert verify.main([str(argument) for argument in arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert re.search(message, line)
+
+
+def test_help_is_what_the_module_says(capsys):
+    assert verify.main(["--help"]) == 0
+    assert "--layouts LAYOUT" in capsys.readouterr().out
+    assert verify.main([]) == 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        ("debug_model", "dp_shard=4"),
+        ("llama3_8b", "dp_shard=4"),
+        ("llama3_70b", "dp_shard=4,tp=2"),
+        ("llama3_405b", "pp=2,dp_shard=2,tp=2"),
+        ("llama3_8b_128k", "dp_shard=4,cp=2"),
+    ],
+)
+def test_a_twin_has_the_kinds_of_its_recipe(recipe, layout):
+    config, _ = load_config(RECIPES / f"{recipe}.toml")
+    assert layout_of(config) == parse_layout(layout)
+
+
+def test_all_layouts_are_all_that_eight_processes_can_have():
+    names = [name_of(layout) for layout in every_layout()]
+    assert len(names) == len(set(names)) == 25
+    assert {"pp=2", "dp_shard=2,cp=2", "pp=2,dp_shard=2,tp=2", "dp_replicate=2,dp_shard=2,tp=2"} <= set(names)
+
+
+def test_a_comparison_sees_what_is_not_finite_and_what_is_missing():
+    one = verify.Run({1: (2.0, 1.0)}, {1: 2.0}, {"w": torch.ones(3)}, {"a": torch.ones(3), "b": torch.ones(3)})
+    assert verify.compare(one, one).agrees
+    nan = verify.Run({1: (2.0, 1.0)}, {1: 2.0}, {"w": torch.full((3,), torch.nan)}, one.activations)
+    assert not verify.compare(nan, one).agrees
+    assert not verify.compare(verify.Run({1: (torch.nan, 1.0)}, {1: 2.0}, one.gradients, one.activations), one).agrees
+    missing = verify.Run(one.losses, one.validation, one.gradients, {"a": torch.ones(3)})
+    assert verify.compare(missing, one).module == "b"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["llama3_1b", "llama3_70b", "llama3_405b", "llama3_8b_128k"])
+def test_the_twin_of_a_shipped_recipe_agrees(recipe):
+    assert command(RECIPES / f"{recipe}.toml").returncode == 0
+
+
+@pytest.mark.slow
+def test_every_composition_agrees():
+    assert command(DEBUG, "--layouts", "all").returncode == 0

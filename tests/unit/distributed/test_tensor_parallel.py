@@ -1,0 +1,65 @@
+"""Asynchronous tensor parallelism without GPUs: what Inductor's pass makes of our graphs, on ranks that only pretend."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
+from torch._inductor.fx_passes.post_grad import view_to_reshape
+from torch.distributed import _symmetric_memory
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titan_lite.compiler.stage import expect_fused_products
+from titan_lite.distributed.mesh import build_mesh, parameter_mesh
+from titan_lite.distributed.simple_fsdp import apply_simple_fsdp
+from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
+from titan_lite.models.llama3 import ModelConfig, Transformer
+
+CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=30, vocab_size=61, max_seq_len=16)
+F32 = torch.float32
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield build_mesh(dict(pp=1, dp_replicate=1, dp_shard=2, cp=1, tp=2), "cpu")
+    dist.destroy_process_group()
+    torch._dynamo.reset()
+
+
+def graphs_of(mesh):
+    """(forward, backward) as Inductor sees them."""
+    model = Transformer(CONFIG)
+    model.init_weights(0)
+    apply_tensor_parallel(model, mesh["tp"])
+    apply_simple_fsdp(model, parameter_mesh(mesh), param_dtype=F32, reduce_dtype=F32, reshard_after_forward=True)
+    graphs = []
+
+    def capture(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=capture, bw_compiler=capture, decompositions=select_decomp_table())
+    model.compile(backend=backend, fullgraph=True)
+    model(torch.zeros(4, 16, dtype=torch.int64)).sum().backward()
+    return graphs
+
+
+def test_the_matrix_products_of_every_block_overlap_with_their_collectives(mesh):
+    forward, backward = graphs_of(mesh)
+    with pytest.raises(RuntimeError, match=r"enable_async_tensor_parallel = true: Inductor found no collective"):
+        expect_fused_products(forward.graph)
+    group = mesh.get_group("tp").group_name
+    with _symmetric_memory._test_mode({group}), mock.patch("torch.distributed.is_nccl_available", return_value=True):
+        for graph in (forward, backward):
+            view_to_reshape(graph)  # as Inductor does before
+            micro_pipeline_tp_pass(graph.graph)
+    # A layer gathers before attention and feed-forward and scatters after both, and the output gathers; the embedding scatters
+    # a look-up.
+    assert expect_fused_products(forward.graph) == 4 * CONFIG.n_layers + 1
+    # Backward gathers before wo and w2; what it scatters is a sum of two or three products, but for the output's.
+    assert expect_fused_products(backward.graph) == 2 * CONFIG.n_layers + 1
