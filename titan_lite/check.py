@@ -11,7 +11,7 @@ import torch
 
 from titan_lite.checkpoint import Checkpointer
 from titan_lite.compiler.stage import check_backend
-from titan_lite.config import Config, ConfigError, Parallelism, gradient_accumulation_steps
+from titan_lite.config import KEYS, Config, ConfigError, Parallelism, gradient_accumulation_steps
 from titan_lite.data.dataset import check_data
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.distributed.mesh import check_context_parallel, check_tensor_parallel, resolve_degrees
@@ -81,6 +81,42 @@ def check_async_tensor_parallel(config: Config) -> None:
         raise ConfigError(f'{wrong} is a pass of Inductor: set compile.enable = true and compile.backend = "inductor", or false')
     if not torch.cuda.is_available():
         raise ConfigError(f"{wrong} needs GPUs that reach each other's memory, and this machine has none; set false")
+
+
+def without_effect(config: Config) -> list[str]:
+    """The keys that a recipe sets and that do nothing in it, each with the reason."""
+    parallelism, checkpointing = config.parallelism, config.activation_checkpoint
+    pipeline = [f"parallelism.{f.name}" for f in dataclasses.fields(Parallelism) if f.name.startswith("pipeline_parallel_")]
+    idle: list[tuple[bool, str, list[str]]] = [
+        (parallelism.pipeline_parallel_degree == 1, "pipeline_parallel_degree = 1", pipeline),
+        (
+            bool(parallelism.pipeline_parallel_split_points),
+            "pipeline_parallel_split_points are given",
+            ["parallelism.pipeline_parallel_first_stage_less_layers", "parallelism.pipeline_parallel_last_stage_less_layers"],
+        ),
+        (
+            bool(parallelism.pipeline_parallel_schedule_csv),
+            "pipeline_parallel_schedule_csv is given",
+            ["parallelism.pipeline_parallel_schedule", "parallelism.pipeline_parallel_stages_per_rank"],
+        ),
+        (
+            checkpointing.mode != "selective",
+            f'mode = "{checkpointing.mode}"',
+            ["activation_checkpoint.selective_ac_option"],
+        ),
+        (checkpointing.mode != "memory_budget", f'mode = "{checkpointing.mode}"', ["activation_checkpoint.memory_budget"]),
+        (not config.compile.enable, "compile.enable = false", ["compile.backend"]),
+        (config.data.dataset == "stdlib", 'dataset = "stdlib"', ["data.text_field", "data.shuffle_buffer"]),
+        (config.data.num_workers == 0, "num_workers = 0", ["data.prefetch"]),
+    ]
+    lines = []
+    for applies, why, keys in idle:
+        for key in keys if applies else ():
+            section, _, name = key.partition(".")
+            value = getattr(getattr(config, section), name)
+            if value != KEYS[key].default:
+                lines.append(f"{key} = {value} has no effect: {why}")
+    return lines
 
 
 def gathers_once(parallelism: Parallelism, microbatches: int) -> bool:

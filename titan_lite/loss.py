@@ -20,7 +20,15 @@ def build_loss(vocab_size: int, rank: int, degree: int, group: str) -> Callable[
     """(logits, labels) -> the sum, on rank `rank` of `degree` that share the vocabulary, ceil(V / degree) tokens each."""
     if degree == 1:
         return cross_entropy_sum
-    return functools.partial(vocabulary_parallel_cross_entropy_sum, first=rank * -(-vocab_size // degree), group=group)
+    return functools.partial(
+        vocabulary_parallel_cross_entropy_sum, first=own_vocabulary(vocab_size, rank, degree).start, group=group
+    )
+
+
+def own_vocabulary(vocab_size: int, rank: int, degree: int) -> range:
+    """The tokens whose logits rank `rank` of `degree` has."""
+    share = -(-vocab_size // degree)
+    return range(min(rank * share, vocab_size), min((rank + 1) * share, vocab_size))
 
 
 def vocabulary_parallel_cross_entropy_sum(logits: Tensor, labels: Tensor, *, first: int, group: str) -> Tensor:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_lite import __version__
-from titan_lite.check import check, gathers_once
+from titan_lite.check import check, gathers_once, without_effect
 from titan_lite.checkpoint import Checkpointer
 from titan_lite.compiler.hardware import peak_flops
 from titan_lite.config import Config, ConfigError, gradient_accumulation_steps, to_toml
@@ -32,7 +32,7 @@ from titan_lite.distributed.pipeline import Pipeline, keep_modules
 from titan_lite.distributed.simple_fsdp import gathered_for_step, materialize, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.logging import logger
-from titan_lite.loss import IGNORE_INDEX, build_loss
+from titan_lite.loss import IGNORE_INDEX, build_loss, own_vocabulary
 from titan_lite.lr_scheduler import lr_factor
 from titan_lite.metrics import Metrics, draw_loss, peak_memory_gib
 from titan_lite.models.llama3 import Transformer, flops_per_token
@@ -95,12 +95,10 @@ class Trainer:
                 plan,
                 self.mesh["pp"],
                 config.parallelism,
-                hidden=(
-                    config.training.local_batch_size // plan.microbatches,
-                    len(positions) // tp.degree,
-                    self.model_config.dim,
-                ),
-                hidden_dtype=getattr(torch, config.training.mixed_precision_param),
+                tokens=(sequences := config.training.local_batch_size // plan.microbatches, len(positions)),
+                hidden=(sequences, len(positions) // tp.degree, self.model_config.dim),
+                logits=(sequences, len(positions), len(own_vocabulary(self.model_config.vocab_size, tp.rank, tp.degree))),
+                dtype=getattr(torch, config.training.mixed_precision_param),
                 loss_sum=self.loss_sum,
                 device=self.device,
             )
@@ -364,6 +362,8 @@ class Trainer:
         config, training = self.config, self.config.training
         if config.job.description:
             logger.info(config.job.description)
+        for line in without_effect(config):
+            logger.info(line)
         axes = ", ".join(f"{axis} {self.mesh[axis].size()}" for axis in self.mesh.mesh_dim_names or ())
         name = (
             torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

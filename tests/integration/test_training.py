@@ -12,8 +12,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from titan_lite.check import check
-from titan_lite.config import ConfigError, load_config
+from titan_lite.config import load_config
 from titan_lite.metrics import read_metrics
 from titan_lite.trainer import Trainer, TrainingError
 
@@ -138,11 +137,15 @@ def test_the_saved_recipe_trains_the_same_run_again(uninterrupted, tmp_path):
     same(metrics, {step: values for step, values in expected.items() if step <= 6})
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 1), (1, 1)), ((4, 2), (2, 1)), ((1, 1), (2, 2))])
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(before, after, uninterrupted, tmp_path):
-    for (ranks, tp), steps in ((before, "3"), (after, "6")):
-        options = ["--parallelism.tensor_parallel_degree", str(tp), "--training.steps", steps]
-        metrics = trained(ranks, DEBUG, tmp_path, *SMALL, *options)
+KINDS = {"tp": "tensor_parallel_degree", "pp": "pipeline_parallel_degree", "cp": "context_parallel_degree"}
+
+
+@pytest.mark.parametrize(("before", "after"), [("2 fsdp", "1 fsdp"), ("4 tp", "2 pp"), ("2 pp", "2 cp")])
+def test_a_checkpoint_goes_on_with_other_ranks(before, after, uninterrupted, tmp_path):
+    for layout, steps in ((before, "3"), (after, "6")):
+        ranks, kind = layout.split()
+        degree = [f"--parallelism.{KINDS[kind]}", "2"] if kind in KINDS else []
+        metrics = trained(ranks, DEBUG, tmp_path, *SMALL, *degree, "--training.steps", steps)
     same(metrics, {step: values for step, values in uninterrupted[1].items() if step <= 6}, rel=2e-5)
 
 
@@ -170,7 +173,7 @@ WRONG_FOR_THIS_RUN = [
     (["--training.global_batch_size", "7"], r"global_batch_size = 7 is not a multiple .* 6 or 8 would work"),
     (["--parallelism.data_parallel_shard_degree", "4"], r"data_parallel_shard_degree = 4: .* need 4 ranks, but 1 are"),
     (["--parallelism.tensor_parallel_degree", "2"], r"the other degrees multiply to 2, which does not divide 1 ranks; start 2"),
-    (["--parallelism.pipeline_parallel_degree", "2"], r"parallelism.pipeline_parallel_degree = 2: this version"),
+    (["--parallelism.pipeline_parallel_degree", "2"], r"the other degrees multiply to 2, which does not divide 1 ranks; start 2"),
     (["--job.dump_folder", str(DEBUG)], r"job.dump_folder = .*debug_model.toml is no folder; name a folder"),
     (["--profiling.enable_memory_snapshot"], r"profiling.enable_memory_snapshot = true: snapshots are of CUDA memory"),
     (["--parallelism.fsdp_reshard_after_forward", "always"], r'fsdp_communication = "microbatch" would work'),
@@ -289,12 +292,6 @@ def test_the_data_of_a_resumed_run_must_be_that_of_the_run(tmp_path):
     )
     assert result.returncode == 2
     assert "training.global_batch_size = 4, but the loader's state is of 8 rows" in result.stdout
-
-
-def test_check_needs_no_process_group():
-    config, _ = load_config(DEBUG, ["--parallelism.pipeline_parallel_degree", "2"])
-    with pytest.raises(ConfigError, match=r"parallelism\.pipeline_parallel_degree = 2"):
-        check(config, world_size=2)
 
 
 def test_a_checkpoint_of_another_flavor_is_told_and_a_longer_schedule_said(uninterrupted, tmp_path):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from titan_lite.check import check
+from titan_lite.check import check, without_effect
 from titan_lite.config import ConfigError, load_config
 
 ROOT = Path(__file__).parents[2]
@@ -177,3 +177,28 @@ def test_a_wrong_layout_is_refused_and_the_way_out_works(wrong, monkeypatch):
 )
 def test_layouts_that_can_be(ranks, keys):
     checked(ranks, keys)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            "parallelism.pipeline_parallel_schedule=GPipe",
+            "pipeline_parallel_schedule = GPipe has no effect: pipeline_parallel_degree = 1",
+        ),
+        ("activation_checkpoint.memory_budget=0.2", 'activation_checkpoint.memory_budget = 0.2 has no effect: mode = "none"'),
+        ("activation_checkpoint.selective_ac_option=2", 'selective_ac_option = 2 has no effect: mode = "none"'),
+        ("compile.backend=aot_eager", "compile.backend = aot_eager has no effect: compile.enable = false"),
+        ("data.text_field=content", 'data.text_field = content has no effect: dataset = "stdlib"'),
+        ("data.num_workers=0 data.prefetch=9", "data.prefetch = 9 has no effect: num_workers = 0"),
+    ],
+)
+def test_a_key_without_effect_is_told(options, line):
+    config, _ = load_config(DEBUG, [f"--{option}" for option in options.split()])
+    (found,) = without_effect(config)
+    assert line in found
+
+
+def test_a_plain_recipe_has_no_key_without_effect():
+    for recipe in (ROOT / "train_configs").glob("*.toml"):
+        assert without_effect(load_config(recipe)[0]) == []

@@ -276,8 +276,9 @@ def keep_modules(model: nn.Module, fqns: Sequence[str]) -> None:
 class Pipeline:
     """This rank's stages and the schedule that sends microbatches through them.
 
-    stages: models in the order of plan.stages_of(rank). hidden: (B, t, C) of what travels between stages, of one microbatch on
-    this rank, in hidden_dtype. loss_sum: (logits, labels) -> summed loss.
+    stages: models in the order of plan.stages_of(rank). tokens (B, T), hidden (B, t, C) and logits (B, T, v): shapes here,
+    for one microbatch, of the input, of what travels between stages in `dtype`, and of the result. loss_sum: (logits, labels) ->
+    summed loss.
     """
 
     def __init__(
@@ -287,29 +288,31 @@ class Pipeline:
         mesh: DeviceMesh,
         parallelism: Parallelism,
         *,
+        tokens: tuple[int, int],
         hidden: tuple[int, int, int],
-        hidden_dtype: torch.dtype,
+        logits: tuple[int, int, int],
+        dtype: torch.dtype,
         loss_sum: Callable[[Tensor, Tensor], Tensor],
         device: torch.device,
     ):
         self.plan, self.loss_sum, self.device = plan, loss_sum, device
-        self.hidden, self.hidden_dtype = hidden, hidden_dtype
+        self.hidden, self.dtype = hidden, dtype
         self.rank, self.group = mesh.get_local_rank(), mesh.get_group()
         self.models = dict(zip(plan.stages_of(self.rank), stages, strict=True))
         self.last = len(plan.rank_of) - 1
         self.has_last = self.last in self.models
         self.tokens = torch.ones((), device=device)
         with torch.device("meta"):
-            tokens = torch.empty(hidden[:2], dtype=torch.int64)
-            travels = torch.empty(hidden, dtype=hidden_dtype, requires_grad=True)
+            first = torch.empty(tokens, dtype=torch.int64)
+            between, last = (torch.empty(shape, dtype=dtype, requires_grad=True) for shape in (hidden, logits))
         parts = [
             _Stage(
                 _Leaves(model),
                 index,
                 self.last + 1,
                 device,
-                input_args=tokens if index == 0 else travels,
-                output_args=travels,  # of the last stage, which sends none, nobody reads it
+                input_args=first if index == 0 else between,
+                output_args=last if index == self.last else between,
                 group=self.group,
             )
             for index, model in self.models.items()
@@ -375,7 +378,7 @@ class Pipeline:
         source = self.plan.rank_of[stage - 1]
         if source == self.rank:
             return passed[microbatch]
-        buffer = torch.empty(self.hidden, dtype=self.hidden_dtype, device=self.device)
+        buffer = torch.empty(self.hidden, dtype=self.dtype, device=self.device)
         dist.recv(buffer, group=self.group, group_src=source)
         return buffer
 
@@ -395,6 +398,10 @@ class _Leaves(nn.Module):
 
 
 class _Stage(PipelineStage):
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Without those to a neighbour on this very rank, which torch 2.11 has and gloo cannot do."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
         """The second half of backward sets `.grad` by hand and runs no hooks, so what these do is done after it."""
         result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
