@@ -45,7 +45,7 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
         tied=flavor.tied_embeddings,
         local_batch_size=config.training.local_batch_size,
         compiled=config.compile.enable,
-        selective=config.activation_checkpoint.mode == "selective" and config.activation_checkpoint.selective_ac_option == "op",
+        checkpointed=config.activation_checkpoint.mode != "none",
     )
     accumulation = gradient_accumulation_steps(config.training, degrees["dp_replicate"] * degrees["dp_shard"])
     tokenizer = load_tokenizer(config.model.tokenizer_path)

@@ -70,11 +70,13 @@ class Model:
 
 @dataclass(frozen=True)
 class Training:
-    local_batch_size: int = setting(8, "sequences in one microbatch of one data-parallel rank", unit="sequences", least=1)
+    local_batch_size: int = setting(
+        8, "sequences that a data-parallel rank or its pipeline takes at once", unit="sequences", least=1
+    )
     global_batch_size: int = setting(
         -1,
         "sequences in one optimizer step over all ranks; more than local_batch_size x data-parallel degree means gradient "
-        "accumulation; -1: exactly one microbatch a rank",
+        "accumulation; -1: exactly one local batch a rank",
         unit="sequences",
         least=1,
         also=(-1,),
@@ -221,6 +223,18 @@ class Compile:
         "inductor generates kernels; aot_eager only traces (quick, for tests)",
         unit="name",
         choices=("inductor", "aot_eager"),
+    )
+    bucketing: str = setting(
+        "block",
+        "block: one all-gather and one reduction for the parameters of each transformer block, of the embedding, and of last "
+        "norm and output; none: one for each parameter",
+        unit="name",
+        choices=("none", "block"),
+    )
+    reordering: bool = setting(
+        True,
+        "start each all-gather before the one in use is waited for, and wait for a reduction when the next one starts",
+        unit="bool",
     )
 
 

@@ -11,7 +11,8 @@ import gc
 import math
 import os
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from titan_lite import __version__
 from titan_lite.check import check, gathers_once, without_effect
 from titan_lite.checkpoint import Checkpointer
 from titan_lite.compiler.hardware import peak_flops
+from titan_lite.compiler.report import describe, write_receipts
 from titan_lite.config import Config, ConfigError, gradient_accumulation_steps, to_toml
 from titan_lite.data.dataset import Split
 from titan_lite.data.loader import Batch, Loader, build_loader, merge_states
@@ -59,7 +61,8 @@ class Trainer:
         dist.init_process_group(
             "nccl" if self.device.type == "cuda" else "gloo",
             timeout=datetime.timedelta(seconds=config.comm.init_timeout_seconds),
-            device_id=self.device if self.device.type == "cuda" else None,
+            # A pipeline's sends and receives would wait for each other on a communicator that is made at once.
+            device_id=self.device if self.device.type == "cuda" and degrees["pp"] == 1 else None,
         )
         self.mesh = build_mesh(degrees, self.device.type)
         self.dp_rank, self.dp_degree = data_rank(self.mesh)
@@ -73,7 +76,7 @@ class Trainer:
             self.total_parameters = sum(parameter.numel() for parameter in model.parameters())
             keep_modules(model, plan.modules[stage])
             self.stages.append(model)
-        parallelize(
+        self.receipts = parallelize(
             self.stages,
             self.mesh,
             training=config.training,
@@ -81,6 +84,7 @@ class Trainer:
             activation_checkpoint=config.activation_checkpoint,
             compile=config.compile,
         )
+        self.set_timeout(config.comm.init_timeout_seconds)
         for model in self.stages:
             materialize(model, self.device)
             model.init_weights(config.debug.seed, shard_of)
@@ -112,6 +116,7 @@ class Trainer:
         self.validation_loader = self.build_loader("validation") if config.validation.enable else None
 
         # 5. where the run stands
+        self.validated = False  # and so a graph without gradients compiled
         self.step = self.tokens_seen = self.skipped_steps = self.skipped_in_a_row = 0
         self.checkpointer = Checkpointer(config.checkpoint, self.dump_folder)
         self.resume()
@@ -169,6 +174,7 @@ class Trainer:
                     gc.collect(1)
                 loss, grad_norm, lr = self.train_step()
                 if self.step == first:
+                    self.show_receipts()
                     self.set_timeout(config.comm.train_timeout_seconds)  # what takes longer now is no compilation
                 last = self.step == config.training.steps
                 if self.step % config.metrics.log_freq == 0 or last:
@@ -242,11 +248,13 @@ class Trainer:
             return
         started, beginning = time.perf_counter(), self.validation_loader.state_dict()
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
-        for _ in range(self.config.validation.steps * self.accumulation):
-            input, label = self.to_device(next(self.validation_loader))
-            sums[0] += self.evaluate_one(input, label)
-            sums[1] += (label != IGNORE_INDEX).sum()
-        sum_of_losses(sums[0], self.mesh)
+        with nullcontext() if self.validated else self.patience():
+            for _ in range(self.config.validation.steps * self.accumulation):
+                input, label = self.to_device(next(self.validation_loader))
+                sums[0] += self.evaluate_one(input, label)
+                sums[1] += (label != IGNORE_INDEX).sum()
+            sum_of_losses(sums[0], self.mesh)
+        self.validated = True
         sum_over_tokens(sums[1], self.mesh)
         self.validation_loader.load_state_dict(beginning)
         self.metrics.log(self.step, {"validation_loss": float(sums[0] / sums[1])})
@@ -314,9 +322,8 @@ class Trainer:
             "total_steps": self.total_steps,
             "titan_lite": __version__,
         }
-        self.set_timeout(self.config.comm.init_timeout_seconds)  # a file system may be slow
-        self.checkpointer.save(self.step, self.state_tensors(), state)
-        self.set_timeout(self.config.comm.train_timeout_seconds)
+        with self.patience():
+            self.checkpointer.save(self.step, self.state_tensors(), state)
         self.window_start += time.perf_counter() - started
 
     def resume(self) -> None:
@@ -353,10 +360,18 @@ class Trainer:
         self.loader.load_state_dict(state["loader"])
 
     def set_timeout(self, seconds: int) -> None:
-        """A collective that takes longer from now on is a failure."""
-        limit = datetime.timedelta(seconds=seconds)
-        for group in {dist.group.WORLD, *self.mesh.get_all_groups()}:
-            dist.distributed_c10d._set_pg_timeout(limit, group)
+        """A collective of any group that takes longer from now on is a failure."""
+        self.timeout = seconds
+        for group in list(dist.distributed_c10d._world.pg_map):
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+
+    @contextmanager
+    def patience(self) -> Iterator[None]:
+        """Within: what may be compiled, or is written to a slow file system, has the time that the start has."""
+        before = self.timeout
+        self.set_timeout(self.config.comm.init_timeout_seconds)
+        yield
+        self.set_timeout(before)
 
     def describe(self) -> None:
         config, training = self.config, self.config.training
@@ -377,7 +392,7 @@ class Trainer:
         logger.info(f"ranks: {self.world_size} ({axes}), each one {name}")
         logger.info(
             f"batch: {rows} sequences of {training.seq_len} tokens a step = {rows * training.seq_len:,} tokens, "
-            f"in {self.accumulation} microbatches of {training.local_batch_size} a rank"
+            f"in {self.accumulation} local batches of {training.local_batch_size} a rank"
         )
         if self.pipeline is not None:
             parallelism, plan = config.parallelism, self.pipeline.plan
@@ -396,6 +411,13 @@ class Trainer:
                 f"{held:.2f} GiB a rank (parallelism.fsdp_communication)"
             )
         logger.info(f"steps: {self.step} done of {training.steps}; output in {self.dump_folder}")
+
+    def show_receipts(self) -> None:
+        """What the compile stage did, now that the first step is done."""
+        if self.rank == 0 and self.receipts:
+            for line in describe(self.receipts):
+                logger.info(line)
+            write_receipts(self.receipts, self.dump_folder / "compile.json")
 
     def finish(self) -> None:
         """A summary and the loss picture; the processes part."""

@@ -5,10 +5,11 @@
     LAYOUT: recipe (default), all, or degrees such as dp_shard=2,tp=2
 
 The *twin* of a recipe keeps what decides whether a layout is right: kinds of parallelism, schedule, activation checkpointing,
-compile stage, communication, tied weights, RoPE scaling. It shrinks what does not: the model to the debug flavor, degrees to 2
-or a little more, the batch to a few short sequences. It is trained in float32 on the standard library's text, and so is the same
-model in one eager process without checkpointing, with the same seed and data. Compared are the losses of all steps and of
-validation, every gradient of the first step, and what every module gave in its forward.
+the passes of the compile stage, communication, tied weights, RoPE scaling. It shrinks what does not: the model to the debug
+flavor, degrees to 2 or a little more, the batch to a few short sequences; layers are split evenly, and graphs run as they are
+traced, without Inductor. It is trained in float32 on the standard library's text, and so is the same model in one eager process
+without checkpointing, with the same seed and data. Compared are the losses of all steps and of validation, every gradient of
+the first step, and what every module gave in its forward.
 
 Exit code 0: all layouts agree; 1: one does not; 2: wrong recipe or command line.
 """
@@ -135,7 +136,9 @@ def twin_model(flavor: ModelConfig, stages: int) -> ModelConfig:
 def twin(config: Config, layout: Layout, steps: int) -> Config:
     """`config`, small, on `layout`."""
     dp = layout["dp_replicate"] * layout["dp_shard"]
-    accumulates = config.training.global_batch_size > config.training.local_batch_size * dp
+    shard = config.parallelism.data_parallel_shard_degree
+    own_dp = config.parallelism.data_parallel_replicate_degree * shard if shard != -1 else dp
+    accumulates = config.training.global_batch_size > config.training.local_batch_size * own_dp
     local = max(1, ROWS // (dp * (2 if accumulates else 1)))
     changes: dict[str, Any] = {"pipeline_parallel_split_points": ()}
     if layout["pp"] == 1:
@@ -154,7 +157,7 @@ def twin(config: Config, layout: Layout, steps: int) -> Config:
         training=dataclasses.replace(
             config.training,
             local_batch_size=local,
-            global_batch_size=max(ROWS, local * dp),
+            global_batch_size=-(-ROWS // (local * dp)) * local * dp,
             seq_len=SEQ_LEN,
             steps=steps,
             dtype="float32",

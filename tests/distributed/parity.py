@@ -38,7 +38,9 @@ def one_process(config, tokens, labels, dtype=torch.float32):
     return loss.item(), {fqn: parameter.grad for fqn, parameter in model.named_parameters()}
 
 
-def build(config, mesh, *, reshard=True, param=torch.float32, compiled=None, checkpointing="none"):
+def build(
+    config, mesh, *, reshard=True, param=torch.float32, compiled=None, checkpointing="none", bucketing="none", receipts=None
+):
     with torch.device("meta"):
         model = Transformer(config)
     apply_tensor_parallel(model, mesh["tp"])
@@ -48,7 +50,8 @@ def build(config, mesh, *, reshard=True, param=torch.float32, compiled=None, che
     model.init_weights(0, shard_of)
     if compiled:
         torch._dynamo.reset()
-        compile_model(model, Compile(enable=True, backend=compiled), reshard_after_forward=reshard)
+        stage = Compile(enable=True, backend=compiled, bucketing=bucketing, reordering=bucketing != "none")
+        compile_model(model, stage, reshard_after_forward=reshard, receipts=receipts)
     return model
 
 

@@ -28,6 +28,8 @@ UNTIED = ModelConfig(dim=20, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=30,
 TIED = ModelConfig(**{**vars(UNTIED), "tied_embeddings": True})
 F32 = torch.float32
 LAYOUTS = {"FSDP-2": (1, 2), "FSDP-4": (1, 4), "HSDP-2x2": (2, 2), "DDP-2": (2, 1)}
+SLOW = pytest.mark.slow
+PARAMS = [pytest.param(layout, marks=SLOW if layout == "FSDP-4" else ()) for layout in LAYOUTS]
 
 
 def build_fsdp2(config, mesh, param=torch.float32):
@@ -88,7 +90,7 @@ def compared(layout):
 CASES = [(model, variant) for model, (_, variants) in MODELS.items() for variant in variants]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", PARAMS)
 @pytest.mark.parametrize(("model", "variant"), CASES)
 def test_the_loss_and_every_gradient_are_those_of_one_process_and_of_fsdp2(layout, model, variant):
     one = one_process(MODELS[model][0], *batch())
@@ -99,7 +101,7 @@ def test_the_loss_and_every_gradient_are_those_of_one_process_and_of_fsdp2(layou
             assert_same(grads, oracle)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", PARAMS)
 @pytest.mark.parametrize(("model", "variant"), CASES)
 def test_what_one_step_communicates(layout, model, variant):
     """A parameter is gathered where it is read, again in backward where it was not kept, and reduced for every read."""
@@ -135,7 +137,7 @@ def accumulate(param, compiled):
 
 
 @pytest.mark.parametrize("param", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("compiled", [None, "aot_eager"])
+@pytest.mark.parametrize("compiled", [None, pytest.param("aot_eager", marks=SLOW)])
 def test_accumulated_gradients_do_not_depend_on_how_often_is_communicated(param, compiled):
     for found in run_ranks(2, accumulate, param, compiled):
         once, each = found["step"], found["microbatch"]
@@ -164,7 +166,7 @@ def mixed(layout):
     return found
 
 
-@pytest.mark.parametrize("layout", ["FSDP-2", "HSDP-2x2", "DDP-2"])
+@pytest.mark.parametrize("layout", ["FSDP-2", pytest.param("HSDP-2x2", marks=SLOW), pytest.param("DDP-2", marks=SLOW)])
 def test_bfloat16_weights_with_float32_reduction_are_as_in_fsdp2(layout):
     replicate, shard = LAYOUTS[layout]
     exact = one_process(UNTIED, *batch())[1]

@@ -56,7 +56,7 @@ WRONG = {
         ("(pp 2 x dp_replicate 2 x dp_shard 2 x cp 2 x tp 2) need 32",),
         "cp=1 replicate=1",
     ),
-    "pipeline alone larger than the ranks": Wrong(2, "pp=4", ("multiply to 4", "start 4 ranks"), "pp=2"),
+    "pipeline alone larger than the ranks": Wrong(2, "pp=4", ("(pp 4) multiply to 4", "start 4 ranks"), "pp=2"),
     "heads by tp": Wrong(
         3, "tp=3 global=-1", ("tensor_parallel_degree = 3 does not divide the 8 attention heads", "1, 2, 4 "), "tp=1"
     ),
@@ -105,8 +105,8 @@ WRONG = {
         ("cuts backward in two", "compile.enable = false"),
         "compile=false",
     ),
-    "ZBV with selective checkpointing": Wrong(
-        2, "pp=2 schedule=ZBVZeroBubble ac=selective", ("cuts backward in two", 'selective_ac_option = "2"'), "ac=full"
+    "ZBV with checkpointing": Wrong(
+        2, "pp=2 schedule=ZBVZeroBubble ac=full", ("cuts backward in two", 'mode = "none", or "Interleaved1F1B"'), "ac=none"
     ),
     "tied weights in a pipeline": Wrong(
         2,

@@ -5,6 +5,7 @@
 Both backends run the same passes; every inductor setting is scoped to this compilation.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.exc import InvalidCxxCompiler
@@ -24,7 +25,8 @@ from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.fx import Graph, GraphModule
 from torch.utils._triton import has_triton
 
-from titan_lite.compiler import collectives, resharding
+from titan_lite.compiler import bucketing, collectives, reordering, resharding
+from titan_lite.compiler.report import Receipt
 from titan_lite.config import Compile, ConfigError
 
 Pass = Callable[[Graph], Any]
@@ -53,38 +55,58 @@ def compile_model(
     reshard_after_forward: bool,
     memory_budget: float = 1.0,
     async_tensor_parallel: str = "",
+    receipts: list[Receipt] | None = None,
 ) -> None:
     """Compile `model` as one graph, in place; FQNs do not change. Anything that breaks the graph is an error.
 
+    receipts: gets one more for every graph when it is compiled, forward at the first call, backward at the first backward.
     memory_budget: the share of activations that the partitioner may keep, of those it keeps at 1.0; what it then recomputes
     are the operators that cost least for what they free. async_tensor_parallel: the group whose collectives Inductor cuts into
     pieces that overlap with pieces of the matrix products beside them (arXiv 2410.06511, section 3.4); where it finds none, an
     error.
     """
     joint_passes: list[Pass] = [resharding.recompute_parameter_all_gathers] if reshard_after_forward else []
+    passes = functools.partial(_run_passes, config, [] if receipts is None else receipts)
     if config.backend == "inductor":
-        backend = _inductor(joint_passes, async_tensor_parallel)
+        backend = _inductor(joint_passes, passes, async_tensor_parallel)
     else:
-        backend = _aot_eager(joint_passes)
+        backend = _aot_eager(joint_passes, passes)
 
     def within_budget(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
         with functorch_config.patch(activation_memory_budget=memory_budget):
             return backend(graph, inputs)
 
+    # All stages of a pipeline are calls of one function, of which torch compiles 8 variants; each stage has two, with gradients
+    # and without.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     model.compile(backend=within_budget, fullgraph=True)
 
 
-def _aot_eager(joint_passes: Sequence[Pass]) -> Callable:
+def _run_passes(config: Compile, receipts: list[Receipt], graph: GraphModule, name: str) -> None:
+    """The passes on a forward or backward graph, in place: the same ones for both backends."""
+    before = bucketing.leave_apart(graph.graph)
+    buckets = bucketing.bucket_by_block(graph.graph) if config.bucketing == "block" else before
+    moved = reordering.overlap(graph.graph) if config.reordering else 0
+    graph.recompile()
+    receipts.append(Receipt(name, tuple(before), tuple(buckets), moved))
+
+
+def _aot_eager(joint_passes: Sequence[Pass], passes: Callable[[GraphModule, str], None]) -> Callable:
     def partition(joint: GraphModule, *args: Any, **kwargs: Any) -> Any:
         for graph_pass in joint_passes:
             graph_pass(joint.graph)
         with _nothing_is_random():
             return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
-    def run_as_is(graph: GraphModule, inputs: Sequence[Any]) -> Callable:
+    def run_as_is(name: str, graph: GraphModule, inputs: Sequence[Any]) -> Callable:
+        passes(graph, name)
         return make_boxed_func(graph.forward)
 
-    return aot_autograd(fw_compiler=run_as_is, bw_compiler=run_as_is, partition_fn=partition)
+    return aot_autograd(
+        fw_compiler=functools.partial(run_as_is, "forward"),
+        bw_compiler=functools.partial(run_as_is, "backward"),
+        partition_fn=partition,
+    )
 
 
 class _Passes(CustomGraphPass):
@@ -102,15 +124,23 @@ class _Passes(CustomGraphPass):
         return names + get_hash_for_files((__file__, collectives.__file__, resharding.__file__))
 
 
-def _inductor(joint_passes: Sequence[Pass], async_tensor_parallel: str) -> Callable:
-    patches: dict[str, Any] = {"joint_custom_post_pass": _Passes(joint_passes)} if joint_passes else {}
+def _inductor(joint_passes: Sequence[Pass], passes: Callable[[GraphModule, str], None], async_tensor_parallel: str) -> Callable:
+    # Inductor would order nodes by memory; theirs is ours.
+    patches: dict[str, Any] = {"reorder_for_peak_memory": False, "reorder_for_compute_comm_overlap": False}
+    if joint_passes:
+        patches["joint_custom_post_pass"] = _Passes(joint_passes)
     if async_tensor_parallel:
         enable_symm_mem_for_group(async_tensor_parallel)  # type: ignore[arg-type]
         patches |= {"_micro_pipeline_tp": True, "post_grad_custom_post_pass": _Passes([expect_fused_products])}
 
+    def compile_one(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        """Here and not in one of Inductor's own places for passes, which a graph from its cache does not come by."""
+        passes(graph, "backward" if options.get("is_backward") else "forward")
+        return compile_fx_inner(graph, inputs, **options)
+
     def backend(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
         with _nothing_is_random():
-            return compile_fx(graph, inputs, config_patches=patches)
+            return compile_fx(graph, inputs, inner_compile=compile_one, config_patches=patches)
 
     return backend
 

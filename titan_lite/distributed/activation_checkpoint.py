@@ -15,10 +15,12 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 aten = torch.ops.aten
-# What is expensive to compute again. All attention kernels that F.scaled_dot_product_attention may choose.
+# What is expensive to compute again, with all attention kernels that F.scaled_dot_product_attention may choose; and the
+# reduce-scatters of tensor parallelism, whose results are small. What it and context parallelism gather is gathered again.
 EXPENSIVE = frozenset(
     {
         aten.mm.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,

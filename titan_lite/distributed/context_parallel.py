@@ -74,8 +74,10 @@ def attend_to_the_past(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Queries (B, t, H, D) that are the last t of S positions, to keys and values (B, S, K, D) up to each one's own."""
     tokens, past = q.shape[1], k.shape[1]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
-        # Its causal mask ends at the lower right corner, which F.scaled_dot_product_attention has no word for but a whole mask.
+    fits = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    if q.is_cuda and fits and torch.backends.cuda.is_flash_attention_available():
+        # Its causal mask ends at the lower right corner. F.scaled_dot_product_attention says that with a whole mask, or with
+        # torch.nn.attention.bias.causal_lower_right, which breaks the graph.
         out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
     else:
         mask = torch.ones(tokens, past, dtype=torch.bool, device=q.device).tril(past - tokens)

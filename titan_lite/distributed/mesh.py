@@ -31,10 +31,11 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
     others = math.prod(degree for degree in degrees.values() if degree != -1)
     if degrees["dp_shard"] == -1:
         if world_size % others:
+            product = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
             raise ConfigError(
-                f"parallelism.data_parallel_shard_degree = -1 cannot be resolved: the other degrees multiply to {others}, which "
-                f"does not divide {world_size} ranks; start {-(-world_size // others) * others} ranks, or lower "
-                f"data_parallel_replicate_degree = {degrees['dp_replicate']} to a divisor of {world_size}"
+                f"parallelism.data_parallel_shard_degree = -1 cannot be resolved: the other degrees ({product}) multiply to "
+                f"{others}, which does not divide {world_size} ranks; start {-(-world_size // others) * others} ranks, or lower "
+                f"degrees until they multiply to a divisor of {world_size}"
             )
         degrees["dp_shard"] = world_size // others
     elif others != world_size:

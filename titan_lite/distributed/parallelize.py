@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_lite.compiler.report import Receipt
 from titan_lite.compiler.stage import compile_model
 from titan_lite.config import ActivationCheckpoint, Compile, Parallelism, Training
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
@@ -34,8 +35,12 @@ def parallelize(
     parallelism: Parallelism,
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
-) -> None:
-    """In place; FQNs stay what they were. Blocks are the children of each stage's `layers`, called by their number."""
+) -> list[Receipt]:
+    """In place; FQNs stay what they were. Blocks are the children of each stage's `layers`, called by their number.
+
+    Returns what becomes the receipts of the compile stage once graphs are compiled, in the first step.
+    """
+    receipts: list[Receipt] = []
     reshard = parallelism.fsdp_reshard_after_forward != "never"
     parameters = parameter_mesh(mesh)
     for model in stages:
@@ -53,5 +58,15 @@ def parallelize(
         )
         if compile.enable:
             budget = activation_checkpoint.memory_budget if activation_checkpoint.mode == "memory_budget" else 1.0
-            group = mesh.get_group("tp").group_name if parallelism.enable_async_tensor_parallel else ""
-            compile_model(model, compile, reshard_after_forward=reshard, memory_budget=budget, async_tensor_parallel=group)
+            # a stage without blocks has no matrix product to overlap with
+            overlaps = parallelism.enable_async_tensor_parallel and len(blocks) > 0
+            group = mesh.get_group("tp").group_name if overlaps else ""
+            compile_model(
+                model,
+                compile,
+                reshard_after_forward=reshard,
+                memory_budget=budget,
+                async_tensor_parallel=group,
+                receipts=receipts,
+            )
+    return receipts

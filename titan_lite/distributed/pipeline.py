@@ -12,6 +12,7 @@ step, so gradients are summed, never averaged, and do not depend on the number o
 """
 
 import csv
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,22 +41,24 @@ SPLITS_BACKWARD = ("ZBVZeroBubble",)
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """modules: FQNs of each stage, in order; rank_of: the pipeline rank of each stage; microbatches: of one local batch."""
+    """modules: FQNs of each stage, in order; rank_of: the pipeline rank of each stage; microbatches: of one local batch; order:
+    the actions of each rank where they are from a file, such as "0F0"."""
 
     modules: tuple[tuple[str, ...], ...]
     rank_of: tuple[int, ...]
     microbatches: int
+    order: tuple[tuple[str, ...], ...] = ()
 
     def stages_of(self, rank: int) -> list[int]:
         return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
 
 
 def plan_pipeline(
-    parallelism: Parallelism, *, n_layers: int, tied: bool, local_batch_size: int, compiled: bool, selective: bool
+    parallelism: Parallelism, *, n_layers: int, tied: bool, local_batch_size: int, compiled: bool, checkpointed: bool
 ) -> PipelinePlan:
     """Which stage has what, and which rank has which stage. Raises ConfigError for what cannot be run.
 
-    compiled: whether stages are; selective: whether activations are checkpointed by operator.
+    compiled: whether stages are; checkpointed: whether activations are.
     """
     degree = parallelism.pipeline_parallel_degree
     wrong = f"parallelism.pipeline_parallel_degree = {degree}"
@@ -75,28 +78,31 @@ def plan_pipeline(
             f"{local_batch_size}; {', '.join(works)} would work"
         )
     microbatches = local_batch_size // size
+    order: Order = {}
     if parallelism.pipeline_parallel_schedule_csv:
-        key = f'parallelism.pipeline_parallel_schedule_csv = "{parallelism.pipeline_parallel_schedule_csv}"'
+        key, others = (
+            f'parallelism.pipeline_parallel_schedule_csv = "{parallelism.pipeline_parallel_schedule_csv}"',
+            "B instead of I and W",
+        )
         order = read_schedule(Path(parallelism.pipeline_parallel_schedule_csv), degree, microbatches)
         rank_of = _ranks_of_stages(order)
-        halves = any(
-            action.computation_type.value == "I" for actions in order.values() for action in actions if action is not None
-        )
+        halves = any("I" in str(action) for actions in order.values() for action in actions)
     else:
-        key = f'parallelism.pipeline_parallel_schedule = "{parallelism.pipeline_parallel_schedule}"'
+        key, others = f'parallelism.pipeline_parallel_schedule = "{parallelism.pipeline_parallel_schedule}"', '"Interleaved1F1B"'
         rank_of = _named_schedule(parallelism, microbatches)
         halves = parallelism.pipeline_parallel_schedule in SPLITS_BACKWARD
     if halves and compiled:
         raise ConfigError(
-            f"{key} cuts backward in two, which a compiled graph cannot be (compile.enable = true); "
-            'compile.enable = false, or pipeline_parallel_schedule = "Interleaved1F1B", would work'
+            f"{key} cuts backward in two, which a compiled graph cannot be (compile.enable = true); compile.enable = false, or "
+            f"{others}, would work"
         )
-    if halves and selective:
+    if halves and checkpointed:
         raise ConfigError(
-            f"{key} cuts backward in two, and torch's selective checkpointing recomputes once "
-            '(activation_checkpoint.mode = "selective"); mode = "full", or selective_ac_option = "2", would work'
+            f"{key} cuts backward in two, and each half would recompute every block, the second one once for each weight "
+            f'(activation_checkpoint.mode); mode = "none", or {others}, would work'
         )
-    return PipelinePlan(tuple(map(tuple, _split(modules, len(rank_of), parallelism))), rank_of, microbatches)
+    written = tuple(tuple(map(str, actions)) for _, actions in sorted(order.items()))
+    return PipelinePlan(tuple(map(tuple, _split(modules, len(rank_of), parallelism))), rank_of, microbatches, written)
 
 
 def module_fqns(n_layers: int) -> list[str]:
@@ -177,20 +183,20 @@ def read_schedule(path: Path, degree: int, microbatches: int) -> Order:
     key = f'parallelism.pipeline_parallel_schedule_csv = "{path}"'
     try:
         with open(path, newline="", encoding="utf-8") as file:
-            rows = [row for row in csv.reader(file) if row]
+            rows = [row for row in csv.reader(file) if any(map(str.strip, row))]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key} cannot be read ({error}); name a CSV file with {degree} rows") from None
     order: dict[int, list[_Action | None]] = {}
+    seen: set[str] = set()
     for rank, row in enumerate(rows):
         order[rank] = []
-        for text in row:
-            try:
-                action = _Action.from_str(text)
-            except (RuntimeError, ValueError) as error:
-                raise ConfigError(
-                    f"{key}, row {rank + 1}: {text!r} is no action ({error}); such as 0F0, 1B3, 1I2 or 1W2 are"
-                ) from None
-            order[rank].append(action)
+        for text in filter(None, map(str.strip, row)):
+            known = re.fullmatch(r"\d+[FBIW](\d+)", text)
+            if known is None or int(known[1]) >= microbatches or text in seen:
+                why = "given twice" if text in seen else f"no action of microbatches 0 to {microbatches - 1}"
+                raise ConfigError(f"{key}, row {rank + 1}: {text!r} is {why}; such as 0F0, 1B0, 1I0 or 1W0 are")
+            seen.add(text)
+            order[rank].append(_Action.from_str(text))
     if len(order) != degree:
         raise ConfigError(
             f"{key} has {len(order)} rows, but parallelism.pipeline_parallel_degree = {degree}; "
@@ -233,7 +239,7 @@ def bubble_fraction(order: Order) -> float:
     queues = {rank: [action for action in actions if action is not None] for rank, actions in order.items()}
     queues = {rank: [a for action in queue for a in action.sub_actions or (action,)] for rank, queue in queues.items()}
     queues = {rank: [a for a in queue if a.computation_type.value in "FBIW"] for rank, queue in queues.items()}
-    last = max(action.stage_index for queue in queues.values() for action in queue)
+    last = max((action.stage_index for queue in queues.values() for action in queue), default=0)
     done: dict[tuple[int, str, int | None], float] = {}  # (stage, F, B or W, microbatch) -> when; I serves the stage before as B
     free = dict.fromkeys(queues, 0.0)
     work = 0.0
@@ -319,9 +325,10 @@ class Pipeline:
         ]
         options: dict[str, Any] = dict(n_microbatches=plan.microbatches, loss_fn=self._loss, scale_grads=False)
         self.schedule: Any
-        if parallelism.pipeline_parallel_schedule_csv:
+        if plan.order:
             self.schedule = _PipelineScheduleRuntime(parts, **options)
-            self.schedule._load_csv(parallelism.pipeline_parallel_schedule_csv)
+            self.schedule.pipeline_order = {rank: [_Action.from_str(a) for a in row] for rank, row in enumerate(plan.order)}
+            self.schedule._prepare_schedule_with_comms(self.schedule.pipeline_order)
         else:
             cls: Any = get_schedule_class(parallelism.pipeline_parallel_schedule)
             self.schedule = cls(parts[0] if issubclass(cls, PipelineScheduleSingle) else parts, **options)
@@ -348,39 +355,28 @@ class Pipeline:
     def evaluate(self, input: Tensor, label: Tensor) -> Tensor:
         """The summed loss of a local batch (B, T), without gradients; zero but on the last stage.
 
-        Every stage takes all microbatches in turn, which suits any schedule: torch's own cannot leave backward out where two
-        neighbouring stages are on one rank.
+        A microbatch goes through all stages of a rank before the next one does, so that no two ranks wait for each other to
+        receive, whatever the schedule. Torch's own evaluation cannot leave backward out where neighbouring stages share a rank.
         """
         total = torch.zeros((), device=self.device)
-        passed: list[Tensor] = []  # from a stage to the next one on this rank
         sends = []
-        for stage, model in self.models.items():
-            outputs = []
-            for microbatch, (tokens, labels) in enumerate(
-                zip(input.chunk(self.plan.microbatches), label.chunk(self.plan.microbatches), strict=True)
-            ):
-                output = model(tokens if stage == 0 else self._receive(stage, passed, microbatch))
+        for tokens, labels in zip(input.chunk(self.plan.microbatches), label.chunk(self.plan.microbatches), strict=True):
+            output = torch.empty(0)
+            for stage, model in self.models.items():
+                if stage > 0 and self.plan.rank_of[stage - 1] != self.rank:
+                    output = torch.empty(self.hidden, dtype=self.dtype, device=self.device)
+                    dist.recv(output, group=self.group, group_src=self.plan.rank_of[stage - 1])
+                output = model(output if stage > 0 else tokens)
                 if stage == self.last:
                     total += self.loss_sum(output, labels)
-                elif self.plan.rank_of[stage + 1] == self.rank:
-                    outputs.append(output)
-                else:
+                elif self.plan.rank_of[stage + 1] != self.rank:
                     output = output.contiguous()
                     work = dist.isend(output, group=self.group, group_dst=self.plan.rank_of[stage + 1])
                     sends.append((work, output))  # which must live until it is sent
-            passed = outputs
         for work, _ in sends:
             assert work is not None
             work.wait()
         return total
-
-    def _receive(self, stage: int, passed: list[Tensor], microbatch: int) -> Tensor:
-        source = self.plan.rank_of[stage - 1]
-        if source == self.rank:
-            return passed[microbatch]
-        buffer = torch.empty(self.hidden, dtype=self.dtype, device=self.device)
-        dist.recv(buffer, group=self.group, group_src=source)
-        return buffer
 
 
 class _Leaves(nn.Module):

@@ -35,6 +35,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.fx.traceback import annotate
 from torch.utils._python_dispatch import _disable_current_modes
 
 collectives = torch.ops._c10d_functional
@@ -81,7 +82,7 @@ class GatherPlan:
         shard = shard.to(self.param_dtype)
         if self.shard_degree == 1:
             return _InFlight(shard, None)
-        # Not the functional collective: several of them at once on gloo corrupt the heap (torch 2.13, within a minute).
+        # Not the functional collective: started ahead of its read on gloo, it corrupted the heap within a minute (torch 2.13).
         shard = _pad_rows(shard, self.chunk)
         whole = shard.new_empty(self.chunk * self.shard_degree, *shard.shape[1:])
         group = _resolve_process_group(self.shard_group)  # type: ignore[arg-type]
@@ -347,7 +348,8 @@ def _read(module: nn.Module, name: str) -> Tensor:
     assert parameter is not None
     shard = _local(parameter)
     if tracing():
-        return _Gather.apply(shard, plan, None)
+        with annotate({"fqn": plan.fqn}):  # on its nodes, those of backward too, by which passes know them
+            return _Gather.apply(shard, plan, None)
     whole = _Gather.apply(shard, plan, fsdp.model.eager)
     fsdp.model.eager.remember(whole, parameter, plan)
     return whole

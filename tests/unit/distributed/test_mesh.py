@@ -37,13 +37,13 @@ def test_degrees_that_fit(replicate, shard, world_size, expected):
         pytest.param(
             dict(data_parallel_replicate_degree=3),
             8,
-            ["data_parallel_shard_degree = -1", "not divide 8 ranks", "start 9 ranks", "replicate_degree = 3 to a divisor of 8"],
+            ["data_parallel_shard_degree = -1", "not divide 8 ranks", "start 9 ranks", "(dp_replicate 3)", "a divisor of 8"],
             id="copies do not divide the ranks",
         ),
         pytest.param(
             dict(data_parallel_replicate_degree=4),
             2,
-            ["data_parallel_shard_degree = -1", "multiply to 4", "start 4 ranks", "replicate_degree = 4 to a divisor of 2"],
+            ["data_parallel_shard_degree = -1", "multiply to 4", "start 4 ranks", "(dp_replicate 4)", "a divisor of 2"],
             id="more copies than ranks",
         ),
         pytest.param(

@@ -21,7 +21,7 @@ from titan_lite.models.llama3 import ModelConfig, Transformer
 def plan(n_layers=6, local_batch_size=8, **keys):
     parallelism = Parallelism(**{f"pipeline_parallel_{key}": value for key, value in keys.items()})
     return plan_pipeline(
-        parallelism, n_layers=n_layers, tied=False, local_batch_size=local_batch_size, compiled=False, selective=False
+        parallelism, n_layers=n_layers, tied=False, local_batch_size=local_batch_size, compiled=False, checkpointed=False
     )
 
 
@@ -124,6 +124,14 @@ def write(tmp_path, text):
 GOOD = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
 
 
+@pytest.mark.parametrize("text", [GOOD, GOOD + "\n,,\n", GOOD.replace(",", " , ")])
+def test_blanks_in_a_schedule_do_not_matter(text, tmp_path):
+    assert plan(degree=2, local_batch_size=2, schedule_csv=str(write(tmp_path, text))).order == (
+        ("0F0", "0F1", "0B0", "0B1"),
+        ("1F0", "1B0", "1F1", "1B1"),
+    )
+
+
 def test_a_schedule_from_a_file(tmp_path):
     order = read_schedule(write(tmp_path, GOOD), 2, 2)
     assert bubble_fraction(order) == pytest.approx(1 / 3)
@@ -135,14 +143,19 @@ def test_a_schedule_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (GOOD.replace("0B1", "0X1"), ["row 1", "'0X1' is no action", "such as 0F0"]),
+        (GOOD.replace("0B1", "0X1"), ["row 1", "'0X1' is no action of microbatches 0 to 1", "such as 0F0"]),
+        (GOOD.replace("1B1", "1B2"), ["row 2", "'1B2' is no action"]),
+        (GOOD.replace("1B1", "1B"), ["row 2", "'1B' is no action"]),
+        (GOOD.replace("1B1", "1SEND_B1"), ["row 2", "'1SEND_B1' is no action"]),
+        (GOOD.replace("0B1", "0B0"), ["row 1", "'0B0' is given twice"]),
         (GOOD.split("\n")[0], ["has 1 rows, but parallelism.pipeline_parallel_degree = 2"]),
         (GOOD.replace(",0B1", ""), ["no schedule for 2 microbatches", "expected 2 total backwards", "stage 0"]),
-        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1,0F0", ["Stage 0 is assigned to both", "on one rank"]),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,0I1", ["Stage 0 is assigned to both", "on one rank"]),
         ("0B0,0B1,0F0,0F1\n1F0,1B0,1F1,1B1", ["without first running Forward"]),
         ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0", ["actions wait for each other: rank 0 at 0B0, rank 1 at 1F1"]),
-        (GOOD.replace("1", "2"), ["no schedule"]),
+        (GOOD.replace("1F", "2F").replace("1B", "2B"), ["no schedule"]),
         ("", ["has 0 rows"]),
+        (" , ,\n,\n", ["has 0 rows"]),
     ],
 )
 def test_a_wrong_schedule_is_refused_with_row_and_action(text, words, tmp_path):
