@@ -28,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,21 +63,26 @@ def fsdp2(model: Transformer, mesh: DeviceMesh, device: torch.device, *, compile
     model.to_empty(device=device)
 
 
-def simple_fsdp(model: Transformer, mesh: DeviceMesh, device: torch.device, *, compiled: bool, reshard: bool) -> None:
+def simple_fsdp(
+    model: Transformer, mesh: DeviceMesh, device: torch.device, *, compiled: bool, reshard: bool, bucketing: str = "none"
+) -> None:
     apply_simple_fsdp(
         model, parameter_mesh(mesh), param_dtype=torch.float32, reduce_dtype=torch.float32, reshard_after_forward=reshard
     )
     if compiled:
-        compile_model(model, Compile(enable=True, backend="inductor"), reshard_after_forward=reshard)
+        stage = Compile(enable=True, backend="inductor", bucketing=bucketing, reordering=bucketing != "none")
+        compile_model(model, stage, reshard_after_forward=reshard)
     materialize(model, device)
 
 
-VARIANTS: dict[str, tuple[Callable[..., None], dict[str, bool]]] = {  # name: (how it is sharded, its settings)
+VARIANTS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {  # name: (how it is sharded, its settings)
     "fsdp2-eager": (fsdp2, dict(compiled=False)),
     "fsdp2-compiled": (fsdp2, dict(compiled=True)),
     "simple-eager-reshard": (simple_fsdp, dict(compiled=False, reshard=True)),
     "simple-eager-keep": (simple_fsdp, dict(compiled=False, reshard=False)),
     "simple-compiled": (simple_fsdp, dict(compiled=True, reshard=True)),
+    "simple-block-reshard": (simple_fsdp, dict(compiled=True, reshard=True, bucketing="block")),
+    "simple-block-keep": (simple_fsdp, dict(compiled=True, reshard=False, bucketing="block")),
 }
 
 
