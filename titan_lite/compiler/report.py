@@ -16,12 +16,14 @@ from titan_lite.compiler.bucketing import Bucket
 
 @dataclass(frozen=True)
 class Receipt:
-    """Of one graph ("forward" or "backward"): its parameters' collectives before and after bucketing, and how many then moved."""
+    """Of one graph ("forward" or "backward"): its parameters' collectives before and after bucketing, and how many then moved;
+    note: why none could."""
 
     graph: str
     before: tuple[Bucket, ...]
     after: tuple[Bucket, ...]
     moved: int
+    note: str = ""
 
 
 def describe(receipts: Sequence[Receipt]) -> list[str]:
@@ -31,7 +33,7 @@ def describe(receipts: Sequence[Receipt]) -> list[str]:
         before, after = (Counter(bucket.kind for bucket in buckets) for buckets in (receipt.before, receipt.after))
         counts = ", ".join(f"{count} {kind} -> {after[kind]}" for kind, count in before.items()) or "no collectives of parameters"
         gib = sum(bucket.nbytes for bucket in receipt.after) / 2**30
-        lines.append(f"compiled {receipt.graph}: {counts} ({gib:.3f} GiB), {receipt.moved} moved to overlap")
+        lines.append(f"compiled {receipt.graph}: {counts} ({gib:.3f} GiB), {receipt.note or f'{receipt.moved} moved to overlap'}")
     return lines
 
 

@@ -26,6 +26,7 @@ from torch.fx import Graph, GraphModule
 from torch.utils._triton import has_triton
 
 from titan_lite.compiler import bucketing, collectives, reordering, resharding
+from titan_lite.compiler.collectives import parameter_of
 from titan_lite.compiler.report import Receipt
 from titan_lite.config import Compile, ConfigError
 
@@ -86,9 +87,14 @@ def _run_passes(config: Compile, receipts: list[Receipt], graph: GraphModule, na
     """The passes on a forward or backward graph, in place: the same ones for both backends."""
     before = bucketing.leave_apart(graph.graph)
     buckets = bucketing.bucket_by_block(graph.graph) if config.bucketing == "block" else before
-    moved = reordering.overlap(graph.graph) if config.reordering else 0
+    moved, note = 0, ""
+    if config.reordering and any(node.meta["val"].device.type == "cpu" for node in graph.graph.nodes if parameter_of(node)):
+        # Within a minute, in forward or backward, whichever kinds are in flight (torch 2.13); waited for at once, never.
+        note = "not reordered: functional collectives in flight on gloo corrupt the heap"
+    elif config.reordering:
+        moved = reordering.overlap(graph.graph)
     graph.recompile()
-    receipts.append(Receipt(name, tuple(before), tuple(buckets), moved))
+    receipts.append(Receipt(name, tuple(before), tuple(buckets), moved, note))
 
 
 def _aot_eager(joint_passes: Sequence[Pass], passes: Callable[[GraphModule, str], None]) -> Callable:
