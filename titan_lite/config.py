@@ -233,7 +233,7 @@ class Compile:
     )
     reordering: bool = setting(
         True,
-        "start an all-gather before the one in use is waited for, and wait for a reduction when the next one starts; on GPUs only",
+        "start an all-gather before the one in use is waited for, and wait for a reduction when the next starts; on GPUs only",
         unit="bool",
     )
 
