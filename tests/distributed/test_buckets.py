@@ -45,10 +45,10 @@ def compare(layout, backend, checkpointing, reshard, param):
 
 CASES = [
     ("FSDP-2", "none", True, torch.float32),
-    ("DDP-2", "selective", True, torch.bfloat16),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
+            ("DDP-2", "selective", True, torch.bfloat16),
             ("FSDP-2", "selective", False, torch.bfloat16),
             ("HSDP-2x2", "full", True, torch.float32),
             ("FSDP-4", "selective", True, torch.float32),

@@ -64,8 +64,8 @@ def train_shrunk(config: Config) -> tuple[int, list[float]]:
 
 @pytest.mark.parametrize(
     "recipe",
-    # 3B differs from 1B in its size alone, which shrinking takes away
-    [pytest.param(r, marks=pytest.mark.slow if r.stem == "llama3_3b" else (), id=r.stem) for r in RECIPES],
+    # 1B and 3B differ from 8B in size alone, when they have the debug flavor
+    [pytest.param(r, marks=pytest.mark.slow if r.stem in ("llama3_1b", "llama3_3b") else (), id=r.stem) for r in RECIPES],
 )
 def test_a_recipe_shrunk_to_the_debug_flavor_trains(recipe, tmp_path):
     config, _ = load_config(recipe)

@@ -110,12 +110,10 @@ LAYOUTS = {  # of other kinds: tests/distributed/test_layouts.py
     "1 rank": (1, []),
     "4 ranks": (4, []),
     "2 ranks, communicating every microbatch": (2, ["--parallelism.fsdp_communication", "microbatch"]),
-    "2 ranks, another microbatch": (2, ["--training.local_batch_size", "1"]),
-    "2 ranks, keeping gathered weights": (
+    "2 ranks, another local batch, deterministic, no loader process": (
         2,
-        ["--parallelism.fsdp_reshard_after_forward", "never", "--parallelism.fsdp_communication", "microbatch"],
+        ["--training.local_batch_size", "1", "--debug.deterministic", "--data.num_workers", "0"],
     ),
-    "2 ranks, deterministic, no loader process": (2, ["--debug.deterministic", "--data.num_workers", "0"]),
 }
 
 
