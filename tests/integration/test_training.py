@@ -170,8 +170,14 @@ WRONG_FOR_THIS_RUN = [
     (["--data.dataset", "local", "--data.path", "nowhere/*.txt"], r"data.path = .*nowhere.* no file matches"),
     (["--training.global_batch_size", "7"], r"global_batch_size = 7 is not a multiple .* 6 or 8 would work"),
     (["--parallelism.data_parallel_shard_degree", "4"], r"data_parallel_shard_degree = 4: .* need 4 ranks, but 1 are"),
-    (["--parallelism.tensor_parallel_degree", "2"], r"the other degrees \((tp|pp) 2\) multiply to 2, which does not divide 1 ranks; start 2"),
-    (["--parallelism.pipeline_parallel_degree", "2"], r"the other degrees \((tp|pp) 2\) multiply to 2, which does not divide 1 ranks; start 2"),
+    (
+        ["--parallelism.tensor_parallel_degree", "2"],
+        r"the other degrees \((tp|pp) 2\) multiply to 2, which does not divide 1 ranks; start 2",
+    ),
+    (
+        ["--parallelism.pipeline_parallel_degree", "2"],
+        r"the other degrees \((tp|pp) 2\) multiply to 2, which does not divide 1 ranks; start 2",
+    ),
     (["--job.dump_folder", str(DEBUG)], r"job.dump_folder = .*debug_model.toml is no folder; name a folder"),
     (["--profiling.enable_memory_snapshot"], r"profiling.enable_memory_snapshot = true: snapshots are of CUDA memory"),
     (["--parallelism.fsdp_reshard_after_forward", "always"], r'fsdp_communication = "microbatch" would work'),
