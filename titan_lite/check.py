@@ -105,7 +105,7 @@ def without_effect(config: Config) -> list[str]:
             ["activation_checkpoint.selective_ac_option"],
         ),
         (checkpointing.mode != "memory_budget", f'mode = "{checkpointing.mode}"', ["activation_checkpoint.memory_budget"]),
-        (not config.compile.enable, "compile.enable = false", ["compile.backend"]),
+        (not config.compile.enable, "compile.enable = false", ["compile.backend", "compile.bucketing", "compile.reordering"]),
         (config.data.dataset == "stdlib", 'dataset = "stdlib"', ["data.text_field", "data.shuffle_buffer"]),
         (config.data.num_workers == 0, "num_workers = 0", ["data.prefetch"]),
     ]

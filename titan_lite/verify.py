@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from titan_lite.check import check
 from titan_lite.config import ActivationCheckpoint, Compile, Config, ConfigError, Parallelism, load_config
-from titan_lite.distributed.mesh import AXES
+from titan_lite.distributed.mesh import AXES, DEGREES
 from titan_lite.metrics import read_metrics
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
 from titan_lite.trainer import Trainer
@@ -44,22 +44,15 @@ ROWS, SEQ_LEN = 16, 32  # sequences and tokens of one step, on every layout
 LOSS_TOLERANCE = 1e-4  # relative, over all steps: rounding grows with training
 GRADIENT_TOLERANCE = 1e-4  # norm of the difference relative to the norm, of one parameter
 ACTIVATION_TOLERANCE = 1e-4  # of a module's sum of squares, relative
-KEYS = {
-    "pp": "pipeline_parallel_degree",
-    "dp_replicate": "data_parallel_replicate_degree",
-    "dp_shard": "data_parallel_shard_degree",
-    "cp": "context_parallel_degree",
-    "tp": "tensor_parallel_degree",
-}
 Layout = dict[str, int]  # degree by axis
 Prepare = Callable[[Trainer], None]
 
 
 @dataclass
 class Run:
-    """What one run did. losses: {step: (loss, gradient norm)}; activations: {FQN: (numbers, their sum, sum of squares)}."""
+    """What one run did. losses: {(rank, step): (loss, gradient norm)}; activations: {FQN: (numbers, sum, sum of squares)}."""
 
-    losses: dict[int, tuple[float, float]] = field(default_factory=dict)
+    losses: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     activations: dict[str, Tensor] = field(default_factory=dict)
@@ -82,7 +75,7 @@ class Comparison:
 def layout_of(config: Config) -> Layout:
     """The degrees of a recipe's twin: 2 for every kind it has, then data and context parallelism doubled while they are larger in
     the recipe and MOST_PROCESSES are enough."""
-    wanted = {axis: getattr(config.parallelism, key) for axis, key in KEYS.items()}
+    wanted = {axis: getattr(config.parallelism, key) for axis, key in DEGREES.items()}
     if wanted["dp_shard"] == -1:
         wanted["dp_shard"] = 4  # whatever the machine will have
     layout = {axis: min(2, degree) for axis, degree in wanted.items()}
@@ -150,7 +143,7 @@ def twin(config: Config, layout: Layout, steps: int) -> Config:
         changes["pipeline_parallel_microbatch_size"] = 2 if local >= 4 * layout["pp"] else 1
         if config.parallelism.pipeline_parallel_degree == 1:
             changes["pipeline_parallel_first_stage_less_layers"] = changes["pipeline_parallel_last_stage_less_layers"] = 0
-    changes.update({KEYS[axis]: degree for axis, degree in layout.items()})
+    changes.update({DEGREES[axis]: degree for axis, degree in layout.items()})
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, tokenizer_path=str(TOKENIZER)),
@@ -183,7 +176,7 @@ def reference(config: Config) -> Config:
 
 def run(config: Config, flavor: ModelConfig, *, prepare: Prepare | None = None) -> Run:
     """Train `config` on as many new CPU processes as it needs. prepare: called on each with its Trainer, before training."""
-    processes = math.prod(getattr(config.parallelism, key) for key in KEYS.values())
+    processes = math.prod(getattr(config.parallelism, key) for key in DEGREES.values())
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -233,7 +226,7 @@ def _record(trainer: Trainer, result: Run) -> None:
 
     def recorded_step() -> tuple[float, float, float]:
         loss, norm, lr = train_step()
-        result.losses[trainer.step] = (loss, norm)
+        result.losses[trainer.rank, trainer.step] = (loss, norm)
         return loss, norm, lr
 
     def recorded_backward(batches: list, tokens: Tensor) -> Tensor:
@@ -273,7 +266,14 @@ def compare(found: Run, expected: Run) -> Comparison:
         difference = abs(one - other) / max(abs(other), 1e-30)
         return difference if math.isfinite(difference) else math.inf
 
-    losses = [apart(found.losses[step][i], values[i]) for step, values in expected.losses.items() for i in (0, 1)]
+    # on every rank, not only on one that has the last pipeline stage
+    ranks = {rank for rank, _ in found.losses}
+    losses = [
+        apart(mine, value)
+        for (_, step), values in expected.losses.items()
+        for rank in ranks
+        for mine, value in zip(found.losses[rank, step], values, strict=True)
+    ]
     losses += [apart(found.validation[step], loss) for step, loss in expected.validation.items()]
     worst = {
         fqn: apart(float((found.gradients[fqn] - gradient).norm() + gradient.norm()), float(gradient.norm()))

@@ -79,3 +79,17 @@ def test_buckets_change_no_number(layout, checkpointing, reshard, param):
                 assert counts == expected
         assert [graph for graph, *_ in receipts] == ["forward", "backward"]
         assert [moved for *_, moved in receipts] == [0, 0]  # gloo could not bear it: compiler/stage.py
+
+
+@pytest.mark.slow
+def test_inductor_runs_the_same_buckets():
+    for (_, apart, buckets), receipts in run_ranks(2, compare, "FSDP-2", "inductor", "none", True, torch.float32):
+        assert buckets[0] == pytest.approx(apart[0], rel=1e-5)
+        for one, other in zip(buckets[1], apart[1], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        assert apart[2] == {"all_gather": 2 * PARAMETERS - 1, "reduce_scatter": PARAMETERS}
+        assert buckets[2] == {"all_gather": 2 * BUCKETS - 1, "reduce_scatter": BUCKETS}
+        assert [(graph, before, after) for graph, before, after, _ in receipts] == [
+            ("forward", PARAMETERS, BUCKETS),
+            ("backward", 2 * PARAMETERS - 1, 2 * BUCKETS - 1),
+        ]

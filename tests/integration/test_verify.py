@@ -144,11 +144,13 @@ def test_all_layouts_are_all_that_eight_processes_can_have():
 
 
 def test_a_comparison_sees_what_is_not_finite_and_what_is_missing():
-    one = verify.Run({1: (2.0, 1.0)}, {1: 2.0}, {"w": torch.ones(3)}, {"a": torch.ones(3), "b": torch.ones(3)})
+    one = verify.Run({(0, 1): (2.0, 1.0)}, {1: 2.0}, {"w": torch.ones(3)}, {"a": torch.ones(3), "b": torch.ones(3)})
     assert verify.compare(one, one).agrees
-    nan = verify.Run({1: (2.0, 1.0)}, {1: 2.0}, {"w": torch.full((3,), torch.nan)}, one.activations)
+    nan = verify.Run({(0, 1): (2.0, 1.0)}, {1: 2.0}, {"w": torch.full((3,), torch.nan)}, one.activations)
     assert not verify.compare(nan, one).agrees
-    assert not verify.compare(verify.Run({1: (torch.nan, 1.0)}, {1: 2.0}, one.gradients, one.activations), one).agrees
+    assert not verify.compare(verify.Run({(0, 1): (torch.nan, 1.0)}, {1: 2.0}, one.gradients, one.activations), one).agrees
+    other_rank = verify.Run({**one.losses, (1, 1): (-1.0, 1.0)}, one.validation, one.gradients, one.activations)
+    assert verify.compare(other_rank, one).loss > 1
     missing = verify.Run(one.losses, one.validation, one.gradients, {"a": torch.ones(3)})
     assert verify.compare(missing, one).module == "b"
 

@@ -189,6 +189,7 @@ def test_layouts_that_can_be(ranks, keys):
         ("activation_checkpoint.memory_budget=0.2", 'activation_checkpoint.memory_budget = 0.2 has no effect: mode = "none"'),
         ("activation_checkpoint.selective_ac_option=2", 'selective_ac_option = 2 has no effect: mode = "none"'),
         ("compile.backend=aot_eager", "compile.backend = aot_eager has no effect: compile.enable = false"),
+        ("compile.bucketing=none", "compile.bucketing = none has no effect: compile.enable = false"),
         ("data.text_field=content", 'data.text_field = content has no effect: dataset = "stdlib"'),
         ("data.num_workers=0 data.prefetch=9", "data.prefetch = 9 has no effect: num_workers = 0"),
     ],

@@ -81,7 +81,9 @@ def _bucket(nodes: Sequence[Node]) -> Bucket:
         value = (node.all_input_nodes[0] if node.target is collectives.reduce_scatter_tensor.default else node).meta["val"]
         return int(value.numel()) * value.element_size()
 
-    return Bucket(KINDS[nodes[0].target], tuple(map(parameter_of, nodes)), sum(map(nbytes, nodes)), group_of(nodes[0]))  # type: ignore
+    target: Any = nodes[0].target
+    fqns = tuple(fqn for node in nodes if (fqn := parameter_of(node)) is not None)
+    return Bucket(KINDS[target], fqns, sum(map(nbytes, nodes)), group_of(nodes[0]))
 
 
 def _merge_all_gathers(graph: Graph, nodes: list[Node]) -> None:

@@ -15,19 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_lite.config import ConfigError, Parallelism
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+DEGREES = {  # axis: the key of its degree in [parallelism]
+    "pp": "pipeline_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+}
+AXES = tuple(DEGREES)
 PARAMETER_AXES = ("dp_replicate", "dp_shard", "tp")
 
 
 def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
     """Ranks along each axis, -1 resolved; their product is world_size. Raises ConfigError before anything is started."""
-    degrees = {
-        "pp": parallelism.pipeline_parallel_degree,
-        "dp_replicate": parallelism.data_parallel_replicate_degree,
-        "dp_shard": parallelism.data_parallel_shard_degree,
-        "cp": parallelism.context_parallel_degree,
-        "tp": parallelism.tensor_parallel_degree,
-    }
+    degrees: dict[str, int] = {axis: getattr(parallelism, key) for axis, key in DEGREES.items()}
     others = math.prod(degree for degree in degrees.values() if degree != -1)
     if degrees["dp_shard"] == -1:
         if world_size % others:
