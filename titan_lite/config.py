@@ -226,11 +226,34 @@ class Compile:
     )
     bucketing: str = setting(
         "block",
-        "block: one all-gather and one reduction for the parameters of each transformer block, of the embedding, and of last "
-        "norm and output; none: one for each parameter",
+        "which parameters share an all-gather and a reduction. none: each has its own; block: those of each transformer block, "
+        "of the embedding, and of last norm and output; plan: as buckets says; greedy: as many as hide under the computation "
+        "before them, as priced for this machine; auto: what Inductor's overlap scheduler finds, with the same prices; measured: "
+        "the first steps try all of these but plan, and the fastest that fits memory stays",
         unit="name",
-        choices=("none", "block"),
+        choices=("none", "block", "plan", "greedy", "auto", "measured"),
     )
+    buckets: tuple = setting(
+        (),
+        "with bucketing = plan, the modules or parameters of each bucket, with spaces between, such as "
+        '["tok_embeddings", "layers.0 layers.1", "norm output"]; what is not named stays alone',
+        unit="FQNs",
+    )
+    bucket_memory: float = setting(
+        -1.0,
+        "with bucketing = greedy, most that a bucket and the one before it may have, of whole weights or gradients; -1: as much "
+        "as two blocks",
+        unit="GiB",
+        above=0,
+        also=(-1.0,),
+    )
+    machine: str = setting(
+        "",
+        "what prices communication and computation: a profile (A100, H100, H100 PCIe, H100 NVL, H200, H200 NVL, B200, MI300X) or "
+        "the path of a .toml file (compiler/hardware.py); empty: this machine's, a CPU measured",
+        unit="name or path",
+    )
+    dump_graphs: bool = setting(False, "write every graph before and after each pass, to job.dump_folder/graphs", unit="bool")
     reordering: bool = setting(
         True,
         "start an all-gather before the one in use is waited for, and wait for a reduction when the next starts; on GPUs only",
@@ -397,17 +420,13 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
-def _read_recipe(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Flat {"section.key": value} of one file on top of the file it extends."""
-    resolved = path.resolve()
-    if resolved in chain:
-        loop = " -> ".join(str(p) for p in (*chain[chain.index(resolved) :], resolved))
-        raise ConfigError(f"{path}: extends goes round in a circle: {loop}; remove one of these `extends` lines")
+def read_toml(path: Path, what: str = "file") -> dict[str, Any]:
+    """The tables of a TOML file. Raises ConfigError."""
     try:
         with open(path, "rb") as file:
-            tables = tomllib.load(file)
+            return tomllib.load(file)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such recipe{_recipes_beside(path)}") from None
+        raise ConfigError(f"{path}: no such {what}{_recipes_beside(path)}") from None
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}); name a TOML file such as train_configs/debug_model.toml"
@@ -415,6 +434,14 @@ def _read_recipe(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], d
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError, or an integer of thousands of digits
         raise ConfigError(f"{path}: not valid TOML: {error}; a line reads `key = value` under a `[section]`") from None
 
+
+def _read_recipe(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Flat {"section.key": value} of one file on top of the file it extends."""
+    resolved = path.resolve()
+    if resolved in chain:
+        loop = " -> ".join(str(p) for p in (*chain[chain.index(resolved) :], resolved))
+        raise ConfigError(f"{path}: extends goes round in a circle: {loop}; remove one of these `extends` lines")
+    tables = read_toml(path, "recipe")
     base = tables.pop("extends", None)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}

@@ -1,20 +1,17 @@
 """Buckets: the collectives of several parameters become one, as one pass on a forward or backward graph.
 
-    buckets = bucket_by_block(graph)         # in place; [Bucket("all_gather", ("layers.0.attention.wq.weight", ...), bytes), ...]
+    merge(graph, by_block(graph))            # in place; which ones: wrapping.py
 
     before   w1 = wait(all_gather(s1)); y = x @ w1; w2 = wait(all_gather(s2)); z = y @ w2
     after    b = wait(all_gather(cat(s1, s2))); w1 = b[:, :n1]; w2 = b[:, n1:]; y = x @ w1; z = y @ w2
 
-A collective costs a latency however small it is, and a block of Llama has nine parameters. One bucket per transformer block, one
-for the embedding, one for the last norm and the output is the manual wrapping of SimpleFSDP (arXiv 2411.00284, section 4.1).
-The numbers stay what they are: an all-gather moves them, and a reduction adds up the same ones for each element. A collective's
-parameter is known from what SimpleFSDP notes at its read, `node.meta["custom"]["fqn"]`.
+A collective costs a latency however small it is, and a block of Llama has nine parameters (SimpleFSDP, arXiv 2411.00284, section
+4.1). The numbers stay what they are: an all-gather moves them, and a reduction adds up the same ones for each element.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,48 +19,18 @@ from torch import Tensor
 from torch._dynamo.utils import detect_fake_mode
 from torch.fx import Graph, Node
 
-from titan_lite.compiler.collectives import KINDS, aten, collectives, group_of, group_size, parameter_of, preparation
+from titan_lite.compiler.collectives import aten, collectives, group_of, group_size, parameters_of, preparation
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """One collective that is left. kind: of KINDS; fqns: its parameters, in order; nbytes: of its result, or for a reduce-scatter
-    of what goes in; group: of ranks."""
+def merge(graph: Graph, plan: Mapping[Node, Hashable]) -> int:
+    """Merge the collectives that `plan` gives one bucket, where they are of one kind, group, dtype and reduction; in place.
 
-    kind: str
-    fqns: tuple[str, ...]
-    nbytes: int
-    group: str
-
-
-def block_of(fqn: str) -> str:
-    """ "layers.3.attention.wq.weight" -> "layers.3"; "norm.weight" and "output.weight" -> "norm, output"."""
-    parts = fqn.split(".")
-    if parts[0] == "layers":
-        return ".".join(parts[:2])
-    return "norm, output" if parts[0] in ("norm", "output") else parts[0]
-
-
-def bucket_by_block(graph: Graph) -> list[Bucket]:
-    """Merge the parameters' collectives of each block, where they are of one kind, group, dtype and reduction."""
-    return merge_by(graph, block_of)
-
-
-def leave_apart(graph: Graph) -> list[Bucket]:
-    """Merge nothing; what there is."""
-    return [_bucket([node]) for node in graph.nodes if parameter_of(node) is not None]
-
-
-def merge_by(graph: Graph, bucket_of: Callable[[str], str]) -> list[Bucket]:
-    """Merge collectives whose parameters have the same `bucket_of(FQN)`; returns all that are left, in the graph's order."""
-    first = {node: place for place, node in enumerate(graph.nodes)}
+    Returns how many there are less.
+    """
     members: dict[tuple, list[Node]] = defaultdict(list)
-    for node in graph.nodes:
-        fqn = parameter_of(node)
-        if fqn is not None:
-            reduction = node.args[1] if node.target in REDUCES else None
-            members[bucket_of(fqn), node.target, group_of(node), node.meta["val"].dtype, reduction].append(node)
-    buckets = [(first[nodes[0]], _bucket(nodes)) for nodes in members.values()]
+    for node, bucket in plan.items():
+        reduction = node.args[1] if node.target in REDUCES else None
+        members[bucket, node.target, group_of(node), node.meta["val"].dtype, reduction].append(node)
     for nodes in members.values():
         if len(nodes) > 1:
             order = {node: place for place, node in enumerate(graph.nodes)}  # merging others may have moved these
@@ -73,17 +40,7 @@ def merge_by(graph: Graph, bucket_of: Callable[[str], str]) -> list[Bucket]:
                 graph.erase_node(node)
     graph.eliminate_dead_code()
     graph.lint()
-    return [bucket for _, bucket in sorted(buckets, key=lambda pair: pair[0])]
-
-
-def _bucket(nodes: Sequence[Node]) -> Bucket:
-    def nbytes(node: Node) -> int:
-        value = (node.all_input_nodes[0] if node.target is collectives.reduce_scatter_tensor.default else node).meta["val"]
-        return int(value.numel()) * value.element_size()
-
-    target: Any = nodes[0].target
-    fqns = tuple(fqn for node in nodes if (fqn := parameter_of(node)) is not None)
-    return Bucket(KINDS[target], fqns, sum(map(nbytes, nodes)), group_of(nodes[0]))
+    return len(plan) - len(members)
 
 
 def _merge_all_gathers(graph: Graph, nodes: list[Node]) -> None:
@@ -94,7 +51,7 @@ def _merge_all_gathers(graph: Graph, nodes: list[Node]) -> None:
     _move_before(first, {leading for node in nodes for leading in preparation(node) or ()})
     with graph.inserting_before(first):
         flat = _call(graph, aten.cat.default, [_flat(graph, shard) for shard in shards])
-        gathered = _call(graph, first.target, flat, *first.args[1:], like=first)
+        gathered = _call(graph, first.target, flat, *first.args[1:], bucket=nodes)
         rows = _call(graph, aten.view.default, _call(graph, collectives.wait_tensor.default, gathered), [ranks, -1])
         start = 0
         for node, shard in zip(nodes, shards, strict=True):
@@ -111,7 +68,7 @@ def _merge_reduce_scatters(graph: Graph, nodes: list[Node]) -> None:
     gradients = [node.all_input_nodes[0] for node in nodes]
     with graph.inserting_before(last):
         rows = [_call(graph, aten.reshape.default, gradient, [ranks, -1]) for gradient in gradients]
-        reduced = _call(graph, last.target, _call(graph, aten.cat.default, rows, 1), *last.args[1:], like=last)
+        reduced = _call(graph, last.target, _call(graph, aten.cat.default, rows, 1), *last.args[1:], bucket=nodes)
         _give_back(graph, nodes, _call(graph, collectives.wait_tensor.default, reduced))
 
 
@@ -119,7 +76,7 @@ def _merge_all_reduces(graph: Graph, nodes: list[Node]) -> None:
     last = nodes[-1]
     with graph.inserting_before(last):
         flat = _call(graph, aten.cat.default, [_flat(graph, node.all_input_nodes[0]) for node in nodes])
-        reduced = _call(graph, last.target, flat, *last.args[1:], like=last)
+        reduced = _call(graph, last.target, flat, *last.args[1:], bucket=nodes)
         _give_back(graph, nodes, _call(graph, collectives.wait_tensor.default, reduced))
 
 
@@ -143,7 +100,6 @@ REDUCES = (collectives.reduce_scatter_tensor.default, collectives.all_reduce.def
 
 def _take_the_place_of(node: Node, part: Node, after: Node | None = None) -> None:
     """Whoever used the wait of `node` uses `part`; with `after`, they are moved behind that node where they were before it."""
-    part.meta["custom"] = node.meta["custom"]
     (wait,) = node.users
     if after is not None:
         _move_after(after, wait)
@@ -174,11 +130,11 @@ def _flat(graph: Graph, node: Node) -> Node:
     return _call(graph, aten.reshape.default, node, [math.prod(node.meta["val"].shape)])
 
 
-def _call(graph: Graph, target: Any, *args: Any, like: Node | None = None, **kwargs: Any) -> Node:
-    """A new node, with the fake tensor that it gives; `like`: whose other notes it takes over."""
+def _call(graph: Graph, target: Any, *args: Any, bucket: Sequence[Node] = (), **kwargs: Any) -> Node:
+    """A new node, with the fake tensor that it gives; `bucket`: the collectives that it takes the place of."""
     node = graph.call_function(target, args, kwargs)
-    if like is not None:
-        node.meta.update(like.meta)
+    if bucket:
+        node.meta["bucket"] = [fqn for member in bucket for fqn in parameters_of(member)]
 
     def value(argument: Any) -> Any:
         if isinstance(argument, Node):

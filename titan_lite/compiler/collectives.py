@@ -1,6 +1,11 @@
 """Questions about an FX graph's collectives."""
 
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx import Graph, Node
 
 collectives = torch.ops._c10d_functional
@@ -27,18 +32,55 @@ KINDS = {
 }
 
 
+def kind_of(node: Node) -> str:
+    """Of a node whose target is one of KINDS."""
+    return KINDS[node.target]  # type: ignore[index]
+
+
 def is_all_gather(node: Node) -> bool:
     return node.target is collectives.all_gather_into_tensor.default
 
 
-def parameter_of(node: Node) -> str | None:
-    """The FQN of the parameter that a collective of SimpleFSDP is for; None for any other node."""
-    return node.meta.get("custom", {}).get("fqn") if node.target in KINDS else None
+def parameters_of(node: Node) -> tuple[str, ...]:
+    """FQNs of the parameters that a collective is for: one as SimpleFSDP notes it, several in a bucket; none for other nodes."""
+    if node.target not in KINDS:
+        return ()
+    if "bucket" in node.meta:
+        return tuple(node.meta["bucket"])
+    fqn = node.meta.get("custom", {}).get("fqn")
+    return () if fqn is None else (fqn,)
+
+
+def parameter_collectives(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if parameters_of(node)]
+
+
+def collective_bytes(node: Node) -> int:
+    """Of the whole that one of KINDS gathers or reduces."""
+    return nbytes_of(node if is_all_gather(node) else node.all_input_nodes[0])
 
 
 def group_of(node: Node) -> str:
     """Name of the process group of one of KINDS."""
     return str(node.args[-1])
+
+
+def ranks_of(node: Node) -> Sequence[int]:
+    """The global ranks of the group of one of KINDS; its process group must exist."""
+    return dist.get_process_group_ranks(_resolve_process_group(group_of(node)))  # type: ignore[arg-type]
+
+
+def wait_of(node: Node) -> Node:
+    """The wait for one of KINDS."""
+    (wait,) = (user for user in node.users if user.target is collectives.wait_tensor.default)
+    return wait
+
+
+def nbytes_of(node: Node) -> int:
+    """Of the tensor, or all tensors, that a node gives."""
+    values = node.meta.get("val")
+    tensors = values if isinstance(values, list | tuple) else (values,)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def group_size(node: Node) -> int:

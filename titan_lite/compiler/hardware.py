@@ -1,51 +1,325 @@
-"""A machine as numbers. So far: the peak of its matrix units, which MFU is measured against.
+"""A machine as numbers, and what a node of a graph costs on it.
 
-peak_flops(torch.device("cuda"), torch.bfloat16)      # 989.4e12 on an H100
+    machine = load_machine("H100")                              # a profile, or the path of a TOML file
+    machine.cost(node)                                          # seconds, of a matrix product, attention, pointwise, collective
+    machine.collective("all_gather", nbytes=2**30, ranks=range(128))
+
+One function prices computation for the passes that schedule collectives under it, for their receipt and for the planner. A price
+is a roofline, the larger of arithmetic and memory traffic, with the efficiencies that large products and FlashAttention reach in
+practice. A collective is a ring (arXiv 1909.09756): a latency for each hop and the bytes over the slowest link on it. Figures
+are the vendors' datasheets; latencies those of NCCL's tuning tables (src/graph/tuning.cc, LL128 on a ring).
 """
 
+import dataclasses
+import math
+import os
 import re
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.fx import Node
 
-# Dense peak in TFLOP/s from the vendors' datasheets; the first name that occurs in the device's name as a word. float32 is
-# without TF32, which torch does not use for matrix products unless it is told to.
-PEAK_TFLOPS: tuple[tuple[str, dict[torch.dtype, float]], ...] = (
-    ("B200", {torch.bfloat16: 2250.0, torch.float32: 80.0}),
-    ("H200 NVL", {torch.bfloat16: 835.5, torch.float32: 60.0}),
-    ("H200", {torch.bfloat16: 989.4, torch.float32: 66.9}),
-    ("H100 PCIe", {torch.bfloat16: 756.0, torch.float32: 51.2}),
-    ("H100 NVL", {torch.bfloat16: 835.5, torch.float32: 60.0}),
-    ("H100", {torch.bfloat16: 989.4, torch.float32: 66.9}),
-    ("A100", {torch.bfloat16: 312.0, torch.float32: 19.5}),
-    ("MI300X", {torch.bfloat16: 1307.4, torch.float32: 163.4}),
+from titan_lite.compiler.collectives import KINDS, aten, collective_bytes, kind_of, nbytes_of, ranks_of
+from titan_lite.config import ConfigError, read_toml
+
+GB, GIB = 1e9, 2**30
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between ranks. bandwidth: GB/s that one rank sends while it receives as much; latency: microseconds of a hop."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One rank's device and its links. tflops: dense peak by dtype; memory: GiB; memory_bandwidth: GB/s; launch: microseconds
+    from one kernel to the next; collective_launch: microseconds that any collective takes; the efficiencies: shares of the peaks
+    that large matrix products, attention, memory traffic and collectives reach. inter_node: of one rank's own network card.
+    """
+
+    name: str
+    tflops: Mapping[str, float]
+    memory: float
+    memory_bandwidth: float
+    intra_node: Link
+    inter_node: Link
+    ranks_per_node: int = 8
+    launch: float = 3.0
+    collective_launch: float = 14.0
+    matmul_efficiency: float = 0.7
+    attention_efficiency: float = 0.4
+    memory_efficiency: float = 0.85
+    link_efficiency: float = 0.8
+
+    def flops(self, dtype: torch.dtype) -> float:
+        """Peak FLOP/s of matrix products; those of bfloat16 for float16, and of float32 for what is not known."""
+        name = str(dtype).removeprefix("torch.")
+        name = "bfloat16" if name == "float16" else name
+        return self.tflops.get(name, self.tflops["float32"]) * 1e12
+
+    def collective(self, kind: str, nbytes: float, ranks: Sequence[int]) -> float:
+        """Seconds of one of KINDS. nbytes: of the whole, gathered or still to be reduced; ranks: numbered node by node."""
+        if len(ranks) < 2:
+            return 0.0
+        nodes = len({rank // self.ranks_per_node for rank in ranks})
+        hops, across = len(ranks) - 1, (nodes - 1 if nodes > 1 else 0)
+        bandwidth = self.intra_node.bandwidth
+        if nodes > 1:  # a ring enters and leaves a node by every network card that its ranks have
+            bandwidth = min(bandwidth, self.inter_node.bandwidth * len(ranks) / nodes)
+        rounds = 2 if kind == "all_reduce" else 1  # a reduce-scatter and an all-gather
+        latency = self.collective_launch + rounds * ((hops - across) * self.intra_node.latency + across * self.inter_node.latency)
+        return latency * 1e-6 + rounds * nbytes * hops / len(ranks) / (bandwidth * self.link_efficiency * GB)
+
+    def cost(self, node: Node, fused: bool = True) -> float:
+        """Seconds that `node` keeps the device, or for one of KINDS its links, busy.
+
+        fused: a region of pointwise operators is one kernel, as Inductor makes it, and is charged for what it reads and writes;
+        without, each operator reads and writes for itself. Views, inputs and waits cost nothing.
+        """
+        if node.op != "call_function" or is_free(node):
+            return 0.0
+        if node.target in KINDS:
+            return self.collective(kind_of(node), collective_bytes(node), ranks_of(node))
+        seconds = _bytes_moved(node, fused) / (self.memory_bandwidth * self.memory_efficiency * GB)
+        flops, efficiency = _matmul_flops(node), self.matmul_efficiency
+        if not flops:
+            flops, efficiency = _attention_flops(node), self.attention_efficiency
+        if flops:
+            dtype = next(each.meta["val"].dtype for each in node.all_input_nodes)
+            seconds = max(seconds, flops / (self.flops(dtype) * efficiency))
+        return seconds + (self.launch * 1e-6 if seconds else 0.0)
+
+
+def is_free(node: Node) -> bool:
+    """Whether a node moves no byte: a view, a wait, a number."""
+    target: Any = node.target
+    return getattr(target, "is_view", False) or target in FREE or not nbytes_of(node)
+
+
+FREE = frozenset(
+    {
+        torch.ops._c10d_functional.wait_tensor.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        torch.ops.aten.empty.memory_format,
+    }
 )
+MATMULS = frozenset({aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default})
+CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
+
+
+def _is_pointwise(node: Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in CASTS
+
+
+def _bytes_moved(node: Node, fused: bool) -> int:
+    def is_read(source: Node) -> bool:
+        return not (fused and _is_pointwise(node) and _is_pointwise(source) and source.op == "call_function")
+
+    def is_written() -> bool:
+        return not (fused and _is_pointwise(node) and node.users and all(_is_pointwise(user) for user in node.users))
+
+    if node.target is aten.embedding.default:  # only the rows that are looked up
+        return 2 * nbytes_of(node)
+    if node.target is aten.embedding_dense_backward.default:
+        return 2 * nbytes_of(node) + nbytes_of(node.all_input_nodes[0])
+    return sum(nbytes_of(source) for source in node.all_input_nodes if is_read(source)) + is_written() * nbytes_of(node)
+
+
+def _matmul_flops(node: Node) -> float:
+    if node.target not in MATMULS:
+        return 0.0
+    a, b = (each.meta["val"].shape for each in node.all_input_nodes[-2:])
+    return 2.0 * math.prod(a) * b[-1]
+
+
+def _attention_flops(node: Node) -> float:
+    """Two products forward and five backward, of half the size where no token sees later ones."""
+    name = str(node.target)
+    if "scaled_dot_product" not in name and "flash_attention" not in name:
+        return 0.0
+    target: Any = node.target
+    schema = [argument.name for argument in target._schema.arguments]
+    given: dict[str, Any] = {**dict(zip(schema, node.args, strict=False)), **node.kwargs}
+    query, key = (given[argument].meta["val"].shape for argument in ("query", "key"))
+    products = 5 if "backward" in name else 2
+    return products * 2.0 * math.prod(query) * key[-2] * (0.5 if given.get("is_causal") else 1.0)
+
+
+NVLINK3, NVLINK4, NVLINK5, PCIE = Link(300, 1.9), Link(450, 1.9), Link(900, 1.9), Link(32, 4.0)
+HDR200, NDR400 = Link(25, 4.0), Link(50, 4.0)  # one network card a GPU, as in DGX and HGX machines
+
+
+def _profile(
+    name: str, bfloat16: float, float32: float, memory: float, bandwidth: float, intra: Link, inter: Link, **other: Any
+) -> Machine:
+    return Machine(name, {"bfloat16": bfloat16, "float32": float32}, memory, bandwidth, intra, inter, **other)
+
+
+# float32 is without TF32, which torch does not use for matrix products unless it is told to. The first name that occurs in a
+# device's name, as a word, is its profile.
+PROFILES = {
+    machine.name: machine
+    for machine in (
+        _profile("B200", 2250.0, 80.0, 180, 7700, NVLINK5, NDR400),
+        _profile("H200 NVL", 835.5, 60.0, 141, 4800, NVLINK4, NDR400),
+        _profile("H200", 989.4, 66.9, 141, 4800, NVLINK4, NDR400),
+        _profile("H100 PCIe", 756.0, 51.2, 80, 2000, PCIE, NDR400),
+        _profile("H100 NVL", 835.5, 60.0, 94, 3900, PCIE, NDR400),
+        _profile("H100", 989.4, 66.9, 80, 3350, NVLINK4, NDR400),
+        _profile("A100", 312.0, 19.5, 80, 2039, NVLINK3, HDR200, matmul_efficiency=0.8, attention_efficiency=0.6),
+        _profile("MI300X", 1307.4, 163.4, 192, 5300, Link(448, 4.0), NDR400, matmul_efficiency=0.5, attention_efficiency=0.3),
+    )
+}
+
+
+def load_machine(name: str) -> Machine:
+    """A profile by name, or the TOML file at the path `name`. Raises ConfigError.
+
+    The file has the fields of Machine, `intra_node` and `inter_node` as tables of bandwidth and latency, `tflops` as a table by
+    dtype; with `like = "H100"`, what it leaves out is as in that profile.
+    """
+    if name in PROFILES:
+        return PROFILES[name]
+    if not name.endswith(".toml"):
+        raise ConfigError(
+            f'compile.machine = "{name}" is no profile; {", ".join(PROFILES)} or the path of a .toml file would work'
+        )
+    return machine_from(read_toml(Path(name)), name)
+
+
+def machine_from(tables: Mapping[str, Any], file: str) -> Machine:
+    """The machine that a TOML file describes."""
+    tables = dict(tables)
+    like = tables.pop("like", None)
+    if like is not None and like not in PROFILES:
+        raise ConfigError(f'{file}: like = "{like}" is no profile; {", ".join(PROFILES)} would work')
+    values: dict[str, Any] = {"name": Path(file).stem, **(vars(PROFILES[like]) if like else {})}
+    if like:
+        values["name"] = Path(file).stem
+    fields = {field.name: field for field in dataclasses.fields(Machine)}
+    for key, value in tables.items():
+        if key not in fields:
+            raise ConfigError(f"{file}: {key} is not known; known are {', '.join(fields)} and like")
+        if key in ("intra_node", "inter_node"):
+            value = Link(**_numbers(file, key, value, ("bandwidth", "latency")))
+        elif key == "tflops":
+            value = {**values.get("tflops", {}), **_numbers(file, key, value, ())}
+        elif key != "name":
+            _number(file, key, value)
+            if key == "ranks_per_node" and not isinstance(value, int):
+                raise ConfigError(f"{file}: ranks_per_node = {value} is not a whole number; 8 would work")
+            if key.endswith("efficiency") and value > 1:
+                raise ConfigError(f"{file}: {key} = {value} is a share of a peak; a number above 0 and up to 1 would work")
+        values[key] = value
+    missing = [name for name, field in fields.items() if name not in values and field.default is dataclasses.MISSING]
+    if missing:
+        raise ConfigError(f'{file}: {", ".join(missing)} missing; give them, or like = "H100" to take over what is left out')
+    if "float32" not in values["tflops"]:
+        raise ConfigError(f"{file}: tflops.float32 missing, which stands in for every dtype that is not named")
+    return Machine(**values)
+
+
+def _numbers(file: str, table: str, value: Any, keys: tuple[str, ...]) -> dict[str, float]:
+    if not isinstance(value, dict) or (keys and set(value) != set(keys)):
+        works = "{ " + ", ".join(f"{key} = ..." for key in keys or ("bfloat16", "float32")) + " }"
+        raise ConfigError(f"{file}: {table} = {value!r}; {table} = {works} would work")
+    return {key: _number(file, f"{table}.{key}", number) for key, number in value.items()}
+
+
+def _number(file: str, key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{file}: {key} = {value!r} is not a number above 0")
+    return value
+
+
+def profile_of(device_name: str) -> Machine | None:
+    """By the name that torch gives a GPU; None for one that is not known, and for a slice of one."""
+    if "MIG " in device_name:
+        return None
+    return next((machine for name, machine in PROFILES.items() if re.search(rf"\b{name}\b", device_name)), None)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """FLOP/s of dense matrix products of one device; None for a device that is not known. A CPU is measured (0.2 s)."""
     if device.type == "cpu":
         return _measured_cpu_flops(dtype)
-    return known_peak_flops(torch.cuda.get_device_name(device), dtype)
+    machine = profile_of(torch.cuda.get_device_name(device))
+    return None if machine is None else machine.flops(dtype)
 
 
-def known_peak_flops(name: str, dtype: torch.dtype) -> float | None:
-    """As `peak_flops`, for a CUDA device's name."""
-    if "MIG " in name:  # a slice of a device
-        return None
-    for known, peaks in PEAK_TFLOPS:
-        if re.search(rf"\b{known}\b", name) and dtype in peaks:
-            return peaks[dtype] * 1e12
-    return None
+def this_machine(device: torch.device) -> Machine | None:
+    """The device's profile, or for a CPU one that is measured (half a second; all ranks together, who then have the same)."""
+    if device.type == "cuda":
+        return profile_of(torch.cuda.get_device_name(device))
+    link = _measured_link() if dist.is_initialized() and dist.get_world_size() > 1 else Link(1.0, 1.0)
+    figures = torch.tensor(
+        [_measured_cpu_flops(torch.float32), _measured_cpu_flops(torch.bfloat16), _measured_copy(), link.bandwidth, link.latency],
+        dtype=torch.float64,
+    )
+    if dist.is_initialized():
+        dist.broadcast(figures, src=0)
+    float32, bfloat16, copy, bandwidth, latency = figures.tolist()
+    link = Link(bandwidth, latency)
+    return Machine(
+        name="CPU, measured",
+        tflops={"float32": float32 / 1e12, "bfloat16": bfloat16 / 1e12},
+        memory=_physical_memory() / GIB,
+        memory_bandwidth=copy / GB,
+        intra_node=link,
+        inter_node=link,
+        launch=5.0,
+        collective_launch=latency,
+        matmul_efficiency=1.0,  # measured, and not promised
+        attention_efficiency=0.3,  # FlashAttention for CPU on one core, at head dimensions of 16 to 64
+        memory_efficiency=1.0,
+        link_efficiency=1.0,
+    )
 
 
 def _measured_cpu_flops(dtype: torch.dtype, size: int = 1024) -> float:
     """The best of several matrix products with the threads that this process has."""
     a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
-    best = float("inf")
-    end = time.perf_counter() + 0.2
+    return 2 * size**3 / _best(lambda: torch.mm(a, b), 0.2)
+
+
+def _measured_copy(size: int = 2**24) -> float:
+    """Bytes a second, read and written."""
+    source, target = torch.empty(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+    return 2 * size / _best(lambda: target.copy_(source), 0.05)
+
+
+def _measured_link() -> Link:
+    """From all-gathers of 4 KiB and of 4 MiB a rank."""
+    ranks, seconds = dist.get_world_size(), []
+    for size in (2**12, 2**22):
+        shard, whole = torch.zeros(size, dtype=torch.uint8), torch.zeros(ranks * size, dtype=torch.uint8)
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            dist.all_gather_into_tensor(whole, shard)
+            times.append(time.perf_counter() - start)
+        seconds.append(min(times))
+    small, large = seconds
+    return Link(bandwidth=(ranks - 1) * 2**22 / max(large - small, 1e-6) / GB, latency=small / ranks * 1e6)
+
+
+def _best(work: Any, seconds: float) -> float:
+    best, end = math.inf, time.perf_counter() + seconds
     while time.perf_counter() < end:
         start = time.perf_counter()
-        torch.mm(a, b)
+        work()
         best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+    return best
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

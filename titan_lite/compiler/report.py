@@ -1,4 +1,4 @@
-"""The receipt: what the compile stage did to a graph's collectives, in words and as JSON.
+"""The receipt: what the compile stage did to a graph's collectives and what that should cost, in words and as JSON.
 
 write_receipts(receipts, dump_folder / "compile.json")
 for line in describe(receipts): logger.info(line)        # forward: 57 all_gather -> 8, ...
@@ -11,32 +11,100 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_lite.compiler.bucketing import Bucket
+from torch.fx import Graph
+
+from titan_lite.compiler.collectives import collective_bytes, kind_of, parameter_collectives, parameters_of, ranks_of
+from titan_lite.compiler.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One that is left. kind: of KINDS; fqns: its parameters, in order; nbytes: of the whole that is gathered or reduced; ranks:
+    how many take part. As estimated, in seconds: how long it takes, how much computation stands between its start and its wait,
+    and how long computation is held up by that wait."""
+
+    kind: str
+    fqns: tuple[str, ...]
+    nbytes: int
+    ranks: int
+    seconds: float | None = None
+    under: float | None = None
+    exposed: float | None = None
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """Of one graph ("forward" or "backward"): its parameters' collectives before and after bucketing, and how many then moved;
-    note: why none could."""
+    """Of one graph: "forward", "backward", or "inference" without gradients.
+
+    before: how many collectives of parameters of each kind there were; after: those that are left, in order; moved: how many
+    stand elsewhere than they did; schedule: a hash of all collectives in their order. timeline: the estimate, None for a machine
+    that is not known. compile_seconds: for this graph, passes included; cache: "hit" or "miss" of Inductor's, "" without; note:
+    what was not done, and why.
+    """
 
     graph: str
-    before: tuple[Bucket, ...]
-    after: tuple[Bucket, ...]
+    before: dict[str, int]
+    after: tuple[Collective, ...]
     moved: int
+    schedule: str
+    timeline: Timeline | None = None
+    pass_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    cache: str = ""
     note: str = ""
+
+    def count(self, kind: str) -> int:
+        return sum(collective.kind == kind for collective in self.after)
+
+
+def count_collectives(graph: Graph) -> dict[str, int]:
+    """Those of parameters, by kind."""
+    return dict(Counter(map(kind_of, parameter_collectives(graph))))
+
+
+def list_collectives(graph: Graph, timeline: Timeline | None) -> tuple[Collective, ...]:
+    nodes = parameter_collectives(graph)
+    figures = [(span.seconds, span.under, span.exposed) for span in timeline.collectives()] if timeline else [()] * len(nodes)
+    return tuple(
+        Collective(kind_of(node), parameters_of(node), collective_bytes(node), len(ranks_of(node)), *times)
+        for node, times in zip(nodes, figures, strict=True)
+    )
 
 
 def describe(receipts: Sequence[Receipt]) -> list[str]:
     """A line a graph."""
     lines = []
     for receipt in receipts:
-        before, after = (Counter(bucket.kind for bucket in buckets) for buckets in (receipt.before, receipt.after))
-        counts = ", ".join(f"{count} {kind} -> {after[kind]}" for kind, count in before.items()) or "no collectives of parameters"
-        gib = sum(bucket.nbytes for bucket in receipt.after) / 2**30
-        lines.append(f"compiled {receipt.graph}: {counts} ({gib:.3f} GiB), {receipt.note or f'{receipt.moved} moved to overlap'}")
+        counts = [f"{count} {kind} -> {receipt.count(kind)}" for kind, count in receipt.before.items()]
+        gib = sum(collective.nbytes for collective in receipt.after) / 2**30
+        words = [f"{', '.join(counts)} ({gib:.3f} GiB)" if counts else "no collectives of parameters"]
+        if counts:
+            words.append(receipt.note or f"{receipt.moved} moved to overlap")
+        if counts and (times := receipt.timeline) is not None:
+            words.append(
+                f"estimated {milliseconds(times.communication)} communication beside {milliseconds(times.compute)} computation, "
+                f"{milliseconds(times.exposed)} exposed (at least {milliseconds(times.bound)})"
+            )
+        if counts:
+            words.append(f"schedule {receipt.schedule}")
+        cache = f", cache {receipt.cache}" if receipt.cache else ""
+        words.append(f"compiled in {receipt.compile_seconds:.1f} s{cache}")
+        lines.append(f"{receipt.graph} graph: {'; '.join(words)}")
     return lines
 
 
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
 def write_receipts(receipts: Sequence[Receipt], path: Path) -> None:
-    """As a list of objects with the fields of Receipt and Bucket; bytes are of the whole weights, or gradients."""
-    path.write_text(json.dumps([dataclasses.asdict(receipt) for receipt in receipts], indent=1) + "\n", encoding="utf-8")
+    """As a list of objects with the fields of Receipt; of the timeline its sums."""
+    path.write_text(json.dumps([_as_object(receipt) for receipt in receipts], indent=1) + "\n", encoding="utf-8")
+
+
+def _as_object(receipt: Receipt) -> dict:
+    found = dataclasses.asdict(dataclasses.replace(receipt, timeline=None))
+    if receipt.timeline is not None:
+        sums = {field.name for field in dataclasses.fields(Timeline)} - {"spans", "graph"}
+        found["timeline"] = {name: getattr(receipt.timeline, name) for name in sorted(sums)}
+    return found

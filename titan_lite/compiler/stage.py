@@ -25,9 +25,8 @@ from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.fx import Graph, GraphModule
 from torch.utils._triton import has_triton
 
-from titan_lite.compiler import bucketing, collectives, reordering, resharding
-from titan_lite.compiler.collectives import parameter_of
-from titan_lite.compiler.report import Receipt
+from titan_lite.compiler import collectives, resharding
+from titan_lite.compiler.schedule import Schedule
 from titan_lite.config import Compile, ConfigError
 
 Pass = Callable[[Graph], Any]
@@ -56,22 +55,22 @@ def compile_model(
     reshard_after_forward: bool,
     memory_budget: float = 1.0,
     async_tensor_parallel: str = "",
-    receipts: list[Receipt] | None = None,
+    schedule: Schedule | None = None,
 ) -> None:
     """Compile `model` as one graph, in place; FQNs do not change. Anything that breaks the graph is an error.
 
-    receipts: gets one more for every graph when it is compiled, forward at the first call, backward at the first backward.
+    schedule: the passes on each graph when it is compiled, forward at the first call, backward at the first backward.
     memory_budget: the share of activations that the partitioner may keep, of those it keeps at 1.0; what it then recomputes
     are the operators that cost least for what they free. async_tensor_parallel: the group whose collectives Inductor cuts into
     pieces that overlap with pieces of the matrix products beside them (arXiv 2410.06511, section 3.4); where it finds none, an
     error.
     """
     joint_passes: list[Pass] = [resharding.recompute_parameter_all_gathers] if reshard_after_forward else []
-    passes = functools.partial(_run_passes, config, [] if receipts is None else receipts)
+    schedule = schedule or Schedule(config)
     if config.backend == "inductor":
-        backend = _inductor(joint_passes, passes, async_tensor_parallel)
+        backend = _inductor(joint_passes, schedule, async_tensor_parallel)
     else:
-        backend = _aot_eager(joint_passes, passes)
+        backend = _aot_eager(joint_passes, schedule)
 
     def within_budget(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
         with functorch_config.patch(activation_memory_budget=memory_budget):
@@ -83,21 +82,7 @@ def compile_model(
     model.compile(backend=within_budget, fullgraph=True)
 
 
-def _run_passes(config: Compile, receipts: list[Receipt], graph: GraphModule, name: str) -> None:
-    """The passes on a forward or backward graph, in place: the same ones for both backends."""
-    before = bucketing.leave_apart(graph.graph)
-    buckets = bucketing.bucket_by_block(graph.graph) if config.bucketing == "block" else before
-    moved, note = 0, ""
-    if config.reordering and any(node.meta["val"].device.type == "cpu" for node in graph.graph.nodes if parameter_of(node)):
-        # Within a minute, in forward or backward, whichever kinds are in flight (torch 2.13); waited for at once, never.
-        note = "not reordered: functional collectives in flight on gloo corrupt the heap"
-    elif config.reordering:
-        moved = reordering.overlap(graph.graph)
-    graph.recompile()
-    receipts.append(Receipt(name, tuple(before), tuple(buckets), moved, note))
-
-
-def _aot_eager(joint_passes: Sequence[Pass], passes: Callable[[GraphModule, str], None]) -> Callable:
+def _aot_eager(joint_passes: Sequence[Pass], schedule: Schedule) -> Callable:
     def partition(joint: GraphModule, *args: Any, **kwargs: Any) -> Any:
         for graph_pass in joint_passes:
             graph_pass(joint.graph)
@@ -105,12 +90,13 @@ def _aot_eager(joint_passes: Sequence[Pass], passes: Callable[[GraphModule, str]
             return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
     def run_as_is(name: str, graph: GraphModule, inputs: Sequence[Any]) -> Callable:
-        passes(graph, name)
-        return make_boxed_func(graph.forward)
+        with schedule.compiling(graph, name):
+            return make_boxed_func(graph.forward)
 
     return aot_autograd(
         fw_compiler=functools.partial(run_as_is, "forward"),
         bw_compiler=functools.partial(run_as_is, "backward"),
+        inference_compiler=functools.partial(run_as_is, "inference"),
         partition_fn=partition,
     )
 
@@ -130,7 +116,7 @@ class _Passes(CustomGraphPass):
         return names + get_hash_for_files((__file__, collectives.__file__, resharding.__file__))
 
 
-def _inductor(joint_passes: Sequence[Pass], passes: Callable[[GraphModule, str], None], async_tensor_parallel: str) -> Callable:
+def _inductor(joint_passes: Sequence[Pass], schedule: Schedule, async_tensor_parallel: str) -> Callable:
     # Inductor would order nodes by memory; theirs is ours.
     patches: dict[str, Any] = {"reorder_for_peak_memory": False, "reorder_for_compute_comm_overlap": False}
     if joint_passes:
@@ -141,8 +127,9 @@ def _inductor(joint_passes: Sequence[Pass], passes: Callable[[GraphModule, str],
 
     def compile_one(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """Here and not in one of Inductor's own places for passes, which a graph from its cache does not come by."""
-        passes(graph, "backward" if options.get("is_backward") else "forward")
-        return compile_fx_inner(graph, inputs, **options)
+        name = "backward" if options.get("is_backward") else "inference" if options.get("is_inference") else "forward"
+        with schedule.compiling(graph, name):
+            return compile_fx_inner(graph, inputs, **options)
 
     def backend(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
         with _nothing_is_random():

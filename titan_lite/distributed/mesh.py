@@ -8,6 +8,7 @@ All axes always exist, size 1 included, outermost (slowest links) first; so nobo
 """
 
 import math
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch import Tensor
@@ -90,6 +91,26 @@ def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
         return mesh[PARAMETER_AXES]
     ranks = mesh.mesh.flatten(AXES.index("dp_shard"), AXES.index("cp"))
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("pp", *PARAMETER_AXES))[PARAMETER_AXES]
+
+
+def stage_exchange(mesh: DeviceMesh) -> Callable[[str], dict[int, str]]:
+    """A function that shows a word to all ranks of this rank's pipeline stage, together, and returns theirs by rank.
+
+    Call it once: it may make process groups, which all ranks do together.
+    """
+    stage = mesh.mesh.select(0, mesh["pp"].get_local_rank()).flatten()
+    group = (
+        None
+        if mesh["pp"].size() == 1
+        else DeviceMesh(mesh.device_type, mesh.mesh.flatten(1), mesh_dim_names=("pp", "stage"))["stage"].get_group()
+    )
+
+    def exchange(word: str) -> dict[int, str]:
+        words: list[str] = [""] * len(stage)
+        dist.all_gather_object(words, word, group)
+        return dict(zip(stage.tolist(), words, strict=True))
+
+    return exchange
 
 
 def data_rank(mesh: DeviceMesh) -> tuple[int, int]:

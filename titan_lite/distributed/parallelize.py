@@ -12,17 +12,20 @@ sees everything.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.report import Receipt
+from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import compile_model
 from titan_lite.config import ActivationCheckpoint, Compile, Parallelism, Training
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_lite.distributed.context_parallel import apply_context_parallel
-from titan_lite.distributed.mesh import parameter_mesh
+from titan_lite.distributed.mesh import parameter_mesh, stage_exchange
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
 
@@ -35,12 +38,22 @@ def parallelize(
     parallelism: Parallelism,
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
+    machine: Machine | None = None,
+    dump_folder: Path | None = None,
 ) -> list[Receipt]:
     """In place; FQNs stay what they were. Blocks are the children of each stage's `layers`, called by their number.
 
+    machine: what the compile stage prices with; dump_folder: where it writes graphs.
+
     Returns what becomes the receipts of the compile stage once graphs are compiled, in the first step.
     """
-    receipts: list[Receipt] = []
+    schedule = Schedule(
+        compile,
+        machine,
+        fused=compile.backend == "inductor",
+        exchange=stage_exchange(mesh),
+        dump=dump_folder / "graphs" if dump_folder and compile.dump_graphs else None,
+    )
     reshard = parallelism.fsdp_reshard_after_forward != "never"
     parameters = parameter_mesh(mesh)
     for model in stages:
@@ -67,6 +80,6 @@ def parallelize(
                 reshard_after_forward=reshard,
                 memory_budget=budget,
                 async_tensor_parallel=group,
-                receipts=receipts,
+                schedule=schedule,
             )
-    return receipts
+    return schedule.receipts

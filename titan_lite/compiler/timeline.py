@@ -1,0 +1,152 @@
+"""A graph on a machine, without running it: when each node computes, when each collective travels, and what is waited for.
+
+    timeline = simulate(graph, machine)
+    timeline.exposed, timeline.peak_bytes          # seconds in which nothing computes; bytes beside the parameters
+    draw([forward, backward], folder)              # timeline.png and timeline.json (chrome://tracing, Perfetto)
+
+Two lanes: computation runs node by node in the graph's order; a parameter's collective starts where it stands in it, once the one
+before it is done, and the wait for it holds computation up. What tensor and context parallelism communicate is waited for at
+once and counts as computation (SimpleFSDP, arXiv 2411.00284, section 4.2).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from titan_lite.compiler.collectives import (
+    collectives,
+    is_all_gather,
+    kind_of,
+    nbytes_of,
+    parameter_collectives,
+    parameters_of,
+    ranks_of,
+)
+from titan_lite.compiler.hardware import Machine, is_free
+
+
+@dataclass(frozen=True)
+class Span:
+    """lane: "compute" or "communication"; start, seconds: in the graph's time. Of communication also exposed: seconds that its
+    wait held computation up, and under: the seconds of computation between its start and that wait."""
+
+    lane: str
+    name: str
+    start: float
+    seconds: float
+    exposed: float = 0.0
+    under: float = 0.0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Of one graph, in seconds; bound: what no order of its collectives could hide; peak_bytes: of what the graph allocates, or
+    is given to free, at once."""
+
+    graph: str
+    spans: tuple[Span, ...]
+    seconds: float
+    compute: float
+    communication: float
+    exposed: float
+    bound: float
+    peak_bytes: int
+
+    def collectives(self) -> list[Span]:
+        """In the graph's order."""
+        return [span for span in self.spans if span.lane == "communication"]
+
+
+def simulate(graph: Graph, machine: Machine, *, name: str = "", fused: bool = True, bound: float = 0.0) -> Timeline:
+    """fused: as in `Machine.cost`."""
+    now = lane = compute = exposed = 0.0
+    spans: list[Span] = []
+    started: dict[Node, tuple[int, float]] = {}  # collective: its span, the computation done before it
+    for node in graph.nodes:
+        seconds = machine.cost(node, fused)
+        if parameters_of(node):
+            start = max(now, lane)
+            lane = start + seconds
+            started[node] = (len(spans), compute)
+            spans.append(Span("communication", label(node), start, seconds))
+        elif node.target is collectives.wait_tensor.default and node.args[0] in started:
+            number, before = started[node.args[0]]
+            span = spans[number]
+            held_up = max(0.0, span.start + span.seconds - now)
+            spans[number] = Span(span.lane, span.name, span.start, span.seconds, held_up, compute - before)
+            exposed, now = exposed + held_up, now + held_up
+        elif seconds:
+            spans.append(Span("compute", node.name, now, seconds))
+            now, compute = now + seconds, compute + seconds
+    communication = sum(span.seconds for span in spans if span.lane == "communication")
+    return Timeline(name, tuple(spans), now, compute, communication, exposed, bound, peak_bytes(graph))
+
+
+def label(node: Node) -> str:
+    """What a collective is for, such as "all_gather layers.0.attention.wq.weight and 8 more"."""
+    fqns = parameters_of(node)
+    return f"{kind_of(node)} {fqns[0]}" + (f" and {len(fqns) - 1} more" if len(fqns) > 1 else "")
+
+
+def lower_bound(graph: Graph, machine: Machine, *, fused: bool = True) -> float:
+    """Seconds of communication that no order of these collectives and this computation can hide.
+
+    The first all-gather, but for what can be computed without any; the last reduction; and what of the others takes longer than
+    all computation, without their latencies, which buckets could save.
+    """
+    mine = parameter_collectives(graph)
+    gathers = [node for node in mine if is_all_gather(node)]
+    reductions = [node for node in mine if not is_all_gather(node)]
+    after_gathers = set(_descendants(gathers))
+    compute = free = 0.0
+    for node in graph.nodes:
+        if node not in mine:
+            compute += (seconds := machine.cost(node, fused))
+            free += 0.0 if node in after_gathers else seconds
+    first = max(0.0, machine.cost(gathers[0]) - free) if gathers else 0.0
+    last = machine.cost(reductions[-1]) if reductions else 0.0
+    bandwidth = math.fsum(machine.cost(node) - machine.collective(kind_of(node), 0, ranks_of(node)) for node in mine)
+    return first + last + max(0.0, bandwidth - first - last - compute)
+
+
+def _descendants(starts: Sequence[Node]) -> list[Node]:
+    found, open_nodes = set(starts), list(starts)
+    while open_nodes:
+        for user in open_nodes.pop().users:
+            if user not in found:
+                found.add(user)
+                open_nodes.append(user)
+    return list(found)
+
+
+def peak_bytes(graph: Graph) -> int:
+    """The most bytes alive at once of what the graph makes, and of saved activations that it is given and frees.
+
+    Parameters (placeholders called primals) stay where they are and do not count. A view lives in the storage that it is of.
+    """
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    storage: dict[Node, Node] = {}
+    last_use: dict[Node, int] = {}
+    for node in graph.nodes:
+        shared = node.op == "call_function" and is_free(node) and node.all_input_nodes and nbytes_of(node)
+        storage[node] = storage[node.all_input_nodes[0]] if shared else node
+        for source in (node, *node.all_input_nodes):
+            last_use[storage[source]] = order[node]
+    size = {node: 0 if node.op == "placeholder" and node.name.startswith("primals") else _own_bytes(node) for node in last_use}
+    alive = peak = sum(size[node] for node in size if node.op == "placeholder")
+    ends: dict[int, int] = {}
+    for node, place in last_use.items():
+        ends[place] = ends.get(place, 0) + size[node]
+    for node in graph.nodes:
+        if node.op != "placeholder" and storage[node] is node:
+            alive += size[node]
+            peak = max(peak, alive)
+        alive -= ends.get(order[node], 0)
+    return peak
+
+
+def _own_bytes(node: Node) -> int:
+    """What a node allocates; of several tensors, those that are taken out (`getitem`) count for themselves."""
+    return 0 if isinstance(node.meta.get("val"), list | tuple) else nbytes_of(node)
