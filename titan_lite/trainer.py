@@ -22,8 +22,9 @@ from torch import Tensor
 from titan_lite import __version__
 from titan_lite.check import check, gathers_once, without_effect
 from titan_lite.checkpoint import Checkpointer
-from titan_lite.compiler.hardware import peak_flops
+from titan_lite.compiler.hardware import find_machine, peak_flops
 from titan_lite.compiler.report import describe, write_receipts
+from titan_lite.compiler.timeline import draw, write_trace
 from titan_lite.config import Config, ConfigError, gradient_accumulation_steps, to_toml
 from titan_lite.data.dataset import Split
 from titan_lite.data.loader import Batch, Loader, build_loader, merge_states
@@ -67,6 +68,8 @@ class Trainer:
         self.mesh = build_mesh(degrees, self.device.type)
         self.dp_rank, self.dp_degree = data_rank(self.mesh)
 
+        self.machine = find_machine(config.compile.machine, self.device) if config.compile.enable else None
+
         # 3. the model, or this rank's stages of it: on no device, made parallel, given memory, filled
         positions = own_positions(config.training.seq_len, self.mesh["cp"].get_local_rank(), self.mesh["cp"].size())
         self.stages = []
@@ -83,6 +86,8 @@ class Trainer:
             parallelism=config.parallelism,
             activation_checkpoint=config.activation_checkpoint,
             compile=config.compile,
+            machine=self.machine,
+            dump_folder=self.dump_folder,
         )
         self.set_timeout(config.comm.init_timeout_seconds)
         for model in self.stages:
@@ -418,6 +423,10 @@ class Trainer:
             for line in describe(self.receipts):
                 logger.info(line)
             write_receipts(self.receipts, self.dump_folder / "compile.json")
+            step = [r.timeline for r in self.receipts if r.timeline is not None and r.graph != "inference"]
+            if any(timeline.communication for timeline in step):
+                draw(step, self.dump_folder / "timeline.png")
+                write_trace(step, self.dump_folder / "timeline.json")
 
     def finish(self) -> None:
         """A summary and the loss picture; the processes part."""

@@ -5,10 +5,11 @@ from contextlib import contextmanager
 
 import torch
 
+from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import compile_model
 from titan_lite.config import Compile
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
-from titan_lite.distributed.mesh import build_mesh, data_rank, parameter_mesh, sum_over_tokens
+from titan_lite.distributed.mesh import build_mesh, data_rank, parameter_mesh, stage_exchange, sum_over_tokens
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, materialize, shard_of
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel, axis_of
 from titan_lite.loss import build_loss, cross_entropy_sum
@@ -39,7 +40,16 @@ def one_process(config, tokens, labels, dtype=torch.float32):
 
 
 def build(
-    config, mesh, *, reshard=True, param=torch.float32, compiled=None, checkpointing="none", bucketing="none", receipts=None
+    config,
+    mesh,
+    *,
+    reshard=True,
+    param=torch.float32,
+    compiled=None,
+    checkpointing="none",
+    bucketing="none",
+    machine=None,
+    receipts=None,
 ):
     with torch.device("meta"):
         model = Transformer(config)
@@ -51,7 +61,8 @@ def build(
     if compiled:
         torch._dynamo.reset()
         stage = Compile(enable=True, backend=compiled, bucketing=bucketing, reordering=bucketing != "none")
-        compile_model(model, stage, reshard_after_forward=reshard, receipts=receipts)
+        schedule = Schedule(stage, machine, exchange=stage_exchange(mesh), receipts=[] if receipts is None else receipts)
+        compile_model(model, stage, reshard_after_forward=reshard, schedule=schedule)
     return model
 
 

@@ -40,7 +40,7 @@ def compare(layout, backend, checkpointing, reshard, param):
         train(mesh, **options, compiled=backend),
         train(mesh, **options, compiled=backend, bucketing="block", receipts=receipts),
     ]
-    return found, [(receipt.graph, len(receipt.before), len(receipt.after), receipt.moved) for receipt in receipts]
+    return found, [(receipt.graph, sum(receipt.before.values()), len(receipt.after), receipt.moved) for receipt in receipts]
 
 
 CASES = [

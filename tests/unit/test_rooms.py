@@ -20,7 +20,7 @@ ROOMS = {
     "logging": (),
     "models": ("torch",),
     "loss": PART,
-    "compiler": ("torch", "titan_lite.config"),
+    "compiler": ("torch", "titan_lite.config", "matplotlib"),
     "distributed": ("torch", "titan_lite.config", "titan_lite.compiler"),
     "data": (*PART, "torchdata", "tiktoken", "datasets"),
     "optimizer": PART,

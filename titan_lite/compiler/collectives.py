@@ -27,6 +27,7 @@ PREPARATION = frozenset(
 )
 KINDS = {
     collectives.all_gather_into_tensor.default: "all_gather",
+    collectives.all_gather_into_tensor_out.default: "all_gather",
     collectives.reduce_scatter_tensor.default: "reduce_scatter",
     collectives.all_reduce.default: "all_reduce",
 }
@@ -38,7 +39,7 @@ def kind_of(node: Node) -> str:
 
 
 def is_all_gather(node: Node) -> bool:
-    return node.target is collectives.all_gather_into_tensor.default
+    return node.target in KINDS and kind_of(node) == "all_gather"
 
 
 def parameters_of(node: Node) -> tuple[str, ...]:
@@ -47,6 +48,8 @@ def parameters_of(node: Node) -> tuple[str, ...]:
         return ()
     if "bucket" in node.meta:
         return tuple(node.meta["bucket"])
+    if "bucketing_custom_sources" in node.meta:  # Inductor's note at what it has merged
+        return tuple(source["fqn"] for source in node.meta["bucketing_custom_sources"] if "fqn" in source)
     fqn = node.meta.get("custom", {}).get("fqn")
     return () if fqn is None else (fqn,)
 

@@ -256,8 +256,13 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return None if machine is None else machine.flops(dtype)
 
 
-def this_machine(device: torch.device) -> Machine | None:
-    """The device's profile, or for a CPU one that is measured (half a second; all ranks together, who then have the same)."""
+def find_machine(name: str, device: torch.device) -> Machine | None:
+    """The one that a recipe names, else this rank's own: None for a GPU that is not known.
+
+    A CPU is measured (half a second), by all ranks together, who then have the same figures.
+    """
+    if name:
+        return load_machine(name)
     if device.type == "cuda":
         return profile_of(torch.cuda.get_device_name(device))
     link = _measured_link() if dist.is_initialized() and dist.get_world_size() > 1 else Link(1.0, 1.0)

@@ -84,7 +84,7 @@ def _waiting_places(
         if parameters_of(node):
             lane = arrival[node] = max(now, lane) + machine.cost(node)
         elif node.target is collectives.wait_tensor.default and node.args[0] in arrival and node.args[0] not in reductions:
-            now = max(now, arrival[node.args[0]])  # type: ignore[index]
+            now = max(now, arrival[node.args[0]])
         else:
             now += machine.cost(node, fused)
     for reduction in travelling:

@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx import Graph, GraphModule
 
 from titan_lite.compiler import bucketing, reordering, wrapping
+from titan_lite.compiler.auto import schedule_by_inductor
 from titan_lite.compiler.collectives import KINDS, collective_bytes, group_of, parameter_collectives, parameters_of, ranks_of
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.report import Receipt, count_collectives, list_collectives
@@ -58,13 +59,13 @@ class Schedule:
         before = count_collectives(graph)
         self.write(graph, name, "0_traced")
         bound = lower_bound(graph, self.machine, fused=self.fused) if self.machine else 0.0
-        self.bucket(graph, name)
+        self.bucket(module, name)
         self.write(graph, name, "1_bucketed")
         moved, note = 0, ""
         if self.config.reordering and _travels_by_gloo(graph):
             # Within a minute, in forward or backward, whichever kinds are in flight (torch 2.13); waited for at once, never.
             note = "not reordered: functional collectives in flight on gloo corrupt the heap"
-        elif self.config.reordering:
+        elif self.config.reordering and self.config.bucketing != "auto":
             moved = reordering.overlap(graph, self.machine, fused=self.fused)
             self.write(graph, name, "2_reordered")
         module.recompile()
@@ -82,8 +83,8 @@ class Schedule:
             )
         )
 
-    def bucket(self, graph: Graph, name: str) -> None:
-        config, merged = self.config, 0
+    def bucket(self, module: GraphModule, name: str) -> None:
+        config, graph, merged = self.config, module.graph, 0
         mergeable = Counter((node.target, group_of(node), node.meta["val"].dtype) for node in parameter_collectives(graph))
         if config.bucketing == "none" or not mergeable:
             return
@@ -95,6 +96,10 @@ class Schedule:
             assert self.machine is not None
             memory = None if config.bucket_memory == -1 else int(config.bucket_memory * 2**30)
             merged = bucketing.merge(graph, wrapping.greedy(graph, self.machine, memory=memory, fused=self.fused))
+        elif config.bucketing == "auto":
+            assert self.machine is not None
+            schedule_by_inductor(module, self.machine, fused=self.fused)
+            merged = sum(mergeable.values()) - len(parameter_collectives(graph))
         if not merged and max(mergeable.values()) > 1:
             raise ConfigError(
                 f'compile.bucketing = "{config.bucketing}" merged none of the {sum(mergeable.values())} collectives of the '

@@ -2,90 +2,15 @@
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from hand import GATHER, RANKS, REDUCE, Hand, aten, collectives, collectives_of, count, left
 
-from titan_lite.compiler.bucketing import block_of, bucket_by_block, leave_apart
+from titan_lite.compiler.bucketing import merge
 from titan_lite.compiler.reordering import overlap, start_gathers_early, wait_for_reductions_late
-
-aten, collectives = torch.ops.aten, torch.ops._c10d_functional
-RANKS = 2
+from titan_lite.compiler.wrapping import block_of, by_block, by_names
 
 
-class Hand:
-    """A graph in the making; `run` pretends that rank r has what this one has, plus r."""
-
-    def __init__(self):
-        self.graph, self.inputs, self.mode = Graph(), [], FakeTensorMode()
-
-    def input(self, *shape, dtype=torch.float32):
-        node = self.graph.placeholder(f"x{len(self.inputs)}")
-        value = torch.randn(shape, generator=torch.Generator().manual_seed(len(self.inputs))).to(dtype)
-        self.inputs.append(value)
-        node.meta["val"] = self.mode.from_tensor(value)
-        return node
-
-    def call(self, target, *args, fqn=None, **kwargs):
-        def value(argument):
-            if isinstance(argument, list):
-                return [value(each) for each in argument]
-            return argument.meta["val"] if isinstance(argument, Node) else argument
-
-        node = self.graph.call_function(target, args, kwargs)
-        with self.mode:
-            node.meta["val"] = run_one(target, [value(argument) for argument in args], kwargs)
-        if fqn:
-            node.meta["custom"] = {"fqn": fqn}
-        return node
-
-    def gather(self, shard, fqn, group="dp"):
-        gathered = self.call(collectives.all_gather_into_tensor.default, shard, RANKS, group, fqn=fqn)
-        return self.call(collectives.wait_tensor.default, gathered, fqn=fqn)
-
-    def reduce(self, gradient, fqn, group="dp", operation="sum"):
-        reduced = self.call(collectives.reduce_scatter_tensor.default, gradient, operation, RANKS, group, fqn=fqn)
-        return self.call(collectives.wait_tensor.default, reduced, fqn=fqn)
-
-    def all_reduce(self, gradient, fqn, group="replicate"):
-        return self.call(
-            collectives.wait_tensor.default, self.call(collectives.all_reduce.default, gradient, "sum", group, fqn=fqn)
-        )
-
-    def output(self, *nodes):
-        self.graph.output(list(nodes))
-        self.graph.lint()
-        return self.graph
-
-    def run(self):
-        return Pretend(GraphModule(torch.nn.Module(), self.graph)).run(*self.inputs)
-
-
-def run_one(target, args, kwargs):
-    if target is collectives.all_gather_into_tensor.default:
-        return torch.cat([args[0] + rank for rank in range(args[1])])
-    if target is collectives.reduce_scatter_tensor.default:
-        return args[0].chunk(args[2])[0] * args[2]
-    if target is collectives.all_reduce.default:
-        return args[0] * RANKS
-    if target is collectives.wait_tensor.default:
-        return args[0]
-    return target(*args, **kwargs)
-
-
-class Pretend(Interpreter):
-    def call_function(self, target, args, kwargs):
-        return run_one(target, args, kwargs)
-
-
-def collectives_of(graph):
-    return [(node.target, node.args[-1]) for node in graph.nodes if node.op == "call_function" and "c10d" in str(node.target)]
-
-
-def count(graph, target):
-    return sum(node.target is target for node in graph.nodes)
-
-
-GATHER, REDUCE = collectives.all_gather_into_tensor.default, collectives.reduce_scatter_tensor.default
+def bucket_by_block(graph):
+    return merge(graph, by_block(graph))
 
 
 def unchanged(hand, change):
@@ -125,14 +50,14 @@ SHARDS = {
 
 def test_the_gathers_of_a_block_become_one_where_the_first_one_was():
     hand = two_layers()
-    buckets = unchanged(hand, bucket_by_block)
-    assert [bucket.fqns for bucket in buckets] == [
+    unchanged(hand, bucket_by_block)
+    assert [fqns for _, fqns, _ in left(hand.graph)] == [
         ("tok_embeddings.weight",),
         ("layers.0.a.weight", "layers.0.b.weight"),
         ("layers.1.a.weight", "layers.1.b.weight"),
         ("norm.weight", "output.weight"),
     ]
-    assert [bucket.nbytes for bucket in buckets] == [4 * 2 * numbers for numbers in (18, 60, 24, 9)]
+    assert [nbytes for *_, nbytes in left(hand.graph)] == [4 * 2 * numbers for numbers in (18, 60, 24, 9)]
     assert count(hand.graph, GATHER) == 4
     order = [node.target for node in hand.graph.nodes if node.target in (GATHER, aten.mm.default)]
     assert order == [GATHER, *[aten.mm.default], *[GATHER, aten.mm.default, aten.mm.default] * 3]
@@ -161,12 +86,12 @@ def gradients(dtype=torch.float32, groups=("dp",) * 4, operations=("sum",) * 4):
 
 def test_the_reductions_of_a_block_become_one_where_the_last_gradient_is_there():
     hand = gradients()
-    buckets = unchanged(hand, bucket_by_block)
-    assert [bucket.fqns for bucket in buckets] == [
+    unchanged(hand, bucket_by_block)
+    assert [fqns for _, fqns, _ in left(hand.graph)] == [
         ("layers.1.b.weight", "layers.1.a.weight"),
         ("layers.0.b.weight", "layers.0.a.weight"),
     ]
-    assert {bucket.nbytes for bucket in buckets} == {2 * 16 * 4}
+    assert {nbytes for *_, nbytes in left(hand.graph)} == {2 * 16 * 4}
     order = [node.target for node in hand.graph.nodes if node.target in (REDUCE, aten.mul.Tensor)]
     assert order == [aten.mul.Tensor, aten.mul.Tensor, REDUCE] * 2
 
@@ -181,16 +106,17 @@ def test_overlap_waits_for_a_reduction_when_the_next_one_starts_and_for_the_last
 
 
 @pytest.mark.parametrize(
-    ("keys", "left"),
+    ("keys", "remain"),
     [
         (dict(groups=("dp", "dp", "dp", "dp")), 2),
         (dict(groups=("dp", "other", "dp", "dp")), 3),
         (dict(operations=("sum", "avg", "sum", "avg")), 4),
     ],
 )
-def test_only_one_group_and_reduction_go_into_a_bucket(keys, left):
+def test_only_one_group_and_reduction_go_into_a_bucket(keys, remain):
     hand = gradients(**keys)
-    assert len(unchanged(hand, bucket_by_block)) == count(hand.graph, REDUCE) == left
+    assert unchanged(hand, bucket_by_block) == 4 - remain
+    assert count(hand.graph, REDUCE) == remain
 
 
 def test_only_one_dtype_goes_into_a_bucket():
@@ -198,16 +124,27 @@ def test_only_one_dtype_goes_into_a_bucket():
     one, other = hand.input(2, 3), hand.input(2, 3, dtype=torch.bfloat16)
     a, b = hand.gather(one, "layers.0.a.weight"), hand.gather(other, "layers.0.b.weight")
     hand.output(a, b)
-    assert len(unchanged(hand, bucket_by_block)) == 2
+    assert unchanged(hand, bucket_by_block) == 0
 
 
 def test_copies_are_reduced_in_buckets_too():
     hand = Hand()
     results = [hand.all_reduce(hand.reduce(hand.input(4, n), f"layers.0.{n}.weight"), f"layers.0.{n}.weight") for n in (2, 3, 5)]
     hand.output(*results)
-    buckets = unchanged(hand, bucket_by_block)
-    assert [(bucket.kind, len(bucket.fqns)) for bucket in buckets] == [("reduce_scatter", 3), ("all_reduce", 3)]
+    unchanged(hand, bucket_by_block)
+    assert [(kind, len(fqns)) for kind, fqns, _ in left(hand.graph)] == [("reduce_scatter", 3), ("all_reduce", 3)]
     unchanged(hand, overlap)
+
+
+def test_a_recipe_names_its_buckets():
+    hand = two_layers()
+    assert unchanged(hand, lambda graph: merge(graph, by_names(graph, ["tok_embeddings layers.0", "layers.1.b norm"]))) == 3
+    assert [fqns for _, fqns, _ in left(hand.graph)] == [
+        ("tok_embeddings.weight", "layers.0.a.weight", "layers.0.b.weight"),
+        ("layers.1.a.weight",),
+        ("layers.1.b.weight", "norm.weight"),
+        ("output.weight",),
+    ]
 
 
 def test_padding_goes_along():
@@ -216,7 +153,7 @@ def test_padding_goes_along():
     first = hand.call(aten.mm.default, x, hand.gather(one, "layers.0.a.weight"))
     shard = hand.call(aten.cat.default, [other, hand.call(aten.new_zeros.default, other, [1, 4])])
     hand.output(hand.call(aten.mm.default, first, hand.gather(hand.call(aten.alias.default, shard), "layers.0.b.weight")))
-    assert len(unchanged(hand, bucket_by_block)) == 1
+    assert unchanged(hand, bucket_by_block) == 1
     assert count(hand.graph, GATHER) == 1
 
 
@@ -226,11 +163,11 @@ def test_the_collectives_of_others_are_left_alone():
     tokens = hand.call(collectives.wait_tensor.default, hand.call(GATHER, x, RANKS, "tp"))
     a, b = hand.gather(one, "layers.0.a.weight"), hand.gather(other, "layers.0.b.weight")
     hand.output(tokens, a, b)
-    assert len(unchanged(hand, bucket_by_block)) == 1
+    assert unchanged(hand, bucket_by_block) == 1
     assert [group for target, group in collectives_of(hand.graph) if target is GATHER] == ["tp", "dp"]
 
 
-@pytest.mark.parametrize("change", [bucket_by_block, overlap, leave_apart, start_gathers_early])
+@pytest.mark.parametrize("change", [bucket_by_block, overlap, start_gathers_early])
 def test_a_graph_without_collectives_stays(change):
     hand = Hand()
     hand.output(hand.call(aten.neg.default, hand.input(3)))

@@ -1,11 +1,14 @@
 """Peaks by the device's name: the vendors' dense figures, nothing for a device that is not in the table, a CPU measured."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from titan_lite.compiler.hardware import known_peak_flops, peak_flops
+from titan_lite.compiler.hardware import Link, find_machine, load_machine, peak_flops, profile_of
+from titan_lite.config import ConfigError
 
 # (name as torch.cuda.get_device_name gives it, bfloat16, float32), in TFLOP/s
 DEVICES = [
@@ -39,7 +42,7 @@ def test_an_unknown_device_has_no_peak(name, dtype, monkeypatch):
 
 @pytest.mark.parametrize("name", NOT_THE_ONE_IN_THE_TABLE)
 def test_a_device_that_only_sounds_like_a_known_one_has_no_peak(name):
-    assert known_peak_flops(name, torch.bfloat16) is None
+    assert profile_of(name) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -47,3 +50,136 @@ def test_a_cpu_is_measured(dtype):
     peak = peak_flops(torch.device("cpu"), dtype)
     assert math.isfinite(peak)
     assert 1e8 < peak < 1e15  # FLOP/s, of whatever machine this is
+
+
+H100 = load_machine("H100")
+
+
+@pytest.mark.parametrize(
+    ("kind", "nbytes", "ranks", "expected"),
+    [
+        ("all_gather", 8e9, range(8), 8e9 * 7 / 8 / 360e9),  # 450 GB/s of NVLink, 0.8 of which collectives reach
+        ("reduce_scatter", 8e9, range(8), 8e9 * 7 / 8 / 360e9),
+        ("all_reduce", 8e9, range(8), 2 * 8e9 * 7 / 8 / 360e9),
+        ("all_gather", 8e9, range(16), 8e9 * 15 / 16 / 320e9),  # eight network cards of 50 GB/s
+        ("all_gather", 8e9, (0, 8, 16, 24), 8e9 * 3 / 4 / 40e9),  # one card a node
+        ("all_gather", 8e9, (0, 1, 8, 9), 8e9 * 3 / 4 / 80e9),
+    ],
+)
+def test_a_large_collective_takes_what_its_slowest_link_does(kind, nbytes, ranks, expected):
+    latency = H100.collective(kind, 0, ranks)
+    assert H100.collective(kind, nbytes, ranks) - latency == pytest.approx(expected)
+    assert 0 < latency < 1e-3
+
+
+def test_a_hop_between_nodes_takes_longer_than_one_within():
+    assert H100.collective("all_gather", 0, range(16)) - H100.collective("all_gather", 0, range(8)) == pytest.approx(
+        (7 * 1.9 + 4.0) * 1e-6
+    )
+    assert H100.collective("all_gather", 1e9, [5]) == 0.0
+
+
+def graph_of(function, *shapes, dtype=torch.bfloat16):
+    return make_fx(function)(*(torch.empty(shape, device="meta", dtype=dtype) for shape in shapes)).graph
+
+
+def costs(graph, **options):
+    return {node.name: H100.cost(node, **options) for node in graph.nodes if H100.cost(node, **options)}
+
+
+def test_a_large_product_is_priced_by_its_flops_and_a_thin_one_by_its_bytes():
+    (large,) = costs(graph_of(torch.mm, (8192, 4096), (4096, 14336))).values()
+    assert large == pytest.approx(2 * 8192 * 4096 * 14336 / (0.7 * 989.4e12) + 3e-6)
+    (thin,) = costs(graph_of(torch.mm, (1, 4096), (4096, 14336))).values()
+    assert thin == pytest.approx(2 * (4096 + 4096 * 14336 + 14336) / (0.85 * 3350e9) + 3e-6)
+
+
+def test_attention_counts_half_where_it_is_causal_and_five_products_backward():
+    def attend(causal):
+        return lambda q, k, v: torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[0]
+
+    shapes = [(1, 32, 8192, 128)] * 3
+    whole, causal = (max(costs(graph_of(attend(flag), *shapes)).values()) for flag in (False, True))
+    assert whole == pytest.approx(4 * 32 * 8192 * 8192 * 128 / (0.4 * 989.4e12) + 3e-6)
+    assert causal == pytest.approx(whole / 2, rel=1e-2)
+
+
+def test_a_fused_region_reads_and_writes_once():
+    graph = graph_of(lambda x, y: ((x + y) * x).relu().sum(), (4096, 4096), (4096, 4096))
+    size = 2 * 4096 * 4096
+    fused, apart = costs(graph), costs(graph, fused=False)
+    assert sum(apart.values()) == pytest.approx((3 + 3 + 2 + 1) * size / (0.85 * 3350e9) + 4 * 3e-6, rel=1e-3)
+    assert sum(fused.values()) < 0.7 * sum(apart.values())
+
+
+def test_views_and_inputs_are_free():
+    assert costs(graph_of(lambda x: x.view(8, 2).t().detach(), (4, 4))) == {}
+
+
+@pytest.mark.parametrize("name", ["A100", "H100", "H200", "B200", "MI300X"])
+def test_the_profiles(name):
+    machine = load_machine(name)
+    assert machine.name == name
+    assert machine.flops(torch.bfloat16) == machine.flops(torch.float16) > machine.flops(torch.float32)
+    assert machine.intra_node.bandwidth > machine.inter_node.bandwidth
+
+
+def test_a_file_describes_a_machine_like_another(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('like = "H100"\nranks_per_node = 4\ninter_node = { bandwidth = 25, latency = 5 }\n[tflops]\nfloat8 = 1979\n')
+    machine = load_machine(str(path))
+    assert machine == dataclasses.replace(
+        H100, name="mine", ranks_per_node=4, inter_node=Link(25, 5), tflops={**H100.tflops, "float8": 1979}
+    )
+
+
+WHOLE = """
+memory = 80
+memory_bandwidth = 2000
+tflops = { float32 = 20 }
+intra_node = { bandwidth = 300, latency = 2 }
+inter_node = { bandwidth = 25, latency = 5 }
+"""
+
+
+def test_a_file_describes_a_machine_of_its_own(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text(WHOLE)
+    assert load_machine(str(path)).flops(torch.bfloat16) == 20e12
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('like = "H101"', 'like = "H101" is no profile; B200, .*would work'),
+        (WHOLE + "memmory = 3", "memmory is not known; known are name, tflops, memory,"),
+        (WHOLE.replace("memory = 80", "memory = -1"), "memory = -1 is not a number above 0"),
+        (WHOLE.replace("memory = 80", 'memory = "80"'), "memory = '80' is not a number above 0"),
+        (WHOLE.replace("memory = 80", ""), 'memory missing; give them, or like = "H100"'),
+        (WHOLE.replace("float32 = 20", "bfloat16 = 20"), "tflops.float32 missing"),
+        (WHOLE.replace(", latency = 2", ""), r"intra_node = .*; intra_node = \{ bandwidth = ..., latency = ... \} would work"),
+        (WHOLE + "matmul_efficiency = 70", "matmul_efficiency = 70 is a share of a peak"),
+        (WHOLE + "ranks_per_node = 4.5", "ranks_per_node = 4.5 is not a whole number; 8 would work"),
+        ("memory = ", "not valid TOML"),
+    ],
+)
+def test_a_wrong_file_says_what_is_wrong(text, message, tmp_path):
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"wrong.toml: {message}"):
+        load_machine(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("h100", 'compile.machine = "h100" is no profile; B200'), ("no.toml", "no such file")]
+)
+def test_an_unknown_machine(name, message):
+    with pytest.raises(ConfigError, match=message):
+        load_machine(name)
+
+
+def test_this_cpu_is_measured():
+    machine = find_machine("", torch.device("cpu"))
+    assert machine.flops(torch.float32) > 1e8
+    assert machine.memory_bandwidth > 0.1
+    assert find_machine("H100", torch.device("cpu")) is load_machine("H100")

@@ -2,30 +2,44 @@
 
 import json
 
-from titan_lite.compiler.bucketing import Bucket
-from titan_lite.compiler.report import Receipt, describe, write_receipts
+from titan_lite.compiler.report import Collective, Receipt, describe, write_receipts
+from titan_lite.compiler.timeline import Timeline
 
-ONE, OTHER = (Bucket("all_gather", (fqn,), 2**29, "0") for fqn in ("layers.0.a.weight", "layers.0.b.weight"))
-BOTH = Bucket("all_gather", (*ONE.fqns, *OTHER.fqns), 2**30, "0")
-RECEIPTS = [Receipt("forward", (ONE, OTHER), (BOTH,), 1), Receipt("backward", (ONE,), (ONE,), 0, "not reordered: why")]
+BOTH = Collective("all_gather", ("layers.0.a.weight", "layers.0.b.weight"), 2**30, 8, 0.004, 0.001, 0.003)
+TIMELINE = Timeline("forward", (), 0.014, 0.011, 0.004, 0.003, 0.002, 5 * 2**30)
+FORWARD = Receipt("forward", {"all_gather": 2}, (BOTH,), 1, "abc", TIMELINE, compile_seconds=12.34, cache="miss")
+BACKWARD = Receipt("backward", {"all_gather": 1}, (BOTH,), 0, "def", compile_seconds=2.0, note="not reordered: why")
 
 
 def test_a_line_a_graph():
-    assert describe(RECEIPTS) == [
-        "compiled forward: 2 all_gather -> 1 (1.000 GiB), 1 moved to overlap",
-        "compiled backward: 1 all_gather -> 1 (0.500 GiB), not reordered: why",
+    assert describe([FORWARD, BACKWARD]) == [
+        "forward graph: 2 all_gather -> 1 (1.000 GiB); 1 moved to overlap; estimated 4 ms communication beside 11 ms "
+        "computation, 3 ms exposed (at least 2 ms); schedule abc; compiled in 12.3 s, cache miss",
+        "backward graph: 1 all_gather -> 1 (1.000 GiB); not reordered: why; schedule def; compiled in 2.0 s",
     ]
-    assert describe([Receipt("forward", (), (), 0)]) == [
-        "compiled forward: no collectives of parameters (0.000 GiB), 0 moved to overlap"
+    assert describe([Receipt("forward", {}, (), 0, "abc")]) == [
+        "forward graph: no collectives of parameters; compiled in 0.0 s",
     ]
 
 
-def test_the_file_has_every_bucket_with_its_parameters(tmp_path):
-    write_receipts(RECEIPTS, tmp_path / "compile.json")
+def test_the_file_has_every_bucket_with_its_parameters_and_times(tmp_path):
+    write_receipts([FORWARD, BACKWARD], tmp_path / "compile.json")
     forward, backward = json.loads((tmp_path / "compile.json").read_text())
-    assert forward["graph"] == "forward"
-    assert forward["after"] == [
-        {"kind": "all_gather", "fqns": ["layers.0.a.weight", "layers.0.b.weight"], "nbytes": 2**30, "group": "0"}
-    ]
-    assert len(forward["before"]) == 2
-    assert backward["note"] == "not reordered: why"
+    assert (forward["graph"], forward["before"], forward["schedule"], forward["cache"]) == (
+        "forward",
+        {"all_gather": 2},
+        "abc",
+        "miss",
+    )
+    (bucket,) = forward["after"]
+    assert bucket["fqns"] == ["layers.0.a.weight", "layers.0.b.weight"]
+    assert (bucket["nbytes"], bucket["ranks"], bucket["seconds"], bucket["under"], bucket["exposed"]) == (
+        2**30,
+        8,
+        0.004,
+        0.001,
+        0.003,
+    )
+    assert forward["timeline"]["exposed"] == 0.003
+    assert "spans" not in forward["timeline"]
+    assert (backward["note"], backward["timeline"]) == ("not reordered: why", None)

@@ -1,0 +1,116 @@
+"""The passes in their order: what is merged, what is refused, what ranks agree on, and what is written down."""
+
+import pytest
+import torch
+from hand import Hand, aten, left, places, priced, two_ranks  # noqa: F401
+from torch.fx import GraphModule
+
+from titan_lite.compiler import schedule as module
+from titan_lite.compiler.schedule import Schedule, readable, schedule_hash
+from titan_lite.config import Compile, ConfigError
+
+
+@pytest.fixture(autouse=True)
+def not_gloo(two_ranks, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(module, "_travels_by_gloo", lambda graph: False)
+
+
+def layers(count=2, name="layers.{}.{}.weight"):
+    hand = Hand()
+    shards = {name.format(layer, part): hand.input(4) for layer in range(count) for part in "ab"}
+    x = hand.input(8)
+    for fqn, shard in shards.items():
+        x = hand.call(aten.mul.Tensor, x, hand.gather(shard, fqn))
+    return GraphModule(torch.nn.Module(), hand.output(x))
+
+
+def scheduled(graph_module, machine=None, **options):
+    schedule = Schedule(Compile(**{key: value for key, value in options.items() if key in KEYS}), machine)
+    schedule.exchange, schedule.dump = options.get("exchange"), options.get("dump")
+    schedule(graph_module, "forward")
+    return schedule.receipts[0]
+
+
+KEYS = ("bucketing", "reordering", "buckets", "bucket_memory")
+
+
+@pytest.mark.parametrize(
+    ("options", "after"),
+    [
+        (dict(bucketing="none"), 4),
+        (dict(bucketing="block"), 2),
+        (dict(bucketing="plan", buckets=("layers.0 layers.1.a",)), 2),
+        (dict(bucketing="greedy", bucket_memory=1.0), 1),
+    ],
+)
+def test_each_way_to_bucket(options, after):
+    graph_module = layers()
+    receipt = scheduled(graph_module, priced(latency=100.0), **options)
+    assert receipt.before == {"all_gather": 4}
+    assert len(receipt.after) == len(left(graph_module.graph)) == after
+    assert sorted(fqn for bucket in receipt.after for fqn in bucket.fqns) == [
+        f"layers.{n}.{p}.weight" for n in (0, 1) for p in "ab"
+    ]
+    assert receipt.moved == after - 1
+
+
+def test_without_reordering_everything_stays_where_it_is_needed():
+    graph_module = layers()
+    receipt = scheduled(graph_module, bucketing="none", reordering=False)
+    assert receipt.moved == 0
+    order = places(graph_module.graph)
+    assert [word.startswith("wait") for word in order] == [False, True] * 4
+
+
+def test_buckets_that_merge_nothing_are_an_error():
+    with pytest.raises(ConfigError, match=r'compile.bucketing = "plan" merged none of the 4 collectives of the forward graph'):
+        scheduled(layers(), bucketing="plan", buckets=("norm", "layers.0.a"))
+
+
+def test_one_collective_or_none_cannot_be_merged_and_that_is_no_error():
+    hand = Hand()
+    only = GraphModule(torch.nn.Module(), hand.output(hand.gather(hand.input(4), "layers.0.a.weight")))
+    assert len(scheduled(only, bucketing="block").after) == 1
+    hand = Hand()
+    nothing = GraphModule(torch.nn.Module(), hand.output(hand.call(aten.neg.default, hand.input(4))))
+    assert scheduled(nothing, bucketing="block").after == ()
+
+
+def test_ranks_that_would_hang_are_named():
+    def exchange(mine):
+        return {0: mine, 1: mine, 6: "other"}
+
+    with pytest.raises(
+        RuntimeError, match=r"different orders in the forward graph, and hang \(ranks 0, 1 \w{12}; ranks 6 other\)"
+    ):
+        scheduled(layers(), bucketing="block", exchange=exchange)
+    assert scheduled(layers(), bucketing="block", exchange=lambda mine: {0: mine, 1: mine}).schedule
+
+
+def test_the_hash_is_of_what_travels_and_in_which_order():
+    hashes = [
+        schedule_hash(layers().graph),
+        schedule_hash(layers(3).graph),
+        schedule_hash(layers(name="blocks.{}.{}.weight").graph),
+    ]
+    assert len(set(hashes)) == 3
+    assert schedule_hash(layers().graph) == hashes[0]
+    graph_module = layers()
+    scheduled(graph_module, bucketing="none")  # the same collectives, started early
+    assert schedule_hash(graph_module.graph) not in hashes
+
+
+def test_graphs_are_written_before_and_after_each_pass(tmp_path):
+    scheduled(layers(), bucketing="block", dump=tmp_path / "graphs")
+    files = sorted(path.name for path in (tmp_path / "graphs").iterdir())
+    assert files == ["0_forward_0_traced.txt", "0_forward_1_bucketed.txt", "0_forward_2_reordered.txt"]
+    texts = [(tmp_path / "graphs" / file).read_text() for file in files]
+    assert [text.count("all_gather_into_tensor.default(") for text in texts] == [4, 2, 2]
+    assert "# layers.1.a.weight, layers.1.b.weight" in texts[1]
+
+
+def test_a_graph_is_readable():
+    hand = Hand()
+    lines = readable(hand.output(hand.gather(hand.input(4), "a"))).splitlines()
+    assert lines[0] == "x0: float32[4]"
+    assert lines[1].endswith("_c10d_functional.all_gather_into_tensor.default(x0, 2, 'dp')   # a")

@@ -1,0 +1,107 @@
+"""Two lanes by hand: a gather of two floats a rank takes 16 seconds, and so on; what is exposed, and what must be."""
+
+import json
+
+import pytest
+from hand import GATHER, Hand, aten, collectives, places, priced, two_ranks  # noqa: F401
+
+from titan_lite.compiler.reordering import overlap, wait_for_reductions_late
+from titan_lite.compiler.timeline import draw, lower_bound, peak_bytes, simulate, write_trace
+
+pytestmark = pytest.mark.usefixtures("two_ranks")
+
+
+def two_products():
+    hand = Hand()
+    a, b = hand.input(1), hand.input(1)
+    x = hand.compute("f", 5.0, hand.gather(a, "a"))
+    hand.output(hand.compute("g", 5.0, x, hand.gather(b, "b")))
+    return hand.graph
+
+
+def test_a_collective_that_is_waited_for_at_once_is_exposed():
+    timeline = simulate(two_products(), priced(), name="forward")
+    assert (timeline.exposed, timeline.seconds, timeline.compute, timeline.communication) == (16.0, 26.0, 10.0, 16.0)
+    assert [(span.name, span.start, span.exposed, span.under) for span in timeline.collectives()] == [
+        ("all_gather a", 0.0, 8.0, 0.0),
+        ("all_gather b", 13.0, 8.0, 0.0),
+    ]
+
+
+def test_one_that_is_started_early_travels_under_computation():
+    graph = two_products()
+    overlap(graph)
+    timeline = simulate(graph, priced())
+    assert (timeline.exposed, timeline.seconds) == (11.0, 21.0)
+    assert [(span.start, span.exposed, span.under) for span in timeline.collectives()] == [(0.0, 8.0, 0.0), (8.0, 3.0, 5.0)]
+
+
+def test_the_bound_is_the_first_gather_and_what_computation_is_too_short_for():
+    assert lower_bound(two_products(), priced()) == 8.0
+    assert lower_bound(two_products(), priced(latency=1.0)) == 9.0
+    hand = Hand()
+    gathered = [hand.compute(name, 2.0, hand.gather(hand.input(1), name)) for name in "abc"]
+    assert lower_bound(hand.output(*gathered), priced()) == 24.0 - 6.0
+
+
+def test_the_bound_counts_the_last_reduction_and_what_needs_no_weight():
+    hand = Hand()
+    first = hand.compute("loss", 3.0, hand.input(2))
+    whole = hand.gather(hand.input(1), "a")
+    graph = hand.output(hand.reduce(hand.compute("f", 50.0, first, whole), "a"))
+    assert lower_bound(graph, priced()) == (8.0 - 3.0) + 16.0
+
+
+def test_tensor_parallel_collectives_count_as_computation():
+    hand = Hand()
+    gathered = hand.call(GATHER, hand.input(2), 2, "tp")
+    gathered.meta["seconds"] = 4.0
+    timeline = simulate(hand.output(hand.call(collectives.wait_tensor.default, gathered)), priced())
+    assert (timeline.compute, timeline.communication, timeline.seconds) == (4.0, 0.0, 4.0)
+
+
+def reductions(*seconds):
+    hand, results = Hand(), []
+    for number, computes in enumerate(seconds):
+        results.append(hand.reduce(hand.compute(f"make {number}", computes, hand.input(2)), f"p{number}"))
+    return hand.output(*results)
+
+
+def test_a_reduction_is_waited_for_when_a_later_one_starts_by_which_it_is_done():
+    graph = reductions(1.0, 3.0, 5.0, 1.0)  # each is reduced in 8 seconds; the first is done 9 seconds from the start
+    wait_for_reductions_late(graph, priced())
+    assert places(graph) == [
+        *("make 0", "reduce p0", "make 1", "reduce p1", "make 2", "wait reduce p0", "reduce p2", "make 3"),
+        *("wait reduce p1", "reduce p3", "wait reduce p2", "wait reduce p3"),
+    ]
+
+
+def test_no_more_is_reduced_at_once_than_two_of_the_largest():
+    graph = reductions(*[0.0] * 4)
+    wait_for_reductions_late(graph, priced())
+    order = places(graph)
+    assert order.index("wait reduce p0") < order.index("reduce p2") < order.index("wait reduce p1") < order.index("reduce p3")
+
+
+def test_memory_is_what_is_alive_at_once():
+    hand = Hand()
+    saved = hand.input(100)  # 400 bytes, given and freed
+    kept = hand.graph.placeholder("primals_1")
+    kept.meta["val"] = saved.meta["val"]
+    doubled = hand.call(aten.cat.default, [saved, kept])  # 800
+    part = hand.call(aten.slice.Tensor, doubled, 0, 0, 10)  # a view of it
+    hand.output(hand.call(aten.neg.default, part))  # 40
+    assert peak_bytes(hand.graph) == 400 + 800
+    assert peak_bytes(Hand().output()) == 0
+
+
+def test_picture_and_trace(tmp_path):
+    timelines = [simulate(two_products(), priced(), name=name) for name in ("forward", "backward")]
+    draw(timelines, tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    write_trace(timelines, tmp_path / "timeline.json")
+    events = [event for event in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    assert len(events) == 2 * 4
+    first_of_backward = next(event for event in events if event["cat"] == "backward")
+    assert first_of_backward["ts"] == 26e6
+    assert {event["tid"] for event in events} == {0, 1}

@@ -1,0 +1,89 @@
+"""Automatic wrapping: buckets grow by the rule and stop at its edge. A gather takes a second a byte."""
+
+import pytest
+from hand import Hand, left, priced, two_ranks  # noqa: F401
+
+from titan_lite.compiler.bucketing import merge
+from titan_lite.compiler.wrapping import greedy
+
+pytestmark = pytest.mark.usefixtures("two_ranks")
+
+
+def forward(*parameters):
+    """Each parameter (name, seconds to gather: a multiple of 8, seconds of computation with it)."""
+    hand = Hand()
+    shards = [hand.input(seconds // 8) for _, seconds, _ in parameters]
+    results = [
+        hand.compute(f"with {name}", computes, hand.gather(shard, name))
+        for shard, (name, _, computes) in zip(shards, parameters, strict=True)
+    ]
+    return hand.output(*results)
+
+
+def backward(*parameters, gather=False):
+    """Each parameter (name, seconds to reduce, seconds of computation that makes its gradient); gathered before, on request."""
+    hand, results = Hand(), []
+    inputs = [(hand.input(seconds // 4), hand.input(seconds // 8)) for _, seconds, _ in parameters]
+    for (x, shard), (name, _, computes) in zip(inputs, parameters, strict=True):
+        whole = hand.gather(shard, name) if gather else None
+        made = hand.compute(f"makes {name}", computes, x)
+        results += [hand.reduce(made, name), *([whole] if gather else [])]
+    return hand.output(*results)
+
+
+def buckets(graph, **options):
+    merge(graph, greedy(graph, priced(options.pop("latency", 0.0)), **options))
+    return [" ".join(fqns) for _, fqns, _ in left(graph)]
+
+
+@pytest.mark.parametrize(("computes", "expected"), [(16.0, ["a", "b c"]), (15.9, ["a", "b", "c"])])
+def test_a_bucket_grows_while_it_hides_under_the_computation_of_the_one_before(computes, expected):
+    assert buckets(forward(("a", 8, computes), ("b", 8, 1.0), ("c", 8, 1.0)), memory=1000) == expected
+
+
+@pytest.mark.parametrize(("memory", "expected"), [(24, ["a", "b c"]), (23, ["a", "b", "c"])])
+def test_two_buckets_fit_the_memory(memory, expected):
+    assert buckets(forward(("a", 8, 99.0), ("b", 8, 1.0), ("c", 8, 1.0)), memory=memory) == expected
+
+
+def test_without_a_limit_two_blocks_are_the_limit():
+    names = [f"layers.{layer}.{name}" for layer in range(3) for name in "pq"]
+    assert buckets(forward(*((name, 8, 999.0) for name in names))) == [names[0], " ".join(names[1:4]), names[4], names[5]]
+
+
+@pytest.mark.parametrize(("latency", "expected"), [(2.0, ["a b", "c"]), (0.9, ["a", "b", "c"])])
+def test_a_parameter_joins_where_the_latency_saved_is_more_than_could_hide(latency, expected):
+    """Gathered alone, b would hide under the one second that a computes."""
+    assert buckets(forward(("a", 8, 1.0), ("b", 8, 50.0), ("c", 8, 1.0)), memory=1000, latency=latency) == expected
+
+
+@pytest.mark.parametrize(("computes", "expected"), [(16.0, ["a b", "c"]), (15.9, ["a", "b", "c"])])
+def test_gradients_are_grouped_from_the_last_one_backwards(computes, expected):
+    assert buckets(backward(("a", 8, 1.0), ("b", 8, 1.0), ("c", 8, computes)), memory=1000) == expected
+
+
+@pytest.mark.parametrize(("computes", "expected"), [(24.0, ["a", "b c"]), (23.9, ["a", "b", "c"])])
+def test_what_is_reduced_meanwhile_leaves_less_time_to_gather(computes, expected):
+    graph = backward(("a", 8, computes), ("b", 8, 1.0), ("c", 8, 1.0), gather=True)
+    merge(graph, greedy(graph, priced(), memory=1000))
+    assert [" ".join(fqns) for kind, fqns, _ in left(graph) if kind == "all_gather"] == expected
+
+
+def test_what_is_reduced_over_copies_goes_along():
+    hand, results = Hand(), []
+    for name, computes in (("a", 1.0), ("b", 1.0), ("c", 99.0)):
+        made = hand.compute(name, computes, hand.input(2))
+        results.append(hand.all_reduce(hand.reduce(made, name), name))
+    graph = hand.output(*results)
+    merge(graph, greedy(graph, priced(), memory=1000))
+    assert left(graph) == [
+        ("reduce_scatter", ("a", "b"), 16),
+        ("all_reduce", ("a", "b"), 8),
+        ("reduce_scatter", ("c",), 8),
+        ("all_reduce", ("c",), 4),
+    ]
+
+
+def test_a_graph_without_collectives_has_no_buckets():
+    hand = Hand()
+    assert greedy(hand.output(hand.compute("x", 1.0, hand.input(2))), priced()) == {}
