@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx import Graph, GraphModule
 
@@ -114,7 +115,9 @@ class Schedule:
     def agreed(self, schedule: str, name: str) -> str:
         """The hash, which is the same on all ranks. Raises RuntimeError otherwise."""
         ranks_by_schedule: dict[str, list[int]] = {}
-        for rank, theirs in sorted(self.exchange(schedule).items()) if self.exchange else ():
+        with unset_fake_temporarily():  # else the exchange would be traced
+            schedules = self.exchange(schedule) if self.exchange else {}
+        for rank, theirs in sorted(schedules.items()):
             ranks_by_schedule.setdefault(theirs, []).append(rank)
         if len(ranks_by_schedule) > 1:
             found = "; ".join(f"ranks {', '.join(map(str, ranks))} {theirs}" for theirs, ranks in ranks_by_schedule.items())
