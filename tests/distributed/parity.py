@@ -39,19 +39,29 @@ def one_process(config, tokens, labels, dtype=torch.float32):
 
 
 def build(
-    config, mesh, *, reshard=True, param=torch.float32, compiled=None, checkpointing="none", bucketing="none", receipts=None
+    config,
+    mesh,
+    *,
+    reshard=True,
+    keep=(),
+    param=torch.float32,
+    compiled=None,
+    checkpointing="none",
+    bucketing="none",
+    receipts=None,
 ):
     with torch.device("meta"):
         model = Transformer(config)
     apply_tensor_parallel(model, mesh["tp"])
     apply_activation_checkpoint(model.layers, checkpointing)
-    apply_simple_fsdp(model, parameter_mesh(mesh), param_dtype=param, reduce_dtype=torch.float32, reshard_after_forward=reshard)
+    resharding = dict(reshard_after_forward=reshard, keep_gathered=keep)
+    apply_simple_fsdp(model, parameter_mesh(mesh), param_dtype=param, reduce_dtype=torch.float32, **resharding)
     materialize(model, torch.device("cpu"))
     model.init_weights(0, shard_of)
     if compiled:
         torch._dynamo.reset()
         stage = Compile(enable=True, backend=compiled, bucketing=bucketing, reordering=bucketing != "none")
-        compile_model(model, stage, reshard_after_forward=reshard, receipts=receipts)
+        compile_model(model, stage, **resharding, receipts=receipts)
     return model
 
 
