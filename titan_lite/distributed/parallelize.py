@@ -42,6 +42,7 @@ def parallelize(
     """
     receipts: list[Receipt] = []
     reshard = parallelism.fsdp_reshard_after_forward != "never"
+    keep = parallelism.fsdp_keep_gathered if parallelism.fsdp_reshard_after_forward == "default" else ()
     parameters = parameter_mesh(mesh)
     for model in stages:
         apply_context_parallel(model, mesh["cp"])
@@ -55,6 +56,7 @@ def parallelize(
             param_dtype=getattr(torch, training.mixed_precision_param),
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),
             reshard_after_forward=reshard,
+            keep_gathered=keep,
         )
         if compile.enable:
             budget = activation_checkpoint.memory_budget if activation_checkpoint.mode == "memory_budget" else 1.0
@@ -65,6 +67,7 @@ def parallelize(
                 model,
                 compile,
                 reshard_after_forward=reshard,
+                keep_gathered=keep,
                 memory_budget=budget,
                 async_tensor_parallel=group,
                 receipts=receipts,
