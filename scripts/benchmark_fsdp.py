@@ -66,12 +66,18 @@ def fsdp2(model: Transformer, mesh: DeviceMesh, device: torch.device, *, compile
 def simple_fsdp(
     model: Transformer, mesh: DeviceMesh, device: torch.device, *, compiled: bool, reshard: bool, bucketing: str = "none"
 ) -> None:
+    kept = Parallelism().fsdp_keep_gathered
     apply_simple_fsdp(
-        model, parameter_mesh(mesh), param_dtype=torch.float32, reduce_dtype=torch.float32, reshard_after_forward=reshard
+        model,
+        parameter_mesh(mesh),
+        param_dtype=torch.float32,
+        reduce_dtype=torch.float32,
+        reshard_after_forward=reshard,
+        keep_gathered=kept,
     )
     if compiled:
         stage = Compile(enable=True, backend="inductor", bucketing=bucketing, reordering=bucketing != "none")
-        compile_model(model, stage, reshard_after_forward=reshard)
+        compile_model(model, stage, reshard_after_forward=reshard, keep_gathered=kept)
     materialize(model, device)
 
 

@@ -10,13 +10,15 @@ from pathlib import Path
 import torch
 
 from titan_lite.checkpoint import Checkpointer
+from titan_lite.compiler.resharding import parameters_within
 from titan_lite.compiler.stage import check_backend
 from titan_lite.config import KEYS, Config, ConfigError, Parallelism, gradient_accumulation_steps
 from titan_lite.data.dataset import check_data
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from titan_lite.distributed.activation_checkpoint import recomputes
 from titan_lite.distributed.mesh import check_context_parallel, check_tensor_parallel, resolve_degrees
 from titan_lite.distributed.pipeline import PipelinePlan, plan_pipeline
-from titan_lite.models.llama3 import FLAVORS, ModelConfig
+from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
 
 
 def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict[str, int], PipelinePlan]:
@@ -55,6 +57,7 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
             f"{config.model.flavor} has room for {flavor.vocab_size}; use that flavor's tokenizer, or a flavor with room"
         )
     check_data(config.data)
+    check_keep_gathered(config.parallelism.fsdp_keep_gathered, config.model.flavor)
     check_async_tensor_parallel(config)
     check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
     if config.profiling.enable_memory_snapshot and not torch.cuda.is_available():
@@ -70,6 +73,18 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
     return dataclasses.replace(flavor, max_seq_len=config.training.seq_len), tokenizer, degrees, pipeline
 
 
+def check_keep_gathered(prefixes: tuple[str, ...], flavor: str) -> None:
+    """Raises ConfigError for one in which the model, all pipeline stages together, has no parameter."""
+    with torch.device("meta"):
+        model = Transformer(dataclasses.replace(FLAVORS[flavor], max_seq_len=1))
+    for prefix in prefixes:
+        if not parameters_within(model, [prefix]):
+            raise ConfigError(
+                f'parallelism.fsdp_keep_gathered = [{", ".join(prefixes)}]: "{prefix}" has no parameter in flavor {flavor}; '
+                f"tok_embeddings, layers.0 to layers.{len(model.layers) - 1}, norm and output have, and modules within"
+            )
+
+
 def check_async_tensor_parallel(config: Config) -> None:
     """Raises ConfigError where it is asked for and there is nothing to overlap, or nothing that would do it."""
     if not config.parallelism.enable_async_tensor_parallel:
@@ -83,8 +98,8 @@ def check_async_tensor_parallel(config: Config) -> None:
         raise ConfigError(f"{wrong} needs GPUs that reach each other's memory, and this machine has none; set false")
 
 
-def without_effect(config: Config) -> list[str]:
-    """The keys that a recipe sets and that do nothing in it, each with the reason."""
+def without_effect(config: Config, microbatches: int) -> list[str]:
+    """The keys that a recipe sets and that do nothing in it, where a step has so many microbatches, each with the reason."""
     parallelism, checkpointing = config.parallelism, config.activation_checkpoint
     pipeline = [f"parallelism.{f.name}" for f in dataclasses.fields(Parallelism) if f.name.startswith("pipeline_parallel_")]
     idle: list[tuple[bool, str, list[str]]] = [
@@ -98,6 +113,16 @@ def without_effect(config: Config) -> list[str]:
             bool(parallelism.pipeline_parallel_schedule_csv),
             "pipeline_parallel_schedule_csv is given",
             ["parallelism.pipeline_parallel_schedule", "parallelism.pipeline_parallel_stages_per_rank"],
+        ),
+        (
+            parallelism.fsdp_reshard_after_forward == "never",
+            'fsdp_reshard_after_forward = "never"',
+            ["parallelism.fsdp_keep_gathered"],
+        ),
+        (
+            gathers_once(parallelism, microbatches) and parallelism.fsdp_reshard_after_forward == "default",
+            f'fsdp_communication = "step" keeps all weights gathered for the {microbatches} microbatches of a step',
+            ["parallelism.fsdp_keep_gathered"],
         ),
         (
             checkpointing.mode != "selective",
@@ -116,7 +141,24 @@ def without_effect(config: Config) -> list[str]:
             value = getattr(getattr(config, section), name)
             if value != KEYS[key].default:
                 lines.append(f"{key} = {value} has no effect: {why}")
+    if parallelism.fsdp_reshard_after_forward == "default" and not gathers_once(parallelism, microbatches):
+        for prefix in parallelism.fsdp_keep_gathered:
+            if why := _not_kept(prefix, config):
+                lines.append(f"parallelism.fsdp_keep_gathered: {prefix} has no effect: {why}")
     return lines
+
+
+def _not_kept(prefix: str, config: Config) -> str:
+    """Why backward does not find weights that forward was to keep; empty: it does."""
+    name, *inside = prefix.split(".")
+    if name == "tok_embeddings" and not FLAVORS[config.model.flavor].tied_embeddings:
+        return "backward of a look-up needs no weight"
+    if name == "layers":
+        mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
+        blocks = [int(inside[0])] if inside else [0, 1]  # where both are recomputed, all are
+        if all(recomputes(block, mode, option) for block in blocks):
+            return f'activation_checkpoint.mode = "{mode}" reads its weights again in backward, and so gathers them again'
+    return ""
 
 
 def gathers_once(parallelism: Parallelism, microbatches: int) -> bool:

@@ -176,10 +176,17 @@ class Parallelism:
     )
     fsdp_reshard_after_forward: str = setting(
         "default",
-        "whether gathered weights are dropped after forward and gathered again in backward (always), or kept (never); "
-        "default: always, except where fsdp_communication = step keeps them gathered for a step",
+        "whether gathered weights are dropped after forward and gathered again in backward: all of them (always), none (never), "
+        "or all but those of fsdp_keep_gathered (default), except where fsdp_communication = step keeps all for a step",
         unit="name",
         choices=("default", "always", "never"),
+    )
+    fsdp_keep_gathered: tuple = setting(
+        ("norm", "output"),
+        "modules whose gathered weights are kept from forward to backward, such as layers.31,norm,output (memory: these weights, "
+        "whole, in mixed_precision_param); norm and output, which backward needs first, are not worth dropping. A block that "
+        "activation_checkpoint recomputes gathers its weights again all the same",
+        unit="FQNs",
     )
     fsdp_communication: str = setting(
         "step",
@@ -598,6 +605,12 @@ def _check_combinations(config: Config, origins: dict[str, str]) -> None:
         raise ConfigError(
             f"{at('activation_checkpoint.mode')} needs compile.enable = true, since the compiler chooses; "
             'set that, or mode = "selective" would work'
+        )
+    keep = config.parallelism.fsdp_keep_gathered  # the default one stands in every saved recipe, and asks for nothing
+    if config.parallelism.fsdp_reshard_after_forward == "always" and keep not in ((), Parallelism.fsdp_keep_gathered):
+        raise ConfigError(
+            f'{at("parallelism.fsdp_keep_gathered")}: nothing is kept with parallelism.fsdp_reshard_after_forward = "always"; '
+            'with "default" these are, and with fsdp_keep_gathered = [] nothing is'
         )
     replicate, shard = config.parallelism.data_parallel_replicate_degree, config.parallelism.data_parallel_shard_degree
     if config.checkpoint.load_step != -1 and not config.checkpoint.enable:

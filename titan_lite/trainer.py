@@ -115,7 +115,8 @@ class Trainer:
         # 4. what moves it
         self.optimizer = build_optimizer(config.optimizer, self.parameters.values())
         self.accumulation = gradient_accumulation_steps(config.training, self.dp_degree)
-        self.gather_once = gathers_once(config.parallelism, self.accumulation * plan.microbatches)
+        self.microbatches = self.accumulation * plan.microbatches
+        self.gather_once = gathers_once(config.parallelism, self.microbatches)
         self.total_steps = config.training.steps if config.lr_scheduler.total_steps == -1 else config.lr_scheduler.total_steps
         self.loader = self.build_loader("train")
         self.validation_loader = self.build_loader("validation") if config.validation.enable else None
@@ -382,7 +383,7 @@ class Trainer:
         config, training = self.config, self.config.training
         if config.job.description:
             logger.info(config.job.description)
-        for line in without_effect(config):
+        for line in without_effect(config, self.microbatches):
             logger.info(line)
         axes = ", ".join(f"{axis} {self.mesh[axis].size()}" for axis in self.mesh.mesh_dim_names or ())
         name = (

@@ -19,6 +19,7 @@ import itertools
 import logging
 import math
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -40,6 +41,7 @@ from titan_lite.trainer import Trainer
 
 TOKENIZER = Path(__file__).parents[1] / "assets/tokenizer/debug.model"
 MOST_PROCESSES = 8
+LAYERS = 4  # of a twin, or more where its stages need them
 ROWS, SEQ_LEN = 16, 32  # sequences and tokens of one step, on every layout
 LOSS_TOLERANCE = 1e-4  # relative, over all steps: rounding grows with training
 GRADIENT_TOLERANCE = 1e-4  # norm of the difference relative to the norm, of one parameter
@@ -119,7 +121,7 @@ def twin_model(flavor: ModelConfig, stages: int) -> ModelConfig:
     """The debug flavor with what of `flavor` is a kind and not a size, and layers for `stages` stages."""
     return dataclasses.replace(
         FLAVORS["debug"],
-        n_layers=max(4, stages),
+        n_layers=max(LAYERS, stages),
         tied_embeddings=flavor.tied_embeddings,
         rope_scaling=flavor.rope_scaling,
         rope_theta=flavor.rope_theta,
@@ -133,6 +135,7 @@ def twin(config: Config, layout: Layout, steps: int) -> Config:
     own_dp = config.parallelism.data_parallel_replicate_degree * shard if shard != -1 else dp
     accumulates = config.training.global_batch_size > config.training.local_batch_size * own_dp
     local = max(1, ROWS // (dp * (2 if accumulates else 1)))
+    kept = (_of_twin(prefix) for prefix in config.parallelism.fsdp_keep_gathered)
     changes: dict[str, Any] = {"pipeline_parallel_split_points": ()}
     if layout["pp"] == 1:
         changes = {f.name: f.default for f in dataclasses.fields(Parallelism) if f.name.startswith("pipeline_parallel_")}
@@ -143,6 +146,7 @@ def twin(config: Config, layout: Layout, steps: int) -> Config:
         changes["pipeline_parallel_microbatch_size"] = 2 if local >= 4 * layout["pp"] else 1
         if config.parallelism.pipeline_parallel_degree == 1:
             changes["pipeline_parallel_first_stage_less_layers"] = changes["pipeline_parallel_last_stage_less_layers"] = 0
+    changes["fsdp_keep_gathered"] = tuple(dict.fromkeys(kept))
     changes.update({DEGREES[axis]: degree for axis, degree in layout.items()})
     return dataclasses.replace(
         config,
@@ -166,6 +170,11 @@ def twin(config: Config, layout: Layout, steps: int) -> Config:
         metrics=dataclasses.replace(config.metrics, log_freq=1, enable_tensorboard=False, enable_color=False),
         profiling=dataclasses.replace(config.profiling, enable_profiling=False, enable_memory_snapshot=False),
     )
+
+
+def _of_twin(fqn: str) -> str:
+    """A layer that the twin does not have is its last one."""
+    return re.sub(r"(?<=^layers\.)\d+", lambda layer: str(min(int(layer[0]), LAYERS - 1)), fqn)
 
 
 def reference(config: Config) -> Config:
@@ -343,7 +352,7 @@ def _enough_layers(config: Config, flavor: ModelConfig, processes: int) -> Model
     """The twin's model with as few layers as its stages need. Raises ConfigError where the layout is wrong in other ways."""
     known = FLAVORS[config.model.flavor]
     try:
-        for layers in range(4, 4 * processes + 8):
+        for layers in range(LAYERS, 4 * processes + 8):
             FLAVORS[config.model.flavor] = twin_model(flavor, layers)
             try:
                 check(config, processes)

@@ -44,6 +44,7 @@ def build(
     mesh,
     *,
     reshard=True,
+    keep=(),
     param=torch.float32,
     compiled=None,
     checkpointing="none",
@@ -55,14 +56,15 @@ def build(
         model = Transformer(config)
     apply_tensor_parallel(model, mesh["tp"])
     apply_activation_checkpoint(model.layers, checkpointing)
-    apply_simple_fsdp(model, parameter_mesh(mesh), param_dtype=param, reduce_dtype=torch.float32, reshard_after_forward=reshard)
+    resharding = dict(reshard_after_forward=reshard, keep_gathered=keep)
+    apply_simple_fsdp(model, parameter_mesh(mesh), param_dtype=param, reduce_dtype=torch.float32, **resharding)
     materialize(model, torch.device("cpu"))
     model.init_weights(0, shard_of)
     if compiled:
         torch._dynamo.reset()
         stage = Compile(enable=True, backend=compiled, bucketing=bucketing, reordering=bucketing != "none")
         schedule = Schedule(stage, machine, exchange=stage_exchange(mesh), receipts=[] if receipts is None else receipts)
-        compile_model(model, stage, reshard_after_forward=reshard, schedule=schedule)
+        compile_model(model, stage, **resharding, schedule=schedule)
     return model
 
 

@@ -277,7 +277,7 @@ def test_no_rank_holds_the_full_model_while_it_is_made():
     run_ranks(4, no_rank_holds_the_full_model)
 
 
-def gathered_weights_alive(reshard, kept):
+def gathered_weights_alive(reshard, keep, kept):
     """How many there are after forward, and after backward; of 21, of which the embedding is not needed in backward."""
 
     def alive(expected):
@@ -297,7 +297,7 @@ def gathered_weights_alive(reshard, kept):
         return started
 
     GatherPlan.start_gather = watched
-    model = build(UNTIED, make_mesh(1, 2), reshard=reshard)
+    model = build(UNTIED, make_mesh(1, 2), reshard=reshard, keep=keep)
     found = []
     for _ in range(2):  # before prefetch has learnt the order, and after
         gathered.clear()
@@ -308,9 +308,9 @@ def gathered_weights_alive(reshard, kept):
     return found
 
 
-@pytest.mark.parametrize(("reshard", "kept"), [(True, 0), (False, 20)])
-def test_resharding_in_eager_mode_frees_every_gathered_weight_after_forward(reshard, kept):
-    for found in run_ranks(2, gathered_weights_alive, reshard, kept):
+@pytest.mark.parametrize(("reshard", "keep", "kept"), [(True, (), 0), (True, ("layers.1", "output"), 10), (False, (), 20)])
+def test_resharding_in_eager_mode_frees_gathered_weights_after_forward_but_for_those_to_keep(reshard, keep, kept):
+    for found in run_ranks(2, gathered_weights_alive, reshard, keep, kept):
         assert found == [(kept, 0), (kept, 0)]
 
 

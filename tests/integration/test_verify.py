@@ -11,7 +11,7 @@ import torch
 from titan_lite import verify
 from titan_lite.config import load_config
 from titan_lite.distributed.simple_fsdp import GatherPlan
-from titan_lite.verify import every_layout, layout_of, name_of, parse_layout
+from titan_lite.verify import every_layout, layout_of, name_of, parse_layout, twin
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "train_configs"
@@ -135,6 +135,13 @@ def test_help_is_what_the_module_says(capsys):
 def test_a_twin_has_the_kinds_of_its_recipe(recipe, layout):
     config, _ = load_config(RECIPES / f"{recipe}.toml")
     assert layout_of(config) == parse_layout(layout)
+
+
+def test_a_twin_keeps_the_last_of_its_layers_gathered_for_those_that_it_lacks():
+    keep = "--parallelism.fsdp_keep_gathered=layers.2.attention,layers.30,layers.31,norm"
+    config, _ = load_config(RECIPES / "llama3_8b.toml", [keep])
+    small = twin(config, parse_layout("dp_shard=2"), steps=1)
+    assert small.parallelism.fsdp_keep_gathered == ("layers.2.attention", "layers.3", "norm")
 
 
 def test_all_layouts_are_all_that_eight_processes_can_have():

@@ -36,6 +36,8 @@ SHORT = {
     "points": "parallelism.pipeline_parallel_split_points",
     "less": "parallelism.pipeline_parallel_first_stage_less_layers",
     "reshard": "parallelism.fsdp_reshard_after_forward",
+    "keep": "parallelism.fsdp_keep_gathered",
+    "every": "parallelism.fsdp_communication",
     "batch": "training.local_batch_size",
     "global": "training.global_batch_size",
     "seq_len": "training.seq_len",
@@ -127,6 +129,19 @@ WRONG = {
     "always resharded, and kept": Wrong(
         2, "shard=2 reshard=always", ('reshard_after_forward = "always" has no effect', "2 microbatches"), "reshard=default"
     ),
+    "always resharded, but for one block": Wrong(
+        2,
+        "shard=2 every=microbatch reshard=always keep=layers.5",
+        ('fsdp_keep_gathered = ["layers.5"]', 'fsdp_reshard_after_forward = "always"', '"default"', "[]"),
+        "reshard=default",
+    ),
+    "a block to keep that is not there": Wrong(
+        2,
+        "shard=2 keep=layers.5,layers.6,norm",
+        ('fsdp_keep_gathered = [layers.5, layers.6, norm]: "layers.6" has no', "flavor debug", "layers.0 to layers.5"),
+        "keep=layers.5,norm",
+    ),
+    "half a name to keep": Wrong(2, "shard=2 keep=out", ('"out" has no parameter', "norm and output have"), "keep=output"),
     "a schedule that is not there": Wrong(2, "pp=2 csv=nowhere.csv", ("schedule_csv = ", "nowhere.csv", "2 rows"), "csv="),
     "async TP without TP": Wrong(
         2, "async_tp=true", ("enable_async_tensor_parallel = true", "tensor_parallel_degree"), "async_tp=false"
@@ -173,6 +188,10 @@ def test_a_wrong_layout_is_refused_and_the_way_out_works(wrong, monkeypatch):
         (2, "pp=2 schedule=ZBVZeroBubble batch=4"),
         (2, "pp=2 schedule=Interleaved1F1B stages=3 batch=4"),
         (2, "pp=2 points=output"),
+        (2, "pp=2 keep=tok_embeddings,layers.0.attention,output.weight"),  # of both stages
+        (2, "shard=2 flavor=1B keep=output"),
+        (2, "shard=2 every=microbatch reshard=always keep="),
+        (2, "shard=2 every=microbatch reshard=never"),
     ],
 )
 def test_layouts_that_can_be(ranks, keys):
@@ -190,16 +209,46 @@ def test_layouts_that_can_be(ranks, keys):
         ("activation_checkpoint.selective_ac_option=2", 'selective_ac_option = 2 has no effect: mode = "none"'),
         ("compile.backend=aot_eager", "compile.backend = aot_eager has no effect: compile.enable = false"),
         ("compile.bucketing=none", "compile.bucketing = none has no effect: compile.enable = false"),
+        (
+            "parallelism.fsdp_reshard_after_forward=never parallelism.fsdp_keep_gathered=layers.5",
+            "fsdp_keep_gathered = ('layers.5',) has no effect: fsdp_reshard_after_forward = \"never\"",
+        ),
+        (
+            "activation_checkpoint.mode=full parallelism.fsdp_keep_gathered=layers.5.attention,output.weight,norm",
+            'fsdp_keep_gathered: layers.5.attention has no effect: activation_checkpoint.mode = "full" reads',
+        ),
+        ("parallelism.fsdp_keep_gathered=tok_embeddings.weight", "tok_embeddings.weight has no effect: backward of a look-up"),
+        (
+            "model.flavor=1B activation_checkpoint.mode=full parallelism.fsdp_keep_gathered=tok_embeddings,layers.0",
+            "fsdp_keep_gathered: layers.0 has no effect",
+        ),
+        (
+            "activation_checkpoint.mode=selective parallelism.fsdp_keep_gathered=layers,norm",
+            'fsdp_keep_gathered: layers has no effect: activation_checkpoint.mode = "selective" reads',
+        ),
+        (
+            "activation_checkpoint.mode=selective activation_checkpoint.selective_ac_option=2 "
+            "parallelism.fsdp_keep_gathered=layers.3,layers.4,layers",
+            "fsdp_keep_gathered: layers.4 has no effect",
+        ),
         ("data.text_field=content", 'data.text_field = content has no effect: dataset = "stdlib"'),
         ("data.num_workers=0 data.prefetch=9", "data.prefetch = 9 has no effect: num_workers = 0"),
     ],
 )
 def test_a_key_without_effect_is_told(options, line):
     config, _ = load_config(DEBUG, [f"--{option}" for option in options.split()])
-    (found,) = without_effect(config)
+    (found,) = without_effect(config, microbatches=1)
     assert line in found
+
+
+def test_what_is_kept_is_told_to_be_kept_anyway_where_all_weights_are_for_a_step():
+    options = ["--parallelism.fsdp_keep_gathered=layers.5", "--activation_checkpoint.mode=full"]
+    (found,) = without_effect(load_config(DEBUG, options)[0], microbatches=2)
+    assert 'has no effect: fsdp_communication = "step" keeps all weights gathered for the 2 microbatches' in found
+    config, _ = load_config(DEBUG, [*options[:1], "--parallelism.fsdp_communication=microbatch"])
+    assert without_effect(config, microbatches=2) == []
 
 
 def test_a_plain_recipe_has_no_key_without_effect():
     for recipe in (ROOT / "train_configs").glob("*.toml"):
-        assert without_effect(load_config(recipe)[0]) == []
+        assert without_effect(load_config(recipe)[0], microbatches=2) == []

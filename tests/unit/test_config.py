@@ -172,6 +172,8 @@ TOGETHER = {
     "lr_scheduler.total_steps",
     "activation_checkpoint.mode",
     "parallelism.pipeline_parallel_schedule_csv",
+    "parallelism.fsdp_keep_gathered",
+    "compile.machine",
     "activation_checkpoint.selective_ac_option",
 }
 

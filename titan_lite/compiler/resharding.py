@@ -4,13 +4,17 @@
     after    forward: w = wait(all_gather(shard)); y = x @ w.T; saves shard  backward: w = wait(all_gather(shard)); dx = dy @ w
 
 Without it, the min-cut partitioner keeps every gathered weight, since it takes collectives for expensive. It reads tags:
-SimpleFSDP paper (arXiv 2411.00284), section on memory.
+SimpleFSDP paper (arXiv 2411.00284), section on memory. Some weights are kept all the same, in eager mode as well: those that
+forward uses last are what backward needs first.
 """
 
+from collections.abc import Collection
+
+from torch import nn
 from torch.fx import Graph
 from torch.utils.checkpoint import CheckpointPolicy
 
-from titan_lite.compiler.collectives import aten, collectives, parameter_all_gathers
+from titan_lite.compiler.collectives import aten, collectives, parameter_all_gathers, parameters_of
 
 # The partitioner compares this number between regions of activation checkpointing; ours lies after all of them.
 REGION = 1_000_000
@@ -28,12 +32,30 @@ VIEWS = frozenset(
 )
 
 
-def recompute_parameter_all_gathers(graph: Graph) -> int:
+def parameters_within(model: nn.Module, prefixes: Collection[str]) -> tuple[str, ...]:
+    """FQNs of the parameters that lie within one of `prefixes`: "layers.3" has layers.3.ffn_norm.weight, and none of layers.31.
+
+    Tied weights lie where any of their names does; their FQN is the first one.
+    """
+    first: dict[nn.Parameter, str] = {}
+    within: dict[str, None] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        fqn = first.setdefault(parameter, name)
+        if any(f"{name}.".startswith(f"{prefix}.") for prefix in prefixes):
+            within[fqn] = None
+    return tuple(within)
+
+
+def recompute_parameter_all_gathers(graph: Graph, keep_gathered: Collection[str] = ()) -> int:
     """Tag every parameter's all-gather, what leads to it, its wait and its views, so that the partitioner recomputes them.
 
-    Returns the number of all-gathers.
+    keep_gathered: FQNs of parameters to leave alone. Returns the number of all-gathers that will run again.
     """
-    gathers = parameter_all_gathers(graph)
+    gathers = {
+        gather: nodes
+        for gather, nodes in parameter_all_gathers(graph).items()
+        if not set(parameters_of(gather)).intersection(keep_gathered)
+    }
     for gather, preparation in gathers.items():
         tagged = [gather, *preparation]
         for node in tagged:  # which grows

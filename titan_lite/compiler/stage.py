@@ -29,7 +29,6 @@ from titan_lite.compiler import collectives, resharding
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.config import Compile, ConfigError
 
-Pass = Callable[[Graph], Any]
 FUSED_PRODUCTS = ("symm_mem.fused_all_gather_matmul.default", "symm_mem.fused_matmul_reduce_scatter.default")
 
 
@@ -53,24 +52,29 @@ def compile_model(
     config: Compile,
     *,
     reshard_after_forward: bool,
+    keep_gathered: Sequence[str] = (),
     memory_budget: float = 1.0,
     async_tensor_parallel: str = "",
     schedule: Schedule | None = None,
 ) -> None:
     """Compile `model` as one graph, in place; FQNs do not change. Anything that breaks the graph is an error.
 
+    reshard_after_forward, keep_gathered: as in `apply_simple_fsdp` (distributed/simple_fsdp.py).
     schedule: the passes on each graph when it is compiled, forward at the first call, backward at the first backward.
     memory_budget: the share of activations that the partitioner may keep, of those it keeps at 1.0; what it then recomputes
     are the operators that cost least for what they free. async_tensor_parallel: the group whose collectives Inductor cuts into
     pieces that overlap with pieces of the matrix products beside them (arXiv 2410.06511, section 3.4); where it finds none, an
     error.
     """
-    joint_passes: list[Pass] = [resharding.recompute_parameter_all_gathers] if reshard_after_forward else []
+    reshard = None
+    if reshard_after_forward:
+        kept = resharding.parameters_within(model, keep_gathered)
+        reshard = _Pass(resharding.recompute_parameter_all_gathers, keep_gathered=kept)
     schedule = schedule or Schedule(config)
     if config.backend == "inductor":
-        backend = _inductor(joint_passes, schedule, async_tensor_parallel)
+        backend = _inductor(reshard, schedule, async_tensor_parallel)
     else:
-        backend = _aot_eager(joint_passes, schedule)
+        backend = _aot_eager(reshard, schedule)
 
     def within_budget(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
         with functorch_config.patch(activation_memory_budget=memory_budget):
@@ -82,10 +86,24 @@ def compile_model(
     model.compile(backend=within_budget, fullgraph=True)
 
 
-def _aot_eager(joint_passes: Sequence[Pass], schedule: Schedule) -> Callable:
+class _Pass(CustomGraphPass):
+    """A pass on a graph as Inductor wants it: with what its cache knows of it, name, arguments and sources."""
+
+    def __init__(self, run: Callable[..., Any], **arguments: Any):
+        self.run, self.arguments = run, arguments
+
+    def __call__(self, graph: Graph) -> None:
+        self.run(graph, **self.arguments)
+
+    def uuid(self) -> Any:
+        call = f"{self.run.__name__} {self.arguments}".encode()
+        return call + get_hash_for_files((__file__, collectives.__file__, resharding.__file__))
+
+
+def _aot_eager(reshard: _Pass | None, schedule: Schedule) -> Callable:
     def partition(joint: GraphModule, *args: Any, **kwargs: Any) -> Any:
-        for graph_pass in joint_passes:
-            graph_pass(joint.graph)
+        if reshard is not None:
+            reshard(joint.graph)
         with _nothing_is_random():
             return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
@@ -101,29 +119,14 @@ def _aot_eager(joint_passes: Sequence[Pass], schedule: Schedule) -> Callable:
     )
 
 
-class _Passes(CustomGraphPass):
-    """Passes as Inductor wants them: with what its cache knows of them, their names and sources."""
-
-    def __init__(self, passes: Sequence[Pass]):
-        self.passes = passes
-
-    def __call__(self, graph: Graph) -> None:
-        for graph_pass in self.passes:
-            graph_pass(graph)
-
-    def uuid(self) -> Any:
-        names = ",".join(p.__name__ for p in self.passes).encode()
-        return names + get_hash_for_files((__file__, collectives.__file__, resharding.__file__))
-
-
-def _inductor(joint_passes: Sequence[Pass], schedule: Schedule, async_tensor_parallel: str) -> Callable:
+def _inductor(reshard: _Pass | None, schedule: Schedule, async_tensor_parallel: str) -> Callable:
     # Inductor would order nodes by memory; theirs is ours.
     patches: dict[str, Any] = {"reorder_for_peak_memory": False, "reorder_for_compute_comm_overlap": False}
-    if joint_passes:
-        patches["joint_custom_post_pass"] = _Passes(joint_passes)
+    if reshard is not None:
+        patches["joint_custom_post_pass"] = reshard
     if async_tensor_parallel:
         enable_symm_mem_for_group(async_tensor_parallel)  # type: ignore[arg-type]
-        patches |= {"_micro_pipeline_tp": True, "post_grad_custom_post_pass": _Passes([expect_fused_products])}
+        patches |= {"_micro_pipeline_tp": True, "post_grad_custom_post_pass": _Pass(expect_fused_products)}
 
     def compile_one(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """Here and not in one of Inductor's own places for passes, which a graph from its cache does not come by."""

@@ -36,14 +36,17 @@ def apply_activation_checkpoint(blocks: nn.ModuleDict, mode: str, option: str = 
     "2": every second block (0, 2, ...) as in "full" and the others as in "none"; "memory_budget": nothing here, the partitioner's
     choice (compiler/stage.py).
     """
-    if mode in ("none", "memory_budget"):
-        return
-    by_operator = mode == "selective" and option == "op"
-    every = int(option) if mode == "selective" and not by_operator else 1
     for name, block in blocks.items():
-        if int(name) % every == 0:
+        if recomputes(int(name), mode, option):
             cls: Any = type(block)
-            block.__class__ = _checkpointed_class(cls, by_operator)
+            block.__class__ = _checkpointed_class(cls, by_operator=mode == "selective" and option == "op")
+
+
+def recomputes(block: int, mode: str, option: str) -> bool:
+    """Whether the block of that number runs again in backward, at least some of its operators."""
+    if mode in ("none", "memory_budget"):
+        return False
+    return mode == "full" or option == "op" or block % int(option) == 0
 
 
 @functools.cache

@@ -55,6 +55,7 @@ def parallelize(
         dump=dump_folder / "graphs" if dump_folder and compile.dump_graphs else None,
     )
     reshard = parallelism.fsdp_reshard_after_forward != "never"
+    keep = parallelism.fsdp_keep_gathered if parallelism.fsdp_reshard_after_forward == "default" else ()
     parameters = parameter_mesh(mesh)
     for model in stages:
         apply_context_parallel(model, mesh["cp"])
@@ -68,6 +69,7 @@ def parallelize(
             param_dtype=getattr(torch, training.mixed_precision_param),
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),
             reshard_after_forward=reshard,
+            keep_gathered=keep,
         )
         if compile.enable:
             budget = activation_checkpoint.memory_budget if activation_checkpoint.mode == "memory_budget" else 1.0
@@ -78,6 +80,7 @@ def parallelize(
                 model,
                 compile,
                 reshard_after_forward=reshard,
+                keep_gathered=keep,
                 memory_budget=budget,
                 async_tensor_parallel=group,
                 schedule=schedule,

@@ -21,7 +21,7 @@ are *summed* over ranks: the loss is already divided by the number of tokens of 
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -37,6 +37,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.traceback import annotate
 from torch.utils._python_dispatch import _disable_current_modes
+
+from titan_lite.compiler.resharding import parameters_within
 
 collectives = torch.ops._c10d_functional
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
@@ -140,7 +142,7 @@ class _Gather(torch.autograd.Function):
 class _Eager:
     """What eager mode adds, and a graph pass does under torch.compile: resharding after forward, and overlap.
 
-    Resharding: whatever autograd would save of a gathered weight is dropped, and gathered anew in backward. A read is
+    Resharding: whatever autograd would save of a weight that is not kept is dropped, and gathered anew in backward. A read is
     remembered by the address of the gathered weight's storage, so that its views (the transpose that a matrix product saves)
     are recognised; it counts while the weight lives, so that an activation at a freed weight's address is not taken for it.
 
@@ -234,14 +236,15 @@ def _storage_address(tensor: Tensor) -> int:
 
 
 class _Model:
-    """What the modules of one sharded model share. plans: one entry for tied weights; parameters hash by identity.
+    """What the modules of one sharded model share. plans: one entry for tied weights; parameters hash by identity. resharded:
+    FQNs of the weights that are dropped after forward.
 
     Only within `gathered_for_step`, gathered: the whole weights; sums: of their gradients, where these are added up in another
     dtype than they are computed in.
     """
 
-    def __init__(self, reshard_after_forward: bool):
-        self.reshard_after_forward = reshard_after_forward
+    def __init__(self, resharded: frozenset[str]):
+        self.resharded = resharded
         self.eager = _Eager()
         self.plans: dict[nn.Parameter, GatherPlan] = {}
         self.gathered: dict[nn.Parameter, Tensor] = {}
@@ -258,7 +261,13 @@ class _Module:
 
 
 def apply_simple_fsdp(
-    model: nn.Module, mesh: DeviceMesh, *, param_dtype: torch.dtype, reduce_dtype: torch.dtype, reshard_after_forward: bool
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: bool,
+    keep_gathered: Sequence[str] = (),
 ) -> None:
     """Shard every parameter of `model` on dimension 0 over axis dp_shard of `mesh`, in place; see `parameter_mesh` (mesh.py).
 
@@ -266,9 +275,10 @@ def apply_simple_fsdp(
     meta device becomes a meta shard (see `materialize`); one with data is cut, each rank keeping its rows, and must hold the
     same numbers on all ranks. param_dtype: of gathered weights, and so of the computation; reduce_dtype: in which gradients are
     summed. reshard_after_forward: drop gathered weights after forward and gather them again in backward (less memory, one more
-    all-gather), or keep them.
+    all-gather), or keep them. keep_gathered: FQN prefixes of modules whose weights are kept all the same, such as "layers.31".
     """
-    shared = _Model(reshard_after_forward)
+    names = {fqn for fqn, _ in model.named_parameters()} if reshard_after_forward else set()
+    shared = _Model(frozenset(names.difference(parameters_within(model, keep_gathered))))
     shards: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         plans = {}
@@ -276,7 +286,7 @@ def apply_simple_fsdp(
             if parameter is None:
                 continue
             if parameter not in shards:
-                fqn = f"{prefix}.{name}"
+                fqn = f"{prefix}.{name}".removeprefix(".")
                 shards[parameter], plan = _shard(parameter, mesh, fqn, param_dtype, reduce_dtype)
                 shared.plans[shards[parameter]] = plan
             module._parameters[name] = shards[parameter]
@@ -351,7 +361,8 @@ def _read(module: nn.Module, name: str) -> Tensor:
         with annotate({"fqn": plan.fqn}):  # on its nodes, those of backward too, by which passes know them
             return _Gather.apply(shard, plan, None)
     whole = _Gather.apply(shard, plan, fsdp.model.eager)
-    fsdp.model.eager.remember(whole, parameter, plan)
+    if plan.fqn in fsdp.model.resharded:
+        fsdp.model.eager.remember(whole, parameter, plan)
     return whole
 
 
@@ -361,7 +372,7 @@ def _root_forward(forward: Callable) -> Callable:
         if tracing():
             return forward(self, *args, **kwargs)
         model = _model_of(self)
-        with model.eager.forward(model.reshard_after_forward and torch.is_grad_enabled()):
+        with model.eager.forward(bool(model.resharded) and torch.is_grad_enabled()):
             return forward(self, *args, **kwargs)
 
     return wrapped

@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+from torch import nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_lite.compiler.collectives import collectives, is_all_gather
-from titan_lite.compiler.resharding import recompute_parameter_all_gathers
+from titan_lite.compiler.resharding import parameters_within, recompute_parameter_all_gathers
+from titan_lite.compiler.stage import _Pass
 
 aten = torch.ops.aten
 RANKS, GROUP = 2, "dp_shard"
@@ -67,6 +69,39 @@ def test_a_graph_without_parameters_to_gather_is_left_alone():
     graph.output(graph.call_function(aten.relu.default, (graph.placeholder("x"),)))
     assert recompute_parameter_all_gathers(graph) == 0
     assert not any("recompute" in node.meta for node in graph.nodes)
+
+
+def test_what_is_kept_is_left_alone():
+    graph, gathers = Graph(), {}
+    for fqn in ("layers.3.wq.weight", "layers.31.wq.weight", "norm.weight"):
+        gathers[fqn] = graph.call_function(collectives.all_gather_into_tensor.default, (graph.placeholder(fqn), RANKS, GROUP))
+        gathers[fqn].meta["custom"] = {"fqn": fqn}
+        graph.call_function(collectives.wait_tensor.default, (gathers[fqn],))
+    graph.output(())
+    assert recompute_parameter_all_gathers(graph, keep_gathered=("layers.3.wq.weight", "norm.weight")) == 1
+    tagged = [node for node in graph.nodes if "recompute" in node.meta]
+    assert tagged == [gathers["layers.31.wq.weight"], *gathers["layers.31.wq.weight"].users]
+
+
+def test_prefixes_are_of_whole_names_and_tied_weights_have_two():
+    model = nn.Module()
+    model.layers = nn.ModuleDict({str(i): nn.Linear(2, 2) for i in (3, 31)})
+    model.tok_embeddings, model.output = nn.Embedding(2, 2), nn.Linear(2, 2, bias=False)
+    model.output.weight = model.tok_embeddings.weight
+    model.scale = nn.Parameter(torch.ones(()))
+    assert parameters_within(model, ["layers.3"]) == ("layers.3.weight", "layers.3.bias")
+    assert parameters_within(model, ["layers.31.bias", "layers.3.bias"]) == ("layers.3.bias", "layers.31.bias")
+    assert parameters_within(model, ["output"]) == parameters_within(model, ["tok_embeddings"]) == ("tok_embeddings.weight",)
+    assert parameters_within(model, ["scale"]) == ("scale",)
+    assert len(parameters_within(model, ["layers", "output", "tok_embeddings", "scale"])) == 6
+    assert parameters_within(model, ["", "layer", "layers.", "3", "weight", "layers.3.weigh"]) == ()
+
+
+def test_inductors_cache_tells_apart_what_is_kept():
+    keeps = [dict(), dict(keep_gathered=()), dict(keep_gathered=("norm.weight",)), dict(keep_gathered=("output.weight",))]
+    passes = [_Pass(recompute_parameter_all_gathers, **keep) for keep in keeps]
+    assert len({each.uuid() for each in passes}) == 4
+    assert passes[2].uuid() == _Pass(recompute_parameter_all_gathers, keep_gathered=("norm.weight",)).uuid()
 
 
 def joint_graph(rows):

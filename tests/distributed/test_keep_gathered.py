@@ -1,0 +1,77 @@
+"""Weights kept gathered from forward to backward, module by module: what backward gathers again, and not one other number."""
+
+import pytest
+import torch
+from parity import batch, build, counted, gradients, make_mesh, my_microbatches
+from ranks import run_ranks
+
+from titan_lite.loss import cross_entropy_sum
+from titan_lite.models.llama3 import ModelConfig
+
+# 30 hidden units and 61 tokens: not every shard has as many rows
+UNTIED = ModelConfig(dim=20, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=30, vocab_size=61, max_seq_len=16)
+TIED = ModelConfig(**{**vars(UNTIED), "tied_embeddings": True})
+EAGER, APART = dict(), dict(compiled="aot_eager")
+BUCKETS = dict(compiled="aot_eager", bucketing="block")
+INDUCTOR = dict(compiled="inductor", bucketing="block")
+FULL, SELECTIVE = dict(checkpointing="full"), dict(checkpointing="selective")
+# kept -> gathers in backward, one a parameter: nine a layer, norm and output, and not the embedding, which backward does not need
+AGAIN = {
+    (): 20,
+    ("norm", "output"): 18,
+    ("tok_embeddings",): 20,
+    ("layers.1", "norm"): 10,
+    ("layers.0.attention", "layers.1.ffn_norm.weight"): 15,
+    ("layers", "norm", "output"): 0,
+}
+FEWER = [(), ("norm", "output"), ("layers.1", "norm"), ("layers", "norm", "output")]
+AGAIN_IN_BUCKETS = dict(zip(FEWER, (3, 2, 2, 0), strict=True))  # one a layer, and one for norm and output, or what is left of it
+AGAIN_TIED = {(): 20, ("output",): 19, ("tok_embeddings",): 19, ("norm", "output"): 18}
+AGAIN_RECOMPUTED = {(): 20, ("layers.1", "norm"): 19}  # what is recomputed is read again
+CASES = {  # model, options, gathers in forward, in backward by what is kept
+    "eager": (UNTIED, EAGER, 21, AGAIN),
+    "eager, tied": (TIED, EAGER, 21, AGAIN_TIED),
+    "eager, full checkpointing": (UNTIED, FULL, 21, AGAIN_RECOMPUTED),
+    "eager, selective checkpointing": (UNTIED, SELECTIVE, 21, AGAIN_RECOMPUTED),
+    "aot_eager": (UNTIED, APART, 21, {keep: AGAIN[keep] for keep in FEWER}),
+    "aot_eager, tied": (TIED, APART, 20, AGAIN_TIED),  # a graph reads tied weights once
+    "aot_eager, full checkpointing": (UNTIED, {**APART, **FULL}, 21, AGAIN_RECOMPUTED),
+    "aot_eager, selective checkpointing": (UNTIED, {**APART, **SELECTIVE}, 21, AGAIN_RECOMPUTED),
+    "aot_eager, buckets": (UNTIED, BUCKETS, 4, AGAIN_IN_BUCKETS),
+    "inductor": (UNTIED, {**INDUCTOR, "bucketing": "none"}, 21, {keep: AGAIN[keep] for keep in FEWER}),
+    "inductor, buckets": (UNTIED, INDUCTOR, 4, AGAIN_IN_BUCKETS),
+}
+QUICK = ("eager", "eager, tied", "aot_eager, buckets")
+
+
+def steps(config, keeps, options):
+    """{kept: (loss, this rank's gradients, gathers in forward, in backward)} of a second step, where prefetch knows the order."""
+    torch.set_num_threads(1)
+    mesh = make_mesh(1, 2)
+    tokens, labels = batch()
+    ((input, label),) = my_microbatches(mesh, tokens, labels)
+    found = {}
+    for keep in keeps:
+        model = build(config, mesh, keep=keep, **options)
+        cross_entropy_sum(model(input), label).backward()
+        model.zero_grad()
+        with counted() as forward:
+            loss = cross_entropy_sum(model(input), label) / (labels != -100).sum()
+        with counted() as backward:
+            loss.backward()
+        found[keep] = loss.detach(), gradients(model, whole=False), forward["all_gather"], backward["all_gather"]
+    return found
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES])
+def test_backward_gathers_again_what_is_not_kept_and_computes_the_same(case):
+    config, options, in_forward, in_backward = CASES[case]
+    for found in run_ranks(2, steps, config, list(in_backward), options):
+        assert {keep: counts for keep, (_, _, *counts) in found.items()} == {
+            keep: [in_forward, again] for keep, again in in_backward.items()
+        }
+        loss, grads, *_ = found[()]
+        for keep, (same_loss, same_grads, *_) in found.items():
+            assert torch.equal(same_loss, loss), keep
+            for fqn, grad in grads.items():
+                assert torch.equal(same_grads[fqn], grad), (keep, fqn)
