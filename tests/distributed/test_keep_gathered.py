@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parity import batch, build, counted, gradients, make_mesh, my_microbatches
+from parity import assert_same, batch, build, counted, gradients, make_mesh, my_microbatches
 from ranks import run_ranks
 
 from titan_lite.loss import cross_entropy_sum
@@ -73,5 +73,5 @@ def test_backward_gathers_again_what_is_not_kept_and_computes_the_same(case):
         loss, grads, *_ = found[()]
         for keep, (same_loss, same_grads, *_) in found.items():
             assert torch.equal(same_loss, loss), keep
-            for fqn, grad in grads.items():
-                assert torch.equal(same_grads[fqn], grad), (keep, fqn)
+            # another backward graph is other kernels to Inductor, which round in their own way
+            assert_same(same_grads, grads, **dict(atol=1e-8, rtol=1e-5) if "inductor" in case else dict(atol=0, rtol=0))
