@@ -5,41 +5,91 @@
 
 A parameter bucket's all-gather starts before the wait of the one in use, and a reduction is waited for when the next one starts
 (SimpleFSDP, arXiv 2411.00284, section 4.2). So at most two buckets of whole weights, and one of gradients beside the one being
-computed, are alive at once. The order is made from the graph alone, so every rank makes the same.
+computed, are alive at once. A machine that prices nodes refines both: a gather that this leaves too little time starts earlier,
+where that raises no peak of memory, and a reduction is waited for once it should be done. The order is made from the graph and
+the prices alone, so every rank makes the same.
 """
 
+import bisect
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 
 from torch.fx import Graph, Node
 
-from titan_lite.compiler.collectives import collective_bytes, collectives, is_all_gather, parameters_of, preparation, wait_of
+from titan_lite.compiler.collectives import (
+    collective_bytes,
+    collectives,
+    is_all_gather,
+    parameter_collectives,
+    parameters_of,
+    preparation,
+    wait_of,
+)
 from titan_lite.compiler.hardware import Machine
+from titan_lite.compiler.timeline import computed_before, peak_bytes
 
 
 def overlap(graph: Graph, machine: Machine | None = None, *, fused: bool = True) -> int:
-    """Move the parameters' collectives and their waits, in place; returns how many moved."""
-    moved = start_gathers_early(graph) + wait_for_reductions_late(graph, machine, fused=fused)
+    """Move the parameters' collectives and their waits, in place; returns how many moved. fused: as in `Machine.cost`."""
+    moved = start_gathers_early(graph, machine, fused=fused) + wait_for_reductions_late(graph, machine, fused=fused)
     graph.lint()
     return moved
 
 
-def start_gathers_early(graph: Graph) -> int:
-    """Each all-gather, and what leads to it from graph inputs, goes before the wait of the one before it."""
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    gathers = [node for node in graph.nodes if is_all_gather(node) and parameters_of(node)]
-    moved = 0
-    for current, following in itertools.pairwise(gathers):
-        leading = preparation(following)
-        wait = wait_of(current)
-        if leading is None or order[wait] > order[following]:
-            continue
-        for node in sorted((*leading, following), key=lambda node: order[node]):
-            if order[node] > order[wait]:
-                wait.prepend(node)
-        moved += 1
-    return moved
+def start_gathers_early(graph: Graph, machine: Machine | None = None, *, fused: bool = True) -> int:
+    """Each all-gather, and what leads to it from graph inputs, goes before the wait of the one before it.
+
+    With a machine: or as much earlier as it takes to be done when it is waited for, as estimated.
+    """
+    gathers = [node for node in parameter_collectives(graph) if is_all_gather(node) and preparation(node) is not None]
+    in_time = {} if machine is None else _places_in_time(graph, gathers, machine, fused)  # before anything moves
+    moved = {following for current, following in itertools.pairwise(gathers) if _move_gather_before(following, wait_of(current))}
+    most = peak_bytes(graph) if in_time else 0
+    for gather, place in in_time.items():
+        back = gather.next
+        if _move_gather_before(gather, place):
+            if peak_bytes(graph) > most:
+                back.prepend(gather)
+            else:
+                moved.add(gather)
+    return len(moved)
+
+
+def _move_gather_before(gather: Node, place: Node) -> bool:
+    """With what leads to it; whether it stood behind that place."""
+    order = {node: number for number, node in enumerate(gather.graph.nodes)}
+    leading = preparation(gather) or []
+    while place in leading:
+        place = place.next
+    if order[gather] <= order[place]:
+        return False
+    for node in sorted((*leading, gather), key=lambda node: order[node]):
+        if order[node] > order[place]:
+            place.prepend(node)
+    return True
+
+
+def _places_in_time(graph: Graph, gathers: Sequence[Node], machine: Machine, fused: bool) -> dict[Node, Node]:
+    """The node before which each gather must start to be done in time, in order.
+
+    From the last one to the first, each ends when it is needed or when the next one starts, and does not queue behind a reduction
+    that would hold it up.
+    """
+    before = computed_before(graph, machine, fused)
+    reductions = [(before[node], machine.cost(node), node) for node in parameter_collectives(graph) if not is_all_gather(node)]
+    computing = [node for node in graph.nodes if node.op != "placeholder"]
+    starts, result, following = [before[node] for node in computing], {}, float("inf")
+    for gather in reversed(gathers):
+        end = min(before[wait_of(gather)], following)
+        start = end - machine.cost(gather)
+        held_up = [reduction for reduction in reductions if reduction[0] <= start < reduction[0] + reduction[1]]
+        place = computing[max(0, bisect.bisect_right(starts, start) - 1)]
+        if held_up:
+            start, _, place = held_up[0]
+        following = start
+        result[gather] = place
+    return dict(reversed(result.items()))
 
 
 def wait_for_reductions_late(graph: Graph, machine: Machine | None = None, *, fused: bool = True) -> int:

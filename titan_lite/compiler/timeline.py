@@ -88,6 +88,16 @@ def simulate(graph: Graph, machine: Machine, *, name: str = "", fused: bool = Tr
     return Timeline(name, tuple(spans), now, compute, communication, exposed, bound, peak_bytes(graph))
 
 
+def computed_before(graph: Graph, machine: Machine, fused: bool) -> dict[Node, float]:
+    """Seconds of computation that stand before each node, collectives of parameters left out."""
+    seconds, result = 0.0, {}
+    for node in graph.nodes:
+        result[node] = seconds
+        if not parameters_of(node):
+            seconds += machine.cost(node, fused)
+    return result
+
+
 def label(node: Node) -> str:
     """What a collective is for, such as "all_gather layers.0.attention.wq.weight and 8 more"."""
     fqns = parameters_of(node)

@@ -23,6 +23,7 @@ from titan_lite.compiler.collectives import (
     ranks_of,
 )
 from titan_lite.compiler.hardware import Machine
+from titan_lite.compiler.timeline import computed_before
 
 Plan = dict[Node, object]
 
@@ -73,7 +74,7 @@ def greedy(graph: Graph, machine: Machine, *, memory: int | None = None, fused: 
     by_fqn: dict[str, list[Node]] = {}
     for node in reductions:
         by_fqn.setdefault(parameters_of(node)[0], []).append(node)
-    computed = _computed_before(graph, machine, fused)
+    computed = computed_before(graph, machine, fused)
     end = computed[next(iter(reversed(graph.nodes)))]
 
     starts = [computed[node] for node in gathers]
@@ -148,13 +149,3 @@ def _bytes_of_two_blocks(items: Sequence[_Item]) -> int:
         sizes[block] = sizes.get(block, 0) + _nbytes([item])
     blocks = list(sizes.values())
     return max((before + after for before, after in itertools.pairwise([*blocks, 0])), default=0)
-
-
-def _computed_before(graph: Graph, machine: Machine, fused: bool) -> dict[Node, float]:
-    """Seconds of computation that stand before each node, collectives of parameters left out."""
-    seconds, result = 0.0, {}
-    for node in graph.nodes:
-        result[node] = seconds
-        if not parameters_of(node):
-            seconds += machine.cost(node, fused)
-    return result
