@@ -1,8 +1,10 @@
 """The compile stage: the parallelized model becomes one graph, and passes on it do what hooks do elsewhere.
 
     compile_model(model, config.compile, reshard_after_forward=True)      # in place, compiled at the first call
+    loss_sum = compile_function(loss_sum, config.compile, "loss")         # as it is, without passes
 
-Both backends run the same passes; every inductor setting is scoped to this compilation.
+Both backends run the same passes; every setting of the compiler is scoped to a compilation. What cannot be compiled is a
+CompileError, which says what of the recipe to change.
 """
 
 import functools
@@ -13,6 +15,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch.aot_autograd import make_boxed_func
@@ -31,7 +34,14 @@ from titan_lite.compiler.report import Receipt
 from titan_lite.config import Compile, ConfigError
 
 Pass = Callable[[Graph], Any]
+# All stages of a pipeline are calls of one function, of which torch compiles 8 variants; each stage has two, with gradients and
+# without.
+RECOMPILE_LIMIT = 64
 FUSED_PRODUCTS = ("symm_mem.fused_all_gather_matmul.default", "symm_mem.fused_matmul_reduce_scatter.default")
+
+
+class CompileError(RuntimeError):
+    """Something of the run cannot be compiled; the message says what, why, and which keys to change."""
 
 
 def check_backend(config: Compile, device_type: str) -> None:
@@ -60,7 +70,7 @@ def compile_model(
 ) -> None:
     """Compile `model` as one graph, in place; FQNs do not change. Anything that breaks the graph is an error.
 
-    receipts: gets one more for every graph when it is compiled, forward at the first call, backward at the first backward.
+    receipts: gets one more for every graph when it is compiled, at the first call: forward, then backward.
     memory_budget: the share of activations that the partitioner may keep, of those it keeps at 1.0; what it then recomputes
     are the operators that cost least for what they free. async_tensor_parallel: the group whose collectives Inductor cuts into
     pieces that overlap with pieces of the matrix products beside them (arXiv 2410.06511, section 3.4); where it finds none, an
@@ -73,14 +83,9 @@ def compile_model(
     else:
         backend = _aot_eager(joint_passes, passes)
 
-    def within_budget(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
-        with functorch_config.patch(activation_memory_budget=memory_budget):
-            return backend(graph, inputs)
-
-    # All stages of a pipeline are calls of one function, of which torch compiles 8 variants; each stage has two, with gradients
-    # and without.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    model.compile(backend=within_budget, fullgraph=True)
+    model.compile(backend=_with_backward(backend, memory_budget), fullgraph=True)
+    assert model._compiled_call_impl is not None
+    model._compiled_call_impl = _told(model._compiled_call_impl, config, "model")
 
 
 def _run_passes(config: Compile, receipts: list[Receipt], graph: GraphModule, name: str) -> None:
@@ -169,3 +174,56 @@ def _nothing_is_random() -> Any:
     torch 2.13 then mixes them up with the meshes of DTensors, which it saves as well.
     """
     return mock.patch.object(partitioners, "has_recomputable_rng_ops", return_value=False)
+
+
+def compile_function(function: Callable, config: Compile, component: str) -> Callable:
+    """`function` of tensors, or lists of them, as one graph for each of their shapes. component: its name in the recipe."""
+
+    def unchanged(graph: GraphModule, name: str) -> None:
+        """No pass has anything to do: collectives stay where they are, each waited for at once."""
+
+    backend = _inductor([], unchanged, "") if config.backend == "inductor" else _aot_eager([], unchanged)
+    compiled = torch.compile(function, backend=_with_backward(backend), fullgraph=True, dynamic=False)
+    return _told(compiled, config, component)
+
+
+def _with_backward(backend: Callable, memory_budget: float = 1.0) -> Callable:
+    """`backend`, which also compiles backward at the first call, and not in the first backward, where an error would not be told
+    from one of the run."""
+
+    def compile_both(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
+        with functorch_config.patch(activation_memory_budget=memory_budget, force_non_lazy_backward_lowering=True):
+            return backend(graph, inputs)
+
+    return compile_both
+
+
+def _told(compiled: Callable, config: Compile, component: str) -> Callable:
+    """`compiled`, where a failure to compile is a CompileError."""
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+                return compiled(*args, **kwargs)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            raise CompileError(_sentence(error, config, component)) from error
+
+    return call
+
+
+def _sentence(error: Exception, config: Compile, component: str) -> str:
+    cause: BaseException = error
+    while isinstance(cause, BackendCompilerFailed):
+        cause = cause.inner_exception
+    ways = []
+    if cause is not error and config.backend == "inductor":  # what is not even traced is so for any backend
+        ways.append('compile.backend = "aot_eager"')
+    others = [f'"{other}"' for other in config.components if other != component]
+    if others:
+        ways.append(f"compile.components = [{', '.join(others)}]")
+    why = next(filter(None, map(str.strip, str(cause).splitlines())), "") or type(cause).__name__
+    return (
+        f'compile.backend = "{config.backend}" cannot compile the {component} ({why}); '
+        f"{' or '.join([*ways, 'compile.enable = false'])} would work"
+    )
