@@ -56,7 +56,7 @@ def parallelize(
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),
             reshard_after_forward=reshard,
         )
-        if compile.enable:
+        if compile.compiles("model"):
             budget = activation_checkpoint.memory_budget if activation_checkpoint.mode == "memory_budget" else 1.0
             # a stage without blocks has no matrix product to overlap with
             overlaps = parallelism.enable_async_tensor_parallel and len(blocks) > 0
