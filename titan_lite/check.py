@@ -46,7 +46,7 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
         n_layers=flavor.n_layers,
         tied=flavor.tied_embeddings,
         local_batch_size=config.training.local_batch_size,
-        compiled=config.compile.enable,
+        compiled=config.compile.compiles("model") or config.compile.compiles("loss"),
         checkpointed=config.activation_checkpoint.mode != "none",
     )
     accumulation = gradient_accumulation_steps(config.training, degrees["dp_replicate"] * degrees["dp_shard"])
@@ -92,8 +92,11 @@ def check_async_tensor_parallel(config: Config) -> None:
     wrong = "parallelism.enable_async_tensor_parallel = true"
     if config.parallelism.tensor_parallel_degree == 1:
         raise ConfigError(f"{wrong} needs tensor_parallel_degree of 2 or more (it is 1); set that, or false")
-    if not config.compile.enable or config.compile.backend != "inductor":
-        raise ConfigError(f'{wrong} is a pass of Inductor: set compile.enable = true and compile.backend = "inductor", or false')
+    if not config.compile.compiles("model") or config.compile.backend != "inductor":
+        raise ConfigError(
+            f'{wrong} is a pass of Inductor on the model: set compile.enable = true, compile.backend = "inductor" and "model" in '
+            "compile.components, or false"
+        )
     if not torch.cuda.is_available():
         raise ConfigError(f"{wrong} needs GPUs that reach each other's memory, and this machine has none; set false")
 
@@ -102,6 +105,7 @@ def without_effect(config: Config, microbatches: int) -> list[str]:
     """The keys that a recipe sets and that do nothing in it, where a step has so many microbatches, each with the reason."""
     parallelism, checkpointing = config.parallelism, config.activation_checkpoint
     pipeline = [f"parallelism.{f.name}" for f in dataclasses.fields(Parallelism) if f.name.startswith("pipeline_parallel_")]
+    passes = ["compile.bucketing", "compile.reordering"]
     idle: list[tuple[bool, str, list[str]]] = [
         (parallelism.pipeline_parallel_degree == 1, "pipeline_parallel_degree = 1", pipeline),
         (
@@ -130,7 +134,8 @@ def without_effect(config: Config, microbatches: int) -> list[str]:
             ["activation_checkpoint.selective_ac_option"],
         ),
         (checkpointing.mode != "memory_budget", f'mode = "{checkpointing.mode}"', ["activation_checkpoint.memory_budget"]),
-        (not config.compile.enable, "compile.enable = false", ["compile.backend", "compile.bucketing", "compile.reordering"]),
+        (not config.compile.enable, "compile.enable = false", ["compile.backend", "compile.components", *passes]),
+        (config.compile.enable and not config.compile.compiles("model"), "the model is not in compile.components", passes),
         (config.data.dataset == "stdlib", 'dataset = "stdlib"', ["data.text_field", "data.shuffle_buffer"]),
         (config.data.num_workers == 0, "num_workers = 0", ["data.prefetch"]),
     ]

@@ -215,7 +215,7 @@ class ActivationCheckpoint:
     )
     memory_budget: float = setting(
         0.5,
-        "with mode = memory_budget and compile.enable: activations kept, between recomputing all that can be (0) and nothing (1)",
+        "with mode = memory_budget and a compiled model: activations kept, between recomputing what can be (0) and nothing (1)",
         unit="fraction",
         least=0,
         most=1,
@@ -224,7 +224,14 @@ class ActivationCheckpoint:
 
 @dataclass(frozen=True)
 class Compile:
-    enable: bool = setting(False, "compile the model as one graph", unit="bool")
+    enable: bool = setting(False, "compile what components names, each as one graph", unit="bool")
+    components: tuple = setting(
+        ("model", "loss"),
+        "what is compiled: the model; the loss, of which Inductor makes one without float32 copies of the logits; the optimizer, "
+        "whose update is one kernel as it is",
+        unit="names",
+        choices=("model", "loss", "optimizer"),
+    )
     backend: str = setting(
         "inductor",
         "inductor generates kernels; aot_eager only traces (quick, for tests)",
@@ -263,9 +270,12 @@ class Compile:
     dump_graphs: bool = setting(False, "write every graph before and after each pass, to job.dump_folder/graphs", unit="bool")
     reordering: bool = setting(
         True,
-        "start an all-gather before the one in use is waited for, and wait for a reduction when the next starts; on GPUs only",
+        "start an all-gather before the one in use is waited for, and wait for a reduction when the next starts",
         unit="bool",
     )
+
+    def compiles(self, component: str) -> bool:
+        return self.enable and component in self.components
 
 
 @dataclass(frozen=True)
@@ -547,8 +557,10 @@ def _check_value(key: str, value: Any, place: str) -> Any:
     rule = field.metadata
     if isinstance(value, str) and not value.isascii() and value.encode(errors="ignore").decode() != value:
         raise ConfigError(f"{wrong}: not valid UTF-8, which a recipe is; such as {name} = {_toml_value(field.default)}")
-    if rule["choices"] and value not in rule["choices"]:
-        raise ConfigError(f"{wrong}: expected {_expected(field)}{_nearest(value, list(rule['choices']))}")
+    words = value if isinstance(value, tuple) else (value,)
+    unknown = [word for word in words if word not in rule["choices"]]
+    if rule["choices"] and unknown:
+        raise ConfigError(f"{wrong}: expected {_expected(field)}{_nearest(unknown[0], list(rule['choices']))}")
     if isinstance(value, int | float) and not isinstance(value, bool) and value not in rule["also"]:
         inside = (
             math.isfinite(value)
@@ -595,16 +607,21 @@ def _check_combinations(config: Config, origins: dict[str, str]) -> None:
         raise ConfigError(
             f'{at("model.tokenizer_path")} is empty: name a tokenizer file, such as "../assets/tokenizer/debug.model"'
         )
+    if config.compile.enable and not config.compile.components:
+        raise ConfigError(
+            f'{at("compile.components")} leaves nothing to compile, but compile.enable = true; components = ["model", "loss"], '
+            "or compile.enable = false, would work"
+        )
     checkpointing = config.activation_checkpoint
     option = checkpointing.selective_ac_option
     if option != "op" and not (option.isascii() and option.isdigit() and int(option) > 0):
         raise ConfigError(
             f'{at("activation_checkpoint.selective_ac_option")}: expected "op", or a number of blocks in quotes such as "2"'
         )
-    if checkpointing.mode == "memory_budget" and not config.compile.enable:
+    if checkpointing.mode == "memory_budget" and not config.compile.compiles("model"):
         raise ConfigError(
-            f"{at('activation_checkpoint.mode')} needs compile.enable = true, since the compiler chooses; "
-            'set that, or mode = "selective" would work'
+            f'{at("activation_checkpoint.mode")} needs compile.enable = true and "model" in compile.components, since the '
+            'compiler chooses; set that, or mode = "selective" would work'
         )
     keep = config.parallelism.fsdp_keep_gathered  # the default one stands in every saved recipe, and asks for nothing
     if config.parallelism.fsdp_reshard_after_forward == "always" and keep not in ((), Parallelism.fsdp_keep_gathered):
@@ -627,7 +644,7 @@ def _expected(field: dataclasses.Field) -> str:
     kinds = {bool: "true or false", int: "an integer", float: "a number", str: "a string", tuple: "a list of strings"}
     kind = kinds[field.type]  # type: ignore[index]
     if rule["choices"]:
-        return "one of " + ", ".join(f'"{choice}"' for choice in rule["choices"])
+        return ("a list of " if field.type is tuple else "one of ") + ", ".join(f'"{choice}"' for choice in rule["choices"])
     words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
     bounds = " and ".join(f"{word} {rule[name]}" for name, word in words.items() if rule[name] is not None)
     also = "".join(f", or {value}" for value in rule["also"])

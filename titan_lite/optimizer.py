@@ -1,11 +1,13 @@
 """AdamW over sharded parameters, clipping by the global norm, and the optimizer's state by FQN.
 
-optimizer = build_optimizer(config.optimizer, model.parameters())
+optimizer = build_optimizer(config.optimizer, model.parameters())                          # fused: one kernel
+optimizer = build_optimizer(config.optimizer, model.parameters(), compile=torch.compile)   # or what a compiler makes of it
 norm = clip_grad_norm_(model.parameters(), max_norm=1.0)
 optimizer_state(optimizer, dict(model.named_parameters()))       # {"layers.0.attention.wq.weight.exp_avg": DTensor, ...}
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,20 +17,74 @@ from torch.distributed.tensor import DTensor
 from titan_lite.config import Optimizer
 
 
-def build_optimizer(config: Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    """AdamW, fused: one kernel for all parameters. Norm weights decay only with config.decay_norms."""
+def build_optimizer(
+    config: Optimizer, parameters: Iterable[nn.Parameter], *, compile: Callable[[Callable], Callable] | None = None
+) -> torch.optim.AdamW:
+    """AdamW, fused: one kernel for all parameters; with `compile`, an update that this has compiled, of the same state.
+
+    Norm weights decay only with config.decay_norms.
+    """
     decaying: list[nn.Parameter] = []
     steady: list[nn.Parameter] = []
     for parameter in parameters:
         (decaying if parameter.dim() > 1 or config.decay_norms else steady).append(parameter)
     groups: list[dict] = [{"params": decaying, "weight_decay": config.weight_decay}, {"params": steady, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
-    )
+    groups = [group for group in groups if group["params"]]
+    settings: dict[str, Any] = dict(lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    return torch.optim.AdamW(groups, **settings) if compile is None else _CompiledAdamW(compile, groups, **settings)
+
+
+class _CompiledAdamW(torch.optim.AdamW):
+    """AdamW as a graph over local shards, of kernels that the compiler makes, since torch does not trace its fused one (2.13).
+
+    The state is the fused one's, made by torch.
+    """
+
+    def __init__(self, compile: Callable[[Callable], Callable], groups: list[dict], **settings: Any):
+        super().__init__(groups, **settings)
+        self.update = compile(_update)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lists: list[list[Tensor]] = [[], [], [], []]  # parameters, gradients, exp_avgs, exp_avg_sqs
+            steps: list[Tensor] = []
+            self._init_group(group, lists[0], lists[1], lists[2], lists[3], [], steps)
+            if not steps:
+                continue
+            torch._foreach_add_(steps, 1)
+            # Once for all parameters, in float64 as in the fused kernel; tensors, since a number would be part of the graph.
+            step, lr, (beta1, beta2) = steps[0].double(), group["lr"], group["betas"]
+            decay = torch.full_like(step, 1 - lr * group["weight_decay"])
+            step_size = lr / (1 - beta1**step)
+            correction = (1 - beta2**step).sqrt()
+            shards = [[tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors] for tensors in lists]
+            self.update(*shards, decay.float(), step_size.float(), correction.float(), beta1=beta1, beta2=beta2, eps=group["eps"])
+
+
+def _update(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    decay: Tensor,
+    step_size: Tensor,
+    correction: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """One step of AdamW (arXiv 1711.05101, algorithm 2) in place; computed in float32, whatever the dtypes are."""
+    lists = (parameters, gradients, exp_avgs, exp_avg_sqs)
+    before, gradients, first, second = ([tensor.float() for tensor in tensors] for tensors in lists)
+    means = torch._foreach_lerp(first, gradients, 1 - beta1)
+    squares = torch._foreach_addcmul(torch._foreach_mul(second, beta2), gradients, gradients, 1 - beta2)
+    denominators = torch._foreach_add(torch._foreach_div(torch._foreach_sqrt(squares), correction), eps)
+    steps = torch._foreach_div(torch._foreach_mul(means, step_size), denominators)
+    torch._foreach_copy_(parameters, torch._foreach_sub(torch._foreach_mul(before, decay), steps))
+    torch._foreach_copy_(exp_avgs, means)
+    torch._foreach_copy_(exp_avg_sqs, squares)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -7,6 +7,7 @@ Everything that can be wrong with a recipe is found before a process group is st
 
 import dataclasses
 import datetime
+import functools
 import gc
 import math
 import os
@@ -24,6 +25,7 @@ from titan_lite.check import check, gathers_once, without_effect
 from titan_lite.checkpoint import Checkpointer
 from titan_lite.compiler.hardware import find_machine, peak_flops
 from titan_lite.compiler.report import describe, write_receipts
+from titan_lite.compiler.stage import CompileError, compile_function
 from titan_lite.compiler.timeline import draw, write_trace
 from titan_lite.config import Config, ConfigError, gradient_accumulation_steps, to_toml
 from titan_lite.data.dataset import Split
@@ -97,6 +99,8 @@ class Trainer:
         self.positions = torch.tensor(positions, device=self.device)
         tp = axis_of(self.mesh["tp"])
         self.loss_sum = build_loss(self.model_config.vocab_size, tp.rank, tp.degree, tp.group)
+        if config.compile.compiles("loss"):
+            self.loss_sum = compile_function(self.loss_sum, config.compile, "loss")
         self.pipeline = None
         if self.mesh["pp"].size() > 1:
             self.pipeline = Pipeline(
@@ -113,7 +117,12 @@ class Trainer:
             )
 
         # 4. what moves it
-        self.optimizer = build_optimizer(config.optimizer, self.parameters.values())
+        compile_update = functools.partial(compile_function, config=config.compile, component="optimizer")
+        self.optimizer = build_optimizer(
+            config.optimizer,
+            self.parameters.values(),
+            compile=compile_update if config.compile.compiles("optimizer") else None,
+        )
         self.accumulation = gradient_accumulation_steps(config.training, self.dp_degree)
         self.microbatches = self.accumulation * plan.microbatches
         self.gather_once = gathers_once(config.parallelism, self.microbatches)
@@ -163,6 +172,12 @@ class Trainer:
 
     def train(self) -> None:
         """Until training.steps; saves and measures on the way. Raises TrainingError where going on makes no sense."""
+        try:
+            self.loop()
+        except CompileError as error:
+            raise TrainingError(str(error)) from error
+
+    def loop(self) -> None:
         config = self.config
         if self.step >= config.training.steps:
             logger.info(
@@ -390,7 +405,7 @@ class Trainer:
             torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
         )
         rows = training.local_batch_size * self.dp_degree * self.accumulation
-        compiled = config.compile.backend if config.compile.enable else "eager"
+        compiled = f"{config.compile.backend} ({', '.join(config.compile.components)})" if config.compile.enable else "eager"
         logger.info(
             f"model: {config.model.name} {config.model.flavor}, {self.total_parameters:,} parameters; "
             f"torch {torch.__version__}, {compiled}"

@@ -241,7 +241,7 @@ def _record(trainer: Trainer, result: Run) -> None:
     def recorded_backward(batches: list, tokens: Tensor) -> Tensor:
         if trainer.step > 1:
             return forward_backward(batches, tokens)
-        if not trainer.config.compile.enable:
+        if not trainer.config.compile.compiles("model"):
             for model in trainer.stages:
                 for fqn, module in model.named_modules():
                     if fqn not in ("", "layers"):

@@ -78,7 +78,7 @@ def test_buckets_change_no_number(layout, checkpointing, reshard, param):
             if tp == 1:
                 assert counts == expected
         assert [graph for graph, *_ in receipts] == ["forward", "backward"]
-        assert [moved for *_, moved in receipts] == [0, 0]  # gloo could not bear it: compiler/stage.py
+        assert all(moved > 0 for *_, moved in receipts) or shard == 1
 
 
 @pytest.mark.slow

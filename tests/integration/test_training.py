@@ -12,6 +12,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from titan_lite import optimizer
 from titan_lite.config import load_config
 from titan_lite.metrics import read_metrics
 from titan_lite.trainer import Trainer, TrainingError
@@ -122,6 +123,44 @@ def test_every_layout_has_the_same_loss_curve(layout, uninterrupted, tmp_path):
     ranks, options = LAYOUTS[layout]
     expected = {step: values for step, values in uninterrupted[1].items() if step <= 6}
     same(trained(ranks, DEBUG, tmp_path, *SMALL, *options), expected, rel=2e-5)
+
+
+COMPONENTS = ["--compile.enable", "--compile.backend", "aot_eager", "--compile.components"]
+
+
+def test_model_and_loss_compiled_are_bitwise_the_eager_ones_and_the_optimizer_but_for_rounding(uninterrupted, tmp_path):
+    options = [*SMALL, "--training.steps", "3"]
+    expected = {step: values for step, values in uninterrupted[1].items() if step <= 3}
+    same(trained(2, DEBUG, tmp_path / "two", *options, *COMPONENTS, "model,loss"), expected)
+    found = trained(2, DEBUG, tmp_path / "three", *options, *COMPONENTS, "model,loss,optimizer")
+    same(found, expected, rel=1e-6)
+    for name in ("loss", "grad_norm"):  # before the first update
+        assert found[1][name] == expected[1][name]
+
+
+@pytest.mark.slow
+def test_all_components_compiled_by_inductor_train_as_the_eager_ones(uninterrupted, tmp_path):
+    options = [*SMALL, "--training.steps", "3", "--compile.enable", "--compile.components", "model,loss,optimizer"]
+    expected = {step: values for step, values in uninterrupted[1].items() if step <= 3}
+    same(trained(2, DEBUG, tmp_path, *options), expected, rel=2e-5)
+
+
+def with_a_broken_optimizer(folder):
+    """A run whose compiled update cannot be traced; returns how it ended."""
+    options = ["--compile.enable", "--compile.backend", "aot_eager", "--compile.components", "optimizer"]
+    config, _ = load_config(DEBUG, ["--job.dump_folder", str(folder), *SMALL, *options])
+    optimizer._update = lambda *lists, **numbers: torch._dynamo.graph_break()
+    with pytest.raises(TrainingError) as failure:
+        Trainer(config).train()
+    return str(failure.value), type(failure.value.__cause__.__cause__).__name__
+
+
+def test_what_cannot_be_compiled_ends_the_run_with_the_keys_to_change(tmp_path):
+    ((message, cause),) = run_ranks(1, with_a_broken_optimizer, tmp_path, init=False)
+    assert re.fullmatch(
+        r'compile.backend = "aot_eager" cannot compile the optimizer \(.+\); compile.enable = false would work', message
+    )
+    assert cause == "Unsupported"
 
 
 def test_another_seed_is_another_run(uninterrupted, tmp_path):

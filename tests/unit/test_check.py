@@ -44,6 +44,7 @@ SHORT = {
     "flavor": "model.flavor",
     "compile": "compile.enable",
     "backend": "compile.backend",
+    "components": "compile.components",
     "ac": "activation_checkpoint.mode",
 }
 
@@ -107,6 +108,12 @@ WRONG = {
         ("cuts backward in two", "compile.enable = false"),
         "compile=false",
     ),
+    "ZBV with a compiled loss": Wrong(
+        2,
+        "pp=2 schedule=ZBVZeroBubble compile=true components=loss backend=aot_eager",
+        ("cuts backward in two", "compile.enable = false"),
+        "components=optimizer",
+    ),
     "ZBV with checkpointing": Wrong(
         2, "pp=2 schedule=ZBVZeroBubble ac=full", ("cuts backward in two", 'mode = "none", or "Interleaved1F1B"'), "ac=none"
     ),
@@ -148,6 +155,12 @@ WRONG = {
     ),
     "async TP without a compiler": Wrong(
         2, "async_tp=true tp=2", ("enable_async_tensor_parallel = true", "compile.enable = true"), "async_tp=false"
+    ),
+    "async TP without a compiled model": Wrong(
+        2,
+        "async_tp=true tp=2 compile=true components=loss",
+        ("enable_async_tensor_parallel = true", '"model" in compile.components'),
+        "async_tp=false",
     ),
     "async TP without a GPU": Wrong(
         2, "async_tp=true tp=2 compile=true", ("enable_async_tensor_parallel = true", "GPU"), "async_tp=false"
@@ -230,6 +243,11 @@ def test_layouts_that_can_be(ranks, keys):
             "activation_checkpoint.mode=selective activation_checkpoint.selective_ac_option=2 "
             "parallelism.fsdp_keep_gathered=layers.3,layers.4,layers",
             "fsdp_keep_gathered: layers.4 has no effect",
+        ),
+        ("compile.components=loss", "compile.components = ('loss',) has no effect: compile.enable = false"),
+        (
+            "compile.enable compile.components=loss,optimizer compile.bucketing=none",
+            "compile.bucketing = none has no effect: the model is not in compile.components",
         ),
         ("data.text_field=content", 'data.text_field = content has no effect: dataset = "stdlib"'),
         ("data.num_workers=0 data.prefetch=9", "data.prefetch = 9 has no effect: num_workers = 0"),

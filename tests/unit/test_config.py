@@ -144,7 +144,8 @@ def values_of(key):
     """Any value that the key admits."""
     field, rule = KEYS[key], KEYS[key].metadata
     if rule["choices"]:
-        return st.sampled_from(rule["choices"])
+        one = st.sampled_from(rule["choices"])
+        return st.lists(one, min_size=1, unique=True).map(tuple) if field.type is tuple else one
     if field.type is bool:
         return st.booleans()
     if field.type is str:
@@ -288,6 +289,10 @@ MISTAKES = [
         'selective_ac_option = "2"',
     ),
     a_line("misspelt choice", "compile", 'backend = "induktor"', "did you mean inductor?", 'backend = "inductor"'),
+    a_line(
+        "misspelt choice in a list", "compile", 'components = ["model", "los"]', "did you mean loss?", 'components = ["loss"]'
+    ),
+    a_line("unknown choice in a list", "compile", 'components = ["data"]', '"optimizer"', 'components = ["optimizer"]'),
     a_line("unknown choice", "training", 'dtype = "fp8"', '"bfloat16"', 'dtype = "bfloat16"'),
     # files
     Mistake("invalid TOML", "[training\n", ("recipe.toml", "line 1"), "`key = value` under a `[section]`"),
@@ -320,6 +325,13 @@ MISTAKES = [
     an_option("out of range", "--debug.seed=-1", ("[debug] seed = -1",), "at least 0", "--debug.seed=0"),
     an_option("infinite", "--optimizer.lr=inf", ("[optimizer] lr = inf",), "lr = 0.0003", "--optimizer.lr=0.0003"),
     an_option("unknown choice", "--data.dataset=c5", ('[data] dataset = "c5"',), '"c4"', "--data.dataset=c4"),
+    an_option(
+        "unknown component",
+        "--compile.components=model,data",
+        ("[compile] components",),
+        '"loss"',
+        "--compile.components=model,loss",
+    ),
     an_option("not UTF-8", "--job.description=\udcff", ('[job] description = "\udcff"',), "UTF-8", "--job.description="),
     # combinations
     together(
@@ -349,6 +361,20 @@ MISTAKES = [
         ('[activation_checkpoint] mode = "memory_budget"',),
         "compile.enable = true",
         '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true',
+    ),
+    together(
+        "a budget for a model that is not compiled",
+        '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true\ncomponents = ["loss"]',
+        ('[activation_checkpoint] mode = "memory_budget"',),
+        '"model" in compile.components',
+        '[activation_checkpoint]\nmode = "memory_budget"\n[compile]\nenable = true\ncomponents = ["model"]',
+    ),
+    together(
+        "nothing to compile",
+        "[compile]\nenable = true\ncomponents = []",
+        ("[compile] components = []",),
+        'components = ["model", "loss"]',
+        '[compile]\nenable = true\ncomponents = ["model", "loss"]',
     ),
     together(
         "a step to load, from no checkpoint",

@@ -1,11 +1,13 @@
 """AdamW: what decays, clipping, the state by name, and the same steps as torch's plain implementation."""
 
+import functools
 import math
 
 import pytest
 import torch
 
-from titan_lite.config import Optimizer
+from titan_lite.compiler.stage import compile_function
+from titan_lite.config import Compile, Optimizer
 from titan_lite.models.llama3 import ModelConfig, Transformer
 from titan_lite.optimizer import build_optimizer, clip_grad_norm_, optimizer_state, set_learning_rate
 
@@ -25,7 +27,7 @@ def set_gradients(model, step):
     """The same for every model of a kind, other ones each step."""
     generator = torch.Generator().manual_seed(step)
     for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
 def take_steps(model, optimizer, steps):
@@ -74,6 +76,57 @@ def test_steps_are_those_of_the_plain_algorithm():
             each.step()
     for (name, ours), expected in zip(model.named_parameters(), oracle.parameters(), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# Compiled
+
+
+def compiling(backend):
+    return functools.partial(compile_function, config=Compile(enable=True, backend=backend), component="optimizer")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_update_is_that_of_the_fused_kernel_and_compiled_once(backend, dtype):
+    """aot_eager: moments bitwise, parameters but for the rounding of one multiplication (torch 2.13, on a CPU)."""
+    torch._dynamo.reset()
+    model, oracle = build_model().to(dtype), build_model().to(dtype)
+    optimizer = build_optimizer(CONFIG, model.parameters(), compile=compiling(backend))
+    fused = build_optimizer(CONFIG, oracle.parameters())
+    graphs = []
+    for step in range(1, 11):
+        for each, its in ((model, optimizer), (oracle, fused)):
+            set_gradients(each, step)
+            set_learning_rate(its, CONFIG.lr * step / 4)
+            its.step()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert len(set(graphs)) == 1  # one a group, in the first step
+
+    ours, theirs = (optimizer_state(its, dict(each.named_parameters())) for each, its in ((model, optimizer), (oracle, fused)))
+    assert ours.keys() == theirs.keys()
+    rtol = 1e-5 if dtype == torch.float32 else 2**-7
+    for name, tensor in ours.items():
+        exact = backend == "aot_eager" or name.endswith(".step")
+        torch.testing.assert_close(tensor, theirs[name], rtol=0 if exact else rtol, atol=0 if exact else 1e-7)
+    for (name, parameter), expected in zip(model.named_parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=rtol, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_compiled_update_goes_on_from_the_state_of_the_fused_kernel():
+    torch._dynamo.reset()
+    model, resumed = build_model(), build_model()
+    fused = build_optimizer(CONFIG, model.parameters())
+    take_steps(model, fused, [1, 2, 3])
+    resumed.load_state_dict(model.state_dict())
+    new = build_optimizer(CONFIG, resumed.parameters(), compile=compiling("aot_eager"))
+    saved = optimizer_state(fused, dict(model.named_parameters()))
+    for name, tensor in optimizer_state(new, dict(resumed.named_parameters())).items():
+        assert tensor.dtype == saved[name].dtype
+        tensor.copy_(saved[name])
+    take_steps(model, fused, [4, 5])
+    take_steps(resumed, new, [4, 5])
+    for (name, ours), theirs in zip(resumed.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
 
 
 # Clipping

@@ -38,8 +38,7 @@ class Receipt:
 
     before: how many collectives of parameters of each kind there were; after: those that are left, in order; moved: how many
     stand elsewhere than they did; schedule: a hash of all collectives in their order. timeline: the estimate, None for a machine
-    that is not known. compile_seconds: for this graph, passes included; cache: "hit" or "miss" of Inductor's, "" without; note:
-    what was not done, and why.
+    that is not known. compile_seconds: for this graph, passes included; cache: "hit" or "miss" of Inductor's, "" without.
     """
 
     graph: str
@@ -51,7 +50,6 @@ class Receipt:
     pass_seconds: float = 0.0
     compile_seconds: float = 0.0
     cache: str = ""
-    note: str = ""
 
     def count(self, kind: str) -> int:
         return sum(collective.kind == kind for collective in self.after)
@@ -79,7 +77,7 @@ def describe(receipts: Sequence[Receipt]) -> list[str]:
         gib = sum(collective.nbytes for collective in receipt.after) / 2**30
         words = [f"{', '.join(counts)} ({gib:.3f} GiB)" if counts else "no collectives of parameters"]
         if counts:
-            words.append(receipt.note or f"{receipt.moved} moved to overlap")
+            words.append(f"{receipt.moved} moved to overlap")
         if counts and (times := receipt.timeline) is not None:
             words.append(
                 f"estimated {milliseconds(times.communication)} communication beside {milliseconds(times.compute)} computation, "

@@ -16,10 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx import Graph, GraphModule
 
 from titan_lite.compiler import bucketing, reordering, wrapping
@@ -55,18 +53,15 @@ class Schedule:
         self.receipts[-1] = dataclasses.replace(self.receipts[-1], compile_seconds=seconds, cache=cache)
 
     def __call__(self, module: GraphModule, name: str) -> None:
-        """Raises ConfigError where the recipe asks for buckets and none were made; RuntimeError where ranks differ."""
+        """Raises ConfigError where the recipe asks for buckets and none were made, and where ranks differ."""
         graph, started = module.graph, time.perf_counter()
         before = count_collectives(graph)
         self.write(graph, name, "0_traced")
         bound = lower_bound(graph, self.machine, fused=self.fused) if self.machine else 0.0
         self.bucket(module, name)
         self.write(graph, name, "1_bucketed")
-        moved, note = 0, ""
-        if self.config.reordering and _travels_by_gloo(graph):
-            # Within a minute, in forward or backward, whichever kinds are in flight (torch 2.13); waited for at once, never.
-            note = "not reordered: functional collectives in flight on gloo corrupt the heap"
-        elif self.config.reordering and self.config.bucketing != "auto":
+        moved = 0
+        if self.config.reordering and self.config.bucketing != "auto":
             moved = reordering.overlap(graph, self.machine, fused=self.fused)
             self.write(graph, name, "2_reordered")
         module.recompile()
@@ -80,7 +75,6 @@ class Schedule:
                 self.agreed(schedule_hash(graph), name),
                 timeline,
                 pass_seconds=time.perf_counter() - started,
-                note=note,
             )
         )
 
@@ -113,7 +107,7 @@ class Schedule:
             (self.dump / f"{len(self.receipts)}_{name}_{what}.txt").write_text(readable(graph), encoding="utf-8")
 
     def agreed(self, schedule: str, name: str) -> str:
-        """The hash, which is the same on all ranks. Raises RuntimeError otherwise."""
+        """The hash, which is the same on all ranks. Raises ConfigError otherwise."""
         ranks_by_schedule: dict[str, list[int]] = {}
         with unset_fake_temporarily():  # else the exchange would be traced
             schedules = self.exchange(schedule) if self.exchange else {}
@@ -121,7 +115,7 @@ class Schedule:
             ranks_by_schedule.setdefault(theirs, []).append(rank)
         if len(ranks_by_schedule) > 1:
             found = "; ".join(f"ranks {', '.join(map(str, ranks))} {theirs}" for theirs, ranks in ranks_by_schedule.items())
-            raise RuntimeError(
+            raise ConfigError(
                 f"ranks would communicate in different orders in the {name} graph, and hang ({found}); the same code, recipe and "
                 'compile.machine on all nodes would work, or compile.bucketing = "block"'
             )
@@ -153,8 +147,3 @@ def readable(graph: Graph) -> str:
 
 def _cache_hits() -> Counter:
     return Counter({name: counters["inductor"][name] for name in ("fxgraph_cache_hit", "fxgraph_cache_miss")})
-
-
-def _travels_by_gloo(graph: Graph) -> bool:
-    groups = {group_of(node) for node in parameter_collectives(graph)}
-    return any(dist.get_backend(_resolve_process_group(group)) == "gloo" for group in groups)  # type: ignore[arg-type]

@@ -1,18 +1,22 @@
 """The compile stage: the parallelized model becomes one graph, and passes on it do what hooks do elsewhere.
 
     compile_model(model, config.compile, reshard_after_forward=True)      # in place, compiled at the first call
+    loss_sum = compile_function(loss_sum, config.compile, "loss")         # as it is, without passes
 
-Both backends run the same passes; every inductor setting is scoped to this compilation.
+Both backends run the same passes; every setting of the compiler is scoped to a compilation. What cannot be compiled is a
+CompileError, which says what of the recipe to change.
 """
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch.aot_autograd import make_boxed_func
@@ -29,7 +33,15 @@ from titan_lite.compiler import collectives, resharding
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.config import Compile, ConfigError
 
+Compiling = Callable[[GraphModule, str], AbstractContextManager]  # of a graph and its name; compiled within
+# All stages of a pipeline are calls of one function, of which torch compiles 8 variants; each stage has two, with gradients and
+# without.
+RECOMPILE_LIMIT = 64
 FUSED_PRODUCTS = ("symm_mem.fused_all_gather_matmul.default", "symm_mem.fused_matmul_reduce_scatter.default")
+
+
+class CompileError(RuntimeError):
+    """Something of the run cannot be compiled; the message says what, why, and which keys to change."""
 
 
 def check_backend(config: Compile, device_type: str) -> None:
@@ -60,7 +72,7 @@ def compile_model(
     """Compile `model` as one graph, in place; FQNs do not change. Anything that breaks the graph is an error.
 
     reshard_after_forward, keep_gathered: as in `apply_simple_fsdp` (distributed/simple_fsdp.py).
-    schedule: the passes on each graph when it is compiled, forward at the first call, backward at the first backward.
+    schedule: the passes on each graph when it is compiled, at the first call: forward, then backward.
     memory_budget: the share of activations that the partitioner may keep, of those it keeps at 1.0; what it then recomputes
     are the operators that cost least for what they free. async_tensor_parallel: the group whose collectives Inductor cuts into
     pieces that overlap with pieces of the matrix products beside them (arXiv 2410.06511, section 3.4); where it finds none, an
@@ -70,20 +82,15 @@ def compile_model(
     if reshard_after_forward:
         kept = resharding.parameters_within(model, keep_gathered)
         reshard = _Pass(resharding.recompute_parameter_all_gathers, keep_gathered=kept)
-    schedule = schedule or Schedule(config)
+    compiling = (schedule or Schedule(config)).compiling
     if config.backend == "inductor":
-        backend = _inductor(reshard, schedule, async_tensor_parallel)
+        backend = _inductor(reshard, compiling, async_tensor_parallel)
     else:
-        backend = _aot_eager(reshard, schedule)
+        backend = _aot_eager(reshard, compiling)
 
-    def within_budget(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
-        with functorch_config.patch(activation_memory_budget=memory_budget):
-            return backend(graph, inputs)
-
-    # All stages of a pipeline are calls of one function, of which torch compiles 8 variants; each stage has two, with gradients
-    # and without.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    model.compile(backend=within_budget, fullgraph=True)
+    model.compile(backend=_with_backward(backend, memory_budget), fullgraph=True)
+    assert model._compiled_call_impl is not None
+    model._compiled_call_impl = _told(model._compiled_call_impl, config, "model")
 
 
 class _Pass(CustomGraphPass):
@@ -100,7 +107,7 @@ class _Pass(CustomGraphPass):
         return call + get_hash_for_files((__file__, collectives.__file__, resharding.__file__))
 
 
-def _aot_eager(reshard: _Pass | None, schedule: Schedule) -> Callable:
+def _aot_eager(reshard: _Pass | None, compiling: Compiling) -> Callable:
     def partition(joint: GraphModule, *args: Any, **kwargs: Any) -> Any:
         if reshard is not None:
             reshard(joint.graph)
@@ -108,7 +115,7 @@ def _aot_eager(reshard: _Pass | None, schedule: Schedule) -> Callable:
             return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
     def run_as_is(name: str, graph: GraphModule, inputs: Sequence[Any]) -> Callable:
-        with schedule.compiling(graph, name):
+        with compiling(graph, name):
             return make_boxed_func(graph.forward)
 
     return aot_autograd(
@@ -119,7 +126,7 @@ def _aot_eager(reshard: _Pass | None, schedule: Schedule) -> Callable:
     )
 
 
-def _inductor(reshard: _Pass | None, schedule: Schedule, async_tensor_parallel: str) -> Callable:
+def _inductor(reshard: _Pass | None, compiling: Compiling, async_tensor_parallel: str = "") -> Callable:
     # Inductor would order nodes by memory; theirs is ours.
     patches: dict[str, Any] = {"reorder_for_peak_memory": False, "reorder_for_compute_comm_overlap": False}
     if reshard is not None:
@@ -131,7 +138,7 @@ def _inductor(reshard: _Pass | None, schedule: Schedule, async_tensor_parallel: 
     def compile_one(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """Here and not in one of Inductor's own places for passes, which a graph from its cache does not come by."""
         name = "backward" if options.get("is_backward") else "inference" if options.get("is_inference") else "forward"
-        with schedule.compiling(graph, name):
+        with compiling(graph, name):
             return compile_fx_inner(graph, inputs, **options)
 
     def backend(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
@@ -142,10 +149,10 @@ def _inductor(reshard: _Pass | None, schedule: Schedule, async_tensor_parallel: 
 
 
 def expect_fused_products(graph: Graph) -> int:
-    """The number of matrix products in `graph` that overlap with the collective beside them. Raises RuntimeError for none."""
+    """The number of matrix products in `graph` that overlap with the collective beside them. Raises ConfigError for none."""
     fused = [node for node in graph.nodes if node.op == "call_function" and str(node.target) in FUSED_PRODUCTS]
     if not fused:
-        raise RuntimeError(
+        raise ConfigError(
             "parallelism.enable_async_tensor_parallel = true: Inductor found no collective beside a matrix product to overlap it "
             "with; false would work"
         )
@@ -159,3 +166,59 @@ def _nothing_is_random() -> Any:
     torch 2.13 then mixes them up with the meshes of DTensors, which it saves as well.
     """
     return mock.patch.object(partitioners, "has_recomputable_rng_ops", return_value=False)
+
+
+def compile_function(function: Callable, config: Compile, component: str) -> Callable:
+    """`function` of tensors, or lists of them, as one graph for each of their shapes. component: its name in the recipe."""
+
+    def unchanged(graph: GraphModule, name: str) -> AbstractContextManager:
+        """No pass has anything to do: collectives stay where they are, each waited for at once."""
+        return nullcontext()
+
+    backend = _inductor(None, unchanged) if config.backend == "inductor" else _aot_eager(None, unchanged)
+    compiled = torch.compile(function, backend=_with_backward(backend), fullgraph=True, dynamic=False)
+    return _told(compiled, config, component)
+
+
+def _with_backward(backend: Callable, memory_budget: float = 1.0) -> Callable:
+    """`backend`, which also compiles backward at the first call, and not in the first backward, where an error would not be told
+    from one of the run."""
+
+    def compile_both(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
+        with functorch_config.patch(activation_memory_budget=memory_budget, force_non_lazy_backward_lowering=True):
+            return backend(graph, inputs)
+
+    return compile_both
+
+
+def _told(compiled: Callable, config: Compile, component: str) -> Callable:
+    """`compiled`, where a failure to compile is a CompileError."""
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+                return compiled(*args, **kwargs)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            raise CompileError(_sentence(error, config, component)) from error
+
+    return call
+
+
+def _sentence(error: Exception, config: Compile, component: str) -> str:
+    cause: BaseException = error
+    while isinstance(cause, BackendCompilerFailed):
+        cause = cause.inner_exception
+    if isinstance(cause, ConfigError):  # of a pass, which knows the key
+        return str(cause)
+    ways = []
+    if cause is not error and config.backend == "inductor":  # what is not even traced is so for any backend
+        ways.append('compile.backend = "aot_eager"')
+    others = [f'"{other}"' for other in config.components if other != component]
+    if others:
+        ways.append(f"compile.components = [{', '.join(others)}]")
+    why = next(filter(None, map(str.strip, str(cause).splitlines())), "") or type(cause).__name__
+    return (
+        f'compile.backend = "{config.backend}" cannot compile the {component} ({why}); '
+        f"{' or '.join([*ways, 'compile.enable = false'])} would work"
+    )

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_lite.config import ConfigError, Parallelism
+from titan_lite.distributed.gloo import gather_without_coalescing
 
 DEGREES = {  # axis: the key of its degree in [parallelism]
     "pp": "pipeline_parallel_degree",
@@ -78,6 +79,8 @@ def check_context_parallel(cp: int, *, seq_len: int, tp: int) -> None:
 
 def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
     """The mesh of AXES; the process group must be up. device_type: "cuda" or "cpu"."""
+    if device_type == "cpu":
+        gather_without_coalescing()
     return init_device_mesh(device_type, tuple(degrees[axis] for axis in AXES), mesh_dim_names=AXES)
 
 

@@ -71,7 +71,7 @@ def parallelize(
             reshard_after_forward=reshard,
             keep_gathered=keep,
         )
-        if compile.enable:
+        if compile.compiles("model"):
             budget = activation_checkpoint.memory_budget if activation_checkpoint.mode == "memory_budget" else 1.0
             # a stage without blocks has no matrix product to overlap with
             overlaps = parallelism.enable_async_tensor_parallel and len(blocks) > 0

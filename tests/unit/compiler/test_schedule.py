@@ -5,14 +5,10 @@ import torch
 from hand import Hand, aten, left, places, priced, two_ranks  # noqa: F401
 from torch.fx import GraphModule
 
-from titan_lite.compiler import schedule as module
 from titan_lite.compiler.schedule import Schedule, readable, schedule_hash
 from titan_lite.config import Compile, ConfigError
 
-
-@pytest.fixture(autouse=True)
-def not_gloo(two_ranks, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(module, "_travels_by_gloo", lambda graph: False)
+pytestmark = pytest.mark.usefixtures("two_ranks")
 
 
 def layers(count=2, name="layers.{}.{}.weight"):
@@ -81,7 +77,7 @@ def test_ranks_that_would_hang_are_named():
         return {0: mine, 1: mine, 6: "other"}
 
     with pytest.raises(
-        RuntimeError, match=r"different orders in the forward graph, and hang \(ranks 0, 1 \w{12}; ranks 6 other\)"
+        ConfigError, match=r"different orders in the forward graph, and hang \(ranks 0, 1 \w{12}; ranks 6 other\)"
     ):
         scheduled(layers(), bucketing="block", exchange=exchange)
     assert scheduled(layers(), bucketing="block", exchange=lambda mine: {0: mine, 1: mine}).schedule

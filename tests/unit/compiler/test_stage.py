@@ -1,10 +1,14 @@
-"""The compile stage on one process: a budget of activations, and resharding beside it."""
+"""The compile stage on one process: a budget of activations, functions, and what is said of that which cannot be compiled."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from titan_lite.compiler.stage import compile_model
-from titan_lite.config import Compile
+from titan_lite.compiler import stage
+from titan_lite.compiler.stage import CompileError, compile_function, compile_model
+from titan_lite.config import Compile, ConfigError
+from titan_lite.loss import IGNORE_INDEX, cross_entropy_sum
 from titan_lite.models.llama3 import ModelConfig, Transformer
 
 CONFIG = ModelConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=64, max_seq_len=16)
@@ -42,3 +46,111 @@ def test_a_smaller_budget_saves_less_and_computes_the_same():
 def test_the_budget_does_not_outlast_the_compilation(budget):
     trained(budget)
     assert torch._functorch.config.activation_memory_budget == 1.0
+
+
+# Functions
+
+
+def graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_loss_compiled_is_the_loss_and_compiled_once_with_gradients_and_once_without(backend, dtype):
+    torch._dynamo.reset()
+    compiled = compile_function(cross_entropy_sum, Compile(enable=True, backend=backend), "loss")
+    before = graphs()
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        logits = (3 * torch.randn(2, 16, 64, generator=generator)).to(dtype)
+        labels = torch.randint(64, (2, 16), generator=generator)
+        labels[1, 3:9] = IGNORE_INDEX
+        gradients, losses = [], []
+        for function in (compiled, cross_entropy_sum):
+            leaf = logits.clone().requires_grad_()
+            loss = function(leaf, labels)
+            (loss / 26).backward()
+            gradients.append(leaf.grad)
+            losses.append(loss.detach())
+            with torch.no_grad():
+                torch.testing.assert_close(function(logits, labels), loss.detach())
+        tolerance = dict(rtol=0, atol=0) if backend == "aot_eager" else {}
+        torch.testing.assert_close(losses[0], losses[1], **tolerance)
+        torch.testing.assert_close(gradients[0], gradients[1], **tolerance)
+        assert graphs() - before == 2
+
+
+# What cannot be compiled
+
+
+def failing(name, graph, wanted):
+    if wanted == name:
+        raise RuntimeError("parallelism.enable_such_a_thing = true: there is none\nand more of it")
+
+
+@pytest.mark.parametrize("wanted", ["forward", "backward"])
+def test_a_pass_that_fails_on_the_model_is_told_with_the_keys_to_change(wanted, monkeypatch):
+    monkeypatch.setattr(stage.Schedule, "compiling", lambda schedule, graph, name: failing(name, graph, wanted) or nullcontext())
+    with pytest.raises(CompileError) as failure:
+        trained(1.0)
+    assert str(failure.value) == (
+        'compile.backend = "aot_eager" cannot compile the model (parallelism.enable_such_a_thing = true: there is none); '
+        'compile.components = ["loss"] or compile.enable = false would work'
+    )
+    assert isinstance(failure.value.__cause__, torch._dynamo.exc.BackendCompilerFailed)
+
+
+def test_a_pass_that_knows_the_key_speaks_for_itself(monkeypatch):
+    def refuse(schedule, graph, name):
+        raise ConfigError("compile.bucketing = x: y would work")
+
+    monkeypatch.setattr(stage.Schedule, "__call__", refuse)
+    with pytest.raises(CompileError, match=r"^compile.bucketing = x: y would work$"):
+        trained(1.0)
+
+
+def test_what_inductor_cannot_compile_aot_eager_may(monkeypatch):
+    def broken(graph, inputs, **options):
+        raise RuntimeError("no kernel for this")
+
+    monkeypatch.setattr(stage, "compile_fx_inner", broken)
+    torch._dynamo.reset()
+    compiled = compile_function(torch.square, Compile(enable=True, components=("model", "loss", "optimizer")), "optimizer")
+    with pytest.raises(CompileError) as failure:
+        compiled(torch.ones(3))
+    assert str(failure.value) == (
+        'compile.backend = "inductor" cannot compile the optimizer (no kernel for this); compile.backend = "aot_eager" or '
+        'compile.components = ["model", "loss"] or compile.enable = false would work'
+    )
+
+
+def test_a_graph_that_breaks_is_told_and_no_other_backend_named():
+    def printing(x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+    compiled = compile_function(printing, Compile(enable=True, components=("loss",)), "loss")
+    with pytest.raises(CompileError) as failure:
+        compiled(torch.ones(3))
+    sentence = str(failure.value)
+    assert sentence.startswith('compile.backend = "inductor" cannot compile the loss (')
+    assert sentence.endswith("); compile.enable = false would work")
+    assert "\n" not in sentence
+    assert isinstance(failure.value.__cause__, torch._dynamo.exc.Unsupported)
+
+
+def test_an_error_of_the_run_is_none_of_the_compiler():
+    torch._dynamo.reset()
+    compiled = compile_function(cross_entropy_sum, Compile(enable=True, backend="aot_eager"), "loss")
+    logits, labels = torch.zeros(1, 2, 5), torch.zeros(1, 2, dtype=torch.int64)
+    compiled(logits, labels)
+    with pytest.raises(IndexError):
+        compiled(logits, labels + 7)
+
+
+def test_settings_of_the_compiler_are_what_they_were():
+    before = torch._dynamo.config.recompile_limit, torch._functorch.config.force_non_lazy_backward_lowering
+    trained(1.0)
+    assert (torch._dynamo.config.recompile_limit, torch._functorch.config.force_non_lazy_backward_lowering) == before
+    assert before[0] < stage.RECOMPILE_LIMIT  # or nothing was set

@@ -14,6 +14,7 @@ from torch.distributed import _symmetric_memory
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_lite.compiler.stage import expect_fused_products
+from titan_lite.config import ConfigError
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
@@ -51,7 +52,7 @@ def graphs_of(mesh):
 
 def test_the_matrix_products_of_every_block_overlap_with_their_collectives(mesh):
     forward, backward = graphs_of(mesh)
-    with pytest.raises(RuntimeError, match=r"enable_async_tensor_parallel = true: Inductor found no collective"):
+    with pytest.raises(ConfigError, match=r"enable_async_tensor_parallel = true: Inductor found no collective"):
         expect_fused_products(forward.graph)
     group = mesh.get_group("tp").group_name
     with _symmetric_memory._test_mode({group}), mock.patch("torch.distributed.is_nccl_available", return_value=True):
