@@ -5,13 +5,16 @@ model_config, tokenizer, degrees, pipeline = check(config, world_size=8)
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from titan_lite.checkpoint import Checkpointer
+from titan_lite.compiler.hardware import PROFILES, load_machine, profile_of
 from titan_lite.compiler.resharding import parameters_within
 from titan_lite.compiler.stage import check_backend
+from titan_lite.compiler.trial import STEPS, WAYS
 from titan_lite.config import KEYS, Config, ConfigError, Parallelism, gradient_accumulation_steps
 from titan_lite.data.dataset import check_data
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
@@ -57,12 +60,13 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
             f"{config.model.flavor} has room for {flavor.vocab_size}; use that flavor's tokenizer, or a flavor with room"
         )
     check_data(config.data)
-    check_keep_gathered(config.parallelism.fsdp_keep_gathered, config.model.flavor)
+    check_names("parallelism.fsdp_keep_gathered", config.parallelism.fsdp_keep_gathered, config.model.flavor)
+    microbatches = accumulation * pipeline.microbatches
+    check_schedule(config, microbatches)
     check_async_tensor_parallel(config)
     check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
     if config.profiling.enable_memory_snapshot and not torch.cuda.is_available():
         raise ConfigError("profiling.enable_memory_snapshot = true: snapshots are of CUDA memory, and there is none; set false")
-    microbatches = accumulation * pipeline.microbatches
     if gathers_once(config.parallelism, microbatches) and config.parallelism.fsdp_reshard_after_forward == "always":
         raise ConfigError(
             'parallelism.fsdp_reshard_after_forward = "always" has no effect with fsdp_communication = "step", which keeps '
@@ -73,16 +77,44 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
     return dataclasses.replace(flavor, max_seq_len=config.training.seq_len), tokenizer, degrees, pipeline
 
 
-def check_keep_gathered(prefixes: tuple[str, ...], flavor: str) -> None:
-    """Raises ConfigError for one in which the model, all pipeline stages together, has no parameter."""
+def check_names(key: str, names: Sequence[str], flavor: str) -> None:
+    """Raises ConfigError for a name in which the model, all pipeline stages together, has no parameter."""
     with torch.device("meta"):
         model = Transformer(dataclasses.replace(FLAVORS[flavor], max_seq_len=1))
-    for prefix in prefixes:
-        if not parameters_within(model, [prefix]):
+    for name in names:
+        if not parameters_within(model, [name]):
             raise ConfigError(
-                f'parallelism.fsdp_keep_gathered = [{", ".join(prefixes)}]: "{prefix}" has no parameter in flavor {flavor}; '
+                f'{key} = [{", ".join(names)}]: "{name}" has no parameter in flavor {flavor}; '
                 f"tok_embeddings, layers.0 to layers.{len(model.layers) - 1}, norm and output have, and modules within"
             )
+
+
+def check_schedule(config: Config, microbatches: int) -> None:
+    """Raises ConfigError where the compile stage could not bucket as the recipe says."""
+    stage = config.compile
+    if stage.machine:
+        load_machine(stage.machine)
+    if not stage.compiles("model"):
+        return
+    if stage.bucketing == "plan":
+        check_names("compile.buckets", [name for bucket in stage.buckets for name in bucket.split()], config.model.flavor)
+    if stage.bucketing in ("greedy", "auto", "measured") and not stage.machine and torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+        if profile_of(device) is None:
+            raise ConfigError(
+                f'compile.bucketing = "{stage.bucketing}" prices collectives, and "{device}" is not known: compile.machine = '
+                f'{", ".join(PROFILES)} or a .toml file, or bucketing = "block" would work'
+            )
+    if stage.bucketing not in ("none", "block") and gathers_once(config.parallelism, microbatches):
+        raise ConfigError(
+            f'compile.bucketing = "{stage.bucketing}" has nothing to bucket: parallelism.fsdp_communication = "step" gathers '
+            f'once for {microbatches} microbatches; fsdp_communication = "microbatch" or bucketing = "block" would work'
+        )
+    if stage.bucketing == "measured" and config.training.steps < len(WAYS) * STEPS:
+        raise ConfigError(
+            f'compile.bucketing = "measured" tries {len(WAYS)} ways in {STEPS} steps each, and training.steps = '
+            f'{config.training.steps}; {len(WAYS) * STEPS} steps or bucketing = "block" would work'
+        )
 
 
 def check_async_tensor_parallel(config: Config) -> None:
@@ -105,7 +137,7 @@ def without_effect(config: Config, microbatches: int) -> list[str]:
     """The keys that a recipe sets and that do nothing in it, where a step has so many microbatches, each with the reason."""
     parallelism, checkpointing = config.parallelism, config.activation_checkpoint
     pipeline = [f"parallelism.{f.name}" for f in dataclasses.fields(Parallelism) if f.name.startswith("pipeline_parallel_")]
-    passes = ["compile.bucketing", "compile.reordering"]
+    passes = [f"compile.{name}" for name in ("bucketing", "buckets", "bucket_memory", "reordering", "dump_graphs")]
     idle: list[tuple[bool, str, list[str]]] = [
         (parallelism.pipeline_parallel_degree == 1, "pipeline_parallel_degree = 1", pipeline),
         (
@@ -136,6 +168,16 @@ def without_effect(config: Config, microbatches: int) -> list[str]:
         (checkpointing.mode != "memory_budget", f'mode = "{checkpointing.mode}"', ["activation_checkpoint.memory_budget"]),
         (not config.compile.enable, "compile.enable = false", ["compile.backend", "compile.components", *passes]),
         (config.compile.enable and not config.compile.compiles("model"), "the model is not in compile.components", passes),
+        (
+            config.compile.compiles("model") and config.compile.bucketing != "plan",
+            f'bucketing = "{config.compile.bucketing}"',
+            ["compile.buckets"],
+        ),
+        (
+            config.compile.compiles("model") and config.compile.bucketing != "greedy",
+            f'bucketing = "{config.compile.bucketing}"',
+            ["compile.bucket_memory"],
+        ),
         (config.data.dataset == "stdlib", 'dataset = "stdlib"', ["data.text_field", "data.shuffle_buffer"]),
         (config.data.num_workers == 0, "num_workers = 0", ["data.prefetch"]),
     ]

@@ -44,12 +44,13 @@ def setting(
     below: float | None = None,
     also: tuple = (),
     choices: tuple[str, ...] = (),
-    path: bool = False,
+    path: bool | str = False,
 ) -> Any:
     """One key of a recipe: its default, what it is for, its unit, and the values it admits.
 
     `least`/`most` are inclusive bounds, `above`/`below` exclusive ones; values in `also` (such as -1) are admitted beside
-    them. `path`: a relative path in a recipe is taken from that recipe's folder, on the command line from the current one.
+    them. `path`: a relative path in a recipe is taken from that recipe's folder, on the command line from the current one. Or the
+    suffix of those values that are paths.
     """
     metadata = dict(doc=doc, unit=unit, least=least, above=above, most=most, below=below, also=also, choices=choices)
     return dataclasses.field(default=default, metadata={**metadata, "path": path})
@@ -266,6 +267,7 @@ class Compile:
         "what prices communication and computation: a profile (A100, H100, H100 PCIe, H100 NVL, H200, H200 NVL, B200, MI300X) or "
         "the path of a .toml file (compiler/hardware.py); empty: this machine's, a CPU measured",
         unit="name or path",
+        path=".toml",
     )
     dump_graphs: bool = setting(False, "write every graph before and after each pass, to job.dump_folder/graphs", unit="bool")
     reordering: bool = setting(
@@ -384,7 +386,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Conf
     values, origins = _read_recipe(Path(recipe), chain=())
     for key, text in _parse_overrides(overrides).items():
         values[key] = _parse_text(key, text)
-        if KEYS[key].metadata["path"] and values[key]:
+        if _is_path(key, values[key]):
             values[key] = os.path.abspath(values[key])  # the saved recipe lies in another folder
         origins[key] = "command line"
     for key in KEYS.keys() - values.keys():
@@ -437,6 +439,11 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
+def _is_path(key: str, value: Any) -> bool:
+    suffix = KEYS[key].metadata["path"]
+    return bool(value and suffix) and (suffix is True or value.endswith(suffix))
+
+
 def read_toml(path: Path, what: str = "file") -> dict[str, Any]:
     """The tables of a TOML file. Raises ConfigError."""
     try:
@@ -480,7 +487,7 @@ def _read_recipe(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], d
             if key not in KEYS:
                 raise ConfigError(f"{path}: unknown key {name} = {value!r} in [{section}]{_nearest_key(section, name)}")
             values[key] = _check_value(key, value, str(path))
-            if KEYS[key].metadata["path"] and value:
+            if _is_path(key, value):
                 values[key] = os.path.abspath(path.parent / value)
             origins[key] = str(path)
     return values, origins
@@ -611,6 +618,16 @@ def _check_combinations(config: Config, origins: dict[str, str]) -> None:
         raise ConfigError(
             f'{at("compile.components")} leaves nothing to compile, but compile.enable = true; components = ["model", "loss"], '
             "or compile.enable = false, would work"
+        )
+    if config.compile.enable and config.compile.bucketing == "plan" and not config.compile.buckets:
+        raise ConfigError(
+            f'{at("compile.bucketing")} needs compile.buckets, such as buckets = ["tok_embeddings", "layers.0 layers.1"]; '
+            'bucketing = "block" would work without'
+        )
+    if config.compile.enable and config.compile.bucketing in ("auto", "measured") and not config.compile.reordering:
+        raise ConfigError(
+            f'{at("compile.reordering")}: compile.bucketing = "{config.compile.bucketing}" orders what it buckets; '
+            'reordering = true or bucketing = "block" would work'
         )
     checkpointing = config.activation_checkpoint
     option = checkpointing.selective_ac_option

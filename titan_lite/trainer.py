@@ -24,15 +24,16 @@ from titan_lite import __version__
 from titan_lite.check import check, gathers_once, without_effect
 from titan_lite.checkpoint import Checkpointer
 from titan_lite.compiler.hardware import find_machine, peak_flops
-from titan_lite.compiler.report import describe, write_receipts
+from titan_lite.compiler.report import Receipt, describe, write_receipts
 from titan_lite.compiler.stage import CompileError, compile_function
 from titan_lite.compiler.timeline import draw, write_trace
+from titan_lite.compiler.trial import Trial
 from titan_lite.config import Config, ConfigError, gradient_accumulation_steps, to_toml
 from titan_lite.data.dataset import Split
 from titan_lite.data.loader import Batch, Loader, build_loader, merge_states
 from titan_lite.distributed.context_parallel import own_positions
 from titan_lite.distributed.mesh import build_mesh, data_rank, sum_of_losses, sum_over_tokens
-from titan_lite.distributed.parallelize import parallelize
+from titan_lite.distributed.parallelize import compile_stages, parallelize
 from titan_lite.distributed.pipeline import Pipeline, keep_modules
 from titan_lite.distributed.simple_fsdp import gathered_for_step, materialize, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
@@ -81,16 +82,20 @@ class Trainer:
             self.total_parameters = sum(parameter.numel() for parameter in model.parameters())
             keep_modules(model, plan.modules[stage])
             self.stages.append(model)
-        self.receipts = parallelize(
+        parallelize(
             self.stages,
             self.mesh,
             training=config.training,
             parallelism=config.parallelism,
             activation_checkpoint=config.activation_checkpoint,
-            compile=config.compile,
-            machine=self.machine,
-            dump_folder=self.dump_folder,
         )
+        self.receipts: list[Receipt] = []
+        self.trial: Trial | None = None
+        if config.compile.compiles("model"):
+            if config.compile.bucketing == "measured":
+                self.trial = Trial(self.stages, self.compile_as, self.device)
+            else:
+                self.receipts = self.compile_as(config.compile.bucketing)
         self.set_timeout(config.comm.init_timeout_seconds)
         for model in self.stages:
             materialize(model, self.device)
@@ -153,6 +158,20 @@ class Trainer:
         self.flops_per_token = flops_per_token(self.model_config, config.training.seq_len)
         self.describe()
 
+    def compile_as(self, bucketing: str) -> list[Receipt]:
+        """The model's stages, compiled at their first call; what becomes the receipts."""
+        config = self.config
+        return compile_stages(
+            self.stages,
+            self.mesh,
+            parallelism=config.parallelism,
+            activation_checkpoint=config.activation_checkpoint,
+            compile=dataclasses.replace(config.compile, bucketing=bucketing),
+            machine=self.machine,
+            dump_folder=self.dump_folder,
+            must_merge=self.trial is None,
+        )
+
     def build_loader(self, split: Split) -> Loader:
         data = self.config.data
         if split == "validation":
@@ -183,7 +202,7 @@ class Trainer:
             logger.info(
                 f"nothing to do: step {self.step} is done, and training.steps = {config.training.steps}; raise it to go on"
             )
-        first = self.step + 1
+        trying = True  # until everything is compiled, and the way to bucket decided
         gc.disable()  # ranks that collect at different moments wait for each other
         self.start_window()
         with build_profiler(config.profiling, self.dump_folder, self.rank, self.step) as profiler:
@@ -193,8 +212,10 @@ class Trainer:
                 self.step += 1
                 if self.step % config.training.gc_freq == 0:
                     gc.collect(1)
-                loss, grad_norm, lr = self.train_step()
-                if self.step == first:
+                with self.trial.step() if trying and self.trial else nullcontext():
+                    loss, grad_norm, lr = self.train_step()
+                if trying and (self.trial is None or self.trial.chosen):
+                    trying = False
                     self.show_receipts()
                     self.set_timeout(config.comm.train_timeout_seconds)  # what takes longer now is no compilation
                 last = self.step == config.training.steps
@@ -434,9 +455,11 @@ class Trainer:
         logger.info(f"steps: {self.step} done of {training.steps}; output in {self.dump_folder}")
 
     def show_receipts(self) -> None:
-        """What the compile stage did, now that the first step is done."""
+        """What the compile stage did, now that it is done."""
+        if self.trial is not None:
+            self.receipts = self.trial.receipts[self.trial.chosen]
         if self.rank == 0 and self.receipts:
-            for line in describe(self.receipts):
+            for line in (*(self.trial.describe() if self.trial else ()), *describe(self.receipts)):
                 logger.info(line)
             write_receipts(self.receipts, self.dump_folder / "compile.json")
             step = [r.timeline for r in self.receipts if r.timeline is not None and r.graph != "inference"]

@@ -45,6 +45,10 @@ SHORT = {
     "compile": "compile.enable",
     "backend": "compile.backend",
     "components": "compile.components",
+    "bucketing": "compile.bucketing",
+    "buckets": "compile.buckets",
+    "machine": "compile.machine",
+    "steps": "training.steps",
     "ac": "activation_checkpoint.mode",
 }
 
@@ -153,6 +157,27 @@ WRONG = {
     "async TP without TP": Wrong(
         2, "async_tp=true", ("enable_async_tensor_parallel = true", "tensor_parallel_degree"), "async_tp=false"
     ),
+    "bucketing by a plan that names nothing": Wrong(
+        2,
+        "compile=true backend=aot_eager bucketing=plan every=microbatch buckets=layers.0,layers.77.attention",
+        ("compile.buckets", '"layers.77.attention" has no parameter in flavor debug'),
+        "buckets=layers.0,layers.1",
+    ),
+    "nothing left to bucket": Wrong(
+        2,
+        "compile=true backend=aot_eager bucketing=greedy",
+        ('compile.bucketing = "greedy"', 'fsdp_communication = "microbatch" or bucketing = "block"'),
+        "bucketing=block",
+    ),
+    "too few steps to measure": Wrong(
+        2,
+        "compile=true backend=aot_eager bucketing=measured every=microbatch steps=11",
+        ('compile.bucketing = "measured" tries 4 ways in 3 steps each, and training.steps = 11', "12 steps"),
+        "steps=12",
+    ),
+    "an unknown machine": Wrong(
+        2, "compile=true backend=aot_eager machine=H1000", ('compile.machine = "H1000"', "H100"), "machine=H100"
+    ),
     "async TP without a compiler": Wrong(
         2, "async_tp=true tp=2", ("enable_async_tensor_parallel = true", "compile.enable = true"), "async_tp=false"
     ),
@@ -187,7 +212,7 @@ def test_a_wrong_layout_is_refused_and_the_way_out_works(wrong, monkeypatch):
     message = str(error.value)
     for word in wrong.words:
         assert word in message, message
-    assert any(key in message for key in ("parallelism.", "training."))
+    assert any(key in message for key in ("parallelism.", "training.", "compile."))
     checked(wrong.fixed_ranks or wrong.ranks, wrong.keys, wrong.fix)
 
 

@@ -555,3 +555,23 @@ def test_numbers_that_are_not_finite_are_never_admitted():
                 with pytest.raises(ConfigError, match="out of range"):
                     load_config(SHIPPED[0], [f"--{key}={word}"])
             assert math.isfinite(field.default)
+
+
+def test_a_machine_is_a_name_or_the_path_of_a_file(tmp_path):
+    recipe = write(tmp_path, TOKENIZER + '[compile]\nmachine = "mine.toml"\n')
+    assert load_config(recipe)[0].compile.machine == str(tmp_path / "mine.toml")
+    assert load_config(recipe, ["--compile.machine", "H100"])[0].compile.machine == "H100"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ('bucketing = "plan"', r'bucketing = "plan" needs compile.buckets, such as'),
+        ('bucketing = "auto"\nreordering = false', r'reordering = false: compile.bucketing = "auto" orders what it buckets'),
+        ('bucketing = "measured"\nreordering = false', r"reordering = true or bucketing"),
+    ],
+)
+def test_ways_to_bucket_that_cannot_be(keys, message, tmp_path):
+    recipe = write(tmp_path, TOKENIZER + f"[compile]\nenable = true\n{keys}\n")
+    with pytest.raises(ConfigError, match=message):
+        load_config(recipe)

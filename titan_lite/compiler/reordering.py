@@ -120,23 +120,23 @@ def _waiting_places(
         yield from zip(reductions, [*reductions[1:], output], strict=False)
         return
     most = 2 * max(map(collective_bytes, reductions))
-    now = lane = 0.0
+    computed, stalled, lane = computed_before(graph, machine, fused), 0.0, 0.0
     arrival: dict[Node, float] = {}
     travelling: deque[Node] = deque()
     for node in list(graph.nodes):
+        now = computed[node] + stalled
         if node in reductions:
             while travelling and (
                 arrival[travelling[0]] <= now or sum(map(collective_bytes, travelling)) + collective_bytes(node) > most
             ):
-                now = max(now, arrival[travelling[0]])
+                stalled += max(0.0, arrival[travelling[0]] - now)
+                now = computed[node] + stalled
                 yield travelling.popleft(), node
             travelling.append(node)
         if parameters_of(node):
             lane = arrival[node] = max(now, lane) + machine.cost(node)
         elif node.target is collectives.wait_tensor.default and node.args[0] in arrival and node.args[0] not in reductions:
-            now = max(now, arrival[node.args[0]])
-        else:
-            now += machine.cost(node, fused)
+            stalled += max(0.0, arrival[node.args[0]] - now)
     for reduction in travelling:
         yield reduction, output
 

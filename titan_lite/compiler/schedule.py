@@ -9,9 +9,10 @@ over ranks (`exchange`) before its graph runs for the first time.
 
 import dataclasses
 import hashlib
+import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,14 +32,16 @@ from titan_lite.config import Compile, ConfigError
 
 @dataclass
 class Schedule:
-    """machine: None for one that is not known, whose times are not estimated. fused: as in `Machine.cost`. exchange: gives this
-    rank's hash to all ranks that run the same graph, and returns theirs by rank. dump: a folder for graphs as text."""
+    """machine: None for one that is not known, whose times are not estimated. fused: as in `Machine.cost`. exchange: shows a word
+    to all ranks that run the same graph, and returns theirs by rank. dump: a folder for graphs as text. must_merge:
+    whether buckets that are asked for and merge nothing are an error."""
 
     config: Compile
     machine: Machine | None = None
     fused: bool = False
     exchange: Callable[[str], dict[int, str]] | None = None
     dump: Path | None = None
+    must_merge: bool = True
     receipts: list[Receipt] = field(default_factory=list)
 
     @contextmanager
@@ -72,7 +75,7 @@ class Schedule:
                 before,
                 list_collectives(graph, timeline),
                 moved,
-                self.agreed(schedule_hash(graph), name),
+                self.agreed(schedules(graph), name),
                 timeline,
                 pass_seconds=time.perf_counter() - started,
             )
@@ -95,7 +98,7 @@ class Schedule:
             assert self.machine is not None
             schedule_by_inductor(module, self.machine, fused=self.fused)
             merged = sum(mergeable.values()) - len(parameter_collectives(graph))
-        if not merged and max(mergeable.values()) > 1:
+        if self.must_merge and not merged and max(mergeable.values()) > 1:
             raise ConfigError(
                 f'compile.bucketing = "{config.bucketing}" merged none of the {sum(mergeable.values())} collectives of the '
                 f'{name} graph; "block" or "none" would work'
@@ -106,31 +109,34 @@ class Schedule:
             self.dump.mkdir(parents=True, exist_ok=True)
             (self.dump / f"{len(self.receipts)}_{name}_{what}.txt").write_text(readable(graph), encoding="utf-8")
 
-    def agreed(self, schedule: str, name: str) -> str:
-        """The hash, which is the same on all ranks. Raises ConfigError otherwise."""
-        ranks_by_schedule: dict[str, list[int]] = {}
-        with unset_fake_temporarily():  # else the exchange would be traced
-            schedules = self.exchange(schedule) if self.exchange else {}
-        for rank, theirs in sorted(schedules.items()):
-            ranks_by_schedule.setdefault(theirs, []).append(rank)
-        if len(ranks_by_schedule) > 1:
-            found = "; ".join(f"ranks {', '.join(map(str, ranks))} {theirs}" for theirs, ranks in ranks_by_schedule.items())
-            raise ConfigError(
-                f"ranks would communicate in different orders in the {name} graph, and hang ({found}); the same code, recipe and "
-                'compile.machine on all nodes would work, or compile.bucketing = "block"'
-            )
-        return schedule
+    def agreed(self, mine: Mapping[str, str], name: str) -> str:
+        """A hash of `schedules`, each of which is the same on all ranks of its group. Raises ConfigError otherwise."""
+        if self.exchange is not None:
+            with unset_fake_temporarily():  # else the exchange would be traced
+                words = self.exchange(json.dumps(mine))
+            for rank, theirs in words.items():
+                different = [group for group, schedule in json.loads(theirs).items() if mine.get(group, schedule) != schedule]
+                if different:
+                    raise ConfigError(
+                        f"rank {rank} would communicate in another order than this rank among ranks {different[0]} in the {name} "
+                        "graph, and all would hang; the same code, recipe and compile.machine on all nodes would work, or "
+                        'compile.bucketing = "block"'
+                    )
+        return _short_hash(json.dumps(list(mine.values())))
 
 
-def schedule_hash(graph: Graph) -> str:
-    """Of all collectives, tensor parallelism's as well, and the waits for them: what, how large, among how many; in order."""
-    lines = []
+def schedules(graph: Graph) -> dict[str, str]:
+    """For each group of ranks, a hash of its collectives: what, of how many bytes, for which parameters; in order."""
+    lines: dict[str, list[str]] = {}
     for node in graph.nodes:
         if node.target in KINDS:
-            lines.append(f"{node.target} {parameters_of(node)} {collective_bytes(node)} {len(ranks_of(node))}")
-        elif "_c10d_functional" in str(node.target):
-            lines.append(str(node.target))
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+            line = f"{node.target} {collective_bytes(node)} {' '.join(parameters_of(node))}"
+            lines.setdefault(", ".join(map(str, ranks_of(node))), []).append(line)
+    return {group: _short_hash("\n".join(each)) for group, each in lines.items()}
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def readable(graph: Graph) -> str:

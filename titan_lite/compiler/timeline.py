@@ -26,6 +26,7 @@ from titan_lite.compiler.collectives import (
     nbytes_of,
     parameter_collectives,
     parameters_of,
+    preparation,
     ranks_of,
 )
 from titan_lite.compiler.hardware import Machine, is_free
@@ -89,11 +90,15 @@ def simulate(graph: Graph, machine: Machine, *, name: str = "", fused: bool = Tr
 
 
 def computed_before(graph: Graph, machine: Machine, fused: bool) -> dict[Node, float]:
-    """Seconds of computation that stand before each node, collectives of parameters left out."""
+    """Seconds of computation that stand before each node, by which passes decide.
+
+    Without what prepares shards to be gathered: the last ranks pad theirs, and all must decide the same.
+    """
+    own = {node for gather in parameter_collectives(graph) if is_all_gather(gather) for node in preparation(gather) or ()}
     seconds, result = 0.0, {}
     for node in graph.nodes:
         result[node] = seconds
-        if not parameters_of(node):
+        if not parameters_of(node) and node not in own:
             seconds += machine.cost(node, fused)
     return result
 

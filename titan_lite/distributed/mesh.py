@@ -7,6 +7,7 @@
 All axes always exist, size 1 included, outermost (slowest links) first; so nobody asks whether an axis is there.
 """
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -96,10 +97,11 @@ def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("pp", *PARAMETER_AXES))[PARAMETER_AXES]
 
 
+@functools.cache
 def stage_exchange(mesh: DeviceMesh) -> Callable[[str], dict[int, str]]:
     """A function that shows a word to all ranks of this rank's pipeline stage, together, and returns theirs by rank.
 
-    Call it once: it may make process groups, which all ranks do together.
+    It may make process groups, which all ranks do together.
     """
     stage = mesh.mesh.select(0, mesh["pp"].get_local_rank()).flatten()
     group = (

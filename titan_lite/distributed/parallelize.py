@@ -3,6 +3,7 @@
     with torch.device("meta"):
         model = Transformer(config)                  # or several, the stages of a pipeline (pipeline.py)
     parallelize([model], mesh, ...)
+    compile_stages([model], mesh, ...)
     materialize(model, device)
     model.init_weights(seed, shard_of)
 
@@ -37,25 +38,12 @@ def parallelize(
     training: Training,
     parallelism: Parallelism,
     activation_checkpoint: ActivationCheckpoint,
-    compile: Compile,
-    machine: Machine | None = None,
-    dump_folder: Path | None = None,
-) -> list[Receipt]:
+) -> None:
     """In place; FQNs stay what they were. Blocks are the children of each stage's `layers`, called by their number.
 
-    machine: what the compile stage prices with; dump_folder: where it writes graphs.
-
-    Returns what becomes the receipts of the compile stage once graphs are compiled, in the first step.
+    Compiling is left to `compile_stages`, which comes last.
     """
-    schedule = Schedule(
-        compile,
-        machine,
-        fused=compile.backend == "inductor",
-        exchange=stage_exchange(mesh),
-        dump=dump_folder / "graphs" if dump_folder and compile.dump_graphs else None,
-    )
-    reshard = parallelism.fsdp_reshard_after_forward != "never"
-    keep = parallelism.fsdp_keep_gathered if parallelism.fsdp_reshard_after_forward == "default" else ()
+    reshard, keep = _resharding(parallelism)
     parameters = parameter_mesh(mesh)
     for model in stages:
         apply_context_parallel(model, mesh["cp"])
@@ -71,18 +59,48 @@ def parallelize(
             reshard_after_forward=reshard,
             keep_gathered=keep,
         )
-        if compile.compiles("model"):
-            budget = activation_checkpoint.memory_budget if activation_checkpoint.mode == "memory_budget" else 1.0
-            # a stage without blocks has no matrix product to overlap with
-            overlaps = parallelism.enable_async_tensor_parallel and len(blocks) > 0
-            group = mesh.get_group("tp").group_name if overlaps else ""
-            compile_model(
-                model,
-                compile,
-                reshard_after_forward=reshard,
-                keep_gathered=keep,
-                memory_budget=budget,
-                async_tensor_parallel=group,
-                schedule=schedule,
-            )
+
+
+def compile_stages(
+    stages: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    parallelism: Parallelism,
+    activation_checkpoint: ActivationCheckpoint,
+    compile: Compile,
+    machine: Machine | None = None,
+    dump_folder: Path | None = None,
+    must_merge: bool = True,
+) -> list[Receipt]:
+    """Each stage as one graph, in place. Returns what becomes its receipts once graphs are compiled, at the first call.
+
+    machine: what the passes price with; dump_folder: where they write graphs, if compile.dump_graphs; must_merge: as in Schedule.
+    """
+    schedule = Schedule(
+        compile,
+        machine,
+        fused=compile.backend == "inductor",
+        exchange=stage_exchange(mesh),
+        dump=dump_folder / "graphs" if dump_folder and compile.dump_graphs else None,
+        must_merge=must_merge,
+    )
+    reshard, keep = _resharding(parallelism)
+    for model in stages:
+        # a stage without blocks has no matrix product to overlap with
+        overlaps = parallelism.enable_async_tensor_parallel and any(True for _ in model.get_submodule("layers").children())
+        compile_model(
+            model,
+            compile,
+            reshard_after_forward=reshard,
+            keep_gathered=keep,
+            memory_budget=activation_checkpoint.memory_budget if activation_checkpoint.mode == "memory_budget" else 1.0,
+            async_tensor_parallel=mesh.get_group("tp").group_name if overlaps else "",
+            schedule=schedule,
+        )
     return schedule.receipts
+
+
+def _resharding(parallelism: Parallelism) -> tuple[bool, tuple[str, ...]]:
+    """(whether gathered weights are dropped after forward, the modules that keep theirs)"""
+    mode = parallelism.fsdp_reshard_after_forward
+    return mode != "never", parallelism.fsdp_keep_gathered if mode == "default" else ()
