@@ -269,7 +269,9 @@ class Compile:
         unit="name or path",
         path=".toml",
     )
-    dump_graphs: bool = setting(False, "write every graph before and after each pass, to job.dump_folder/graphs", unit="bool")
+    dump_graphs: bool = setting(
+        False, "write every graph before and after each pass as text, to job.dump_folder/graphs", unit="bool"
+    )
     reordering: bool = setting(
         True,
         "start an all-gather before the one in use is waited for, and wait for a reduction when the next starts",

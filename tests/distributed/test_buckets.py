@@ -5,12 +5,14 @@ import torch
 from parity import batch, build, counted, make_mesh, my_microbatches, step
 from ranks import run_ranks
 
+from titan_lite.compiler.hardware import load_machine
 from titan_lite.models.llama3 import ModelConfig
 
 # 30 hidden units and 61 tokens: not every shard has as many rows
 CONFIG = ModelConfig(dim=32, n_layers=3, n_heads=8, n_kv_heads=4, hidden_dim=30, vocab_size=61, max_seq_len=16)
 LAYOUTS = {"FSDP-2": (1, 2, 1), "FSDP-4": (1, 4, 1), "HSDP-2x2": (2, 2, 1), "DDP-2": (2, 1, 1), "dp2tp2": (1, 2, 2)}
 PARAMETERS, BUCKETS = 30, 5  # nine a layer and three; a bucket a layer, one for the embedding, one for norm and output
+MODES = ("none", "block", "greedy", "auto")
 
 
 def train(mesh, **options):
@@ -31,16 +33,20 @@ def train(mesh, **options):
     return losses, [parameter.detach().to_local().clone() for parameter in model.parameters()], counts
 
 
-def compare(layout, backend, checkpointing, reshard, param):
+def compare(layout, backend, modes, checkpointing, reshard, param):
+    """What `train` found in eager mode and in each other one, and of these [(graph, collectives before, after, moved)]."""
     mesh = make_mesh(*LAYOUTS[layout])
-    receipts = []
     options = dict(reshard=reshard, param=param, checkpointing=checkpointing)
-    found = [
-        train(mesh, **options),
-        train(mesh, **options, compiled=backend),
-        train(mesh, **options, compiled=backend, bucketing="block", receipts=receipts),
-    ]
-    return found, [(receipt.graph, sum(receipt.before.values()), len(receipt.after), receipt.moved) for receipt in receipts]
+    found, receipts = {"eager": train(mesh, **options)}, {}
+    for mode in modes:
+        receipts[mode] = []
+        compiled = dict(compiled=backend, bucketing=mode, machine=load_machine("H100"), receipts=receipts[mode])
+        found[mode] = train(mesh, **options, **compiled)
+    as_read = {
+        mode: [(receipt.graph, sum(receipt.before.values()), len(receipt.after), receipt.moved) for receipt in each]
+        for mode, each in receipts.items()
+    }
+    return found, as_read
 
 
 CASES = [
@@ -50,6 +56,8 @@ CASES = [
         for case in [
             ("DDP-2", "selective", True, torch.bfloat16),
             ("FSDP-2", "selective", False, torch.bfloat16),
+            ("FSDP-2", "full", True, torch.float32),
+            ("HSDP-2x2", "none", True, torch.float32),
             ("HSDP-2x2", "full", True, torch.float32),
             ("FSDP-4", "selective", True, torch.float32),
             ("dp2tp2", "selective", True, torch.float32),
@@ -62,34 +70,39 @@ CASES = [
 @pytest.mark.parametrize(("layout", "checkpointing", "reshard", "param"), CASES)
 def test_buckets_change_no_number(layout, checkpointing, reshard, param):
     replicate, shard, tp = LAYOUTS[layout]
-    for (eager, apart, buckets), receipts in run_ranks(
-        replicate * shard * tp, compare, layout, "aot_eager", checkpointing, reshard, param
-    ):
-        assert buckets[0] == apart[0]
-        assert all(map(torch.equal, buckets[1], apart[1]))
-        if param is torch.float32:
-            assert buckets[0] == pytest.approx(eager[0], rel=1e-5)
+    for found, receipts in run_ranks(replicate * shard * tp, compare, layout, "aot_eager", MODES, checkpointing, reshard, param):
+        for mode in MODES:
+            assert found[mode][0] == found["none"][0], mode
+            assert all(map(torch.equal, found[mode][1], found["none"][1])), mode
+            if param is torch.float32 and tp == 1:
+                assert found[mode][0] == found["eager"][0], mode
+                assert all(map(torch.equal, found[mode][1], found["eager"][1])), mode
         # gathered again in backward: all but the embedding, or what recomputing a block reads
         again = (PARAMETERS - 1, BUCKETS - 1) if reshard else (9 * 3, 3) if checkpointing != "none" else (0, 0)
-        gathers = PARAMETERS + again[0], BUCKETS + again[1]
-        for (_, _, counts), expected_gathers, reductions in ((apart, gathers[0], PARAMETERS), (buckets, gathers[1], BUCKETS)):
-            expected = {"all_gather": expected_gathers, "reduce_scatter": reductions} if shard > 1 else {}
+        for mode, gathers, reductions in (
+            ("none", PARAMETERS + again[0], PARAMETERS),
+            ("block", BUCKETS + again[1], BUCKETS),
+        ):
+            expected = {"all_gather": gathers, "reduce_scatter": reductions} if shard > 1 else {}
             expected |= {"all_reduce": reductions} if replicate > 1 else {}
             if tp == 1:
-                assert counts == expected
-        assert [graph for graph, *_ in receipts] == ["forward", "backward"]
-        assert all(moved > 0 for *_, moved in receipts) or shard == 1
+                assert found[mode][2] == expected
+        for mode in ("greedy", "auto"):
+            assert sum(found[mode][2].values()) < sum(found["none"][2].values()), mode
+        for mode in MODES:
+            assert [graph for graph, *_ in receipts[mode]] == ["forward", "backward"]
+            if mode != "auto":
+                assert all(moved > 0 for _, before, _, moved in receipts[mode] if before), mode
 
 
 @pytest.mark.slow
 def test_inductor_runs_the_same_buckets():
-    for (_, apart, buckets), receipts in run_ranks(2, compare, "FSDP-2", "inductor", "none", True, torch.float32):
-        assert buckets[0] == pytest.approx(apart[0], rel=1e-5)
-        for one, other in zip(buckets[1], apart[1], strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-        assert apart[2] == {"all_gather": 2 * PARAMETERS - 1, "reduce_scatter": PARAMETERS}
-        assert buckets[2] == {"all_gather": 2 * BUCKETS - 1, "reduce_scatter": BUCKETS}
-        assert [(graph, before, after) for graph, before, after, _ in receipts] == [
-            ("forward", PARAMETERS, BUCKETS),
-            ("backward", 2 * PARAMETERS - 1, 2 * BUCKETS - 1),
-        ]
+    for found, receipts in run_ranks(2, compare, "FSDP-2", "inductor", MODES, "none", True, torch.float32):
+        for mode in MODES:
+            assert found[mode][0] == pytest.approx(found["eager"][0], rel=1e-5), mode
+            for one, other in zip(found[mode][1], found["eager"][1], strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+            left = sum(after for _, _, after, _ in receipts[mode])
+            assert sum(found[mode][2].values()) == left, mode
+        assert found["none"][2] == {"all_gather": 2 * PARAMETERS - 1, "reduce_scatter": PARAMETERS}
+        assert found["block"][2] == {"all_gather": 2 * BUCKETS - 1, "reduce_scatter": BUCKETS}

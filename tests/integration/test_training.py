@@ -145,6 +145,35 @@ def test_all_components_compiled_by_inductor_train_as_the_eager_ones(uninterrupt
     same(trained(2, DEBUG, tmp_path, *options), expected, rel=2e-5)
 
 
+def test_measured_bucketing_changes_no_number_and_leaves_its_receipt(tmp_path):
+    options = [*SMALL, "--training.steps", "12", "--training.local_batch_size", "4", "--no-validation.enable"]
+    eager = trained(2, DEBUG, tmp_path / "eager", *options)
+    compiled = ["--compile.enable", "--compile.backend", "aot_eager", "--compile.bucketing", "measured", "--compile.dump_graphs"]
+    result = torchrun(2, DEBUG, tmp_path / "measured", *options, *compiled)
+    assert result.returncode == 0
+    same(read_metrics(tmp_path / "measured/metrics.jsonl"), eager)
+    ways = re.findall(r'bucketing "(\w+)": [\d.]+ s a step, 168 collectives -> (\d+)(; it stays)?', result.stdout)
+    assert [(way, int(count)) for way, count, _ in ways][:2] == [("none", 168), ("block", 22)]
+    assert [way for way, *_ in ways] == ["none", "block", "greedy", "auto"]
+    assert sum(bool(stays) for *_, stays in ways) == 1
+    forward, backward = json.loads((tmp_path / "measured/compile.json").read_text())
+    assert (forward["before"], backward["before"]) == ({"all_gather": 57}, {"all_gather": 54, "reduce_scatter": 57})
+    assert forward["timeline"]["exposed"] >= 0
+    assert {"timeline.png", "timeline.json"} <= {path.name for path in (tmp_path / "measured").iterdir()}
+    assert len(list((tmp_path / "measured/graphs").rglob("*_traced.txt"))) == 4 * 2  # by one rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_buckets_change_no_number_in_a_pipeline(checkpointing, tmp_path):
+    layout = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.fsdp_communication", "microbatch"]
+    options = [*SMALL, *layout, "--activation_checkpoint.mode", checkpointing, "--training.steps", "10"]
+    eager = trained(4, DEBUG, tmp_path / "eager", *options)
+    for bucketing in ("none", "block", "greedy", "auto"):
+        compiled = ["--compile.enable", "--compile.backend", "aot_eager", "--compile.bucketing", bucketing]
+        same(trained(4, DEBUG, tmp_path / bucketing, *options, *compiled), eager)
+
+
 def with_a_broken_optimizer(folder):
     """A run whose compiled update cannot be traced; returns how it ended."""
     options = ["--compile.enable", "--compile.backend", "aot_eager", "--compile.components", "optimizer"]

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx import Graph, Node
 
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 collectives = torch.ops._c10d_functional
 aten = torch.ops.aten
 # What is done to shards before they are gathered, in the words of the graph: casting, padding, putting them into a bucket.

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import Node
 
-from titan_lite.compiler.collectives import KINDS, aten, collective_bytes, kind_of, nbytes_of, ranks_of
+from titan_lite.compiler.collectives import KINDS, all_gather_single, aten, collective_bytes, kind_of, nbytes_of, ranks_of
 from titan_lite.config import ConfigError, read_toml
 
 GB, GIB = 1e9, 2**30
@@ -310,7 +310,7 @@ def _measured_link() -> Link:
         times = []
         for _ in range(5):
             start = time.perf_counter()
-            dist.all_gather_into_tensor(whole, shard)
+            all_gather_single(whole, shard)
             times.append(time.perf_counter() - start)
         seconds.append(min(times))
     small, large = seconds

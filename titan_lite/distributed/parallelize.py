@@ -26,7 +26,7 @@ from titan_lite.compiler.stage import compile_model
 from titan_lite.config import ActivationCheckpoint, Compile, Parallelism, Training
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_lite.distributed.context_parallel import apply_context_parallel
-from titan_lite.distributed.mesh import parameter_mesh, stage_exchange
+from titan_lite.distributed.mesh import AXES, parameter_mesh, stage_exchange
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
 
@@ -81,7 +81,7 @@ def compile_stages(
         machine,
         fused=compile.backend == "inductor",
         exchange=stage_exchange(mesh),
-        dump=dump_folder / "graphs" if dump_folder and compile.dump_graphs else None,
+        dump=_dump_folder(mesh, compile.bucketing, dump_folder) if dump_folder and compile.dump_graphs else None,
         must_merge=must_merge,
     )
     reshard, keep = _resharding(parallelism)
@@ -98,6 +98,13 @@ def compile_stages(
             schedule=schedule,
         )
     return schedule.receipts
+
+
+def _dump_folder(mesh: DeviceMesh, bucketing: str, dump_folder: Path) -> Path | None:
+    """Of the first rank of each pipeline rank; the others have the same graphs."""
+    if any(mesh[axis].get_local_rank() for axis in AXES if axis != "pp"):
+        return None
+    return dump_folder / "graphs" / f"pp_{mesh['pp'].get_local_rank()}_{bucketing}"
 
 
 def _resharding(parallelism: Parallelism) -> tuple[bool, tuple[str, ...]]:
