@@ -6,7 +6,7 @@ What torch 2.11 and 2.13 do differently stands here and nowhere else.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -39,15 +39,17 @@ def schedule_by_inductor(module: GraphModule, machine: Machine, *, fused: bool) 
         "pre_bucketing_fsdp_collectives": False,  # by NCCL's bandwidth on this machine, and not by our prices
     }
     known = inspect.signature(overlap_scheduling.schedule_overlap_bucketing).parameters
-    with _numbers_of(machine):
+    with _numbers_of(machine, estimate):
         overlap_scheduling.schedule_overlap_bucketing(module, **{key: value for key, value in options.items() if key in known})
 
 
 @contextmanager
-def _numbers_of(machine: Machine) -> Iterator[None]:
+def _numbers_of(machine: Machine, estimate: Callable[[Node], float]) -> Iterator[None]:
     """Within: torch's rooflines, which it computes even where it is given estimates, do not ask triton for a GPU."""
     with ExitStack() as stack:
         for module in (inductor_utils, _runtime_estimation):
             stack.enter_context(mock.patch.object(module, "get_gpu_dram_gbps", return_value=machine.memory_bandwidth))
             stack.enter_context(mock.patch.object(module, "get_device_tflops", lambda dtype: machine.flops(dtype) / 1e12))
+        if hasattr(overlap_scheduling, "estimate_runtime_analytical"):  # torch 2.11, for its log alone
+            stack.enter_context(mock.patch.object(overlap_scheduling, "estimate_runtime_analytical", estimate))
         yield
