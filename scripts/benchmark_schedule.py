@@ -21,8 +21,8 @@ prints the most memory it took of this host.
 
 measure trains the models of benchmark_fsdp.py in its way: worlds in turn, float32, losses compared. The base is FSDP2 compiled by
 blocks. Each variant is built twice, with an empty folder for Inductor's caches (cold) and by fresh processes with the same folder
-(warm): compile is what the first steps took longer than as many of the fastest. The machine is found once, by all ranks together, and
-prices all variants alike: exposed is what that predicts.
+(warm): compile is what the first steps took longer than as many of the fastest. The machine is found once, by all ranks, and its
+prices are those of all variants: exposed is what they predict.
 """
 
 import argparse
