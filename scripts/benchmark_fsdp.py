@@ -13,22 +13,24 @@ the ratio of medians to that of the first variant.
 Memory: the most bytes that tensors of a rank take at once during a step in a steady state, parameters and optimizer state
 included, as the allocator counts them, in compiled code too. Not in it are buffers inside of gloo and NCCL.
 
-Losses are compared after every round; where variants differ by more than a relative 1e-4, there is no table.
+Losses are compared after every round; where variants differ by more than a relative 1e-4, there is no table. The loss itself is
+compiled with --compile-loss, in FSDP2's compiled variants and ours alike.
 """
 
 import argparse
 import ctypes
 import gc
-import itertools
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -36,9 +38,12 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from titan_lite.compiler.stage import compile_model
+from titan_lite.compiler.hardware import Machine, find_machine
+from titan_lite.compiler.report import Receipt
+from titan_lite.compiler.schedule import Schedule
+from titan_lite.compiler.stage import compile_function, compile_model
 from titan_lite.config import Compile, Parallelism
-from titan_lite.distributed.mesh import build_mesh, parameter_mesh, resolve_degrees
+from titan_lite.distributed.mesh import build_mesh, parameter_mesh, resolve_degrees, stage_exchange
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, materialize, shard_of
 from titan_lite.loss import cross_entropy_sum
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
@@ -51,70 +56,89 @@ MODELS = {  # name: (shape, sequences a rank)
 WARM_UP_STEPS = 4  # in which code is compiled, optimizer state made, and the order of gathers learnt
 TOLERANCE = 1e-4  # relative, between the losses of variants
 Step = Callable[[], torch.Tensor]  # trains one step
+Variant = tuple[Callable[..., list[Receipt]], dict[str, Any]]  # how a model is sharded, and the settings of that
 
 
-def fsdp2(model: Transformer, mesh: DeviceMesh, device: torch.device, *, compiled: bool) -> None:
+def fsdp2(model: Transformer, mesh: DeviceMesh, device: torch.device, *, backend: str) -> list[Receipt]:
     """As its documentation has it: fully_shard on every block and on the root, whose weights stay gathered; blocks compiled."""
     for layer in model.layers.values():
-        if compiled:
-            layer.compile()
+        if backend:
+            layer.compile(backend=backend)
         fully_shard(layer, mesh=mesh["dp_shard"])
     fully_shard(model, mesh=mesh["dp_shard"])
     model.to_empty(device=device)
+    return []
 
 
 def simple_fsdp(
-    model: Transformer, mesh: DeviceMesh, device: torch.device, *, compiled: bool, reshard: bool, bucketing: str = "none"
-) -> None:
-    kept = Parallelism().fsdp_keep_gathered
-    apply_simple_fsdp(
-        model,
-        parameter_mesh(mesh),
-        param_dtype=torch.float32,
-        reduce_dtype=torch.float32,
-        reshard_after_forward=reshard,
-        keep_gathered=kept,
-    )
-    if compiled:
-        stage = Compile(enable=True, backend="inductor", bucketing=bucketing, reordering=bucketing != "none")
-        compile_model(model, stage, reshard_after_forward=reshard, keep_gathered=kept)
+    model: Transformer,
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    backend: str,
+    reshard: bool,
+    bucketing: str = "none",
+    reordering: bool = True,
+    machine: Machine | None = None,
+) -> list[Receipt]:
+    """backend: "" is eager. machine: this one by default. Returns what the receipts will be in, after the first step."""
+    resharding: dict[str, Any] = dict(reshard_after_forward=reshard, keep_gathered=Parallelism().fsdp_keep_gathered)
+    apply_simple_fsdp(model, parameter_mesh(mesh), param_dtype=torch.float32, reduce_dtype=torch.float32, **resharding)
+    receipts: list[Receipt] = []
+    if backend:
+        config = Compile(enable=True, backend=backend, bucketing=bucketing, reordering=reordering)
+        machine = machine or find_machine("", device)
+        schedule = Schedule(config, machine, backend == "inductor", exchange=stage_exchange(mesh), receipts=receipts)
+        compile_model(model, config, **resharding, schedule=schedule)
     materialize(model, device)
+    return receipts
 
 
-VARIANTS: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {  # name: (how it is sharded, its settings)
-    "fsdp2-eager": (fsdp2, dict(compiled=False)),
-    "fsdp2-compiled": (fsdp2, dict(compiled=True)),
-    "simple-eager-reshard": (simple_fsdp, dict(compiled=False, reshard=True)),
-    "simple-eager-keep": (simple_fsdp, dict(compiled=False, reshard=False)),
-    "simple-compiled": (simple_fsdp, dict(compiled=True, reshard=True)),
-    "simple-block-reshard": (simple_fsdp, dict(compiled=True, reshard=True, bucketing="block")),
-    "simple-block-keep": (simple_fsdp, dict(compiled=True, reshard=False, bucketing="block")),
+def _inductor(bucketing: str, *, reshard: bool) -> Variant:
+    return simple_fsdp, dict(backend="inductor", reshard=reshard, bucketing=bucketing)
+
+
+VARIANTS: dict[str, Variant] = {
+    "fsdp2-eager": (fsdp2, dict(backend="")),
+    "fsdp2-compiled": (fsdp2, dict(backend="inductor")),
+    "simple-eager-reshard": (simple_fsdp, dict(backend="", reshard=True)),
+    "simple-eager-keep": (simple_fsdp, dict(backend="", reshard=False)),
+    "simple-compiled": (simple_fsdp, dict(backend="inductor", reshard=True, reordering=False)),
+    "simple-block-reshard": _inductor("block", reshard=True),
+    "simple-block-keep": _inductor("block", reshard=False),
+    "simple-greedy-reshard": _inductor("greedy", reshard=True),
+    "simple-greedy-keep": _inductor("greedy", reshard=False),
 }
 
 
-def build_step(variant: str, config: ModelConfig, batch_size: int, device: torch.device) -> Step:
-    """The model, sharded, and its batch; a step returns this rank's part of the loss."""
+def build_step(
+    variant: Variant, config: ModelConfig, batch_size: int, device: torch.device, compile_loss: bool
+) -> tuple[Step, list[Receipt]]:
+    """The model, sharded, and its batch; a step returns this rank's part of the loss. The receipts are there after the first."""
     world_size = dist.get_world_size()
     mesh = build_mesh(resolve_degrees(Parallelism(), world_size), device.type)
     with torch.device("meta"):
         model = Transformer(replace(config, max_seq_len=SEQ_LEN))
-    shard, settings = VARIANTS[variant]
-    shard(model, mesh, device, **settings)
+    shard, settings = variant
+    receipts = shard(model, mesh, device, **settings)
     model.init_weights(0, shard_of)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(config.vocab_size, (batch_size, SEQ_LEN + 1), generator=generator).to(device)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     scale = world_size if shard is fsdp2 else 1  # SimpleFSDP sums gradients over ranks, FSDP2 averages them
+    loss_sum: Callable[..., torch.Tensor] = cross_entropy_sum
+    if compile_loss and settings["backend"]:
+        loss_sum = compile_function(loss_sum, Compile(enable=True, backend=settings["backend"]), "loss")
 
     def step() -> torch.Tensor:
-        loss = cross_entropy_sum(model(inputs), labels) / (labels.numel() * world_size)
+        loss = loss_sum(model(inputs), labels) / (labels.numel() * world_size)
         (loss * scale).backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
-    return step
+    return step, receipts
 
 
 def peak_memory(step: Step, device: torch.device) -> int:
@@ -135,23 +159,50 @@ def peak_memory(step: Step, device: torch.device) -> int:
     return peak
 
 
-def rank_main(pipe: Connection, rank: int, world_size: int, store: str, variant: str, shape: tuple[ModelConfig, int]) -> None:
-    """Sends its peak memory; then for every number of steps it receives, (the seconds they took, the last loss)."""
+@dataclass(frozen=True)
+class Built:
+    """What a rank tells of itself once it is warm. peak: bytes, of `peak_memory`; compile_seconds: what the steps until then took
+    longer than as many of the fastest; receipts: of its graphs, where it has any."""
+
+    peak: int
+    compile_seconds: float
+    receipts: list[Receipt]
+
+
+def join_world(rank: int, world_size: int, store: str) -> torch.device:
+    """This process is a rank of a new world now, on this device."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if torch.cuda.device_count() >= world_size:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
+    return device
+
+
+def rank_main(
+    pipe: Connection,
+    rank: int,
+    world_size: int,
+    store: str,
+    variant: Variant,
+    shape: tuple[ModelConfig, int],
+    compile_loss: bool = False,
+) -> None:
+    """Sends what it has Built; then for every number of steps it receives, (the seconds they took, the last loss)."""
     # The allocator's own switch, before the first tensor: else the profiler misses what gloo's threads release.
     count_all = ctypes.c_bool.in_dll(ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_report_cpu_memory_usage")
     count_all.value = True
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
-    step = build_step(variant, *shape, device)
+    device = join_world(rank, world_size, store)
+    step, receipts = build_step(variant, *shape, device, compile_loss)
+    times = []
     for _ in range(WARM_UP_STEPS):
-        step()
+        start = time.perf_counter()
+        step().item()
+        times.append(time.perf_counter() - start)
     gc.collect()
-    pipe.send(peak_memory(step, device))
+    pipe.send(Built(peak_memory(step, device), sum(times) - len(times) * min(times), receipts))
     count_all.value = False  # it costs a lock for every tensor
     while steps := pipe.recv():
         gc.collect()
@@ -165,80 +216,125 @@ def rank_main(pipe: Connection, rank: int, world_size: int, store: str, variant:
     dist.destroy_process_group()
 
 
-def start_world(variant: str, shape: tuple[ModelConfig, int], world_size: int, folder: str) -> list[Connection]:
-    """The pipes to the processes of one variant; if one of them dies, reading here is an EOFError."""
-    context, pipes = mp.get_context("spawn"), []
-    for rank in range(world_size):
-        ours, theirs = context.Pipe()
-        arguments = (theirs, rank, world_size, str(Path(folder) / variant), variant, shape)
-        context.Process(target=rank_main, args=arguments, daemon=True).start()
-        theirs.close()
-        pipes.append(ours)
-    return pipes
+@dataclass(frozen=True)
+class World:
+    """Processes, and a pipe to each; if one of them dies, receiving is an EOFError."""
+
+    processes: list[BaseProcess]
+    pipes: list[Connection]
+
+    def receive(self) -> list[Any]:
+        """What each rank sends next."""
+        return [pipe.recv() for pipe in self.pipes]
+
+    def send(self, message: Any) -> None:
+        for pipe in self.pipes:
+            pipe.send(message)
+
+    def end(self) -> None:
+        self.send(0)
+        for process in self.processes:
+            process.join()
+
+
+def start_world(
+    main: Callable[..., None], world_size: int, store: Path, *arguments: Any, environment: Mapping[str, str] | None = None
+) -> World:
+    """Fresh processes that run `main(pipe, rank, world_size, store, *arguments)`."""
+    context, world = mp.get_context("spawn"), World([], [])
+    # the profiler announces itself on stderr
+    with mock.patch.dict(os.environ, {"KINETO_LOG_LEVEL": "99", **os.environ, **(environment or {})}):
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=main, args=(theirs, rank, world_size, str(store), *arguments), daemon=True)
+            process.start()
+            theirs.close()
+            world.processes.append(process)
+            world.pipes.append(ours)
+    return world
+
+
+def run_in_turn(worlds: Mapping[str, World], rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds of a step, of each variant in each round; the worlds are ended. Ends the program where losses differ."""
+    seconds: dict[str, list[float]] = {variant: [] for variant in worlds}
+    for number in range(rounds):
+        losses = {}
+        for variant, world in worlds.items():
+            world.send(steps)
+            taken, losses[variant] = max(world.receive())
+            seconds[variant].append(taken / steps)
+        done = WARM_UP_STEPS + 1 + (number + 1) * steps
+        print(f"loss after {done} steps: " + ", ".join(f"{v} {loss:.6f}" for v, loss in losses.items()), flush=True)
+        expected = next(iter(losses.values()))
+        if not all(abs(loss - expected) <= TOLERANCE * abs(expected) for loss in losses.values()):
+            raise SystemExit(f"the losses differ by more than a relative {TOLERANCE}: the variants do not compute the same")
+    for world in worlds.values():
+        world.end()
+    return seconds
+
+
+def spread(values: Sequence[float]) -> str:
+    """The range as a percentage of the median."""
+    return f"{(max(values) - min(values)) / statistics.median(values):.0%}"
 
 
 def benchmark(variants: list[str], config: ModelConfig, batch_size: int, arguments: argparse.Namespace) -> str:
     """The table, in Markdown."""
     with tempfile.TemporaryDirectory() as folder:
-        worlds: dict[str, list[Connection]] = {}
+        worlds: dict[str, World] = {}
         peaks: dict[str, int] = {}
         for variant in variants:
             start = time.perf_counter()
-            worlds[variant] = start_world(variant, (config, batch_size), arguments.world_size, folder)
-            peaks[variant] = max(pipe.recv() for pipe in worlds[variant])
+            settings = VARIANTS[variant], (config, batch_size), arguments.compile_loss
+            worlds[variant] = start_world(rank_main, arguments.world_size, Path(folder) / variant, *settings)
+            peaks[variant] = max(rank.peak for rank in worlds[variant].receive())
             print(f"{variant}: built and warm after {time.perf_counter() - start:.0f} s", flush=True)
-        rates: dict[str, list[float]] = {variant: [] for variant in variants}
-        for number in range(arguments.rounds):
-            losses = {}
-            for variant, pipes in worlds.items():
-                for pipe in pipes:
-                    pipe.send(arguments.steps)
-                seconds, losses[variant] = max(pipe.recv() for pipe in pipes)
-                rates[variant].append(arguments.steps * arguments.world_size * batch_size * SEQ_LEN / seconds)
-            done = WARM_UP_STEPS + 1 + (number + 1) * arguments.steps
-            print(f"loss after {done} steps: " + ", ".join(f"{v} {loss:.6f}" for v, loss in losses.items()), flush=True)
-            expected = losses[variants[0]]
-            agree = all(abs(loss - expected) <= TOLERANCE * abs(expected) for loss in losses.values())
-            if not agree:
-                break
-        for pipe in itertools.chain(*worlds.values()):
-            pipe.send(0)
-        for process in mp.active_children():
-            process.join()
-    if not agree:
-        raise SystemExit(f"the losses differ by more than a relative {TOLERANCE}: the variants do not compute the same")
+        seconds = run_in_turn(worlds, arguments.rounds, arguments.steps)
 
     lines = ["| variant | tokens/s | spread | relative | peak MiB per rank | relative |", "|---|--:|--:|--:|--:|--:|"]
+    tokens = arguments.world_size * batch_size * SEQ_LEN
+    rates = {variant: [tokens / each for each in seconds[variant]] for variant in variants}
     medians = {variant: statistics.median(rates[variant]) for variant in variants}
     for variant, rate in medians.items():
-        speed = f"{rate:,.0f} | {(max(rates[variant]) - min(rates[variant])) / rate:.0%} | {rate / medians[variants[0]]:.2f}"
+        speed = f"{rate:,.0f} | {spread(rates[variant])} | {rate / medians[variants[0]]:.2f}"
         memory = f"{peaks[variant] / 2**20:,.1f} | {peaks[variant] / peaks[variants[0]]:.2f}"
         lines.append(f"| {variant} | {speed} | {memory} |")
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What any measurement here can be told."""
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="the first is the base of ratios")
-    parser.add_argument("--no-compile", action="store_true", help="leave out the variants that are compiled")
     parser.add_argument("--batch-size", type=int, help="sequences a rank; default: 4 for debug, 1 for larger")
     parser.add_argument("--steps", type=int, default=5, help="in one round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--world-size", type=int, default=2)
+
+
+def heading(name: str, batch_size: int, arguments: argparse.Namespace) -> str:
+    where = "CUDA, NCCL" if torch.cuda.device_count() >= arguments.world_size else "CPU, gloo, one thread a rank"
+    return (
+        f"{name}: {arguments.world_size} ranks ({where}), each {batch_size} x {SEQ_LEN} tokens a step; "
+        f"torch {torch.__version__}, {arguments.rounds} rounds of {arguments.steps} steps"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="the first is the base of ratios")
+    parser.add_argument("--no-compile", action="store_true", help="leave out the variants that are compiled")
+    parser.add_argument("--compile-loss", action="store_true", help="in the variants that are compiled")
     arguments = parser.parse_args()
-    variants = [v for v in arguments.variants if not (arguments.no_compile and VARIANTS[v][1]["compiled"])]
+    variants = [v for v in arguments.variants if not (arguments.no_compile and VARIANTS[v][1]["backend"])]
     if not variants:
         parser.error("--no-compile leaves no variant to run")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr
 
     for name in arguments.models:
         config, batch_size = MODELS[name]
         batch_size = arguments.batch_size or batch_size
         table = benchmark(variants, config, batch_size, arguments)
-        where = "CUDA, NCCL" if torch.cuda.device_count() >= arguments.world_size else "CPU, gloo, one thread a rank"
-        print(f"\n{name}: {arguments.world_size} ranks ({where}), each {batch_size} x {SEQ_LEN} tokens a step; ", end="")
-        print(f"torch {torch.__version__}, {arguments.rounds} rounds of {arguments.steps} steps\n\n{table}\n", flush=True)
+        print(f"\n{heading(name, batch_size, arguments)}\n\n{table}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,72 @@
+"""`scripts/benchmark_schedule.py`: what it predicts of a small part of 8B, and what cannot be asked."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts/benchmark_schedule.py"
+
+
+def command(*arguments):
+    result = subprocess.run(
+        [sys.executable, SCRIPT, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    print(result.stdout, result.stderr)
+    return result
+
+
+def table(text):
+    """{first cell of a line: {column: cell}} of the one table in `text`."""
+    head, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return {line[0]: dict(zip(head[1:], line[1:], strict=True)) for line in lines}
+
+
+def test_two_blocks_of_8B_are_predicted_without_hardware():
+    result = command("predict", "--layers=2", "--world-sizes=8", "--batch-sizes=1", "--modes", "none", "block", "greedy")
+    assert result.returncode == 0
+    assert "8B (2 of 32 layers): 8 ranks of H100, as estimated, each 1 x 8192 tokens" in result.stdout
+    modes = table(result.stdout)
+    assert list(modes) == ["none", "block", "greedy"]
+    # 9 parameters a block, the embedding, norm and output; in backward those of blocks are gathered again, and all are reduced
+    assert modes["none"]["collectives"] == "21 + 39"
+    assert modes["block"]["collectives"] == "4 + 6"
+    for figures in modes.values():
+        exposed, bound, communication = (float(figures[f"{what} ms"]) for what in ("exposed", "bound", "communication"))
+        assert 0.99 * bound <= exposed < communication
+        assert float(figures["exposed/bound"]) == pytest.approx(exposed / bound, abs=0.01)
+        assert 0 < float(figures["passes s"]) <= float(figures["compile s"])
+    assert float(modes["greedy"]["exposed/bound"]) <= 1.25
+    assert float(modes["greedy"]["peak GiB"]) <= float(modes["block"]["peak GiB"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["predict", "--machine", "H101"], '"H101" is no profile; B200, '),
+        (["predict", "--modes", "blocks"], "argument --modes: invalid choice: 'blocks' (choose from "),
+        (["predict", "--layers", "33"], "8B has 32 layers"),
+        (["predict", "--world-sizes", "1"], "argument --world-sizes: 1 is no whole number of 2 or more"),
+        (["measure", "--backends", "eager"], "argument --backends: invalid choice: 'eager'"),
+        ([], "predict | measure"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line_and_2(arguments, message, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import benchmark_schedule
+
+    monkeypatch.setattr(sys, "argv", [SCRIPT.name, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        benchmark_schedule.main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
