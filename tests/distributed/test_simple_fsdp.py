@@ -18,8 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from titan_lite.compiler.stage import compile_model
 from titan_lite.config import Compile
+from titan_lite.distributed.accumulation import gathered_for_step
+from titan_lite.distributed.gather import GatherPlan
 from titan_lite.distributed.mesh import parameter_mesh
-from titan_lite.distributed.simple_fsdp import GatherPlan, apply_simple_fsdp, gathered_for_step, shard_of
+from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, shard_of
 from titan_lite.loss import cross_entropy_sum
 from titan_lite.models.llama3 import ModelConfig, Transformer
 

@@ -10,7 +10,7 @@ import torch
 
 from titan_lite import verify
 from titan_lite.config import load_config
-from titan_lite.distributed.simple_fsdp import GatherPlan
+from titan_lite.distributed.gather import GatherPlan
 from titan_lite.verify import every_layout, layout_of, name_of, parse_layout, twin
 
 ROOT = Path(__file__).parents[2]
