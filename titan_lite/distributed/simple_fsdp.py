@@ -131,7 +131,7 @@ def _shard(
         fqn=fqn,
         rows=whole.shape[0],
         own_rows=rows.shape[0],
-        first_row=first_row,
+        row_shape=tuple(whole.shape[1:]),
         shard_degree=degree,
         shard_group=mesh.get_group("dp_shard").group_name,
         sum_groups=tuple(mesh.get_group(axis).group_name for axis in same_shard if mesh[axis].size() > 1),
