@@ -31,11 +31,12 @@ from titan_lite.compiler.trial import Trial
 from titan_lite.config import Config, ConfigError, gradient_accumulation_steps, to_toml
 from titan_lite.data.dataset import Split
 from titan_lite.data.loader import Batch, Loader, build_loader, merge_states
+from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.distributed.context_parallel import own_positions
 from titan_lite.distributed.mesh import build_mesh, data_rank, sum_of_losses, sum_over_tokens
 from titan_lite.distributed.parallelize import compile_stages, parallelize
 from titan_lite.distributed.pipeline import Pipeline, keep_modules
-from titan_lite.distributed.simple_fsdp import gathered_for_step, materialize, shard_of
+from titan_lite.distributed.simple_fsdp import materialize, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.logging import logger
 from titan_lite.loss import IGNORE_INDEX, build_loss, own_vocabulary

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_lite.config import Optimizer
-from titan_lite.distributed.simple_fsdp import gathered_for_step
+from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.distributed.tensor_parallel import PLAN, apply_tensor_parallel, axis_of
 from titan_lite.loss import build_loss, cross_entropy_sum
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer

@@ -10,7 +10,7 @@ import torch
 
 from titan_lite import verify
 from titan_lite.config import load_config
-from titan_lite.distributed.simple_fsdp import GatherPlan
+from titan_lite.distributed.gather import Bucket
 from titan_lite.verify import every_layout, layout_of, name_of, parse_layout, twin
 
 ROOT = Path(__file__).parents[2]
@@ -38,13 +38,13 @@ BROKEN = "layers.1.feed_forward.w2.weight"
 
 def one_gradient_is_not_reduced(trainer):
     """On rank 0: its own part only, as if the others had no tokens."""
-    finish, rank = GatherPlan.finish_reduce, trainer.rank
+    finish, rank = Bucket.finish_reduce, trainer.rank
 
-    def broken(plan, gradient):
-        gradient = finish(plan, gradient)
-        return gradient / 2 if plan.fqn == BROKEN and rank == 0 else gradient
+    def broken(bucket, started):
+        gradients = zip(bucket.plans, finish(bucket, started), strict=True)
+        return [gradient / 2 if plan.fqn == BROKEN and rank == 0 else gradient for plan, gradient in gradients]
 
-    GatherPlan.finish_reduce = broken
+    Bucket.finish_reduce = broken
 
 
 def one_module_is_wrong(trainer):

@@ -32,7 +32,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from titan_lite.config import ConfigError, Parallelism
-from titan_lite.distributed.simple_fsdp import fold_gradients, gradient_leaves
+from titan_lite.distributed.accumulation import fold_gradients, gradient_leaves
 
 Order = Mapping[int, Sequence[_Action | None]]  # what each pipeline rank does, one after the other
 STAGES_PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}  # Interleaved1F1B: or more

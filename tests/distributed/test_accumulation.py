@@ -1,0 +1,185 @@
+"""A step of several microbatches in buckets: the numbers of parameters that travel alone, to the bit, in few collectives and
+little memory."""
+
+import time
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity import batch, build, counted, make_mesh, my_microbatches, step
+from ranks import run_ranks
+from test_buckets import BUCKETS, CONFIG, LAYOUTS
+from test_simple_fsdp import Rows
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from titan_lite.distributed import accumulation
+from titan_lite.distributed.accumulation import IN_FLIGHT, gathered_for_step, gradient_leaves
+from titan_lite.distributed.gather import GatherPlan, local
+from titan_lite.distributed.mesh import parameter_mesh
+from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, as_shard_of, model_of
+from titan_lite.models.llama3 import ModelConfig
+
+TIED = ModelConfig(**{**vars(CONFIG), "tied_embeddings": True})
+MODELS = {
+    "untied": (CONFIG, torch.float32),
+    "tied": (TIED, torch.float32),
+    "bfloat16": (CONFIG, torch.bfloat16),
+    "tied, bfloat16": (TIED, torch.bfloat16),
+}
+
+
+@contextmanager
+def each_alone(root):
+    """What gathered_for_step has to agree with: every parameter is gathered and reduced by its plan, without buckets."""
+    model, wholes = model_of(root), {}
+    for parameter, plan in model.plans.items():
+        wholes[parameter] = plan.start_gather(local(parameter)).wait().detach().requires_grad_(parameter.requires_grad)
+    model.gathered, model.sums = wholes, {}
+    accumulation._sum_in_reduce_dtype(root)
+    for module in root.modules():
+        module._fsdp.wholes.update({name: wholes[p] for name, p in module._parameters.items() if p is not None})
+    yield
+    for module in root.modules():
+        module._fsdp.wholes.clear()
+    for parameter, plan in model.plans.items():
+        gradient = model.sums.get(parameter, wholes[parameter].grad)
+        if gradient is not None:
+            rows = plan.finish_reduce(plan.start_reduce(gradient))
+            parameter.grad = as_shard_of(parameter, rows.to(parameter.dtype))
+    model.gathered, model.sums = {}, {}
+
+
+def train(way, mesh, config, param):
+    """Of two steps: losses, gathered weights and gradients of this rank's rows; collectives of the last one but the model's."""
+    tokens, labels = batch()
+    mine = my_microbatches(mesh, tokens, labels, count=2)
+    model = build(config, mesh, param=param)
+    model.norm._parameters["weight"].requires_grad_(False)  # what has no gradient travels one way
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for last in (False, True):
+        optimizer.zero_grad()
+        gathered = way(model)
+        with counted() if last else nullcontext() as gathers:
+            gathered.__enter__()
+        weights = [weight.detach().clone() for weight in gradient_leaves(model)]
+        loss, _ = step(model, mesh, mine, (labels != -100).sum(), gradient=False)
+        with counted() if last else nullcontext() as reductions:
+            gathered.__exit__(None, None, None)
+        gradients = [local(parameter.grad).clone() for parameter in model.parameters() if parameter.grad is not None]
+        optimizer.step()
+        found.append((torch.tensor(loss), *weights, *gradients))
+    return found, (gathers, reductions)
+
+
+def compare(layout):
+    mesh = make_mesh(*LAYOUTS[layout])
+    found = {}
+    for name, (config, param) in MODELS.items():
+        alone, each = train(each_alone, mesh, config, param)
+        buckets, few = train(gathered_for_step, mesh, config, param)
+        tensors = list(zip(sum(alone, ()), sum(buckets, ()), strict=True))
+        assert all(one.dtype == other.dtype and torch.equal(one, other) for one, other in tensors), name
+        found[name] = len(tensors), each, few
+    return found
+
+
+# the frozen norm is gathered and not reduced: with output, or alone where the output is the embedding
+@pytest.mark.parametrize(
+    "layout", ["FSDP-2", *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != "FSDP-2")]
+)
+def test_buckets_change_no_number_and_are_few(layout):
+    replicate, shard, tp = LAYOUTS[layout]
+    for found in run_ranks(replicate * shard * tp, compare, layout):
+        for name, (tensors, each, few) in found.items():
+            parameters = 29 if "tied" in name.split(", ") else 30
+            assert tensors == 2 * (1 + parameters + parameters - 1)
+            reduced = BUCKETS - ("tied" in name.split(", "))
+            # tensor-parallel ranks have the same norms and add up their gradients: a bucket more a layer, with an all-reduce
+            both = ((parameters, parameters - 1, 6), each), ((BUCKETS, reduced + 3 * (tp > 1), 3), few)
+            for (gathers, reductions, norms), counts in both:
+                sums = reductions if replicate > 1 else norms if tp > 1 else 0
+                expected = ({"all_gather": gathers} if shard > 1 else {}), {"reduce_scatter": reductions} if shard > 1 else {}
+                assert counts[0] == expected[0]
+                assert counts[1] == expected[1] | ({"all_reduce": sums} if sums else {})
+
+
+def uneven():
+    """Rows so few that some ranks have none, all in one bucket; whole numbers, of which there is one sum in any order."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    exact = Rows(8, 7, 5, 3, 1)
+    model = Rows(8, 7, 5, 3, 1)
+    dtypes = dict(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    apply_simple_fsdp(model, parameter_mesh(make_mesh(1, world)), **dtypes, reshard_after_forward=True)
+    of_ranks = [torch.randint(100, (world, *parameter.shape), generator=generator).float() for parameter in exact.parameters()]
+    with gathered_for_step(model, lambda fqn: "all"):
+        for (name, parameter), leaf, gradients in zip(exact.named_parameters(), gradient_leaves(model), of_ranks, strict=True):
+            assert torch.equal(getattr(model, name), parameter)
+            leaf.grad = gradients[rank]
+    for parameter, gradients in zip(model.parameters(), of_ranks, strict=True):
+        assert torch.equal(parameter.grad.full_tensor(), gradients.sum(0))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_without_rows(world_size):
+    run_ranks(world_size, uneven)
+
+
+def memory(param):
+    """How many were alive, at most, of: flat buckets before another is started; weights, and gradients of started buckets, while
+    gradients are reduced. What is done with may be held a moment longer by a thread of gloo."""
+
+    def alive(storages, expected):
+        for _ in range(500):
+            count = sum(not storage.expired() for storage in storages)
+            if count <= expected:
+                break
+            time.sleep(0.01)
+        return count
+
+    def reference(tensor):
+        return StorageWeakRef(tensor.untyped_storage())
+
+    start_gather, start_reduce = GatherPlan.start_gather, GatherPlan.start_reduce
+    flat, weights, gradients, most = [], [], {}, {"flat": 0, "weights": 0, "gradients": 0}
+    done = []
+
+    def started(plan, bucket):
+        if " " in plan.fqn:  # what is alone is not copied
+            most["flat"] = max(most["flat"], alive(flat, IN_FLIGHT - 1))
+            flat.append(reference(bucket))
+
+    def watched_gather(plan, shard):
+        result = start_gather(plan, shard)
+        started(plan, result.tensor)
+        return result
+
+    def watched_reduce(plan, gradient):
+        most["weights"] = max(most["weights"], alive(weights, 0))
+        most["gradients"] = max(most["gradients"], alive(done, 0))
+        done.extend(gradients[fqn] for fqn in plan.fqn.split() if " " in plan.fqn)
+        started(plan, gradient)
+        return start_reduce(plan, gradient)
+
+    mesh = make_mesh(1, 2)
+    tokens, labels = batch()
+    model = build(CONFIG, mesh, param=param)
+    GatherPlan.start_gather, GatherPlan.start_reduce = watched_gather, watched_reduce
+    with gathered_for_step(model):
+        assert alive(flat, 0) == 0
+        step(model, mesh, my_microbatches(mesh, tokens, labels, count=2), (labels != -100).sum(), gradient=False)
+        shared = model_of(model)
+        for parameter, plan in shared.plans.items():
+            weights.append(reference(shared.gathered[parameter]))
+            gradients[plan.fqn] = reference(shared.sums.get(parameter, shared.gathered[parameter].grad))
+    assert alive(flat, 0) == 0
+    assert len(flat) == 2 * (BUCKETS - 1)
+    return most
+
+
+@pytest.mark.parametrize("param", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+def test_few_flat_buffers_live_beside_weights_and_gradients(param):
+    for most in run_ranks(2, memory, param):
+        assert most == {"flat": IN_FLIGHT - 1, "weights": 0, "gradients": 0}

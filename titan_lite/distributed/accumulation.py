@@ -1,0 +1,146 @@
+"""Gradient accumulation with one round of communication a step, of one collective a transformer block.
+
+    with gathered_for_step(model):                  # all weights are gathered
+        for input, label in microbatches:
+            loss(model(input), label).backward()    # gradients add up, unreduced
+    parameter.grad                                  # reduced, on leaving
+
+So was Llama 3 trained (arXiv 2407.21783, section 3.3.2): weights stay gathered after forward. Buckets are those of the manual
+wrapping of SimpleFSDP (arXiv 2411.00284, section 4.1).
+"""
+
+import functools
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from titan_lite.compiler.wrapping import block_of
+from titan_lite.distributed.gather import Bucket, GatherPlan, InFlight, local
+from titan_lite.distributed.simple_fsdp import as_shard_of, model_of
+
+IN_FLIGHT = 2  # buckets that exist at once, beside the weights or gradients: one travels while another is copied
+Members = list[nn.Parameter]
+Started = TypeVar("Started")
+
+
+@contextmanager
+def gathered_for_step(root: nn.Module, bucket_of: Callable[[str], Hashable] = block_of) -> Iterator[None]:
+    """Within: all weights stay gathered and gradients accumulate unreduced, in reduce_dtype; on leaving, they are reduced once
+    into `parameter.grad`. k microbatches cost the communication of one, and the memory of the rank's whole weights and gradients.
+
+    bucket_of: FQN -> the bucket that the parameter travels in. Two ranks have one sum; of more, a library may add up numbers in
+    an order that depends on where they lie in a bucket.
+    """
+    model = model_of(root)
+    wholes = _gather(model.plans, bucket_of)
+    model.gathered, model.sums = wholes, {}
+    _sum_in_reduce_dtype(root)
+    modules = [module for module in root.modules() if module._fsdp.plans]  # type: ignore[union-attr]
+    for module in modules:
+        names: list[str] = list(module._fsdp.plans)  # type: ignore[union-attr, arg-type]
+        module._fsdp.wholes.update({name: wholes[module._parameters[name]] for name in names})  # type: ignore
+    try:
+        yield
+    finally:
+        sums, model.gathered, model.sums = model.sums, {}, {}
+        for module in modules:
+            module._fsdp.wholes.clear()  # type: ignore[union-attr, operator]
+    gradients = {parameter: sums.pop(parameter, wholes.pop(parameter).grad) for parameter in model.plans}
+    _reduce(gradients, model.plans, bucket_of)
+
+
+@torch.no_grad()
+def _gather(plans: Mapping[nn.Parameter, GatherPlan], bucket_of: Callable[[str], Hashable]) -> dict[nn.Parameter, Tensor]:
+    """The whole weights, as leaves of autograd."""
+    wholes: dict[nn.Parameter, Tensor] = {}
+
+    def travels_with(plan: GatherPlan) -> Hashable:  # or not at all
+        return (bucket_of(plan.fqn), plan.shard_group, plan.param_dtype) if plan.shard_degree > 1 else plan
+
+    def start(members: Members, bucket: Bucket) -> InFlight:
+        return bucket.start_gather([local(parameter) for parameter in members])
+
+    def finish(members: Members, bucket: Bucket, started: InFlight) -> None:
+        for parameter, whole in zip(members, bucket.finish_gather(started), strict=True):
+            wholes[parameter] = whole.detach().requires_grad_(parameter.requires_grad)
+
+    _few_at_a_time(plans, travels_with, start, finish)
+    return wholes
+
+
+def _reduce(
+    gradients: dict[nn.Parameter, Tensor | None],
+    plans: Mapping[nn.Parameter, GatherPlan],
+    bucket_of: Callable[[str], Hashable],
+) -> None:
+    """Gradients of the wholes, which are taken out -> `parameter.grad`."""
+
+    def travels_with(plan: GatherPlan) -> Hashable:
+        return bucket_of(plan.fqn), plan.shard_group, plan.sum_groups, plan.reduce_dtype
+
+    def start(members: Members, bucket: Bucket) -> Tensor:
+        return bucket.start_reduce([gradients.pop(parameter) for parameter in members])  # type: ignore[misc]
+
+    def finish(members: Members, bucket: Bucket, started: Tensor) -> None:
+        for parameter, rows in zip(members, bucket.finish_reduce(started), strict=True):
+            parameter.grad = as_shard_of(parameter, rows.to(parameter.dtype))
+
+    _few_at_a_time({p: plan for p, plan in plans.items() if gradients[p] is not None}, travels_with, start, finish)
+
+
+def _few_at_a_time(
+    plans: Mapping[nn.Parameter, GatherPlan],
+    travels_with: Callable[[GatherPlan], Hashable],
+    start: Callable[[Members, Bucket], Started],
+    finish: Callable[[Members, Bucket, Started], None],
+) -> None:
+    """Start and finish each bucket, in the order of their first parameters, no more than IN_FLIGHT at once."""
+    together: dict[Hashable, Members] = defaultdict(list)
+    for parameter, plan in plans.items():
+        together[travels_with(plan)].append(parameter)
+    under_way: deque[tuple[Members, Bucket, Started]] = deque()
+    for members in together.values():
+        bucket = Bucket(tuple(plans[parameter] for parameter in members))
+        under_way.append((members, bucket, start(members, bucket)))
+        if len(under_way) == IN_FLIGHT:
+            finish(*under_way.popleft())
+    while under_way:
+        finish(*under_way.popleft())
+
+
+def gradient_leaves(root: nn.Module) -> list[Tensor]:
+    """What autograd accumulates into: the gathered weights within `gathered_for_step`, else the parameters."""
+    model = model_of(root)
+    return [model.gathered.get(parameter, parameter) for parameter in model.plans]
+
+
+def fold_gradients(root: nn.Module) -> None:
+    """Within `gathered_for_step`, after a backward that ran no hooks: what is in `.grad` joins the sums in reduce_dtype."""
+    model = model_of(root)
+    for parameter, whole in model.gathered.items():
+        dtype = model.plans[parameter].reduce_dtype
+        if whole.grad is not None and whole.dtype != dtype:
+            _fold(model.sums, parameter, dtype, whole)
+
+
+def _sum_in_reduce_dtype(root: nn.Module) -> None:
+    """Every backward's gradients, where it is another dtype than they are computed in."""
+    model = model_of(root)
+    for parameter, whole in model.gathered.items():
+        plan = model.plans[parameter]
+        if whole.requires_grad and plan.param_dtype != plan.reduce_dtype:
+            whole.register_post_accumulate_grad_hook(functools.partial(_fold, model.sums, parameter, plan.reduce_dtype))
+
+
+def _fold(sums: dict[nn.Parameter, Tensor], parameter: nn.Parameter, dtype: torch.dtype, whole: Tensor) -> None:
+    """Add a microbatch's gradient to the sum in `dtype`, which is not the one it was computed in."""
+    assert whole.grad is not None
+    if parameter in sums:
+        sums[parameter] += whole.grad
+    else:
+        sums[parameter] = whole.grad.to(dtype)
+    whole.grad = None
