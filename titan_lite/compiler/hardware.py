@@ -272,7 +272,8 @@ def find_machine(name: str, device: torch.device) -> Machine | None:
     )
     if dist.is_initialized():
         dist.broadcast(figures, src=0)
-    float32, bfloat16, copy, bandwidth, latency = figures.tolist()
+    # Of one digit: another run on this machine finds the same schedule, and its code in Inductor's cache.
+    float32, bfloat16, copy, bandwidth, latency = (float(f"{figure:.0e}") for figure in figures.tolist())
     link = Link(bandwidth, latency)
     return Machine(
         name="CPU, measured",

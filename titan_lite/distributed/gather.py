@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-collectives = torch.ops._c10d_functional
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+from titan_lite.compiler.collectives import all_gather_single, collectives
 
 
 class InFlight(NamedTuple):
@@ -69,7 +69,9 @@ class GatherPlan:
         shard = shard.to(self.param_dtype)
         if self.shard_degree == 1:
             return shard
-        whole = collectives.all_gather_into_tensor(_pad_rows(shard, self.chunk), self.shard_degree, self.shard_group)
+        if self.rows % self.shard_degree:  # all ranks pad, if only by nothing: so their graphs, and schedules, are the same
+            shard = F.pad(shard, [0, 0] * (shard.dim() - 1) + [0, self.chunk - self.own_rows])
+        whole = collectives.all_gather_into_tensor(shard, self.shard_degree, self.shard_group)
         return collectives.wait_tensor(whole)[: self.rows]
 
     # Out of sight of dispatch modes: selective checkpointing counts operators, and this may be a gather ahead of its read.
@@ -80,11 +82,10 @@ class GatherPlan:
         shard = shard.to(self.param_dtype)
         if self.shard_degree == 1:
             return InFlight(shard, None)
-        # Not the functional collective: started ahead of its read on gloo, it corrupted the heap within a minute (torch 2.13).
         shard = _pad_rows(shard, self.chunk)
         whole = shard.new_empty(self.chunk * self.shard_degree, *shard.shape[1:])
         group = _resolve_process_group(self.shard_group)  # type: ignore[arg-type]
-        return InFlight(whole[: self.rows], _all_gather(whole, shard, group=group, async_op=True))
+        return InFlight(whole[: self.rows], all_gather_single(whole, shard, group=group, async_op=True))
 
     def start_reduce(self, gradient: Tensor) -> Tensor:
         """This rank's gradient of the whole -> the sum of this rank's rows over the first group that has any to add, in
