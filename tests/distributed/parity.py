@@ -62,7 +62,7 @@ def build(
     model.init_weights(0, shard_of)
     if compiled:
         torch._dynamo.reset()
-        stage = Compile(enable=True, backend=compiled, bucketing=bucketing, reordering=bucketing != "none")
+        stage = Compile(enable=True, backend=compiled, bucketing=bucketing)
         schedule = Schedule(stage, machine, exchange=stage_exchange(mesh), receipts=[] if receipts is None else receipts)
         compile_model(model, stage, **resharding, schedule=schedule)
     return model
