@@ -163,12 +163,22 @@ def twin(config: Config, layout: Layout, steps: int) -> Config:
         ),
         lr_scheduler=dataclasses.replace(config.lr_scheduler, warmup_steps=0, total_steps=-1),
         parallelism=dataclasses.replace(config.parallelism, **changes, enable_async_tensor_parallel=False),
-        compile=dataclasses.replace(config.compile, backend="aot_eager"),
+        compile=_compile_of_twin(config.compile),
         checkpoint=dataclasses.replace(config.checkpoint, enable=False, load_step=-1),
         data=dataclasses.replace(config.data, dataset="stdlib", path="", num_workers=0, validation_fraction=0.05),
         validation=dataclasses.replace(config.validation, enable=True, freq=steps, steps=1),
         metrics=dataclasses.replace(config.metrics, log_freq=1, enable_tensorboard=False, enable_color=False),
         profiling=dataclasses.replace(config.profiling, enable_profiling=False, enable_memory_snapshot=False),
+    )
+
+
+def _compile_of_twin(stage: Compile) -> Compile:
+    """By the same passes, with the twin's names; what is measured is priced, since a twin's times are not the model's."""
+    return dataclasses.replace(
+        stage,
+        backend="aot_eager",
+        bucketing="greedy" if stage.bucketing == "measured" else stage.bucketing,
+        buckets=tuple(" ".join(map(_of_twin, bucket.split())) for bucket in stage.buckets),
     )
 
 

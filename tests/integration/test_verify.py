@@ -144,6 +144,16 @@ def test_a_twin_keeps_the_last_of_its_layers_gathered_for_those_that_it_lacks():
     assert small.parallelism.fsdp_keep_gathered == ("layers.2.attention", "layers.3", "norm")
 
 
+def test_a_twin_compiles_by_the_same_passes_under_its_own_names():
+    buckets = "--compile.buckets=layers.2 layers.30 layers.31.attention,norm output"
+    config, _ = load_config(RECIPES / "llama3_8b.toml", ["--compile.bucketing=plan", buckets])
+    stage = twin(config, parse_layout("dp_shard=2"), steps=1).compile
+    assert (stage.enable, stage.backend, stage.bucketing) == (True, "aot_eager", "plan")
+    assert stage.buckets == ("layers.2 layers.3 layers.3.attention", "norm output")
+    config, _ = load_config(RECIPES / "llama3_8b.toml", ["--compile.bucketing=measured"])
+    assert twin(config, parse_layout("dp_shard=2"), steps=1).compile.bucketing == "greedy"
+
+
 def test_all_layouts_are_all_that_eight_processes_can_have():
     names = [name_of(layout) for layout in every_layout()]
     assert len(names) == len(set(names)) == 25
