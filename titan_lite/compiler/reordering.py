@@ -53,7 +53,30 @@ def start_gathers_early(graph: Graph, machine: Machine | None = None, *, fused: 
                 back.prepend(gather)
             else:
                 moved.add(gather)
+    if machine is not None and gathers:
+        _prepare_meanwhile(gathers, machine, fused)
     return len(moved)
+
+
+def _prepare_meanwhile(gathers: Sequence[Node], machine: Machine, fused: bool) -> None:
+    """While the first gather travels, with nothing to compute yet, shards of the next ones are cast and put into buckets."""
+    graph, wait = gathers[0].graph, wait_of(gathers[0])
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    between = [node for node in graph.nodes if order[gathers[0]] < order[node] < order[wait]]
+    idle = machine.cost(gathers[0]) - sum(machine.cost(node, fused) for node in between if not parameters_of(node))
+    most = peak_bytes(graph)
+    for gather in gathers[1:]:
+        leading = sorted((node for node in preparation(gather) or () if order[node] > order[wait]), key=lambda node: order[node])
+        idle -= sum(machine.cost(node, fused) for node in leading)
+        if idle < 0:
+            return
+        back = [node.next for node in leading]
+        for node in leading:
+            wait.prepend(node)
+        if peak_bytes(graph) > most:
+            for node, place in zip(reversed(leading), reversed(back), strict=True):
+                place.prepend(node)
+            return
 
 
 def _move_gather_before(gather: Node, place: Node) -> bool:
