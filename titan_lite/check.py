@@ -5,6 +5,7 @@ model_config, tokenizer, degrees, pipeline = check(config, world_size=8)
 
 import dataclasses
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -97,7 +98,11 @@ def check_schedule(config: Config, microbatches: int) -> None:
     if not stage.compiles("model"):
         return
     if stage.bucketing == "plan":
-        check_names("compile.buckets", [name for bucket in stage.buckets for name in bucket.split()], config.model.flavor)
+        names = [name for bucket in stage.buckets for name in bucket.split()]
+        check_names("compile.buckets", names, config.model.flavor)
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise ConfigError(f'compile.buckets: "{twice[0]}" stands in it twice; a parameter has one bucket')
     if stage.bucketing in ("greedy", "auto", "measured") and not stage.machine and torch.cuda.is_available():
         device = torch.cuda.get_device_name()
         if profile_of(device) is None:
@@ -137,7 +142,7 @@ def without_effect(config: Config, microbatches: int) -> list[str]:
     """The keys that a recipe sets and that do nothing in it, where a step has so many microbatches, each with the reason."""
     parallelism, checkpointing = config.parallelism, config.activation_checkpoint
     pipeline = [f"parallelism.{f.name}" for f in dataclasses.fields(Parallelism) if f.name.startswith("pipeline_parallel_")]
-    passes = [f"compile.{name}" for name in ("bucketing", "buckets", "bucket_memory", "reordering", "dump_graphs")]
+    passes = [f"compile.{name}" for name in ("bucketing", "buckets", "bucket_memory", "reordering", "machine", "dump_graphs")]
     idle: list[tuple[bool, str, list[str]]] = [
         (parallelism.pipeline_parallel_degree == 1, "pipeline_parallel_degree = 1", pipeline),
         (
@@ -174,7 +179,7 @@ def without_effect(config: Config, microbatches: int) -> list[str]:
             ["compile.buckets"],
         ),
         (
-            config.compile.compiles("model") and config.compile.bucketing != "greedy",
+            config.compile.compiles("model") and config.compile.bucketing not in ("greedy", "measured"),
             f'bucketing = "{config.compile.bucketing}"',
             ["compile.bucket_memory"],
         ),

@@ -27,13 +27,13 @@ from titan_lite.compiler.hardware import find_machine, peak_flops
 from titan_lite.compiler.report import Receipt, describe, write_receipts
 from titan_lite.compiler.stage import CompileError, compile_function
 from titan_lite.compiler.timeline import draw, write_trace
-from titan_lite.compiler.trial import Trial
+from titan_lite.compiler.trial import STEPS, WAYS, Trial
 from titan_lite.config import Config, ConfigError, gradient_accumulation_steps, to_toml
 from titan_lite.data.dataset import Split
 from titan_lite.data.loader import Batch, Loader, build_loader, merge_states
 from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.distributed.context_parallel import own_positions
-from titan_lite.distributed.mesh import build_mesh, data_rank, sum_of_losses, sum_over_tokens
+from titan_lite.distributed.mesh import build_mesh, data_rank, stage_exchange, sum_of_losses, sum_over_tokens
 from titan_lite.distributed.parallelize import compile_stages, parallelize
 from titan_lite.distributed.pipeline import Pipeline, keep_modules
 from titan_lite.distributed.simple_fsdp import materialize, shard_of
@@ -94,6 +94,7 @@ class Trainer:
         self.trial: Trial | None = None
         if config.compile.compiles("model"):
             if config.compile.bucketing == "measured":
+                stage_exchange(self.mesh)  # whose groups are made by all ranks together
                 self.trial = Trial(self.stages, self.compile_as, self.device)
             else:
                 self.receipts = self.compile_as(config.compile.bucketing)
@@ -141,6 +142,11 @@ class Trainer:
         self.step = self.tokens_seen = self.skipped_steps = self.skipped_in_a_row = 0
         self.checkpointer = Checkpointer(config.checkpoint, self.dump_folder)
         self.resume()
+        if self.trial is not None and config.training.steps - self.step < STEPS * len(WAYS):
+            raise ConfigError(
+                f'compile.bucketing = "measured" tries {len(WAYS)} ways in {STEPS} steps each, and from step {self.step} on '
+                f'training.steps = {config.training.steps} leaves fewer; more of them, or bucketing = "block", would work'
+            )
 
         # 6. what it says
         if self.rank == 0:
@@ -217,6 +223,7 @@ class Trainer:
                     loss, grad_norm, lr = self.train_step()
                 if trying and (self.trial is None or self.trial.chosen):
                     trying = False
+                    self.validated = self.validated and self.trial is None
                     self.show_receipts()
                     self.set_timeout(config.comm.train_timeout_seconds)  # what takes longer now is no compilation
                 last = self.step == config.training.steps
@@ -297,7 +304,7 @@ class Trainer:
                 sums[0] += self.evaluate_one(input, label)
                 sums[1] += (label != IGNORE_INDEX).sum()
             sum_of_losses(sums[0], self.mesh)
-        self.validated = True
+        self.validated = self.trial is None or bool(self.trial.chosen)
         sum_over_tokens(sums[1], self.mesh)
         self.validation_loader.load_state_dict(beginning)
         self.metrics.log(self.step, {"validation_loss": float(sums[0] / sums[1])})

@@ -146,6 +146,8 @@ def twin(config: Config, layout: Layout, steps: int) -> Config:
         changes["pipeline_parallel_microbatch_size"] = 2 if local >= 4 * layout["pp"] else 1
         if config.parallelism.pipeline_parallel_degree == 1:
             changes["pipeline_parallel_first_stage_less_layers"] = changes["pipeline_parallel_last_stage_less_layers"] = 0
+    if config.compile.compiles("model") and config.compile.bucketing not in ("none", "block"):
+        changes["fsdp_communication"] = "microbatch"  # else there would be nothing to bucket
     changes["fsdp_keep_gathered"] = tuple(dict.fromkeys(kept))
     changes.update({DEGREES[axis]: degree for axis, degree in layout.items()})
     return dataclasses.replace(

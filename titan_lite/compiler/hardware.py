@@ -12,6 +12,7 @@ are the vendors' datasheets; latencies those of NCCL's tuning tables (src/graph/
 
 import dataclasses
 import math
+import operator
 import os
 import re
 import time
@@ -106,6 +107,7 @@ def is_free(node: Node) -> bool:
 
 FREE = frozenset(
     {
+        operator.getitem,
         torch.ops._c10d_functional.wait_tensor.default,
         aten.reshape.default,
         aten._unsafe_view.default,
@@ -137,7 +139,8 @@ def _bytes_moved(node: Node, fused: bool) -> int:
 def _matmul_flops(node: Node) -> float:
     if node.target not in MATMULS:
         return 0.0
-    a, b = (each.meta["val"].shape for each in node.all_input_nodes[-2:])
+    matrices: Any = node.args[-2:]
+    a, b = (each.meta["val"].shape for each in matrices)
     return 2.0 * math.prod(a) * b[-1]
 
 
@@ -200,11 +203,9 @@ def machine_from(tables: Mapping[str, Any], file: str) -> Machine:
     """The machine that a TOML file describes."""
     tables = dict(tables)
     like = tables.pop("like", None)
-    if like is not None and like not in PROFILES:
-        raise ConfigError(f'{file}: like = "{like}" is no profile; {", ".join(PROFILES)} would work')
-    values: dict[str, Any] = {"name": Path(file).stem, **(vars(PROFILES[like]) if like else {})}
-    if like:
-        values["name"] = Path(file).stem
+    if like is not None and (not isinstance(like, str) or like not in PROFILES):
+        raise ConfigError(f"{file}: like = {like!r} is no profile; {', '.join(PROFILES)} would work")
+    values: dict[str, Any] = {**(vars(PROFILES[like]) if like else {}), "name": Path(file).stem}
     fields = {field.name: field for field in dataclasses.fields(Machine)}
     for key, value in tables.items():
         if key not in fields:
@@ -213,7 +214,12 @@ def machine_from(tables: Mapping[str, Any], file: str) -> Machine:
             value = Link(**_numbers(file, key, value, ("bandwidth", "latency")))
         elif key == "tflops":
             value = {**values.get("tflops", {}), **_numbers(file, key, value, ())}
-        elif key != "name":
+            unknown = [name for name in value if not isinstance(getattr(torch, name, None), torch.dtype)]
+            if unknown:
+                raise ConfigError(f"{file}: tflops.{unknown[0]} is no dtype of torch; bfloat16, float32, float8_e4m3fn are")
+        elif key == "name":
+            value = str(value)
+        else:
             _number(file, key, value)
             if key == "ranks_per_node" and not isinstance(value, int):
                 raise ConfigError(f"{file}: ranks_per_node = {value} is not a whole number; 8 would work")

@@ -4,7 +4,7 @@
     after    a1 = all_gather(s1); a2 = all_gather(s2); w1 = wait(a1); y = f(x, w1); w2 = wait(a2); z = f(y, w2)
 
 A parameter bucket's all-gather starts before the wait of the one in use, and a reduction is waited for when the next one starts
-(SimpleFSDP, arXiv 2411.00284, section 4.2). So at most two buckets of whole weights, and one of gradients beside the one being
+(SimpleFSDP, arXiv 2411.00284, section 4.2), so that two buckets of whole weights, and one of gradients beside the one being
 computed, are alive at once. A machine that prices nodes refines both: a gather that this leaves too little time starts earlier,
 where that raises no peak of memory, and a reduction is waited for once it should be done. The order is made from the graph and
 the prices alone, so every rank makes the same.
@@ -27,7 +27,7 @@ from titan_lite.compiler.collectives import (
     wait_of,
 )
 from titan_lite.compiler.hardware import Machine
-from titan_lite.compiler.timeline import computed_before, peak_bytes
+from titan_lite.compiler.timeline import computed_before, peak_bytes, shards_of
 
 
 def overlap(graph: Graph, machine: Machine | None = None, *, fused: bool = True) -> int:
@@ -45,14 +45,20 @@ def start_gathers_early(graph: Graph, machine: Machine | None = None, *, fused: 
     gathers = [node for node in parameter_collectives(graph) if is_all_gather(node) and preparation(node) is not None]
     in_time = {} if machine is None else _places_in_time(graph, gathers, machine, fused)  # before anything moves
     moved = {following for current, following in itertools.pairwise(gathers) if _move_gather_before(following, wait_of(current))}
-    most = peak_bytes(graph) if in_time else 0
+    without = shards_of(graph)
+    most = peak_bytes(graph, without) if in_time else 0
+    last: Node | None = None  # no gather overtakes another: what is read first travels first
     for gather, place in in_time.items():
-        back = gather.next
+        if last is not None and last >= place:
+            place = last.next
+        nodes = [*sorted(preparation(gather) or ()), gather]
+        back = [node.next for node in nodes]
         if _move_gather_before(gather, place):
-            if peak_bytes(graph) > most:
-                back.prepend(gather)
+            if peak_bytes(graph, without) > most:
+                _put_back(nodes, back)
             else:
                 moved.add(gather)
+        last = gather
     if machine is not None and gathers:
         _prepare_meanwhile(gathers, machine, fused)
     return len(moved)
@@ -66,7 +72,7 @@ def _prepare_meanwhile(gathers: Sequence[Node], machine: Machine, fused: bool) -
     idle = machine.cost(gathers[0]) - sum(machine.cost(node, fused) for node in between if not parameters_of(node))
     most = peak_bytes(graph)
     for gather in gathers[1:]:
-        leading = sorted((node for node in preparation(gather) or () if order[node] > order[wait]), key=lambda node: order[node])
+        leading = sorted(node for node in preparation(gather) or () if node > wait)
         idle -= sum(machine.cost(node, fused) for node in leading)
         if idle < 0:
             return
@@ -74,9 +80,14 @@ def _prepare_meanwhile(gathers: Sequence[Node], machine: Machine, fused: bool) -
         for node in leading:
             wait.prepend(node)
         if peak_bytes(graph) > most:
-            for node, place in zip(reversed(leading), reversed(back), strict=True):
-                place.prepend(node)
+            _put_back(leading, back)
             return
+
+
+def _put_back(nodes: Sequence[Node], before: Sequence[Node]) -> None:
+    """Each node, in the graph's order, to where it stood: before the node that came next."""
+    for node, following in zip(reversed(nodes), reversed(before), strict=True):
+        following.prepend(node)
 
 
 def _move_gather_before(gather: Node, place: Node) -> bool:
@@ -126,7 +137,7 @@ def wait_for_reductions_late(graph: Graph, machine: Machine | None = None, *, fu
         reductions = [node for node in graph.nodes if node.target is target and parameters_of(node)]
         for current, following in _waiting_places(graph, reductions, machine, fused):
             late = [node for node in _descendants(wait_of(current)) if order[node] < order[following]]
-            if following in late or not late:
+            if not late or following in _descendants(current):
                 continue
             for node in sorted(late, key=lambda node: order[node]):
                 following.prepend(node)
@@ -142,13 +153,13 @@ def _waiting_places(
     if machine is None or not reductions:
         yield from zip(reductions, [*reductions[1:], output], strict=False)
         return
-    most = 2 * max(map(collective_bytes, reductions))
+    mine, most = set(reductions), 2 * max(map(collective_bytes, reductions))
     computed, stalled, lane = computed_before(graph, machine, fused), 0.0, 0.0
     arrival: dict[Node, float] = {}
     travelling: deque[Node] = deque()
     for node in list(graph.nodes):
         now = computed[node] + stalled
-        if node in reductions:
+        if node in mine:
             while travelling and (
                 arrival[travelling[0]] <= now or sum(map(collective_bytes, travelling)) + collective_bytes(node) > most
             ):
@@ -158,7 +169,7 @@ def _waiting_places(
             travelling.append(node)
         if parameters_of(node):
             lane = arrival[node] = max(now, lane) + machine.cost(node)
-        elif node.target is collectives.wait_tensor.default and node.args[0] in arrival and node.args[0] not in reductions:
+        elif node.target is collectives.wait_tensor.default and node.args[0] in arrival and node.args[0] not in mine:
             stalled += max(0.0, arrival[node.args[0]] - now)
     for reduction in travelling:
         yield reduction, output

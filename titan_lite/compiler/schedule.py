@@ -91,18 +91,22 @@ class Schedule:
         elif config.bucketing == "plan":
             merged = bucketing.merge(graph, wrapping.by_names(graph, config.buckets))
         elif config.bucketing == "greedy":
-            assert self.machine is not None
             memory = None if config.bucket_memory == -1 else int(config.bucket_memory * 2**30)
-            merged = bucketing.merge(graph, wrapping.greedy(graph, self.machine, memory=memory, fused=self.fused))
+            merged = bucketing.merge(graph, wrapping.greedy(graph, self.priced(), memory=memory, fused=self.fused))
         elif config.bucketing == "auto":
-            assert self.machine is not None
-            schedule_by_inductor(module, self.machine, fused=self.fused)
+            schedule_by_inductor(module, self.priced(), fused=self.fused)
             merged = sum(mergeable.values()) - len(parameter_collectives(graph))
-        if self.must_merge and not merged and max(mergeable.values()) > 1:
+        # A plan may have its buckets in another stage of a pipeline.
+        if self.must_merge and not merged and config.bucketing != "plan" and max(mergeable.values()) > 1:
             raise ConfigError(
                 f'compile.bucketing = "{config.bucketing}" merged none of the {sum(mergeable.values())} collectives of the '
                 f'{name} graph; "block" or "none" would work'
             )
+
+    def priced(self) -> Machine:
+        if self.machine is None:
+            raise ConfigError(f'compile.bucketing = "{self.config.bucketing}" prices collectives, which needs compile.machine')
+        return self.machine
 
     def write(self, graph: Graph, name: str, what: str) -> None:
         if self.dump is not None:
@@ -114,13 +118,18 @@ class Schedule:
         if self.exchange is not None:
             with unset_fake_temporarily():  # else the exchange would be traced
                 words = self.exchange(json.dumps(mine))
-            for rank, theirs in words.items():
-                different = [group for group, schedule in json.loads(theirs).items() if mine.get(group, schedule) != schedule]
+            everyone = {rank: json.loads(word) for rank, word in words.items()}
+            for group in sorted({group for theirs in everyone.values() for group in theirs}):
+                by_rank = {rank: everyone[rank].get(group) for rank in map(int, group.split(", ")) if rank in everyone}
+                if not by_rank:
+                    continue
+                (first, schedule), *others = by_rank.items()
+                different = [rank for rank, theirs in others if theirs != schedule]
                 if different:
                     raise ConfigError(
-                        f"rank {rank} would communicate in another order than this rank among ranks {different[0]} in the {name} "
-                        "graph, and all would hang; the same code, recipe and compile.machine on all nodes would work, or "
-                        'compile.bucketing = "block"'
+                        f"ranks {', '.join(map(str, different))} would communicate in another order than rank {first} among "
+                        f"{group} in the {name} graph, and all would hang; the same code and recipe on all nodes, with one "
+                        'compile.machine, would work, or bucketing = "block" and reordering = false in [compile]'
                     )
         return _short_hash(json.dumps(list(mine.values())))
 

@@ -35,8 +35,8 @@ from titan_lite.config import Compile, ConfigError
 
 Compiling = Callable[[GraphModule, str], AbstractContextManager]  # of a graph and its name; compiled within
 # All stages of a pipeline are calls of one function, of which torch compiles 8 variants; each stage has two, with gradients and
-# without.
-RECOMPILE_LIMIT = 64
+# without, and where ways to bucket are tried two for each way.
+RECOMPILE_LIMIT = 256
 FUSED_PRODUCTS = ("symm_mem.fused_all_gather_matmul.default", "symm_mem.fused_matmul_reduce_scatter.default")
 
 
@@ -184,8 +184,15 @@ def _with_backward(backend: Callable, memory_budget: float = 1.0) -> Callable:
     """`backend`, which also compiles backward at the first call, and not in the first backward, where an error would not be told
     from one of the run."""
 
+    settings = {
+        "activation_memory_budget": memory_budget,
+        "force_non_lazy_backward_lowering": True,
+        # Its key knows nothing of our passes, and a hit would run none; Inductor's own cache comes after them.
+        "enable_autograd_cache": False,
+    }
+
     def compile_both(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
-        with functorch_config.patch(activation_memory_budget=memory_budget, force_non_lazy_backward_lowering=True):
+        with functorch_config.patch(settings):
             return backend(graph, inputs)
 
     return compile_both

@@ -13,7 +13,8 @@ once and counts as computation (SimpleFSDP, arXiv 2411.00284, section 4.2).
 import itertools
 import json
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,15 +93,22 @@ def simulate(graph: Graph, machine: Machine, *, name: str = "", fused: bool = Tr
 def computed_before(graph: Graph, machine: Machine, fused: bool) -> dict[Node, float]:
     """Seconds of computation that stand before each node, by which passes decide.
 
-    Without what prepares shards to be gathered: the last ranks pad theirs, and all must decide the same.
+    Without what is done to shards: the last ranks have fewer rows, and all must decide the same.
     """
-    own = {node for gather in parameter_collectives(graph) if is_all_gather(gather) for node in preparation(gather) or ()}
+    own = shards_of(graph)
     seconds, result = 0.0, {}
     for node in graph.nodes:
         result[node] = seconds
         if not parameters_of(node) and node not in own:
             seconds += machine.cost(node, fused)
     return result
+
+
+def shards_of(graph: Graph) -> set[Node]:
+    """What prepares shards to be gathered, and what becomes of reduced gradients."""
+    mine = parameter_collectives(graph)
+    before = {node for gather in mine if is_all_gather(gather) for node in preparation(gather) or ()}
+    return before | (set(_descendants([node for node in mine if not is_all_gather(node)])) - set(mine))
 
 
 def label(node: Node) -> str:
@@ -112,20 +120,23 @@ def label(node: Node) -> str:
 def lower_bound(graph: Graph, machine: Machine, *, fused: bool = True) -> float:
     """Seconds of communication that no order of these collectives and this computation can hide.
 
-    The first all-gather, but for what can be computed without any; the last reduction; and what of the others takes longer than
-    all computation, without their latencies, which buckets could save.
+    The first all-gather, but for what can be computed without any; the last reduction, but for what is computed after it; and
+    what of the others takes longer than all computation, without their latencies, which buckets could save. Of the graph as it
+    is: copies into buckets, which it does not have, can hide a little more.
     """
     mine = parameter_collectives(graph)
     gathers = [node for node in mine if is_all_gather(node)]
     reductions = [node for node in mine if not is_all_gather(node)]
     after_gathers = set(_descendants(gathers))
     compute = free = 0.0
+    done: dict[Node, float] = {}
     for node in graph.nodes:
+        done[node] = compute
         if node not in mine:
             compute += (seconds := machine.cost(node, fused))
             free += 0.0 if node in after_gathers else seconds
     first = max(0.0, machine.cost(gathers[0]) - free) if gathers else 0.0
-    last = machine.cost(reductions[-1]) if reductions else 0.0
+    last = max(0.0, machine.cost(reductions[-1]) - (compute - done[reductions[-1]])) if reductions else 0.0
     bandwidth = math.fsum(machine.cost(node) - machine.collective(kind_of(node), 0, ranks_of(node)) for node in mine)
     return first + last + max(0.0, bandwidth - first - last - compute)
 
@@ -140,20 +151,23 @@ def _descendants(starts: Sequence[Node]) -> list[Node]:
     return list(found)
 
 
-def peak_bytes(graph: Graph) -> int:
+def peak_bytes(graph: Graph, without: Collection[Node] = ()) -> int:
     """The most bytes alive at once of what the graph makes, and of saved activations that it is given and frees.
 
     Parameters (placeholders called primals) stay where they are and do not count. A view lives in the storage that it is of.
+    Nor do the nodes in `without`.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
     storage: dict[Node, Node] = {}
     last_use: dict[Node, int] = {}
     for node in graph.nodes:
-        shared = node.op == "call_function" and is_free(node) and node.all_input_nodes and nbytes_of(node)
-        storage[node] = storage[node.all_input_nodes[0]] if shared else node
+        source = node.kwargs.get("out") or next(iter(node.all_input_nodes), None)
+        shared = node.op == "call_function" and isinstance(source, Node) and nbytes_of(node) and not _is_part(node)
+        storage[node] = storage[source] if shared and (is_free(node) or "out" in node.kwargs) else node  # type: ignore[index]
         for source in (node, *node.all_input_nodes):
             last_use[storage[source]] = order[node]
-    size = {node: 0 if node.op == "placeholder" and node.name.startswith("primals") else _own_bytes(node) for node in last_use}
+    uncounted = {node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("primals")}.union(without)
+    size = {node: 0 if node in uncounted else _own_bytes(node) for node in last_use}
     alive = peak = sum(size[node] for node in size if node.op == "placeholder")
     ends: dict[int, int] = {}
     for node, place in last_use.items():
@@ -164,6 +178,12 @@ def peak_bytes(graph: Graph) -> int:
             peak = max(peak, alive)
         alive -= ends.get(order[node], 0)
     return peak
+
+
+def _is_part(node: Node) -> bool:
+    """Whether it takes one of several tensors that an operator has made, and not a view."""
+    made = node.target is operator.getitem and node.all_input_nodes[0].target
+    return bool(made) and not getattr(made, "is_view", False)
 
 
 def _own_bytes(node: Node) -> int:

@@ -9,6 +9,7 @@ SimpleFSDP calls the first two manual wrapping and the last automatic wrapping (
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from torch.fx import Graph, Node
 
 from titan_lite.compiler.collectives import (
     collective_bytes,
+    group_of,
     is_all_gather,
     kind_of,
     parameter_collectives,
@@ -38,7 +40,7 @@ def block_of(fqn: str) -> str:
 
 def by_block(graph: Graph) -> Plan:
     """One bucket a transformer block, one for the embedding, one for last norm and output."""
-    return {node: block_of(parameters_of(node)[0]) for node in parameter_collectives(graph)}
+    return {node: (block_of(parameters_of(node)[0]), time) for node, time in _times(graph).items()}
 
 
 def by_names(graph: Graph, buckets: Sequence[str]) -> Plan:
@@ -47,7 +49,18 @@ def by_names(graph: Graph, buckets: Sequence[str]) -> Plan:
     def bucket_of(fqn: str) -> object:
         return next((bucket for bucket in buckets if any(f"{fqn}.".startswith(f"{name}.") for name in bucket.split())), (fqn,))
 
-    return {node: bucket_of(parameters_of(node)[0]) for node in parameter_collectives(graph)}
+    return {node: (bucket_of(parameters_of(node)[0]), time) for node, time in _times(graph).items()}
+
+
+def _times(graph: Graph) -> dict[Node, int]:
+    """Each collective, and how many of its kind and parameter stand before it: the gradient of tied weights has two parts."""
+    seen: Counter = Counter()
+    result = {}
+    for node in parameter_collectives(graph):
+        key = node.target, group_of(node), parameters_of(node)
+        result[node] = seen[key]
+        seen[key] += 1
+    return result
 
 
 @dataclass(frozen=True)
@@ -71,9 +84,15 @@ def greedy(graph: Graph, machine: Machine, *, memory: int | None = None, fused: 
     nodes = parameter_collectives(graph)
     gathers = [node for node in nodes if is_all_gather(node)]
     reductions = [node for node in nodes if not is_all_gather(node)]
-    by_fqn: dict[str, list[Node]] = {}
+    chains: list[list[Node]] = []  # a reduction, and those that its result goes through
     for node in reductions:
-        by_fqn.setdefault(parameters_of(node)[0], []).append(node)
+        before = next((chain for chain in reversed(chains) if _is_of(node, chain[-1])), None)
+        if before is None:
+            chains.append([node])
+        else:
+            before.append(node)
+    names = [parameters_of(chain[0])[0] for chain in chains]
+    by_fqn = dict(zip(names, chains, strict=True))
     computed = computed_before(graph, machine, fused)
     end = computed[next(iter(reversed(graph.nodes)))]
 
@@ -83,11 +102,10 @@ def greedy(graph: Graph, machine: Machine, *, memory: int | None = None, fused: 
         _Item((node,), gap, _moving(machine, by_fqn.get(parameters_of(node)[0], [])))
         for node, gap in zip(gathers, reading, strict=True)
     ]
-    chains = list(by_fqn.values())
     ready = [computed[chain[0]] for chain in chains]
     making = [after - before for before, after in itertools.pairwise([0.0, *ready])]
     gather_of = {parameters_of(node)[0]: node for node in gathers}
-    following = [*by_fqn, ""][1:] if by_fqn else []
+    following = [*names, ""][1:] if names else []
     reduce_items = [
         _Item(tuple(chain), gap, _moving(machine, [gather_of[fqn]] if fqn in gather_of else []))
         for chain, gap, fqn in zip(chains, making, following, strict=True)
@@ -100,9 +118,19 @@ def greedy(graph: Graph, machine: Machine, *, memory: int | None = None, fused: 
     return plan
 
 
+def _is_of(node: Node, earlier: Node) -> bool:
+    """Whether a reduction's input is the result of the earlier one, and of nothing else."""
+    source = node
+    while len(source.all_input_nodes) == 1:
+        source = source.all_input_nodes[0]
+        if source is earlier:
+            return True
+    return False
+
+
 def _grow(items: Sequence[_Item], machine: Machine, memory: int) -> list[list[_Item]]:
     buckets: list[list[_Item]] = []
-    for item in items:
+    for item, following in itertools.zip_longest(items, items[1:]):
         if not buckets:
             buckets.append([item])
             continue
@@ -111,7 +139,9 @@ def _grow(items: Sequence[_Item], machine: Machine, memory: int) -> list[list[_I
         hides = together <= sum(each.gap - each.busy for each in previous)
         saved = _price(machine, current) + alone - together
         worth = saved >= min(alone, sum(each.gap for each in current))
-        if (hides or worth) and _nbytes([*previous, *current, item]) <= memory:
+        next_one = [] if following is None else [following]  # which the bucket after this one begins with
+        fits = max(_nbytes([*previous, *current, item]), _nbytes([*current, item, *next_one])) <= memory
+        if (hides or worth) and fits:
             current.append(item)
         else:
             buckets.append([item])

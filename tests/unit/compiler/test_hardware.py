@@ -126,10 +126,12 @@ def test_the_profiles(name):
 
 def test_a_file_describes_a_machine_like_another(tmp_path):
     path = tmp_path / "mine.toml"
-    path.write_text('like = "H100"\nranks_per_node = 4\ninter_node = { bandwidth = 25, latency = 5 }\n[tflops]\nfloat8 = 1979\n')
+    path.write_text(
+        'like = "H100"\nranks_per_node = 4\ninter_node = { bandwidth = 25, latency = 5 }\n[tflops]\nfloat8_e4m3fn = 1979\n'
+    )
     machine = load_machine(str(path))
     assert machine == dataclasses.replace(
-        H100, name="mine", ranks_per_node=4, inter_node=Link(25, 5), tflops={**H100.tflops, "float8": 1979}
+        H100, name="mine", ranks_per_node=4, inter_node=Link(25, 5), tflops={**H100.tflops, "float8_e4m3fn": 1979}
     )
 
 
@@ -151,7 +153,9 @@ def test_a_file_describes_a_machine_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('like = "H101"', 'like = "H101" is no profile; B200, .*would work'),
+        ('like = "H101"', "like = 'H101' is no profile; B200, .*would work"),
+        ('like = ["H100"]', r"like = \['H100'\] is no profile"),
+        (WHOLE.replace("float32 = 20", "float32 = 20, bf16 = 40"), "tflops.bf16 is no dtype of torch; bfloat16"),
         (WHOLE + "memmory = 3", "memmory is not known; known are name, tflops, memory,"),
         (WHOLE.replace("memory = 80", "memory = -1"), "memory = -1 is not a number above 0"),
         (WHOLE.replace("memory = 80", 'memory = "80"'), "memory = '80' is not a number above 0"),

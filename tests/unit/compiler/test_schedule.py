@@ -59,8 +59,14 @@ def test_without_reordering_everything_stays_where_it_is_needed():
 
 
 def test_buckets_that_merge_nothing_are_an_error():
-    with pytest.raises(ConfigError, match=r'compile.bucketing = "plan" merged none of the 4 collectives of the forward graph'):
-        scheduled(layers(), bucketing="plan", buckets=("norm", "layers.0.a"))
+    with pytest.raises(ConfigError, match=r'compile.bucketing = "greedy" merged none of the 4 collectives of the forward graph'):
+        scheduled(layers(), priced(), bucketing="greedy", bucket_memory=1e-9)
+    with pytest.raises(ConfigError, match=r"prices collectives, which needs compile.machine"):
+        scheduled(layers(), bucketing="greedy")
+
+
+def test_a_plan_may_be_for_another_stage_of_a_pipeline():
+    assert len(scheduled(layers(), bucketing="plan", buckets=("layers.8 layers.9",)).after) == 4
 
 
 def test_one_collective_or_none_cannot_be_merged_and_that_is_no_error():
@@ -74,13 +80,21 @@ def test_one_collective_or_none_cannot_be_merged_and_that_is_no_error():
 
 def test_ranks_that_would_hang_are_named():
     def exchange(mine):
-        return {0: mine, 1: mine, 6: mine.replace('": "', '": "f')}
+        return {0: mine, 1: mine.replace('": "', '": "f'), 6: mine.replace("0, 1", "6, 7")}
 
     with pytest.raises(
-        ConfigError, match=r"rank 6 would communicate in another order than this rank among ranks 0, 1 in the forward graph"
+        ConfigError, match=r"ranks 1 would communicate in another order than rank 0 among 0, 1 in the forward graph"
     ):
         scheduled(layers(), bucketing="block", exchange=exchange)
     assert scheduled(layers(), bucketing="block", exchange=lambda mine: {0: mine, 1: mine}).schedule
+
+
+def test_a_rank_without_what_its_group_does_is_named():
+    def exchange(mine):
+        return {0: mine, 1: "{}"}
+
+    with pytest.raises(ConfigError, match=r"ranks 1 would communicate in another order than rank 0"):
+        scheduled(layers(), bucketing="block", exchange=exchange)
 
 
 def test_other_groups_may_do_other_things():

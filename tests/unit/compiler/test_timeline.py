@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from hand import GATHER, Hand, aten, collectives, places, priced, two_ranks  # noqa: F401
 
 from titan_lite.compiler.reordering import overlap, wait_for_reductions_late
@@ -105,3 +106,41 @@ def test_picture_and_trace(tmp_path):
     first_of_backward = next(event for event in events if event["cat"] == "backward")
     assert first_of_backward["ts"] == 26e6
     assert {event["tid"] for event in events} == {0, 1}
+
+
+@pytest.mark.parametrize("machine", [None, priced()])
+def test_no_gather_overtakes_the_one_before_it(machine):
+    """All are late: there is no computation to travel under."""
+    hand = Hand()
+    shards = [hand.input(8 - number) for number in range(4)]
+    results = [
+        hand.compute(f"f{number}", 1.0, hand.gather(hand.call(aten.alias.default, shard), f"p{number}"))
+        for number, shard in enumerate(shards)
+    ]
+    graph = hand.output(*results)
+    overlap(graph, machine)
+    assert [word for word in places(graph) if word.startswith("gather")] == [f"gather p{number}" for number in range(4)]
+
+
+def test_what_would_raise_the_peak_is_put_back_as_it_was():
+    hand = Hand()
+    small, large, x = hand.input(1), hand.input(400), hand.input(900)
+    first = hand.compute("first", 1.0, hand.gather(small, "a"))
+    big = hand.compute("big", 1.0, x)  # alive until its sum
+    total = hand.compute("sum", 1.0, hand.call(aten.sum.default, big))
+    cast = hand.call(aten._to_copy.default, large, dtype=torch.float64)
+    graph = hand.output(first, total, hand.compute("last", 1.0, hand.gather(cast, "b")))
+    pairwise = [node.name for node in graph.nodes]
+    before = peak_bytes(graph)
+    overlap(graph, priced())
+    assert peak_bytes(graph) <= max(before, peak_of_pairwise(small, large, x))
+    order = [node.name for node in graph.nodes]
+    gather = next(node for node in graph.nodes if node.target is GATHER and node.args[0] is cast)
+    assert abs(order.index(cast.name) - order.index(gather.name)) == 1
+    assert sorted(order) == sorted(pairwise)
+
+
+def peak_of_pairwise(*inputs):
+    """Of the paper's order, which a move in time must not exceed: the inputs, the double-precision shard and its whole."""
+    small, large, x = (node.meta["val"].numel() * 4 for node in inputs)
+    return small + large + x + 2 * small + 2 * large + 4 * large + x + 2 * small

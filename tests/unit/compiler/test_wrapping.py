@@ -4,7 +4,7 @@ import pytest
 from hand import Hand, left, priced, two_ranks  # noqa: F401
 
 from titan_lite.compiler.bucketing import merge
-from titan_lite.compiler.wrapping import greedy
+from titan_lite.compiler.wrapping import by_block, greedy
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
 
@@ -87,3 +87,11 @@ def test_what_is_reduced_over_copies_goes_along():
 def test_a_graph_without_collectives_has_no_buckets():
     hand = Hand()
     assert greedy(hand.output(hand.compute("x", 1.0, hand.input(2))), priced()) == {}
+
+
+def test_both_parts_of_a_tied_gradient_are_reduced_for_themselves():
+    """The output's at the beginning of backward and the embedding's at its end, of one parameter."""
+    for plan in (by_block, lambda graph: greedy(graph, priced(), memory=1000)):
+        graph = backward(("tok_embeddings.weight", 8, 1.0), ("a", 8, 1.0), ("tok_embeddings.weight", 8, 1.0))
+        assert merge(graph, plan(graph)) == 0
+        assert len(left(graph)) == 3
