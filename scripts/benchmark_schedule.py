@@ -13,7 +13,7 @@ and the loss is not in the graphs. All figures are of forward and backward toget
     collectives     of parameters, forward + backward
     communication   ms that these keep the links busy; computation: the rest
     exposed         ms that computation waits for them; bound: what no order of the unmerged ones could hide
-    peak            GiB that a graph holds at most at once, beside parameters, their gradients and optimizer state
+    peak            GiB that a graph holds at most at once, gradients included, beside parameters and optimizer state
     passes          seconds of ours; compile: of the first call, tracing and passes included, once the process has compiled before
 
 With --depths, the two times against the number of blocks. Every world size is a process of its own, one after another; each
@@ -124,8 +124,8 @@ def predict(arguments: argparse.Namespace) -> None:
                 cases = [(config, batch_size, mode, machine) for mode in arguments.modes for config in configs]
                 found = list(process.map(compile_fake, *zip(*cases, strict=True)))
                 print(
-                    f"\n{arguments.flavor} ({of_layers} layers): {world_size} ranks of {machine.name}, as estimated, each "
-                    f"{batch_size} x {arguments.seq_len} tokens; bfloat16, reduced in float32; torch {torch.__version__}; "
+                    f"\n{arguments.flavor} ({of_layers} layers): {world_size} ranks of {machine.name} ({machine.memory} GiB), estimated, "
+                    f"each {batch_size} x {arguments.seq_len} tokens; bfloat16, reduced in float32; torch {torch.__version__}; "
                     f"{max(each.host_bytes for each in found) / 2**30:.1f} GiB of this host\n"
                 )
                 modes = [mode for _, _, mode, _ in cases]

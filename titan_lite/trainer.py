@@ -444,6 +444,8 @@ class Trainer:
             f"batch: {rows} sequences of {training.seq_len} tokens a step = {rows * training.seq_len:,} tokens, "
             f"in {self.accumulation} local batches of {training.local_batch_size} a rank"
         )
+        if config.compile.compiles("model") and self.machine is None:
+            logger.info(f"no prices for {name}: what communication costs is not estimated (compile.machine)")
         if self.pipeline is not None:
             parallelism, plan = config.parallelism, self.pipeline.plan
             schedule = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule

@@ -33,7 +33,7 @@ def table(text):
 def test_two_blocks_of_8B_are_predicted_without_hardware():
     result = command("predict", "--layers=2", "--world-sizes=8", "--batch-sizes=1", "--modes", "none", "block", "greedy")
     assert result.returncode == 0
-    assert "8B (2 of 32 layers): 8 ranks of H100, as estimated, each 1 x 8192 tokens" in result.stdout
+    assert "8B (2 of 32 layers): 8 ranks of H100 (80 GiB), estimated, each 1 x 8192 tokens" in result.stdout
     modes = table(result.stdout)
     assert list(modes) == ["none", "block", "greedy"]
     # 9 parameters a block, the embedding, norm and output; in backward those of blocks are gathered again, and all are reduced

@@ -196,6 +196,8 @@ def load_machine(name: str) -> Machine:
         raise ConfigError(
             f'compile.machine = "{name}" is no profile; {", ".join(PROFILES)} or the path of a .toml file would work'
         )
+    if not Path(name).is_file():
+        raise ConfigError(f'compile.machine = "{name}": no such file; {", ".join(PROFILES)} or another path would work')
     return machine_from(read_toml(Path(name)), name)
 
 

@@ -175,7 +175,8 @@ def test_a_wrong_file_says_what_is_wrong(text, message, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("h100", 'compile.machine = "h100" is no profile; B200'), ("no.toml", "no such file")]
+    ("name", "message"),
+    [("h100", 'compile.machine = "h100" is no profile; B200'), ("no.toml", 'compile.machine = "no.toml": no such file; B200')],
 )
 def test_an_unknown_machine(name, message):
     with pytest.raises(ConfigError, match=message):
