@@ -124,9 +124,9 @@ def predict(arguments: argparse.Namespace) -> None:
                 cases = [(config, batch_size, mode, machine) for mode in arguments.modes for config in configs]
                 found = list(process.map(compile_fake, *zip(*cases, strict=True)))
                 print(
-                    f"\n{arguments.flavor} ({of_layers} layers): {world_size} ranks of {machine.name} ({machine.memory} GiB), estimated, "
-                    f"each {batch_size} x {arguments.seq_len} tokens; bfloat16, reduced in float32; torch {torch.__version__}; "
-                    f"{max(each.host_bytes for each in found) / 2**30:.1f} GiB of this host\n"
+                    f"\n{arguments.flavor} ({of_layers} layers): {world_size} ranks of {machine.name} ({machine.memory} GiB), "
+                    f"estimated, each {batch_size} x {arguments.seq_len} tokens; bfloat16, reduced in float32; "
+                    f"torch {torch.__version__}; {max(each.host_bytes for each in found) / 2**30:.1f} GiB of this host\n"
                 )
                 modes = [mode for _, _, mode, _ in cases]
                 if arguments.depths:
