@@ -340,6 +340,7 @@ def inductor():
     return loss, grads, counts
 
 
+@pytest.mark.slow
 def test_inductor_gives_the_same_numbers_and_reshards():
     exact_loss, exact = one_process(UNTIED, *batch())
     for loss, grads, counts in run_ranks(2, inductor):

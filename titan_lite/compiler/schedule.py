@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule
@@ -116,7 +117,9 @@ class Schedule:
     def agreed(self, mine: Mapping[str, str], name: str) -> str:
         """A hash of `schedules`, each of which is the same on all ranks of its group. Raises ConfigError otherwise."""
         if self.exchange is not None:
-            with unset_fake_temporarily():  # else the exchange would be traced
+            # Else the exchange would be traced; and its operators would go by Python's dispatcher, which holds the interpreter's
+            # lock while it waits for gloo's, whose worker waits for the interpreter's to free a tensor.
+            with unset_fake_temporarily(), no_python_dispatcher():
                 words = self.exchange(json.dumps(mine))
             everyone = {rank: json.loads(word) for rank, word in words.items()}
             for group in sorted({group for theirs in everyone.values() for group in theirs}):
