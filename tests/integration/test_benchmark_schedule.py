@@ -15,7 +15,10 @@ def command(*arguments):
     result = subprocess.run(
         [sys.executable, SCRIPT, *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={
+            **{k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"},
+            "PYTHONPATH": str(ROOT),
+        },  # it imports its neighbour
         capture_output=True,
         text=True,
         timeout=300,

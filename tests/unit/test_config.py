@@ -175,6 +175,10 @@ TOGETHER = {
     "parallelism.pipeline_parallel_schedule_csv",
     "parallelism.fsdp_keep_gathered",
     "compile.machine",
+    "compile.enable",
+    "compile.components",
+    "compile.bucketing",
+    "compile.reordering",
     "activation_checkpoint.selective_ac_option",
 }
 
