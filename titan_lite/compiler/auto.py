@@ -50,9 +50,8 @@ def _numbers_of(machine: Machine, estimate: Callable[[Node], float]) -> Iterator
         for module in (inductor_utils, _runtime_estimation):
             stack.enter_context(mock.patch.object(module, "get_gpu_dram_gbps", return_value=machine.memory_bandwidth))
             stack.enter_context(mock.patch.object(module, "get_device_tflops", lambda dtype: machine.flops(dtype) / 1e12))
-        if hasattr(
-            overlap_scheduling, "estimate_runtime_analytical"
-        ):  # torch 2.11, which would also run what it is given prices of
+        # torch 2.11 would also run what it is given prices of
+        if hasattr(overlap_scheduling, "estimate_runtime_analytical"):
             stack.enter_context(mock.patch.object(overlap_scheduling, "estimate_runtime_analytical", estimate))
             price = lambda node, *_: (estimate(node), None)  # noqa: E731
             stack.enter_context(mock.patch.object(overlap_scheduling, "benchmark_node_with_cache_key", price))
