@@ -80,14 +80,18 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
 
 def check_names(key: str, names: Sequence[str], flavor: str) -> None:
     """Raises ConfigError for a name in which the model, all pipeline stages together, has no parameter."""
-    with torch.device("meta"):
-        model = Transformer(dataclasses.replace(FLAVORS[flavor], max_seq_len=1))
+    model = _on_no_device(flavor)
     for name in names:
         if not parameters_within(model, [name]):
             raise ConfigError(
                 f'{key} = [{", ".join(names)}]: "{name}" has no parameter in flavor {flavor}; '
                 f"tok_embeddings, layers.0 to layers.{len(model.layers) - 1}, norm and output have, and modules within"
             )
+
+
+def _on_no_device(flavor: str) -> Transformer:
+    with torch.device("meta"):
+        return Transformer(dataclasses.replace(FLAVORS[flavor], max_seq_len=1))
 
 
 def check_schedule(config: Config, microbatches: int) -> None:
@@ -103,6 +107,12 @@ def check_schedule(config: Config, microbatches: int) -> None:
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
             raise ConfigError(f'compile.buckets: "{twice[0]}" stands in it twice; a parameter has one bucket')
+        model = _on_no_device(config.model.flavor)
+        if all(len(parameters_within(model, bucket.split())) < 2 for bucket in stage.buckets):
+            raise ConfigError(
+                f"compile.buckets = [{', '.join(stage.buckets)}]: none has two parameters, so nothing would be merged; "
+                '"layers.0 layers.1" would work, or compile.bucketing = "none"'
+            )
     if stage.bucketing in ("greedy", "auto", "measured") and not stage.machine and torch.cuda.is_available():
         device = torch.cuda.get_device_name()
         if profile_of(device) is None:

@@ -468,11 +468,17 @@ class Trainer:
         """What the compile stage did, now that it is done."""
         if self.trial is not None:
             self.receipts = self.trial.receipts[self.trial.chosen]
+        if self.pipeline is not None:
+            mine = [dataclasses.replace(receipt, pp_rank=self.mesh["pp"].get_local_rank()) for receipt in self.receipts]
+            everyone: list[list[Receipt]] = [[]] * self.mesh["pp"].size()
+            dist.all_gather_object(everyone, mine, self.mesh.get_group("pp"))
+            self.receipts = [receipt for theirs in everyone for receipt in theirs]
         if self.rank == 0 and self.receipts:
             for line in (*(self.trial.describe() if self.trial else ()), *describe(self.receipts)):
                 logger.info(line)
             write_receipts(self.receipts, self.dump_folder / "compile.json")
-            step = [r.timeline for r in self.receipts if r.timeline is not None and r.graph != "inference"]
+            own = [receipt for receipt in self.receipts if not receipt.pp_rank]  # of a pipeline, the first rank's
+            step = [receipt.timeline for receipt in own if receipt.timeline is not None and receipt.graph != "inference"]
             if any(timeline.communication for timeline in step):
                 draw(step, self.dump_folder / "timeline.png")
                 write_trace(step, self.dump_folder / "timeline.json")

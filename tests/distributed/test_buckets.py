@@ -50,33 +50,31 @@ def compare(layout, backend, modes, checkpointing, reshard, param):
 
 
 CASES = [
-    ("FSDP-2", "none", True, torch.float32),
+    ("FSDP-2", "none", True, torch.float32, MODES),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
-            ("DDP-2", "selective", True, torch.bfloat16),
-            ("FSDP-2", "selective", False, torch.bfloat16),
-            ("FSDP-2", "full", True, torch.float32),
-            ("HSDP-2x2", "none", True, torch.float32),
-            ("HSDP-2x2", "full", True, torch.float32),
-            ("FSDP-4", "selective", True, torch.float32),
-            ("dp2tp2", "selective", True, torch.float32),
-            ("dp2tp2", "none", False, torch.bfloat16),
+            ("DDP-2", "selective", True, torch.bfloat16, MODES),
+            ("FSDP-2", "selective", False, torch.bfloat16, MODES),
+            ("FSDP-2", "full", True, torch.float32, MODES),
+            ("HSDP-2x2", "none", True, torch.float32, MODES),
+            ("HSDP-2x2", "full", True, torch.float32, MODES),
+            ("FSDP-4", "selective", True, torch.float32, MODES),
+            ("dp2tp2", "selective", True, torch.float32, MODES),
+            # here Inductor's scheduler would merge nothing in backward, which is an error
+            ("dp2tp2", "none", False, torch.bfloat16, ("none", "block", "greedy")),
         ]
     ),
 ]
 
 
-@pytest.mark.parametrize(("layout", "checkpointing", "reshard", "param"), CASES)
-def test_buckets_change_no_number(layout, checkpointing, reshard, param):
+@pytest.mark.parametrize(("layout", "checkpointing", "reshard", "param", "modes"), CASES)
+def test_buckets_change_no_number(layout, checkpointing, reshard, param, modes):
     replicate, shard, tp = LAYOUTS[layout]
-    for found, receipts in run_ranks(replicate * shard * tp, compare, layout, "aot_eager", MODES, checkpointing, reshard, param):
-        for mode in MODES:
-            assert found[mode][0] == found["none"][0], mode
-            assert all(map(torch.equal, found[mode][1], found["none"][1])), mode
-            if param is torch.float32 and tp == 1:
-                assert found[mode][0] == found["eager"][0], mode
-                assert all(map(torch.equal, found[mode][1], found["eager"][1])), mode
+    for found, receipts in run_ranks(replicate * shard * tp, compare, layout, "aot_eager", modes, checkpointing, reshard, param):
+        for mode in modes:
+            assert found[mode][0] == found["eager"][0], mode
+            assert all(map(torch.equal, found[mode][1], found["eager"][1])), mode
         # gathered again in backward: all but the embedding, or what recomputing a block reads
         again = (PARAMETERS - 1, BUCKETS - 1) if reshard else (9 * 3, 3) if checkpointing != "none" else (0, 0)
         for mode, gathers, reductions in (
@@ -87,12 +85,11 @@ def test_buckets_change_no_number(layout, checkpointing, reshard, param):
             expected |= {"all_reduce": reductions} if replicate > 1 else {}
             if tp == 1:
                 assert found[mode][2] == expected
-        for mode in ("greedy", "auto"):
+        for mode in {*modes} & {"greedy", "auto"}:
             assert sum(found[mode][2].values()) < sum(found["none"][2].values()), mode
-        for mode in MODES:
+        for mode in modes:
             assert [graph for graph, *_ in receipts[mode]] == ["forward", "backward"]
-            if mode != "auto":
-                assert all(moved > 0 for _, before, _, moved in receipts[mode] if before), mode
+            assert all(moved > 0 for _, before, _, moved in receipts[mode] if before), mode
 
 
 @pytest.mark.slow

@@ -18,13 +18,17 @@ from torch.utils import _runtime_estimation
 
 from titan_lite.compiler.collectives import KINDS, kind_of, ranks_of
 from titan_lite.compiler.hardware import Machine
+from titan_lite.compiler.timeline import shards_of
 
 
 def schedule_by_inductor(module: GraphModule, machine: Machine, *, fused: bool) -> None:
-    """The order is fixed by the graph's alone: with Inductor as the backend, its own reordering must be off."""
+    """In place; nothing is added that would hold the order, so no later pass may change it."""
+    own = shards_of(module.graph)
 
     def estimate(node: Node, nbytes: int | None = None) -> float:
-        """Milliseconds; nbytes: as if a collective had so many."""
+        """Milliseconds; nbytes: as if a collective had so many. The same on all ranks, whose shards have not all as many rows."""
+        if node in own:
+            return 0.0
         if nbytes is not None and node.target in KINDS:
             return 1e3 * machine.collective(kind_of(node), nbytes, ranks_of(node))
         return 1e3 * machine.cost(node, fused)

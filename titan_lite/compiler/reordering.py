@@ -130,7 +130,10 @@ def wait_for_reductions_late(graph: Graph, machine: Machine | None = None, *, fu
     """The wait of each reduction, and what comes of it, goes before the next reduction of its kind, the last one's to the end.
 
     With a machine: before the first one by which it is done, as estimated, while no more is on its way than two of the largest.
+    But not where results are reduced again: those of norm weights over ranks of tensor parallelism, whose prices may differ.
     """
+    if any(_reduces_again(node) for node in parameter_collectives(graph) if not is_all_gather(node)):
+        machine = None
     moved = 0
     for target in (collectives.reduce_scatter_tensor.default, collectives.all_reduce.default):
         order = {node: place for place, node in enumerate(graph.nodes)}
@@ -143,6 +146,11 @@ def wait_for_reductions_late(graph: Graph, machine: Machine | None = None, *, fu
                 following.prepend(node)
             moved += 1
     return moved
+
+
+def _reduces_again(node: Node) -> bool:
+    """Whether another reduction takes what comes of this one."""
+    return any(parameters_of(later) for later in _descendants(node) if later is not node)
 
 
 def _waiting_places(

@@ -38,7 +38,8 @@ class Receipt:
 
     before: how many collectives of parameters of each kind there were; after: those that are left, in order; moved: how many
     stand elsewhere than they did; schedule: a hash of all collectives in their order. timeline: the estimate, None for a machine
-    that is not known. compile_seconds: for this graph, passes included; cache: "hit" or "miss" of Inductor's, "" without.
+    that is not known. compile_seconds: for this graph; pass_seconds: of these, for our passes; cache: "hit" or "miss" of
+    Inductor's, "" without. pp_rank: of the ranks that run it, in a pipeline.
     """
 
     graph: str
@@ -50,6 +51,7 @@ class Receipt:
     pass_seconds: float = 0.0
     compile_seconds: float = 0.0
     cache: str = ""
+    pp_rank: int | None = None
 
     def count(self, kind: str) -> int:
         return sum(collective.kind == kind for collective in self.after)
@@ -85,9 +87,10 @@ def describe(receipts: Sequence[Receipt]) -> list[str]:
             )
         if counts:
             words.append(f"schedule {receipt.schedule}")
+        where = "" if receipt.pp_rank is None else f"pipeline rank {receipt.pp_rank}, "
         cache = f", cache {receipt.cache}" if receipt.cache else ""
         words.append(f"compiled in {receipt.compile_seconds:.1f} s{cache}")
-        lines.append(f"{receipt.graph} graph: {'; '.join(words)}")
+        lines.append(f"{where}{receipt.graph} graph: {'; '.join(words)}")
     return lines
 
 

@@ -24,7 +24,15 @@ from torch.fx import Graph, GraphModule
 
 from titan_lite.compiler import bucketing, reordering, wrapping
 from titan_lite.compiler.auto import schedule_by_inductor
-from titan_lite.compiler.collectives import KINDS, collective_bytes, group_of, parameter_collectives, parameters_of, ranks_of
+from titan_lite.compiler.collectives import (
+    KINDS,
+    collective_bytes,
+    group_of,
+    parameter_collectives,
+    parameters_of,
+    ranks_of,
+    wait_of,
+)
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.report import Receipt, count_collectives, list_collectives
 from titan_lite.compiler.timeline import lower_bound, simulate
@@ -65,7 +73,9 @@ class Schedule:
         self.bucket(module, name)
         self.write(graph, name, "1_bucketed")
         moved = 0
-        if self.config.reordering and self.config.bucketing != "auto":
+        if self.config.bucketing == "auto":  # which has ordered them, too
+            moved = sum(node.next is not wait_of(node) for node in parameter_collectives(graph))
+        elif self.config.reordering:
             moved = reordering.overlap(graph, self.machine, fused=self.fused)
             self.write(graph, name, "2_reordered")
         module.recompile()
@@ -93,7 +103,9 @@ class Schedule:
             merged = bucketing.merge(graph, wrapping.by_names(graph, config.buckets))
         elif config.bucketing == "greedy":
             memory = None if config.bucket_memory == -1 else int(config.bucket_memory * 2**30)
-            merged = bucketing.merge(graph, wrapping.greedy(graph, self.priced(), memory=memory, fused=self.fused))
+            merged = bucketing.merge(
+                graph, self.of_first_rank(wrapping.greedy(graph, self.priced(), memory=memory, fused=self.fused))
+            )
         elif config.bucketing == "auto":
             schedule_by_inductor(module, self.priced(), fused=self.fused)
             merged = sum(mergeable.values()) - len(parameter_collectives(graph))
@@ -114,26 +126,35 @@ class Schedule:
             self.dump.mkdir(parents=True, exist_ok=True)
             (self.dump / f"{len(self.receipts)}_{name}_{what}.txt").write_text(readable(graph), encoding="utf-8")
 
+    def of_first_rank(self, plan: wrapping.Plan) -> wrapping.Plan:
+        """`plan` as the first rank made it: ranks of tensor parallelism, who reduce norms together, may have other sizes."""
+        names = wrapping.name_all(plan)
+        words = self.show(json.dumps({name: str(plan[node]) for node, name in names.items()}))
+        first = json.loads(words[min(words)])
+        return {node: first[name] for node, name in names.items()}
+
+    def show(self, word: str) -> dict[int, str]:
+        """The words of all ranks that run the same graph, by rank."""
+        if self.exchange is None:
+            return {0: word}
+        # Else the exchange would be traced; and its operators would go by Python's dispatcher, which holds the interpreter's
+        # lock while it waits for gloo's, whose worker waits for the interpreter's to free a tensor.
+        with unset_fake_temporarily(), no_python_dispatcher():
+            return self.exchange(word)
+
     def agreed(self, mine: Mapping[str, str], name: str) -> str:
         """A hash of `schedules`, each of which is the same on all ranks of its group. Raises ConfigError otherwise."""
-        if self.exchange is not None:
-            # Else the exchange would be traced; and its operators would go by Python's dispatcher, which holds the interpreter's
-            # lock while it waits for gloo's, whose worker waits for the interpreter's to free a tensor.
-            with unset_fake_temporarily(), no_python_dispatcher():
-                words = self.exchange(json.dumps(mine))
-            everyone = {rank: json.loads(word) for rank, word in words.items()}
-            for group in sorted({group for theirs in everyone.values() for group in theirs}):
-                by_rank = {rank: everyone[rank].get(group) for rank in map(int, group.split(", ")) if rank in everyone}
-                if not by_rank:
-                    continue
-                (first, schedule), *others = by_rank.items()
-                different = [rank for rank, theirs in others if theirs != schedule]
-                if different:
-                    raise ConfigError(
-                        f"ranks {', '.join(map(str, different))} would communicate in another order than rank {first} among "
-                        f"{group} in the {name} graph, and all would hang; the same code and recipe on all nodes, with one "
-                        'compile.machine, would work, or bucketing = "block" and reordering = false in [compile]'
-                    )
+        everyone = {rank: json.loads(word) for rank, word in self.show(json.dumps(mine)).items()}
+        for group in sorted({group for theirs in everyone.values() for group in theirs}):
+            by_rank = {rank: everyone[rank].get(group) for rank in map(int, group.split(", ")) if rank in everyone}
+            first = min(by_rank, default=0)
+            different = [rank for rank, schedule in by_rank.items() if schedule != by_rank[first]]
+            if different:
+                raise ConfigError(
+                    f"ranks {', '.join(map(str, different))} would communicate in another order than rank {first} among {group} "
+                    f"in the {name} graph, and all would hang; the same code and recipe on all nodes, with one compile.machine, "
+                    'would work, or bucketing = "block" and reordering = false in [compile]'
+                )
         return _short_hash(json.dumps(list(mine.values())))
 
 

@@ -52,6 +52,17 @@ def by_names(graph: Graph, buckets: Sequence[str]) -> Plan:
     return {node: (bucket_of(parameters_of(node)[0]), time) for node, time in _times(graph).items()}
 
 
+def name_all(plan: Plan) -> dict[Node, str]:
+    """A name of each collective, the same on ranks with other groups and sizes: kind, parameter, and the how manieth of these."""
+    seen: Counter = Counter()
+    result = {}
+    for node in sorted(plan):
+        key = f"{kind_of(node)} {parameters_of(node)[0]}"
+        result[node] = f"{key} {seen[key]}"
+        seen[key] += 1
+    return result
+
+
 def _times(graph: Graph) -> dict[Node, int]:
     """Each collective, and how many of its kind and parameter stand before it: the gradient of tied weights has two parts."""
     seen: Counter = Counter()

@@ -116,7 +116,10 @@ def _parallel_class(cls: Any, style: Style) -> Any:
         axis: Axis = self._tp  # type: ignore[assignment]
         if style.gathers:
             x = GatherTokens.apply(x, axis)
-        x = _look_up(x, self.weight, self.num_embeddings, axis) if style.vocabulary else cls.forward(self, x, *others)  # type: ignore
+        if style.vocabulary:
+            x = _look_up(x, self.weight, self.num_embeddings, axis)  # type: ignore[arg-type]
+        else:
+            x = cls.forward(self, x, *others)
         return ScatterTokens.apply(x, axis) if style.scatters else x
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
