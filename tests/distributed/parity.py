@@ -64,7 +64,8 @@ def build(
         torch._dynamo.reset()
         stage = Compile(enable=True, backend=compiled, bucketing=bucketing)
         schedule = Schedule(stage, machine, exchange=stage_exchange(mesh), receipts=[] if receipts is None else receipts)
-        compile_model(model, stage, **resharding, schedule=schedule)
+        budget = 0.3 if checkpointing == "memory_budget" else 1.0
+        compile_model(model, stage, **resharding, memory_budget=budget, schedule=schedule)
     return model
 
 

@@ -54,13 +54,18 @@ CASES = [
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
+            ("FSDP-2", "memory_budget", True, torch.float32, MODES),
+            ("DDP-2", "none", True, torch.float32, MODES),
             ("DDP-2", "selective", True, torch.bfloat16, MODES),
+            ("DDP-2", "full", True, torch.float32, MODES),
             ("FSDP-2", "selective", False, torch.bfloat16, MODES),
             ("FSDP-2", "full", True, torch.float32, MODES),
             ("HSDP-2x2", "none", True, torch.float32, MODES),
+            ("HSDP-2x2", "selective", True, torch.float32, MODES),
             ("HSDP-2x2", "full", True, torch.float32, MODES),
             ("FSDP-4", "selective", True, torch.float32, MODES),
             ("dp2tp2", "selective", True, torch.float32, MODES),
+            ("dp2tp2", "full", True, torch.float32, MODES),
             # here Inductor's scheduler would merge nothing in backward, which is an error
             ("dp2tp2", "none", False, torch.bfloat16, ("none", "block", "greedy")),
         ]
@@ -97,8 +102,9 @@ def test_inductor_runs_the_same_buckets():
     for found, receipts in run_ranks(2, compare, "FSDP-2", "inductor", MODES, "none", True, torch.float32):
         for mode in MODES:
             assert found[mode][0] == pytest.approx(found["eager"][0], rel=1e-5), mode
+            # Adam divides by a gradient's size, however small: a thousandth of what ten steps move at most
             for one, other in zip(found[mode][1], found["eager"][1], strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-3 * 10 * 1e-2)
             left = sum(after for _, _, after, _ in receipts[mode])
             assert sum(found[mode][2].values()) == left, mode
         assert found["none"][2] == {"all_gather": 2 * PARAMETERS - 1, "reduce_scatter": PARAMETERS}

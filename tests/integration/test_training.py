@@ -169,9 +169,16 @@ def test_buckets_change_no_number_in_a_pipeline(checkpointing, tmp_path):
     layout = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.fsdp_communication", "microbatch"]
     options = [*SMALL, *layout, "--activation_checkpoint.mode", checkpointing, "--training.steps", "10"]
     eager = trained(4, DEBUG, tmp_path / "eager", *options)
+    machine = tmp_path / "machine.toml"  # slow enough for Inductor's scheduler to hide, and so to merge, anything
+    machine.write_text('like = "H100"\nlaunch = 100\n')
     for bucketing in ("none", "block", "greedy", "auto"):
         compiled = ["--compile.enable", "--compile.backend", "aot_eager", "--compile.bucketing", bucketing]
+        compiled += ["--compile.machine", machine]
         same(trained(4, DEBUG, tmp_path / bucketing, *options, *compiled), eager)
+        receipts = json.loads((tmp_path / bucketing / "compile.json").read_text())
+        assert [(receipt["pp_rank"], receipt["graph"]) for receipt in receipts if receipt["graph"] != "inference"] == [
+            (rank, graph) for rank in range(2) for graph in ("forward", "backward")
+        ]
 
 
 def with_a_broken_optimizer(folder):

@@ -111,9 +111,10 @@ class Schedule:
             merged = sum(mergeable.values()) - len(parameter_collectives(graph))
         # A plan may have its buckets in another stage of a pipeline.
         if self.must_merge and not merged and config.bucketing != "plan" and max(mergeable.values()) > 1:
+            why = ", as it merges what computation hides, and here that is too short" if config.bucketing == "auto" else ""
             raise ConfigError(
                 f'compile.bucketing = "{config.bucketing}" merged none of the {sum(mergeable.values())} collectives of the '
-                f'{name} graph; "block" or "none" would work'
+                f'{name} graph{why}; "block" or "none" would work'
             )
 
     def priced(self) -> Machine:

@@ -1,6 +1,7 @@
 """The receipt of the compile stage: a line a graph, and JSON."""
 
 import json
+from dataclasses import replace
 
 from titan_lite.compiler.report import Collective, Receipt, describe, write_receipts
 from titan_lite.compiler.timeline import Timeline
@@ -17,6 +18,7 @@ def test_a_line_a_graph():
         "computation, 3 ms exposed (at least 2 ms); schedule abc; compiled in 12.3 s, cache miss",
         "backward graph: 1 all_gather -> 1 (1.000 GiB); 0 moved to overlap; schedule def; compiled in 2.0 s",
     ]
+    assert describe([replace(BACKWARD, pp_rank=1)])[0].startswith("pipeline rank 1, backward graph: 1 all_gather -> 1")
     assert describe([Receipt("forward", {}, (), 0, "abc")]) == [
         "forward graph: no collectives of parameters; compiled in 0.0 s",
     ]
