@@ -288,7 +288,21 @@ class Checkpoint:
     folder: str = setting("checkpoint", "folder of the steps, inside job.dump_folder", unit="path")
     interval: int = setting(500, "a step is saved every so often, and at the end", unit="steps", least=1)
     keep_latest_k: int = setting(3, "older steps are deleted; 0 keeps all", unit="checkpoints", least=0)
-    load_step: int = setting(-1, "step to resume from; -1: the newest", unit="step", least=1, also=(-1,))
+    load_step: int = setting(-1, "step to resume from; -1: the newest whole one", unit="step", least=1, also=(-1,))
+    must_resume: bool = setting(False, "a folder without a step is an error, and no new run", unit="bool")
+    async_mode: str = setting(
+        "disabled",
+        "async: the run waits for a copy in host memory alone, which is written beside training; async_with_pinned_mem: that copy "
+        "is pinned and kept, quicker on GPUs",
+        unit="name",
+        choices=("disabled", "async", "async_with_pinned_mem"),
+    )
+    on_failure: str = setting(
+        "stop", "when a step cannot be saved: stop, or continue with a warning", unit="name", choices=("stop", "continue")
+    )
+    last_save_model_only: bool = setting(
+        False, "at training.steps the model is saved without optimizer state: smaller, and no run can go on from it", unit="bool"
+    )
 
 
 @dataclass(frozen=True)
@@ -652,6 +666,10 @@ def _check_combinations(config: Config, origins: dict[str, str]) -> None:
     if config.checkpoint.load_step != -1 and not config.checkpoint.enable:
         raise ConfigError(
             f"{at('checkpoint.load_step')} has no effect while checkpoint.enable = false; set checkpoint.enable = true"
+        )
+    if config.checkpoint.must_resume and not config.checkpoint.enable:
+        raise ConfigError(
+            f"{at('checkpoint.must_resume')}: with checkpoint.enable = false nothing resumes; set checkpoint.enable = true"
         )
     if shard != -1 and config.training.global_batch_size != -1:
         gradient_accumulation_steps(config.training, replicate * shard)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from titan_lite import __version__
 from titan_lite.check import check, gathers_once, without_effect
-from titan_lite.checkpoint import Checkpointer
+from titan_lite.checkpoint import GROUP, Checkpointer, CheckpointError
 from titan_lite.compiler.hardware import find_machine, peak_flops
 from titan_lite.compiler.report import Receipt, describe, write_receipts
 from titan_lite.compiler.stage import CompileError, compile_function
@@ -59,6 +59,9 @@ class Trainer:
 
         # 1. everything that may be wrong with the recipe
         self.model_config, self.tokenizer, degrees, plan = check(config, self.world_size)
+        self.checkpointer = Checkpointer(config.checkpoint, self.dump_folder)
+        if self.rank == 0 and config.checkpoint.enable:
+            self.checkpointer.lock()
 
         # 2. the device, the processes, and how they are arranged
         self.device = init_device(config)
@@ -140,7 +143,6 @@ class Trainer:
         # 5. where the run stands
         self.validated = False  # and so a graph without gradients compiled
         self.step = self.tokens_seen = self.skipped_steps = self.skipped_in_a_row = 0
-        self.checkpointer = Checkpointer(config.checkpoint, self.dump_folder)
         self.resume()
         if self.trial is not None and config.training.steps - self.step < STEPS * len(WAYS):
             raise ConfigError(
@@ -200,7 +202,7 @@ class Trainer:
         """Until training.steps; saves and measures on the way. Raises TrainingError where going on makes no sense."""
         try:
             self.loop()
-        except CompileError as error:
+        except (CompileError, CheckpointError) as error:
             raise TrainingError(str(error)) from error
 
     def loop(self) -> None:
@@ -234,7 +236,9 @@ class Trainer:
                 if config.validation.enable and (self.step % config.validation.freq == 0 or last):
                     self.validate()
                 if config.checkpoint.enable and (self.step % config.checkpoint.interval == 0 or last):
-                    self.save()
+                    self.save(last)
+                self.checkpointer.poll()
+        self.checkpointer.wait()
         self.finish()
 
     def train_step(self) -> tuple[float, float, float]:
@@ -357,7 +361,7 @@ class Trainer:
         optimizer = optimizer_state(self.optimizer, self.parameters)
         return {**model, **{f"optimizer.{name}": tensor for name, tensor in optimizer.items()}}
 
-    def save(self) -> None:
+    def save(self, last: bool = False) -> None:
         started = time.perf_counter()
         states: list[dict] = [{} for _ in range(self.world_size)]
         dist.all_gather_object(states, self.loader.state_dict())
@@ -373,28 +377,21 @@ class Trainer:
             "titan_lite": __version__,
         }
         with self.patience():
-            self.checkpointer.save(self.step, self.state_tensors(), state)
+            self.checkpointer.save(self.step, self.state_tensors(), state, last=last)
         self.window_start += time.perf_counter() - started
 
     def resume(self) -> None:
         """Go on from the newest checkpoint, or from the one that checkpoint.load_step names; otherwise stay at the beginning."""
-        steps: list[int | None] = [None] * self.world_size
-        dist.all_gather_object(steps, self.checkpointer.step_to_load())
-        if len(set(steps)) > 1:
-            seen = ", ".join(f"rank {rank}: {step or 'none'}" for rank, step in enumerate(steps) if step != steps[rank - 1])
-            raise ConfigError(
-                f"checkpoint.folder: ranks see different newest steps in {self.checkpointer.folder} ({seen}); "
-                "job.dump_folder on a file system that all nodes share would work"
-            )
-        if steps[0] is None:
+        step = self.checkpointer.verified_step() if self.config.checkpoint.enable else None
+        if step is None:
             return
-        state = self.checkpointer.read_state(steps[0])
+        state = self.checkpointer.read_state(step)
         if state["flavor"] != self.config.model.flavor:
             raise ConfigError(
                 f'model.flavor = "{self.config.model.flavor}", but {self.checkpointer.folder} has steps of another flavor; '
                 f'flavor = "{state["flavor"]}" or another job.dump_folder would work'
             )
-        self.checkpointer.load(steps[0], self.state_tensors())
+        self.checkpointer.load(step, self.state_tensors())
         if state["dtype"] != self.config.training.dtype:
             logger.info(f"training.dtype = {self.config.training.dtype}; the checkpoint was in {state['dtype']}")
         if state["total_steps"] != self.total_steps:
@@ -410,9 +407,9 @@ class Trainer:
         self.loader.load_state_dict(state["loader"])
 
     def set_timeout(self, seconds: int) -> None:
-        """A collective of any group that takes longer from now on is a failure."""
+        """A collective of any group, but of saves, that takes longer from now on is a failure."""
         self.timeout = seconds
-        for group in list(dist.distributed_c10d._world.pg_map):
+        for group in [group for group in dist.distributed_c10d._world.pg_map if group.group_desc != GROUP]:
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
     @contextmanager

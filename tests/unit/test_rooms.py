@@ -27,7 +27,9 @@ ROOMS = {
     "lr_scheduler": PART,
     "metrics": (*PART, "matplotlib", "tqdm"),
     "profiling": PART,
-    "checkpoint": PART,
+    "checkpoint": (*PART, "titan_lite.manifest", "titan_lite.tensor_files"),
+    "manifest": (),
+    "tensor_files": ("torch", "titan_lite.manifest"),
     "planner": (*PART, "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler"),
     "plan": (*PART, "titan_lite.planner"),
     "check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
