@@ -1,0 +1,118 @@
+"""DCP's files, written and read: `.metadata` through an unpickler that admits only what DCP writes there, tensors as tensors.
+
+    metadata = read_metadata(folder, files)            # raises Damaged
+    dcp.load(tensors, storage_reader=Reader(folder, metadata))
+    dcp.save(tensors, storage_writer=..., planner=FromHost(copies))
+
+`.metadata` is a pickle, and a pickle can call anything. The unpickler of torch 2.11 to 2.13 would; so would theirs for entries that
+are not tensors, which are refused here.
+"""
+
+import pickle
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.serialization import _get_layout
+
+from titan_lite.manifest import Damaged
+
+NAME = ".metadata"
+_CLASSES = (
+    _MEM_FORMAT_ENCODING,
+    _StorageInfo,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+ADMITTED: dict[tuple[str, str], Any] = {
+    **{(kind.__module__, kind.__qualname__): kind for kind in _CLASSES},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _get_layout,  # torch.strided by its name, from a table
+    ("pathlib", "PosixPath"): PosixPath,  # the folder that it was written into
+    ("pathlib._local", "PosixPath"): PosixPath,  # from Python 3.13 on
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ADMITTED:
+            raise Damaged(f"{NAME} asks for {module}.{name}, which may run code and which DCP does not write for tensors")
+        return ADMITTED[module, name]
+
+
+def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
+    """Names, shapes and places of all tensors, each place in one of `files`. Raises Damaged."""
+    try:
+        with (folder / NAME).open("rb") as file:
+            metadata = _Unpickler(file).load()
+        for tensor in metadata.state_dict_metadata.values():
+            if not isinstance(tensor, TensorStorageMetadata):
+                raise Damaged(f"{NAME} has an entry that is no tensor")
+        for place in metadata.storage_data.values():
+            # A path that leads out of the folder, or a transformation to undo, is not of our making.
+            if place.relative_path not in files or place.transform_descriptors:
+                raise Damaged(f"{NAME} has a tensor in {place.relative_path}, which is not of this step")
+        metadata.storage_meta = StorageMeta()
+    except Damaged:
+        raise
+    except Exception as error:  # what a pickle of arbitrary bytes raises
+        raise Damaged(f"{NAME} cannot be read: {type(error).__name__}: {error}") from None
+    return metadata
+
+
+class _Files(FileSystem):
+    """Names the file in which reading failed."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+        except pickle.UnpicklingError as error:  # torch admits tensors alone; its advice is to admit anything
+            wanted = re.search(r"GLOBAL (\S+)", str(error))
+            reason = f"asks for {wanted[1]}, which may run code" if wanted else f"holds something else than tensors: {error}"
+            raise Damaged(f"{Path(path).name} {reason}") from None
+        except Exception as error:
+            raise Damaged(f"{Path(path).name} cannot be read: {error}") from None
+
+
+class Reader(FileSystemReader):
+    """Tensors of a step whose metadata are known; torch reads its tensors with weights_only=True."""
+
+    def __init__(self, folder: Path, metadata: Metadata):
+        super().__init__(folder)
+        self.fs, self.metadata = _Files(), metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+
+class FromHost(DefaultSavePlanner):
+    """Plans by the tensors, and writes what was copied of them: {name: this rank's part, on the host}."""
+
+    def __init__(self, copies: Mapping[str, Tensor]):
+        super().__init__()
+        self.copies = copies
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.copies[index.fqn]
