@@ -8,8 +8,8 @@
     checkpoint/invalid-step-40/      was not loaded, and set aside, since the run comes to its step again
     checkpoint/lock                  held by the run that writes here
 
-With checkpoint.async_mode the loop waits for a copy in host memory alone. A thread on each rank writes it; these have a process group
-of their own, since collectives of two threads on one group would meet each other.
+With checkpoint.async_mode the loop waits for a copy in host memory alone. A thread on each rank writes it; these have a process
+group of their own, since collectives of two threads on one group would meet each other.
 """
 
 import datetime
@@ -147,7 +147,7 @@ class Checkpointer:
         return wanted
 
     def verified_step(self) -> int | None:
-        """`step_to_load`, after every byte of it was compared with its manifest. Newer ones are set aside, with the reason logged.
+        """`step_to_load`, after every byte of it was compared with its manifest. Newer ones are set aside, and the reason logged.
 
         Raises ConfigError.
         """
@@ -227,9 +227,8 @@ class Checkpointer:
             reader, error = tensor_files.Reader(path, metadata), _misfit(metadata, tensors)
         except Damaged as damage:
             error = str(damage)
-        for error in self._gather(error):
-            if error:
-                raise ConfigError(f"{path} cannot be loaded: {error}")
+        if errors := [error for error in self._gather(error) if error]:
+            raise ConfigError(f"{path} cannot be loaded: {errors[0]}")
         try:
             dcp.load(dict(tensors), storage_reader=reader, process_group=self._processes())
         except CheckpointException as failed:
@@ -318,6 +317,7 @@ class Checkpointer:
         def prepare() -> None:
             if os.path.lexists(path):
                 raise CheckpointError(f"{path} is there, and no step is overwritten; move it away")
+            self.folder.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
             free = shutil.disk_usage(self.folder).free
             if free < needed:

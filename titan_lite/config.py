@@ -292,7 +292,7 @@ class Checkpoint:
     must_resume: bool = setting(False, "a folder without a step is an error, and no new run", unit="bool")
     async_mode: str = setting(
         "disabled",
-        "async: the run waits for a copy in host memory alone, which is written beside training; async_with_pinned_mem: that copy "
+        "async: the run waits for a copy in host memory alone, which is written beside training; async_with_pinned_mem: the copy "
         "is pinned and kept, quicker on GPUs",
         unit="name",
         choices=("disabled", "async", "async_with_pinned_mem"),

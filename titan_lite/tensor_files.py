@@ -4,8 +4,8 @@
     dcp.load(tensors, storage_reader=Reader(folder, metadata))
     dcp.save(tensors, storage_writer=..., planner=FromHost(copies))
 
-`.metadata` is a pickle, and a pickle can call anything. The unpickler of torch 2.11 to 2.13 would; so would theirs for entries that
-are not tensors, which are refused here.
+`.metadata` is a pickle, and a pickle can call anything. The unpickler of torch 2.11 to 2.13 would let it; so would theirs of
+entries that are no tensors, which are refused here.
 """
 
 import pickle
