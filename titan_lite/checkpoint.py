@@ -341,7 +341,7 @@ class Checkpointer:
         self._together(prepare if rank == 0 else None)
         dcp.save(
             dict(tensors),
-            storage_writer=dcp.FileSystemWriter(unfinished),
+            storage_writer=tensor_files.Writer(unfinished),
             planner=tensor_files.FromHost(copies),
             process_group=self.group,
         )

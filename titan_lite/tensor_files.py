@@ -2,7 +2,7 @@
 
     metadata = read_metadata(folder, files)            # raises Damaged
     dcp.load(tensors, storage_reader=Reader(folder, metadata))
-    dcp.save(tensors, storage_writer=..., planner=FromHost(copies))
+    dcp.save(tensors, storage_writer=Writer(folder), planner=FromHost(copies))
 
 `.metadata` is a pickle, and a pickle can call anything. The unpickler of torch 2.11 to 2.13 would let it; so would theirs of
 entries that are no tensors, which are refused here.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -81,19 +81,25 @@ def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
 
 
 class _Files(FileSystem):
-    """Names the file in which reading failed."""
+    """Errors name the file, and what the system said to it."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        name = Path(path).name
         try:
             with super().create_stream(path, mode) as stream:
                 yield stream
         except pickle.UnpicklingError as error:  # torch admits tensors alone; its advice is to admit anything
             wanted = re.search(r"GLOBAL (\S+)", str(error))
             reason = f"asks for {wanted[1]}, which may run code" if wanted else f"holds something else than tensors: {error}"
-            raise Damaged(f"{Path(path).name} {reason}") from None
+            raise Damaged(f"{name} {reason}") from None
         except Exception as error:
-            raise Damaged(f"{Path(path).name} cannot be read: {error}") from None
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__  # on a full disk torch then misses bytes of its archive
+            if mode == "rb":
+                raise Damaged(f"{name} cannot be read: {error}") from None
+            raise (cause or error) from None
 
 
 class Reader(FileSystemReader):
@@ -105,6 +111,14 @@ class Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
+
+
+class Writer(FileSystemWriter):
+    """One file a rank, on disk before it counts."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, sync_files=True)
+        self.fs = _Files()
 
 
 class FromHost(DefaultSavePlanner):

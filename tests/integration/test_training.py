@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from titan_lite import optimizer
+from titan_lite import manifest, optimizer
 from titan_lite.config import load_config
 from titan_lite.metrics import read_metrics
 from titan_lite.trainer import Trainer, TrainingError
@@ -86,7 +86,7 @@ def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_pa
     assert metrics[1]["loss"] == pytest.approx(math.log(2048) + 1 / 32, abs=0.05)
     assert metrics[6]["validation_loss"] < metrics[0]["validation_loss"] - 0.1
     assert {"loss", "grad_norm", "lr", "tps", "tflops", "mfu", "memory_gib", "data_wait"} <= metrics[6].keys()
-    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-3", "step-6"]
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["lock", "step-3", "step-6"]
 
     more = launch(ROOT / "run_train.sh", *options, "--training.steps", "8")
     assert more.returncode == 0
@@ -380,6 +380,7 @@ def test_a_checkpoint_of_another_flavor_is_told_and_a_longer_schedule_said(unint
     assert "the learning-rate schedule now has 40 steps and not 12: at step 1 it is 0.100 of the peak" in result.stdout
     state = tmp_path / "checkpoint/step-2/state.json"
     state.write_text(state.read_text().replace('"flavor": "debug"', '"flavor": "1B"'))
+    manifest.write(state.parent, 2, {**manifest.read(state.parent, 2), state.name: manifest.digest(state)})
     result = torchrun(1, DEBUG, tmp_path, *SMALL)
     assert result.returncode != 0
     assert re.search(
