@@ -251,9 +251,8 @@ class Checkpointer:
             self._settle()
         else:
             copies = self._copy(tensors)
-            self.saving = threading.Thread(
-                target=self._save, args=(step, tensors, copies, state), name=f"save of step {step}", daemon=True
-            )
+            # No daemon: where the run ends by an error of its own, the process still waits for the step to be whole.
+            self.saving = threading.Thread(target=self._save, args=(step, tensors, copies, state), name=f"save of step {step}")
             self.saving.start()
 
     def poll(self) -> None:
@@ -275,8 +274,6 @@ class Checkpointer:
         failure, self.failure = self.failure, None
         if failure is not None and self.config.on_failure == "stop":
             raise failure
-        if failure is not None and dist.get_rank() == 0:
-            logger.warning(f'NOTHING WAS SAVED: {failure}; the run goes on (checkpoint.on_failure = "continue")')
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's parts in host memory: when it returns, the optimizer may change the tensors."""
@@ -300,8 +297,9 @@ class Checkpointer:
             self._commit(step, unfinished, tensors, copies, state)
         except (Exception, CheckpointException) as error:
             self.failure = CheckpointError(f"step {step} was not saved in {self.folder}: {_reasons(error)}")
-            self.failure.__cause__ = error
             if dist.get_rank() == 0:
+                goes_on = '; the run goes on (checkpoint.on_failure = "continue")' if self.config.on_failure == "continue" else ""
+                logger.warning(f"NOTHING WAS SAVED: {self.failure}{goes_on}")
                 shutil.rmtree(unfinished, ignore_errors=True)
         else:
             if dist.get_rank() == 0:  # nobody waits for it
