@@ -16,7 +16,6 @@ import datetime
 import errno
 import fcntl
 import json
-import math
 import os
 import re
 import shutil
@@ -31,7 +30,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.tensor import DTensor
 
 from titan_lite import manifest, tensor_files
 from titan_lite.config import Checkpoint, ConfigError
@@ -224,7 +222,7 @@ class Checkpointer:
         path, error, reader = self.path_of(step), "", None
         try:
             metadata = tensor_files.read_metadata(path, manifest.read(path, step))
-            reader, error = tensor_files.Reader(path, metadata), _misfit(metadata, tensors)
+            reader, error = tensor_files.Reader(path, metadata), tensor_files.misfit(metadata, tensors)
         except Damaged as damage:
             error = str(damage)
         if errors := [error for error in self._gather(error) if error]:
@@ -247,7 +245,7 @@ class Checkpointer:
         if last and self.config.last_save_model_only:
             tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
         if self.config.async_mode == "disabled":
-            self._save(step, tensors, {name: _local(tensor) for name, tensor in tensors.items()}, state)
+            self._save(step, tensors, {name: tensor_files.local_part(tensor) for name, tensor in tensors.items()}, state)
             self._settle()
         else:
             copies = self._copy(tensors)
@@ -282,7 +280,7 @@ class Checkpointer:
             logger.info('checkpoint.async_mode = "async_with_pinned_mem": without a GPU nothing is pinned; the copies are kept')
         copies = self.copies if keep else {}
         for name, tensor in tensors.items():
-            local = _local(tensor)
+            local = tensor_files.local_part(tensor)
             if name not in copies:
                 copies[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=keep and torch.cuda.is_available())
             copies[name].copy_(local, non_blocking=True)
@@ -310,7 +308,7 @@ class Checkpointer:
     ) -> None:
         rank, path = dist.get_rank(), self.path_of(step)
         files: dict[str, dict[str, Any]] = {}
-        needed = sum(self._gather(sum(map(_share, tensors.values()))))
+        needed = sum(self._gather(sum(map(tensor_files.share, tensors.values()))))
 
         def prepare() -> None:
             if os.path.lexists(path):
@@ -389,33 +387,6 @@ class Checkpointer:
         if errors:
             raise CheckpointError("; ".join(errors))
         return [result for result, _ in everyone]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part, no copy."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _share(tensor: Tensor) -> int:
-    """Bytes of a tensor that count on this rank: what k ranks hold alike counts 1/k on each."""
-    if not isinstance(tensor, DTensor):
-        return math.ceil(tensor.numel() * tensor.itemsize / dist.get_world_size())
-    copies = math.prod(size for size, p in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if p.is_replicate())
-    return math.ceil(_local(tensor).numel() * tensor.itemsize / copies)
-
-
-def _misfit(metadata: Any, tensors: Mapping[str, Tensor]) -> str:
-    """Why these tensors cannot be filled from a checkpoint with these metadata; empty: they can."""
-    stored = metadata.state_dict_metadata
-    missing = [name for name in tensors if name not in stored]
-    if missing and not any(name.startswith("optimizer.") for name in stored):
-        return "it holds the model alone, as checkpoint.last_save_model_only = true leaves it, and no optimizer state"
-    if missing:
-        return f"it has no {missing[0]}" + (f", nor {len(missing) - 1} others" if len(missing) > 1 else "")
-    for name, tensor in tensors.items():
-        if stored[name].size != tensor.shape:
-            return f"{name} is {list(stored[name].size)} in it, and {list(tensor.shape)} in this run"
-    return ""
 
 
 def _reasons(error: BaseException) -> str:

@@ -8,6 +8,7 @@
 entries that are no tensors, which are refused here.
 """
 
+import math
 import pickle
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -16,6 +17,7 @@ from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
@@ -28,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.tensor import DTensor
 from torch.serialization import _get_layout
 
 from titan_lite.manifest import Damaged
@@ -130,3 +133,30 @@ class FromHost(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self.copies[index.fqn]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part, no copy."""
+    return tensor.tolocal_part().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def share(tensor: Tensor) -> int:
+    """Bytes of a tensor that count on this rank: what k ranks hold alike counts 1/k on each."""
+    if not isinstance(tensor, DTensor):
+        return math.ceil(tensor.numel() * tensor.itemsize / dist.get_world_size())
+    copies = math.prod(size for size, p in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if p.is_replicate())
+    return math.ceil(local_part(tensor).numel() * tensor.itemsize / copies)
+
+
+def misfit(metadata: Metadata, tensors: Mapping[str, Tensor]) -> str:
+    """Why these tensors cannot be filled from a checkpoint with these metadata; empty: they can."""
+    stored = metadata.state_dict_metadata
+    missing = [name for name in tensors if name not in stored]
+    if missing and not any(name.startswith("optimizer.") for name in stored):
+        return "it holds the model alone, as checkpoint.last_save_model_only = true leaves it, and no optimizer state"
+    if missing:
+        return f"it has no {missing[0]}" + (f", nor {len(missing) - 1} others" if len(missing) > 1 else "")
+    for name, tensor in tensors.items():
+        if stored[name].size != tensor.shape:
+            return f"{name} is {list(stored[name].size)} in it, and {list(tensor.shape)} in this run"
+    return ""

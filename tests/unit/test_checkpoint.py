@@ -251,6 +251,11 @@ class Payload:
         return os.system, (f"touch {self.mark}",)
 
 
+def test_the_payload_is_one(tmp_path):
+    pickle.loads(pickle.dumps(Payload(tmp_path / "mark")))
+    assert (tmp_path / "mark").exists()
+
+
 DAMAGES = {
     "flipped": lambda path, mark: flip(path),
     "truncated": lambda path, mark: os.truncate(path, path.stat().st_size - 1),
@@ -476,7 +481,7 @@ def two_ranks(folder, mode):
         "optimizer.a.step": torch.tensor(1.0),
     }
     steps_of = of(folder, async_mode=mode)
-    sizes = sum(steps_of._gather(sum(map(checkpoint._share, live.values()))))
+    sizes = sum(steps_of._gather(sum(map(tensor_files.share, live.values()))))
     steps_of.save(1, live, {})
     steps_of.wait()
 
