@@ -137,7 +137,7 @@ class FromHost(DefaultSavePlanner):
 
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part, no copy."""
-    return tensor.tolocal_part().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def share(tensor: Tensor) -> int:
