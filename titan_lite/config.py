@@ -289,6 +289,20 @@ class Checkpoint:
     interval: int = setting(500, "a step is saved every so often, and at the end", unit="steps", least=1)
     keep_latest_k: int = setting(3, "older steps are deleted; 0 keeps all", unit="checkpoints", least=0)
     load_step: int = setting(-1, "step to resume from; -1: the newest", unit="step", least=1, also=(-1,))
+    explain: bool = setting(
+        False,
+        "only say which step would be loaded and what the recipe changes since it was saved, then exit",
+        unit="bool",
+    )
+    restart_data: bool = setting(
+        False,
+        "where the data is not that of the step loaded (other documents, order or global batch), begin it at its first document; "
+        "later resumes go on in it. Otherwise such a resume is refused",
+        unit="bool",
+    )
+    accept_model_only: bool = setting(
+        False, "where the step loaded has the model alone, start with a new optimizer; otherwise it is refused", unit="bool"
+    )
 
 
 @dataclass(frozen=True)
@@ -372,6 +386,11 @@ class Config:
     profiling: Profiling = Profiling()
     comm: Comm = Comm()
     debug: Debug = Debug()
+
+    @property
+    def total_steps(self) -> int:
+        """Length of the learning-rate schedule, in steps."""
+        return self.training.steps if self.lr_scheduler.total_steps == -1 else self.lr_scheduler.total_steps
 
 
 SECTIONS: dict[str, type] = {field.name: type(field.default) for field in dataclasses.fields(Config)}
