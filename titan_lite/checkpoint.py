@@ -59,6 +59,7 @@ class Checkpointer:
         dist.barrier()
         dcp.save(dict(tensors), checkpoint_id=unfinished)
         if dist.get_rank() == 0:
+            state = {**state, "tensors": sorted({name.partition(".")[0] for name in tensors})}  # ["model", "optimizer"]
             (unfinished / "state.json").write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
             unfinished.rename(path)
             logger.info(f"checkpoint written to {path}")

@@ -361,18 +361,16 @@ class Trainer:
         started = time.perf_counter()
         states: list[dict] = [{} for _ in range(self.world_size)]
         dist.all_gather_object(states, self.loader.state_dict())
-        tensors = self.state_tensors()
         state = {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
             "loader": merge_states(states),
-            "tensors": sorted({name.partition(".")[0] for name in tensors}),
             **self.described,
         }
         with self.patience():
-            self.checkpointer.save(self.step, tensors, state)
+            self.checkpointer.save(self.step, self.state_tensors(), state)
         self.window_start += time.perf_counter() - started
 
     def resume(self) -> None:
