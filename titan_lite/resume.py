@@ -110,7 +110,7 @@ class Difference:
 
 
 def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[Difference]:
-    """What differs between a step's state.json and this run, in the order of the tables. Raises ConfigError."""
+    """What differs between a step's state.json and this run: keys of the recipe, then FACTS. Raises ConfigError."""
     if not {"recipe", "run", "tensors"} <= state.keys():
         raise ConfigError(
             "checkpoint.folder: state.json of the step does not say by what recipe it was made (recipe, run, tensors); "
@@ -120,12 +120,7 @@ def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[Diff
     known = [fact for fact in FACTS if state["run"].get(fact) and now["run"].get(fact)]  # of others one of both says nothing
     facts = [(fact, *change) for fact in known for change in _changes(state["run"][fact], now["run"][fact])]
     changed = {fact for fact, *_ in facts}
-    differences = [
-        Difference(FACTS[fact][1], f"{FACTS[fact][0].format(path)}: {_short(new)}, was {_short(was)}")
-        for fact, path, was, new in facts
-    ]
-    if "optimizer" not in state["tensors"]:
-        differences.append(Difference(FRESH, "the step has the model alone (checkpoint.last_save_model_only)"))
+    differences = []
     idle = _idle(state["recipe"]) & _idle(now["recipe"])
     for key, was, new in _changes(state["recipe"], now["recipe"]):
         if key not in KEYS:  # of another version
@@ -136,6 +131,11 @@ def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[Diff
         if was != new:
             consequence = NOTHING if key in idle else consequence_of(key, changed)
             differences.append(Difference(consequence, f"{key} = {json.dumps(new)}, was {json.dumps(was)}"))
+    for fact, path, was, new in facts:
+        words, consequence = FACTS[fact]
+        differences.append(Difference(consequence, f"{words.format(path)}: {_short(new)}, was {_short(was)}"))
+    if "optimizer" not in state["tensors"]:
+        differences.append(Difference(FRESH, "the step has the model alone"))
     return differences
 
 
@@ -153,7 +153,9 @@ def refuse(differences: Sequence[Difference], where: Path | str, config: Checkpo
         key, effect = ACCEPTED_BY.get(consequence, ("", ""))
         if not texts or (key and getattr(config, key)):
             continue
-        works = "what it was" if consequence != FRESH else "an older step (checkpoint.load_step)"
+        if len(texts) > 3:
+            texts[3:] = [f"and {len(texts) - 3} more, which --checkpoint.explain lists"]
+        works = "what it was" if consequence != FRESH else "a step that has the optimizer's state"
         other = f"checkpoint.{key} = true, which {effect}," if key else "another job.dump_folder"
         raise ConfigError(f"{where}: {consequence}: {'; '.join(texts)}; {works}, or {other} would work")
 

@@ -203,8 +203,8 @@ def test_explain_says_what_would_be_loaded_and_what_differs_and_starts_nothing(u
         f"{folder}/checkpoint/step-6 is loaded, the newest of 2, 4, 6",
         longer.stdout.splitlines()[1],
         "how it learns changes: the learning rate of step 7 is 1.75e-03, where it would have been 1.70e-03",
-        "  steps of the schedule (lr_scheduler.total_steps): 24, was 12",
         "  lr_scheduler.total_steps = 24, was 12",
+        "  steps of the schedule (lr_scheduler.total_steps): 24, was 12",
         "numbers change by rounding",
         "  ranks along dp_shard: 4, was 2",
     ]

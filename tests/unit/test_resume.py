@@ -116,8 +116,8 @@ CASES = [
         ["--training.steps=200"],
         {},
         [
-            (LEARNING, "steps of the schedule (lr_scheduler.total_steps): 200, was 100"),
             (LEARNING, "training.steps = 200, was 100"),
+            (LEARNING, "steps of the schedule (lr_scheduler.total_steps): 200, was 100"),
         ],
     ),
     (  # the same global batch, and another
@@ -132,8 +132,8 @@ CASES = [
         ["--training.global_batch_size=16"],
         {"rows": 16},
         [
-            (PLACE, "sequences a step (training.global_batch_size): 16, was 8"),
             (PLACE, "training.global_batch_size = 16, was 8"),
+            (PLACE, "sequences a step (training.global_batch_size): 16, was 8"),
         ],
     ),
     (  # a corpus that moved, and another one
@@ -153,9 +153,9 @@ CASES = [
         ["--model.flavor=1B"],
         {"model": {"dim": 2048, "n_layers": 6, "rope_scaling": {"factor": 8.0}}},
         [
+            (CANNOT, 'model.flavor = "1B", was "debug"'),
             (CANNOT, "the model's dim: 2048, was 256"),
             (CANNOT, "the model's rope_scaling.factor: 8.0, was null"),
-            (CANNOT, 'model.flavor = "1B", was "debug"'),
         ],
     ),
     (["--model.flavor=1B"], {}, [(NOTHING, 'model.flavor = "1B", was "debug"')]),  # another name for the same
@@ -204,17 +204,22 @@ def refused(found, **accepting):
 def test_another_model_or_tokenizer_is_refused_whatever_the_recipe_accepts():
     found = compare(saved(), described("--model.flavor=1B", model={**RUN["model"], "dim": 2048}))
     assert refused(found, restart_data=True, accept_model_only=True) == (
-        "out/step-50: it cannot work: the model's dim: 2048, was 256; "
-        'model.flavor = "1B", was "debug"; what it was, or another job.dump_folder would work'
+        'out/step-50: it cannot work: model.flavor = "1B", was "debug"; '
+        "the model's dim: 2048, was 256; what it was, or another job.dump_folder would work"
     )
+
+
+def test_of_many_reasons_the_error_has_three():
+    found = compare(saved(), described(model={"dim": 1, "n_layers": 2, "rope_scaling": {"a": 3, "b": 4, "c": 5}}))
+    assert "n_layers: 2, was 6; the model's rope_scaling.a: 3, was null; and 2 more, which --checkpoint.explain" in refused(found)
 
 
 def test_other_data_is_refused_unless_it_may_begin_anew():
     found = compare(saved(), described("--training.global_batch_size=16", rows=16))
     assert refused(found, accept_model_only=True) == (
-        "out/step-50: the data cannot go on where it was: sequences a step (training.global_batch_size): 16, was 8; "
-        "training.global_batch_size = 16, was 8; what it was, or checkpoint.restart_data = true, which begins the recipe's data "
-        "at its first document, would work"
+        "out/step-50: the data cannot go on where it was: training.global_batch_size = 16, was 8; "
+        "sequences a step (training.global_batch_size): 16, was 8; what it was, or checkpoint.restart_data = true, which "
+        "begins the recipe's data at its first document, would work"
     )
     refuse(found, "out/step-50", Checkpoint(restart_data=True))
     assert restarts_data(found)
@@ -225,7 +230,7 @@ def test_a_step_without_optimizer_is_refused_unless_that_is_accepted():
     state = saved()
     state["tensors"] = ["model"]
     found = compare(state, described())
-    assert "an older step (checkpoint.load_step), or checkpoint.accept_model_only = true" in refused(found, restart_data=True)
+    assert "a step that has the optimizer's state, or checkpoint.accept_model_only = true" in refused(found, restart_data=True)
     refuse(found, "out/step-50", Checkpoint(accept_model_only=True))
 
 
@@ -239,8 +244,8 @@ def test_the_explanation_goes_from_the_worst_to_nothing_and_tells_the_learning_r
         "  training.seq_len = 512, was 256",
         # of 100 steps the second half decays from 2e-3 to a tenth of that
         "how it learns changes: the learning rate of step 51 is 2.00e-03, where it would have been 1.96e-03",
-        "  steps of the schedule (lr_scheduler.total_steps): 200, was 100",
         "  training.steps = 200, was 100",
+        "  steps of the schedule (lr_scheduler.total_steps): 200, was 100",
         "numbers change by rounding",
         '  device: "GPU", was "CPU"',
         "no number of the training changes",
