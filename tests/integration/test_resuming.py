@@ -202,7 +202,7 @@ def test_explain_says_what_would_be_loaded_and_what_differs_and_starts_nothing(u
     assert longer.stdout.splitlines() == [
         f"{folder}/checkpoint/step-6 is loaded, the newest of 2, 4, 6",
         longer.stdout.splitlines()[1],
-        "how it learns changes: the learning rate of step 7 is 1.75e-03, where it would have been 1.70e-03",
+        "how it learns changes: the learning rate of step 7 is 2.00e-03, where it would have been 1.70e-03",
         "  lr_scheduler.total_steps = 24, was 12",
         "  steps of the schedule (lr_scheduler.total_steps): 24, was 12",
         "numbers change by rounding",

@@ -157,7 +157,7 @@ def uninterrupted(data, tokenizer):
     for _ in range(24):
         state = state_of(ranks)
         steps.append((state, hashes(global_batch(ranks, ROWS))))
-    assert len({sample for _, samples in steps for sample in samples}) == 24 * ROWS
+    assert len({tuple(samples) for _, samples in steps}) == 24
     return steps
 
 
@@ -170,12 +170,12 @@ def test_dp_4_to_2_to_8_sees_the_samples_of_an_uninterrupted_run(data, tokenizer
     assert seen == [samples for _, samples in uninterrupted]
 
 
-@pytest.mark.parametrize(("dp_degree", "batch_size"), [(1, 8), (2, 1), (8, 1)])  # accumulating 1, 4 and 1 microbatches
-def test_a_resume_at_any_step_goes_on_with_its_samples(data, tokenizer, uninterrupted, dp_degree, batch_size):
+def test_a_resume_at_any_step_goes_on_with_its_samples(data, tokenizer, uninterrupted):
     """So also at an epoch's edge, and at the steps before and after it."""
     epochs = [{ordinal // len(LENGTHS) for ordinal, _, _ in state["rows"].values()} for state, _ in uninterrupted]
     assert data.dataset == "stdlib" or (max(epochs[-1]) >= 2 and any(len(rows) > 1 for rows in epochs))
-    for at in range(0, 22):
+    for at in range(22):
+        dp_degree, batch_size = ((1, 8), (2, 1), (8, 1), (4, 1))[at % 4]  # accumulating 1, 4, 1 and 2 microbatches
         ranks = loaders(data, tokenizer, dp_degree, batch_size, state=uninterrupted[at][0])
         for _, samples in uninterrupted[at : at + 2]:
             assert hashes(global_batch(ranks, batch_size)) == samples
