@@ -4,6 +4,7 @@ model_config, tokenizer, degrees, pipeline = check(config, world_size=8)
 """
 
 import dataclasses
+import math
 import os
 import platform
 from collections import Counter
@@ -99,6 +100,7 @@ def describe_run(config: Config, degrees: dict[str, int], tokenizer: Tokenizer, 
             "rows": config.training.local_batch_size * data_parallel * accumulation,
             "documents": fingerprint(config.data),
             "total_steps": config.total_steps,
+            "world_size": math.prod(degrees.values()),
             "mesh": degrees,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "versions": {"titan_lite": __version__, "torch": str(torch.__version__), "python": platform.python_version()},

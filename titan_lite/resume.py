@@ -83,6 +83,7 @@ FACTS = {  # what is compared beside the recipe: how it is called, and what its 
     "rows": ("sequences a step (training.global_batch_size)", PLACE),
     "documents": ("SHA-256 of the documents' names and sizes (data.path)", PLACE),
     "total_steps": ("steps of the schedule (lr_scheduler.total_steps)", LEARNING),
+    "world_size": ("ranks", ROUNDING),
     "mesh": ("ranks along {}", ROUNDING),
     "device": ("device", ROUNDING),
     "versions": ("version of {}", ROUNDING),

@@ -179,7 +179,7 @@ def test_a_checkpoint_says_of_itself_what_made_it(uninterrupted):
     run = state["run"]
     assert run["tokenizer"] == hashlib.sha256(Path(config.model.tokenizer_path).read_bytes()).hexdigest()
     assert run["mesh"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
-    assert (run["rows"], run["total_steps"], run["model"]["n_layers"]) == (8, 12, 6)
+    assert (run["world_size"], run["rows"], run["total_steps"], run["model"]["n_layers"]) == (2, 8, 12, 6)
     assert run["versions"]["torch"] == torch.__version__
     assert re.fullmatch(r"[0-9a-f]{40}(\+changes)?|", run["git"])
     assert state["tokens_seen"] == 6 * 8 * 32
@@ -207,6 +207,7 @@ def test_explain_says_what_would_be_loaded_and_what_differs_and_starts_nothing(u
         "  lr_scheduler.total_steps = 24, was 12",
         "  steps of the schedule (lr_scheduler.total_steps): 24, was 12",
         "numbers change by rounding",
+        "  ranks: 4, was 2",
         "  ranks along dp_shard: 4, was 2",
     ]
 

@@ -39,6 +39,7 @@ RUN = {
     "rows": 8,
     "documents": "b" * 64,
     "total_steps": 100,
+    "world_size": 2,
     "mesh": {"dp_shard": 2, "tp": 1},
     "device": "CPU",
     "versions": {"torch": "2.13.0", "python": "3.11.2"},
