@@ -4,6 +4,7 @@
 #   ./run_train.sh                                            # the debug model
 #   NGPU=4 CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --training.steps 100
 #   ./run_train.sh --print-config                             # the resolved recipe; --help: every key
+#   ./run_train.sh --checkpoint.explain                       # the step that a run would go on from, and what differs since
 #
 # NGPU           processes on this node (default: its GPUs, else 2 CPU processes)
 # CONFIG_FILE    recipe, looked up from the current folder, then from here (default: train_configs/debug_model.toml)
@@ -76,6 +77,12 @@ if [[ -z ${OMP_NUM_THREADS:-} ]]; then # the processes of a node share its cores
     export OMP_NUM_THREADS=$((cores > processes ? cores / processes : 1))
 fi
 export LOG_RANK=${LOG_RANK:-0}
+
+# What a run would load is said by one process, in the place of all.
+if [[ $("$python" -m titan_lite.config "$recipe" "$@" --print-config) == *$'\n'"explain = true"* ]]; then
+    export RANK=0 LOCAL_RANK=0 WORLD_SIZE=$((${nodes##*:} * processes))
+    exec "$python" -m titan_lite.train "$recipe" "$@"
+fi
 
 # exec: an interrupt or a scheduler's signal reaches torchrun itself. Port 0 is a free one.
 exec "$python" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$processes" --max-restarts "$restarts" \

@@ -244,6 +244,7 @@ class Checkpointer:
         self._processes()  # made by this thread, as all ranks make groups in one order
         if last and self.config.last_save_model_only:
             tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+        state = {**state, "tensors": sorted({name.partition(".")[0] for name in tensors})}  # ["model", "optimizer"]
         if self.config.async_mode == "disabled":
             self._save(step, tensors, {name: tensor_files.local_part(tensor) for name, tensor in tensors.items()}, state)
             self._settle()

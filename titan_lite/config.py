@@ -301,7 +301,23 @@ class Checkpoint:
         "stop", "when a step cannot be saved: stop, or continue with a warning", unit="name", choices=("stop", "continue")
     )
     last_save_model_only: bool = setting(
-        False, "at training.steps the model is saved without optimizer state: smaller, and no run can go on from it", unit="bool"
+        False,
+        "at training.steps the model is saved without optimizer state: smaller, and a run goes on from it by accept_model_only alone",
+        unit="bool",
+    )
+    explain: bool = setting(
+        False,
+        "only say which step would be loaded and what the recipe changes since it was saved, then exit",
+        unit="bool",
+    )
+    restart_data: bool = setting(
+        False,
+        "where the data is not that of the step loaded (other documents, order or global batch), begin it at its first document; "
+        "later resumes go on in it. Otherwise such a resume is refused",
+        unit="bool",
+    )
+    accept_model_only: bool = setting(
+        False, "where the step loaded has the model alone, start with a new optimizer; otherwise it is refused", unit="bool"
     )
 
 
@@ -386,6 +402,11 @@ class Config:
     profiling: Profiling = Profiling()
     comm: Comm = Comm()
     debug: Debug = Debug()
+
+    @property
+    def total_steps(self) -> int:
+        """Length of the learning-rate schedule, in steps."""
+        return self.training.steps if self.lr_scheduler.total_steps == -1 else self.lr_scheduler.total_steps
 
 
 SECTIONS: dict[str, type] = {field.name: type(field.default) for field in dataclasses.fields(Config)}

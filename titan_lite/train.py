@@ -23,9 +23,22 @@ def main(arguments: list[str]) -> int:
             if os.environ.get("RANK", "0") == "0":
                 print(to_toml(config, origins))
             return 0
+        if config.checkpoint.explain:
+            return explain(config)
         return train(config)
     except ConfigError as error:
         return report(error, 2)
+
+
+def explain(config: Config) -> int:
+    """Of the processes that a launcher starts, the first one speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        from titan_lite.check import explain_resume
+        from titan_lite.logging import init_logging
+
+        init_logging(0, 1)
+        explain_resume(config, int(os.environ.get("WORLD_SIZE", "1")))
+    return 0
 
 
 def train(config: Config) -> int:

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_lite import __version__
-from titan_lite.check import check, gathers_once, without_effect
+from titan_lite.check import check, describe_run, gathers_once, without_effect
 from titan_lite.checkpoint import GROUP, Checkpointer, CheckpointError
 from titan_lite.compiler.hardware import find_machine, peak_flops
 from titan_lite.compiler.report import Receipt, describe, write_receipts
@@ -45,6 +44,7 @@ from titan_lite.metrics import Metrics, draw_loss, peak_memory_gib
 from titan_lite.models.llama3 import Transformer, flops_per_token
 from titan_lite.optimizer import build_optimizer, clip_grad_norm_, optimizer_state, set_learning_rate
 from titan_lite.profiling import build_profiler, set_flight_recorder
+from titan_lite.resume import compare, explain, git_revision, refuse, restarts_data
 
 
 class TrainingError(RuntimeError):
@@ -59,6 +59,7 @@ class Trainer:
 
         # 1. everything that may be wrong with the recipe
         self.model_config, self.tokenizer, degrees, plan = check(config, self.world_size)
+        self.described = describe_run(config, degrees, self.tokenizer, git_revision() if self.rank == 0 else "")
         self.checkpointer = Checkpointer(config.checkpoint, self.dump_folder)
         if self.rank == 0 and config.checkpoint.enable:
             self.checkpointer.lock()
@@ -136,7 +137,6 @@ class Trainer:
         self.accumulation = gradient_accumulation_steps(config.training, self.dp_degree)
         self.microbatches = self.accumulation * plan.microbatches
         self.gather_once = gathers_once(config.parallelism, self.microbatches)
-        self.total_steps = config.training.steps if config.lr_scheduler.total_steps == -1 else config.lr_scheduler.total_steps
         self.loader = self.build_loader("train")
         self.validation_loader = self.build_loader("validation") if config.validation.enable else None
 
@@ -249,7 +249,7 @@ class Trainer:
 
         loss = self.forward_backward(batches, tokens)
         grad_norm = clip_grad_norm_(self.parameters.values(), self.config.training.max_norm)
-        lr = self.config.optimizer.lr * lr_factor(self.step, self.config.lr_scheduler, self.total_steps)
+        lr = self.config.optimizer.lr * lr_factor(self.step, self.config.lr_scheduler, self.config.total_steps)
         set_learning_rate(self.optimizer, lr)
 
         sum_of_losses(loss, self.mesh)
@@ -371,10 +371,7 @@ class Trainer:
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
             "loader": merge_states(states),
-            "flavor": self.config.model.flavor,
-            "dtype": self.config.training.dtype,
-            "total_steps": self.total_steps,
-            "titan_lite": __version__,
+            **self.described,
         }
         with self.patience():
             self.checkpointer.save(self.step, self.state_tensors(), state, last=last)
@@ -386,25 +383,16 @@ class Trainer:
         if step is None:
             return
         state = self.checkpointer.read_state(step)
-        if state["flavor"] != self.config.model.flavor:
-            raise ConfigError(
-                f'model.flavor = "{self.config.model.flavor}", but {self.checkpointer.folder} has steps of another flavor; '
-                f'flavor = "{state["flavor"]}" or another job.dump_folder would work'
-            )
-        self.checkpointer.load(step, self.state_tensors())
-        if state["dtype"] != self.config.training.dtype:
-            logger.info(f"training.dtype = {self.config.training.dtype}; the checkpoint was in {state['dtype']}")
-        if state["total_steps"] != self.total_steps:
-            before, now = (
-                lr_factor(state["step"], self.config.lr_scheduler, n) for n in (state["total_steps"], self.total_steps)
-            )
-            logger.info(
-                f"the learning-rate schedule now has {self.total_steps} steps and not {state['total_steps']}: at step "
-                f"{state['step']} it is {now:.3f} of the peak where it was {before:.3f} (lr_scheduler.total_steps)"
-            )
+        differences = compare(state, self.described)
+        refuse(differences, self.checkpointer.folder / f"step-{step}", self.config.checkpoint)
+        for line in explain(differences, state, self.described):
+            logger.info(line)
+        held = {name: tensor for name, tensor in self.state_tensors().items() if name.partition(".")[0] in state["tensors"]}
+        self.checkpointer.load(step, held)
         self.step, self.tokens_seen = state["step"], state["tokens_seen"]
         self.skipped_steps, self.skipped_in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
-        self.loader.load_state_dict(state["loader"])
+        if not restarts_data(differences):
+            self.loader.load_state_dict(state["loader"])
 
     def set_timeout(self, seconds: int) -> None:
         """A collective of any group, but of saves, that takes longer from now on is a failure."""

@@ -30,11 +30,12 @@ ROOMS = {
     "checkpoint": (*PART, "titan_lite.manifest", "titan_lite.tensor_files"),
     "manifest": (),
     "tensor_files": ("torch", "titan_lite.manifest"),
+    "resume": ("titan_lite.config", "titan_lite.lr_scheduler"),
     "planner": (*PART, "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler"),
     "plan": (*PART, "titan_lite.planner"),
     "check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
     "trainer": (*PART, "titan_lite"),  # the assembler
-    "train": (*PART, "titan_lite.trainer"),
+    "train": (*PART, "titan_lite.trainer", "titan_lite.check"),
     "verify": (*PART, "titan_lite"),  # runs the trainer, and looks into it
 }
 WHOLE_CONFIG = {
