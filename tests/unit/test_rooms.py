@@ -28,11 +28,14 @@ ROOMS = {
     "metrics": (*PART, "matplotlib", "tqdm"),
     "profiling": PART,
     "checkpoint": PART,
+    "signals": (),
+    "restart": ("titan_lite.logging",),
+    "launch": ("torch", "titan_lite.signals"),
     "planner": (*PART, "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler"),
     "plan": (*PART, "titan_lite.planner"),
     "check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
     "trainer": (*PART, "titan_lite"),  # the assembler
-    "train": (*PART, "titan_lite.trainer"),
+    "train": (*PART, "titan_lite.trainer", "titan_lite.signals", "titan_lite.restart"),
     "verify": (*PART, "titan_lite"),  # runs the trainer, and looks into it
 }
 WHOLE_CONFIG = {
