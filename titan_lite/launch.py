@@ -8,6 +8,7 @@ processes of this node, and nothing has a limit: who sent the signal has one. A 
 of `signals.py`, and 130 after a second SIGINT; only a run that failed with 1, or was killed, is restarted.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -91,25 +92,31 @@ def main(arguments: Sequence[str]) -> int:
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result = super()._monitor_workers(worker_group)
-            if result.failures and (asked or exit_code(codes_of(result.failures), False) != FAILED):
-                self._remaining_restarts = 0
+            if result.failures:
+                self.judge(result.failures)
             return result
 
-    def codes_of(failures: dict[int, Any]) -> list[int]:
-        return [failure.exitcode for failure in failures.values()]
+        def judge(self, failures: dict[int, Any]) -> None:
+            code = exit_code((failure.exitcode for failure in failures.values()), bool(asked))
+            if asked or code != FAILED:
+                self._remaining_restarts = 0
+            if code == FAILED:
+                rank, first = min(failures.items(), key=lambda failure: failure[1].timestamp)
+                how = f"by {signal.Signals(-first.exitcode).name}" if first.exitcode < 0 else f"with exit code {first.exitcode}"
+                left = f"; all are started again, {self._remaining_restarts} times at most" if self._remaining_restarts else ""
+                tell(f"error: rank {rank} (process {first.pid}) was the first to end, {how}{left}")
 
     launcher.LocalElasticAgent = Agent  # type: ignore[misc] # torchrun has no option for it
+    # Says the same of every end, as an error; those that are one are told by `judge`.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
+        lambda record: not record.msg.startswith("failed (exitcode")
+    )
     # SIGHUP stays torchrun's, which ends all at once, but for a run under nohup.
     hangup = ["SIGHUP"] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
     try:
         run.run(run.parse_args([f"--signals-to-handle={','.join(['SIGQUIT', *hangup])}", *arguments]))
     except ChildFailedError as error:
-        code = exit_code(codes_of(error.failures), bool(asked))
-        if code == FAILED:
-            rank, failure = error.get_first_failure()
-            how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-            print(f"error: rank {rank} (process {failure.pid}) ended first, by {how}", file=sys.stderr, flush=True)
-        return code
+        return exit_code((failure.exitcode for failure in error.failures.values()), bool(asked))
     return 0
 
 
