@@ -107,9 +107,9 @@ def main(arguments: Sequence[str]) -> int:
                 tell(f"error: rank {rank} (process {first.pid}) was the first to end, {how}{left}")
 
     launcher.LocalElasticAgent = Agent  # type: ignore[misc] # torchrun has no option for it
-    # Says the same of every end, as an error; those that are one are told by `judge`.
+    # These are logged whatever the end; `judge` tells those that are failures.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
-        lambda record: not record.msg.startswith("failed (exitcode")
+        lambda record: not record.msg.startswith(("failed (exitcode", "Sending process"))
     )
     # SIGHUP stays torchrun's, which ends all at once, but for a run under nohup.
     hangup = ["SIGHUP"] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []

@@ -218,9 +218,8 @@ class Trainer:
         gc.disable()  # ranks that collect at different moments wait for each other
         self.start_window()
         with build_profiler(config.profiling, self.dump_folder, self.rank, self.step) as profiler:
-            if self.validation_due:
+            if not self.ask_to_stop() and self.validation_due:
                 self.validate()
-            self.ask_to_stop()  # what came since the start
             while self.step < config.training.steps and not self.stopping:
                 self.step += 1
                 if self.rank == 0:
