@@ -113,8 +113,13 @@ def main(arguments: Sequence[str]) -> int:
     )
     # SIGHUP stays torchrun's, which ends all at once, but for a run under nohup.
     hangup = ["SIGHUP"] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    options = run.parse_args([f"--signals-to-handle={','.join(['SIGQUIT', *hangup])}", *arguments])
+    if options.max_restarts or options.nnodes != "1":
+        # Else all attempts share one store, where processes find addresses of the attempt before, and wait for those until the
+        # time limit (torch 2.11 to 2.13; https://github.com/pytorch/pytorch/issues/135712).
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:
-        run.run(run.parse_args([f"--signals-to-handle={','.join(['SIGQUIT', *hangup])}", *arguments]))
+        run.run(options)
     except ChildFailedError as error:
         return exit_code((failure.exitcode for failure in error.failures.values()), bool(asked))
     return 0

@@ -14,13 +14,13 @@ WORKER = """
 import os, sys, time
 from titan_lite import signals
 signals.listen()
-print("up", flush=True)
+os.write(1, b"up\\n")  # whole: torchrun's processes are unbuffered, and share it
 how, rank = sys.argv[1], int(os.environ["RANK"])
 while how == "stop" and not signals.received():
     time.sleep(0.05)
 while how == "hang":
     time.sleep(0.05)
-print(f"rank {rank} {signals.received()}", flush=True)
+os.write(1, f"rank {rank} {signals.received()}\\n".encode())
 sys.exit(75 if how == "stop" else int(how) * rank)
 """
 
