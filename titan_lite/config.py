@@ -302,7 +302,7 @@ class Checkpoint:
     )
     last_save_model_only: bool = setting(
         False,
-        "at training.steps the model is saved without optimizer state: smaller, and a run goes on from it by accept_model_only alone",
+        "at training.steps the model is saved without optimizer state: smaller, and to go on from it takes accept_model_only",
         unit="bool",
     )
     explain: bool = setting(

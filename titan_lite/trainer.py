@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_lite import signals
 from titan_lite.check import check, describe_run, gathers_once, without_effect
 from titan_lite.checkpoint import GROUP, Checkpointer, CheckpointError
 from titan_lite.compiler.hardware import find_machine, peak_flops
@@ -32,7 +33,7 @@ from titan_lite.data.dataset import Split
 from titan_lite.data.loader import Batch, Loader, build_loader, merge_states
 from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.distributed.context_parallel import own_positions
-from titan_lite.distributed.mesh import build_mesh, data_rank, stage_exchange, sum_of_losses, sum_over_tokens
+from titan_lite.distributed.mesh import build_mesh, data_rank, stage_exchange, sum_of_flags, sum_of_losses, sum_over_tokens
 from titan_lite.distributed.parallelize import compile_stages, parallelize
 from titan_lite.distributed.pipeline import Pipeline, keep_modules
 from titan_lite.distributed.simple_fsdp import materialize, shard_of
@@ -45,6 +46,7 @@ from titan_lite.models.llama3 import Transformer, flops_per_token
 from titan_lite.optimizer import build_optimizer, clip_grad_norm_, optimizer_state, set_learning_rate
 from titan_lite.profiling import build_profiler, set_flight_recorder
 from titan_lite.resume import compare, explain, git_revision, refuse, restarts_data
+from titan_lite.restart import Restarts
 
 
 class TrainingError(RuntimeError):
@@ -143,6 +145,10 @@ class Trainer:
         # 5. where the run stands
         self.validated = False  # and so a graph without gradients compiled
         self.step = self.tokens_seen = self.skipped_steps = self.skipped_in_a_row = 0
+        self.saved_step = 0  # on disk already, if it is not the beginning
+        self.validation_due = config.validation.enable
+        self.stopping = False  # asked to by a signal
+        self.restarts = Restarts(self.dump_folder)
         self.resume()
         if self.trial is not None and config.training.steps - self.step < STEPS * len(WAYS):
             raise ConfigError(
@@ -198,14 +204,14 @@ class Trainer:
             seed=self.config.debug.seed,
         )
 
-    def train(self) -> None:
-        """Until training.steps; saves and measures on the way. Raises TrainingError where going on makes no sense."""
+    def train(self) -> bool:
+        """Until training.steps, or a signal to stop (False); saves and measures. Raises TrainingError where it cannot go on."""
         try:
-            self.loop()
+            return self.loop()
         except (CompileError, CheckpointError) as error:
             raise TrainingError(str(error)) from error
 
-    def loop(self) -> None:
+    def loop(self) -> bool:
         config = self.config
         if self.step >= config.training.steps:
             logger.info(
@@ -215,10 +221,12 @@ class Trainer:
         gc.disable()  # ranks that collect at different moments wait for each other
         self.start_window()
         with build_profiler(config.profiling, self.dump_folder, self.rank, self.step) as profiler:
-            if self.step == 0:
+            if not self.ask_to_stop() and self.validation_due:
                 self.validate()
-            while self.step < config.training.steps:
+            while self.step < config.training.steps and not self.stopping:
                 self.step += 1
+                if self.rank == 0:
+                    self.restarts.begin(self.step)
                 if self.step % config.training.gc_freq == 0:
                     gc.collect(1)
                 with self.trial.step() if trying and self.trial else nullcontext():
@@ -233,13 +241,19 @@ class Trainer:
                     self.log(loss, grad_norm, lr)
                 self.metrics.advance()
                 profiler.step()
-                if config.validation.enable and (self.step % config.validation.freq == 0 or last):
+                self.validation_due = config.validation.enable and (self.step % config.validation.freq == 0 or last)
+                if self.validation_due and not self.stopping:
                     self.validate()
-                if config.checkpoint.enable and (self.step % config.checkpoint.interval == 0 or last):
+                if config.checkpoint.enable and (self.step % config.checkpoint.interval == 0 or last or self.stopping):
                     self.save(last)
+                    self.ask_to_stop()
                 self.checkpointer.poll()
         self.checkpointer.wait()
+        if self.stopping and (self.step < config.training.steps or self.validation_due):
+            self.metrics.close()
+            return False
         self.finish()
+        return True
 
     def train_step(self) -> tuple[float, float, float]:
         """One optimizer step; returns (loss, gradient norm, learning rate), the same on every rank."""
@@ -252,8 +266,10 @@ class Trainer:
         lr = self.config.optimizer.lr * lr_factor(self.step, self.config.lr_scheduler, self.config.total_steps)
         set_learning_rate(self.optimizer, lr)
 
-        sum_of_losses(loss, self.mesh)
-        loss_value, norm_value = torch.stack((loss, grad_norm)).tolist()
+        ending = torch.stack((loss, torch.full_like(loss, bool(signals.received()))))
+        sum_of_losses(ending, self.mesh)
+        sum_of_flags(ending[1:], self.mesh)
+        loss_value, norm_value, asked = torch.stack((ending[0], grad_norm, ending[1])).tolist()
         # Both are sums over all ranks, so every rank decides the same, and before a parameter has changed.
         if math.isfinite(loss_value) and math.isfinite(norm_value):
             self.optimizer.step()
@@ -262,6 +278,8 @@ class Trainer:
             self.skip_step(loss_value, norm_value)
         self.optimizer.zero_grad()
         self.tokens_seen += int(tokens)
+        if asked:
+            self.stop()
         return loss_value, norm_value, lr
 
     def forward_backward(self, batches: list[Batch], tokens: Tensor) -> Tensor:
@@ -303,21 +321,47 @@ class Trainer:
         started, beginning = time.perf_counter(), self.validation_loader.state_dict()
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
         with nullcontext() if self.validated else self.patience():
-            for _ in range(self.config.validation.steps * self.accumulation):
-                input, label = self.to_device(next(self.validation_loader))
-                sums[0] += self.evaluate_one(input, label)
-                sums[1] += (label != IGNORE_INDEX).sum()
+            for _ in range(self.config.validation.steps):
+                for _ in range(self.accumulation):
+                    input, label = self.to_device(next(self.validation_loader))
+                    sums[0] += self.evaluate_one(input, label)
+                    sums[1] += (label != IGNORE_INDEX).sum()
+                if self.ask_to_stop():
+                    return  # a resumed run begins with it
             sum_of_losses(sums[0], self.mesh)
         self.validated = self.trial is None or bool(self.trial.chosen)
         sum_over_tokens(sums[1], self.mesh)
         self.validation_loader.load_state_dict(beginning)
         self.metrics.log(self.step, {"validation_loss": float(sums[0] / sums[1])})
+        self.validation_due = False
         self.window_start += time.perf_counter() - started  # throughput is of training alone
 
     def evaluate_one(self, input: Tensor, label: Tensor) -> Tensor:
         if self.pipeline is not None:
             return self.pipeline.evaluate(input, label)
         return self.loss_sum(self.stages[0](input), label)
+
+    def ask_to_stop(self) -> bool:
+        """Whether a signal has asked any rank to stop. All ranks call it together, where no step's end does as much."""
+        asked = torch.tensor(bool(signals.received()), dtype=torch.int32, device=self.device)
+        dist.all_reduce(asked)
+        if asked:
+            self.stop()
+        return self.stopping
+
+    def stop(self) -> None:
+        """All ranks: no step follows this one."""
+        if self.stopping:
+            return
+        self.stopping = True
+        names = [""] * self.world_size
+        dist.all_gather_object(names, signals.received())
+        if not self.config.checkpoint.enable:
+            then = "checkpoint.enable = false, so nothing is saved; exiting"
+        else:
+            then = "exiting" if self.step == self.saved_step else "saving, then exiting"
+        if self.rank == 0:  # a warning, so wherever LOG_RANK points
+            logger.warning(f"{signals.reason(names)} at step {self.step}: {then} (code {signals.STOPPED})")
 
     def next_batch(self) -> Batch:
         started = time.perf_counter()
@@ -371,10 +415,12 @@ class Trainer:
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
             "loader": merge_states(states),
+            "validation_due": self.validation_due,
             **self.described,
         }
         with self.patience():
             self.checkpointer.save(self.step, self.state_tensors(), state, last=last)
+        self.saved_step = self.step
         self.window_start += time.perf_counter() - started
 
     def resume(self) -> None:
@@ -390,6 +436,7 @@ class Trainer:
         held = {name: tensor for name, tensor in self.state_tensors().items() if name.partition(".")[0] in state["tensors"]}
         self.checkpointer.load(step, held)
         self.step, self.tokens_seen = state["step"], state["tokens_seen"]
+        self.saved_step, self.validation_due = self.step, state.get("validation_due", False)
         self.skipped_steps, self.skipped_in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
         if not restarts_data(differences):
             self.loader.load_state_dict(state["loader"])

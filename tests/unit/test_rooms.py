@@ -31,11 +31,14 @@ ROOMS = {
     "manifest": (),
     "tensor_files": ("torch", "titan_lite.manifest"),
     "resume": ("titan_lite.config", "titan_lite.lr_scheduler"),
+    "signals": (),
+    "restart": ("titan_lite.logging",),
+    "launch": ("torch", "titan_lite.signals"),
     "planner": (*PART, "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler"),
     "plan": (*PART, "titan_lite.planner"),
     "check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
     "trainer": (*PART, "titan_lite"),  # the assembler
-    "train": (*PART, "titan_lite.trainer", "titan_lite.check"),
+    "train": (*PART, "titan_lite.trainer", "titan_lite.check", "titan_lite.signals", "titan_lite.restart"),
     "verify": (*PART, "titan_lite"),  # runs the trainer, and looks into it
 }
 WHOLE_CONFIG = {

@@ -15,6 +15,9 @@ the same global batch. All there is to save of a row is three numbers: the ordin
 that document's tokens are used, and how many windows it has given.
 """
 
+import os
+import signal
+import threading
 import warnings
 from array import array
 from collections import defaultdict, deque
@@ -95,6 +98,25 @@ class _PackedRows(IterableDataset):
         return torch.cat(parts)
 
 
+def _outlive_signals(worker: int) -> None:
+    """In the loader process: a signal to stop that all processes get is for the training process, which still wants batches.
+
+    SIGTERM ends this one where the training process sent it, which Python's handlers are not told; so a thread waits for it.
+    """
+    stopping = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
+    if not hasattr(signal, "sigwaitinfo"):
+        return  # macOS
+    signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
+    parent = os.getppid()
+
+    def wait() -> None:
+        while signal.sigwaitinfo(stopping).si_pid != parent:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 class Loader:
     """An endless iterator over (input, label), int64 of (batch_size, seq_len) each, with `state_dict`.
 
@@ -120,6 +142,7 @@ class Loader:
                 prefetch_factor=self._data.prefetch if self._data.num_workers else None,
                 snapshot_every_n_steps=1,
                 pin_memory=torch.cuda.is_available(),
+                worker_init_fn=_outlive_signals,
             )
 
     def __iter__(self) -> "Loader":

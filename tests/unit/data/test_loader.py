@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections import defaultdict
@@ -324,6 +325,23 @@ def test_the_loader_process_runs_torch_on_one_thread():
         assert set(next(loaders(Data(num_workers=0), Threads())[0])[0].flatten().tolist()) == {3}
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="needs Linux: who sent a signal is not told here")
+def test_a_signal_to_all_processes_leaves_the_loader_process_to_the_training_process(corpus, tokenizer):
+    """Which still wants batches; of its own SIGTERM it ends."""
+    data = Data("local", path=str(corpus), validation_fraction=0.0, num_workers=0)
+    [expected] = loaders(data, tokenizer, batch_size=1)
+    [loader] = loaders(dataclasses.replace(data, num_workers=1, prefetch=1), tokenizer, batch_size=1)
+    assert all(map(torch.equal, next(loader), next(expected)))
+    (process,) = multiprocessing.active_children()
+    for name in ("TERM", "USR1", "INT"):
+        subprocess.run(["sh", "-c", f"kill -{name} {process.pid}"], check=True)
+    for _ in range(20):
+        assert all(map(torch.equal, next(loader), next(expected)))
+    process.terminate()
+    process.join(30)
+    assert process.exitcode == 0
 
 
 def test_what_the_loader_process_gets_can_be_pickled(data, tokenizer):
