@@ -361,7 +361,7 @@ class Comm:
         100, "the same afterwards; a step or microbatch that is done counts as well", unit="seconds", least=1
     )
     trace_buf_size: int = setting(
-        20_000,
+        2000,
         "entries in the flight recorder, which tells where a run hangs; NCCL's dumps into job.dump_folder on a timeout; 0: off",
         unit="collectives",
         least=0,

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 PERIOD = 0.05  # seconds from one look to the next
-LEAST = 2.0  # seconds that a comparison is about, or it is put off
+LEAST = 2.0  # seconds of them that a comparison takes
+LEAST_ON_GPU = 30.0  # from one comparison to the next: reading the flight recorder takes a tenth of one
 SLOWER = 1.25  # times the work of the others
 IN_A_ROW = 3  # comparisons in which a rank is slower before it is named, and before it is named again
 
@@ -32,7 +33,7 @@ class Stragglers:
     def __init__(self, rank: int, stages: Sequence[Sequence[int]], device: torch.device):
         self.rank, self.stages, self.device = rank, [stage for stage in stages if len(stage) > 1], device
         self.looks = self.waits = 0
-        self.since, self.entries = time.perf_counter(), 0  # of the flight recorder, those that are counted
+        self.since = time.perf_counter()
         self.suspects: dict[int, int] = {}  # rank: comparisons in a row
         if self.stages and device.type == "cpu":
             threading.Thread(target=self._look, args=(threading.get_ident(),), name="stragglers", daemon=True).start()
@@ -46,11 +47,12 @@ class Stragglers:
         table[0, self.rank], table[1, self.rank] = seconds, waited
         dist.all_reduce(table)
         seconds_of, waited_of = table.tolist()
-        if min(seconds_of[rank] for stage in self.stages for rank in stage) < LEAST:
+        compared = [seconds_of[rank] for stage in self.stages for rank in stage]
+        if min(compared) < (LEAST if self.device.type == "cpu" else PERIOD):
             return ""
         self.looks = self.waits = 0
         self.since = time.perf_counter()
-        work = [1 - min(waited / seconds, 1) for seconds, waited in zip(seconds_of, waited_of, strict=True)]
+        work = [1 - min(waited / max(seconds, PERIOD), 1) for seconds, waited in zip(seconds_of, waited_of, strict=True)]
         slower: dict[int, float] = {}
         for stage in self.stages:
             slower |= find_slower({rank: work[rank] for rank in stage})
@@ -68,14 +70,15 @@ class Stragglers:
             self.waits += is_waiting(sys._current_frames().get(thread))
 
     def _time_of_nccl(self) -> tuple[float, float]:
-        """(seconds since the last comparison, those of collectives in them), where the flight recorder is on."""
-        trace = json.loads(c10d._dump_nccl_trace_json(True, False) or "{}")  # type: ignore[attr-defined]
-        done = [entry for entry in trace.get("entries", []) if entry["record_id"] >= self.entries and "duration_ms" in entry]
-        seconds = time.perf_counter() - self.since
-        if not done or seconds < LEAST:
+        """(seconds that the flight recorder looks back on, those of NCCL's kernels in them); nothing where it is off."""
+        if time.perf_counter() - self.since < LEAST_ON_GPU:
             return 0.0, 0.0
-        self.entries = 1 + max(entry["record_id"] for entry in done)
-        return seconds, sum(entry["duration_ms"] for entry in done) / 1000
+        trace = json.loads(c10d._dump_nccl_trace_json(True, False) or "{}")  # type: ignore[attr-defined]
+        done = [entry for entry in trace.get("entries", []) if "duration_ms" in entry]
+        if len(done) < 2:
+            return 0.0, 0.0
+        started = [entry["time_created_ns"] for entry in done]
+        return (max(started) - min(started)) / 1e9, sum(entry["duration_ms"] for entry in done) / 1000
 
 
 def find_slower(work: Mapping[int, float]) -> dict[int, float]:

@@ -135,10 +135,16 @@ def verdict(records: Mapping[int, Record], world_size: int) -> str:
         lines.append("no rank is missing: they wait for each other")
         lines += [f"rank {rank} waits in {at}" for rank, at in sorted(waiting.items())[:NAMED]]
     shown = sorted(blamed & set(records)) or sorted(set(records) - set(waiting)) or sorted(records)[:1]
-    lines += [f"rank {rank}, in {records[rank]['phase']}: {records[rank]['place']}" for rank in shown[:NAMED]]
+    lines += [standing(rank, records[rank]) for rank in shown[:NAMED]]
     if len(shown) > NAMED:
         lines.append(f"and {len(shown) - NAMED} more")
     return "\n".join(lines)
+
+
+def standing(rank: int, record: Record) -> str:
+    """Where one rank is."""
+    at = _first_waiting(record)
+    return f"rank {rank}, in {record['phase']}: {record['place']}{f', waits in {at}' if at else ''}"
 
 
 def _first_waiting(record: Record) -> Waiting | None:

@@ -15,18 +15,20 @@ import contextlib
 import faulthandler
 import json
 import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from titan_lite.logging import logger
-from titan_lite.verdict import Note, Record, groups_of, place, verdict
+from titan_lite.verdict import Note, Record, groups_of, place, standing, verdict
 
 GRACE = 10.0  # seconds for the records of other ranks
 PATIENCE = 3 * GRACE  # that a collective gets beside the limit of its phase: the verdict comes first
@@ -45,6 +47,7 @@ class Watchdog:
         self.phase, self.limit, self.key = "start", RESTING, ""
         self.last_progress, self.collectives = time.monotonic(), ""
         self.thread = threading.get_ident()  # whose place is told
+        self.failed_at: TracebackType | None = None  # where a collective failed, if one did
         self.store: Any = None
         self.ending = threading.Lock()
         if world_size > 1:
@@ -64,20 +67,23 @@ class Watchdog:
     def rest(self) -> None:
         self.limit = RESTING
 
+    def hangs(self) -> bool:
+        return time.monotonic() - self.last_progress > self.limit
+
     def failed(self, error: Exception) -> str | None:
         """Tells the other ranks why they will lose this one. Of an error of communication, what is behind it: the failure of
         another one, in words; where none has told any, a verdict ends the process."""
         if self.store is None:
             return None
-        first_line = str(error).partition("\n")[0]
         if not _is_communication(error):
-            told = f"rank {self.rank} failed: {type(error).__name__}: {first_line}"
+            told = f"rank {self.rank} failed: {type(error).__name__}: {_first_line(error)}"
             _within(GONE, lambda: self.store.compare_set("cause", "", told))
             return None
         cause = _within(2 * GONE, lambda: self._wait_for("cause", GONE))
         if cause:
             return f"stopped, since {cause}"
-        self._end(f"a collective failed in {self.phase}: {first_line}", GONE)
+        self.failed_at = error.__traceback__
+        self._end(f"a collective of rank {self.rank} failed in {self.phase}: {_first_line(error)}", GONE)
 
     def _watch(self) -> NoReturn:
         while True:
@@ -91,7 +97,7 @@ class Watchdog:
             if collectives != self.collectives:
                 self.collectives = collectives
                 self.beat()
-            if time.monotonic() - self.last_progress > self.limit:
+            if self.hangs():
                 limit = f"{self.limit:g} s in {self.phase} ({self.key} = {self.limit:g})"
                 self._end(f"hang: rank {self.rank} has made no progress for {limit}", GRACE)
 
@@ -119,10 +125,10 @@ class Watchdog:
         faulthandler.dump_traceback_later(2 * PATIENCE, exit=True, file=sys.__stderr__ or 2)
         told = _within(grace + GRACE, lambda: self._exchange(why, grace))
         if told is None:
-            record, store = self.record(), f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             logger.error(
                 f"{why or 'another rank has called'}; the store at {store} does not answer, so the others are not known (it is "
-                f"torchrun's or, without that, rank 0's)\nrank {self.rank}, in {record['phase']}: {record['place']}"
+                f"torchrun's or, without that, rank 0's)\n{standing(self.rank, self.record())}"
             )
         for handler in logger.handlers:
             handler.flush()
@@ -149,18 +155,19 @@ class Watchdog:
 
     def _wait_for(self, key: str, seconds: float) -> str:
         """What another rank has put down, or nothing."""
-        try:
-            self.store.wait([key], timedelta(seconds=seconds))
-            return self.store.get(key).decode()
-        except dist.DistError:
-            return ""
+        deadline = time.monotonic() + seconds
+        while not self.store.check([key]):  # the store's own wait would print warnings when it is over
+            if time.monotonic() > deadline:
+                return ""
+            time.sleep(0.1)
+        return self.store.get(key).decode()
 
     def record(self) -> Record:
         groups = dist.distributed_c10d._world.pg_names if dist.is_initialized() else {}
         members = {name: sorted(dist.get_process_group_ranks(group)) for group, name in groups.items()}
         return {
             "phase": self.phase,
-            "place": place(sys._current_frames().get(self.thread)),
+            "place": place(sys._current_frames().get(self.thread) if self.failed_at is None else _innermost(self.failed_at)),
             "groups": groups_of(self._trace(entries=True), members, self.notes),
         }
 
@@ -173,6 +180,18 @@ class Watchdog:
 def _is_communication(error: Exception) -> bool:
     """Whether it is about another rank rather than this one. gloo's are plain RuntimeErrors."""
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
+
+
+def _first_line(error: Exception) -> str:
+    """Of its message; of gloo's, what is neither a place in its sources nor advice."""
+    line = str(error).partition("\n")[0]
+    return re.sub(r"^\[\S+:\d+\] |\. This is typically caused .*", "", line)
+
+
+def _innermost(traceback: TracebackType) -> FrameType:
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback.tb_frame
 
 
 def _within(seconds: float, function: Callable[[], Any]) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from titan_lite import stragglers
-from titan_lite.stragglers import IN_A_ROW, LEAST, PERIOD, Stragglers, find_slower, is_waiting
+from titan_lite.stragglers import IN_A_ROW, LEAST, LEAST_ON_GPU, PERIOD, Stragglers, find_slower, is_waiting
 
 CPU = torch.device("cpu")
 
@@ -93,14 +93,13 @@ def test_waiting_is_told_from_working(path, function, waits):
     assert not is_waiting(None)
 
 
-def test_the_time_of_nccl_is_that_of_the_entries_that_are_new(monkeypatch):
-    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+def test_the_time_of_nccl_is_that_of_its_kernels_since_the_oldest_one(monkeypatch):
     made = Stragglers(0, [[0, 1]], torch.device("cuda"))
-    made.since -= 10 * LEAST
-    entries = [{"record_id": 0, "duration_ms": 500.0}, {"record_id": 1, "duration_ms": 250.0}, {"record_id": 2}]
-    dump = lambda *arguments: json.dumps({"entries": entries})
-    monkeypatch.setattr(stragglers.c10d, "_dump_nccl_trace_json", dump, raising=False)
-    assert made._time_of_nccl()[1] == 0.75
-    entries[2]["duration_ms"] = 125.0
-    assert made._time_of_nccl()[1] == 0.125
-    assert made._time_of_nccl() == (0.0, 0.0)
+    entries = [{"time_created_ns": 10**9, "duration_ms": 500.0}, {"time_created_ns": 3 * 10**9, "duration_ms": 250.0}]
+    entries.append({"time_created_ns": 9 * 10**9})  # on its way
+    dumps = iter([{}, {"entries": entries}])
+    monkeypatch.setattr(stragglers.c10d, "_dump_nccl_trace_json", lambda *_: json.dumps(next(dumps)), raising=False)
+    assert made._time_of_nccl() == (0.0, 0.0)  # and does not read yet
+    made.since -= LEAST_ON_GPU
+    assert made._time_of_nccl() == (0.0, 0.0)  # turned off
+    assert made._time_of_nccl() == (2.0, 0.75)

@@ -49,7 +49,7 @@ def test_a_rank_without_a_record_gives_no_sign_of_life():
     assert lines({0: others, 1: others, 3: others}) == [
         "rank 2 gives no sign of life (stopped, dead, or cut off)",
         "ranks 0-1, 3 wait in reduce_scatter #9, which rank 2 did not enter",
-        "rank 0, in step 7: forward (model.py:3)",
+        "rank 0, in step 7: forward (model.py:3), waits in reduce_scatter #9",
     ]
 
 
