@@ -30,8 +30,8 @@ from torch._C import _distributed_c10d as c10d
 from titan_lite.logging import logger
 from titan_lite.verdict import Note, Record, groups_of, place, standing, verdict
 
-GRACE = 10.0  # seconds for the records of other ranks
-PATIENCE = 3 * GRACE  # that a collective gets beside the limit of its phase: the verdict comes first
+GRACE = 10.0  # seconds for the records of other ranks, or the limit, where that is shorter
+PATIENCE = 3 * GRACE  # seconds that a collective gets beside the limit of its phase: the verdict comes first
 GONE = 3.0  # seconds for those of ranks that have lost a connection, as all do when one dies
 RESTING = float("inf")
 
@@ -99,7 +99,7 @@ class Watchdog:
                 self.beat()
             if self.hangs():
                 limit = f"{self.limit:g} s in {self.phase} ({self.key} = {self.limit:g})"
-                self._end(f"hang: rank {self.rank} has made no progress for {limit}", GRACE)
+                self._end(f"hang: rank {self.rank} has made no progress for {limit}", min(GRACE, self.limit))
 
     def _listen(self) -> None:
         """For the call of another rank. Apart from the clock, since a store that is gone may not answer for ever."""

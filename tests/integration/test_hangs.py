@@ -149,6 +149,31 @@ def test_of_a_rank_that_died_the_others_tell(tmp_path):
 
 
 @pytest.mark.slow
+def test_torchrun_ends_the_stopped_rank_too(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command += ["--nproc-per-node", "2", "-m", "titan_lite.train", DEBUG, "--job.dump_folder", tmp_path, *OPTIONS, *LIMIT]
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "3"  # seconds from SIGTERM, which a stopped process does not see, to SIGKILL
+    log = tmp_path / "log"
+    with open(log, "wb") as output:
+        launcher = subprocess.Popen(
+            [*map(str, command)], env={**os.environ, **environment}, stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        while "step    3 " not in log.read_text():
+            assert launcher.poll() is None, log.read_text()
+            time.sleep(0.1)
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        (stopped,) = (int(child) for child in children if b"\0RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes())
+        os.kill(stopped, signal.SIGSTOP)
+        assert launcher.wait(120) == 1
+    finally:
+        launcher.kill()
+    assert "rank 1 gives no sign of life (stopped, dead, or cut off)" in log.read_text()
+    assert not Path(f"/proc/{stopped}").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["in_layer 1 2 3 0.3", "in_data 1 3 0.3"])
 def test_a_slow_rank_is_named(fault, tmp_path):
     with Run(2, tmp_path, "--training.steps", "40", "--metrics.log_freq", "4", fault=fault) as run:

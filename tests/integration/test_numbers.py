@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from titan_lite.trainer import Trainer, TrainingError
 DEBUG = Path(__file__).parents[2] / "train_configs/debug_model.toml"
 SMALL = ["--training.seq_len", "32", "--training.steps", "8", "--metrics.log_freq", "4", "--no-validation.enable"]
 SMALL += ["--no-metrics.enable_tensorboard", "--lr_scheduler.total_steps", "20", "--data.num_workers", "0"]
-SMALL += ["--checkpoint.interval", "100"]
 
 
 def with_faults(folder, options, spoil):
@@ -54,16 +54,19 @@ GUARD = ["--training.spike_window", "3", "--training.spike_sigmas", "50"]
 
 
 def test_a_step_whose_loss_leaps_is_skipped_on_all_ranks_and_a_resumed_run_knows(tmp_path):
-    whole = run_ranks(2, with_faults, tmp_path / "whole", [*GUARD, "--training.steps", "9"], leap, init=False)
+    options = [*GUARD, "--training.steps", "9", "--checkpoint.interval", "7"]
+    whole = run_ranks(2, with_faults, tmp_path / "whole", options, leap, init=False)
     for changed, state, message, _ in whole:
         assert [step for step, did in changed.items() if not did] == [6]
         assert [skipped["step"] for skipped in state["skipped"]] == [6]
         assert message == ""
-    run_ranks(2, with_faults, tmp_path / "parts", [*GUARD, "--training.steps", "7"], leap, init=False)
-    saved = json.loads((tmp_path / "parts/checkpoint/step-7/state.json").read_text())
+    step = "checkpoint/step-7"
+    saved = json.loads((tmp_path / "whole" / step / "state.json").read_text())
     assert [skipped["step"] for skipped in saved["spikes"]["skipped"]] == [6]
-    parts = run_ranks(2, with_faults, tmp_path / "parts", [*GUARD, "--training.steps", "9"], leap, init=False)
-    for (_, state, _, parameters), (_, expected_state, _, expected) in zip(parts, whole, strict=True):
+    shutil.copytree(tmp_path / "whole" / step, tmp_path / "resumed" / step)
+    resumed = run_ranks(2, with_faults, tmp_path / "resumed", options, leap, init=False)
+    for (changed, state, _, parameters), (_, expected_state, _, expected) in zip(resumed, whole, strict=True):
+        assert [*changed] == [8, 9]
         assert state == expected_state
         assert torch.equal(parameters, expected)
 
