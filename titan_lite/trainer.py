@@ -210,11 +210,10 @@ class Trainer:
         """Until training.steps; saves and measures on the way. Raises TrainingError where going on makes no sense."""
         try:
             self.loop()
-        except CompileError as error:
-            raise TrainingError(str(error)) from error
         except Exception as error:
-            if cause := self.watchdog.failed(error):
-                raise TrainingError(cause) from error
+            cause = self.watchdog.failed(error)
+            if cause or isinstance(error, CompileError):
+                raise TrainingError(cause or str(error)) from error
             raise
         finally:
             self.watchdog.rest()
