@@ -362,8 +362,8 @@ class Comm:
     )
     trace_buf_size: int = setting(
         2000,
-        "entries in the flight recorder, which tells where a run hangs; NCCL's dumps into job.dump_folder on a timeout; 0: off, and "
-        "collectives do not count as progress",
+        "entries in the flight recorder, which tells where a run hangs; NCCL's dumps into job.dump_folder on a timeout; 0: off, "
+        "and collectives do not count as progress",
         unit="collectives",
         least=0,
     )
