@@ -238,7 +238,11 @@ def without_effect(config: Config, microbatches: int) -> list[str]:
             ["activation_checkpoint.selective_ac_option"],
         ),
         (checkpointing.mode != "memory_budget", f'mode = "{checkpointing.mode}"', ["activation_checkpoint.memory_budget"]),
-        (not config.compile.enable, "compile.enable = false", ["compile.backend", "compile.components", *passes]),
+        (
+            not config.compile.enable,
+            "compile.enable = false",
+            ["compile.backend", "compile.components", "comm.compile_timeout_seconds", *passes],
+        ),
         (config.compile.enable and not config.compile.compiles("model"), "the model is not in compile.components", passes),
         (
             config.compile.compiles("model") and config.compile.bucketing != "plan",
@@ -251,6 +255,7 @@ def without_effect(config: Config, microbatches: int) -> list[str]:
             ["compile.bucket_memory"],
         ),
         (config.data.dataset == "stdlib", 'dataset = "stdlib"', ["data.text_field", "data.shuffle_buffer"]),
+        (config.training.spike_window == 0, "spike_window = 0", ["training.spike_sigmas"]),
         (config.data.num_workers == 0, "num_workers = 0", ["data.prefetch"]),
         (not config.checkpoint.enable, "checkpoint.enable = false", ["checkpoint.restart_data", "checkpoint.accept_model_only"]),
     ]

@@ -96,6 +96,16 @@ class Training:
     max_nonfinite_steps: int = setting(
         10, "steps with a non-finite loss or gradient are skipped; after this many in a row the run stops", unit="steps", least=1
     )
+    spike_window: int = setting(
+        0,
+        "a loss far above those of the last so many steps is a spike: its step is skipped as a non-finite one is; 0: off",
+        unit="steps",
+        least=2,
+        also=(0,),
+    )
+    spike_sigmas: float = setting(
+        6.0, "how far above their mean a spike is, for spike_window > 0", unit="standard deviations", above=0
+    )
 
 
 @dataclass(frozen=True)
@@ -368,12 +378,22 @@ class Profiling:
 @dataclass(frozen=True)
 class Comm:
     init_timeout_seconds: int = setting(
-        300, "limit of a collective until the first step is done (start, compile)", unit="seconds", least=1
+        300,
+        "a rank hangs, and the run ends, if it neither enters nor leaves a collective for so long: until the first step is done, "
+        "and while a checkpoint is written",
+        unit="seconds",
+        least=1,
     )
-    train_timeout_seconds: int = setting(100, "limit of a collective afterwards", unit="seconds", least=1)
+    compile_timeout_seconds: int = setting(
+        900, "the same in the first step and the first validation, where compile.enable compiles", unit="seconds", least=1
+    )
+    train_timeout_seconds: int = setting(
+        100, "the same afterwards; a step or microbatch that is done counts as well", unit="seconds", least=1
+    )
     trace_buf_size: int = setting(
-        0,
-        "entries in NCCL's flight recorder, dumped into job.dump_folder on a timeout (20000 is usual); 0: off",
+        2000,
+        "entries in the flight recorder, which tells where a run hangs; NCCL's dumps into job.dump_folder on a timeout; 0: off, "
+        "and collectives do not count as progress",
         unit="collectives",
         least=0,
     )

@@ -33,6 +33,7 @@ from titan_lite.data.dataset import Split
 from titan_lite.data.loader import Batch, Loader, build_loader, merge_states
 from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.distributed.context_parallel import own_positions
+from titan_lite.distributed.gather import started_last
 from titan_lite.distributed.mesh import build_mesh, data_rank, stage_exchange, sum_of_flags, sum_of_losses, sum_over_tokens
 from titan_lite.distributed.parallelize import compile_stages, parallelize
 from titan_lite.distributed.pipeline import Pipeline, keep_modules
@@ -45,8 +46,11 @@ from titan_lite.metrics import Metrics, draw_loss, peak_memory_gib
 from titan_lite.models.llama3 import Transformer, flops_per_token
 from titan_lite.optimizer import build_optimizer, clip_grad_norm_, optimizer_state, set_learning_rate
 from titan_lite.profiling import build_profiler, set_flight_recorder
-from titan_lite.resume import compare, explain, git_revision, refuse, restarts_data
 from titan_lite.restart import Restarts
+from titan_lite.resume import compare, explain, git_revision, refuse, restarts_data
+from titan_lite.spikes import SpikeGuard
+from titan_lite.stragglers import Stragglers
+from titan_lite.watchdog import PATIENCE, Watchdog
 
 
 class TrainingError(RuntimeError):
@@ -69,9 +73,11 @@ class Trainer:
         # 2. the device, the processes, and how they are arranged
         self.device = init_device(config)
         set_flight_recorder(config.comm.trace_buf_size, self.dump_folder)
+        self.watchdog = Watchdog(self.rank, self.world_size, self.device.type, started_last)
+        self.watchdog.enter("start", config.comm.init_timeout_seconds, "comm.init_timeout_seconds")
         dist.init_process_group(
             "nccl" if self.device.type == "cuda" else "gloo",
-            timeout=datetime.timedelta(seconds=config.comm.init_timeout_seconds),
+            timeout=datetime.timedelta(seconds=config.comm.init_timeout_seconds + PATIENCE),
             # A pipeline's sends and receives would wait for each other on a communicator that is made at once.
             device_id=self.device if self.device.type == "cuda" and degrees["pp"] == 1 else None,
         )
@@ -104,7 +110,7 @@ class Trainer:
                 self.trial = Trial(self.stages, self.compile_as, self.device)
             else:
                 self.receipts = self.compile_as(config.compile.bucketing)
-        self.set_timeout(config.comm.init_timeout_seconds)
+        self.set_timeout("start", "init_timeout_seconds")
         for model in self.stages:
             materialize(model, self.device)
             model.init_weights(config.debug.seed, shard_of)
@@ -142,6 +148,8 @@ class Trainer:
         self.loader = self.build_loader("train")
         self.validation_loader = self.build_loader("validation") if config.validation.enable else None
 
+        self.spikes = SpikeGuard(config.training.spike_window, config.training.spike_sigmas, self.device)
+
         # 5. where the run stands
         self.validated = False  # and so a graph without gradients compiled
         self.step = self.tokens_seen = self.skipped_steps = self.skipped_in_a_row = 0
@@ -169,9 +177,11 @@ class Trainer:
             first_step=self.step,
             total_steps=config.training.steps,
         )
+        self.stragglers = Stragglers(self.rank, self.mesh.mesh.flatten(1).tolist(), self.device)
         self.peak_flops = peak_flops(self.device, getattr(torch, config.training.mixed_precision_param))
         self.flops_per_token = flops_per_token(self.model_config, config.training.seq_len)
         self.describe()
+        self.watchdog.rest()
 
     def compile_as(self, bucketing: str) -> list[Receipt]:
         """The model's stages, compiled at their first call; what becomes the receipts."""
@@ -208,8 +218,13 @@ class Trainer:
         """Until training.steps, or a signal to stop (False); saves and measures. Raises TrainingError where it cannot go on."""
         try:
             return self.loop()
-        except (CompileError, CheckpointError) as error:
-            raise TrainingError(str(error)) from error
+        except Exception as error:
+            cause = self.watchdog.failed(error)
+            if cause or isinstance(error, CompileError | CheckpointError):
+                raise TrainingError(cause or str(error)) from error
+            raise
+        finally:
+            self.watchdog.rest()
 
     def loop(self) -> bool:
         config = self.config
@@ -220,6 +235,7 @@ class Trainer:
         trying = True  # until everything is compiled, and the way to bucket decided
         gc.disable()  # ranks that collect at different moments wait for each other
         self.start_window()
+        self.set_timeout("the first step", "compile_timeout_seconds" if config.compile.enable else "init_timeout_seconds")
         with build_profiler(config.profiling, self.dump_folder, self.rank, self.step) as profiler:
             if not self.ask_to_stop() and self.validation_due:
                 self.validate()
@@ -227,6 +243,7 @@ class Trainer:
                 self.step += 1
                 if self.rank == 0:
                     self.restarts.begin(self.step)
+                self.watchdog.beat(f"step {self.step}")
                 if self.step % config.training.gc_freq == 0:
                     gc.collect(1)
                 with self.trial.step() if trying and self.trial else nullcontext():
@@ -235,7 +252,7 @@ class Trainer:
                     trying = False
                     self.validated = self.validated and self.trial is None
                     self.show_receipts()
-                    self.set_timeout(config.comm.train_timeout_seconds)  # what takes longer now is no compilation
+                    self.set_timeout(f"step {self.step}", "train_timeout_seconds")  # what takes longer now is no compilation
                 last = self.step == config.training.steps
                 if self.step % config.metrics.log_freq == 0 or last:
                     self.log(loss, grad_norm, lr)
@@ -248,7 +265,8 @@ class Trainer:
                     self.save(last)
                     self.ask_to_stop()
                 self.checkpointer.poll()
-        self.checkpointer.wait()
+        with self.patience("save", "init_timeout_seconds"):
+            self.checkpointer.wait()
         if self.stopping and (self.step < config.training.steps or self.validation_due):
             self.metrics.close()
             return False
@@ -271,7 +289,7 @@ class Trainer:
         sum_of_flags(ending[1:], self.mesh)
         loss_value, norm_value, asked = torch.stack((ending[0], grad_norm, ending[1])).tolist()
         # Both are sums over all ranks, so every rank decides the same, and before a parameter has changed.
-        if math.isfinite(loss_value) and math.isfinite(norm_value):
+        if math.isfinite(loss_value) and math.isfinite(norm_value) and not self.spikes.is_spike(self.step, loss_value):
             self.optimizer.step()
             self.skipped_in_a_row = 0
         else:
@@ -290,6 +308,7 @@ class Trainer:
                 gathered.enter_context(gathered_for_step(model))
             for input, label in batches:
                 total += self.backward_one(input, label, tokens)
+                self.watchdog.beat()
         return total
 
     def backward_one(self, input: Tensor, label: Tensor, tokens: Tensor) -> Tensor:
@@ -303,11 +322,14 @@ class Trainer:
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
         limit = self.config.training.max_nonfinite_steps
+        spike = self.spikes.describe(self.step)
         if self.rank == 0:
-            logger.warning(f"step {self.step} skipped: loss {loss}, gradient norm {grad_norm}; {self.skipped_in_a_row} in a row")
+            why = spike or f"loss {loss}, gradient norm {grad_norm}"
+            logger.warning(f"step {self.step} skipped: {why}; {self.skipped_in_a_row} in a row")
         if self.skipped_in_a_row >= limit:
             raise TrainingError(
-                f"{limit} steps in a row had a non-finite loss or gradient (training.max_nonfinite_steps), the last one "
+                f"{limit} steps in a row had a non-finite loss or gradient{', or a spike,' if self.spikes.window else ''} "
+                f"(training.max_nonfinite_steps), the last one "
                 f"step {self.step}; parameters are those of step {self.step - limit}. "
                 f"A lower optimizer.lr = {self.config.optimizer.lr} "
                 f'or training.mixed_precision_param = "float32" may help'
@@ -320,9 +342,11 @@ class Trainer:
             return
         started, beginning = time.perf_counter(), self.validation_loader.state_dict()
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
-        with nullcontext() if self.validated else self.patience():
+        key = "compile_timeout_seconds" if self.config.compile.enable else "init_timeout_seconds"
+        with nullcontext() if self.validated else self.patience("validation", key):
             for _ in range(self.config.validation.steps):
                 for _ in range(self.accumulation):
+                    self.watchdog.beat("validation")
                     input, label = self.to_device(next(self.validation_loader))
                     sums[0] += self.evaluate_one(input, label)
                     sums[1] += (label != IGNORE_INDEX).sum()
@@ -398,6 +422,9 @@ class Trainer:
         if self.peak_flops is not None:
             values["mfu"] = 100 * tps * self.flops_per_token / self.peak_flops
         self.metrics.log(self.step, values)
+        slow = self.stragglers.compare()
+        if slow and self.rank == 0:
+            logger.warning(f"step {self.step}: {slow}")
         self.start_window()
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -414,11 +441,12 @@ class Trainer:
             "tokens_seen": self.tokens_seen,
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "spikes": self.spikes.state_dict(),
             "loader": merge_states(states),
             "validation_due": self.validation_due,
             **self.described,
         }
-        with self.patience():
+        with self.patience("save", "init_timeout_seconds"):
             self.checkpointer.save(self.step, self.state_tensors(), state, last=last)
         self.saved_step = self.step
         self.window_start += time.perf_counter() - started
@@ -438,22 +466,24 @@ class Trainer:
         self.step, self.tokens_seen = state["step"], state["tokens_seen"]
         self.saved_step, self.validation_due = self.step, state.get("validation_due", False)
         self.skipped_steps, self.skipped_in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
+        self.spikes.load_state_dict(state.get("spikes", {}))
         if not restarts_data(differences):
             self.loader.load_state_dict(state["loader"])
 
-    def set_timeout(self, seconds: int) -> None:
-        """A collective of any group, but of saves, that takes longer from now on is a failure."""
-        self.timeout = seconds
+    def set_timeout(self, phase: str, key: str) -> None:
+        """Who makes no progress for comm.<key> from now on hangs. So does a collective, but of saves, if nobody has said so."""
+        self.timeout_key, seconds = key, getattr(self.config.comm, key)
+        self.watchdog.enter(phase, seconds, f"comm.{key}")
         for group in [group for group in dist.distributed_c10d._world.pg_map if group.group_desc != GROUP]:
-            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds + PATIENCE), group)
 
     @contextmanager
-    def patience(self) -> Iterator[None]:
-        """Within: what may be compiled, or is written to a slow file system, has the time that the start has."""
-        before = self.timeout
-        self.set_timeout(self.config.comm.init_timeout_seconds)
+    def patience(self, phase: str, key: str) -> Iterator[None]:
+        """Within: what may be compiled, or is written to a slow file system, has more time."""
+        before = self.watchdog.phase, self.timeout_key
+        self.set_timeout(phase, key)
         yield
-        self.set_timeout(before)
+        self.set_timeout(*before)
 
     def describe(self) -> None:
         config, training = self.config, self.config.training

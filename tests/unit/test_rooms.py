@@ -34,6 +34,10 @@ ROOMS = {
     "signals": (),
     "restart": ("titan_lite.logging",),
     "launch": ("torch", "titan_lite.signals"),
+    "spikes": PART,
+    "stragglers": PART,
+    "verdict": (),
+    "watchdog": (*PART, "titan_lite.verdict"),
     "planner": (*PART, "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler"),
     "plan": (*PART, "titan_lite.planner"),
     "check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
