@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_lite import signals
-from titan_lite.check import check, describe_run, gathers_once, without_effect
+from titan_lite.check import check, describe_run, gathers_once
 from titan_lite.checkpoint import GROUP, Checkpointer, CheckpointError
 from titan_lite.compiler.hardware import find_machine, peak_flops
 from titan_lite.compiler.report import Receipt, describe, write_receipts
 from titan_lite.compiler.stage import CompileError, compile_function
-from titan_lite.compiler.timeline import draw, write_trace
 from titan_lite.compiler.trial import STEPS, WAYS, Trial
 from titan_lite.config import Config, ConfigError, gradient_accumulation_steps, to_toml
+from titan_lite.console import start_lines
 from titan_lite.data.dataset import Split
 from titan_lite.data.loader import Batch, Loader, build_loader, merge_states
 from titan_lite.distributed.accumulation import gathered_for_step
@@ -143,8 +143,7 @@ class Trainer:
             compile=compile_update if config.compile.compiles("optimizer") else None,
         )
         self.accumulation = gradient_accumulation_steps(config.training, self.dp_degree)
-        self.microbatches = self.accumulation * plan.microbatches
-        self.gather_once = gathers_once(config.parallelism, self.microbatches)
+        self.gather_once = gathers_once(config.parallelism, self.accumulation * plan.microbatches)
         self.loader = self.build_loader("train")
         self.validation_loader = self.build_loader("validation") if config.validation.enable else None
 
@@ -180,7 +179,18 @@ class Trainer:
         self.stragglers = Stragglers(self.rank, self.mesh.mesh.flatten(1).tolist(), self.device)
         self.peak_flops = peak_flops(self.device, getattr(torch, config.training.mixed_precision_param))
         self.flops_per_token = flops_per_token(self.model_config, config.training.seq_len)
-        self.describe()
+        for line in start_lines(
+            config,
+            self.mesh,
+            device=self.device,
+            parameters=self.total_parameters,
+            own_parameters=sum(parameter.numel() for parameter in self.parameters.values()),
+            local_batches=self.accumulation,
+            pipeline=self.pipeline,
+            priced=self.machine is not None,
+        ):
+            logger.info(line)
+        logger.info(f"steps: {self.step} done of {config.training.steps}; output in {self.dump_folder}")
         self.watchdog.rest()
 
     def compile_as(self, bucketing: str) -> list[Receipt]:
@@ -485,47 +495,6 @@ class Trainer:
         yield
         self.set_timeout(*before)
 
-    def describe(self) -> None:
-        config, training = self.config, self.config.training
-        if config.job.description:
-            logger.info(config.job.description)
-        for line in without_effect(config, self.microbatches):
-            logger.info(line)
-        axes = ", ".join(f"{axis} {self.mesh[axis].size()}" for axis in self.mesh.mesh_dim_names or ())
-        name = (
-            torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-        )
-        rows = training.local_batch_size * self.dp_degree * self.accumulation
-        compiled = f"{config.compile.backend} ({', '.join(config.compile.components)})" if config.compile.enable else "eager"
-        logger.info(
-            f"model: {config.model.name} {config.model.flavor}, {self.total_parameters:,} parameters; "
-            f"torch {torch.__version__}, {compiled}"
-        )
-        logger.info(f"ranks: {self.world_size} ({axes}), each one {name}")
-        logger.info(
-            f"batch: {rows} sequences of {training.seq_len} tokens a step = {rows * training.seq_len:,} tokens, "
-            f"in {self.accumulation} local batches of {training.local_batch_size} a rank"
-        )
-        if config.compile.compiles("model") and self.machine is None:
-            logger.info(f"no prices for {name}: what communication costs is not estimated (compile.machine)")
-        if self.pipeline is not None:
-            parallelism, plan = config.parallelism, self.pipeline.plan
-            schedule = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
-            logger.info(
-                f"pipeline: {len(plan.modules)} stages, {schedule}, {plan.microbatches} microbatches of "
-                f"{parallelism.pipeline_parallel_microbatch_size}; ranks wait {100 * self.pipeline.bubble:.1f}% of the time (the "
-                "bubble), if all stages are equally fast"
-            )
-        if self.gather_once:
-            parameters = sum(parameter.numel() for parameter in self.parameters.values()) / self.mesh["tp"].size()
-            dtypes = (getattr(torch, name).itemsize for name in (training.mixed_precision_param, training.mixed_precision_reduce))
-            held = parameters * sum(dtypes) / 2**30
-            logger.info(
-                "weights are gathered and gradients reduced once a step, which are held meanwhile: "
-                f"{held:.2f} GiB a rank (parallelism.fsdp_communication)"
-            )
-        logger.info(f"steps: {self.step} done of {training.steps}; output in {self.dump_folder}")
-
     def show_receipts(self) -> None:
         """What the compile stage did, now that it is done."""
         if self.trial is not None:
@@ -538,12 +507,7 @@ class Trainer:
         if self.rank == 0 and self.receipts:
             for line in (*(self.trial.describe() if self.trial else ()), *describe(self.receipts)):
                 logger.info(line)
-            write_receipts(self.receipts, self.dump_folder / "compile.json")
-            own = [receipt for receipt in self.receipts if not receipt.pp_rank]  # of a pipeline, the first rank's
-            step = [receipt.timeline for receipt in own if receipt.timeline is not None and receipt.graph != "inference"]
-            if any(timeline.communication for timeline in step):
-                draw(step, self.dump_folder / "timeline.png")
-                write_trace(step, self.dump_folder / "timeline.json")
+            write_receipts(self.receipts, self.dump_folder)
 
     def finish(self) -> None:
         """A summary and the loss picture; the processes part."""

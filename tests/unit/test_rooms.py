@@ -38,6 +38,7 @@ ROOMS = {
     "stragglers": PART,
     "verdict": (),
     "watchdog": (*PART, "titan_lite.verdict"),
+    "console": (*PART, "titan_lite.check", "titan_lite.distributed"),
     "planner": (*PART, "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler"),
     "plan": (*PART, "titan_lite.planner"),
     "check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
@@ -48,6 +49,7 @@ ROOMS = {
 WHOLE_CONFIG = {
     "config",
     "check",
+    "console",
     "trainer",
     "train",
     "verify",
