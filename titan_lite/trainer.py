@@ -12,8 +12,7 @@ import gc
 import math
 import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import torch
@@ -22,7 +21,8 @@ from torch import Tensor
 
 from titan_lite import signals
 from titan_lite.check import check, describe_run, gathers_once
-from titan_lite.checkpoint import GROUP, Checkpointer, CheckpointError
+from titan_lite.checkpoint import GROUP as CHECKPOINT_GROUP
+from titan_lite.checkpoint import Checkpointer, CheckpointError
 from titan_lite.compiler.hardware import find_machine, peak_flops
 from titan_lite.compiler.report import Receipt, describe, write_receipts
 from titan_lite.compiler.stage import CompileError, compile_function
@@ -73,8 +73,10 @@ class Trainer:
         # 2. the device, the processes, and how they are arranged
         self.device = init_device(config)
         set_flight_recorder(config.comm.trace_buf_size, self.dump_folder)
-        self.watchdog = Watchdog(self.rank, self.world_size, self.device.type, started_last)
-        self.watchdog.enter("start", config.comm.init_timeout_seconds, "comm.init_timeout_seconds")
+        self.watchdog = Watchdog(
+            config.comm, self.rank, self.world_size, self.device.type, notes=started_last, apart=CHECKPOINT_GROUP
+        )
+        self.watchdog.enter("start", "init_timeout_seconds")
         dist.init_process_group(
             "nccl" if self.device.type == "cuda" else "gloo",
             timeout=datetime.timedelta(seconds=config.comm.init_timeout_seconds + PATIENCE),
@@ -110,7 +112,7 @@ class Trainer:
                 self.trial = Trial(self.stages, self.compile_as, self.device)
             else:
                 self.receipts = self.compile_as(config.compile.bucketing)
-        self.set_timeout("start", "init_timeout_seconds")
+        self.watchdog.enter("start", "init_timeout_seconds")
         for model in self.stages:
             materialize(model, self.device)
             model.init_weights(config.debug.seed, shard_of)
@@ -245,7 +247,7 @@ class Trainer:
         trying = True  # until everything is compiled, and the way to bucket decided
         gc.disable()  # ranks that collect at different moments wait for each other
         self.start_window()
-        self.set_timeout("the first step", "compile_timeout_seconds" if config.compile.enable else "init_timeout_seconds")
+        self.watchdog.enter("the first step", "compile_timeout_seconds" if config.compile.enable else "init_timeout_seconds")
         with build_profiler(config.profiling, self.dump_folder, self.rank, self.step) as profiler:
             if not self.ask_to_stop() and self.validation_due:
                 self.validate()
@@ -262,7 +264,7 @@ class Trainer:
                     trying = False
                     self.validated = self.validated and self.trial is None
                     self.show_receipts()
-                    self.set_timeout(f"step {self.step}", "train_timeout_seconds")  # what takes longer now is no compilation
+                    self.watchdog.enter(f"step {self.step}", "train_timeout_seconds")  # what takes longer now is no compilation
                 last = self.step == config.training.steps
                 if self.step % config.metrics.log_freq == 0 or last:
                     self.log(loss, grad_norm, lr)
@@ -275,7 +277,7 @@ class Trainer:
                     self.save(last)
                     self.ask_to_stop()
                 self.checkpointer.poll()
-        with self.patience("save", "init_timeout_seconds"):
+        with self.watchdog.within("save", "init_timeout_seconds"):
             self.checkpointer.wait()
         if self.stopping and (self.step < config.training.steps or self.validation_due):
             self.metrics.close()
@@ -353,7 +355,7 @@ class Trainer:
         started, beginning = time.perf_counter(), self.validation_loader.state_dict()
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
         key = "compile_timeout_seconds" if self.config.compile.enable else "init_timeout_seconds"
-        with nullcontext() if self.validated else self.patience("validation", key):
+        with nullcontext() if self.validated else self.watchdog.within("validation", key):
             for _ in range(self.config.validation.steps):
                 for _ in range(self.accumulation):
                     self.watchdog.beat("validation")
@@ -456,7 +458,7 @@ class Trainer:
             "validation_due": self.validation_due,
             **self.described,
         }
-        with self.patience("save", "init_timeout_seconds"):
+        with self.watchdog.within("save", "init_timeout_seconds"):
             self.checkpointer.save(self.step, self.state_tensors(), state, last=last)
         self.saved_step = self.step
         self.window_start += time.perf_counter() - started
@@ -479,21 +481,6 @@ class Trainer:
         self.spikes.load_state_dict(state.get("spikes", {}))
         if not restarts_data(differences):
             self.loader.load_state_dict(state["loader"])
-
-    def set_timeout(self, phase: str, key: str) -> None:
-        """Who makes no progress for comm.<key> from now on hangs. So does a collective, but of saves, if nobody has said so."""
-        self.timeout_key, seconds = key, getattr(self.config.comm, key)
-        self.watchdog.enter(phase, seconds, f"comm.{key}")
-        for group in [group for group in dist.distributed_c10d._world.pg_map if group.group_desc != GROUP]:
-            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds + PATIENCE), group)
-
-    @contextmanager
-    def patience(self, phase: str, key: str) -> Iterator[None]:
-        """Within: what may be compiled, or is written to a slow file system, has more time."""
-        before = self.watchdog.phase, self.timeout_key
-        self.set_timeout(phase, key)
-        yield
-        self.set_timeout(*before)
 
     def show_receipts(self) -> None:
         """What the compile stage did, now that it is done."""

@@ -1,10 +1,11 @@
 """Ends a run that hangs, on all ranks, with a verdict that names the rank that the others wait for.
 
-    watchdog = Watchdog(rank=0, world_size=4, device_type="cuda", notes=started)
-    watchdog.enter("start", 300, "comm.init_timeout_seconds")       # seconds without progress are a hang
-    watchdog.enter("step 1", 100, "comm.train_timeout_seconds")
-    watchdog.beat()                                                 # progress; so is every collective that is entered or left
-    watchdog.rest()                                                 # nothing is waited for
+    watchdog = Watchdog(config.comm, rank=0, world_size=4, device_type="cuda", notes=started)
+    watchdog.enter("start", "init_timeout_seconds")          # of [comm]: so many seconds without progress are a hang
+    watchdog.enter("step 1", "train_timeout_seconds")
+    with watchdog.within("save", "init_timeout_seconds"): ...
+    watchdog.beat()                                          # progress; so is every collective that is entered or left
+    watchdog.rest()                                          # nothing is waited for
 
 A rank that hangs calls all others, through the store that the process group was made with. Each puts down where it is and what
 its flight recorder has. Who did so first takes what comes within GRACE seconds and prints the verdict (verdict.py); all exit with
@@ -19,7 +20,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -27,6 +28,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from titan_lite.config import Comm
 from titan_lite.logging import logger
 from titan_lite.verdict import Note, Record, groups_of, place, standing, verdict
 
@@ -39,10 +41,12 @@ RESTING = float("inf")
 class Watchdog:
     """One in each process. Alone, it does nothing: nobody waits for it.
 
-    notes: of collectives, kept up to date by who starts them. Between enter and rest the process may end at any moment.
+    notes: of collectives, kept up to date by who starts them; apart: description of the process group whose time limit is its
+    own. Between enter and rest the process may end at any moment.
     """
 
-    def __init__(self, rank: int, world_size: int, device_type: str, notes: Iterable[Note] = ()):
+    def __init__(self, comm: Comm, rank: int, world_size: int, device_type: str, *, notes: Iterable[Note] = (), apart: str = ""):
+        self.comm, self.apart = comm, apart
         self.rank, self.world_size, self.device_type, self.notes = rank, world_size, device_type, notes
         self.phase, self.limit, self.key = "start", RESTING, ""
         self.last_progress, self.collectives = time.monotonic(), ""
@@ -54,10 +58,23 @@ class Watchdog:
             for target in (self._watch, self._listen):
                 threading.Thread(target=target, name="watchdog", daemon=True).start()
 
-    def enter(self, phase: str, limit: float, key: str) -> None:
-        """From now on `limit` seconds without progress are a hang, in this phase of the run; key: what sets it in the recipe."""
-        self.phase, self.limit, self.key = phase, limit, key
+    def enter(self, phase: str, key: str) -> None:
+        """From now on comm.<key> seconds without progress are a hang, in this phase of the run.
+
+        So they are in a collective, some seconds later, should nobody have said so by then.
+        """
+        self.phase, self.key, self.limit = phase, key, getattr(self.comm, key)
+        for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
+            if group.group_desc != self.apart:
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.limit + PATIENCE), group)
         self.beat()
+
+    @contextlib.contextmanager
+    def within(self, phase: str, key: str) -> Iterator[None]:
+        before = self.phase, self.key
+        self.enter(phase, key)
+        yield
+        self.enter(*before)
 
     def beat(self, phase: str = "") -> None:
         """Progress, perhaps to another phase within the same limit."""
@@ -98,7 +115,7 @@ class Watchdog:
                 self.collectives = collectives
                 self.beat()
             if self.hangs():
-                limit = f"{self.limit:g} s in {self.phase} ({self.key} = {self.limit:g})"
+                limit = f"{self.limit:g} s in {self.phase} (comm.{self.key} = {self.limit:g})"
                 self._end(f"hang: rank {self.rank} has made no progress for {limit}", min(GRACE, self.limit))
 
     def _listen(self) -> None:

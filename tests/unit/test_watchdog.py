@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from titan_lite import watchdog
+from titan_lite.config import Comm
 from titan_lite.watchdog import RESTING, Watchdog
 
 GLOO = (
@@ -17,8 +18,8 @@ GLOO = (
 
 def test_one_rank_alone_has_no_threads_and_tells_nobody():
     before = threading.active_count()
-    alone = Watchdog(0, 1, "cpu")
-    alone.enter("step 1", 1, "comm.train_timeout_seconds")
+    alone = Watchdog(Comm(), 0, 1, "cpu")
+    alone.enter("step 1", "train_timeout_seconds")
     assert threading.active_count() == before
     assert alone.failed(ValueError()) is None
 
@@ -44,14 +45,21 @@ def test_of_an_error_the_line_that_tells_is_kept():
 def test_a_step_or_microbatch_is_progress_and_a_rest_no_hang(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
-    one = Watchdog(0, 1, "cpu")
-    one.enter("start", 5, "comm.init_timeout_seconds")
+    one = Watchdog(Comm(init_timeout_seconds=5, train_timeout_seconds=3), 0, 1, "cpu")
+    one.enter("start", "init_timeout_seconds")
     now[0] = 106.0
     assert one.hangs()
     one.beat("step 1")
     assert not one.hangs()
     assert (one.phase, one.limit) == ("step 1", 5)
-    now[0] = 112.0
+    now[0] = 110.0
+    with one.within("step 2", "train_timeout_seconds"):
+        assert not one.hangs()
+        now[0] = 114.0
+        assert one.hangs()
+    assert (one.phase, one.limit) == ("step 1", 5)
+    assert not one.hangs()
+    now[0] = 120.0
     assert one.hangs()
     one.rest()
     assert one.limit == RESTING
@@ -69,7 +77,7 @@ def test_what_cannot_be_known_in_time_is_not_waited_for():
 
 
 def test_a_record_tells_where_the_thread_is_that_trains():
-    one = Watchdog(0, 1, "cpu")
+    one = Watchdog(Comm(), 0, 1, "cpu")
     assert one.record()["place"].startswith("record (titan_lite/watchdog.py:")
     try:
         raise_here()
