@@ -109,3 +109,19 @@ def test_inductor_runs_the_same_buckets():
             assert sum(found[mode][2].values()) == left, mode
         assert found["none"][2] == {"all_gather": 2 * PARAMETERS - 1, "reduce_scatter": PARAMETERS}
         assert found["block"][2] == {"all_gather": 2 * BUCKETS - 1, "reduce_scatter": BUCKETS}
+
+
+def caches():
+    """[(graph, whether Inductor had it)] of one step on two ranks."""
+    mesh, receipts = make_mesh(*LAYOUTS["FSDP-2"]), []
+    model = build(CONFIG, mesh, compiled="inductor", bucketing="block", machine=load_machine("H100"), receipts=receipts)
+    tokens, labels = batch()
+    step(model, mesh, my_microbatches(mesh, tokens, labels), (labels != -100).sum(), gradient=False)
+    return [(receipt.graph, receipt.cache) for receipt in receipts]
+
+
+@pytest.mark.slow
+def test_what_inductor_has_compiled_before_it_takes_from_its_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert run_ranks(2, caches) == [[("forward", "miss"), ("backward", "miss")]] * 2
+    assert run_ranks(2, caches) == [[("forward", "hit"), ("backward", "hit")]] * 2
