@@ -166,9 +166,7 @@ def _meshes_in_keys() -> Any:
 
     torch 2.13 pickles it whole, in a mode whose bytes depend on which strings are one object, so that no key came twice.
     """
-    reduce = getattr(FxGraphCachePickler, "_reduce_fake_script_object", None)
-    if reduce is None:  # torch 2.11
-        return nullcontext()
+    reduce: Any = FxGraphCachePickler._reduce_fake_script_object
 
     def reduced(self: FxGraphCachePickler, value: Any) -> Any:
         mesh = value.real_obj
