@@ -208,6 +208,8 @@ def _with_backward(backend: Callable, memory_budget: float = 1.0) -> Callable:
         # Its key knows nothing of our passes, and a hit would run none; Inductor's own cache comes after them.
         "enable_autograd_cache": False,
     }
+    if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):  # from torch 2.13 on
+        settings["unsafe_treat_script_objects_as_zero_size"] = True  # meshes, which DTensors bring along
 
     def compile_both(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
         with functorch_config.patch(settings):
