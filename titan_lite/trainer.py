@@ -238,7 +238,8 @@ class Trainer:
                 if config.checkpoint.enable and (self.step % config.checkpoint.interval == 0 or last):
                     self.save(last)
                 self.checkpointer.poll()
-        self.checkpointer.wait()
+        with self.patience():
+            self.checkpointer.wait()
         self.finish()
 
     def train_step(self) -> tuple[float, float, float]:
