@@ -34,7 +34,7 @@ from titan_lite.config import Checkpoint
 from titan_lite.logging import logger
 from titan_lite.models.llama3 import FLAVORS, Transformer
 
-MODES = ("disabled", "async", "async_with_pinned_mem")
+MODES = ("disabled", "async", *(("async_with_pinned_mem",) if torch.cuda.is_available() else ()))
 
 
 def build_tensors(flavor: str, layers: int, device: torch.device) -> dict[str, DTensor]:

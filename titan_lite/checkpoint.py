@@ -330,7 +330,10 @@ class Checkpointer:
                 files[name] = manifest.digest(unfinished / name)
             manifest.write(unfinished, step, files)
             manifest.sync(unfinished)
-            manifest.check_sizes(unfinished, step)  # what other ranks wrote is seen from here
+            try:
+                manifest.check_sizes(unfinished, step)
+            except Damaged as error:
+                raise CheckpointError(f"{error}, seen from here; do all nodes share the file system of {self.folder}?") from None
             unfinished.rename(path)
             manifest.sync(self.folder)
             logger.info(f"checkpoint written to {path}")

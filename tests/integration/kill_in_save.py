@@ -1,6 +1,6 @@
 """Kills a rank inside a save, again and again, and resumes; prints a line for each kill.
 
-    python kill_in_save.py FOLDER PHASE MODE COUNT
+    python kill_in_save.py FOLDER COUNT PHASE-MODE ...           # such as 10 data-async rename-disabled
 
 Two processes save steps 1 and 2, keeping two; one of them kills itself (SIGKILL) at a point within the save of step 3, the other
 has a second to find out. Two others then begin, as torchrun would have it. A process is a fork of this one, which has no threads.
@@ -151,13 +151,14 @@ def exit_codes(children, seconds):
     return [codes[child] for child in children]
 
 
-def main(folder, phase, mode, count):
-    for number, point in enumerate(POINTS[phase][: int(count)]):
-        place = Path(folder) / f"{phase}-{mode}-{number}"
-        died = exit_codes(fork_ranks(saves, place, mode, point), 60)
-        resumed = exit_codes(fork_ranks(resumes, place, mode, point), 60)
-        well = died[point[0]] == -signal.SIGKILL and resumed == [0, 0]
-        print(f"{'ok' if well else 'WRONG'}: {phase} {mode} {point}: {died}, then {resumed}", flush=True)
+def main(folder, count, *cases):
+    for phase, mode in (case.split("-") for case in cases):
+        for number, point in enumerate(POINTS[phase][: int(count)]):
+            place = Path(folder) / f"{phase}-{mode}-{number}"
+            died = exit_codes(fork_ranks(saves, place, mode, point), 60)
+            resumed = exit_codes(fork_ranks(resumes, place, mode, point), 60)
+            well = died[point[0]] == -signal.SIGKILL and resumed == [0, 0]
+            print(f"{'ok' if well else 'WRONG'}: {phase} {mode} {point}: {died}, then {resumed}", flush=True)
 
 
 if __name__ == "__main__":

@@ -207,6 +207,14 @@ def test_a_failure_in_the_background_is_not_lost(then, tmp_path, monkeypatch):
         steps_of.wait() if then == "end of the run" else steps_of.save(2, tensors(2), {"step": 2})
 
 
+def test_a_file_that_rank_0_does_not_see_is_told(tmp_path, monkeypatch):
+    write = manifest.write
+    monkeypatch.setattr(manifest, "write", lambda folder, *args: ((folder / "__0_0.distcp").unlink(), write(folder, *args)))
+    with pytest.raises(CheckpointError, match=r"rank 0: __0_0.distcp is missing, seen from here; do all nodes share the file"):
+        save(tmp_path, 1)
+    assert names(tmp_path) == []
+
+
 def test_old_steps_go_whole_and_invalid_ones_do_not_count(tmp_path, monkeypatch, log):
     save(tmp_path, 1, 2, 3, keep_latest_k=2)
     assert names(tmp_path) == ["step-2", "step-3"]
