@@ -238,7 +238,8 @@ def _learning_rates(state: Mapping[str, Any], described: Mapping[str, Any]) -> s
     for which in (state, described):
         recipe = which["recipe"]["lr_scheduler"]
         scheduler = LRScheduler(**{field.name: recipe[field.name] for field in fields(LRScheduler) if field.name in recipe})
-        rates.append(which["recipe"]["optimizer"]["lr"] * lr_factor(step, scheduler, which["run"]["total_steps"]))
+        peak = which["recipe"]["optimizer"].get("lr", KEYS["optimizer.lr"].default)
+        rates.append(peak * lr_factor(step, scheduler, which["run"]["total_steps"]))
     before, now = rates
     return f": the learning rate of step {step} is {now:.2e}, where it would have been {before:.2e}" if now != before else ""
 

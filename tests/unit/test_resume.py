@@ -185,7 +185,10 @@ def test_recipes_of_other_versions_are_compared_by_what_both_know():
     del state["recipe"]["optimizer"]["lr"]
     found = [(d.consequence, d.text) for d in compare(state, described("--optimizer.lr=3e-4"))]
     assert found == [(NOTHING, "training.old_key was 3, and is no key of this version")]
-    assert compare(state, described())[1].text == "optimizer.lr = 0.002, was 0.0003"
+    now = described()
+    found = compare(state, now)
+    assert found[1].text == "optimizer.lr = 0.002, was 0.0003"
+    assert "step 51 is 1.96e-03, where it would have been 2.95e-04" in explain(found, state, now)[0]
 
 
 def test_a_step_that_says_nothing_of_its_run_is_refused():
