@@ -64,18 +64,19 @@ def main(arguments: Sequence[str]) -> int:
             if len(asked) > 1:
                 tell(f"titan_lite: {name}: already stopping")
             elif self._worker_group.state == WorkerState.HEALTHY and not self.starting:
-                tell(f"titan_lite: {name}: stopping at the end of the step; at the start that may be after compiling")
-                self.signal_processes(number)
+                self.signal_processes()
             elif self._worker_group.state in (WorkerState.INIT, WorkerState.STOPPED) and not self.starting:
                 sys.exit(STOPPED)  # waiting for other nodes
 
         def processes(self) -> list[int]:
             return list(self._pcontext.pids().values()) if self._pcontext else []
 
-        def signal_processes(self, number: int) -> None:
+        def signal_processes(self) -> None:
+            name = signal.Signals(asked[0]).name
+            tell(f"titan_lite: {name}: stopping at the end of the step; at the start that may be after compiling")
             for pid in self.processes():
                 with suppress(ProcessLookupError):
-                    os.kill(pid, number)
+                    os.kill(pid, asked[0])
 
         def _initialize_workers(self, worker_group: WorkerGroup) -> None:
             if asked:
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
             if self.starting:
                 self.starting = False
                 if asked:
-                    self.signal_processes(asked[0])
+                    self.signal_processes()
             result = super()._monitor_workers(worker_group)
             if result.failures:
                 self.judge(result.failures)

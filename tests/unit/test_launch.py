@@ -47,8 +47,8 @@ def launch(tmp_path):
         for name in names:
             process.send_signal(getattr(signal, name))
             output += process.stdout.readline()  # is told that it came, before there is another
-        output += process.communicate(timeout=60)[0]
-        return process.returncode, output
+        output += process.stdout.read()
+        return process.wait(60), output
 
     return start
 
