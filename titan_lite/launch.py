@@ -26,7 +26,7 @@ def exit_code(codes: Iterable[int], asked: bool) -> int:
     for code in (WRONG_INPUT, REPEATED):  # told by one rank perhaps; the others lost their connection to it
         if code in ended:
             return code
-    # A process that is too young to listen, or already at its end, dies of the signal.
+    # A process that is already at its end dies of the signal.
     died = {-number for number in STOPPING}
     return STOPPED if ended - died == {STOPPED} or (asked and ended <= died) else FAILED
 
@@ -64,18 +64,19 @@ def main(arguments: Sequence[str]) -> int:
             if len(asked) > 1:
                 tell(f"titan_lite: {name}: already stopping")
             elif self._worker_group.state == WorkerState.HEALTHY and not self.starting:
-                tell(f"titan_lite: {name}: stopping at the end of the step; at the start that may be after compiling")
-                self.signal_processes(number)
+                self.signal_processes()
             elif self._worker_group.state in (WorkerState.INIT, WorkerState.STOPPED) and not self.starting:
                 sys.exit(STOPPED)  # waiting for other nodes
 
         def processes(self) -> list[int]:
             return list(self._pcontext.pids().values()) if self._pcontext else []
 
-        def signal_processes(self, number: int) -> None:
+        def signal_processes(self) -> None:
+            name = signal.Signals(asked[0]).name
+            tell(f"titan_lite: {name}: stopping at the end of the step; at the start that may be after compiling")
             for pid in self.processes():
                 with suppress(ProcessLookupError):
-                    os.kill(pid, number)
+                    os.kill(pid, asked[0])
 
         def _initialize_workers(self, worker_group: WorkerGroup) -> None:
             if asked:
@@ -84,13 +85,17 @@ def main(arguments: Sequence[str]) -> int:
 
         def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
             self.starting = True  # an exception would leave behind those that have been started
-            started = super()._start_workers(worker_group)
-            self.starting = False
-            if asked:
-                self.signal_processes(asked[0])
-            return started
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # theirs too, until they listen
+            try:
+                return super()._start_workers(worker_group)
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            if self.starting:
+                self.starting = False
+                if asked:
+                    self.signal_processes()
             result = super()._monitor_workers(worker_group)
             if result.failures:
                 self.judge(result.failures)
@@ -109,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
     launcher.LocalElasticAgent = Agent  # type: ignore[misc] # torchrun has no option for it
     # These are logged whatever the end; `judge` tells those that are failures.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
-        lambda record: not record.msg.startswith(("failed (exitcode", "Sending process"))
+        lambda record: not str(record.msg).startswith(("failed (exitcode", "Sending process"))
     )
     # SIGHUP stays torchrun's, which ends all at once, but for a run under nohup.
     hangup = ["SIGHUP"] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []

@@ -10,6 +10,7 @@ torchrun may restart (`--max-restarts`), and begun anew with its first attempt.
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from titan_lite.logging import logger
@@ -30,7 +31,8 @@ class Restarts:
         """To be called before a process group is made: no rank writes before all have read. Raises RepeatedFault."""
         if self.attempt == 0:
             if os.environ.get("RANK", "0") == "0":
-                self.path.unlink(missing_ok=True)
+                with suppress(OSError):  # that there is none, or no such folder, which is told elsewhere
+                    self.path.unlink()
             return
         last, before = self.steps.get(str(self.attempt - 1)), self.steps.get(str(self.attempt - 2))
         logger.info(
@@ -52,4 +54,5 @@ class Restarts:
     def begin(self, step: int) -> None:
         if self.most:
             self.steps[str(self.attempt)] = step
-            self.path.write_text(json.dumps(self.steps) + "\n")
+            with suppress(OSError):  # on a full disk the run can go on
+                self.path.write_text(json.dumps(self.steps) + "\n")

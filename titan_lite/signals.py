@@ -29,9 +29,13 @@ _since = 0.0
 
 
 def listen() -> None:
-    """From now on a signal of STOPPING is noted for `received`. To be called in the main thread."""
+    """From now on a signal of STOPPING is noted for `received`. To be called in the main thread.
+
+    One that came before may have waited: launch.py starts processes with these blocked.
+    """
     for number in STOPPING:
         signal.signal(number, _note)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 def received() -> str:

@@ -249,7 +249,7 @@ class Trainer:
         self.start_window()
         self.watchdog.enter("the first step", "compile_timeout_seconds" if config.compile.enable else "init_timeout_seconds")
         with build_profiler(config.profiling, self.dump_folder, self.rank, self.step) as profiler:
-            if not self.ask_to_stop() and self.validation_due:
+            if not self.asked_to_stop() and self.validation_due:
                 self.validate()
             while self.step < config.training.steps and not self.stopping:
                 self.step += 1
@@ -275,7 +275,7 @@ class Trainer:
                     self.validate()
                 if config.checkpoint.enable and (self.step % config.checkpoint.interval == 0 or last or self.stopping):
                     self.save(last)
-                    self.ask_to_stop()
+                    self.asked_to_stop()
                 self.checkpointer.poll()
         with self.watchdog.within("save", "init_timeout_seconds"):
             self.checkpointer.wait()
@@ -362,7 +362,7 @@ class Trainer:
                     input, label = self.to_device(next(self.validation_loader))
                     sums[0] += self.evaluate_one(input, label)
                     sums[1] += (label != IGNORE_INDEX).sum()
-                if self.ask_to_stop():
+                if self.asked_to_stop():
                     return  # a resumed run begins with it
             sum_of_losses(sums[0], self.mesh)
         self.validated = self.trial is None or bool(self.trial.chosen)
@@ -377,7 +377,7 @@ class Trainer:
             return self.pipeline.evaluate(input, label)
         return self.loss_sum(self.stages[0](input), label)
 
-    def ask_to_stop(self) -> bool:
+    def asked_to_stop(self) -> bool:
         """Whether a signal has asked any rank to stop. All ranks call it together, where no step's end does as much."""
         asked = torch.tensor(bool(signals.received()), dtype=torch.int32, device=self.device)
         dist.all_reduce(asked)

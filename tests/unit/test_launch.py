@@ -13,9 +13,11 @@ from titan_lite.launch import exit_code
 WORKER = """
 import os, sys, time
 from titan_lite import signals
-signals.listen()
 os.write(1, b"up\\n")  # whole: torchrun's processes are unbuffered, and share it
 how, rank = sys.argv[1], int(os.environ["RANK"])
+if how == "stop":
+    time.sleep(1)  # as imports do
+signals.listen()
 while how == "stop" and not signals.received():
     time.sleep(0.05)
 while how == "hang":
@@ -45,8 +47,8 @@ def launch(tmp_path):
         for name in names:
             process.send_signal(getattr(signal, name))
             output += process.stdout.readline()  # is told that it came, before there is another
-        output += process.communicate(timeout=60)[0]
-        return process.returncode, output
+        output += process.stdout.read()
+        return process.wait(60), output
 
     return start
 
@@ -99,7 +101,7 @@ def test_what_would_end_there_again_or_was_meant_to_is_not_restarted(how, launch
         ([75, 75], False, 75),  # a rank got the signal itself
         ([75, 75], True, 75),
         ([75, -15], True, 75),  # torchrun ended it in its last moment
-        ([-10, -10], True, 75),  # in its first moment
+        ([-10, -10], True, 75),
         ([-9, 75], True, 1),
         ([1, 75], True, 1),  # the save failed
     ],
