@@ -164,7 +164,7 @@ class Watchdog:
 
     def record(self) -> Record:
         groups = dist.distributed_c10d._world.pg_names if dist.is_initialized() else {}
-        members = {name: sorted(dist.get_process_group_ranks(group)) for group, name in groups.items()}
+        members = {str(name): sorted(dist.get_process_group_ranks(group)) for group, name in groups.items()}
         return {
             "phase": self.phase,
             "place": place(sys._current_frames().get(self.thread) if self.failed_at is None else _innermost(self.failed_at)),
