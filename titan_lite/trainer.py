@@ -65,10 +65,10 @@ class Trainer:
         self.model_config, self.tokenizer, degrees, plan = check(config, self.world_size)
 
         # 2. the device, the processes, and how they are arranged
-        self.device = init_device(config)
         set_flight_recorder(config.comm.trace_buf_size, self.dump_folder)
-        self.watchdog = Watchdog(self.rank, self.world_size, self.device.type, started_last)
+        self.watchdog = Watchdog(self.rank, self.world_size, started_last)
         self.watchdog.enter("start", config.comm.init_timeout_seconds, "comm.init_timeout_seconds")
+        self.device = init_device(config)
         dist.init_process_group(
             "nccl" if self.device.type == "cuda" else "gloo",
             timeout=datetime.timedelta(seconds=config.comm.init_timeout_seconds + PATIENCE),
