@@ -71,12 +71,10 @@ class Trainer:
             self.checkpointer.lock()
 
         # 2. the device, the processes, and how they are arranged
-        self.device = init_device(config)
         set_flight_recorder(config.comm.trace_buf_size, self.dump_folder)
-        self.watchdog = Watchdog(
-            config.comm, self.rank, self.world_size, self.device.type, notes=started_last, apart=CHECKPOINT_GROUP
-        )
+        self.watchdog = Watchdog(config.comm, self.rank, self.world_size, notes=started_last, apart=CHECKPOINT_GROUP)
         self.watchdog.enter("start", "init_timeout_seconds")
+        self.device = init_device(config)
         dist.init_process_group(
             "nccl" if self.device.type == "cuda" else "gloo",
             timeout=datetime.timedelta(seconds=config.comm.init_timeout_seconds + PATIENCE),

@@ -1,6 +1,6 @@
 """Ends a run that hangs, on all ranks, with a verdict that names the rank that the others wait for.
 
-    watchdog = Watchdog(config.comm, rank=0, world_size=4, device_type="cuda", notes=started)
+    watchdog = Watchdog(config.comm, rank=0, world_size=4, notes=started)
     watchdog.enter("start", "init_timeout_seconds")          # of [comm]: so many seconds without progress are a hang
     watchdog.enter("step 1", "train_timeout_seconds")
     with watchdog.within("save", "init_timeout_seconds"): ...
@@ -25,6 +25,7 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
@@ -35,6 +36,7 @@ from titan_lite.verdict import Note, Record, groups_of, place, standing, verdict
 GRACE = 10.0  # seconds for the records of other ranks, or the limit, where that is shorter
 PATIENCE = 3 * GRACE  # seconds that a collective gets beside the limit of its phase: the verdict comes first
 GONE = 3.0  # seconds for those of ranks that have lost a connection, as all do when one dies
+HOST = 1.0  # seconds that a rank goes on after it has seen the verdict: where it hosts the store, the others must see it too
 RESTING = float("inf")
 
 
@@ -45,9 +47,9 @@ class Watchdog:
     own. Between enter and rest the process may end at any moment.
     """
 
-    def __init__(self, comm: Comm, rank: int, world_size: int, device_type: str, *, notes: Iterable[Note] = (), apart: str = ""):
+    def __init__(self, comm: Comm, rank: int, world_size: int, *, notes: Iterable[Note] = (), apart: str = ""):
         self.comm, self.apart = comm, apart
-        self.rank, self.world_size, self.device_type, self.notes = rank, world_size, device_type, notes
+        self.rank, self.world_size, self.notes = rank, world_size, notes
         self.phase, self.limit, self.key = "start", RESTING, ""
         self.last_progress, self.collectives = time.monotonic(), ""
         self.thread = threading.get_ident()  # whose place is told
@@ -157,7 +159,9 @@ class Watchdog:
         first = self.store.add("arrived", 1) == 1
         why = self.store.compare_set("call", "", why or "called").decode()
         if not first:
-            self._wait_for("verdict", grace + GRACE / 2)
+            with contextlib.suppress(dist.DistError):  # who hosts the store has ended: the verdict is out
+                self._wait_for("verdict", grace + GRACE / 2)
+                time.sleep(HOST)
             return ""
         deadline = time.monotonic() + grace
         while self.store.add("arrived", 0) < self.world_size and time.monotonic() < deadline:
@@ -167,7 +171,7 @@ class Watchdog:
         text = f"{why}\n{verdict(records, self.world_size)}"
         logger.error(text)
         self.store.set("verdict", text)
-        time.sleep(1)  # where this process hosts the store, the others must have seen it
+        time.sleep(HOST)
         return text
 
     def _wait_for(self, key: str, seconds: float) -> str:
@@ -181,7 +185,7 @@ class Watchdog:
 
     def record(self) -> Record:
         groups = dist.distributed_c10d._world.pg_names if dist.is_initialized() else {}
-        members = {name: sorted(dist.get_process_group_ranks(group)) for group, name in groups.items()}
+        members = {str(name): sorted(dist.get_process_group_ranks(group)) for group, name in groups.items()}
         return {
             "phase": self.phase,
             "place": place(sys._current_frames().get(self.thread) if self.failed_at is None else _innermost(self.failed_at)),
@@ -190,7 +194,7 @@ class Watchdog:
 
     def _trace(self, entries: bool) -> dict[str, Any]:
         """This rank's flight recorder; empty where it is off."""
-        dump = c10d._dump_nccl_trace_json if self.device_type == "cuda" else c10d._dump_fr_trace_json  # type: ignore[attr-defined]
+        dump = c10d._dump_nccl_trace_json if torch.cuda.is_available() else c10d._dump_fr_trace_json  # type: ignore[attr-defined]
         return json.loads(dump(entries, False) or "{}")
 
 

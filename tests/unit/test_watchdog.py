@@ -18,7 +18,7 @@ GLOO = (
 
 def test_one_rank_alone_has_no_threads_and_tells_nobody():
     before = threading.active_count()
-    alone = Watchdog(Comm(), 0, 1, "cpu")
+    alone = Watchdog(Comm(), 0, 1)
     alone.enter("step 1", "train_timeout_seconds")
     assert threading.active_count() == before
     assert alone.failed(ValueError()) is None
@@ -45,7 +45,7 @@ def test_of_an_error_the_line_that_tells_is_kept():
 def test_a_step_or_microbatch_is_progress_and_a_rest_no_hang(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
-    one = Watchdog(Comm(init_timeout_seconds=5, train_timeout_seconds=3), 0, 1, "cpu")
+    one = Watchdog(Comm(init_timeout_seconds=5, train_timeout_seconds=3), 0, 1)
     one.enter("start", "init_timeout_seconds")
     now[0] = 106.0
     assert one.hangs()
@@ -77,7 +77,7 @@ def test_what_cannot_be_known_in_time_is_not_waited_for():
 
 
 def test_a_record_tells_where_the_thread_is_that_trains():
-    one = Watchdog(Comm(), 0, 1, "cpu")
+    one = Watchdog(Comm(), 0, 1)
     assert one.record()["place"].startswith("record (titan_lite/watchdog.py:")
     try:
         raise_here()
