@@ -157,6 +157,7 @@ def misfit(metadata: Metadata, tensors: Mapping[str, Tensor]) -> str:
     if missing:
         return f"it has no {missing[0]}" + (f", nor {len(missing) - 1} others" if len(missing) > 1 else "")
     for name, tensor in tensors.items():
-        if stored[name].size != tensor.shape:
-            return f"{name} is {list(stored[name].size)} in it, and {list(tensor.shape)} in this run"
+        size = stored[name].size  # type: ignore[union-attr] # all are tensors, see read_metadata
+        if size != tensor.shape:
+            return f"{name} is {list(size)} in it, and {list(tensor.shape)} in this run"
     return ""
