@@ -53,6 +53,8 @@ CONSEQUENCES = {  # key or section of a recipe: what its change does, unless DEC
     "training.mixed_precision_reduce": ROUNDING,
     "training.gc_freq": NOTHING,
     "training.max_nonfinite_steps": NOTHING,
+    "training.spike_window": LEARNING,
+    "training.spike_sigmas": LEARNING,
     "optimizer": LEARNING,
     "lr_scheduler": LEARNING,
     "lr_scheduler.total_steps": NOTHING,

@@ -126,7 +126,7 @@ def resumes(rank, folder, mode, point):
     found, expected = tensors(0), tensors(step)
     steps_of.load(step, found)
     assert all(torch.equal(found[name].to_local(), expected[name].to_local()) for name in expected)
-    assert steps_of.read_state(step) == {"step": step}
+    assert steps_of.read_state(step)["step"] == step
     for later in range(step + 1, 5):
         steps_of.save(later, tensors(later), {"step": later})
     steps_of.wait()
