@@ -236,6 +236,7 @@ def _read_files(files: list[str], root: str, field: str) -> Iterator[tuple[str, 
     """(name, text) of every document; the name is the file's path relative to root, and :index where it holds several."""
     import datasets
 
+    datasets.utils.tqdm.get_lock()  # else each progress bar of its threads deletes the lock that the others use
     for file in files:
         name = Path(file).relative_to(root).as_posix()
         index = 0

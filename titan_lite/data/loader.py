@@ -22,6 +22,7 @@ import warnings
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -98,19 +99,33 @@ class _PackedRows(IterableDataset):
         return torch.cat(parts)
 
 
+STOPPING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
+
+
+@contextmanager
+def _blocking_signals() -> Iterator[None]:
+    """Within: a process that is started, and whatever threads its libraries start at once, let the signals of STOPPING wait."""
+    if not hasattr(signal, "sigwaitinfo"):  # macOS
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _outlive_signals(worker: int) -> None:
     """In the loader process: a signal to stop that all processes get is for the training process, which still wants batches.
 
     SIGTERM ends this one where the training process sent it, which Python's handlers are not told; so a thread waits for it.
     """
-    stopping = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
     if not hasattr(signal, "sigwaitinfo"):
-        return  # macOS
-    signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
+        return
     parent = os.getppid()
 
     def wait() -> None:
-        while signal.sigwaitinfo(stopping).si_pid != parent:
+        while signal.sigwaitinfo(STOPPING).si_pid != parent:
             pass
         os._exit(0)
 
@@ -150,7 +165,8 @@ class Loader:
 
     def __next__(self) -> Batch:
         if self._iterator is None:
-            self._iterator = iter(self._loader)
+            with _blocking_signals():
+                self._iterator = iter(self._loader)
         item = next(self._iterator)
         if isinstance(item, ConfigError):
             raise item
