@@ -61,7 +61,7 @@ def rank_main(
 
     def step() -> float:
         start = time.perf_counter()
-        for _ in range(20):
+        for _ in range(3):
             matrix @ matrix
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -74,7 +74,7 @@ def rank_main(
     pipe.send(sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()))
     for number in range(saves + 1):
         for mode, checkpointer in checkpointers.items():
-            alone = statistics.median(step() for _ in range(20))
+            alone = statistics.median(step() for _ in range(5))
             start = time.perf_counter()
             checkpointer.save(number, tensors, {})
             blocked, steps = time.perf_counter() - start, 0

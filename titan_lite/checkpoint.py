@@ -363,8 +363,11 @@ class Checkpointer:
     def _remove_leftovers(self) -> None:
         """What a run that was killed left half written or half deleted."""
         for path in (*self.folder.glob("unfinished-step-*"), *self.folder.glob("deleting-step-*")):
-            shutil.rmtree(path)
-            logger.info(f"removed {path}, left by a run that was ended")
+            try:
+                shutil.rmtree(path)
+                logger.info(f"removed {path}, left by a run that was ended")
+            except OSError as error:
+                logger.warning(f"{path}, left by a run that was ended, was not removed: {error}")
 
     # Ranks among themselves, also in the background
 

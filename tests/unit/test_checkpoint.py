@@ -224,10 +224,12 @@ def test_old_steps_go_whole_and_invalid_ones_do_not_count(tmp_path, monkeypatch,
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.shutil, "rmtree", lambda path, **named: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         save(tmp_path, 5, keep_latest_k=2)
-    assert names(tmp_path) == ["deleting-step-2", "step-3", "step-4", "step-5"]
+        assert names(tmp_path) == ["deleting-step-2", "step-3", "step-4", "step-5"]
+        save(tmp_path, 6, keep_latest_k=0)
     assert "an old step was not deleted: [Errno 5] Input/output error" in log
-    save(tmp_path, 6, keep_latest_k=0)
-    assert names(tmp_path) == ["step-3", "step-4", "step-5", "step-6"]
+    assert any("deleting-step-2, left by a run that was ended, was not removed: [Errno 5]" in line for line in log)
+    save(tmp_path, 7, keep_latest_k=0)
+    assert names(tmp_path) == ["step-3", "step-4", "step-5", "step-6", "step-7"]
 
 
 def test_leftovers_of_a_run_that_was_killed_are_removed_at_start_and_at_a_save(tmp_path, log):
