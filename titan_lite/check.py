@@ -82,7 +82,7 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
     step = checkpointer.step_to_load()
     if step is not None:
         differences = compare(checkpointer.read_state(step), describe_run(config, degrees, tokenizer))
-        refuse(differences, checkpointer.folder / f"step-{step}", config.checkpoint)
+        refuse(differences, checkpointer.path_of(step), config.checkpoint)
     return dataclasses.replace(flavor, max_seq_len=config.training.seq_len), tokenizer, degrees, pipeline
 
 
@@ -119,6 +119,9 @@ def explain_resume(config: Config, world_size: int) -> None:
         print(f"no step is loaded ({why}): the run starts from the beginning")
         return
     why = "the newest" if config.checkpoint.load_step == -1 else "as checkpoint.load_step says"
+    for other in checkpointer.present():
+        if fault := checkpointer.fault(other):
+            print(f"step-{other} cannot be loaded: {fault}")
     print(f"{checkpointer.folder}/step-{step} is loaded, {why} of {', '.join(map(str, checkpointer.steps()))}")
     check_flavor(config.model.flavor)
     degrees = resolve_degrees(config.parallelism, world_size)
@@ -126,7 +129,7 @@ def explain_resume(config: Config, world_size: int) -> None:
     now = describe_run(config, degrees, load_tokenizer(config.model.tokenizer_path), git_revision())
     differences = compare(state, now)
     print("\n".join((position(state), *explain(differences, state, now))))
-    refuse(differences, checkpointer.folder / f"step-{step}", config.checkpoint)
+    refuse(differences, checkpointer.path_of(step), config.checkpoint)
 
 
 def check_flavor(flavor: str) -> None:
