@@ -468,7 +468,7 @@ class Trainer:
             return
         state = self.checkpointer.read_state(step)
         differences = compare(state, self.described)
-        refuse(differences, self.checkpointer.folder / f"step-{step}", self.config.checkpoint)
+        refuse(differences, self.checkpointer.path_of(step), self.config.checkpoint)
         for line in explain(differences, state, self.described):
             logger.info(line)
         held = {name: tensor for name, tensor in self.state_tensors().items() if name.partition(".")[0] in state["tensors"]}
