@@ -42,8 +42,9 @@ def gathered_for_step(root: nn.Module, bucket_of: Callable[[str], Hashable] = bl
     modules = [module for module in root.modules() if module._fsdp.plans]  # type: ignore[union-attr]
     for module in modules:
         names: list[str] = list(module._fsdp.plans)  # type: ignore[union-attr, arg-type]
-        gathered = {name: wholes[module._parameters[name]] for name in names}  # type: ignore[index]
-        module._fsdp.wholes.update(gathered)  # type: ignore[union-attr, operator]
+        module._fsdp.wholes.update(  # type: ignore[union-attr, operator]
+            {name: wholes[module._parameters[name]] for name in names}  # type: ignore[index]
+        )
     try:
         yield
     finally:
