@@ -101,7 +101,6 @@ def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_pa
 
 LAYOUTS = {  # of other kinds: tests/distributed/test_layouts.py
     "1 rank": (1, []),
-    "4 ranks": (4, []),
     "2 ranks, communicating every microbatch": (2, ["--parallelism.fsdp_communication", "microbatch"]),
     "2 ranks, another local batch, deterministic, no loader process": (
         2,
