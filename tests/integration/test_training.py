@@ -101,6 +101,7 @@ def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_pa
 
 LAYOUTS = {  # of other kinds: tests/distributed/test_layouts.py
     "1 rank": (1, []),
+    "4 ranks": (4, []),
     "2 ranks, communicating every microbatch": (2, ["--parallelism.fsdp_communication", "microbatch"]),
     "2 ranks, another local batch, deterministic, no loader process": (
         2,
@@ -109,7 +110,7 @@ LAYOUTS = {  # of other kinds: tests/distributed/test_layouts.py
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.slow if name == "4 ranks" else ()) for name in LAYOUTS])
 def test_every_layout_has_the_same_loss_curve(layout, uninterrupted, tmp_path):
     ranks, options = LAYOUTS[layout]
     expected = {step: values for step, values in uninterrupted[1].items() if step <= 6}
