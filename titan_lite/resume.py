@@ -46,6 +46,7 @@ CONSEQUENCES = {  # key or section of a recipe: what its change does, unless DEC
     "training.local_batch_size": ROUNDING,
     "training.global_batch_size": NOTHING,
     "training.seq_len": DATA,
+    "training.mask_documents": LEARNING,
     "training.max_norm": LEARNING,
     "training.steps": NOTHING,
     "training.dtype": ROUNDING,

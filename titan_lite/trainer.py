@@ -31,7 +31,7 @@ from titan_lite.compiler.trial import STEPS, WAYS, Trial
 from titan_lite.config import Config, ConfigError, gradient_accumulation_steps, to_toml
 from titan_lite.console import start_lines
 from titan_lite.data.dataset import Split
-from titan_lite.data.loader import Batch, Loader, build_loader, merge_states
+from titan_lite.data.loader import Batch, Loader, build_loader, document_begins, merge_states
 from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.distributed.context_parallel import own_positions
 from titan_lite.distributed.gather import started_last
@@ -52,6 +52,8 @@ from titan_lite.resume import compare, explain, git_revision, refuse, restarts_d
 from titan_lite.spikes import SpikeGuard
 from titan_lite.stragglers import Stragglers
 from titan_lite.watchdog import PATIENCE, Watchdog
+
+DeviceBatch = tuple[Tensor, Tensor, Tensor | None]  # input, label and, with training.mask_documents, begins (models/llama3.py)
 
 
 class TrainingError(RuntimeError):
@@ -121,6 +123,7 @@ class Trainer:
         for model in self.stages:
             materialize(model, self.device)
             model.init_weights(config.debug.seed, shard_of)
+        self.document_begin = self.tokenizer.bos_id
         self.parameters = {fqn: parameter for model in self.stages for fqn, parameter in model.named_parameters()}
         self.positions = torch.tensor(positions, device=self.device)
         tp = axis_of(self.mesh["tp"])
@@ -297,7 +300,7 @@ class Trainer:
     def train_step(self) -> tuple[float, float, float]:
         """One optimizer step; returns (loss, gradient norm, learning rate), the same on every rank."""
         batches = [self.next_batch() for _ in range(self.accumulation)]
-        tokens = torch.stack([(label != IGNORE_INDEX).sum() for _, label in batches]).sum()
+        tokens = torch.stack([(label != IGNORE_INDEX).sum() for _, label, _ in batches]).sum()
         sum_over_tokens(tokens, self.mesh)
 
         loss = self.forward_backward(batches, tokens)
@@ -321,21 +324,22 @@ class Trainer:
             self.stop()
         return loss_value, norm_value, lr
 
-    def forward_backward(self, batches: list[Batch], tokens: Tensor) -> Tensor:
+    def forward_backward(self, batches: list[DeviceBatch], tokens: Tensor) -> Tensor:
         """Gradients of the loss over `tokens` tokens of all ranks; returns this rank's part of the loss, a scalar."""
         total = torch.zeros((), device=self.device)
         with ExitStack() as gathered:
             for model in self.stages if self.gather_once else ():
                 gathered.enter_context(gathered_for_step(model))
-            for input, label in batches:
-                total += self.backward_one(input, label, tokens)
+            for batch in batches:
+                total += self.backward_one(batch, tokens)
                 self.watchdog.beat()
         return total
 
-    def backward_one(self, input: Tensor, label: Tensor, tokens: Tensor) -> Tensor:
+    def backward_one(self, batch: DeviceBatch, tokens: Tensor) -> Tensor:
         if self.pipeline is not None:
-            return self.pipeline.forward_backward(input, label, tokens)
-        loss = self.loss_sum(self.stages[0](input), label) / tokens
+            return self.pipeline.forward_backward(*batch, tokens)
+        input, label, begins = batch
+        loss = self.loss_sum(self.stages[0](input, begins), label) / tokens
         loss.backward()
         return loss.detach()
 
@@ -368,9 +372,9 @@ class Trainer:
             for _ in range(self.config.validation.steps):
                 for _ in range(self.accumulation):
                     self.watchdog.beat("validation")
-                    input, label = self.to_device(next(self.validation_loader))
-                    sums[0] += self.evaluate_one(input, label)
-                    sums[1] += (label != IGNORE_INDEX).sum()
+                    batch = self.to_device(next(self.validation_loader))
+                    sums[0] += self.evaluate_one(batch)
+                    sums[1] += (batch[1] != IGNORE_INDEX).sum()
                 if self.asked_to_stop():
                     return  # a resumed run begins with it
             sum_of_losses(sums[0], self.mesh)
@@ -381,10 +385,11 @@ class Trainer:
         self.validation_due = False
         self.window_start += time.perf_counter() - started  # throughput is of training alone
 
-    def evaluate_one(self, input: Tensor, label: Tensor) -> Tensor:
+    def evaluate_one(self, batch: DeviceBatch) -> Tensor:
         if self.pipeline is not None:
-            return self.pipeline.evaluate(input, label)
-        return self.loss_sum(self.stages[0](input), label)
+            return self.pipeline.evaluate(*batch)
+        input, label, begins = batch
+        return self.loss_sum(self.stages[0](input, begins), label)
 
     def asked_to_stop(self) -> bool:
         """Whether a signal has asked any rank to stop. All ranks call it together, where no step's end does as much."""
@@ -412,16 +417,19 @@ class Trainer:
         if self.rank == 0:  # a warning, so wherever LOG_RANK points
             logger.warning(f"{signals.reason(names)} at step {self.step}: {then} (code {signals.STOPPED})")
 
-    def next_batch(self) -> Batch:
+    def next_batch(self) -> DeviceBatch:
         started = time.perf_counter()
         batch = next(self.loader)
         self.waited_for_data += time.perf_counter() - started
         return self.to_device(batch)
 
-    def to_device(self, batch: Batch) -> Batch:
+    def to_device(self, batch: Batch) -> DeviceBatch:
         """Of every sequence the tokens that are this rank's under context parallelism."""
         input, label = (tensor.to(self.device, non_blocking=True) for tensor in batch)
-        return input[:, self.positions], label[:, self.positions]
+        begins = None
+        if self.config.training.mask_documents:
+            begins = document_begins(input, self.document_begin)[:, self.positions]
+        return input[:, self.positions], label[:, self.positions], begins
 
     def start_window(self) -> None:
         """What is logged next is about the time from now on."""

@@ -230,6 +230,8 @@ def _process(rank: int, processes: int, port: int, config: Config, flavor: Model
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     FLAVORS[config.model.flavor] = flavor
     trainer = Trainer(config)
+    # A twin's sequences are shorter than documents: each full stop begins one, as far as training.mask_documents is concerned.
+    trainer.document_begin = trainer.tokenizer.encode(".")[0]
     result = Run()
     _record(trainer, result)
     if prepare is not None:

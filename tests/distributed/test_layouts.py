@@ -34,19 +34,23 @@ def schedule(name):
     return [f"--parallelism.pipeline_parallel_schedule={name}"]
 
 
+MASKED = ["--training.mask_documents"]
 ZBV, INTERLEAVED, GPIPE = schedule("ZBVZeroBubble"), schedule("Interleaved1F1B"), schedule("GPipe")
 QUICK = [  # of every kind and of every two kinds one, and every schedule
     ("pp=2", GPIPE),
     ("pp=2", ZBV),
     ("pp=2", [*INTERLEAVED, *SELECTIVE, *EVERY_TIME]),
-    ("cp=2", SELECTIVE),
+    ("cp=2", [*SELECTIVE, *MASKED]),
     ("dp_shard=2,pp=2", FULL),
-    ("pp=2,tp=2", [*INTERLEAVED, *SECOND]),
+    ("pp=2,tp=2", [*INTERLEAVED, *SECOND, *MASKED]),
 ]
 LAYOUTS = ["tp=2", "tp=4", "cp=2", "cp=4", "dp_shard=2,tp=2", "dp_shard=2,cp=2", "dp_replicate=2,dp_shard=2,tp=2", "cp=2,tp=2"]
 LAYOUTS += ["dp_replicate=2", "dp_replicate=2,dp_shard=2"]
 PIPELINES = ["pp=2", "dp_shard=2,pp=2", "pp=2,tp=2", "pp=2,dp_shard=2,tp=2", "pp=4", "pp=2,cp=2", "dp_replicate=2,pp=2"]
 SLOW = [
+    *((layout, MASKED) for layout in ("tp=2", "dp_shard=2", "dp_shard=2,cp=2", "pp=2,cp=2", "dp_shard=2,pp=2")),
+    *((layout, [*MASKED, *COMPILED]) for layout in ("dp_shard=2", "cp=2,tp=2", "dp_shard=2,pp=2")),
+    ("pp=2", [*ZBV, *MASKED]),
     ("dp_shard=2,cp=2", [*COMPILED, *SECOND]),
     *((layout, options) for layout in LAYOUTS for options in (FULL, SELECTIVE, AT_ONCE)),
     *((layout, [*COMPILED, *SELECTIVE]) for layout in ("tp=2", "cp=2", "dp_shard=2,tp=2", "cp=2,tp=2")),
@@ -66,12 +70,13 @@ def twin_of(layout, options, **training):
 
 
 @functools.cache
-def expected(layers):
-    return run(reference(twin_of("dp_shard=1", AT_ONCE)), twin_model(FLAVORS["debug"], layers))
+def expected(layers, masked):
+    options = [*AT_ONCE, *MASKED] if masked else AT_ONCE
+    return run(reference(twin_of("dp_shard=1", options)), twin_model(FLAVORS["debug"], layers))
 
 
 def trained(config, layers=4):
-    return compare(run(config, twin_model(FLAVORS["debug"], layers)), expected(layers))
+    return compare(run(config, twin_model(FLAVORS["debug"], layers)), expected(layers, config.training.mask_documents))
 
 
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
@@ -81,6 +86,11 @@ CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)
 def test_a_layout_is_the_run_of_one_process(layout, options):
     result = trained(twin_of(layout, options), 8 if layout == "pp=4" else 4)
     assert result.agrees, result
+
+
+def test_a_twin_has_documents_to_mask():
+    masked, whole = (expected(4, masked).gradients["layers.0.attention.wq.weight"] for masked in (True, False))
+    assert (masked - whole).norm() > 0.05 * whole.norm()
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=2,pp=2", pytest.param("dp_shard=2,cp=2,tp=2", marks=pytest.mark.slow)])

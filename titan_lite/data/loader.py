@@ -99,6 +99,12 @@ class _PackedRows(IterableDataset):
         return torch.cat(parts)
 
 
+def document_begins(tokens: torch.Tensor, bos_id: int) -> torch.Tensor:
+    """(B, T) tokens -> (B, T) int64: the position in its row at which each token's document begins; 0 where that was before."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    return torch.where(tokens == bos_id, positions, 0).cummax(dim=1).values
+
+
 STOPPING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
 
 

@@ -47,17 +47,18 @@ def _parallel_class(cls: Any) -> Any:
     return type(cls.__name__, (cls,), {"attend": _attend, "__module__": cls.__module__})
 
 
-def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q (B, t, H, D), k and v (B, t, K, D) of own tokens -> (B, t, H, D)."""
+def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """q (B, t, H, D), k and v (B, t, K, D) of own tokens -> (B, t, H, D). mask: (B, 1, t, T) with all tokens."""
     axis: Axis = module._cp  # type: ignore[assignment]
     k, v = in_order(GatherTokens.apply(torch.cat((k, v), dim=2), axis), axis.degree).chunk(2, dim=2)
     head, tail = q.chunk(2, dim=1)
     chunk = head.shape[1]
     before_head, before_tail = (axis.rank + 1) * chunk, (2 * axis.degree - axis.rank) * chunk
+    heads, tails = (None, None) if mask is None else mask.chunk(2, dim=2)
     return torch.cat(
         (
-            attend_to_the_past(head, k[:, :before_head], v[:, :before_head]),
-            attend_to_the_past(tail, k[:, :before_tail], v[:, :before_tail]),
+            attend_to_the_past(head, k[:, :before_head], v[:, :before_head], heads),
+            attend_to_the_past(tail, k[:, :before_tail], v[:, :before_tail], tails),
         ),
         dim=1,
     )
@@ -70,16 +71,22 @@ def in_order(gathered: Tensor, degree: int) -> Tensor:
     return torch.cat((heads, tails), dim=1)
 
 
-def attend_to_the_past(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Queries (B, t, H, D) that are the last t of S positions, to keys and values (B, S, K, D) up to each one's own."""
+def attend_to_the_past(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Queries (B, t, H, D) that are the last t of S positions, to keys and values (B, S, K, D) up to each one's own.
+
+    mask: True (B, 1, t, S or more) where a query may look, if that is not everywhere up to its own.
+    """
     tokens, past = q.shape[1], k.shape[1]
+    if mask is not None:  # as in models/llama3.py
+        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     fits = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    if q.is_cuda and fits and torch.backends.cuda.is_flash_attention_available():
+    if mask is None and q.is_cuda and fits and torch.backends.cuda.is_flash_attention_available():
         # Its causal mask ends at the lower right corner. F.scaled_dot_product_attention says that with a whole mask, or with
         # torch.nn.attention.bias.causal_lower_right, which breaks the graph.
         out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
     else:
-        mask = torch.ones(tokens, past, dtype=torch.bool, device=q.device).tril(past - tokens)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        if mask is None:
+            mask = torch.ones(tokens, past, dtype=torch.bool, device=q.device).tril(past - tokens)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[..., :past], enable_gqa=k.shape[1] < q.shape[1])
     return out.transpose(1, 2)

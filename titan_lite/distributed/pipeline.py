@@ -339,20 +339,24 @@ class Pipeline:
             else self.schedule.pipeline_order
         )
 
-    def forward_backward(self, input: Tensor, label: Tensor, tokens: Tensor) -> Tensor:
-        """Gradients of the loss of a local batch (B, T) over the step's `tokens` tokens; the loss, zero but on the last stage."""
+    def forward_backward(self, input: Tensor, label: Tensor, begins: Tensor | None, tokens: Tensor) -> Tensor:
+        """Gradients of the loss of a local batch (B, T) over the step's `tokens` tokens; the loss, zero but on the last stage.
+
+        begins: (B, T) for all stages, or none (models/llama3.py).
+        """
         self.tokens = tokens
         losses: list[Tensor] = []
         arguments = (input,) if 0 in self.models else ()
         target = label if self.has_last else None
-        self.schedule.step(*arguments, target=target, losses=losses if self.has_last else None, return_outputs=False)
+        named = {} if begins is None else {"begins": begins}
+        self.schedule.step(*arguments, target=target, losses=losses if self.has_last else None, return_outputs=False, **named)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
 
     def _loss(self, logits: Tensor, label: Tensor) -> Tensor:
         return self.loss_sum(logits, label) / self.tokens
 
     @torch.no_grad()
-    def evaluate(self, input: Tensor, label: Tensor) -> Tensor:
+    def evaluate(self, input: Tensor, label: Tensor, begins: Tensor | None) -> Tensor:
         """The summed loss of a local batch (B, T), without gradients; zero but on the last stage.
 
         A microbatch goes through all stages of a rank before the next one does, so that no two ranks wait for each other to
@@ -360,13 +364,15 @@ class Pipeline:
         """
         total = torch.zeros((), device=self.device)
         sends = []
-        for tokens, labels in zip(input.chunk(self.plan.microbatches), label.chunk(self.plan.microbatches), strict=True):
+        number = self.plan.microbatches
+        documents = [None] * number if begins is None else begins.chunk(number)
+        for tokens, labels, theirs in zip(input.chunk(number), label.chunk(number), documents, strict=True):
             output = torch.empty(0)
             for stage, model in self.models.items():
                 if stage > 0 and self.plan.rank_of[stage - 1] != self.rank:
                     output = torch.empty(self.hidden, dtype=self.dtype, device=self.device)
                     dist.recv(output, group=self.group, group_src=self.plan.rank_of[stage - 1])
-                output = model(output if stage > 0 else tokens)
+                output = model(output if stage > 0 else tokens, theirs)
                 if stage == self.last:
                     total += self.loss_sum(output, labels)
                 elif self.plan.rank_of[stage + 1] != self.rank:
@@ -386,8 +392,8 @@ class _Leaves(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, *args: Any) -> Any:
-        return self.model(*args)
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return self.model(*args, **named)
 
     def parameters(self, recurse: bool = True) -> Any:
         return iter(gradient_leaves(self.model))

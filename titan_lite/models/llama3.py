@@ -80,6 +80,15 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
 
 
+def attention_mask(begins: Tensor, positions: Tensor, tokens: int) -> Tensor:
+    """True (B, 1, t, T) where a token may look at another one of its sequence: one before it, of its own document.
+
+    begins: (B, t), position at which the document of each of t tokens begins; positions: (t,), of these tokens among all T.
+    """
+    every, own = torch.arange(tokens, device=begins.device), positions[:, None]
+    return ((every <= own) & (every >= begins[..., None]))[:, None]
+
+
 class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -101,20 +110,21 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         # -1 and not a number of heads: a tensor-parallel rank holds only some of them
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
         cos, sin = cos[: q.shape[1]], sin[: q.shape[1]]
-        out = self.attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
+        out = self.attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, mask)
         return self.wo(out.flatten(-2))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D)."""
-        return F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
-        ).transpose(1, 2)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D). mask: as of `attention_mask`; None: all that come before."""
+        if mask is not None:  # no CUDA kernel that knows a mask knows groups of heads, too
+            k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=mask is None).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -138,8 +148,8 @@ class TransformerBlock(nn.Module):
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -149,6 +159,8 @@ class Transformer(nn.Module):
     positions: of the tokens within their sequence, where they are not the first T (context parallelism). A pipeline stage is a
     Transformer without some of its modules: what it lacks is None, or not in `layers`, and in place of tokens or logits it takes
     or gives what travels between layers, (B, T, C).
+
+    begins: (B, T) int64, the position at which each token's document begins, where attention is to stay within documents.
     """
 
     tok_embeddings: nn.Embedding | None
@@ -156,6 +168,7 @@ class Transformer(nn.Module):
     output: nn.Linear | None
     rope_cos: Tensor
     rope_sin: Tensor
+    own_positions: Tensor
 
     def __init__(self, config: ModelConfig, positions: Sequence[int] | None = None):
         super().__init__()
@@ -171,11 +184,16 @@ class Transformer(nn.Module):
         cos, sin = rope_tables(config, self.positions)
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
+        self.register_buffer("own_positions", torch.tensor(self.positions), persistent=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, begins: Tensor | None = None) -> Tensor:
+        mask = None
+        if begins is not None:
+            t = begins.shape[1]
+            mask = attention_mask(begins, self.own_positions[:t], t * (self.config.max_seq_len // len(self.positions)))
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for layer in self.layers.values():
-            x = layer(x, self.rope_cos, self.rope_sin)
+            x = layer(x, self.rope_cos, self.rope_sin, mask)
         x = x if self.norm is None else self.norm(x)
         return x if self.output is None else self.output(x)
 
@@ -193,6 +211,7 @@ class Transformer(nn.Module):
             else:
                 _fill_normal(local, offset, parameter.shape, std, cutoff, f"{seed}/{fqn}")
         self.rope_cos, self.rope_sin = rope_tables(self.config, self.positions, self.rope_cos.device)
+        self.own_positions = torch.tensor(self.positions, device=self.own_positions.device)
 
     def _init_std(self, fqn: str) -> tuple[float | None, float]:
         """(standard deviation, cut-off) by name; None for norms, which start at one.

@@ -15,7 +15,7 @@ import torch
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.dataset import build_source
-from titan_lite.data.loader import build_loader, merge_states
+from titan_lite.data.loader import build_loader, document_begins, merge_states
 from titan_lite.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -378,3 +378,8 @@ def test_a_program_ends_with_its_loader_open_and_takes_it_along():
     [worker] = map(int, run.stdout.split())
     with pytest.raises(ProcessLookupError):
         os.kill(worker, 0)
+
+
+def test_a_document_begins_where_its_first_token_is():
+    begins = document_begins(torch.tensor([[5, 9, 5, 5, 9, 9, 5], [9, 5, 5, 5, 5, 5, 5], [5] * 7]), bos_id=9)
+    assert begins.tolist() == [[0, 1, 1, 1, 4, 5, 5], [0] * 7, [0] * 7]

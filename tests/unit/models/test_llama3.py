@@ -306,10 +306,22 @@ def test_init_fills_rotary_tables_that_were_emptied():
         model = Transformer(TINY)
     model.to_empty(device="cpu")
     for buffer in model.buffers():
-        buffer.fill_(math.nan)
+        buffer.fill_(7)
     model.init_weights(0)
-    for buffer, expected in zip((model.rope_cos, model.rope_sin), rope_tables(TINY, range(TINY.max_seq_len)), strict=True):
-        assert torch.equal(buffer, expected)
+    expected = *rope_tables(TINY, range(TINY.max_seq_len)), torch.arange(TINY.max_seq_len)
+    for buffer, numbers in zip((model.rope_cos, model.rope_sin, model.own_positions), expected, strict=True):
+        assert torch.equal(buffer, numbers)
+
+
+def test_with_begins_a_document_is_what_it_is_alone():
+    model, tokens = build(TINY), random_tokens(TINY)
+    cut = tokens.shape[1] // 3
+    begins = torch.where(torch.arange(tokens.shape[1]) < cut, 0, cut).expand_as(tokens)
+    logits = model(tokens, begins)
+    torch.testing.assert_close(logits[:, :cut], model(tokens[:, :cut]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits[:, cut:], model(tokens[:, cut:]), rtol=1e-4, atol=1e-5)  # rotation is relative
+    assert (logits - model(tokens))[:, cut:].abs().max() > 1e-3
+    torch.testing.assert_close(model(tokens, torch.zeros_like(tokens)), model(tokens), rtol=1e-4, atol=1e-5)
 
 
 def test_bfloat16_follows_float32_with_rotary_tables_in_float32():
