@@ -51,6 +51,7 @@ from titan_lite.resume import compare, explain, git_revision, refuse, restarts_d
 from titan_lite.spikes import SpikeGuard
 from titan_lite.stragglers import Stragglers
 from titan_lite.watchdog import PATIENCE, Watchdog
+from titan_lite.weights import load_initial
 
 
 class TrainingError(RuntimeError):
@@ -465,6 +466,7 @@ class Trainer:
         """Go on from the newest checkpoint, or from the one that checkpoint.load_step names; otherwise stay at the beginning."""
         step = self.checkpointer.verified_step() if self.config.checkpoint.enable else None
         if step is None:
+            load_initial(self.config.checkpoint.initial_load_path, self.parameters, shard_of, part=self.rank, of=self.world_size)
             return
         state = self.checkpointer.read_state(step)
         differences = compare(state, self.described)

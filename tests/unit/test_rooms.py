@@ -19,6 +19,16 @@ ROOMS = {
     "config": ("tomli",),  # the standard library has it from Python 3.11 on
     "logging": (),
     "models": ("torch",),
+    "weights": (*PART, "safetensors", "titan_lite.manifest", "titan_lite.tensor_files", "titan_lite.models"),
+    "convert": (
+        *PART,
+        "safetensors",
+        "titan_lite.manifest",
+        "titan_lite.tensor_files",
+        "titan_lite.models",
+        "titan_lite.weights",
+    ),
+    "generate": (*PART, "titan_lite.models", "titan_lite.weights", "titan_lite.data", "titan_lite.distributed"),
     "loss": PART,
     "compiler": ("torch", "titan_lite.config", "matplotlib"),
     "distributed": ("torch", "titan_lite.config", "titan_lite.compiler"),
