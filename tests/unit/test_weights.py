@@ -312,8 +312,13 @@ def rewrite(step, state):
 
 
 class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
     def __reduce__(self):
-        return (os.mkdir, ("/nonexistent/ran",))
+        return (os.mkdir, (self.folder,))
 
 
 def change_part(path, change):
@@ -327,10 +332,13 @@ def change_part(path, change):
     ("change", "words"),
     [
         (
-            lambda copy: torch.save({"norm.weight": Payload()}, copy / "consolidated.01.pth"),
-            "consolidated.01.pth holds something",
+            lambda copy: torch.save({"norm.weight": Payload(copy / "ran")}, copy / "consolidated.01.pth"),
+            "consolidated.01.pth holds something else than tensors, which may run code",
         ),
-        (lambda copy: (copy / "consolidated.01.pth").write_bytes(pickle.dumps(Payload())), "consolidated.01.pth "),
+        (
+            lambda copy: (copy / "consolidated.01.pth").write_bytes(pickle.dumps(Payload(copy / "ran"))),
+            "consolidated.01.pth cannot be read",
+        ),
         (lambda copy: cut_short(copy / "consolidated.00.pth"), "consolidated.00.pth cannot be read"),
         (lambda copy: torch.save([torch.zeros(1)], copy / "consolidated.00.pth"), "consolidated.00.pth has no tensors by name"),
         (lambda copy: (copy / "params.json").unlink(), "params.json: No such file"),
@@ -348,6 +356,7 @@ def change_part(path, change):
 )
 def test_metas_files_that_are_not_whole(meta, tmp_path, change, words):
     assert re.search(words, damaged(meta, tmp_path, change), re.DOTALL)
+    assert not list(tmp_path.rglob("ran"))
 
 
 def test_no_folder_of_any_kind(tmp_path):
