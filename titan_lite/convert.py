@@ -34,14 +34,13 @@ from titan_lite import manifest, tensor_files
 from titan_lite.config import ConfigError
 from titan_lite.logging import init_logging, logger
 from titan_lite.models.hf import config_to_hf, hf_names, to_hf
-from titan_lite.weights import TOKENIZER_FILES, Step, Weights, open_weights, shapes
+from titan_lite.weights import TOKENIZER_FILES, Step, Weights, open_weights
 
 
 def write_step(folder: Path, weights: Weights, dtype: torch.dtype | None = None) -> None:
     """A step 0 of ours, the model alone, from which a run can start by checkpoint.initial_load_path. Raises ConfigError."""
-    parameters = shapes(weights.config)
-    dtypes = {fqn: dtype or weights.dtypes[fqn] for fqn in parameters}
-    planned = {f"model.{fqn}": torch.empty(shape, dtype=dtypes[fqn], device="meta") for fqn, shape in parameters.items()}
+    dtypes = {fqn: dtype or weights.dtypes[fqn] for fqn in weights.shapes}
+    planned = {f"model.{fqn}": torch.empty(shape, dtype=dtypes[fqn], device="meta") for fqn, shape in weights.shapes.items()}
     state = {
         "step": 0,
         "tensors": ["model"],
@@ -88,17 +87,17 @@ def write_hf(
     shard_bytes: float = 5e9,
 ) -> None:
     """A folder that transformers' from_pretrained opens. tokenizer: files to copy. Raises ConfigError."""
-    names, parameters = hf_names(weights.config), shapes(weights.config)
-    dtypes = {fqn: dtype or weights.dtypes[fqn] for fqn in parameters}
-    sizes = {fqn: shape.numel() * dtypes[fqn].itemsize for fqn, shape in parameters.items()}
+    names = hf_names(weights.config)
+    dtypes = {fqn: dtype or weights.dtypes[fqn] for fqn in names}
+    sizes = {fqn: shape.numel() * dtypes[fqn].itemsize for fqn, shape in weights.shapes.items()}
     shards: list[list[str]] = [[]]
-    for fqn in parameters:
+    for fqn in names:
         if shards[-1] and sum(sizes[other] for other in shards[-1]) + sizes[fqn] > shard_bytes:
             shards.append([])
         shards[-1].append(fqn)
     config = {**config_to_hf(weights.config, dtypes["tok_embeddings.weight"]), **weights.special_tokens}
     with _whole(folder, sum(sizes.values())) as unfinished:
-        file_of = {}
+        file_of: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
             file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             tensors = {names[fqn]: to_hf(fqn, weights.read(fqn), weights.config).to(dtypes[fqn]) for fqn in shard}
@@ -173,7 +172,7 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(f"--max-shard-size {options.max_shard_size}: expected GB above 0, such as 5")
         weights = open_weights(options.source, every_byte=True)
         dtype = getattr(torch, options.dtype) if options.dtype else None
-        logger.info(f"{weights.folder}: {weights.kind}, {sum(s.numel() for s in shapes(weights.config).values()):,} parameters")
+        logger.info(f"{weights.folder}: {weights.kind}, {sum(s.numel() for s in weights.shapes.values()):,} parameters")
         if (options.to or ("hf" if isinstance(weights, Step) else "step")) == "step":
             if options.tokenizer:
                 raise ConfigError("--tokenizer: a step holds none, the recipe names it (model.tokenizer_path); leave it out")

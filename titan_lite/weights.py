@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_lite import manifest, tensor_files
 from titan_lite.config import ConfigError
@@ -58,19 +59,18 @@ class Step:
         stored = {
             name.removeprefix("model."): tensor
             for name, tensor in self.metadata.state_dict_metadata.items()
-            if name.startswith("model.")
+            if name.startswith("model.") and isinstance(tensor, TensorStorageMetadata)  # as all are, says tensor_files
         }
-        _must_fit(shapes(self.config), {fqn: tensor.size for fqn, tensor in stored.items()})
+        self.shapes = shapes(self.config)
+        _must_fit(self.shapes, {fqn: tensor.size for fqn, tensor in stored.items()})
         self.dtypes = {fqn: tensor.properties.dtype for fqn, tensor in stored.items()}
         # Llama 3's layout, where no other is known: 256 special tokens end the vocabulary.
         first = self.config.vocab_size - 256
         self.special_tokens = self.state.get("special_tokens") or {"bos_token_id": first, "eos_token_id": first + 1}
 
     def _config(self) -> ModelConfig:
-        shape = self.state.get("run", {}).get("model")
-        if shape is None and self.state.get("flavor") in FLAVORS:
-            return FLAVORS[self.state["flavor"]]
         try:
+            shape = self.state["run"]["model"]
             scaling = shape["rope_scaling"]
             return ModelConfig(**{**shape, "rope_scaling": scaling and RopeScaling(**scaling)})
         except (TypeError, KeyError):
@@ -81,8 +81,7 @@ class Step:
         manifest.check_bytes(self.folder, {name: self.files[name] for name in sorted(self.files)[part::of]})
 
     def read(self, fqn: str) -> Tensor:
-        shape = self.metadata.state_dict_metadata[f"model.{fqn}"].size
-        tensor = torch.empty(shape, dtype=self.dtypes[fqn])
+        tensor = torch.empty(self.shapes[fqn], dtype=self.dtypes[fqn])
         self.read_into({fqn: tensor})
         return tensor
 
@@ -127,7 +126,8 @@ class HuggingFace:
             except (SafetensorError, OSError) as error:
                 raise Damaged(f"{path.name} cannot be read: {error}") from None
         self._drop_copies(stored)
-        expected = {self.names[fqn]: shape for fqn, shape in shapes(self.config).items()}
+        self.shapes = shapes(self.config)
+        expected = {self.names[fqn]: shape for fqn, shape in self.shapes.items()}
         _must_fit(expected, {name: shape for name, (shape, _) in stored.items()})
         unknown = [f"{name} is of dtype {dtype}" for name, (_, dtype) in stored.items() if dtype not in DTYPES]
         if unknown:
@@ -327,7 +327,7 @@ def check_fit(weights: Weights, flavor: ModelConfig, key: str) -> None:
     told = [line for line in differing if line.startswith(("rope_", "norm_eps"))]
     refused = [line for line in differing if line not in told and not line.startswith("max_seq_len")]
     if refused:
-        fitting = [name for name, other in FLAVORS.items() if shapes(other) == shapes(weights.config)]
+        fitting = [name for name, other in FLAVORS.items() if shapes(other) == weights.shapes]
         works = f'model.flavor = "{fitting[0]}"' if fitting else "a flavor of that shape (FLAVORS in models/llama3.py)"
         raise ConfigError(f'{key} = "{weights.folder}" has another model: {"; ".join(refused)}; {works} would work')
     if told:

@@ -291,7 +291,7 @@ def test_a_hugging_face_folder_that_is_not_whole(folder, tmp_path, change, words
     [
         (lambda copy: cut_short(copy / "__0_0.distcp"), "__0_0.distcp has .* bytes of"),
         (lambda copy: flip(copy / "__0_0.distcp"), "__0_0.distcp was altered"),
-        (lambda copy: rewrite(copy, {"flavor": "8B"}), "things do not fit"),
+        (lambda copy: rewrite(copy, {"run": {"model": dataclasses.asdict(FLAVORS["debug"])}}), "things do not fit"),
         (lambda copy: rewrite(copy, {}), r"state.json does not say which model this is \(run.model\)"),
     ],
 )
