@@ -140,8 +140,8 @@ def test_transformers_opens_what_is_exported_and_what_it_saves_comes_back_to_the
     found, saved = tensors_of(tmp_path / "again"), tensors_of(tmp_path / "theirs")
     assert found.keys() == saved.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    assert torch.equal(again.float()(tokens).logits, theirs.float()(tokens).logits)
+    models = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).float() for name in ("theirs", "again")]
+    assert torch.equal(models[0](tokens).logits, models[1](tokens).logits)
 
 
 @UNTIED_ONLY
