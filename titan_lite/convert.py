@@ -32,6 +32,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 from titan_lite import manifest, tensor_files
 from titan_lite.config import ConfigError
+from titan_lite.data.tokenizer import load_tokenizer
+from titan_lite.data.tokenizer_json import to_json, tokenizer_config
 from titan_lite.logging import init_logging, logger
 from titan_lite.models.hf import config_to_hf, hf_names, to_hf
 from titan_lite.weights import TOKENIZER_FILES, Step, Weights, open_weights
@@ -86,7 +88,7 @@ def write_hf(
     tokenizer: Sequence[Path] = (),
     shard_bytes: float = 5e9,
 ) -> None:
-    """A folder that transformers' from_pretrained opens. tokenizer: files to copy. Raises ConfigError."""
+    """A folder that transformers' from_pretrained opens. tokenizer: files to go along. Raises ConfigError."""
     names = hf_names(weights.config)
     dtypes = {fqn: dtype or weights.dtypes[fqn] for fqn in names}
     sizes = {fqn: shape.numel() * dtypes[fqn].itemsize for fqn, shape in weights.shapes.items()}
@@ -95,7 +97,6 @@ def write_hf(
         if shards[-1] and sum(sizes[other] for other in shards[-1]) + sizes[fqn] > shard_bytes:
             shards.append([])
         shards[-1].append(fqn)
-    config = {**config_to_hf(weights.config, dtypes["tok_embeddings.weight"]), **weights.special_tokens}
     with _whole(folder, sum(sizes.values())) as unfinished:
         file_of: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
@@ -108,15 +109,31 @@ def write_hf(
         if len(shards) > 1:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
             _write_json(unfinished / "model.safetensors.index.json", index)
-        _write_json(unfinished / "config.json", config)
-        _write_json(unfinished / "generation_config.json", dict(weights.special_tokens))
-        for path in tokenizer:
-            # What a recipe calls by any name has the one by which it is found in such a folder.
-            shutil.copyfile(path, unfinished / (path.name if path.name in TOKENIZER_FILES else "tokenizer.model"))
+        known = _copy_tokenizer(unfinished, tokenizer)
+        special = {key: id if id is not None else known.get(key) for key, id in weights.special_tokens.items()}
+        _write_json(unfinished / "config.json", config_to_hf(weights.config, dtypes["tok_embeddings.weight"]) | special)
+        _write_json(unfinished / "generation_config.json", special)
+
+
+def _copy_tokenizer(folder: Path, files: Sequence[Path]) -> dict[str, int]:
+    """The files, and of one in tiktoken's format tokenizer.json, which transformers reads; the ids of its special tokens."""
+    for path in files:
+        # What a recipe calls by any name has the one by which it is found in such a folder.
+        shutil.copyfile(path, folder / (path.name if path.name in TOKENIZER_FILES else "tokenizer.model"))
+    if not (folder / "tokenizer.model").exists() or (folder / "tokenizer.json").exists():
+        return {}
+    try:
+        tokenizer = load_tokenizer(folder / "tokenizer.model")
+    except ConfigError:  # such as SentencePiece's
+        logger.warning("tokenizer.model is not in tiktoken's format: copied, and no tokenizer.json made of it")
+        return {}
+    _write_json(folder / "tokenizer.json", to_json(tokenizer))
+    _write_json(folder / "tokenizer_config.json", tokenizer_config())
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextmanager

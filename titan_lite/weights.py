@@ -64,9 +64,8 @@ class Step:
         self.shapes = shapes(self.config)
         _must_fit(self.shapes, {fqn: tensor.size for fqn, tensor in stored.items()})
         self.dtypes = {fqn: tensor.properties.dtype for fqn, tensor in stored.items()}
-        # Llama 3's layout, where no other is known: 256 special tokens end the vocabulary.
-        first = self.config.vocab_size - 256
-        self.special_tokens = self.state.get("special_tokens") or {"bos_token_id": first, "eos_token_id": first + 1}
+        # Of what was imported; of a run its tokenizer knows them.
+        self.special_tokens = self.state.get("special_tokens") or {"bos_token_id": None, "eos_token_id": None}
 
     def _config(self) -> ModelConfig:
         try:
@@ -219,7 +218,8 @@ class Meta:
         if faults:
             raise Damaged(_list(faults))
         self.dtypes = {fqn: first[fqn].dtype for fqn in expected}
-        self.special_tokens = {"bos_token_id": self.config.vocab_size - 256, "eos_token_id": self.config.vocab_size - 255}
+        bos = self.config.vocab_size - 256  # special tokens end Llama 3's vocabulary
+        self.special_tokens = {"bos_token_id": bos, "eos_token_id": bos + 1}
 
     def _axis(self, part: Tensor, whole: torch.Size) -> int | None:
         """The dimension along which the parts make the whole; -1: each is the whole; None: they do not."""

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_training import DEBUG, launch, torchrun
+from test_training import DEBUG, ROOT, launch, torchrun
 
 from titan_lite import convert
 from titan_lite import generate as generate_command
@@ -22,6 +22,7 @@ from titan_lite.models.hf import config_to_hf
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.weights import open_weights
 
+DEBUG_TOKENIZER = ROOT / "assets/tokenizer/debug.model"
 SHORT = ["--training.seq_len=64", "--training.local_batch_size=2", "--training.global_batch_size=4", "--training.steps=1"]
 SHORT += ["--training.mixed_precision_param=float32", "--validation.steps=1", "--validation.freq=1", "--metrics.log_freq=1"]
 SHORT += ["--no-metrics.enable_tensorboard", "--lr_scheduler.warmup_steps=0", "--lr_scheduler.total_steps=100"]
@@ -74,6 +75,11 @@ def test_a_run_goes_on_from_transformers_weights_and_transformers_from_the_runs(
     assert convert.main([str(run), str(tmp_path / "exported")]) == 0
     assert metrics[1]["validation_loss"] == pytest.approx(their_loss(tmp_path / "exported", "validation"), rel=1e-5)
     # The recipe's tokenizer went along.
+    import transformers
+
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported"), load_tokenizer(DEBUG_TOKENIZER)
+    assert theirs("import os")["input_ids"] == ours.encode("import os", bos=True)
+    assert json.loads((tmp_path / "exported/generation_config.json").read_text())["eos_token_id"] == ours.eos_id
     capsys.readouterr()
     texts = []
     for checkpoint in (run, run / "checkpoint/step-1", tmp_path / "exported"):

@@ -27,6 +27,7 @@ ROOMS = {
         "titan_lite.tensor_files",
         "titan_lite.models",
         "titan_lite.weights",
+        "titan_lite.data",
     ),
     "generate": (*PART, "titan_lite.models", "titan_lite.weights", "titan_lite.data", "titan_lite.distributed"),
     "loss": PART,
