@@ -19,12 +19,14 @@ import dataclasses
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from titan_lite.data.tokenizer_json import JsonTokenizer
 from titan_lite.distributed.context_parallel import attend_to_the_past
 from titan_lite.logging import init_logging
 from titan_lite.models.llama3 import Attention, Transformer, rope_tables
@@ -128,40 +130,44 @@ def generate(
             return
 
 
-def text_of(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
+def text_of(tokens: Iterable[int], tokenizer: Tokenizer | JsonTokenizer) -> Iterator[str]:
     """Pieces of text as they become whole: a character may be several tokens."""
-    held: list[int] = []
+    shown: list[int] = []  # last; what a token decodes to may depend on the one before
+    fresh: list[int] = []
     for token in tokens:
-        held.append(token)
-        text = tokenizer.decode(held)
-        if not text.endswith("\ufffd") or len(held) == 4:  # no character has more bytes
+        fresh.append(token)
+        text = tokenizer.decode([*shown, *fresh])[len(tokenizer.decode(shown)) :]
+        if not text.endswith("\ufffd") or len(fresh) == 4:  # no character has more bytes
             yield text
-            held = []
-    if held:
-        yield tokenizer.decode(held)
+            shown, fresh = fresh, []
+    if fresh:
+        yield text
 
 
-def find_tokenizer(weights: Weights, path: str) -> Tokenizer:
+def find_tokenizer(weights: Weights, path: str) -> Tokenizer | JsonTokenizer:
     """Raises ConfigError, also where it has more tokens than the model."""
-    fitting = [str(file) for file in weights.tokenizer_files() if file.suffix == ".model"]
-    if not path and not fitting:
-        raise ConfigError(f"{weights.folder} has no tokenizer in tiktoken's format; --tokenizer FILE would work")
+    found = {file.suffix: str(file) for file in weights.tokenizer_files() if file.name != "tokenizer_config.json"}
+    path = path or (find_spec("tokenizers") and found.get(".json")) or found.get(".model", "")
+    if not path:
+        raise ConfigError(f"{weights.folder} has no tokenizer that can be read; --tokenizer FILE would work")
+    tokenizer: Tokenizer | JsonTokenizer
     try:
-        tokenizer = load_tokenizer(path or fitting[0])
+        tokenizer = JsonTokenizer(path) if path.endswith(".json") else load_tokenizer(path)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.tokenizer_path =", "--tokenizer")) from None
     if tokenizer.vocab_size > weights.config.vocab_size:
         raise ConfigError(
-            f"--tokenizer {path or fitting[0]} has {tokenizer.vocab_size} tokens, and the model {weights.config.vocab_size}; the "
+            f"--tokenizer {path} has {tokenizer.vocab_size} tokens, and the model {weights.config.vocab_size}; the "
             "one it was trained with would work"
         )
     return tokenizer
 
 
-def stop_tokens(weights: Weights, tokenizer: Tokenizer) -> set[int]:
-    """Those that end a text: the tokenizer's, and what the folder says."""
+def stop_tokens(weights: Weights, tokenizer: Tokenizer | JsonTokenizer) -> set[int]:
+    """Those that end a text: our tokenizer's, and what the folder says."""
     ends = weights.special_tokens["eos_token_id"]
-    return {tokenizer.eos_id, *(ends if isinstance(ends, list) else [] if ends is None else [ends])}
+    own = {tokenizer.eos_id} if isinstance(tokenizer, Tokenizer) else set()
+    return own | set(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
 
 def find_device(name: str) -> torch.device:
@@ -196,6 +202,9 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # enough heard
+        print()
+        return 130
     return 0
 
 

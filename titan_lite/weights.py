@@ -321,7 +321,7 @@ def load(weights: Weights, parameters: Mapping[str, Tensor], shard_of: ShardOf |
 
 
 def check_fit(weights: Weights, flavor: ModelConfig, key: str) -> None:
-    """Raises ConfigError where these are weights of another model than the flavor; a warning where it only computes otherwise."""
+    """Raises ConfigError where these are weights of another model than the flavor; what only computes otherwise is told."""
     theirs, ours = dataclasses.asdict(weights.config), dataclasses.asdict(flavor)
     differing = [f"{name} is {theirs[name]} there, {ours[name]} here" for name in ours if theirs[name] != ours[name]]
     told = [line for line in differing if line.startswith(("rope_", "norm_eps"))]
@@ -331,7 +331,7 @@ def check_fit(weights: Weights, flavor: ModelConfig, key: str) -> None:
         works = f'model.flavor = "{fitting[0]}"' if fitting else "a flavor of that shape (FLAVORS in models/llama3.py)"
         raise ConfigError(f'{key} = "{weights.folder}" has another model: {"; ".join(refused)}; {works} would work')
     if told:
-        logger.warning(f"{key}: these weights were trained for another computation: {'; '.join(told)}")
+        logger.info(f"{key}: these weights were trained for another computation: {'; '.join(told)}")
 
 
 def shapes(config: ModelConfig) -> dict[str, torch.Size]:

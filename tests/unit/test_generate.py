@@ -13,6 +13,7 @@ from titan_lite import generate as command
 from titan_lite import manifest
 from titan_lite.convert import write_step
 from titan_lite.data.tokenizer import load_tokenizer
+from titan_lite.data.tokenizer_json import to_json
 from titan_lite.generate import Decoder, build_model, generate, sample, text_of
 from titan_lite.models.hf import config_to_hf, hf_names, to_hf
 from titan_lite.models.llama3 import ModelConfig, RopeScaling, Transformer
@@ -165,6 +166,18 @@ def test_the_text_alone_is_on_standard_output(folder, capsys):
     assert capsys.readouterr().out != first.out
 
 
+def test_a_tokenizer_json_speaks_as_ours_does(folder, tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    theirs = shutil.copytree(folder, tmp_path / "theirs")
+    (theirs / "tokenizer.model").unlink()
+    (theirs / "tokenizer.json").write_text(json.dumps(to_json(load_tokenizer(TOKENIZER))))
+    texts = []
+    for checkpoint in (folder, theirs):
+        assert command.main([str(checkpoint), "--prompt", "def f(x):", "--max-new-tokens", "30", "--device", "cpu"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
 def test_of_a_run_the_newest_step_speaks_through_its_recipes_tokenizer(folder, tmp_path, capsys):
     for number in (2, 10):
         path = tmp_path / f"checkpoint/step-{number}"
@@ -190,7 +203,8 @@ def test_of_a_run_the_newest_step_speaks_through_its_recipes_tokenizer(folder, t
         (["HF", "--seed", "-1"], "--seed -1: expected 0 or more"),
         (["HF", "--device", "abacus"], "--device abacus: "),
         (["HF", "--tokenizer", "nowhere"], '--tokenizer "nowhere": cannot be read'),
-        (["BARE"], "has no tokenizer in tiktoken's format; --tokenizer FILE would work"),
+        (["HF", "--tokenizer", "config.json"], "config.json: cannot be read as a tokenizer.json"),
+        (["BARE"], "has no tokenizer that can be read; --tokenizer FILE would work"),
     ],
 )
 def test_what_is_wrong_is_one_line(folder, options, words, tmp_path, capsys, monkeypatch):

@@ -33,7 +33,7 @@ ROOMS = {
     "loss": PART,
     "compiler": ("torch", "titan_lite.config", "matplotlib"),
     "distributed": ("torch", "titan_lite.config", "titan_lite.compiler"),
-    "data": (*PART, "torchdata", "tiktoken", "datasets"),
+    "data": (*PART, "torchdata", "tiktoken", "tokenizers", "datasets"),
     "optimizer": PART,
     "lr_scheduler": PART,
     "metrics": (*PART, "matplotlib", "tqdm"),

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from titan_lite import convert, manifest
 from titan_lite.config import ConfigError
 from titan_lite.convert import write_hf, write_step
+from titan_lite.logging import logger
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling, Transformer
 from titan_lite.weights import HuggingFace, Meta, Step, check_fit, config_from_meta, load, open_weights, shapes
 
@@ -382,16 +383,15 @@ def test_the_newest_whole_step_of_a_run_is_taken(step, tmp_path):
 
 
 @UNTIED_ONLY
-def test_weights_of_another_model_are_refused_and_of_another_computation_told(step, config, caplog):
+def test_weights_of_another_model_are_refused_and_of_another_computation_told(step, config, caplog, monkeypatch):
     weights = open_weights(step)
     check_fit(weights, dataclasses.replace(config, max_seq_len=16), "checkpoint.initial_load_path")
     with pytest.raises(ConfigError) as error:
         check_fit(weights, FLAVORS["debug"], "checkpoint.initial_load_path")
     for words in ("dim is 48 there, 256 here", "n_layers is 2 there, 6 here", "vocab_size is 320 there, 2048 here"):
         assert words in str(error.value)
-    from titan_lite.logging import logger
-
-    logger.propagate = True
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level("INFO", "titan_lite")
     check_fit(weights, dataclasses.replace(config, rope_theta=1e4), "checkpoint.initial_load_path")
     assert "another computation: rope_theta is 500000.0 there, 10000.0 here" in caplog.text
 

@@ -1,15 +1,19 @@
-"""Our tokenizer in Hugging Face's format, so that an exported folder has one that AutoTokenizer opens.
+"""Hugging Face's tokenizer.json: ours written so, that AutoTokenizer opens it, and theirs read.
 
     to_json(load_tokenizer("assets/tokenizer/debug.model"))      # the content of tokenizer.json
     tokenizer_config()                                           # and of the tokenizer_config.json beside it
+    JsonTokenizer("exported/tokenizer.json").encode("import os", bos=True)
 
 A file in tiktoken's format has the ranks of tokens; tokenizer.json has pairs to merge. The pair that makes a token is what is
 left when its bytes are merged by all smaller ranks. Bytes are written as printable characters: themselves, or from U+0100 on.
 """
 
 import itertools
+import os
+from collections.abc import Sequence
 from typing import Any
 
+from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import PATTERN, Tokenizer
 
 _PRINTABLE = [byte for byte in range(256) if 33 <= byte <= 126 or (161 <= byte <= 255 and byte != 173)]
@@ -62,6 +66,28 @@ def tokenizer_config() -> dict[str, Any]:
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
     }
+
+
+class JsonTokenizer:
+    """Encodes and decodes as a `Tokenizer` does, through the package tokenizers. Raises ConfigError."""
+
+    def __init__(self, path: str | os.PathLike):
+        try:
+            from tokenizers import Tokenizer as Theirs
+        except ImportError:
+            raise ConfigError(f"{os.fspath(path)}: reading it needs the package tokenizers, which is not installed") from None
+        try:
+            self._theirs = Theirs.from_file(os.fspath(path))
+        except Exception as error:  # they raise this very class
+            raise ConfigError(f"{os.fspath(path)}: cannot be read as a tokenizer.json: {error}") from None
+        self.vocab_size = 1 + max(self._theirs.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, text: str, *, bos: bool = False) -> list[int]:
+        """bos: with the special tokens that the file wants around a text."""
+        return self._theirs.encode(text, add_special_tokens=bos).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._theirs.decode(list(ids), skip_special_tokens=False)
 
 
 def _pair(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
