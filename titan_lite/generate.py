@@ -11,7 +11,7 @@ CHECKPOINT           a run's folder (its newest whole step), a step, a Hugging F
 --seed N             another number, another text (default 0)
 --device NAME        cpu, cuda, cuda:1 (default: a GPU where there is one)
 --dtype NAME         float32 or bfloat16 (default: as stored)
---tokenizer FILE     in tiktoken's format (default: that of the recipe, or the folder's tokenizer.model)
+--tokenizer FILE     in tiktoken's format, or a tokenizer.json (default: the recipe's, or the folder's)
 """
 
 import argparse
