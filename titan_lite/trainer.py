@@ -466,7 +466,7 @@ class Trainer:
         """Go on from the newest checkpoint, or from the one that checkpoint.load_step names; otherwise stay at the beginning."""
         step = self.checkpointer.verified_step() if self.config.checkpoint.enable else None
         if step is None:
-            load_initial(self.config.checkpoint.initial_load_path, self.parameters, shard_of, part=self.rank, of=self.world_size)
+            load_initial(self.config.checkpoint.initial_load_path, self.parameters, shard_of)
             return
         state = self.checkpointer.read_state(step)
         differences = compare(state, self.described)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -287,17 +288,25 @@ def _steps(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: -int(path.name.removeprefix("step-")))
 
 
-def load_initial(path: str, parameters: Mapping[str, Tensor], shard_of: ShardOf, *, part: int, of: int) -> None:
-    """Fill a run's parameters from checkpoint.initial_load_path, where it has one, as rank `part` of `of`. Raises ConfigError."""
+def load_initial(path: str, parameters: Mapping[str, Tensor], shard_of: ShardOf) -> None:
+    """Fill a run's parameters from checkpoint.initial_load_path, where it has one. For all ranks; raises ConfigError on all."""
     if not path:
         return
-    weights, started = open_weights(path, "checkpoint.initial_load_path"), time.perf_counter()
-    try:
-        if isinstance(weights, Step):
-            weights.check_bytes(part, of)
-        load(weights, parameters, shard_of)
-    except Damaged as damage:
-        raise ConfigError(f'checkpoint.initial_load_path = "{path}": {damage}') from None
+    wrong, started, fault = f'checkpoint.initial_load_path = "{path}"', time.perf_counter(), ""
+    weights = open_weights(path, "checkpoint.initial_load_path")
+    if isinstance(weights, Step):
+        try:
+            weights.check_bytes(dist.get_rank(), dist.get_world_size())
+        except Damaged as damage:
+            fault = str(damage)
+    seen = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(seen, (str(weights.folder), fault))
+    for folder, fault in seen:
+        if fault:
+            raise ConfigError(f"{wrong}: {folder}: {fault}")
+        if folder != seen[0][0]:  # a run that is still going saves another one
+            raise ConfigError(f"{wrong}: ranks see different newest steps in it, {seen[0][0]} and {folder}; name one of them")
+    load(weights, parameters, shard_of)
     dtypes = {str(dtype).removeprefix("torch.") for dtype in weights.dtypes.values()}
     logger.info(
         f"weights from {weights.folder}, {weights.kind} in {' and '.join(sorted(dtypes))}, "

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 from titan_lite import convert, manifest
@@ -17,7 +19,7 @@ from titan_lite.config import ConfigError
 from titan_lite.convert import write_hf, write_step
 from titan_lite.logging import logger
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling, Transformer
-from titan_lite.weights import HuggingFace, Meta, Step, check_fit, config_from_meta, load, open_weights, shapes
+from titan_lite.weights import HuggingFace, Meta, Step, check_fit, config_from_meta, load, load_initial, open_weights, shapes
 
 TINY = ModelConfig(dim=48, n_layers=2, n_heads=6, n_kv_heads=2, hidden_dim=64, vocab_size=320, max_seq_len=8192)
 TIED = dataclasses.replace(TINY, tied_embeddings=True, rope_scaling=RopeScaling(factor=8.0), max_seq_len=131_072)
@@ -440,3 +442,34 @@ def test_wrong_options_are_one_line(options, words, step, tmp_path, monkeypatch,
     assert line.startswith("error: ")
     assert words in line
     assert not Path("out").exists()
+
+
+# Into a run
+
+
+def initial_weights(paths):
+    """For every (path of rank 0, path of rank 1) what this rank then has, or says."""
+    found = []
+    for by_rank in paths:
+        parameters = {fqn: torch.zeros(shape) for fqn, shape in shapes(TINY).items()}
+        try:
+            load_initial(str(by_rank[dist.get_rank()]), parameters, lambda parameter: (parameter, (0,) * parameter.dim()))
+            found.append(parameters)
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+@UNTIED_ONLY
+def test_all_ranks_start_from_the_same_weights_or_none_does(step, folder, expected, tmp_path):
+    damaged = shutil.copytree(step, tmp_path / "damaged")
+    flip(damaged / "__0_0.distcp")  # which the second rank compares
+    run, later = tmp_path / "run", tmp_path / "later"
+    shutil.copytree(step, run / "step-1")
+    shutil.copytree(step, later / "step-2")  # the run, a moment later
+    paths = [(step, step), (folder, folder), (damaged, damaged), (run, later)]
+    for loaded, exported, altered, differing in run_ranks(2, initial_weights, paths):
+        assert all(torch.equal(loaded[fqn], tensor.float()) for fqn, tensor in expected.items())
+        assert all(torch.equal(exported[fqn], tensor.float()) for fqn, tensor in expected.items())
+        assert "damaged: __0_0.distcp was altered: its SHA-256 is not the one in manifest.json" in altered
+        assert f"ranks see different newest steps in it, {run}/step-1 and {later}/step-2" in differing
