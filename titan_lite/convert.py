@@ -53,9 +53,11 @@ def write_step(folder: Path, weights: Weights, dtype: torch.dtype | None = None)
     with _whole(folder, sum(tensor.nbytes for tensor in planned.values())) as unfinished:
         with warnings.catch_warnings():  # that it is for one process
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            writer = tensor_files.Writer(unfinished)
+            writer.per_thread_copy_ahead = 0  # beside a GPU, too, a tensor is asked for when the one before is written
             dcp.save(
                 planned,
-                storage_writer=tensor_files.Writer(unfinished),
+                storage_writer=writer,
                 planner=tensor_files.FromHost(_AsRead(weights, dtypes)),
                 no_dist=True,
             )
@@ -64,14 +66,17 @@ def write_step(folder: Path, weights: Weights, dtype: torch.dtype | None = None)
 
 
 class _AsRead(Mapping[str, Tensor]):
-    """{"model.FQN": tensor}, each read when it is asked for, so that the writer never has two."""
+    """{"model.FQN": tensor}, each read when it is asked for, and emptied when the next is, as torch keeps what it has written."""
 
     def __init__(self, weights: Weights, dtypes: Mapping[str, torch.dtype]):
         self.weights, self.dtypes = weights, dtypes
+        self.last = torch.empty(0)
 
     def __getitem__(self, name: str) -> Tensor:
         fqn = name.removeprefix("model.")
-        return self.weights.read(fqn).to(self.dtypes[fqn])
+        self.last.untyped_storage().resize_(0)
+        self.last = self.weights.read(fqn).to(self.dtypes[fqn], copy=True)  # what is mapped from a file cannot be emptied
+        return self.last
 
     def __iter__(self) -> Iterator[str]:
         return (f"model.{fqn}" for fqn in self.dtypes)
