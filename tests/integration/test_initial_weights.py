@@ -41,25 +41,28 @@ def folder(tmp_path_factory):
 
 
 @torch.no_grad()
-def their_loss(folder, split):
-    """Of transformers, on the first global batch."""
+def their_losses(folder):
+    """Of transformers, on the first global batch of training and of validation."""
     import transformers
 
     config, _ = load_config(DEBUG, SHORT)
-    loader = build_loader(
-        dataclasses.replace(config.data, num_workers=0),
-        load_tokenizer(config.model.tokenizer_path),
-        split=split,
-        rows=4,
-        batch_size=4,
-        seq_len=64,
-        dp_rank=0,
-        dp_degree=1,
-        seed=config.debug.seed,
-    )
-    input, label = next(loader)
-    logits = transformers.AutoModelForCausalLM.from_pretrained(folder)(input).logits
-    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), label.flatten(), ignore_index=IGNORE_INDEX))
+    model, losses = transformers.AutoModelForCausalLM.from_pretrained(folder), []
+    for split in ("train", "validation"):
+        loader = build_loader(
+            dataclasses.replace(config.data, num_workers=0),
+            load_tokenizer(config.model.tokenizer_path),
+            split=split,
+            rows=4,
+            batch_size=4,
+            seq_len=64,
+            dp_rank=0,
+            dp_degree=1,
+            seed=config.debug.seed,
+        )
+        input, label = next(loader)
+        logits = model(input).logits
+        losses.append(float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), label.flatten(), ignore_index=IGNORE_INDEX)))
+    return losses
 
 
 def test_a_run_goes_on_from_transformers_weights_and_transformers_from_the_runs(folder, tmp_path, capsys):
@@ -68,12 +71,11 @@ def test_a_run_goes_on_from_transformers_weights_and_transformers_from_the_runs(
     assert result.returncode == 0
     assert f"weights from {folder}, a Hugging Face folder in float32" in result.stdout
     metrics = read_metrics(run / "metrics.jsonl")
-    assert metrics[0]["validation_loss"] == pytest.approx(their_loss(folder, "validation"), rel=1e-5)
-    assert metrics[1]["loss"] == pytest.approx(their_loss(folder, "train"), rel=1e-5)
+    assert [metrics[1]["loss"], metrics[0]["validation_loss"]] == pytest.approx(their_losses(folder), rel=1e-5)
     assert metrics[1]["validation_loss"] < metrics[0]["validation_loss"] - 1e-3
 
     assert convert.main([str(run), str(tmp_path / "exported")]) == 0
-    assert metrics[1]["validation_loss"] == pytest.approx(their_loss(tmp_path / "exported", "validation"), rel=1e-5)
+    assert metrics[1]["validation_loss"] == pytest.approx(their_losses(tmp_path / "exported")[1], rel=1e-5)
     # The recipe's tokenizer went along.
     import transformers
 
@@ -114,8 +116,7 @@ def test_every_layout_starts_from_the_same_weights(folder, tmp_path, ranks, layo
     assert torchrun(ranks, DEBUG, tmp_path / "run", *options).returncode == 0
     metrics = read_metrics(tmp_path / "run/metrics.jsonl")
     if ranks != 3:  # of which the first global batch is another
-        assert metrics[0]["validation_loss"] == pytest.approx(their_loss(folder, "validation"), rel=1e-5)
-        assert metrics[1]["loss"] == pytest.approx(their_loss(folder, "train"), rel=1e-5)
+        assert [metrics[1]["loss"], metrics[0]["validation_loss"]] == pytest.approx(their_losses(folder), rel=1e-5)
     # What is saved again with a learning rate of nothing is what was there, to the bit.
     options += ["--optimizer.lr=1e-30", "--optimizer.weight_decay=0"]
     assert torchrun(ranks, DEBUG, tmp_path / "still", *options).returncode == 0
