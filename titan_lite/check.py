@@ -83,8 +83,9 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
     checkpointer = Checkpointer(config.checkpoint, Path(config.job.dump_folder))
     step = checkpointer.step_to_load()
     if step is not None:
-        differences = compare(checkpointer.read_state(step), describe_run(config, degrees, tokenizer))
-        refuse(differences, checkpointer.path_of(step), config.checkpoint)
+        state = checkpointer.read_state(step)
+        differences = compare(state, describe_run(config, degrees, tokenizer))
+        refuse(differences, checkpointer.path_of(step), config.checkpoint, done=state["step"] >= config.training.steps)
     path = config.checkpoint.initial_load_path
     if path and step is None:
         check_fit(open_weights(path, "checkpoint.initial_load_path"), flavor, "checkpoint.initial_load_path")
@@ -130,14 +131,15 @@ def explain_resume(config: Config, world_size: int) -> None:
     for other in checkpointer.present():
         if fault := checkpointer.fault(other):
             print(f"step-{other} cannot be loaded: {fault}")
-    print(f"{checkpointer.folder}/step-{step} is loaded, {why} of {', '.join(map(str, checkpointer.steps()))}")
+    of = ", ".join(map(str, checkpointer.steps()))
+    print(f"{checkpointer.folder}/step-{step} is loaded, {why} of {of}, if every byte of its tensors is as it was saved")
     check_flavor(config.model.flavor)
     degrees = resolve_degrees(config.parallelism, world_size)
     state = checkpointer.read_state(step)
     now = describe_run(config, degrees, load_tokenizer(config.model.tokenizer_path), git_revision())
     differences = compare(state, now)
     print("\n".join((position(state), *explain(differences, state, now))))
-    refuse(differences, checkpointer.path_of(step), config.checkpoint)
+    refuse(differences, checkpointer.path_of(step), config.checkpoint, done=state["step"] >= config.training.steps)
 
 
 def check_flavor(flavor: str) -> None:

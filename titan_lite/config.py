@@ -628,6 +628,8 @@ def _check_value(key: str, value: Any, place: str) -> Any:
     rule = field.metadata
     if isinstance(value, str) and not value.isascii() and value.encode(errors="ignore").decode() != value:
         raise ConfigError(f"{wrong}: not valid UTF-8, which a recipe is; such as {name} = {_toml_value(field.default)}")
+    if isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{wrong}: has a NUL character; such as {name} = {_toml_value(field.default)}")
     words = value if isinstance(value, tuple) else (value,)
     unknown = [word for word in words if word not in rule["choices"]]
     if rule["choices"] and unknown:

@@ -66,13 +66,17 @@ def read(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
         raise Damaged(f"{NAME}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise error if isinstance(error, Damaged) else Damaged(f"{NAME} is no manifest: {error}") from None
-    if not isinstance(files, dict) or any(Path(name).name != name for name in files):
+    if not isinstance(files, dict) or not all(_is_entry(name, entry) for name, entry in files.items()):
         raise Damaged(f"{NAME} is no manifest: it lists no files of this folder")
     if text != _text(written, files):
         raise Damaged(f"{NAME} was altered: its SHA-256 is not the one in it")
     if step is not None and written != step:
         raise Damaged(f"{NAME} is of step {written}")
     return files
+
+
+def _is_entry(name: str, entry: Any) -> bool:
+    return Path(name).name == name and name.isprintable() and isinstance(entry, dict) and entry.keys() == {"sha256", "size"}
 
 
 def check_sizes(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:

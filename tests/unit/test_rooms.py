@@ -38,7 +38,7 @@ ROOMS = {
     "lr_scheduler": PART,
     "metrics": (*PART, "matplotlib", "tqdm"),
     "profiling": PART,
-    "checkpoint": (*PART, "titan_lite.manifest", "titan_lite.tensor_files"),
+    "checkpoint": (*PART, "titan_lite.manifest", "titan_lite.tensor_files", "titan_lite.watchdog"),
     "manifest": (),
     "tensor_files": ("torch", "titan_lite.manifest"),
     "resume": ("titan_lite.config", "titan_lite.lr_scheduler"),
