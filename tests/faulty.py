@@ -76,7 +76,7 @@ def before_layer(layer, step, function):
         for model in self.stages:
             if str(int(layer)) in model.layers:
                 model.layers[str(int(layer))].register_forward_pre_hook(hook)
-        run(self)
+        return run(self)
 
     run, trainer.Trainer.loop = trainer.Trainer.loop, loop
 

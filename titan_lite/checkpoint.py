@@ -22,6 +22,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -35,9 +36,11 @@ from titan_lite import manifest, tensor_files
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.logging import logger
 from titan_lite.manifest import Damaged
+from titan_lite.watchdog import is_communication
 
 T = TypeVar("T")
 GROUP = "checkpoint"  # what the process group of saves is called; its time limit is its own
+SMALL = (tensor_files.NAME, "state.json")  # which are read before a process group is there to compare the others
 LIMIT = datetime.timedelta(hours=1)  # for one phase of a save, beside which training goes on
 
 
@@ -83,9 +86,10 @@ class Checkpointer:
                 f'checkpoint.folder = "{self.config.folder}": {self.folder} is in use by {holder}; end that run, or name another '
                 "job.dump_folder"
             ) from None
-        self.locked.truncate(0)
-        self.locked.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self.locked.flush()
+        with suppress(OSError):  # a full disk, for which there is a limit to what is written: a second run is told less
+            self.locked.truncate(0)
+            self.locked.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            self.locked.flush()
         self._remove_leftovers()
 
     # What there is to load
@@ -95,23 +99,32 @@ class Checkpointer:
 
     def present(self) -> list[int]:
         """The steps that have a folder, whole or not, oldest first."""
-        names = [path.name for path in self.folder.glob("step-*")]
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            names = []
+        except OSError as error:  # of which a new run must not come
+            wrong = f'checkpoint.folder = "{self.config.folder}": {self.folder} cannot be read: {error.strerror}'
+            raise ConfigError(f"{wrong}; a folder that can be would work") from None
         return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-(0|[1-9]\d*)", name))
 
     def steps(self) -> list[int]:
-        """The steps that can be loaded, as far as names and sizes of files tell, oldest first. For one rank or all."""
+        """The steps that can be loaded, as far as `fault` tells, oldest first. For one rank or all."""
         return [step for step in self.present() if not self.fault(step)]
 
     def fault(self, step: int) -> str:
-        """Why a step cannot be loaded, by names and sizes of its files; empty: it can. For one rank or all."""
+        """Why a step cannot be loaded, by names and sizes of its files and what the small ones say; empty: it can. For one rank
+        or all."""
+        path = self.path_of(step)
         try:
-            manifest.check_sizes(self.path_of(step), step)
+            files = manifest.check_sizes(path, step)
+            manifest.check_bytes(path, {name: files[name] for name in SMALL if name in files})
         except Damaged as error:
             return str(error)
         return ""
 
     def step_to_load(self, damaged: Mapping[int, str] | None = None) -> int | None:
-        """The step a run starts from, by names and sizes of files, and not among the `damaged` ones; None: from the beginning.
+        """The step a run starts from, as far as `fault` tells, and not among the `damaged` ones; None: from the beginning.
 
         Needs no process group. Raises ConfigError.
         """
@@ -138,6 +151,8 @@ class Checkpointer:
         if wanted not in whole:
             why = f"is not whole: {faults[wanted]}" if wanted in faults else f"there is no such step in {self.folder}"
             raise ConfigError(f"checkpoint.load_step = {wanted}: {why}; {have}; -1 takes the newest")
+        if wanted != whole[-1] and self.read_state(whole[-1]).get("recipe", {}).get("checkpoint", {}).get("load_step") == wanted:
+            return whole[-1]  # the same command again, which has come so far since
         if wanted != whole[-1]:
             raise ConfigError(
                 f"checkpoint.load_step = {wanted}: {self.folder} has newer steps, up to {whole[-1]}, which this run would meet; "
@@ -251,6 +266,7 @@ class Checkpointer:
         if self.config.async_mode == "disabled":
             self._save(step, tensors, {name: tensor_files.local_part(tensor) for name, tensor in tensors.items()}, state)
             self._settle()
+            self._gather(None)  # until rank 0 has deleted older steps, which the limit of a training step is not for
         else:
             copies = self._copy(tensors)
             # No daemon: where the run ends by an error of its own, the process still waits for the step to be whole.
@@ -274,7 +290,7 @@ class Checkpointer:
 
     def _settle(self) -> None:
         failure, self.failure = self.failure, None
-        if failure is not None and self.config.on_failure == "stop":
+        if failure is not None and (self.config.on_failure == "stop" or is_communication(failure)):
             raise failure
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -299,9 +315,11 @@ class Checkpointer:
             self._commit(step, unfinished, tensors, copies, state)
         except (Exception, CheckpointException) as error:
             self.failure = CheckpointError(f"step {step} was not saved in {self.folder}: {_reasons(error)}")
+            self.failure.__cause__ = error
             if dist.get_rank() == 0:
-                goes_on = '; the run goes on (checkpoint.on_failure = "continue")' if self.config.on_failure == "continue" else ""
-                logger.warning(f"NOTHING WAS SAVED: {self.failure}{goes_on}")
+                goes_on = self.config.on_failure == "continue" and not is_communication(error)
+                then = '; the run goes on (checkpoint.on_failure = "continue")' if goes_on else ""
+                logger.warning(f"NOTHING WAS SAVED: {self.failure}{then}")
                 shutil.rmtree(unfinished, ignore_errors=True)
         else:
             self.newest = step

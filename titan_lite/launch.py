@@ -72,11 +72,11 @@ def main(arguments: Sequence[str]) -> int:
             return list(self._pcontext.pids().values()) if self._pcontext else []
 
         def signal_processes(self) -> None:
-            name = signal.Signals(asked[0]).name
-            tell(f"titan_lite: {name}: stopping at the end of the step; at the start that may be after compiling")
             for pid in self.processes():
                 with suppress(ProcessLookupError):
                     os.kill(pid, asked[0])
+            name = signal.Signals(asked[0]).name
+            tell(f"titan_lite: {name}: stopping at the end of the step; at the start that may be after compiling")
 
         def _initialize_workers(self, worker_group: WorkerGroup) -> None:
             if asked:

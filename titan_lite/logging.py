@@ -7,6 +7,7 @@ logger.info("step 1")
 import logging
 import os
 import sys
+from typing import TextIO
 
 logger = logging.getLogger("titan_lite")
 
@@ -20,10 +21,10 @@ def log_ranks(world_size: int) -> set[int]:
     return {int(rank) for rank in ranks}
 
 
-def init_logging(rank: int, world_size: int) -> None:
+def init_logging(rank: int, world_size: int, stream: TextIO | None = None) -> None:
     """Warnings and errors are shown on every rank, the rest on the ranks of LOG_RANK. Raises ValueError."""
     ranks = log_ranks(world_size)
-    handler = logging.StreamHandler(sys.stdout)
+    handler = logging.StreamHandler(stream or sys.stdout)
     name = "" if ranks == {0} and rank == 0 else f"[rank {rank}] "
     handler.setFormatter(logging.Formatter(f"%(asctime)s {name}%(message)s", datefmt="%H:%M:%S"))
     logger.handlers[:] = [handler]

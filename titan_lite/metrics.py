@@ -48,7 +48,7 @@ class Metrics:
 
     def __init__(self, config: MetricsConfig, dump_folder: Path, *, writes: bool, first_step: int, total_steps: int):
         self.config, self.dump_folder, self.writes = config, dump_folder, writes
-        self.start = time.perf_counter()
+        self.start, self.lost = time.perf_counter(), False
         on_terminal = config.enable_color and sys.stdout.isatty()
         self.colour = on_terminal
         self.bar = None
@@ -56,11 +56,11 @@ class Metrics:
         if not writes:
             return
         path = dump_folder / "metrics.jsonl"
-        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        before = path.exists() and path.stat().st_size > 0
         self.file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the run
         if before:
-            self.file.write("" if before.endswith("\n") else "\n")  # a run that was killed may leave half a line
-            self._write({"resumed_from": first_step})
+            # A run that was killed may leave half a line.
+            self._write({"resumed_from": first_step}, "" if path.read_bytes().endswith(b"\n") else "\n")
         if config.enable_tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
 
@@ -90,22 +90,38 @@ class Metrics:
         # JSON has no NaN; a reader of the file should not need a parser that does
         self._write({"step": step, **{k: v if math.isfinite(v) else None for k, v in values.items()}, "time": self._elapsed()})
         if self.tensorboard is not None:
-            for name, value in values.items():
-                self.tensorboard.add_scalar(name, value, step)
+            try:
+                for name, value in values.items():
+                    self.tensorboard.add_scalar(name, value, step)
+            except OSError as error:
+                self._lose(error)
+                self.tensorboard = None
 
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
-        if self.tensorboard is not None:
-            self.tensorboard.close()
-        if self.writes:
-            self.file.close()
+        try:
+            if self.tensorboard is not None:
+                self.tensorboard.close()
+            if self.writes:
+                self.file.close()
+        except OSError as error:
+            self._lose(error)
 
     def _elapsed(self) -> float:
         return round(time.perf_counter() - self.start, 3)
 
-    def _write(self, entry: Mapping[str, object]) -> None:
-        self.file.write(json.dumps(entry) + "\n")
+    def _write(self, entry: Mapping[str, object], before: str = "") -> None:
+        try:
+            self.file.write(before + json.dumps(entry) + "\n")
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
+        """No figure is worth the run; that some are lost is said once."""
+        if not self.lost:
+            logger.warning(f"METRICS ARE LOST, the run goes on: {self.dump_folder} cannot be written: {error}")
+        self.lost = True
 
     def _say(self, line: str) -> None:
         if self.bar is not None:
@@ -124,12 +140,17 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """metrics.jsonl -> {step: values}, of each step what the last run that did it wrote. A torn last line is left out."""
+    """metrics.jsonl -> {step: values}, of each step what the last run that did it wrote.
+
+    What is no entry, as a torn last line, is left out.
+    """
     result: dict[int, dict[str, float]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(entry, dict):
             continue
         if "resumed_from" in entry:
             result = {step: values for step, values in result.items() if step <= entry["resumed_from"]}

@@ -1,7 +1,7 @@
 """Whether a run that torchrun has started again gets any further: `restarts.json` in the dump folder.
 
     restarts = Restarts(dump_folder)
-    restarts.check()          # RepeatedFault: the two attempts before ended in the same step
+    restarts.check()          # RepeatedFault: the last two attempts that began a step ended in the same one
     restarts.begin(13)        # rank 0, at the start of every step
 
 It holds the last step that each attempt began, {"0": 13, "1": 13}, and so outlives a process that is killed. Written only where
@@ -34,25 +34,29 @@ class Restarts:
                 with suppress(OSError):  # that there is none, or no such folder, which is told elsewhere
                     self.path.unlink()
             return
-        last, before = self.steps.get(str(self.attempt - 1)), self.steps.get(str(self.attempt - 2))
+        last = self.steps.get(str(self.attempt - 1))
         logger.info(
             f"restart {self.attempt} of {self.most}: the attempt before ended "
             + ("before its first step" if last is None else f"in step {last}")
         )
-        if last is not None and last == before:
+        # Those that began a step: an attempt that did not, is no news of the fault.
+        begun = [self.steps[str(attempt)] for attempt in range(self.attempt) if str(attempt) in self.steps]
+        if len(begun) > 1 and begun[-1] == begun[-2]:
             raise RepeatedFault(
-                f"step {last} failed twice in a row, the second time after a restart, so there is no further one; "
+                f"step {begun[-1]} failed twice in a row, the second time after a restart, so there is no further one; "
                 "the cause is told above"
             )
 
     def _read(self) -> dict[str, int]:
         try:
             return {str(attempt): int(step) for attempt, step in json.loads(self.path.read_text()).items()}
-        except (OSError, ValueError, AttributeError, TypeError):
-            return {}  # no attempt came to its first step, or the last one died while it wrote
+        except (OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError):
+            return {}  # no attempt came to its first step
 
     def begin(self, step: int) -> None:
         if self.most:
             self.steps[str(self.attempt)] = step
+            new = self.path.with_name("restarts.json.new")
             with suppress(OSError):  # on a full disk the run can go on
-                self.path.write_text(json.dumps(self.steps) + "\n")
+                new.write_text(json.dumps(self.steps) + "\n")
+                new.replace(self.path)

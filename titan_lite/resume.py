@@ -115,7 +115,7 @@ class Difference:
 
 def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[Difference]:
     """What differs between a step's state.json and this run: keys of the recipe, then FACTS. Raises ConfigError."""
-    if not {"recipe", "run", "tensors"} <= state.keys():
+    if not {"recipe", "run", "tensors"} <= state.keys() or not {"data", "optimizer", "lr_scheduler"} <= state["recipe"].keys():
         raise ConfigError(
             "checkpoint.folder: state.json of the step does not say by what recipe it was made (recipe, run, tensors); "
             "a step that titan_lite saved, or another job.dump_folder, would work"
@@ -150,12 +150,15 @@ def consequence_of(key: str, changed_facts: set[str] | frozenset[str] = frozense
     return CONSEQUENCES[key] if key in CONSEQUENCES else CONSEQUENCES[key.partition(".")[0]]
 
 
-def refuse(differences: Sequence[Difference], where: Path | str, config: Checkpoint) -> None:
-    """Raises ConfigError for the differences that cannot work, or that the recipe does not accept."""
+def refuse(differences: Sequence[Difference], where: Path | str, config: Checkpoint, *, done: bool = False) -> None:
+    """Raises ConfigError for the differences that cannot work, or that the recipe does not accept.
+
+    done: the step is the run's last, after which no optimizer is asked for.
+    """
     for consequence in (CANNOT, *ACCEPTED_BY):
         texts = [difference.text for difference in differences if difference.consequence == consequence]
         key, effect = ACCEPTED_BY.get(consequence, ("", ""))
-        if not texts or (key and getattr(config, key)):
+        if not texts or (key and getattr(config, key)) or (done and consequence == FRESH):
             continue
         if len(texts) > 3:
             texts[3:] = [f"and {len(texts) - 3} more, which --checkpoint.explain lists"]

@@ -19,6 +19,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType
 
 FAILED, WRONG_INPUT, REPEATED, STOPPED = 1, 2, 3, 75
@@ -57,7 +58,8 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 def tell(line: str) -> None:
     """A line on standard error. A signal may come in the middle of another line, where print and logging must not be called."""
-    os.write(2, f"{line}\n".encode())
+    with suppress(OSError):  # of a terminal or a pipe that is gone
+        os.write(2, f"{line}\n".encode())
 
 
 def reason(names: Sequence[str]) -> str:

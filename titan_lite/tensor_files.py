@@ -4,8 +4,8 @@
     dcp.load(tensors, storage_reader=Reader(folder, metadata))
     dcp.save(tensors, storage_writer=Writer(folder), planner=FromHost(copies))
 
-`.metadata` is a pickle, and a pickle can call anything. The unpickler of torch 2.11 to 2.13 would let it; so would theirs of
-entries that are no tensors, which are refused here.
+`.metadata` is a pickle, and a pickle can call anything, and set attributes of what it is given, classes too. The unpickler of
+torch 2.11 to 2.13 would let it; so would theirs of entries that are no tensors, which are refused here.
 """
 
 import math
@@ -13,8 +13,8 @@ import pickle
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path, PosixPath
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,6 @@ from titan_lite.manifest import Damaged
 
 NAME = ".metadata"
 _CLASSES = (
-    _MEM_FORMAT_ENCODING,
     _StorageInfo,
     ChunkStorageMetadata,
     Metadata,
@@ -46,30 +45,47 @@ _CLASSES = (
     TensorProperties,
     TensorStorageMetadata,
 )
+_DTYPES = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
-def _member(kind: Any, name: str) -> Any:
-    if kind is not _MEM_FORMAT_ENCODING:
-        raise Damaged(f"{NAME} asks for builtins.getattr of {kind}, which DCP does not write for tensors")
-    return _MEM_FORMAT_ENCODING[name]
+def _admitted() -> dict[tuple[str, str], Any]:
+    """What a file may ask for, made for it alone: subclasses and functions that nobody else has."""
 
+    def memory_format(value: int) -> Any:
+        return _MEM_FORMAT_ENCODING(value)
 
-ADMITTED: dict[tuple[str, str], Any] = {
-    **{(kind.__module__, kind.__qualname__): kind for kind in _CLASSES},
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _get_layout,  # torch.strided by its name, from a table
-    ("pathlib", "PosixPath"): PosixPath,  # the folder that it was written into
-    ("pathlib._local", "PosixPath"): PosixPath,  # from Python 3.13 on
-    ("builtins", "getattr"): _member,  # as which Python up to 3.11.3 writes what is of an enumeration
-    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
-}
+    def member(kind: Any, name: str) -> Any:  # as which Python up to 3.11.3 writes what is of an enumeration
+        if kind is not memory_format:
+            raise Damaged(f"{NAME} asks for builtins.getattr of {kind}, which DCP does not write for tensors")
+        return _MEM_FORMAT_ENCODING[name]
+
+    def layout(name: str) -> Any:  # torch.strided by its name, from a table
+        return _get_layout(name)
+
+    def folder(*parts: str) -> None:  # that it was written into
+        return None
+
+    return {
+        **_DTYPES,
+        **{(kind.__module__, kind.__qualname__): type(kind.__name__, (kind,), {}) for kind in _CLASSES},
+        (_MEM_FORMAT_ENCODING.__module__, _MEM_FORMAT_ENCODING.__qualname__): memory_format,
+        ("torch", "Size"): torch.Size,
+        ("torch.serialization", "_get_layout"): layout,
+        ("pathlib", "PosixPath"): folder,
+        ("pathlib._local", "PosixPath"): folder,  # from Python 3.13 on
+        ("builtins", "getattr"): member,
+    }
 
 
 class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: IO[bytes]):
+        super().__init__(file)
+        self.admitted = _admitted()
+
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in ADMITTED:
+        if (module, name) not in self.admitted:
             raise Damaged(f"{NAME} asks for {module}.{name}, which may run code and which DCP does not write for tensors")
-        return ADMITTED[module, name]
+        return self.admitted[module, name]
 
 
 def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
@@ -85,6 +101,9 @@ def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
             if place.relative_path not in files or place.transform_descriptors:
                 raise Damaged(f"{NAME} has a tensor in {place.relative_path}, which is not of this step")
         metadata.storage_meta = StorageMeta()
+        # By the class itself, whose instances are equal to no subclass's.
+        places = metadata.storage_data.items()
+        metadata.storage_data = {MetadataIndex(index.fqn, index.offset, index.index): place for index, place in places}
     except Damaged:
         raise
     except Exception as error:  # what a pickle of arbitrary bytes raises

@@ -52,6 +52,7 @@ from titan_lite.resume import compare, explain, git_revision, refuse, restarts_d
 from titan_lite.spikes import SpikeGuard
 from titan_lite.stragglers import Stragglers
 from titan_lite.watchdog import PATIENCE, Watchdog
+from titan_lite.weights import load_initial
 
 DeviceBatch = tuple[Tensor, Tensor, Tensor | None]  # input, label and, with training.mask_documents, begins (models/llama3.py)
 
@@ -176,7 +177,11 @@ class Trainer:
         if self.rank == 0:
             self.dump_folder.mkdir(parents=True, exist_ok=True)
             saved = dataclasses.replace(config, job=dataclasses.replace(config.job, dump_folder=str(self.dump_folder.resolve())))
-            (self.dump_folder / "config.toml").write_text(to_toml(saved), encoding="utf-8")
+            try:
+                (self.dump_folder / "config.toml").write_text(to_toml(saved), encoding="utf-8")
+            except OSError as error:
+                wrong = f'job.dump_folder = "{config.job.dump_folder}": {error.strerror}: {error.filename}'
+                raise ConfigError(f"{wrong}; a folder that can be written would work") from None
         dist.barrier()
         self.metrics = Metrics(
             config.metrics,
@@ -268,6 +273,8 @@ class Trainer:
                 if self.rank == 0:
                     self.restarts.begin(self.step)
                 self.watchdog.beat(f"step {self.step}")
+                last = self.step == config.training.steps
+                self.validation_due = config.validation.enable and (self.step % config.validation.freq == 0 or last)
                 if self.step % config.training.gc_freq == 0:
                     gc.collect(1)
                 with self.trial.step() if trying and self.trial else nullcontext():
@@ -277,25 +284,28 @@ class Trainer:
                     self.validated = self.validated and self.trial is None
                     self.show_receipts()
                     self.watchdog.enter(f"step {self.step}", "train_timeout_seconds")  # what takes longer now is no compilation
-                last = self.step == config.training.steps
                 if self.step % config.metrics.log_freq == 0 or last:
                     self.log(loss, grad_norm, lr)
                 self.metrics.advance()
                 profiler.step()
-                self.validation_due = config.validation.enable and (self.step % config.validation.freq == 0 or last)
                 if self.validation_due and not self.stopping:
                     self.validate()
                 if config.checkpoint.enable and (self.step % config.checkpoint.interval == 0 or last or self.stopping):
-                    self.save(last)
+                    self.save(last and not self.unfinished)
                     self.asked_to_stop()
                 self.checkpointer.poll()
         with self.watchdog.within("save", "init_timeout_seconds"):
             self.checkpointer.wait()
-        if self.stopping and (self.step < config.training.steps or self.validation_due):
+        if self.stopping and self.unfinished:
             self.metrics.close()
             return False
         self.finish()
         return True
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a run that stops here is to be started again."""
+        return self.step < self.config.training.steps or self.validation_due
 
     def train_step(self) -> tuple[float, float, float]:
         """One optimizer step; returns (loss, gradient norm, learning rate), the same on every rank."""
@@ -415,7 +425,8 @@ class Trainer:
         else:
             then = "saving, then exiting"
         if self.rank == 0:  # a warning, so wherever LOG_RANK points
-            logger.warning(f"{signals.reason(names)} at step {self.step}: {then} (code {signals.STOPPED})")
+            code = f" (code {signals.STOPPED})" if self.unfinished else ", as the run is done"
+            logger.warning(f"{signals.reason(names)} at step {self.step}: {then}{code}")
 
     def next_batch(self) -> DeviceBatch:
         started = time.perf_counter()
@@ -487,10 +498,13 @@ class Trainer:
         """Go on from the newest checkpoint, or from the one that checkpoint.load_step names; otherwise stay at the beginning."""
         step = self.checkpointer.verified_step() if self.config.checkpoint.enable else None
         if step is None:
+            load_initial(self.config.checkpoint.initial_load_path, self.parameters, shard_of)
             return
         state = self.checkpointer.read_state(step)
         differences = compare(state, self.described)
-        refuse(differences, self.checkpointer.path_of(step), self.config.checkpoint)
+        refuse(
+            differences, self.checkpointer.path_of(step), self.config.checkpoint, done=state["step"] >= self.config.training.steps
+        )
         for line in explain(differences, state, self.described):
             logger.info(line)
         held = {name: tensor for name, tensor in self.state_tensors().items() if name.partition(".")[0] in state["tensors"]}
@@ -520,10 +534,13 @@ class Trainer:
         """A summary and the loss picture; the processes part."""
         self.metrics.close()
         if self.rank == 0:
-            picture = draw_loss(self.dump_folder)
+            try:
+                picture = f"loss curve in {draw_loss(self.dump_folder)}"
+            except OSError as error:
+                picture = f"no loss curve, as {self.dump_folder} cannot be written: {error.strerror}"
             logger.info(
                 f"done: step {self.step}, {self.tokens_seen:,} tokens, {self.skipped_steps} steps skipped, "
-                f"peak memory {peak_memory_gib(self.device):.2f} GiB; loss curve in {picture}"
+                f"peak memory {peak_memory_gib(self.device):.2f} GiB; {picture}"
             )
 
 

@@ -94,7 +94,7 @@ class Watchdog:
         another one, in words; where none has told any, a verdict ends the process."""
         if self.store is None:
             return None
-        if not _is_communication(error):
+        if not is_communication(error):
             told = f"rank {self.rank} failed: {type(error).__name__}: {_first_line(error)}"
             _within(GONE, lambda: self.store.compare_set("cause", "", told))
             return None
@@ -198,9 +198,12 @@ class Watchdog:
         return json.loads(dump(entries, False) or "{}")
 
 
-def _is_communication(error: Exception) -> bool:
-    """Whether it is about another rank rather than this one. gloo's are plain RuntimeErrors."""
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
+def is_communication(error: BaseException | None) -> bool:
+    """Whether it, or what it came from, is about another rank rather than this one. gloo's are plain RuntimeErrors."""
+    if error is None:
+        return False
+    gloo = type(error) is RuntimeError and "gloo" in str(error)
+    return gloo or isinstance(error, dist.DistError) or is_communication(error.__cause__)
 
 
 def _first_line(error: Exception) -> str:

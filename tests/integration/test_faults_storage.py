@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from collections import namedtuple
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -129,14 +129,18 @@ def flip(path):
     path.write_bytes(content)
 
 
-def test_a_run_goes_on_from_the_step_before_an_altered_one_as_if_it_had_not_been(tmp_path):
+FILES = ["state.json", *(pytest.param(name, marks=pytest.mark.slow) for name in ("__0_0.distcp", ".metadata", "manifest.json"))]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_run_goes_on_from_the_step_before_an_altered_one_as_if_it_had_not_been(file, tmp_path):
     first = train(tmp_path, "--training.steps", "4", "--checkpoint.async_mode", "async")
     assert first.returncode == 0
     expected = read_metrics(tmp_path / "metrics.jsonl")
-    flip(tmp_path / "checkpoint/step-4/__0_0.distcp")
+    flip(tmp_path / "checkpoint/step-4" / file)
     again = train(tmp_path, "--training.steps", "4")
     assert again.returncode == 0
-    assert re.search(r"step-4 is not loaded: __0_0.distcp was altered: .*; set aside as invalid-step-4", again.stdout)
+    assert re.search(rf"step-4 is not loaded: {file} (was altered|is no manifest): .*; set aside as invalid-step-4", again.stdout)
     assert "step-2" in re.search(r"resumed from (\S+)", again.stdout)[1]
     found = read_metrics(tmp_path / "metrics.jsonl")
     for step in (3, 4):
@@ -162,6 +166,53 @@ def test_a_run_whose_disk_is_full_stops_or_goes_on_as_its_recipe_says(mode, on_f
             assert re.search(rf"NOTHING WAS SAVED: {reason}", result.stdout)
             assert re.search("NOTHING WAS SAVED: step 6", result.stdout)
         assert sorted(path.name for path in disk.iterdir()) == ["lock", "step-2"]
+
+
+@pytest.mark.slow
+def test_a_run_whose_whole_folder_is_on_a_full_disk_goes_on_as_its_recipe_says(tmp_path):
+    with file_system(tmp_path / "disk", int(1.5 * STEP) // 1024) as disk:
+        options = ["--training.steps", "30", "--lr_scheduler.total_steps", "30", "--checkpoint.on_failure", "continue"]
+        command = [sys.executable, "-m", "titan_lite.train", DEBUG, "--job.dump_folder", disk / "out", *SMALL, *options]
+        environment = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        said = ""
+        with subprocess.Popen(
+            [*map(str, command)],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process:
+            for line in process.stdout:
+                said += line
+                if "checkpoint written" in line:
+                    fill(disk / "another")
+        print(said)
+        assert process.returncode == 0
+        assert said.count("METRICS ARE LOST, the run goes on") == 1
+        assert "NOTHING WAS SAVED: step 30" in said
+        assert "no loss curve" in said
+        assert [path.name for path in (disk / "out/checkpoint").glob("*step*")] == ["step-2"]
+
+
+def fill(path):
+    with open(path, "wb", buffering=0) as file, suppress(OSError):
+        for size in (2**16, 2**10, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+
+
+@pytest.mark.slow
+def test_a_run_that_is_done_and_has_the_model_alone_has_nothing_to_do(tmp_path):
+    options = ["--checkpoint.last_save_model_only", "--lr_scheduler.total_steps", "12"]
+    assert train(tmp_path, *options).returncode == 0
+    again = train(tmp_path, *options)
+    assert again.returncode == 0
+    assert "nothing to do: step 6 is done" in again.stdout
+    longer = train(tmp_path, *options, "--training.steps", "8")
+    assert longer.returncode == 2
+    assert "the step has the model alone" in longer.stdout
 
 
 HOLDER = (

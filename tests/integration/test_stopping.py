@@ -173,6 +173,16 @@ def test_at_every_moment_it_stops_saved_and_goes_on_exactly(fault, saved, alone,
 
 
 @pytest.mark.slow
+def test_in_its_last_step_a_run_ends_as_it_would_have(tmp_path):
+    folder = tmp_path / "run"
+    run = launcher(folder, "--no-validation.enable", fault={"at": "step", "step": STEPS, "rank": 1, "signal": "SIGTERM"})
+    assert run.ended() == 0
+    assert f"SIGTERM received by rank 1 at step {STEPS}: saving, then exiting, as the run is done" in run.output
+    assert f"done: step {STEPS}" in run.output
+    assert steps(folder)[-1] == STEPS
+
+
+@pytest.mark.slow
 def test_while_it_compiles(alone, tmp_path):
     folder, compiled = tmp_path / "run", ["--compile.enable", "--compile.backend", "aot_eager"]
     run = launcher(folder, *compiled, fault={"at": "step", "step": 1, "rank": 0, "signal": "SIGTERM"})

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import namedtuple
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import pytest
 import torch
@@ -366,12 +366,54 @@ def test_of_metadata_of_python_3_11_2_getattr_names_a_memory_format_and_nothing_
             tensor_files.read_metadata(path.parent, FILES)
 
 
+CLASSES = (*tensor_files._CLASSES, tensor_files._MEM_FORMAT_ENCODING, torch.Size, PosixPath)
+
+
+def test_metadata_that_would_change_a_class_change_none(tmp_path):
+    """A pickle may set attributes of what it is given: here `rename` of a path, which a save ends with."""
+    save(tmp_path, 1)
+    step = tmp_path / "checkpoint/step-1"
+    before = {kind: dict(vars(kind)) for kind in CLASSES}
+    for kind in (*CLASSES, getattr):
+        name = f"c{kind.__module__}\n{kind.__qualname__}\n".encode()
+        path = b"cpathlib\nPosixPath\n"
+        (step / ".metadata").write_bytes(b"\x80\x02" + name + b"N}X\x06\0\0\0rename" + path + b"s\x86b.")
+        with pytest.raises(Damaged):
+            tensor_files.read_metadata(step, FILES)
+    assert before == {kind: dict(vars(kind)) for kind in CLASSES}
+
+
+@pytest.mark.parametrize(
+    "entry", [["a\0b", {"sha256": "", "size": 1}], ["\ud800", {"sha256": "", "size": 1}], ["a", {}], ["a", 5]]
+)
+def test_a_manifest_that_lists_no_files_is_named(entry, tmp_path):
+    steps_of = save(tmp_path, 1)
+    manifest.write(tmp_path / "checkpoint/step-1", 1, dict([entry]))
+    assert steps_of.fault(1) == "manifest.json is no manifest: it lists no files of this folder"
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_one_without_steps(tmp_path):
+    (tmp_path / "checkpoint").write_text("a file")
+    with pytest.raises(ConfigError, match=r"checkpoint cannot be read: Not a directory"):
+        of(tmp_path).step_to_load()
+
+
+def test_the_command_that_named_a_step_goes_on_from_a_newer_one_of_its_own(tmp_path):
+    for step in (1, 2):
+        save(tmp_path, step)
+    with pytest.raises(ConfigError, match="has newer steps, up to 2"):
+        of(tmp_path, load_step=1).step_to_load()
+    steps_of = of(tmp_path)
+    steps_of.save(3, tensors(3), {"step": 3, "recipe": {"checkpoint": {"load_step": 1}}})
+    assert of(tmp_path, load_step=1).step_to_load() == 3
+
+
 @pytest.mark.parametrize("zipped", [True, False])
 def test_tensors_that_would_run_code_are_named_though_everything_fits(zipped, tmp_path):
     steps_of = save(tmp_path, 1)
     step = tmp_path / "checkpoint/step-1"
     torch.save(Payload(tmp_path / "mark"), step / "__0_0.distcp", _use_new_zipfile_serialization=zipped)
-    metadata = tensor_files.read_metadata(step, FILES)
+    metadata = pickle.loads((step / ".metadata").read_bytes())
     for place in metadata.storage_data.values():
         place.offset, place.length = 0, (step / "__0_0.distcp").stat().st_size
     (step / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -405,7 +447,7 @@ def transformed(metadata):
 def test_metadata_of_anything_but_tensors_in_this_folder_are_named(change, words, tmp_path):
     save(tmp_path, 1)
     step = tmp_path / "checkpoint/step-1"
-    metadata = tensor_files.read_metadata(step, FILES)
+    metadata = pickle.loads((step / ".metadata").read_bytes())
     change(metadata)
     (step / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(Damaged, match=r"^\.metadata " + words):

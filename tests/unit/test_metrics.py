@@ -159,6 +159,26 @@ def test_a_torn_last_line_is_left_out(torn, run):
     assert read_metrics(folder / "metrics.jsonl").keys() == {10}
 
 
+@pytest.mark.parametrize("line", [b"\xff\xfe", b"5", b"[1]", b"[" * 10**5, b'{"step"'])
+def test_a_line_that_is_no_entry_is_left_out(line, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 2.0}\n' + line + b'\n{"step": 2, "loss": 1.0}\n' + line)
+    assert list(read_metrics(path)) == [1, 2]
+    Metrics(PLAIN, tmp_path, writes=True, first_step=2, total_steps=3).close()
+    assert list(read_metrics(path)) == [1, 2]
+    assert path.read_bytes().endswith(b'\n{"resumed_from": 2}\n')
+
+
+def test_a_full_disk_costs_figures_and_not_the_run(tmp_path, said):
+    metrics = Metrics(PLAIN, tmp_path, writes=True, first_step=0, total_steps=3)
+    metrics.file.close()
+    metrics.file = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+    for step in (1, 2):
+        metrics.log(step, VALUES)
+    metrics.close()
+    assert said.text.count("METRICS ARE LOST, the run goes on") == 1
+
+
 def test_a_run_resumed_after_a_torn_line_is_read_in_full(run):
     folder = run({10: {"loss": 1.0}, 20: {"loss": 2.0}})
     with open(folder / "metrics.jsonl", "a") as file:

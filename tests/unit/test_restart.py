@@ -26,6 +26,15 @@ def test_the_same_step_twice_is_enough(attempt):
         attempt(2)
 
 
+def test_an_attempt_that_did_not_come_to_a_step_is_no_news(attempt):
+    attempt(0, 1, 2, 3)
+    attempt(1)
+    attempt(2, 3)
+    for number in (3, 4):  # torchrun itself goes on with what the launcher would end
+        with pytest.raises(RepeatedFault, match="step 3 failed twice in a row"):
+            attempt(number)
+
+
 def test_a_run_that_gets_further_or_not_so_far_is_restarted(attempt):
     attempt(0, 1, 2, 3)
     attempt(1, 2, 3, 4)
@@ -48,7 +57,7 @@ def test_without_restarts_nothing_is_written(attempt, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("text", ["", '{"0": 3, "1"', "[3, 3]", '{"0": null, "1": 3}'])
+@pytest.mark.parametrize("text", ["", '{"0": 3, "1"', "[3, 3]", '{"0": null, "1": 3}', '{"0": Infinity}', "[" * 10**5])
 def test_a_torn_file_says_nothing(text, attempt, tmp_path):
     (tmp_path / "restarts.json").write_text(text)
     attempt(2)

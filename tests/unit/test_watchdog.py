@@ -34,7 +34,7 @@ def test_one_rank_alone_has_no_threads_and_tells_nobody():
     ],
 )
 def test_errors_of_communication_are_told_from_others(error, is_one):
-    assert watchdog._is_communication(error) == is_one
+    assert watchdog.is_communication(error) == is_one
 
 
 def test_of_an_error_the_line_that_tells_is_kept():
