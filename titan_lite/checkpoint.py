@@ -206,19 +206,21 @@ class Checkpointer:
         return ""
 
     def _set_aside(self, step: int, damaged: Mapping[int, str]) -> None:
-        """Newer steps get another name: they are not loaded, and the run would meet them."""
+        """Newer steps get another name: they are not loaded, and the run would meet them. Of older ones it is said what is wrong."""
         error = ""
-        for newer in self.present() if dist.get_rank() == 0 else ():
-            if newer <= step:
+        for other in self.present() if dist.get_rank() == 0 else ():
+            fault = damaged.get(other) or self.fault(other)
+            if other < step and fault:
+                logger.warning(f"step-{other} could not be loaded, either: {fault}")
+            if other <= step:
                 continue
-            fault = damaged.get(newer) or self.fault(newer)
-            names = (f"invalid-step-{newer}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
+            names = (f"invalid-step-{other}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
             aside = next(self.folder / name for name in names if not (self.folder / name).exists())
-            logger.warning(f"step-{newer} is not loaded: {fault}; set aside as {aside.name}")
+            logger.warning(f"step-{other} is not loaded: {fault}; set aside as {aside.name}")
             try:
-                self.path_of(newer).rename(aside)
+                self.path_of(other).rename(aside)
             except OSError as wrong:
-                error = f'checkpoint.folder = "{self.config.folder}": {self.path_of(newer)} cannot be renamed: {wrong.strerror}'
+                error = f'checkpoint.folder = "{self.config.folder}": {self.path_of(other)} cannot be renamed: {wrong.strerror}'
         if error := self._gather(error)[0]:
             raise ConfigError(error)
 
