@@ -206,7 +206,7 @@ class Checkpointer:
         return ""
 
     def _set_aside(self, step: int, damaged: Mapping[int, str]) -> None:
-        """Newer steps get another name: they are not loaded, and the run would meet them. Of older ones it is said what is wrong."""
+        """Newer steps get another name: they are not loaded, and the run would meet them. Older ones are told."""
         error = ""
         for other in self.present() if dist.get_rank() == 0 else ():
             fault = damaged.get(other) or self.fault(other)
