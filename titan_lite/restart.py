@@ -37,7 +37,8 @@ class Restarts:
         last, before = self.steps.get(str(self.attempt - 1)), self.steps.get(str(self.attempt - 2))
         logger.info(
             f"restart {self.attempt} of {self.most}: the attempt before ended "
-            + ("before its first step" if last is None else f"in step {last}")
+            + ("before its first step" if last is None else f"in step {last}"),
+            extra={"event": "restart", "step": last or 0},
         )
         if last is not None and last == before:
             raise RepeatedFault(

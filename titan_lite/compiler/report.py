@@ -94,6 +94,13 @@ def describe(receipts: Sequence[Receipt]) -> list[str]:
     return lines
 
 
+def exposed(receipts: Sequence[Receipt]) -> tuple[float, float] | None:
+    """(seconds in which nothing computes, all seconds) of forward and backward as estimated, in a pipeline of its first rank."""
+    own = [receipt.timeline for receipt in receipts if not receipt.pp_rank and receipt.graph != "inference"]
+    times = [timeline for timeline in own if timeline is not None]
+    return (sum(each.exposed for each in times), sum(each.seconds for each in times)) if times else None
+
+
 def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
