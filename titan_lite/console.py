@@ -78,6 +78,7 @@ def start_lines(
         *lines,
         f"{memory}; activations beside that",
         f"checkpoints: {saves} (checkpoint.{'interval' if config.checkpoint.enable else 'enable = false'})",
+        *(["compiling comes first: the first step and the first validation take longer"] if config.compile.enable else []),
     ]
 
 

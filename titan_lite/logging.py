@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 logger = logging.getLogger("titan_lite")
 
@@ -95,15 +95,32 @@ class Events(logging.Handler):
 
 console, events = Console(sys.stdout), Events()
 
-# What libraries warn of, word for word, and which a run need not care about: (logger or category, message, why)
-HARMLESS: tuple[tuple[str, str], ...] = ()
+HARMLESS = (  # what libraries warn of, category and message word for word, and a run need not care about
+    (  # each trace has a file of its own
+        "UserWarning",
+        "Warning: Profiler clears events at the end of each cycle. Only events from the current cycle will be reported. To keep "
+        "events across cycles, set acc_events=True.",
+    ),
+    (  # which is this rank's own, as the trainer sets it
+        "UserWarning",
+        "barrier(): using the device under current context. You can specify `device_id` in `init_process_group` to mute this "
+        "warning.",
+    ),
+)
 
 
 def hush(shown: bool) -> None:
     """Python's warnings become lines of the log, each once, where shown."""
     told: set[str] = set()
 
-    def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         text = f"{category.__name__}: {message}"
         if shown and text not in told and (category.__name__, str(message)) not in HARMLESS:
             logger.warning(f"{text} ({filename}:{lineno})", extra={"event": ""})  # of a library, and not of the run

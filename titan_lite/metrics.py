@@ -45,6 +45,7 @@ FORMATS = {
     "memory_gib": "memory {:.2f} GiB",
     "data_wait": "data wait {:.1f}%",
 }
+HYPERPARAMETERS = ("model", "training", "optimizer", "lr_scheduler")  # sections that decide what is learned
 
 
 class Metrics:
@@ -134,10 +135,11 @@ def start_tensorboard(folder: Path, recipe: Mapping[str, Any], purge_step: int |
     from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
     from torch.utils.tensorboard.summary import hparams
 
-    writer = SummaryWriter(str(folder), purge_step=purge_step)
+    writer: Any = SummaryWriter(str(folder), purge_step=purge_step)
     lines = [f"    {key} = {json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()]  # code, to Markdown
     writer.add_text("recipe", "\n".join(lines), (purge_step or 1) - 1)
-    values = {key: ", ".join(value) if isinstance(value, tuple) else value for key, value in recipe.items()}
+    chosen = {key: value for key, value in recipe.items() if key.partition(".")[0] in HYPERPARAMETERS}
+    values = {key: ", ".join(value) if isinstance(value, tuple) else value for key, value in chosen.items()}
     for summary in hparams(values, dict.fromkeys(("loss", "validation_loss"), 0.0)):  # the writer's own method starts another run
         writer.file_writer.add_summary(summary)
     return writer

@@ -29,7 +29,7 @@ from titan_lite.records import read_lines
 
 MOST_ROWS = 4000  # of a run that are drawn; of more, windows of them keep their extremes
 EXTREMES = ("loss", "grad_norm", "tps", "step_time", "memory_gib", "data_wait")
-ENDS = ("done", "stop", "failed", "error")  # events of an attempt that ended with a word
+ENDS = {"done", "stop", "failed", "error"}  # events of an attempt that ended with a word
 WORDS = {
     "start": "started",
     "stop": "stopped",
@@ -83,6 +83,8 @@ def read_run(folder: Path, name: str) -> Run:
     starts = [event for event in events if event["event"] == "start"]
     for event, resume in zip(reversed(starts), reversed(resumes), strict=False):
         event.update(resume)
+        if lost := event.get("lost"):
+            lost["step"] = max(lost["step"], resume["reached"])
     run = Run(folder, name, rows, [*resumes[: max(0, len(resumes) - len(starts))], *events], notes=notes + more)
     if (folder / "config.toml").is_file():
         try:
@@ -114,7 +116,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]],
             again = [step for step in rows if step > since]
             text = f"resumed from step {since}" if since else "started again from the beginning"
             text += f"; steps {since + 1} to {max(again)} of before do not count" if again else ""
-            resumes.append({"event": "resume", "step": since, "text": text})
+            resumes.append({"event": "resume", "step": since, "text": text, "reached": max(rows, default=0)})
             rows = {step: values for step, values in rows.items() if step <= since}
             continue
         for name, value in entry.items():
@@ -144,9 +146,11 @@ def read_events(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         if entry is None or type(entry.get("step")) is not int or not isinstance(entry.get("event"), str):
             notes.append(f"{path.name}, line {number}, is no event, and is left out")
             continue
-        if entry["event"] == "start" and events and not any(event["event"] in ENDS for event in _attempt(events)):
-            last = events[-1]["step"]
-            events.append({"event": "failed", "step": last, "text": f"ended without a word, after something in step {last}"})
+        begins = entry["event"] in ("start", "restart")
+        if begins and any(event["event"] == "start" for event in events) and not ENDS & {e["event"] for e in _attempt(events)}:
+            last = max(events[-1]["step"], entry["step"] if entry["event"] == "restart" else 0)
+            entry["lost"] = {"event": "failed", "step": last, "text": "ended without a word, as a run does that is killed"}
+            events.append(entry["lost"])
         events.append(entry)
     return events, notes
 
@@ -310,9 +314,9 @@ def _card(run: Run, number: int) -> str:
 
 
 def exposed_share(receipts: Iterable[Mapping[str, Any]]) -> str:
-    """Of compile.json: seconds a pass of forward and backward in which nothing computes; empty where they are not estimated."""
+    """Of compile.json: seconds a pass of forward and backward in which nothing computes; empty where none communicates."""
     times = [r["timeline"] for r in receipts if r.get("timeline") and r.get("graph") != "inference" and not r.get("pp_rank")]
-    if not times:
+    if not any(time["communication"] for time in times):
         return ""
     exposed, seconds = sum(time["exposed"] for time in times), sum(time["seconds"] for time in times)
     return f"{1e3 * exposed:.3g} of {1e3 * seconds:.3g} ms"

@@ -96,5 +96,7 @@ def test_the_end_is_told_in_figures_of_the_whole_run(tmp_path):
     assert said[0] == "stopped: step 1, 9 tokens, 0 steps skipped"
     assert "MFU n/a" in said[1]
     assert said[2] == "checkpoints: none"
+    alone = [Receipt("forward", {}, (), 0, "", Timeline("forward", (), 0.4, 0.4, 0.0, 0.0, 0.0, 0))]
+    assert end_lines(tmp_path, "stopped", step=1, tokens=9, skipped=0, receipts=alone, steps_on_disk=()) == said
     (tmp_path / "metrics.jsonl").write_text("")
     assert len(end_lines(tmp_path, "done", step=0, tokens=0, skipped=0, receipts=[], steps_on_disk=())) == 3

@@ -1,5 +1,7 @@
 """Which rank prints what, by LOG_RANK; what libraries warn of; and what becomes an event."""
 
+import ast
+import inspect
 import json
 import logging
 import sys
@@ -7,6 +9,8 @@ import warnings
 from datetime import datetime, timezone
 
 import pytest
+import torch.distributed as dist
+from torch import profiler
 
 from titan_lite import logging as module
 from titan_lite.logging import console, events, init_logging, log_ranks, logger
@@ -103,6 +107,13 @@ def test_a_harmless_warning_with_one_more_word_is_shown(monkeypatch, capsys):
     init_logging(0, world_size=1, all_warnings=False)
     warn_of("known too", "other")
     assert capsys.readouterr().out.count("UserWarning: ") == 2
+
+
+@pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="these are the words of torch 2.13")
+def test_the_harmless_warnings_are_those_of_torch():
+    trees = [ast.parse(inspect.getsource(source)) for source in (profiler.profiler, dist.distributed_c10d)]
+    texts = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    assert {text for _, text in module.HARMLESS} <= texts
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -20,7 +20,7 @@ RECEIPT = {
     "graph": "forward",
     "before": {"all_gather": 9},
     "after": [{**COLLECTIVE, "seconds": 0.002, "under": 0.001, "exposed": 0.0005}],
-    "timeline": {"exposed": 0.0005, "seconds": 0.004},
+    "timeline": {"exposed": 0.0005, "seconds": 0.004, "communication": 0.002},
 }
 
 
@@ -183,7 +183,8 @@ def test_buckets_and_their_timeline(run):
     assert "forward: 9 all_gather → 1" in text
     assert "a.weight and 1 more" in text
     assert "0.5 of 4 ms" in text  # exposed
-    assert exposed_share([]) == ""
+    alone = {**RECEIPT, "timeline": {"exposed": 0.0, "seconds": 0.004, "communication": 0.0}}
+    assert [exposed_share(receipts) for receipts in ([], [alone], [{**RECEIPT, "timeline": None}])] == [""] * 3
 
 
 # metrics.jsonl
@@ -260,6 +261,7 @@ def test_an_attempt_that_ended_without_a_word_is_told(tmp_path):
         event("start", 30),
         event("slow", 33),
     ]
+    lines += [event("restart", 37), event("restart", 37), event("start", 30), event("error", 38), event("start", 30)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn\n')
     events, notes = read_events(path)
     assert [(each["event"], each["step"]) for each in events] == [
@@ -270,9 +272,33 @@ def test_an_attempt_that_ended_without_a_word_is_told(tmp_path):
         ("stop", 30),
         ("start", 30),
         ("slow", 33),
+        ("failed", 37),  # as the restart knows
+        ("restart", 37),
+        ("restart", 37),
+        ("start", 30),
+        ("error", 38),
+        ("start", 30),
     ]
     assert events[2]["text"].startswith("ended without a word")
-    assert notes == ["events.jsonl, line 7, is no event, and is left out"]
+    assert notes == ["events.jsonl, line 12, is no event, and is left out"]
+
+
+def test_a_start_and_its_resume_are_one_and_a_kill_stands_where_the_metrics_end(run):
+    metrics = [row(10), row(20), row(30), {"resumed_from": 20}, row(40), {"resumed_from": 40}, row(50)]
+    events = [event("start", 0), event("checkpoint", 20), event("start", 20), event("checkpoint", 40), event("stop", 40)]
+    found = read_run(run(metrics=metrics, events=[*events, event("start", 40), event("done", 50)]), "run")
+    assert [(each["event"], each["step"]) for each in found.events] == [
+        ("start", 0),
+        ("checkpoint", 20),
+        ("failed", 30),
+        ("resume", 20),
+        ("checkpoint", 40),
+        ("stop", 40),
+        ("resume", 40),
+        ("done", 50),
+    ]
+    assert found.events[3]["time"] == found.events[0]["time"]
+    assert "2 times" in page([found])
 
 
 def test_a_run_of_before_there_were_events(run):
