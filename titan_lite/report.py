@@ -280,7 +280,7 @@ def _card(run: Run, number: int) -> str:
     """What a run came to, in figures."""
     last = run.rows[-1]
     steps = run.recipe.get("training.steps")
-    starts = [event for event in run.events if event["event"] in ("start", "resume")]
+    starts = [event for event in run.events if event["event"] in ("start", "resume") and _when(event)]
     validation, loss = run.column("validation_loss"), run.column("loss")
     lines = {"steps": f"{last['step']:,}" + (f" of {steps:,}" if steps else ""), "tokens": _large(last["tokens"])}
     if loss:
@@ -305,7 +305,8 @@ def _card(run: Run, number: int) -> str:
     lines["training time"] = f"{last['hours']:.2f} h" if last["hours"] > 2 else f"{60 * last['hours']:.1f} min"
     if starts:
         lines["started"] = _when(starts[0])[:16]
-        lines["resumed"] = f"{len(starts) - 1} time{'s' * (len(starts) != 2)}"
+    if resumed := sum(event["event"] == "resume" for event in run.events):
+        lines["resumed"] = f"{resumed} time{'s' * (resumed > 1)}"
     listed = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in lines.items())
     return (
         f'<section class="card" style="--run: var(--c{number % 6})"><h3>{_text(run.name)}</h3>'
