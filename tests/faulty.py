@@ -43,11 +43,17 @@ def holding_the_interpreter(step, seconds):
     before_layer(0, step, lambda: ctypes.PyDLL(None).usleep(int(seconds * 1e6)))
 
 
-def raising(step):
-    def fail():
-        raise ValueError("a fault of this rank alone\nand more lines")
+def fail(*arguments):
+    raise ValueError("a fault of this rank alone\nand more lines")
 
+
+def raising(step):
     before_layer(0, step, fail)
+
+
+def raising_at_start():
+    """When the model gets its memory."""
+    trainer.materialize = fail
 
 
 def in_data(step, seconds):

@@ -27,8 +27,10 @@ from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.distributed.activation_checkpoint import recomputes
 from titan_lite.distributed.mesh import check_context_parallel, check_tensor_parallel, resolve_degrees
 from titan_lite.distributed.pipeline import PipelinePlan, plan_pipeline
+from titan_lite.logging import logger
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
 from titan_lite.resume import compare, explain, git_revision, position, refuse
+from titan_lite.weights import check_fit, open_weights
 
 
 def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict[str, int], PipelinePlan]:
@@ -88,6 +90,11 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
     if step is not None:
         differences = compare(checkpointer.read_state(step), describe_run(config, degrees, tokenizer))
         refuse(differences, checkpointer.path_of(step), config.checkpoint)
+    path = config.checkpoint.initial_load_path
+    if path and step is None:
+        check_fit(open_weights(path, "checkpoint.initial_load_path"), flavor, "checkpoint.initial_load_path")
+    elif path:
+        logger.info(f'checkpoint.initial_load_path = "{path}" has no effect: the run goes on from its own step {step}')
     return dataclasses.replace(flavor, max_seq_len=config.training.seq_len), tokenizer, degrees, pipeline
 
 
@@ -121,7 +128,8 @@ def explain_resume(config: Config, world_size: int) -> None:
     step = checkpointer.step_to_load()
     if step is None:
         why = f"{checkpointer.folder} has none" if config.checkpoint.enable else "checkpoint.enable = false"
-        print(f"no step is loaded ({why}): the run starts from the beginning")
+        path = config.checkpoint.initial_load_path
+        print(f"no step is loaded ({why}): the run starts from the beginning" + (f", with the weights of {path}" if path else ""))
         return
     why = "the newest" if config.checkpoint.load_step == -1 else "as checkpoint.load_step says"
     for other in checkpointer.present():

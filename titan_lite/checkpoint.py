@@ -54,6 +54,7 @@ class Checkpointer:
         self.group: dist.ProcessGroup | None = None
         self.saving: threading.Thread | None = None
         self.failure: CheckpointError | None = None  # of the save that has ended
+        self.newest = self.tried = 0  # the last step that is whole on disk, and that was to be; 0: the beginning
         self.copies: dict[str, Tensor] = {}  # in pinned memory, used for every save
         self.locked: IO[str] | None = None
 
@@ -231,6 +232,7 @@ class Checkpointer:
             dcp.load(dict(tensors), storage_reader=reader, process_group=self._processes())
         except CheckpointException as failed:
             raise ConfigError(f"{path} cannot be loaded: {_reasons(failed)}; remove it, and the one before is taken") from None
+        self.newest = step
         logger.info(f"resumed from {path}")
 
     # Saving
@@ -241,6 +243,7 @@ class Checkpointer:
         Waits for the save before. Raises CheckpointError where checkpoint.on_failure says so.
         """
         self.wait()
+        self.tried = step
         self._processes()  # made by this thread, as all ranks make groups in one order
         if last and self.config.last_save_model_only:
             tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
@@ -301,6 +304,7 @@ class Checkpointer:
                 logger.warning(f"NOTHING WAS SAVED: {self.failure}{goes_on}")
                 shutil.rmtree(unfinished, ignore_errors=True)
         else:
+            self.newest = step
             if dist.get_rank() == 0:  # nobody waits for it
                 self._retain()
 

@@ -318,6 +318,13 @@ class Checkpoint:
     interval: int = setting(500, "a step is saved every so often, and at the end", unit="steps", least=1)
     keep_latest_k: int = setting(3, "older steps are deleted; 0 keeps all", unit="checkpoints", least=0)
     load_step: int = setting(-1, "step to resume from; -1: the newest whole one", unit="step", least=1, also=(-1,))
+    initial_load_path: str = setting(
+        "",
+        "weights that a run without a step of its own starts from, on any layout: a step, a run's folder (its newest step), or a "
+        "Hugging Face folder (titan_lite/convert.py makes one of the other)",
+        unit="path",
+        path=True,
+    )
     must_resume: bool = setting(False, "a folder without a step is an error, and no new run", unit="bool")
     async_mode: str = setting(
         "disabled",

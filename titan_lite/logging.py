@@ -31,12 +31,14 @@ def log_ranks(world_size: int) -> set[int]:
     return {int(rank) for rank in ranks}
 
 
-def init_logging(rank: int, world_size: int, *, all_warnings: bool = True) -> None:
+def init_logging(rank: int, world_size: int, stream: TextIO | None = None, *, all_warnings: bool = True) -> None:
     """Warnings and errors are shown on every rank, the rest on the ranks of LOG_RANK. Raises ValueError.
 
-    all_warnings: otherwise those of libraries are shown once, as a line of these ranks, and the HARMLESS ones not at all.
+    stream: None is standard output. all_warnings: otherwise those of libraries are shown once, as a line of these ranks, and the
+    HARMLESS ones not at all.
     """
     ranks = log_ranks(world_size)
+    console.to = stream
     console.setLevel(logging.INFO if rank in ranks else logging.WARNING)
     name = "" if ranks == {0} and rank == 0 else f"[rank {rank}] "
     console.setFormatter(logging.Formatter(f"%(asctime)s {name}%(message)s", datefmt="%H:%M:%S"))
@@ -48,12 +50,13 @@ def init_logging(rank: int, world_size: int, *, all_warnings: bool = True) -> No
 
 
 class Console(logging.StreamHandler):
-    """around: a context for each line, for who draws on the terminal as well."""
+    """to: None is standard output; around: a context for each line, for who draws on the terminal as well."""
 
+    to: TextIO | None = None
     around: Callable[[], AbstractContextManager] = staticmethod(nullcontext)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stdout  # of now: tests and notebooks change it
+        self.stream = self.to or sys.stdout  # of now: tests and notebooks change it
         with self.around():
             super().emit(record)
 

@@ -54,8 +54,8 @@ def _text(step: int, files: Mapping[str, Mapping[str, Any]]) -> str:
     return f'{body[:-2]},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
 
-def read(folder: Path, step: int) -> dict[str, dict[str, Any]]:
-    """{name: {"sha256", "size"}} of the files that belong to the step. Raises Damaged."""
+def read(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
+    """{name: {"sha256", "size"}} of the files that belong to the step (None: whichever it is). Raises Damaged."""
     try:
         if not stat.S_ISREG((folder / NAME).lstat().st_mode):
             raise Damaged(f"{NAME} is no file")
@@ -70,12 +70,12 @@ def read(folder: Path, step: int) -> dict[str, dict[str, Any]]:
         raise Damaged(f"{NAME} is no manifest: it lists no files of this folder")
     if text != _text(written, files):
         raise Damaged(f"{NAME} was altered: its SHA-256 is not the one in it")
-    if written != step:
+    if step is not None and written != step:
         raise Damaged(f"{NAME} is of step {written}")
     return files
 
 
-def check_sizes(folder: Path, step: int) -> dict[str, dict[str, Any]]:
+def check_sizes(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
     """The files as in `read`, after a look at their names and sizes. Raises Damaged."""
     files = read(folder, step)
     try:

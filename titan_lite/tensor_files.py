@@ -46,12 +46,21 @@ _CLASSES = (
     TensorProperties,
     TensorStorageMetadata,
 )
+
+
+def _member(kind: Any, name: str) -> Any:
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise Damaged(f"{NAME} asks for builtins.getattr of {kind}, which DCP does not write for tensors")
+    return _MEM_FORMAT_ENCODING[name]
+
+
 ADMITTED: dict[tuple[str, str], Any] = {
     **{(kind.__module__, kind.__qualname__): kind for kind in _CLASSES},
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _get_layout,  # torch.strided by its name, from a table
     ("pathlib", "PosixPath"): PosixPath,  # the folder that it was written into
     ("pathlib._local", "PosixPath"): PosixPath,  # from Python 3.13 on
+    ("builtins", "getattr"): _member,  # as which Python up to 3.11.3 writes what is of an enumeration
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
 

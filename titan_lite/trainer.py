@@ -12,7 +12,8 @@ import gc
 import math
 import os
 import time
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ from titan_lite.distributed.context_parallel import own_positions
 from titan_lite.distributed.gather import started_last
 from titan_lite.distributed.mesh import build_mesh, data_rank, stage_exchange, sum_of_flags, sum_of_losses, sum_over_tokens
 from titan_lite.distributed.parallelize import compile_stages, parallelize
-from titan_lite.distributed.pipeline import Pipeline, keep_modules
+from titan_lite.distributed.pipeline import Pipeline, PipelinePlan, keep_modules
 from titan_lite.distributed.simple_fsdp import materialize, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.logging import events, logger
@@ -51,6 +52,7 @@ from titan_lite.resume import compare, explain, git_revision, refuse, restarts_d
 from titan_lite.spikes import SpikeGuard
 from titan_lite.stragglers import Stragglers
 from titan_lite.watchdog import PATIENCE, Watchdog
+from titan_lite.weights import load_initial
 
 
 class TrainingError(RuntimeError):
@@ -70,9 +72,15 @@ class Trainer:
         if self.rank == 0 and config.checkpoint.enable:
             self.checkpointer.lock()
 
-        # 2. the device, the processes, and how they are arranged
         set_flight_recorder(config.comm.trace_buf_size, self.dump_folder)
         self.watchdog = Watchdog(config.comm, self.rank, self.world_size, notes=started_last, apart=CHECKPOINT_GROUP)
+        with self.told_to_others():
+            self.build(degrees, plan)
+
+    def build(self, degrees: dict[str, int], plan: PipelinePlan) -> None:
+        config = self.config
+
+        # 2. the device, the processes, and how they are arranged
         self.watchdog.enter("start", "init_timeout_seconds")
         self.device = init_device(config)
         dist.init_process_group(
@@ -152,7 +160,6 @@ class Trainer:
         # 5. where the run stands
         self.validated = False  # and so a graph without gradients compiled
         self.step = self.tokens_seen = self.skipped_steps = self.skipped_in_a_row = 0
-        self.saved_step = 0  # on disk already, if it is not the beginning
         self.validation_due = config.validation.enable
         self.stopping = False  # asked to by a signal
         self.restarts = Restarts(self.dump_folder)
@@ -194,7 +201,6 @@ class Trainer:
         events.step = self.step
         said = f"steps: {self.step} done of {config.training.steps}; output in {self.dump_folder}"
         logger.info(said, extra={"event": "start"})
-        self.watchdog.rest()
 
     def compile_as(self, bucketing: str) -> list[Receipt]:
         """The model's stages, compiled at their first call; what becomes the receipts."""
@@ -229,8 +235,14 @@ class Trainer:
 
     def train(self) -> bool:
         """Until training.steps, or a signal to stop (False); saves and measures. Raises TrainingError where it cannot go on."""
-        try:
+        with self.told_to_others():
             return self.loop()
+
+    @contextmanager
+    def told_to_others(self) -> Iterator[None]:
+        """Within: what ends this rank, the others learn of it, and it of them. Raises TrainingError."""
+        try:
+            yield
         except Exception as error:
             cause = self.watchdog.failed(error)
             if cause or isinstance(error, CompileError | CheckpointError):
@@ -396,8 +408,12 @@ class Trainer:
         dist.all_gather_object(names, signals.received())
         if not self.config.checkpoint.enable:
             then = "checkpoint.enable = false, so nothing is saved; exiting"
+        elif self.step == self.checkpointer.newest:
+            then = "exiting"
+        elif self.step == self.checkpointer.tried and self.checkpointer.saving is None:
+            then = f"exiting; the newest step on disk is {self.checkpointer.newest}"
         else:
-            then = "exiting" if self.step == self.saved_step else "saving, then exiting"
+            then = "saving, then exiting"
         if self.rank == 0:  # a warning, so wherever LOG_RANK points
             logger.warning(
                 f"{signals.reason(names)} at step {self.step}: {then} (code {signals.STOPPED})", extra={"event": "stop"}
@@ -464,13 +480,13 @@ class Trainer:
         }
         with self.watchdog.within("save", "init_timeout_seconds"):
             self.checkpointer.save(self.step, self.state_tensors(), state, last=last)
-        self.saved_step = self.step
         self.window_start += time.perf_counter() - started
 
     def resume(self) -> None:
         """Go on from the newest checkpoint, or from the one that checkpoint.load_step names; otherwise stay at the beginning."""
         step = self.checkpointer.verified_step() if self.config.checkpoint.enable else None
         if step is None:
+            load_initial(self.config.checkpoint.initial_load_path, self.parameters, shard_of)
             return
         state = self.checkpointer.read_state(step)
         differences = compare(state, self.described)
@@ -480,7 +496,7 @@ class Trainer:
         held = {name: tensor for name, tensor in self.state_tensors().items() if name.partition(".")[0] in state["tensors"]}
         self.checkpointer.load(step, held)
         self.step, self.tokens_seen = state["step"], state["tokens_seen"]
-        self.saved_step, self.validation_due = self.step, state.get("validation_due", False)
+        self.validation_due = state.get("validation_due", False)
         self.skipped_steps, self.skipped_in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
         self.spikes.load_state_dict(state.get("spikes", {}))
         if not restarts_data(differences):
@@ -501,10 +517,11 @@ class Trainer:
             write_receipts(self.receipts, self.dump_folder)
 
     def finish(self, how: str) -> None:
-        """A summary and the loss picture; the processes part."""
+        """A summary, and the loss picture where nobody is in a hurry; the processes part."""
         self.metrics.close()
         if self.rank == 0:
-            draw_loss(self.dump_folder)
+            if how == "done":
+                draw_loss(self.dump_folder)
             for line in end_lines(
                 self.dump_folder,
                 how,

@@ -41,7 +41,7 @@ CASES = {  # model, options, gathers in forward, in backward by what is kept
     "inductor": (UNTIED, {**INDUCTOR, "bucketing": "none"}, 21, {keep: AGAIN[keep] for keep in FEWER}),
     "inductor, buckets": (UNTIED, INDUCTOR, 4, AGAIN_IN_BUCKETS),
 }
-QUICK = ("eager", "aot_eager, buckets")
+QUICK = ("eager",)
 
 
 def steps(config, keeps, options):

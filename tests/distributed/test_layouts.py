@@ -42,12 +42,12 @@ QUICK = [  # of every kind and of every two kinds one, and every schedule
     ("cp=2", SELECTIVE),
     ("dp_shard=2,pp=2", FULL),
     ("pp=2,tp=2", [*INTERLEAVED, *SECOND]),
-    ("dp_shard=2,cp=2", [*COMPILED, *SECOND]),
 ]
 LAYOUTS = ["tp=2", "tp=4", "cp=2", "cp=4", "dp_shard=2,tp=2", "dp_shard=2,cp=2", "dp_replicate=2,dp_shard=2,tp=2", "cp=2,tp=2"]
 LAYOUTS += ["dp_replicate=2", "dp_replicate=2,dp_shard=2"]
 PIPELINES = ["pp=2", "dp_shard=2,pp=2", "pp=2,tp=2", "pp=2,dp_shard=2,tp=2", "pp=4", "pp=2,cp=2", "dp_replicate=2,pp=2"]
 SLOW = [
+    ("dp_shard=2,cp=2", [*COMPILED, *SECOND]),
     *((layout, options) for layout in LAYOUTS for options in (FULL, SELECTIVE, AT_ONCE)),
     *((layout, [*COMPILED, *SELECTIVE]) for layout in ("tp=2", "cp=2", "dp_shard=2,tp=2", "cp=2,tp=2")),
     ("dp_shard=2,tp=2", [*COMPILED, *FULL]),

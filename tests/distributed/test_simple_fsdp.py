@@ -31,7 +31,7 @@ TIED = ModelConfig(**{**vars(UNTIED), "tied_embeddings": True})
 F32 = torch.float32
 LAYOUTS = {"FSDP-2": (1, 2), "FSDP-4": (1, 4), "HSDP-2x2": (2, 2), "DDP-2": (2, 1)}
 SLOW = pytest.mark.slow
-PARAMS = [pytest.param(layout, marks=SLOW if layout == "FSDP-4" else ()) for layout in LAYOUTS]
+PARAMS = [pytest.param(layout, marks=SLOW if layout in ("FSDP-4", "DDP-2") else ()) for layout in LAYOUTS]
 
 
 def build_fsdp2(config, mesh, param=torch.float32):

@@ -30,7 +30,7 @@ LAYOUTS = {  # dp_replicate, dp_shard, tp
     "ddp2tp2": (2, 1, 2),
     "hsdp2x2tp2": (2, 2, 2),
 }
-PARAMS = [pytest.param(layout, marks=pytest.mark.slow if layout not in ("tp2", "dp2tp2") else ()) for layout in LAYOUTS]
+PARAMS = [pytest.param(layout, marks=pytest.mark.slow if layout != "dp2tp2" else ()) for layout in LAYOUTS]
 VARIANTS = {
     "eager": dict(reshard=True),
     "eager, keep, full checkpointing": dict(reshard=False, checkpointing="full"),

@@ -33,6 +33,7 @@ def table(text):
     return {line[0]: dict(zip(head[1:], line[1:], strict=True)) for line in lines}
 
 
+@pytest.mark.slow
 def test_two_blocks_of_8B_are_predicted_without_hardware():
     result = command("predict", "--layers=2", "--world-sizes=8", "--batch-sizes=1", "--modes", "none", "block", "greedy")
     assert result.returncode == 0

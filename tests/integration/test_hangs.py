@@ -132,8 +132,9 @@ def test_a_process_whose_interpreter_is_held_ends_all_the_same(tmp_path):
 
 
 @pytest.mark.slow
-def test_who_loses_a_rank_tells_why_that_failed(tmp_path):
-    with Run(2, tmp_path, fault="raising 1 3") as run:
+@pytest.mark.parametrize("fault", ["raising 1 3", "raising_at_start 1"])
+def test_who_loses_a_rank_tells_why_that_failed(fault, tmp_path):
+    with Run(2, tmp_path, fault=fault) as run:
         text = run.ended(0, 1)
     assert "error: [rank 0] stopped, since rank 1 failed: ValueError: a fault of this rank alone\n" in text
     assert "Traceback" not in run.output(0)

@@ -150,6 +150,7 @@ def test_all_components_compiled_by_inductor_train_as_the_eager_ones(uninterrupt
     same(trained(2, DEBUG, tmp_path, *options), expected, rel=2e-5)
 
 
+@pytest.mark.slow
 def test_measured_bucketing_changes_no_number_and_leaves_its_receipt(tmp_path):
     options = [*SMALL, "--training.steps", "12", "--training.local_batch_size", "4", "--no-validation.enable"]
     eager = trained(2, DEBUG, tmp_path / "eager", *options)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -194,8 +194,10 @@ def test_a_save_that_fails_leaves_the_one_before_and_by_recipe_stops_or_goes_on(
         goes_on.save(2, tensors(2), {"step": 2})
         goes_on.wait()
         assert any(line.startswith("NOTHING WAS SAVED: step 2") and line.endswith('"continue")') for line in log)
+        assert (goes_on.tried, goes_on.newest) == (2, 0)
     assert_step(steps_of, 1)
-    assert save(tmp_path, 3).verified_step() == 3
+    steps_of = save(tmp_path, 3)
+    assert steps_of.verified_step() == steps_of.newest == 3
 
 
 @pytest.mark.parametrize("then", ["next save", "end of the run"])
@@ -340,6 +342,28 @@ def test_metadata_that_would_run_code_are_named_though_the_manifest_fits(tmp_pat
     with pytest.raises(ConfigError, match=r"step-3 cannot be loaded: .metadata asks for posix.system"):
         steps_of.load(3, tensors(3))
     assert not (tmp_path / "mark").exists()
+
+
+class Attribute:
+    def __init__(self, of, name):
+        self.of, self.name = of, name
+
+    def __reduce__(self):
+        return getattr, (self.of, self.name)
+
+
+def test_of_metadata_of_python_3_11_2_getattr_names_a_memory_format_and_nothing_else(tmp_path):
+    save(tmp_path, 1)
+    path = tmp_path / "checkpoint/step-1/.metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.planner_data = Attribute(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")
+    path.write_bytes(pickle.dumps(metadata))
+    assert tensor_files.read_metadata(path.parent, FILES).planner_data == _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    for of, name in ((torch.Size, "count"), (_MEM_FORMAT_ENCODING, "mro")):
+        metadata.planner_data = Attribute(of, name)
+        path.write_bytes(pickle.dumps(metadata))
+        with pytest.raises(Damaged, match=r"asks for builtins.getattr of|cannot be read: KeyError: 'mro'"):
+            tensor_files.read_metadata(path.parent, FILES)
 
 
 @pytest.mark.parametrize("zipped", [True, False])

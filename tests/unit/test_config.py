@@ -168,6 +168,7 @@ TOGETHER = {
     "model.tokenizer_path",
     "checkpoint.load_step",
     "checkpoint.must_resume",
+    "checkpoint.initial_load_path",
     "training.global_batch_size",
     "training.steps",
     "lr_scheduler.warmup_steps",

@@ -46,6 +46,7 @@ class Tokenizer:
 
     def __init__(self, ranks: dict[bytes, int], sha256: str):
         special = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
+        self.ranks, self.special_tokens = ranks, special
         self._encoding = tiktoken.Encoding(
             name=f"titan_lite-{sha256}", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special
         )

@@ -1,0 +1,163 @@
+"""Weights of transformers into a run on any layout, and a run's out to transformers: the same losses as theirs."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_training import DEBUG, ROOT, torchrun
+
+from titan_lite import convert
+from titan_lite import generate as generate_command
+from titan_lite.check import check
+from titan_lite.config import ConfigError, load_config
+from titan_lite.convert import write_step
+from titan_lite.data.loader import build_loader
+from titan_lite.data.tokenizer import load_tokenizer
+from titan_lite.loss import IGNORE_INDEX
+from titan_lite.metrics import read_metrics
+from titan_lite.models.hf import config_to_hf
+from titan_lite.models.llama3 import FLAVORS
+from titan_lite.weights import open_weights
+
+DEBUG_TOKENIZER = ROOT / "assets/tokenizer/debug.model"
+SHORT = ["--training.seq_len=64", "--training.local_batch_size=2", "--training.global_batch_size=4", "--training.steps=1"]
+SHORT += ["--training.mixed_precision_param=float32", "--validation.steps=1", "--validation.freq=1", "--metrics.log_freq=1"]
+SHORT += ["--no-metrics.enable_tensorboard", "--lr_scheduler.warmup_steps=0", "--lr_scheduler.total_steps=100"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model of the debug flavor's shape as transformers makes and saves it, in several files."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    config = transformers.LlamaConfig.from_dict(config_to_hf(FLAVORS["debug"], torch.float32))
+    path = tmp_path_factory.mktemp("theirs")
+    transformers.LlamaForCausalLM(config).save_pretrained(path, max_shard_size="10MB")
+    assert len(list(path.glob("*.safetensors"))) > 1
+    return path
+
+
+@torch.no_grad()
+def their_losses(folder):
+    """Of transformers, on the first global batch of training and of validation."""
+    import transformers
+
+    config, _ = load_config(DEBUG, SHORT)
+    model, losses = transformers.AutoModelForCausalLM.from_pretrained(folder), []
+    for split in ("train", "validation"):
+        loader = build_loader(
+            dataclasses.replace(config.data, num_workers=0),
+            load_tokenizer(config.model.tokenizer_path),
+            split=split,
+            rows=4,
+            batch_size=4,
+            seq_len=64,
+            dp_rank=0,
+            dp_degree=1,
+            seed=config.debug.seed,
+        )
+        input, label = next(loader)
+        logits = model(input).logits
+        losses.append(float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), label.flatten(), ignore_index=IGNORE_INDEX)))
+    return losses
+
+
+def test_a_run_goes_on_from_transformers_weights_and_transformers_from_the_runs(folder, tmp_path, capsys):
+    run = tmp_path / "run"
+    result = torchrun(2, DEBUG, run, *SHORT, f"--checkpoint.initial_load_path={folder}")
+    assert result.returncode == 0
+    assert f"weights from {folder}, a Hugging Face folder in float32" in result.stdout
+    metrics = read_metrics(run / "metrics.jsonl")
+    assert [metrics[1]["loss"], metrics[0]["validation_loss"]] == pytest.approx(their_losses(folder), rel=1e-5)
+    assert metrics[1]["validation_loss"] < metrics[0]["validation_loss"] - 1e-3
+
+    assert convert.main([str(run), str(tmp_path / "exported")]) == 0
+    assert metrics[1]["validation_loss"] == pytest.approx(their_losses(tmp_path / "exported")[1], rel=1e-5)
+    # The recipe's tokenizer went along.
+    import transformers
+
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported"), load_tokenizer(DEBUG_TOKENIZER)
+    assert theirs("import os")["input_ids"] == ours.encode("import os", bos=True)
+    assert json.loads((tmp_path / "exported/generation_config.json").read_text())["eos_token_id"] == ours.eos_id
+    capsys.readouterr()
+    texts = []
+    for checkpoint in (run, run / "checkpoint/step-1", tmp_path / "exported"):
+        arguments = [str(checkpoint), "--prompt", "import ", "--max-new-tokens", "8", "--device", "cpu"]
+        assert generate_command.main(arguments) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0].startswith("import ")
+    assert texts == texts[:1] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (1, ""),
+        (4, "data_parallel_replicate_degree=2"),
+        (2, "tensor_parallel_degree=2"),
+        (4, "tensor_parallel_degree=2"),
+        (2, "context_parallel_degree=2"),
+        (2, "pipeline_parallel_degree=2"),
+        (3, "data_parallel_shard_degree=3"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["hf", "step"])
+def test_every_layout_starts_from_the_same_weights(folder, tmp_path, ranks, layout, kind):
+    initial = folder
+    if kind == "step":
+        initial = tmp_path / "initial"
+        write_step(initial, open_weights(folder))
+    batch = ["--training.global_batch_size=12"] if ranks == 3 else []
+    options = [*SHORT, *batch, *([f"--parallelism.{layout}"] if layout else []), f"--checkpoint.initial_load_path={initial}"]
+    assert torchrun(ranks, DEBUG, tmp_path / "run", *options).returncode == 0
+    metrics = read_metrics(tmp_path / "run/metrics.jsonl")
+    if ranks != 3:  # of which the first global batch is another
+        assert [metrics[1]["loss"], metrics[0]["validation_loss"]] == pytest.approx(their_losses(folder), rel=1e-5)
+    # What is saved again with a learning rate of nothing is what was there, to the bit.
+    options += ["--optimizer.lr=1e-30", "--optimizer.weight_decay=0"]
+    assert torchrun(ranks, DEBUG, tmp_path / "still", *options).returncode == 0
+    assert convert.main([str(tmp_path / "still"), str(tmp_path / "exported")]) == 0
+    expected = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    found = load_file(tmp_path / "exported/model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.slow
+def test_a_run_with_steps_of_its_own_goes_on_from_these(folder, tmp_path):
+    options = [*SHORT, f"--checkpoint.initial_load_path={folder}"]
+    assert torchrun(1, DEBUG, tmp_path / "run", *options).returncode == 0
+    more = torchrun(1, DEBUG, tmp_path / "run", *options, "--training.steps=2")
+    assert more.returncode == 0
+    assert "has no effect: the run goes on from its own step 1" in more.stdout
+    assert "weights from" not in more.stdout
+    # Another run's folder will do, and is not written to.
+    before = sorted(path.name for path in (tmp_path / "run").rglob("*"))
+    other = torchrun(1, DEBUG, tmp_path / "other", *SHORT, f"--checkpoint.initial_load_path={tmp_path / 'run'}")
+    assert f"weights from {tmp_path / 'run'}/checkpoint/step-2, a step of titan_lite in float32" in other.stdout
+    assert before == sorted(path.name for path in (tmp_path / "run").rglob("*"))
+    first, second = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "other"))
+    assert second[0]["validation_loss"] == first[2]["validation_loss"]
+    assert second[1]["tokens_seen"] == first[1]["tokens_seen"]  # its data and optimizer begin anew
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"vocab_size": 4096}, r"2 things do not fit:\n  model.embed_tokens.weight is \[2048, 256\], where \[4096, 256\]"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}, "has another model: n_heads is 4 there, 8 here"),
+    ],
+)
+def test_weights_that_do_not_fit_are_told_before_anything_starts(folder, tmp_path, change, words):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | change))
+    recipe, _ = load_config(DEBUG, ["--job.dump_folder", str(tmp_path / "run"), f"--checkpoint.initial_load_path={copy}"])
+    with pytest.raises(ConfigError, match=words) as error:
+        check(recipe, 2)
+    assert str(error.value).startswith(f'checkpoint.initial_load_path = "{copy}"')
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,215 @@
+"""Weights from one kind of folder to another, tensor by tensor: Hugging Face or Meta -> a step, a step or a run -> Hugging Face.
+
+    python -m titan_lite.convert outputs/debug_model exported                 # the run's newest step, for transformers
+    python -m titan_lite.convert Meta-Llama-3.1-8B initial                    # a step, for checkpoint.initial_load_path
+    python -m titan_lite.convert Meta-Llama-3.1-8B/original exported --to hf  # Meta's consolidated.*.pth
+
+    --to hf|step         what is written; without it, a step from anything else, and hf from a step
+    --dtype NAME         float32, bfloat16 or float16; without it, as stored
+    --tokenizer PATH     a tokenizer's file, or a folder that has one, copied beside the weights; without it, what SOURCE has
+    --max-shard-size GB  most that one safetensors file has (default 5)
+
+Nothing is overwritten, and the folder has its name when all of it is on disk. Memory: one file's tensors at most.
+"""
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+
+from titan_lite import manifest, tensor_files
+from titan_lite.config import ConfigError
+from titan_lite.data.tokenizer import load_tokenizer
+from titan_lite.data.tokenizer_json import to_json, tokenizer_config
+from titan_lite.logging import init_logging, logger
+from titan_lite.models.hf import config_to_hf, hf_names, to_hf
+from titan_lite.weights import TOKENIZER_FILES, Step, Weights, open_weights
+
+
+def write_step(folder: Path, weights: Weights, dtype: torch.dtype | None = None) -> None:
+    """A step 0 of ours, the model alone, from which a run can start by checkpoint.initial_load_path. Raises ConfigError."""
+    dtypes = {fqn: dtype or weights.dtypes[fqn] for fqn in weights.shapes}
+    planned = {f"model.{fqn}": torch.empty(shape, dtype=dtypes[fqn], device="meta") for fqn, shape in weights.shapes.items()}
+    state = {
+        "step": 0,
+        "tensors": ["model"],
+        "from": str(weights.folder.resolve()),
+        "run": {"model": dataclasses.asdict(weights.config)},
+        "special_tokens": weights.special_tokens,
+    }
+    with _whole(folder, sum(tensor.nbytes for tensor in planned.values())) as unfinished:
+        with warnings.catch_warnings():  # that it is for one process
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            writer = tensor_files.Writer(unfinished)
+            writer.per_thread_copy_ahead = 0  # beside a GPU, too, a tensor is asked for when the one before is written
+            dcp.save(
+                planned,
+                storage_writer=writer,
+                planner=tensor_files.FromHost(_AsRead(weights, dtypes)),
+                no_dist=True,
+            )
+        manifest.write_text(unfinished / "state.json", json.dumps(state, indent=1) + "\n")
+        manifest.write(unfinished, 0, {path.name: manifest.digest(path) for path in sorted(unfinished.iterdir())})
+
+
+class _AsRead(Mapping[str, Tensor]):
+    """{"model.FQN": tensor}, each read when it is asked for, and emptied when the next is, as torch keeps what it has written."""
+
+    def __init__(self, weights: Weights, dtypes: Mapping[str, torch.dtype]):
+        self.weights, self.dtypes = weights, dtypes
+        self.last = torch.empty(0)
+
+    def __getitem__(self, name: str) -> Tensor:
+        fqn = name.removeprefix("model.")
+        self.last.untyped_storage().resize_(0)
+        self.last = self.weights.read(fqn).to(self.dtypes[fqn], copy=True)  # what is mapped from a file cannot be emptied
+        return self.last
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"model.{fqn}" for fqn in self.dtypes)
+
+    def __len__(self) -> int:
+        return len(self.dtypes)
+
+
+def write_hf(
+    folder: Path,
+    weights: Weights,
+    dtype: torch.dtype | None = None,
+    *,
+    tokenizer: Sequence[Path] = (),
+    shard_bytes: float = 5e9,
+) -> None:
+    """A folder that transformers' from_pretrained opens. tokenizer: files to go along. Raises ConfigError."""
+    names = hf_names(weights.config)
+    dtypes = {fqn: dtype or weights.dtypes[fqn] for fqn in names}
+    sizes = {fqn: shape.numel() * dtypes[fqn].itemsize for fqn, shape in weights.shapes.items()}
+    shards: list[list[str]] = [[]]
+    for fqn in names:
+        if shards[-1] and sum(sizes[other] for other in shards[-1]) + sizes[fqn] > shard_bytes:
+            shards.append([])
+        shards[-1].append(fqn)
+    with _whole(folder, sum(sizes.values())) as unfinished:
+        file_of: dict[str, str] = {}
+        for number, shard in enumerate(shards, 1):
+            file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            tensors = {names[fqn]: to_hf(fqn, weights.read(fqn), weights.config).to(dtypes[fqn]) for fqn in shard}
+            save_file(tensors, unfinished / file, metadata={"format": "pt"})
+            del tensors  # before those of the next are read
+            file_of |= {names[fqn]: file for fqn in shard}
+            logger.info(f"{file}: {len(shard)} tensors, {sum(sizes[fqn] for fqn in shard) / 1e9:.2f} GB")
+        if len(shards) > 1:
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
+            _write_json(unfinished / "model.safetensors.index.json", index)
+        known = _copy_tokenizer(unfinished, tokenizer)
+        special = {key: id if id is not None else known.get(key) for key, id in weights.special_tokens.items()}
+        _write_json(unfinished / "config.json", config_to_hf(weights.config, dtypes["tok_embeddings.weight"]) | special)
+        _write_json(unfinished / "generation_config.json", special)
+
+
+def _copy_tokenizer(folder: Path, files: Sequence[Path]) -> dict[str, int]:
+    """The files, and of one in tiktoken's format tokenizer.json, which transformers reads; the ids of its special tokens."""
+    for path in files:
+        # What a recipe calls by any name has the one by which it is found in such a folder.
+        shutil.copyfile(path, folder / (path.name if path.name in TOKENIZER_FILES else "tokenizer.model"))
+    if not (folder / "tokenizer.model").exists() or (folder / "tokenizer.json").exists():
+        return {}
+    try:
+        tokenizer = load_tokenizer(folder / "tokenizer.model")
+    except ConfigError:  # such as SentencePiece's
+        logger.warning("tokenizer.model is not in tiktoken's format: copied, and no tokenizer.json made of it")
+        return {}
+    _write_json(folder / "tokenizer.json", to_json(tokenizer))
+    _write_json(folder / "tokenizer_config.json", tokenizer_config())
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _whole(folder: Path, needed: int) -> Iterator[Path]:
+    """A folder to fill with `needed` bytes, which has its name when they are on disk; of a failure nothing is left."""
+    if folder.exists():
+        raise ConfigError(f"{folder} is there, and nothing is overwritten; name a folder that is not there yet")
+    unfinished = folder.with_name(f"unfinished-{folder.name}")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder.parent).free
+        if free < needed:
+            raise ConfigError(f"{folder} needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
+        shutil.rmtree(unfinished, ignore_errors=True)  # left by a conversion that was killed
+        unfinished.mkdir()
+        yield unfinished
+        for path in (*unfinished.iterdir(), unfinished):
+            manifest.sync(path)
+        unfinished.rename(folder)
+        manifest.sync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{folder} cannot be written: {error}") from None
+    except CheckpointException as failed:
+        reasons = "; ".join(str(cause) for cause, _ in failed.failures.values())
+        raise ConfigError(f"{folder} cannot be written: {reasons}") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def tokenizer_files(path: str) -> list[Path]:
+    """A file itself; of a folder those that transformers looks for. Raises ConfigError."""
+    found = [Path(path)] if Path(path).is_file() else [Path(path, name) for name in TOKENIZER_FILES if Path(path, name).is_file()]
+    if not found:
+        raise ConfigError(f"--tokenizer {path}: no file, and no folder with {' or '.join(TOKENIZER_FILES[:2])}")
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m titan_lite.convert", add_help=False)
+    parser.add_argument("source")
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--to", choices=("hf", "step"))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--tokenizer")
+    parser.add_argument("--max-shard-size", type=float, default=5.0)
+    if not arguments or "--help" in arguments or "-h" in arguments:
+        print(__doc__)
+        return 0 if arguments else 2
+    options = parser.parse_args(arguments)
+    init_logging(0, 1)
+    try:
+        if options.max_shard_size <= 0:
+            raise ConfigError(f"--max-shard-size {options.max_shard_size}: expected GB above 0, such as 5")
+        weights = open_weights(options.source, every_byte=True)
+        dtype = getattr(torch, options.dtype) if options.dtype else None
+        logger.info(f"{weights.folder}: {weights.kind}, {sum(s.numel() for s in weights.shapes.values()):,} parameters")
+        if (options.to or ("hf" if isinstance(weights, Step) else "step")) == "step":
+            if options.tokenizer:
+                raise ConfigError("--tokenizer: a step holds none, the recipe names it (model.tokenizer_path); leave it out")
+            write_step(options.target, weights, dtype)
+        else:
+            files = tokenizer_files(options.tokenizer) if options.tokenizer else weights.tokenizer_files()
+            write_hf(options.target, weights, dtype, tokenizer=files, shard_bytes=options.max_shard_size * 1e9)
+            if not files:
+                logger.warning("no tokenizer was copied: --tokenizer PATH would")
+        logger.info(f"written to {options.target}")
+        return 0
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

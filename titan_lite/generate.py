@@ -1,0 +1,258 @@
+"""Text from a checkpoint, so that a person can hear what the model learned.
+
+python -m titan_lite.generate outputs/debug_model --prompt "def main("
+
+CHECKPOINT           a run's folder (its newest whole step), a step, a Hugging Face folder, or Meta's
+--prompt TEXT        what is gone on from (default: nothing, a document's beginning)
+--max-new-tokens N   stops there, if the text does not end before (default 128)
+--temperature T      below 1 the likely becomes likelier; 0 always takes the likeliest (default 0.8)
+--top-k K            only the K likeliest tokens; 0: all (default 0)
+--top-p P            only the likeliest tokens that have probability P together (default 0.95)
+--seed N             another number, another text (default 0)
+--device NAME        cpu, cuda, cuda:1 (default: a GPU where there is one)
+--dtype NAME         float32 or bfloat16 (default: as stored)
+--tokenizer FILE     in tiktoken's format, or a tokenizer.json (default: the recipe's, or the folder's)
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from titan_lite.config import ConfigError
+from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from titan_lite.data.tokenizer_json import JsonTokenizer
+from titan_lite.distributed.context_parallel import attend_to_the_past
+from titan_lite.logging import init_logging
+from titan_lite.models.llama3 import Attention, Transformer, rope_tables
+from titan_lite.weights import Weights, load, open_weights
+
+
+class Cache:
+    """Keys and values of the tokens so far, in place of `Attention.attend`."""
+
+    def __init__(self, attention: Attention, max_tokens: int):
+        self.max_tokens, self.tokens = max_tokens, 0
+        self.keys = self.values = torch.empty(0)
+        attention.attend = self.attend  # type: ignore[method-assign]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (B, t, H, D), k and v (B, t, K, D) of the tokens that follow -> (B, t, H, D)."""
+        if not self.tokens:
+            self.keys, self.values = (x.new_empty(x.shape[0], self.max_tokens, *x.shape[2:]) for x in (k, v))
+        past = slice(0, self.tokens + k.shape[1])
+        self.keys[:, self.tokens : past.stop], self.values[:, self.tokens : past.stop] = k, v
+        self.tokens = past.stop
+        return attend_to_the_past(q, self.keys[:, past], self.values[:, past])
+
+
+class Decoder:
+    """The model with a memory: told the tokens that follow, it computes these alone. At most config.max_seq_len in all."""
+
+    def __init__(self, model: Transformer):
+        self.model, self.tokens = model, 0
+        for layer in model.layers.values():
+            Cache(layer.attention, model.config.max_seq_len)  # type: ignore[arg-type]
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """tokens (B, t) -> logits (B, V) of the one after them."""
+        model = self.model
+        assert model.tok_embeddings is not None
+        assert model.norm is not None
+        assert model.output is not None
+        here = slice(self.tokens, self.tokens + tokens.shape[1])
+        self.tokens = here.stop
+        x = model.tok_embeddings(tokens)
+        for layer in model.layers.values():
+            x = layer(x, model.rope_cos[here], model.rope_sin[here])
+        return model.output(model.norm(x[:, -1]))
+
+
+def build_model(weights: Weights, max_tokens: int, device: torch.device, dtype: torch.dtype) -> Transformer:
+    """A whole model on one device, with room for so many tokens. Raises ConfigError."""
+    if max_tokens > weights.config.max_seq_len:
+        raise ConfigError(
+            f"prompt and --max-new-tokens are {max_tokens} tokens together; the {weights.config.max_seq_len} that this model was "
+            "made for would work"
+        )
+    with torch.device("meta"):
+        model = Transformer(dataclasses.replace(weights.config, max_seq_len=max_tokens)).to(dtype)
+    model.to_empty(device=device)
+    if weights.config.tied_embeddings:
+        model.output.weight = model.tok_embeddings.weight  # type: ignore[union-attr]
+    load(weights, dict(model.named_parameters()))
+    model.rope_cos, model.rope_sin = rope_tables(weights.config, range(max_tokens), device)
+    return model
+
+
+def sample(logits: Tensor, generator: torch.Generator, *, temperature: float, top_k: int, top_p: float) -> int:
+    """A token by logits (V,); of equal ones the first. temperature 0: the likeliest."""
+    if temperature == 0:
+        return int(logits.argmax())
+    logits, tokens = (logits / temperature).sort(descending=True, stable=True)
+    probabilities = logits.softmax(0)
+    keep = probabilities.cumsum(0) - probabilities < top_p  # the one that passes top_p included, so never none
+    keep[0] = True
+    if top_k:
+        keep[top_k:] = False
+    return int(tokens[torch.multinomial(probabilities * keep, 1, generator=generator)])
+
+
+def generate(
+    decoder: Decoder,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    stop: Collection[int],
+    vocab_size: int,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 0.95,
+    seed: int = 0,
+) -> Iterator[int]:
+    """Tokens below vocab_size that go on from the prompt, until one in `stop`, which is the last.
+
+    Drawn on the CPU in float32, so that a seed means the same on every device.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    device, tokens = decoder.model.rope_cos.device, list(prompt)
+    for _ in range(max_new_tokens):
+        logits = decoder(torch.tensor([tokens], device=device))[0, :vocab_size].float().cpu()
+        tokens = [sample(logits, generator, temperature=temperature, top_k=top_k, top_p=top_p)]
+        yield tokens[0]
+        if tokens[0] in stop:
+            return
+
+
+def text_of(tokens: Iterable[int], tokenizer: Tokenizer | JsonTokenizer) -> Iterator[str]:
+    """Pieces of text as they become whole: a character may be several tokens."""
+    shown: list[int] = []  # last; what a token decodes to may depend on the one before
+    fresh: list[int] = []
+    for token in tokens:
+        fresh.append(token)
+        text = tokenizer.decode([*shown, *fresh])[len(tokenizer.decode(shown)) :]
+        if not text.endswith("\ufffd") or len(fresh) == 4:  # no character has more bytes
+            yield text
+            shown, fresh = fresh, []
+    if fresh:
+        yield text
+
+
+def find_tokenizer(weights: Weights, path: str) -> Tokenizer | JsonTokenizer:
+    """Raises ConfigError, also where it has more tokens than the model."""
+    found = {file.suffix: str(file) for file in weights.tokenizer_files() if file.name != "tokenizer_config.json"}
+    path = path or (find_spec("tokenizers") and found.get(".json")) or found.get(".model", "")
+    if not path:
+        raise ConfigError(f"{weights.folder} has no tokenizer that can be read; --tokenizer FILE would work")
+    tokenizer: Tokenizer | JsonTokenizer
+    try:
+        tokenizer = JsonTokenizer(path) if path.endswith(".json") else load_tokenizer(path)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.tokenizer_path =", "--tokenizer")) from None
+    if tokenizer.vocab_size > weights.config.vocab_size:
+        raise ConfigError(
+            f"--tokenizer {path} has {tokenizer.vocab_size} tokens, and the model {weights.config.vocab_size}; the "
+            "one it was trained with would work"
+        )
+    return tokenizer
+
+
+def stop_tokens(weights: Weights, tokenizer: Tokenizer | JsonTokenizer) -> set[int]:
+    """Those that end a text: our tokenizer's, and what the folder says."""
+    ends = weights.special_tokens["eos_token_id"]
+    own = {tokenizer.eos_id} if isinstance(tokenizer, Tokenizer) else set()
+    return own | set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+
+def find_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--device {name}: {reason}; cpu would work") from None
+    return device
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m titan_lite.generate", add_help=False)
+    parser.add_argument("checkpoint")
+    parser.add_argument("--prompt", default="")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"))
+    parser.add_argument("--tokenizer", default="")
+    if not arguments or "--help" in arguments or "-h" in arguments:
+        print(__doc__)
+        return 0 if arguments else 2
+    options = parser.parse_args(arguments)
+    init_logging(0, 1, sys.stderr)  # the text alone is standard output
+    try:
+        run(options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # enough heard
+        print()
+        return 130
+    return 0
+
+
+def run(options: argparse.Namespace) -> None:
+    for name, fits, works in (
+        ("max_new_tokens", options.max_new_tokens >= 1, "1 or more"),
+        ("temperature", 0 <= options.temperature < float("inf"), "0 or more"),
+        ("top_k", options.top_k >= 0, "0 or more"),
+        ("top_p", 0 < options.top_p <= 1, "above 0, at most 1"),
+        ("seed", 0 <= options.seed < 2**63, "0 or more, below 2^63"),
+    ):
+        if not fits:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected {works}")
+    device = find_device(options.device)
+    weights = open_weights(options.checkpoint, every_byte=True)
+    tokenizer = find_tokenizer(weights, options.tokenizer)
+    prompt = tokenizer.encode(options.prompt, bos=True)
+    dtype = getattr(torch, options.dtype) if options.dtype else weights.dtypes["tok_embeddings.weight"]
+    model = build_model(weights, len(prompt) + options.max_new_tokens, device, dtype)
+    stop = stop_tokens(weights, tokenizer)
+    tokens = generate(
+        Decoder(model),
+        prompt,
+        max_new_tokens=options.max_new_tokens,
+        stop=stop,
+        vocab_size=tokenizer.vocab_size,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+    print(f"{weights.folder}, {weights.kind}; {device}, {str(dtype).removeprefix('torch.')}", file=sys.stderr)
+    print(options.prompt, end="", flush=True)
+    started, drawn = time.perf_counter(), list[int]()
+
+    def shown() -> Iterator[int]:
+        for token in tokens:
+            drawn.append(token)
+            if token not in stop:
+                yield token
+
+    for text in text_of(shown(), tokenizer):
+        print(text, end="", flush=True)
+    print(flush=True)
+    seconds = time.perf_counter() - started
+    end = f"ended by {tokenizer.decode(drawn[-1:])}" if drawn[-1] in stop else "stopped by --max-new-tokens"
+    print(f"{len(drawn)} tokens, {len(drawn) / seconds:.1f} a second, {end}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
