@@ -113,8 +113,10 @@ HARMLESS = (  # what libraries warn of, category and message word for word, and 
 
 
 def hush(shown: bool) -> None:
-    """Python's warnings become lines of the log, each once, where shown."""
+    """Python's warnings become lines of the log, each once, where shown; elsewhere torch's loggers have errors alone."""
     told: set[str] = set()
+    if not shown:
+        os.environ.setdefault("TORCH_LOGS", "-all")  # read when torch is imported
 
     def show(
         message: Warning | str,

@@ -4,6 +4,7 @@ import ast
 import inspect
 import json
 import logging
+import subprocess
 import sys
 import warnings
 from datetime import datetime, timezone
@@ -86,6 +87,29 @@ def warn_of(*texts):
     for text in texts:
         for _ in range(2):
             warnings.warn(text, UserWarning, stacklevel=1)
+
+
+@pytest.fixture(autouse=True)
+def _no_choice_of_torchs_logs(monkeypatch):
+    monkeypatch.setenv("TORCH_LOGS", "none")  # which is undone
+    monkeypatch.delenv("TORCH_LOGS")
+
+
+def test_torchs_own_log_has_errors_alone_on_a_rank_that_does_not_print():
+    code = """
+import logging, os
+from titan_lite.logging import init_logging
+for rank in 0, 1:
+    init_logging(rank, world_size=2, all_warnings=False)
+    print("TORCH_LOGS" in os.environ)
+import torch
+logging.getLogger("torch._inductor.utils").warning("too few SMs")
+logging.getLogger("torch._inductor.utils").error("no compiler")
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stdout.split() == ["False", "True"]
+    assert "no compiler" in found.stderr
+    assert "too few SMs" not in found.stderr
 
 
 @pytest.mark.parametrize(("rank", "said"), [(0, ["UserWarning: new"]), (1, [])])
