@@ -19,17 +19,15 @@ import re
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from titan_lite.config import KEYS, ConfigError, read_toml
-from titan_lite.records import read_lines
+from titan_lite.config import KEYS
+from titan_lite.records import RecordError, Run, as_written, read_run
 
 MOST_ROWS = 4000  # of a run that are drawn; of more, windows of them keep their extremes
 EXTREMES = ("loss", "grad_norm", "tps", "step_time", "memory_gib", "data_wait")
-ENDS = {"done", "stop", "failed", "error"}  # events of an attempt that ended with a word
 WORDS = {
     "start": "started",
     "stop": "stopped",
@@ -41,167 +39,12 @@ WORDS = {
 }
 
 
-class ReportError(ValueError):
-    """No page can be made of this; the message names the file, and the line, and what would work."""
-
-
-@dataclass
-class Run:
-    """rows: by step, what counts of metrics.jsonl, with "tokens" and "hours" of training so far. events: as in events.jsonl,
-    with the resumes; recipe: flat, empty without config.toml; notes: what was left out."""
-
-    folder: Path
-    name: str
-    rows: list[dict[str, float]]
-    events: list[dict[str, Any]]
-    recipe: dict[str, Any] = field(default_factory=dict)
-    receipts: list[dict] = field(default_factory=list)
-    timeline: dict[str, list] | None = None
-    notes: list[str] = field(default_factory=list)
-
-    def column(self, name: str) -> list[float]:
-        return [row[name] for row in self.rows if row.get(name) is not None]
-
-
-# Reading
-
-
-def read_run(folder: Path, name: str) -> Run:
-    """Raises ReportError."""
-    if not folder.is_dir():
-        raise ReportError(f"{folder}: no such folder; name a run's job.dump_folder, such as outputs/debug_model")
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        inside = sorted(str(found.parent) for found in folder.glob("*/metrics.jsonl"))
-        hint = f"; the runs in it are {', '.join(inside)}" if inside else "; name a run's job.dump_folder"
-        raise ReportError(f"{folder} has no metrics.jsonl{hint}")
-    rows, resumes, notes = read_rows(path)
-    if not rows:
-        raise ReportError(f"{path} has no step yet; a run writes one every metrics.log_freq steps")
-    events, more = read_events(folder / "events.jsonl")
-    # Both are written at a start, resumes since there are metrics. Of a version without events, resumes are alone.
-    starts = [event for event in events if event["event"] == "start"]
-    for event, resume in zip(reversed(starts), reversed(resumes), strict=False):
-        event.update(resume)
-        if lost := event.get("lost"):
-            lost["step"] = max(lost["step"], resume["reached"])
-    run = Run(folder, name, rows, [*resumes[: max(0, len(resumes) - len(starts))], *events], notes=notes + more)
-    if (folder / "config.toml").is_file():
-        try:
-            tables = read_toml(folder / "config.toml")
-        except ConfigError as error:
-            raise ReportError(str(error)) from None
-        run.recipe = {f"{section}.{key}": value for section, keys in tables.items() for key, value in keys.items()}
-    run.receipts = _read_json(folder / "compile.json", list) or []
-    run.timeline = _timeline(_read_json(folder / "timeline.json", dict))
-    return run
-
-
-def read_rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]], list[str]]:
-    """(rows by step, a "resume" event for each resume, notes on torn lines) of metrics.jsonl. Raises ReportError."""
-    rows: dict[int, dict[str, float]] = {}
-    resumes, notes = [], []
-    torn = 0  # the number of a line that is no object, as long as the run may have been killed while it wrote that
-    for number, entry in read_lines(path):
-        if torn and (entry is None or "resumed_from" not in entry):
-            break
-        torn = number if entry is None else 0
-        if entry is None:
-            notes.append(f"{path.name}, line {number}, was cut short when the run was killed, and is left out")
-            continue
-        if type(entry.get("resumed_from", entry.get("step"))) is not int:
-            raise ReportError(f"{path}, line {number}: neither a step nor a resume: {_short(json.dumps(entry))}; remove the line")
-        if "resumed_from" in entry:
-            since = entry["resumed_from"]
-            again = [step for step in rows if step > since]
-            text = f"resumed from step {since}" if since else "started again from the beginning"
-            text += f"; steps {since + 1} to {max(again)} of before do not count" if again else ""
-            resumes.append({"event": "resume", "step": since, "text": text, "reached": max(rows, default=0)})
-            rows = {step: values for step, values in rows.items() if step <= since}
-            continue
-        for name, value in entry.items():
-            if value is not None and type(value) not in (int, float):
-                raise ReportError(f"{path}, line {number}: {name} = {_short(json.dumps(value))} is no number; remove the line")
-        rows.setdefault(entry["step"], {}).update(entry)
-    else:
-        torn = 0
-    if torn:
-        raise ReportError(f"{path}, line {torn}: not valid JSON, in the midst of the file; remove the line")
-    ordered = [rows[step] for step in sorted(rows)]
-    tokens, hours, last = 0.0, 0.0, 0.0
-    for row in ordered:
-        tokens = max(tokens, row.get("tokens_seen") or 0)
-        if row.get("step_time") is not None:
-            hours += (row["step"] - last) * row["step_time"] / 3600
-            last = row["step"]
-        row["tokens"], row["hours"] = tokens, hours
-    return ordered, resumes, notes
-
-
-def read_events(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The events in their order, with one for each attempt that ended without a word; and notes on lines left out."""
-    events: list[dict[str, Any]] = []
-    notes = []
-    for number, entry in read_lines(path) if path.is_file() else ():
-        if entry is None or type(entry.get("step")) is not int or not isinstance(entry.get("event"), str):
-            notes.append(f"{path.name}, line {number}, is no event, and is left out")
-            continue
-        begins = entry["event"] in ("start", "restart")
-        if begins and any(event["event"] == "start" for event in events) and not ENDS & {e["event"] for e in _attempt(events)}:
-            last = max(events[-1]["step"], entry["step"] if entry["event"] == "restart" else 0)
-            entry["lost"] = {"event": "failed", "step": last, "text": "ended without a word, as a run does that is killed"}
-            events.append(entry["lost"])
-        events.append(entry)
-    return events, notes
-
-
-def _attempt(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those since the last start."""
-    return list(itertools.takewhile(lambda event: event["event"] != "start", reversed(events)))
-
-
-def _read_json(path: Path, kind: type) -> Any:
-    """What is in it, or None where it is not there. Raises ReportError."""
-    if not path.is_file():
-        return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ReportError(f"{path}: not valid JSON: {error}; remove the file, and the page is made without") from None
-    if not isinstance(found, kind):
-        raise ReportError(f"{path}: not what a run writes; remove the file, and the page is made without")
-    return found
-
-
-def _timeline(trace: dict | None) -> dict[str, list] | None:
-    """A Chrome trace in milliseconds: graphs, and spans [lane, start, length, exposed, name], computation without gaps as one."""
-    bars = [event for event in (trace or {}).get("traceEvents", ()) if event.get("ph") == "X"]
-    if not bars:
-        return None
-    spans: list[list] = []
-    graphs: list[dict] = []
-    for bar in sorted(bars, key=lambda bar: bar["ts"]):
-        start, length, graph = bar["ts"] / 1e3, bar["dur"] / 1e3, bar["cat"]
-        if not graphs or graphs[-1]["name"] != graph:
-            graphs.append({"name": graph, "start": start, "end": start})
-        graphs[-1]["end"] = max(graphs[-1]["end"], start + length)
-        if bar["tid"]:
-            spans.append(["communication", start, length, bar["args"]["exposed_us"] / 1e3, bar["name"]])
-            continue
-        before = next((span for span in reversed(spans) if span[0] == "compute"), None)
-        if before and start - before[1] - before[2] < 1e-6 and before[4] == f"{graph}: computation":
-            before[2] = start + length - before[1]
-        else:
-            spans.append(["compute", start, length, 0, f"{graph}: computation"])
-    return {"graphs": graphs, "spans": spans}
-
-
 def name_runs(folders: Sequence[Path]) -> list[str]:
-    """The folders' names, with as many parents as tell them apart. Raises ReportError for one that is named twice."""
+    """The folders' names, with as many parents as tell them apart. Raises RecordError for one that is named twice."""
     parts = [folder.resolve().parts for folder in folders]
     for folder, own in zip(folders, parts, strict=True):
         if parts.count(own) > 1:
-            raise ReportError(f"{folder} is named twice; name each run once")
+            raise RecordError(f"{folder} is named twice; name each run once")
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(own[-depth:]) for own in parts]
         if len(set(names)) == len(names):
@@ -298,8 +141,9 @@ def _card(run: Run, number: int) -> str:
             lines[title] = form.format(statistics.median(values))
     if values := run.column("memory_gib"):
         lines["peak memory"] = f"{max(values):.2f} GiB"
-    if exposed := exposed_share(run.receipts):
-        lines["exposed (estimated)"] = exposed
+    with as_written(run.folder / "compile.json"):
+        if exposed := exposed_share(run.receipts):
+            lines["exposed (estimated)"] = exposed
     if run.column("skipped_steps"):
         lines["steps skipped"] = f"{max(run.column('skipped_steps')):,.0f}"
     lines["training time"] = f"{last['hours']:.2f} h" if last["hours"] > 2 else f"{60 * last['hours']:.1f} min"
@@ -317,10 +161,8 @@ def _card(run: Run, number: int) -> str:
 def exposed_share(receipts: Iterable[Mapping[str, Any]]) -> str:
     """Of compile.json: seconds a pass of forward and backward in which nothing computes; empty where none communicates."""
     times = [r["timeline"] for r in receipts if r.get("timeline") and r.get("graph") != "inference" and not r.get("pp_rank")]
-    if not any(time["communication"] for time in times):
-        return ""
-    exposed, seconds = sum(time["exposed"] for time in times), sum(time["seconds"] for time in times)
-    return f"{1e3 * exposed:.3g} of {1e3 * seconds:.3g} ms"
+    communication, exposed, seconds = (sum(time[name] for time in times) for name in ("communication", "exposed", "seconds"))
+    return f"{1e3 * exposed:.3g} of {1e3 * seconds:.3g} ms" if communication else ""
 
 
 def _events(runs: Sequence[Run]) -> str:
@@ -357,8 +199,8 @@ def _buckets(runs: Sequence[Run]) -> str:
                 f'<figure><svg id="timeline-{number}" height="100" role="img" aria-label="timeline of {_text(run.name)}"></svg>'
                 '<figcaption class="readout"></figcaption></figure>'
             )
-        for receipt in run.receipts:
-            parts.append(_receipt(receipt))
+        with as_written(run.folder / "compile.json"):
+            parts += map(_receipt, run.receipts)
     if not parts:
         return ""
     legend = (
@@ -369,23 +211,20 @@ def _buckets(runs: Sequence[Run]) -> str:
 
 
 def _receipt(receipt: Mapping[str, Any]) -> str:
-    try:
-        left = receipt["after"]
-        counts = {kind: sum(each["kind"] == kind for each in left) for kind in receipt["before"]}
-        merged = ", ".join(f"{before} {kind} → {counts[kind]}" for kind, before in receipt["before"].items())
-        where = "" if receipt.get("pp_rank") is None else f"pipeline rank {receipt['pp_rank']}, "
-        rows = [
-            (
-                each["kind"],
-                each["fqns"][0] + (f" and {len(each['fqns']) - 1} more" if len(each["fqns"]) > 1 else ""),
-                f"{each['nbytes'] / 2**20:,.2f}",
-                *("" if each[name] is None else f"{1e3 * each[name]:.3g}" for name in ("seconds", "under", "exposed")),
-            )
-            for each in left
-        ]
-        summary = f"{where}{receipt['graph']}: {merged or 'no collectives of parameters'}"
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ReportError(f"compile.json is not what a run writes: {error!r}; remove it, and the page is made without") from None
+    left = receipt["after"]
+    counts = {kind: sum(each["kind"] == kind for each in left) for kind in receipt["before"]}
+    merged = ", ".join(f"{before} {kind} → {counts[kind]}" for kind, before in receipt["before"].items())
+    where = "" if receipt.get("pp_rank") is None else f"pipeline rank {receipt['pp_rank']}, "
+    rows = [
+        (
+            each["kind"],
+            each["fqns"][0] + (f" and {len(each['fqns']) - 1} more" if len(each["fqns"]) > 1 else ""),
+            f"{each['nbytes'] / 2**20:,.2f}",
+            *("" if each[name] is None else f"{1e3 * each[name]:.3g}" for name in ("seconds", "under", "exposed")),
+        )
+        for each in left
+    ]
+    summary = f"{where}{receipt['graph']}: {merged or 'no collectives of parameters'}"
     looks = ("", "", "figure", "figure", "figure wide", "figure")
     titles = ("kind", "parameters", "MiB", "ms", "under, ms", "exposed, ms")
     body = "".join(_row("td", row, looks) for row in rows)
@@ -450,10 +289,6 @@ def _text(text: Any) -> str:
     return html.escape(str(text))
 
 
-def _short(text: str) -> str:
-    return text if len(text) < 60 else f"{text[:57]}..."
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m titan_lite.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -462,11 +297,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE", help="the page (default: report.html in the first folder)")
     options = parser.parse_args(arguments)
     try:
-        names = name_runs(options.folders)
-        text = page([read_run(folder, name) for folder, name in zip(options.folders, names, strict=True)])
+        runs = [read_run(folder, name) for folder, name in zip(options.folders, name_runs(options.folders), strict=True)]
+        text = page(runs)
         path = options.output or options.folders[0] / "report.html"
         path.write_text(text, encoding="utf-8")
-    except ReportError as error:
+    except RecordError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:

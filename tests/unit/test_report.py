@@ -11,7 +11,8 @@ import pytest
 
 from titan_lite import report
 from titan_lite.config import load_config, to_toml
-from titan_lite.report import ReportError, drawn, exposed_share, main, name_runs, page, read_events, read_rows, read_run, thin
+from titan_lite.records import RecordError, read_events, read_rows, read_run
+from titan_lite.report import drawn, exposed_share, main, name_runs, page, thin
 
 ROOT = Path(__file__).parents[2]
 EVIL = "</script><script>alert('x')</script><img src=x onerror=alert(1)> {{data}} & \u2028"
@@ -331,7 +332,11 @@ def test_a_folder_that_is_none_or_has_no_run(run, tmp_path, capsys):
         ("compile.json", "[", "not valid JSON"),
         ("compile.json", "{}", "not what a run writes"),
         ("compile.json", '[{"graph": "forward"}]', "not what a run writes"),
+        ("compile.json", "[1]", "not what a run writes"),
+        ("compile.json", '[{"graph": "forward", "timeline": {}}]', "not what a run writes"),
         ("timeline.json", "]", "not valid JSON"),
+        ("timeline.json", '{"traceEvents": [{"ph": "X"}]}', "not what a run writes"),
+        ("timeline.json", '{"traceEvents": 5}', "not what a run writes"),
         ("config.toml", "[training\n", "not valid TOML"),
     ],
 )
@@ -348,7 +353,7 @@ def test_a_damaged_file_is_named(name, text, words, run, capsys):
 def test_runs_are_named_by_what_tells_them_apart(tmp_path):
     assert name_runs([Path("outputs/a"), Path("outputs/b")]) == ["a", "b"]
     assert name_runs([Path("x/a"), Path("y/a")]) == ["x/a", "y/a"]
-    with pytest.raises(ReportError, match="named twice"):
+    with pytest.raises(RecordError, match="named twice"):
         name_runs([tmp_path / "a", tmp_path / "b" / ".." / "a"])
 
 

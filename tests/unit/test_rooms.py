@@ -37,7 +37,7 @@ ROOMS = {
     "optimizer": PART,
     "lr_scheduler": PART,
     "metrics": (*PART, "titan_lite.records", "matplotlib", "tqdm", "wandb"),
-    "records": (),
+    "records": ("titan_lite.config",),
     "report": ("titan_lite.config", "titan_lite.records"),  # no torch: a page is made where a run's folder was copied to
     "profiling": PART,
     "checkpoint": (*PART, "titan_lite.manifest", "titan_lite.tensor_files"),
