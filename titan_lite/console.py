@@ -163,7 +163,9 @@ def end_lines(
         for name in ("loss", "validation_loss", "tps", "mfu", "data_wait", "memory_gib")
     }
     losses = [f"{name.replace('_', ' ')} {column[name][-1]:.4f}" for name in ("loss", "validation_loss") if column[name]]
-    lines = [f"{how}: step {step}, {tokens:,} tokens, {skipped} steps skipped{'; ' if losses else ''}{', '.join(losses)}"]
+    lines = [
+        f"{how}: step {step}, {tokens:,} tokens, {skipped} step{'s' * (skipped != 1)} skipped{'; ' if losses else ''}{', '.join(losses)}"
+    ]
     if column["tps"]:
         mfu = f"{statistics.median(column['mfu']):.1f}%" if column["mfu"] else "n/a (the device's peak is not known)"
         lines.append(
