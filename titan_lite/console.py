@@ -162,10 +162,8 @@ def end_lines(
         name: [row[name] for row in rows if row.get(name) is not None]
         for name in ("loss", "validation_loss", "tps", "mfu", "data_wait", "memory_gib")
     }
-    losses = [f"{name.replace('_', ' ')} {column[name][-1]:.4f}" for name in ("loss", "validation_loss") if column[name]]
-    lines = [
-        f"{how}: step {step}, {tokens:,} tokens, {skipped} step{'s' * (skipped != 1)} skipped{'; ' if losses else ''}{', '.join(losses)}"
-    ]
+    losses = [f"; {name.replace('_', ' ')} {column[name][-1]:.4f}" for name in ("loss", "validation_loss") if column[name]]
+    lines = [f"{how}: step {step}, {tokens:,} tokens, {skipped} step{'s' * (skipped != 1)} skipped{''.join(losses)}"]
     if column["tps"]:
         mfu = f"{statistics.median(column['mfu']):.1f}%" if column["mfu"] else "n/a (the device's peak is not known)"
         lines.append(

@@ -150,7 +150,7 @@ def test_the_end_is_told_in_figures_of_the_whole_run(tmp_path):
     ]
     arguments = dict(step=30, tokens=3000, skipped=1, steps_on_disk=(10, 30))
     assert end_lines(tmp_path, "done", receipts=receipts, **arguments) == [
-        "done: step 30, 3,000 tokens, 1 step skipped; loss 1.0000, validation loss 1.5000",
+        "done: step 30, 3,000 tokens, 1 step skipped; loss 1.0000; validation loss 1.5000",
         "speed: 200 tokens a second and device, MFU 20.0%, waiting for data 2.0% (medians); peak memory 0.70 GiB",
         "communication: 100 ms of 400 ms exposed, as estimated (compile.json)",
         "checkpoints: step-10, step-30",
