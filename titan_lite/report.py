@@ -174,7 +174,7 @@ def _events(runs: Sequence[Run]) -> str:
                 continue
             name = WORDS.get(event["event"], event["event"])
             cells = [run.name] * several + [f"{event['step']:,}", name, _when(event), str(event.get("text", ""))]
-            looks = ["name"] * several + ["figure", "whole", "wide whole", ""]
+            looks = ["name"] * several + ["figure", "whole", "wide whole", "lines"]
             rows.append(_row("td", cells, looks))
     saved = [
         f"{_text(run.name)}: checkpoints of steps {', '.join(f'{step:,}' for step in steps)}"

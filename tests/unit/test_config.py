@@ -15,7 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_lite import config as config_module
-from titan_lite.config import KEYS, SECTIONS, ConfigError, gradient_accumulation_steps, help_text, load_config, main, to_toml
+from titan_lite.config import (
+    HELP,
+    KEYS,
+    SECTIONS,
+    ConfigError,
+    gradient_accumulation_steps,
+    help_text,
+    load_config,
+    main,
+    to_toml,
+)
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -564,6 +574,15 @@ def test_help(arguments, code, capsys):
     assert text.startswith("usage: ")
     assert "--training.steps (default 1000; an integer at least 1; steps)" in text
     assert "--compile.enable (default false)\n" in text
+
+
+def test_what_help_names_is_there():
+    named = set(re.findall(r"\btitan_lite\.(\w+)", HELP))
+    assert len(named) > 5
+    assert {name for name in named if not (ROOT / f"titan_lite/{name}.py").is_file()} == set()
+    assert "CONFIG_FILE" in HELP
+    for name in re.findall(r"\b[A-Z]+(?:_[A-Z]+)+\b", HELP):
+        assert f"# {name} " in (ROOT / "run_train.sh").read_text() or f"{name}=HOST" in (ROOT / "run_train.sh").read_text(), name
 
 
 @pytest.mark.parametrize("arguments", [["recipe.toml", "--help", "optimizer"], ["-h", "[optimizer]"]])
