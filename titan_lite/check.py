@@ -4,6 +4,7 @@ model_config, tokenizer, degrees, pipeline = check(config, world_size=8)
 """
 
 import dataclasses
+import importlib.util
 import math
 import os
 import platform
@@ -74,6 +75,10 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
     check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
     if config.profiling.enable_memory_snapshot and not torch.cuda.is_available():
         raise ConfigError("profiling.enable_memory_snapshot = true: snapshots are of CUDA memory, and there is none; set false")
+    if config.metrics.enable_wandb and not is_installed("wandb"):
+        raise ConfigError(
+            "metrics.enable_wandb = true: Weights & Biases is not installed here; pip install wandb, or enable_wandb = false"
+        )
     if gathers_once(config.parallelism, microbatches) and config.parallelism.fsdp_reshard_after_forward == "always":
         raise ConfigError(
             'parallelism.fsdp_reshard_after_forward = "always" has no effect with fsdp_communication = "step", which keeps '
@@ -140,6 +145,12 @@ def explain_resume(config: Config, world_size: int) -> None:
     differences = compare(state, now)
     print("\n".join((position(state), *explain(differences, state, now))))
     refuse(differences, checkpointer.path_of(step), config.checkpoint, done=state["step"] >= config.training.steps)
+
+
+def is_installed(module: str) -> bool:
+    """A folder without sources, such as the one where wandb keeps its files, is none."""
+    found = importlib.util.find_spec(module)
+    return found is not None and found.origin is not None
 
 
 def check_flavor(flavor: str) -> None:

@@ -360,7 +360,7 @@ class Checkpointer:
                 raise CheckpointError(f"{error}, seen from here; do all nodes share the file system of {self.folder}?") from None
             unfinished.rename(path)
             manifest.sync(self.folder)
-            logger.info(f"checkpoint written to {path}")
+            logger.info(f"checkpoint written to {path}", extra={"event": "checkpoint", "step": step})
 
         self._together(prepare if rank == 0 else None)
         dcp.save(

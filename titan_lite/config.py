@@ -18,6 +18,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,12 +59,16 @@ def setting(
 
 @dataclass(frozen=True)
 class Job:
+    """what the run is called and where it writes"""
+
     dump_folder: str = setting("", "where the run writes; empty: outputs/<recipe name>", unit="path")
     description: str = setting("", "one line about the run, shown at its start", unit="text")
 
 
 @dataclass(frozen=True)
 class Model:
+    """which model, and its tokenizer"""
+
     name: str = setting("llama3", "model family", unit="name", choices=("llama3",))
     flavor: str = setting("debug", "size, a key of FLAVORS in models/llama3.py", unit="name")
     tokenizer_path: str = setting("", "tokenizer in tiktoken's format (base64 token and rank a line)", unit="path", path=True)
@@ -71,6 +76,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Training:
+    """batch, sequence, length and precision; which steps are skipped"""
+
     local_batch_size: int = setting(
         8, "sequences that a data-parallel rank or its pipeline takes at once", unit="sequences", least=1
     )
@@ -116,6 +123,8 @@ class Training:
 
 @dataclass(frozen=True)
 class Optimizer:
+    """how parameters move"""
+
     name: str = setting("AdamW", "optimizer", unit="name", choices=("AdamW",))
     lr: float = setting(3e-4, "peak learning rate", unit="per step", above=0)
     beta1: float = setting(0.9, "decay of the first moment", unit="per step", least=0, below=1)
@@ -127,6 +136,8 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class LRScheduler:
+    """the learning rate over the run"""
+
     warmup_steps: int = setting(200, "linear warm-up from zero", unit="steps", least=0)
     total_steps: int = setting(
         -1,
@@ -149,6 +160,8 @@ class LRScheduler:
 
 @dataclass(frozen=True)
 class Parallelism:
+    """how many ranks share what; their product is the number of ranks"""
+
     data_parallel_replicate_degree: int = setting(
         1, "copies of the sharded model (HSDP; DDP when shard degree is 1)", unit="ranks", least=1
     )
@@ -217,6 +230,8 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class ActivationCheckpoint:
+    """which activations are recomputed instead of kept"""
+
     mode: str = setting(
         "none",
         "none keeps every activation; full keeps each block's input and recomputes the rest; selective is what "
@@ -241,6 +256,8 @@ class ActivationCheckpoint:
 
 @dataclass(frozen=True)
 class Compile:
+    """compiled graphs, and the passes that bucket and overlap communication"""
+
     enable: bool = setting(False, "compile what components names, each as one graph", unit="bool")
     components: tuple = setting(
         ("model", "loss"),
@@ -300,6 +317,8 @@ class Compile:
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """saving, and going on from what was saved"""
+
     enable: bool = setting(False, "save, and resume from the newest step found", unit="bool")
     folder: str = setting("checkpoint", "folder of the steps, inside job.dump_folder", unit="path")
     interval: int = setting(500, "a step is saved every so often, and at the end", unit="steps", least=1)
@@ -346,6 +365,8 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Data:
+    """the documents to train on, and their loader"""
+
     dataset: str = setting(
         "stdlib",
         "stdlib: documentation and sources of the running Python; local: files at data.path; c4: allenai/c4 from the hub",
@@ -365,6 +386,8 @@ class Data:
 
 @dataclass(frozen=True)
 class Validation:
+    """the loss on held-out documents"""
+
     enable: bool = setting(False, "measure the loss on held-out documents", unit="bool")
     freq: int = setting(500, "every so often, and at the end", unit="steps", least=1)
     steps: int = setting(10, "global batches in one validation, the same ones each time", unit="batches", least=1)
@@ -372,13 +395,25 @@ class Validation:
 
 @dataclass(frozen=True)
 class Metrics:
+    """what is shown and written along the way"""
+
     log_freq: int = setting(10, "a line in the log, metrics.jsonl and TensorBoard every so often", unit="steps", least=1)
     enable_tensorboard: bool = setting(True, "write TensorBoard events to tb/", unit="bool")
+    enable_wandb: bool = setting(
+        False, "log to Weights & Biases as well (pip install wandb), to the project that WANDB_PROJECT names", unit="bool"
+    )
+    show_all_warnings: bool = setting(
+        False,
+        "show what libraries warn of as they print it, on every rank; otherwise once, and without what is known to be harmless",
+        unit="bool",
+    )
     enable_color: bool = setting(True, "colours and a progress bar where the output is a terminal", unit="bool")
 
 
 @dataclass(frozen=True)
 class Profiling:
+    """traces and memory snapshots"""
+
     enable_profiling: bool = setting(False, "write torch.profiler traces", unit="bool")
     save_traces_folder: str = setting("profile_traces", "folder of the traces, inside job.dump_folder", unit="path")
     profile_freq: int = setting(10, "steps from one trace to the next (the last of them is traced)", unit="steps", least=3)
@@ -390,6 +425,8 @@ class Profiling:
 
 @dataclass(frozen=True)
 class Comm:
+    """time limits, and the flight recorder"""
+
     init_timeout_seconds: int = setting(
         300,
         "a rank hangs, and the run ends, if it neither enters nor leaves a collective for so long: until the first step is done, "
@@ -414,6 +451,8 @@ class Comm:
 
 @dataclass(frozen=True)
 class Debug:
+    """what a run needs to be repeated exactly"""
+
     seed: int = setting(0, "seed of weights and data order", unit="integer", least=0, most=2**63 - 1)
     deterministic: bool = setting(False, "deterministic kernels, an error where there is none", unit="bool")
 
@@ -498,15 +537,55 @@ def to_toml(config: Config, origins: dict[str, str] | None = None) -> str:
     return "\n".join(lines)
 
 
-def help_text() -> str:
-    """Every key with its default, unit, admitted values and purpose."""
-    lines = ["RECIPE [--section.key value | --section.key=value | --flag | --no-flag ...] [--print-config] [--help]", ""]
-    for name, cls in SECTIONS.items():
-        lines.append(f"[{name}]")
-        for field in dataclasses.fields(cls):
-            lines.append(f"  --{name}.{field.name} (default {_toml_value(field.default)}; {_expected(field)})")
-            lines.append(f"      {field.metadata['doc']}")
-    return "\n".join(lines)
+HELP = """\
+usage: ./run_train.sh [OPTION ...]                          the recipe that CONFIG_FILE names, on this machine's devices
+       torchrun ... -m titan_lite.train RECIPE [OPTION ...]
+       python -m titan_lite.train RECIPE [OPTION ...]       one process
+       python -m titan_lite.config RECIPE [OPTION ...]      only checks the recipe
+
+RECIPE is a TOML file, such as train_configs/debug_model.toml. A key of it, in [section], is an option as well:
+
+  --section.key value, --section.key=value     lists with commas: --parallelism.fsdp_keep_gathered norm,output
+  --section.key, --no-section.key              true and false
+  --print-config                               print the resolved recipe, and where each value is from
+  --help [SECTION]                             print this, or one section of it
+
+The command line counts more than the recipe, that more than the one it extends, and that more than the defaults.
+
+  CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --training.steps 100 --compile.enable
+  NGPU=4 ./run_train.sh --help checkpoint
+
+Beside training, each with its own --help: python -m titan_lite.verify, is a layout right? titan_lite.report, runs as a page;
+titan_lite.convert and titan_lite.generate, weights in and out.
+
+Environment of ./run_train.sh (its head says more): CONFIG_FILE; NGPU, processes on this node; NNODES and RDZV_ENDPOINT, more
+nodes; MAX_RESTARTS after a failure. Of any run: LOG_RANK, the ranks that print, such as 0,3.
+
+Exit codes: 0 trained, 1 could not go on, 2 wrong recipe, option or data, 3 the same step failed again after a restart, 75 stopped
+by a signal and saved.
+"""
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """{"training.steps": 1000, ...} of all keys."""
+    return {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in KEYS}
+
+
+def help_text(arguments: Sequence[str] = ()) -> str:
+    """How a run is started, and every key with its default, admitted values, unit and purpose; or the section that follows --help
+    in the arguments. Raises ConfigError where there is no such section."""
+    words = [word for flag in ("--help", "-h") if flag in arguments for word in arguments[arguments.index(flag) + 1 :][:1]]
+    wanted = words[0].strip("[]") if words and not words[0].startswith("-") else ""
+    if wanted and wanted not in SECTIONS:
+        raise ConfigError(f"command line: --help {wanted}: no such section{_nearest_section(wanted)}")
+    lines = [] if wanted else [HELP]
+    for name in [wanted] if wanted else SECTIONS:
+        lines += [f"[{name}]  {SECTIONS[name].__doc__}", ""]
+        for field in dataclasses.fields(SECTIONS[name]):
+            lines.append(f"  {_help_line(f'{name}.{field.name}')}")
+            lines += textwrap.wrap(field.metadata["doc"], 114, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines.append("")
+    return "\n".join(lines).rstrip()
 
 
 def _is_path(key: str, value: Any) -> bool:
@@ -732,17 +811,31 @@ def _check_combinations(config: Config, origins: dict[str, str]) -> None:
 
 
 def _expected(field: dataclasses.Field) -> str:
-    """'a number above 0, unit L2 norm' and the like."""
+    """'a number above 0 (L2 norm)' and the like."""
+    unit = field.metadata["unit"]
+    return _admitted(field) + (f" ({unit})" if unit not in ("", "bool", "integer") and not field.metadata["choices"] else "")
+
+
+def _admitted(field: dataclasses.Field) -> str:
     rule = field.metadata
     kinds = {bool: "true or false", int: "an integer", float: "a number", str: "a string", tuple: "a list of strings"}
-    kind = kinds[field.type]  # type: ignore[index]
     if rule["choices"]:
         return ("a list of " if field.type is tuple else "one of ") + ", ".join(f'"{choice}"' for choice in rule["choices"])
     words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
     bounds = " and ".join(f"{word} {rule[name]}" for name, word in words.items() if rule[name] is not None)
     also = "".join(f", or {value}" for value in rule["also"])
-    unit = f" ({rule['unit']})" if rule["unit"] not in ("", "bool", "integer") else ""
-    return f"{kind}{' ' + bounds if bounds else ''}{also}{unit}"
+    return f"{kinds[field.type]}{' ' + bounds if bounds else ''}{also}"  # type: ignore[index]
+
+
+def _help_line(key: str) -> str:
+    """--training.steps (default 1000; an integer at least 1; steps)"""
+    field, unit = KEYS[key], KEYS[key].metadata["unit"]
+    words = [f"default {_toml_value(field.default)}"]
+    if field.type not in (bool, str) or field.metadata["choices"]:
+        words.append(_admitted(field))
+    if unit not in ("bool", "integer") and not field.metadata["choices"]:
+        words.append(unit)
+    return f"--{key} ({'; '.join(words)})"
 
 
 def _nearest(word: str, known: list[str]) -> str:
@@ -790,11 +883,22 @@ def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
+def print_help(arguments: Sequence[str]) -> int:
+    """Exit code 2 where it was not asked for, or of a section that there is not."""
+    try:
+        print(help_text(arguments), flush=True)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # of a pager that was left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0 if arguments else 2
+
+
 def main(arguments: Sequence[str]) -> int:
     """Check a recipe, or print it resolved; exit code 2 and one line on stderr where it is wrong."""
     if not arguments or "--help" in arguments or "-h" in arguments:
-        print(f"usage: {help_text()}")
-        return 0 if arguments else 2
+        return print_help(arguments)
     try:
         config, origins = load_config(arguments[0], [a for a in arguments[1:] if a != "--print-config"])
     except ConfigError as error:

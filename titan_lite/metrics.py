@@ -1,9 +1,9 @@
-"""What a run says of itself: a line in the log, `metrics.jsonl`, TensorBoard, and at the end a summary and `loss.png`.
+"""What a run says of itself: a line in the log, `metrics.jsonl`, TensorBoard, Weights & Biases, and at the end `loss.png`.
 
-    metrics = Metrics(config.metrics, dump_folder, writes=rank == 0, first_step=0, total_steps=1000)
+    metrics = Metrics(config.metrics, dump_folder, recipe, writes=rank == 0, first_step=0, total_steps=1000)
     metrics.log(10, {"loss": 6.9, "tps": 5000.0, ...})
 
-All three carry the same names. `metrics.jsonl` has one object a line; a resumed run appends to it, after a line
+All carry the same names. `metrics.jsonl` has one object a line; a resumed run appends to it, after a line
 {"resumed_from": step}, and where a step occurs twice the later line counts.
 
     loss, validation_loss   nats a token, over all ranks
@@ -21,13 +21,17 @@ import math
 import resource
 import sys
 import time
+import uuid
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from titan_lite.config import Metrics as MetricsConfig
-from titan_lite.logging import logger
+from titan_lite.logging import console, logger
+from titan_lite.records import read_metrics
 
 COLOURS = {"loss": "\033[32m", "grad_norm": "\033[34m", "tps": "\033[36m", "mfu": "\033[35m"}
 FORMATS = {
@@ -41,18 +45,30 @@ FORMATS = {
     "memory_gib": "memory {:.2f} GiB",
     "data_wait": "data wait {:.1f}%",
 }
+HYPERPARAMETERS = ("model", "training", "optimizer", "lr_scheduler")  # sections that decide what is learned
 
 
 class Metrics:
-    """writes: whether this rank writes the files (one does). total_steps: length of the progress bar."""
+    """recipe: {"training.steps": 1000, ...}, shown beside the curves. writes: whether this rank writes the files (one does).
+    total_steps: length of the progress bar."""
 
-    def __init__(self, config: MetricsConfig, dump_folder: Path, *, writes: bool, first_step: int, total_steps: int):
+    def __init__(
+        self,
+        config: MetricsConfig,
+        dump_folder: Path,
+        recipe: Mapping[str, Any],
+        *,
+        writes: bool,
+        first_step: int,
+        total_steps: int,
+    ):
         self.config, self.dump_folder, self.writes = config, dump_folder, writes
         self.start, self.lost = time.perf_counter(), False
         on_terminal = config.enable_color and sys.stdout.isatty()
         self.colour = on_terminal
         self.bar = None
         self.tensorboard = None
+        self.wandb = None
         if not writes:
             return
         path = dump_folder / "metrics.jsonl"
@@ -62,13 +78,14 @@ class Metrics:
             # A run that was killed may leave half a line.
             self._write({"resumed_from": first_step}, "" if path.read_bytes().endswith(b"\n") else "\n")
         if config.enable_tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
-
-            self.tensorboard = SummaryWriter(str(dump_folder / "tb"), purge_step=first_step + 1 if before else None)
+            self.tensorboard = start_tensorboard(dump_folder / "tb", recipe, first_step + 1 if before else None)
+        if config.enable_wandb:
+            self.wandb = start_wandb(dump_folder, recipe)
         if on_terminal:
             from tqdm import tqdm
 
             self.bar = tqdm(file=sys.stdout, total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, leave=False)
+            console.around = self.bar.external_write_mode
 
     def advance(self) -> None:
         """One more step is done."""
@@ -84,7 +101,7 @@ class Metrics:
                 parts.append(f"{COLOURS[name]}{part}\033[0m" if self.colour and name in COLOURS else part)
             elif name == "mfu" and "tflops" in values:
                 parts.append("mfu n/a")
-        self._say("  ".join(parts))
+        logger.info("  ".join(parts))
         if not self.writes:
             return
         # JSON has no NaN; a reader of the file should not need a parser that does
@@ -96,13 +113,18 @@ class Metrics:
             except OSError as error:
                 self._lose(error)
                 self.tensorboard = None
+        if self.wandb is not None:
+            self.wandb.log({"step": step, **values})
 
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+            console.around = nullcontext
         try:
             if self.tensorboard is not None:
                 self.tensorboard.close()
+            if self.wandb is not None:
+                self.wandb.finish()
             if self.writes:
                 self.file.close()
         except OSError as error:
@@ -123,12 +145,38 @@ class Metrics:
             logger.warning(f"METRICS ARE LOST, the run goes on: {self.dump_folder} cannot be written: {error}")
         self.lost = True
 
-    def _say(self, line: str) -> None:
-        if self.bar is not None:
-            with self.bar.external_write_mode():
-                logger.info(line)
-        else:
-            logger.info(line)
+
+def start_tensorboard(folder: Path, recipe: Mapping[str, Any], purge_step: int | None) -> Any:
+    """A writer that has the recipe: as text, and as hyperparameters, by which TensorBoard compares runs."""
+    from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
+    from torch.utils.tensorboard.summary import hparams
+
+    writer: Any = SummaryWriter(str(folder), purge_step=purge_step)
+    lines = [f"    {key} = {json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()]  # code, to Markdown
+    writer.add_text("recipe", "\n".join(lines), (purge_step or 1) - 1)
+    chosen = {key: value for key, value in recipe.items() if key.partition(".")[0] in HYPERPARAMETERS}
+    values = {key: ", ".join(value) if isinstance(value, tuple) else value for key, value in chosen.items()}
+    for summary in hparams(values, dict.fromkeys(("loss", "validation_loss"), 0.0)):  # the writer's own method starts another run
+        writer.file_writer.add_summary(summary)
+    return writer
+
+
+def start_wandb(dump_folder: Path, recipe: Mapping[str, Any]) -> Any:
+    """A run of Weights & Biases; the same one when this folder's run is resumed."""
+    import wandb
+
+    identity = dump_folder / "wandb_id"
+    if not identity.exists():
+        identity.write_text(uuid.uuid4().hex, encoding="utf-8")
+    run = wandb.init(
+        id=identity.read_text(encoding="utf-8"),
+        name=dump_folder.resolve().name,
+        dir=str(dump_folder),
+        config=dict(recipe),
+        resume="allow",
+    )
+    run.define_metric("*", step_metric="step")  # a resumed run repeats steps, and its own count only grows
+    return run
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -137,26 +185,6 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_reserved(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 2**10  # of ru_maxrss, in bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """metrics.jsonl -> {step: values}, of each step what the last run that did it wrote.
-
-    What is no entry, as a torn last line, is left out.
-    """
-    result: dict[int, dict[str, float]] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(entry, dict):
-            continue
-        if "resumed_from" in entry:
-            result = {step: values for step, values in result.items() if step <= entry["resumed_from"]}
-        elif "step" in entry:
-            result.setdefault(entry["step"], {}).update(entry)
-    return dict(sorted(result.items()))
 
 
 def draw_loss(dump_folder: Path) -> Path:

@@ -37,7 +37,8 @@ class Restarts:
         last = self.steps.get(str(self.attempt - 1))
         logger.info(
             f"restart {self.attempt} of {self.most}: the attempt before ended "
-            + ("before its first step" if last is None else f"in step {last}")
+            + ("before its first step" if last is None else f"in step {last}"),
+            extra={"event": "restart", "step": last or 0},
         )
         # Those that began a step: an attempt that did not, is no news of the fault.
         begun = [self.steps[str(attempt)] for attempt in range(self.attempt) if str(attempt) in self.steps]

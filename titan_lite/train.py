@@ -14,15 +14,14 @@ import sys
 from pathlib import Path
 
 from titan_lite import signals
-from titan_lite.config import Config, ConfigError, help_text, load_config, to_toml
-from titan_lite.logging import init_logging
+from titan_lite.config import Config, ConfigError, load_config, print_help, to_toml
+from titan_lite.logging import events, init_logging
 from titan_lite.restart import RepeatedFault, Restarts
 
 
 def main(arguments: list[str]) -> int:
     if not arguments or "--help" in arguments or "-h" in arguments:
-        print(f"usage: python -m titan_lite.train {help_text()}")
-        return 0 if arguments else 2
+        return print_help(arguments)
     try:
         config, origins = load_config(arguments[0], [argument for argument in arguments[1:] if argument != "--print-config"])
         if "--print-config" in arguments:
@@ -51,7 +50,9 @@ def train(config: Config) -> int:
     signals.listen()
     set_single_process_environment()
     try:
-        init_logging(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        init_logging(rank, world_size, all_warnings=config.metrics.show_all_warnings)
+        events.keep(Path(config.job.dump_folder), rank)
         Restarts(Path(config.job.dump_folder)).check()
     except ValueError as error:
         return report(error, signals.WRONG_INPUT)
@@ -61,7 +62,8 @@ def train(config: Config) -> int:
     from titan_lite.trainer import Trainer, TrainingError
 
     try:
-        trained = Trainer(config).train()
+        with events.failures():
+            trained = Trainer(config).train()
     except TrainingError as error:
         return report(error, signals.FAILED)
     # Only now: after a failure the other ranks are in the middle of something, and would be waited for.

@@ -28,8 +28,8 @@ from titan_lite.compiler.hardware import find_machine, peak_flops
 from titan_lite.compiler.report import Receipt, describe, write_receipts
 from titan_lite.compiler.stage import CompileError, compile_function
 from titan_lite.compiler.trial import STEPS, WAYS, Trial
-from titan_lite.config import Config, ConfigError, gradient_accumulation_steps, to_toml
-from titan_lite.console import start_lines
+from titan_lite.config import Config, ConfigError, flatten, gradient_accumulation_steps, to_toml
+from titan_lite.console import end_lines, start_lines
 from titan_lite.data.dataset import Split
 from titan_lite.data.loader import Batch, Loader, build_loader, document_begins, merge_states
 from titan_lite.distributed.accumulation import gathered_for_step
@@ -40,7 +40,7 @@ from titan_lite.distributed.parallelize import compile_stages, parallelize
 from titan_lite.distributed.pipeline import Pipeline, PipelinePlan, keep_modules
 from titan_lite.distributed.simple_fsdp import materialize, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
-from titan_lite.logging import logger
+from titan_lite.logging import events, logger
 from titan_lite.loss import IGNORE_INDEX, build_loss, own_vocabulary
 from titan_lite.lr_scheduler import lr_factor
 from titan_lite.metrics import Metrics, draw_loss, peak_memory_gib
@@ -186,6 +186,7 @@ class Trainer:
         self.metrics = Metrics(
             config.metrics,
             self.dump_folder,
+            flatten(config),
             writes=self.rank == 0,
             first_step=self.step,
             total_steps=config.training.steps,
@@ -197,14 +198,16 @@ class Trainer:
             config,
             self.mesh,
             device=self.device,
-            parameters=self.total_parameters,
-            own_parameters=sum(parameter.numel() for parameter in self.parameters.values()),
+            total_parameters=self.total_parameters,
+            parameters=self.parameters.values(),
             local_batches=self.accumulation,
             pipeline=self.pipeline,
             priced=self.machine is not None,
         ):
             logger.info(line)
-        logger.info(f"steps: {self.step} done of {config.training.steps}; output in {self.dump_folder}")
+        events.step = self.step
+        said = f"steps: {self.step} done of {config.training.steps}; output in {self.dump_folder}"
+        logger.info(said, extra={"event": "start"})
 
     def compile_as(self, bucketing: str) -> list[Receipt]:
         """The model's stages, compiled at their first call; what becomes the receipts."""
@@ -270,6 +273,7 @@ class Trainer:
                 self.validate()
             while self.step < config.training.steps and not self.stopping:
                 self.step += 1
+                events.step = self.step
                 if self.rank == 0:
                     self.restarts.begin(self.step)
                 self.watchdog.beat(f"step {self.step}")
@@ -297,9 +301,9 @@ class Trainer:
         with self.watchdog.within("save", "init_timeout_seconds"):
             self.checkpointer.wait()
         if self.stopping and self.unfinished:
-            self.metrics.close()
+            self.finish("stopped")
             return False
-        self.finish()
+        self.finish("done")
         return True
 
     @property
@@ -360,7 +364,7 @@ class Trainer:
         spike = self.spikes.describe(self.step)
         if self.rank == 0:
             why = spike or f"loss {loss}, gradient norm {grad_norm}"
-            logger.warning(f"step {self.step} skipped: {why}; {self.skipped_in_a_row} in a row")
+            logger.warning(f"step {self.step} skipped: {why}; {self.skipped_in_a_row} in a row", extra={"event": "skip"})
         if self.skipped_in_a_row >= limit:
             raise TrainingError(
                 f"{limit} steps in a row had a non-finite loss or gradient{', or a spike,' if self.spikes.window else ''} "
@@ -426,7 +430,7 @@ class Trainer:
             then = "saving, then exiting"
         if self.rank == 0:  # a warning, so wherever LOG_RANK points
             code = f" (code {signals.STOPPED})" if self.unfinished else ", as the run is done"
-            logger.warning(f"{signals.reason(names)} at step {self.step}: {then}{code}")
+            logger.warning(f"{signals.reason(names)} at step {self.step}: {then}{code}", extra={"event": "stop"})
 
     def next_batch(self) -> DeviceBatch:
         started = time.perf_counter()
@@ -468,7 +472,7 @@ class Trainer:
         self.metrics.log(self.step, values)
         slow = self.stragglers.compare()
         if slow and self.rank == 0:
-            logger.warning(f"step {self.step}: {slow}")
+            logger.warning(f"step {self.step}: {slow}", extra={"event": "slow"})
         self.start_window()
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -530,18 +534,25 @@ class Trainer:
                 logger.info(line)
             write_receipts(self.receipts, self.dump_folder)
 
-    def finish(self) -> None:
-        """A summary and the loss picture; the processes part."""
+    def finish(self, how: str) -> None:
+        """A summary, and the loss picture where nobody is in a hurry; the processes part."""
         self.metrics.close()
         if self.rank == 0:
             try:
-                picture = f"loss curve in {draw_loss(self.dump_folder)}"
+                if how == "done":
+                    draw_loss(self.dump_folder)
             except OSError as error:
-                picture = f"no loss curve, as {self.dump_folder} cannot be written: {error.strerror}"
-            logger.info(
-                f"done: step {self.step}, {self.tokens_seen:,} tokens, {self.skipped_steps} steps skipped, "
-                f"peak memory {peak_memory_gib(self.device):.2f} GiB; {picture}"
-            )
+                logger.warning(f"no loss curve: {self.dump_folder} cannot be written: {error.strerror}")
+            for line in end_lines(
+                self.dump_folder,
+                how,
+                step=self.step,
+                tokens=self.tokens_seen,
+                skipped=self.skipped_steps,
+                receipts=self.receipts,
+                steps_on_disk=self.checkpointer.steps() if self.config.checkpoint.enable else (),
+            ):
+                logger.info(line, extra={"event": how} if line.startswith("done") else {})
 
 
 def init_device(config: Config) -> torch.device:

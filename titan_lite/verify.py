@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from titan_lite.check import check
 from titan_lite.config import ActivationCheckpoint, Checkpoint, Compile, Config, ConfigError, Parallelism, load_config
 from titan_lite.distributed.mesh import AXES, DEGREES
-from titan_lite.metrics import read_metrics
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
+from titan_lite.records import read_metrics
 from titan_lite.trainer import Trainer
 
 TOKENIZER = Path(__file__).parents[1] / "assets/tokenizer/debug.model"

@@ -14,7 +14,8 @@ from ranks import run_ranks
 
 from titan_lite import optimizer
 from titan_lite.config import load_config
-from titan_lite.metrics import read_metrics
+from titan_lite.records import read_metrics, read_run
+from titan_lite.report import main
 from titan_lite.trainer import Trainer, TrainingError
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +75,14 @@ def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_pa
     options = [*SMALL[:-1], "--job.dump_folder", tmp_path]
     first = launch(ROOT / "run_train.sh", *options)
     assert first.returncode == 0
-    assert files() == {"config.toml", "metrics.jsonl", "tb", "checkpoint", "loss.png"}
+    assert files() == {"config.toml", "metrics.jsonl", "events.jsonl", "tb", "checkpoint", "loss.png"}
+    assert "layout: 2 ranks = dp_shard 2, each one CPU" in first.stdout
+    summary = [line.partition(" ")[2] for line in first.stdout.splitlines()[-4:]]
+    assert summary[0].startswith("done: step 6, ")
+    assert summary[2:] == [
+        "checkpoints: step-3, step-6",
+        f"to look at: python -m titan_lite.report {tmp_path}; tensorboard --logdir {tmp_path}",
+    ]
     assert re.search(r"5,770,496 parameters", first.stdout)
     assert re.search(
         r"step +6  loss \d\.\d{4}  grad norm \S+  lr \S+  tps \S+  tflops \S+  mfu \S+%  memory \S+ GiB", first.stdout
@@ -97,6 +105,11 @@ def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_pa
     done = launch(ROOT / "run_train.sh", *options)
     assert done.returncode == 0
     assert "nothing to do: step 8 is done" in done.stdout
+
+    events = [(event["event"], event["step"]) for event in read_run(tmp_path, "run").events]
+    saved = [("start", 0), ("checkpoint", 3), ("checkpoint", 6), ("done", 6)]
+    assert events == [*saved, ("resume", 6), ("checkpoint", 8), ("done", 8), ("resume", 8), ("done", 8)]
+    assert main([str(tmp_path)]) == 0
 
 
 LAYOUTS = {  # of other kinds: tests/distributed/test_layouts.py

@@ -1,5 +1,7 @@
 """Layouts that cannot be: refused before a process group starts, with key and value and what would work, which does."""
 
+import importlib
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -309,3 +311,15 @@ def test_what_is_kept_is_told_to_be_kept_anyway_where_all_weights_are_for_a_step
 def test_a_plain_recipe_has_no_key_without_effect():
     for recipe in (ROOT / "train_configs").glob("*.toml"):
         assert without_effect(load_config(recipe)[0], microbatches=2) == []
+
+
+def test_weights_and_biases_must_be_installed_where_they_are_asked_for(monkeypatch, tmp_path):
+    (tmp_path / "wandb").mkdir()  # where it keeps its files
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    config, _ = load_config(DEBUG, ["--metrics.enable_wandb", "--job.dump_folder", str(tmp_path / "out")])
+    with pytest.raises(ConfigError, match=r"metrics.enable_wandb = true: .* pip install wandb, or enable_wandb = false"):
+        check(config, 1)
+    (tmp_path / "wandb/__init__.py").write_text("")
+    importlib.invalidate_caches()
+    check(config, 1)

@@ -15,7 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_lite import config as config_module
-from titan_lite.config import KEYS, SECTIONS, ConfigError, gradient_accumulation_steps, help_text, load_config, main, to_toml
+from titan_lite.config import (
+    HELP,
+    KEYS,
+    SECTIONS,
+    ConfigError,
+    gradient_accumulation_steps,
+    help_text,
+    load_config,
+    main,
+    to_toml,
+)
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -492,8 +502,10 @@ def test_every_key_is_described(key):
     assert type(field.default) is field.type
     assert field.metadata["doc"]
     assert field.metadata["unit"]
-    assert f"--{key} (default" in help_text()
-    assert field.metadata["doc"] in help_text()
+    text = help_text()
+    assert f"--{key} (default" in text
+    assert " ".join(field.metadata["doc"].split()) in " ".join(text.split())  # wrapped
+    assert max(map(len, text.splitlines())) <= 130
 
 
 @pytest.mark.parametrize("recipe", SHIPPED, ids=lambda path: path.stem)
@@ -555,10 +567,48 @@ def test_print_config_prints_a_recipe(tmp_path, capsys):
     assert config == load_config(SHIPPED[0], ["--training.steps=5"])[0]
 
 
-@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["recipe.toml", "-h"], 0), ([], 2)])
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["recipe.toml", "-h"], 0), ([], 2), (["-h", "--x"], 0)])
 def test_help(arguments, code, capsys):
     assert main(arguments) == code
-    assert "--training.steps (default 1000; an integer at least 1 (steps))" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text.startswith("usage: ")
+    assert "--training.steps (default 1000; an integer at least 1; steps)" in text
+    assert "--compile.enable (default false)\n" in text
+
+
+def test_what_help_names_is_there():
+    named = set(re.findall(r"\btitan_lite\.(\w+)", HELP))
+    assert len(named) > 5
+    assert {name for name in named if not (ROOT / f"titan_lite/{name}.py").is_file()} == set()
+    assert "CONFIG_FILE" in HELP
+    for name in re.findall(r"\b[A-Z]+(?:_[A-Z]+)+\b", HELP):
+        assert f"# {name} " in (ROOT / "run_train.sh").read_text() or f"{name}=HOST" in (ROOT / "run_train.sh").read_text(), name
+
+
+@pytest.mark.parametrize("arguments", [["recipe.toml", "--help", "optimizer"], ["-h", "[optimizer]"]])
+def test_help_on_one_section(arguments, capsys):
+    assert main(arguments) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("[optimizer]  how parameters move\n")
+    assert set(re.findall(r"--(\w+)\.", text)) == {"optimizer"}
+
+
+def test_help_on_a_section_that_there_is_not(capsys):
+    assert main(["recipe.toml", "--help", "optimiser"]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == (
+        "",
+        "error: command line: --help optimiser: no such section; did you mean optimizer?\n",
+    )
+
+
+def test_a_pager_that_is_left_is_no_failure():
+    with subprocess.Popen(
+        [sys.executable, "-m", "titan_lite.config", "--help"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
 
 
 def test_numbers_that_are_not_finite_are_never_admitted():

@@ -1,19 +1,32 @@
-"""Which rank prints what, by LOG_RANK."""
+"""Which rank prints what, by LOG_RANK; what libraries warn of; and what becomes an event."""
 
+import ast
+import inspect
+import json
 import logging
+import subprocess
 import sys
+import warnings
+from datetime import datetime, timezone
 
 import pytest
+import torch.distributed as dist
+from torch import profiler
 
-from titan_lite.logging import init_logging, log_ranks, logger
+from titan_lite import logging as module
+from titan_lite.logging import console, events, init_logging, log_ranks, logger
 
 
 @pytest.fixture(autouse=True)
 def restored_logger():
     handlers, propagate, level = logger.handlers[:], logger.propagate, logger.level
-    yield
+    with warnings.catch_warnings():
+        yield
     logger.handlers[:], logger.propagate = handlers, propagate
     logger.setLevel(level)
+    console.setLevel(logging.NOTSET)
+    events.setLevel(logging.NOTSET)
+    events.path, events.step = None, 0
 
 
 @pytest.mark.parametrize(
@@ -65,3 +78,156 @@ def test_log_rank_that_is_no_list_of_ranks(value, monkeypatch):
             refuse()
         assert f"LOG_RANK={value}:" in str(error.value)
         assert "such as LOG_RANK=0" in str(error.value)
+
+
+# What libraries warn of
+
+
+def warn_of(*texts):
+    for text in texts:
+        for _ in range(2):
+            warnings.warn(text, UserWarning, stacklevel=1)
+
+
+@pytest.fixture(autouse=True)
+def _no_choice_of_torchs_logs(monkeypatch):
+    monkeypatch.setenv("TORCH_LOGS", "none")  # which is undone
+    monkeypatch.delenv("TORCH_LOGS")
+
+
+def test_torchs_own_log_has_errors_alone_on_a_rank_that_does_not_print():
+    code = """
+import logging, os
+from titan_lite.logging import init_logging
+for rank in 0, 1:
+    init_logging(rank, world_size=2, all_warnings=False)
+    print("TORCH_LOGS" in os.environ)
+import torch
+logging.getLogger("torch._inductor.utils").warning("too few SMs")
+logging.getLogger("torch._inductor.utils").error("no compiler")
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stdout.split() == ["False", "True"]
+    assert "no compiler" in found.stderr
+    assert "too few SMs" not in found.stderr
+
+
+@pytest.mark.parametrize(("rank", "said"), [(0, ["UserWarning: new"]), (1, [])])
+def test_a_warning_is_a_line_once_on_the_ranks_that_print_and_what_is_harmless_is_none(rank, said, monkeypatch, capsys):
+    monkeypatch.delenv("LOG_RANK", raising=False)
+    monkeypatch.setattr(module, "HARMLESS", (("UserWarning", "known"),))
+    warnings.simplefilter("always")
+    init_logging(rank, world_size=2, all_warnings=False)
+    warn_of("new", "known")
+    printed = capsys.readouterr()
+    assert [line.split(" ", 1)[1].partition(" (")[0] for line in printed.out.splitlines()] == said
+    assert printed.err == ""
+    assert len(printed.out.splitlines()) == len(said)
+
+
+def test_a_harmless_warning_with_one_more_word_is_shown(monkeypatch, capsys):
+    monkeypatch.setattr(module, "HARMLESS", (("UserWarning", "known"), ("FutureWarning", "other")))
+    warnings.simplefilter("always")
+    init_logging(0, world_size=1, all_warnings=False)
+    warn_of("known too", "other")
+    assert capsys.readouterr().out.count("UserWarning: ") == 2
+
+
+@pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="these are the words of torch 2.13")
+def test_the_harmless_warnings_are_those_of_torch():
+    trees = [ast.parse(inspect.getsource(source)) for source in (profiler.profiler, dist.distributed_c10d)]
+    texts = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    assert {text for _, text in module.HARMLESS} <= texts
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_warnings_can_be_seen_as_they_are(rank, monkeypatch, capsys):
+    monkeypatch.setattr(module, "HARMLESS", (("UserWarning", "known"),))
+    shown = []
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *rest, **more: shown.append(str(message)))
+    warnings.simplefilter("always")
+    init_logging(rank, world_size=2, all_warnings=True)
+    warn_of("known")
+    assert shown == ["known", "known"]
+
+
+# events.jsonl
+
+
+def kept(folder):
+    path = folder / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_events_are_kept_with_time_and_step(tmp_path, capsys):
+    init_logging(0, world_size=2)
+    logger.warning("before there is a folder")
+    events.keep(tmp_path, rank=0)
+    events.step = 7
+    logger.info("step 7  loss 1.0")
+    logger.info("saved", extra={"event": "checkpoint", "step": 5})
+    logger.info("on its way", extra={"event": "start"})
+    logger.warning("a slow disk")
+    found = kept(tmp_path)
+    assert [(each["event"], each["step"], each["text"]) for each in found] == [
+        ("checkpoint", 5, "saved"),
+        ("start", 7, "on its way"),
+        ("warning", 7, "a slow disk"),
+    ]
+    for each in found:
+        assert abs((datetime.now(timezone.utc) - datetime.fromisoformat(each["time"])).total_seconds()) < 60
+    assert len(capsys.readouterr().out.splitlines()) == 5
+
+
+def test_other_ranks_keep_errors_alone_and_whoever_prints_the_log(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LOG_RANK", "1")
+    for rank in (0, 1):
+        init_logging(rank, world_size=2)
+        events.keep(tmp_path, rank)
+        logger.info("saved", extra={"event": "checkpoint"})
+        logger.warning("slow")
+        logger.error("hang")
+    assert [each["event"] for each in kept(tmp_path)] == ["checkpoint", "warning", "error", "error"]
+    words = [line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert words == [
+        *(f"[rank 0] {word}" for word in ("slow", "hang")),
+        *(f"[rank 1] {word}" for word in ("saved", "slow", "hang")),
+    ]
+
+
+def test_a_failure_is_an_event_of_the_first_rank(tmp_path):
+    for rank in (0, 1):
+        events.keep(tmp_path, rank)
+        events.step = 12
+        with pytest.raises(ValueError, match="no such file"), events.failures():
+            raise ValueError("no such file")
+    (found,) = kept(tmp_path)
+    assert (found["event"], found["step"], found["text"]) == ("failed", 12, "ValueError: no such file")
+
+
+def test_without_a_folder_the_run_goes_on(tmp_path, capsys):
+    init_logging(0, world_size=1)
+    events.keep(tmp_path / "absent", rank=0)
+    logger.warning("slow")
+    assert kept(tmp_path / "absent") == []
+    assert "slow" in capsys.readouterr().out
+
+
+def test_a_line_stands_above_what_else_is_drawn(capsys):
+    init_logging(0, world_size=1)
+    order = []
+
+    class Around:
+        def __enter__(self):
+            order.append(capsys.readouterr().out)
+
+        def __exit__(self, *_):
+            order.append(capsys.readouterr().out)
+
+    console.around = Around
+    try:
+        logger.info("saved")
+    finally:
+        del console.around
+    assert order[0] == ""
+    assert order[1].endswith(" saved\n")

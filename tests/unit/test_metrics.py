@@ -4,16 +4,21 @@ import json
 import logging
 import math
 import sys
+import types
+from contextlib import nullcontext
 
 import pytest
 import torch
 from matplotlib import image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
 
 from titan_lite.config import Metrics as MetricsConfig
+from titan_lite.logging import console
 from titan_lite.metrics import Metrics, draw_loss, peak_memory_gib, read_metrics
 
 PLAIN = MetricsConfig(enable_tensorboard=False)
+RECIPE = {"training.steps": 100, "optimizer.lr": 3e-4, "compile.components": ("model", "loss"), "job.description": "<b>&"}
 VALUES = {
     "loss": 6.93147,
     "grad_norm": 1.23456,
@@ -33,7 +38,7 @@ def run(tmp_path):
     """run({step: values}, first_step=...): one process's life."""
 
     def run(logged, config=PLAIN, *, writes=True, first_step=0):
-        metrics = Metrics(config, tmp_path, writes=writes, first_step=first_step, total_steps=100)
+        metrics = Metrics(config, tmp_path, RECIPE, writes=writes, first_step=first_step, total_steps=100)
         for step, values in logged.items():
             metrics.log(step, values)
             metrics.advance()
@@ -90,6 +95,15 @@ def test_one_rank_shows_a_bar_on_a_terminal_that_starts_where_the_run_does(termi
     assert ("7/100" in capsys.readouterr().out) is shown
 
 
+def test_lines_stand_above_the_bar_as_long_as_there_is_one(run, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    during = []
+    monkeypatch.setattr(Metrics, "advance", lambda self: during.append(console.around.__func__.__qualname__))
+    run({8: VALUES})
+    assert during == ["tqdm.external_write_mode"]
+    assert console.around is nullcontext
+
+
 # metrics.jsonl
 
 
@@ -104,7 +118,7 @@ def test_the_file_has_one_object_a_line_with_the_values_under_their_names(run):
 
 
 def test_a_line_is_on_disk_when_it_is_logged(tmp_path):
-    metrics = Metrics(PLAIN, tmp_path, writes=True, first_step=0, total_steps=3)
+    metrics = Metrics(PLAIN, tmp_path, RECIPE, writes=True, first_step=0, total_steps=3)
     metrics.log(1, {"loss": 2.0})
     assert read_metrics(tmp_path / "metrics.jsonl")[1]["loss"] == 2.0
     metrics.close()
@@ -164,13 +178,13 @@ def test_a_line_that_is_no_entry_is_left_out(line, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 2.0}\n' + line + b'\n{"step": 2, "loss": 1.0}\n' + line)
     assert list(read_metrics(path)) == [1, 2]
-    Metrics(PLAIN, tmp_path, writes=True, first_step=2, total_steps=3).close()
+    Metrics(PLAIN, tmp_path, {}, writes=True, first_step=2, total_steps=3).close()
     assert list(read_metrics(path)) == [1, 2]
     assert path.read_bytes().endswith(b'\n{"resumed_from": 2}\n')
 
 
 def test_a_full_disk_costs_figures_and_not_the_run(tmp_path, said):
-    metrics = Metrics(PLAIN, tmp_path, writes=True, first_step=0, total_steps=3)
+    metrics = Metrics(PLAIN, tmp_path, {}, writes=True, first_step=0, total_steps=3)
     metrics.file.close()
     metrics.file = open("/dev/full", "w", buffering=1)  # noqa: SIM115
     for step in (1, 2):
@@ -223,6 +237,68 @@ def test_tensorboard_forgets_the_steps_that_a_resumed_run_repeats(run):
 def test_no_tensorboard_where_it_is_turned_off(run):
     folder = run({1: VALUES}, MetricsConfig(enable_tensorboard=False))
     assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
+
+
+def test_tensorboard_has_the_recipe_as_text_and_as_hyperparameters(run):
+    folder = run({10: VALUES}, MetricsConfig())
+    accumulator = EventAccumulator(str(folder / "tb"))
+    accumulator.Reload()
+    (event,) = accumulator.Tensors("recipe/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert '    compile.components = ["model", "loss"]' in text.splitlines()
+    assert "    optimizer.lr = 0.0003" in text.splitlines()
+    content = accumulator.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    start = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
+    assert start.hparams["training.steps"].number_value == 100
+    assert start.hparams["optimizer.lr"].number_value == 3e-4
+    assert start.hparams.keys() == {"training.steps", "optimizer.lr"}  # and not those that change nothing of what is learned
+    assert [path.is_file() for path in (folder / "tb").iterdir()] == [True]  # one run, and none beside it
+
+
+# Weights & Biases
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A module like wandb, which keeps what it is told."""
+    module = types.ModuleType("wandb")
+    module.calls, module.logged, module.finished = [], [], 0
+
+    class Run:
+        def define_metric(self, name, step_metric):
+            module.axis = (name, step_metric)
+
+        def log(self, values):
+            module.logged.append(values)
+
+        def finish(self):
+            module.finished += 1
+
+    def init(**arguments):
+        module.calls.append(arguments)
+        return Run()
+
+    module.init = init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_weights_and_biases_has_the_same_names_and_a_resumed_run_is_the_same_one(run, wandb, tmp_path):
+    config = MetricsConfig(enable_tensorboard=False, enable_wandb=True)
+    run({10: VALUES, 20: {"validation_loss": 2.5}}, config)
+    run({20: {"loss": 2.0}}, config, first_step=10)
+    assert wandb.logged == [{"step": 10, **VALUES}, {"step": 20, "validation_loss": 2.5}, {"step": 20, "loss": 2.0}]
+    assert (wandb.axis, wandb.finished) == (("*", "step"), 2)
+    first, second = wandb.calls
+    assert first == second
+    assert (first["name"], first["config"], first["resume"]) == (tmp_path.name, RECIPE, "allow")
+    assert len(first["id"]) == 32
+
+
+def test_weights_and_biases_only_where_asked_for_and_on_one_rank(run, wandb):
+    run({10: VALUES})
+    run({10: VALUES}, MetricsConfig(enable_tensorboard=False, enable_wandb=True), writes=False)
+    assert wandb.calls == []
 
 
 # The picture

@@ -36,7 +36,9 @@ ROOMS = {
     "data": (*PART, "torchdata", "tiktoken", "tokenizers", "datasets"),
     "optimizer": PART,
     "lr_scheduler": PART,
-    "metrics": (*PART, "matplotlib", "tqdm"),
+    "metrics": (*PART, "titan_lite.records", "matplotlib", "tqdm", "wandb"),
+    "records": ("titan_lite.config",),
+    "report": ("titan_lite.config", "titan_lite.records"),  # no torch: a page is made where a run's folder was copied to
     "profiling": PART,
     "checkpoint": (*PART, "titan_lite.manifest", "titan_lite.tensor_files", "titan_lite.watchdog"),
     "manifest": (),
@@ -49,7 +51,7 @@ ROOMS = {
     "stragglers": PART,
     "verdict": (),
     "watchdog": (*PART, "titan_lite.verdict"),
-    "console": (*PART, "titan_lite.check", "titan_lite.distributed"),
+    "console": (*PART, "titan_lite.check", "titan_lite.compiler", "titan_lite.distributed", "titan_lite.records"),
     "planner": (*PART, "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler"),
     "plan": (*PART, "titan_lite.planner"),
     "check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts

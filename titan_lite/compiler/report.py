@@ -94,6 +94,16 @@ def describe(receipts: Sequence[Receipt]) -> list[str]:
     return lines
 
 
+def exposed(receipts: Sequence[Receipt]) -> tuple[float, float] | None:
+    """(seconds in which nothing computes, all seconds) of forward and backward as estimated, of a pipeline's first rank; None
+    where nothing communicates, or nothing is estimated."""
+    own = [receipt.timeline for receipt in receipts if not receipt.pp_rank and receipt.graph != "inference"]
+    times = [timeline for timeline in own if timeline is not None]
+    if not any(each.communication for each in times):
+        return None
+    return sum(each.exposed for each in times), sum(each.seconds for each in times)
+
+
 def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
