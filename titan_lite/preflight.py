@@ -62,7 +62,7 @@ def compare(everyone: list[tuple[int, str, int]], vocab_size: int) -> None:
 def check_first_loss(loss: float, vocab_size: int) -> None:
     """Warn where a model with fresh weights does better or worse than guessing."""
     expected = math.log(vocab_size)
-    if abs(loss - expected) > FAR * expected:
+    if not abs(loss - expected) <= FAR * expected:  # so also no number at all
         logger.warning(
             f"the first loss is {loss:.2f}, far from ln({vocab_size}) = {expected:.2f} of a model that knows nothing: initial "
             "weights, tokenizer or labels may be wrong"

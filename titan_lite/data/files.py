@@ -233,12 +233,18 @@ def _lines(piece: Piece, data: Data) -> Iterator[tuple[int, bytes]]:
                     return
                 if not line.isspace():
                     yield number, line
-        offset = piece.start
-        if offset:
-            file.seek(offset - 1)
-            offset += _line(file, limit)[1] - 1
+        offset = max(0, piece.start - 1)
+        file.seek(offset)
+        skipped = b"" if piece.start else b"\n"  # up to the end of the line that the piece before ends in
+        while offset < piece.end and not skipped.endswith(b"\n"):
+            skipped = file.readline(min(PIECE, piece.end - offset))
+            if not skipped:
+                return  # it has become shorter
+            offset += len(skipped)
         while offset < piece.end:
             line, length = _line(file, limit)
+            if not length:
+                return
             if not line.isspace():
                 yield offset, line
             offset += length

@@ -295,6 +295,7 @@ class Loader:
                 )
         item = next(self._iterator)
         if isinstance(item, ConfigError):
+            self._start(self._given, self._places)  # without its processes
             raise item
         for row, source, window, place in zip(item.rows, item.sources, item.tokens, item.places, strict=True):
             self._ready[row].append((window, source, place))
