@@ -214,8 +214,9 @@ class Trainer:
     def build_loader(self, split: Split) -> Loader:
         data = self.config.data
         if split == "validation":
-            # Short and seldom: not worth a process, nor filling the shuffle buffer of a stream.
-            data = dataclasses.replace(data, num_workers=0, shuffle=data.shuffle and data.dataset == "stdlib")
+            # Short and seldom: not worth a process, nor filling the shuffle buffer of a stream from afar.
+            here = all(part.dataset in ("stdlib", "local") for _, part in data.mixture())
+            data = dataclasses.replace(data, num_workers=0, shuffle=data.shuffle and here)
         return build_loader(
             data,
             self.tokenizer,

@@ -200,9 +200,9 @@ def refusal(bad: BadDocument) -> ConfigError:
 
 
 def fingerprint(data: Data) -> str:
-    """SHA-256 of what documents there are and which is where in an epoch, as far as can be told without reading them.
+    """SHA-256 of what documents there are, as far as can be told without reading them.
 
-    Of local files and the standard library the names and sizes, of the hub the name.
+    Of local files and the standard library the names and sizes, of the hub the name; and which field has the text.
     """
     known = [_fingerprint(part) for _, part in data.mixture()]
     return known[0] if len(known) == 1 else _sha256(known)
@@ -218,9 +218,8 @@ def _fingerprint(data: Data) -> str:
             ]
         )
     if data.dataset != "local":
-        return _sha256([data.dataset, data.subset, data.split])
-    files, root = local_files(data)
-    return _sha256(["by pieces", *((Path(file).relative_to(root).as_posix(), os.path.getsize(file)) for file in files)])
+        return _sha256([data.dataset, data.subset, data.split, data.text_field])
+    return _sha256(["by pieces", data.text_field, *((name, size) for _, name, size in local_files(data))])
 
 
 def _sha256(what: list) -> str:

@@ -405,3 +405,5 @@ def test_the_fingerprint_of_several_sources_is_of_all_but_not_of_their_weights(t
     assert len(seen) == 4
     assert fingerprint(Data(sources=(one, DataSource("stdlib", weight=9.0)))) == fingerprint(Data(sources=(one, other)))
     assert fingerprint(Data("c4")) != fingerprint(Data("owner/name")) != fingerprint(Data("owner/name", subset="x"))
+    other_field = DataSource("local", path=str(tmp_path), text_field="body")
+    assert fingerprint(Data(sources=(other_field,))) != fingerprint(Data(sources=(one,)))
