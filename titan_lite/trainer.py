@@ -249,11 +249,11 @@ class Trainer:
             )
         trying = True  # until everything is compiled, and the way to bucket decided
         gc.disable()  # ranks that collect at different moments wait for each other
-        self.start_window()
         self.watchdog.enter("the first step", "compile_timeout_seconds" if config.compile.enable else "init_timeout_seconds")
+        if self.step < config.training.steps:
+            preflight(self.loader.peek(), self.tokenizer, self.model_config.vocab_size, self.dp_rank)
+        self.start_window()
         with build_profiler(config.profiling, self.dump_folder, self.rank, self.step) as profiler:
-            if self.step < config.training.steps:
-                preflight(self.loader.peek(), self.tokenizer, self.model_config.vocab_size, self.dp_rank)
             if not self.asked_to_stop() and self.validation_due:
                 self.validate()
             while self.step < config.training.steps and not self.stopping:

@@ -288,6 +288,16 @@ def test_documents_are_shuffled_among_files(tmp_path):
     assert beside < 10
 
 
+def test_pieces_are_in_another_order_every_epoch(tmp_path):
+    """Also where a file is as much as is shuffled at once."""
+    for number in range(10):
+        write_jsonl(tmp_path / f"{number}.jsonl", [f"{number} {'x' * 1000}"] * 20)
+    texts = texts_of(build_source(local(tmp_path, shuffle=True, shuffle_buffer=5), split="train", seed=0), 0, 400)
+    first, second = (list(dict.fromkeys(text[0] for text in texts[at : at + 200])) for at in (0, 200))
+    assert sorted(first) == sorted(second) == list("0123456789")
+    assert len({tuple(order) for order in (first, second, sorted(first))}) == 3
+
+
 def test_rows_are_served_alike_however_few_documents_there_are(tmp_path):
     """Though each epoch, and so each group, begins anew: of 9 documents for 8 rows none gets the second one every time."""
     write_jsonl(tmp_path / "a.jsonl", [str(i) for i in range(9)])
