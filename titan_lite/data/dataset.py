@@ -57,7 +57,7 @@ class StdlibSource:
                     yield ordinal, _stdlib_text(self.names[order[ordinal % count]])
 
 
-_Raw = tuple[Piece, int, Any]  # its piece, its place there, what `read_piece` gives
+_Raw = tuple[Piece, int, Any]  # its piece, its place there, what `read_piece` gives (nothing yet of a txt file)
 
 
 class PiecewiseSource:
@@ -136,6 +136,9 @@ class PiecewiseSource:
         return some
 
     def _read(self, piece: Piece) -> Iterator[tuple[int, Any]]:
+        if piece.format == ".txt":  # one document, whoever wants it will read it
+            yield 0, None
+            return
         if not self.hub:
             yield from read_piece(piece, self.data)
             return
@@ -152,6 +155,8 @@ class PiecewiseSource:
 
     def _text(self, piece: Piece, place: int, raw: Any) -> str | BadDocument:
         try:
+            if piece.format == ".txt":
+                place, raw = next(read_piece(piece, self.data))
             if not self.hub:
                 return text_of(raw, piece, place, self.data)
             try:

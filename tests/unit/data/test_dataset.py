@@ -278,6 +278,17 @@ def test_a_group_is_small_and_going_on_opens_no_file_before_it(tmp_path, monkeyp
     assert len(opened) <= (3 if not compression else 12)
 
 
+def test_of_txt_files_only_those_wanted_are_read(tmp_path, monkeypatch):
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(f"{number}")
+    opened = []
+    open_file = files._open
+    monkeypatch.setattr(files, "_open", lambda file: opened.append(file) or open_file(file))
+    source = build_source(local(tmp_path, shuffle=True), split="train", seed=0)
+    some = list(islice(source.documents(0, lambda ordinal: ordinal % 8 == 3), 5))
+    assert [Path(file).stem for file in opened] == [text for _, text in some]
+
+
 def test_documents_are_shuffled_among_files(tmp_path):
     """A hundred documents in a row are of more than a few files, and none has its neighbours in the file."""
     for number in range(20):
