@@ -203,7 +203,7 @@ def test_of_a_run_the_newest_step_speaks_through_its_recipes_tokenizer(folder, t
         (["HF", "--seed", "-1"], "--seed -1: expected 0 or more"),
         (["HF", "--device", "abacus"], "--device abacus: "),
         (["HF", "--tokenizer", "nowhere"], '--tokenizer "nowhere": cannot be read'),
-        (["HF", "--tokenizer", "config.json"], "config.json: cannot be read as a tokenizer.json"),
+        (["HF", "--tokenizer", "config.json"], "cannot be read as a tokenizer.json"),
         (["BARE"], "has no tokenizer that can be read; --tokenizer FILE would work"),
     ],
 )
