@@ -22,6 +22,7 @@ from titan_lite.compiler.stage import check_backend
 from titan_lite.compiler.trial import STEPS, WAYS
 from titan_lite.config import KEYS, Config, ConfigError, Parallelism, gradient_accumulation_steps
 from titan_lite.data.dataset import check_data, fingerprint
+from titan_lite.data.prepared import check_prepared
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.distributed.activation_checkpoint import recomputes
 from titan_lite.distributed.mesh import check_context_parallel, check_tensor_parallel, resolve_degrees
@@ -67,6 +68,8 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
             f"{config.model.flavor} has room for {flavor.vocab_size}; use that flavor's tokenizer, or a flavor with room"
         )
     check_data(config.data)
+    if config.data.dataset == "prepared":
+        check_prepared(config.data, tokenizer.sha256)
     check_names("parallelism.fsdp_keep_gathered", config.parallelism.fsdp_keep_gathered, config.model.flavor)
     microbatches = accumulation * pipeline.microbatches
     check_schedule(config, microbatches)
@@ -266,6 +269,11 @@ def without_effect(config: Config, microbatches: int) -> list[str]:
             ["compile.bucket_memory"],
         ),
         (config.data.dataset == "stdlib", 'dataset = "stdlib"', ["data.text_field", "data.shuffle_buffer"]),
+        (
+            config.data.dataset == "prepared",
+            "the documents are prepared already",
+            ["data.text_field", "data.shuffle_buffer", "data.validation_fraction"],
+        ),
         (config.training.spike_window == 0, "spike_window = 0", ["training.spike_sigmas"]),
         (config.data.num_workers == 0, "num_workers = 0", ["data.prefetch"]),
         (not config.checkpoint.enable, "checkpoint.enable = false", ["checkpoint.restart_data", "checkpoint.accept_model_only"]),

@@ -66,7 +66,9 @@ class Job:
 class Model:
     name: str = setting("llama3", "model family", unit="name", choices=("llama3",))
     flavor: str = setting("debug", "size, a key of FLAVORS in models/llama3.py", unit="name")
-    tokenizer_path: str = setting("", "tokenizer in tiktoken's format (base64 token and rank a line)", unit="path", path=True)
+    tokenizer_path: str = setting(
+        "", "tokenizer in tiktoken's format (base64 token and rank a line), or a tokenizer.json", unit="path", path=True
+    )
 
 
 @dataclass(frozen=True)
@@ -342,11 +344,17 @@ class Checkpoint:
 class Data:
     dataset: str = setting(
         "stdlib",
-        "stdlib: documentation and sources of the running Python; local: files at data.path; c4: allenai/c4 from the hub",
+        "stdlib: documentation and sources of the running Python; local: files at data.path; c4: allenai/c4 from the hub; "
+        "prepared: what titan_lite.data.prepare wrote to data.path",
         unit="name",
-        choices=("stdlib", "local", "c4"),
+        choices=("stdlib", "local", "c4", "prepared"),
     )
-    path: str = setting("", "file, folder or glob of txt, jsonl, json or parquet, for dataset = local", unit="path", path=True)
+    path: str = setting(
+        "",
+        "for dataset = local a file, folder or glob of txt, jsonl, json or parquet; for prepared a folder",
+        unit="path",
+        path=True,
+    )
     text_field: str = setting("text", "field that holds a document's text (jsonl, json, parquet)", unit="name")
     validation_fraction: float = setting(
         0.05, "share of documents held out of training, chosen by a hash of their name", unit="fraction", least=0, below=1
@@ -665,11 +673,14 @@ def _check_combinations(config: Config, origins: dict[str, str]) -> None:
         )
     if config.data.dataset == "local" and not config.data.path:
         raise ConfigError(f'{at("data.dataset")} needs data.path, such as path = "corpus/*.jsonl"')
-    if config.data.dataset != "local" and config.data.path:
+    if config.data.dataset == "prepared" and not config.data.path:
+        raise ConfigError(f'{at("data.dataset")} needs data.path, such as path = "prepared/books"')
+    if config.data.dataset not in ("local", "prepared") and config.data.path:
         raise ConfigError(
-            f'{at("data.path")} is only read with data.dataset = "local" (it is "{config.data.dataset}"); set that or remove path'
+            f'{at("data.path")} is only read with data.dataset = "local" or "prepared" (it is "{config.data.dataset}"); '
+            "set that or remove path"
         )
-    if config.validation.enable and config.data.validation_fraction == 0 and config.data.dataset != "c4":
+    if config.validation.enable and config.data.validation_fraction == 0 and config.data.dataset not in ("c4", "prepared"):
         raise ConfigError(
             f"{at('validation.enable')} needs held-out documents: set data.validation_fraction = 0.05, "
             "or validation.enable = false"

@@ -225,9 +225,9 @@ def _idle(recipe: Mapping[str, Any]) -> set[str]:
     data, idle = recipe["data"], set()
     if data["dataset"] != "local":
         idle |= {"data.text_field"}
-    if data["dataset"] == "c4":  # which has a validation split of its own
+    if data["dataset"] in ("c4", "prepared"):  # which have a validation split of their own
         idle |= {"data.validation_fraction"}
-    if data["dataset"] == "stdlib" or not data["shuffle"]:
+    if data["dataset"] in ("stdlib", "prepared") or not data["shuffle"]:
         idle |= {"data.shuffle_buffer"}
     if not data["shuffle"]:
         idle |= {"debug.seed"}

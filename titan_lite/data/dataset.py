@@ -1,4 +1,4 @@
-"""Documents: an endless, numbered stream of texts from the running Python, from local files or from the hub.
+"""Documents: an endless, numbered stream of texts from the running Python, from local files or from the hub, or of tokens.
 
     source = build_source(Data(dataset="stdlib"), split="train", seed=0)
     for ordinal, text in source.documents(start=0, wanted=lambda ordinal: ordinal % 8 == 3):
@@ -13,6 +13,7 @@ import glob
 import hashlib
 import itertools
 import logging
+import math
 import os
 import random
 import sysconfig
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan_lite.config import ConfigError, Data
+from titan_lite.data.prepared import PreparedSource, prepared_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +43,12 @@ class StdlibSource:
         if not self.names:
             raise _empty(data, split)
 
-    def documents(self, start: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, str]]:
+    def documents(self, start: int, wanted: Callable[[int], bool], epochs: float = math.inf) -> Iterator[tuple[int, str]]:
         """(ordinal, text) of the documents from `start` on whose ordinal is wanted; only these are read."""
         count = len(self.names)
         for epoch in itertools.count(start // count):
+            if epoch >= epochs:
+                return
             order = list(range(count))
             if self.shuffle:
                 random.Random(f"{self.seed} {epoch}").shuffle(order)
@@ -64,11 +68,11 @@ class StreamSource:
         self.stream = stream.shuffle(seed=seed, buffer_size=data.shuffle_buffer) if data.shuffle else stream
         self.shuffle, self.empty = data.shuffle, _empty(data, split)
 
-    def documents(self, start: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, str]]:
+    def documents(self, start: int, wanted: Callable[[int], bool], epochs: float = math.inf) -> Iterator[tuple[int, str]]:
         """(ordinal, text) of the documents from `start` on whose ordinal is wanted; those before are skipped, untokenized."""
         epoch = 0
         first = 0  # ordinal of the epoch's first document
-        while True:
+        while epoch < epochs:
             if self.shuffle:  # set_epoch alone would shuffle the files
                 self.stream.set_epoch(epoch)
             count = 0
@@ -78,13 +82,15 @@ class StreamSource:
                 if ordinal >= start and wanted(ordinal):
                     yield ordinal, batch["text"][0]
             if count == 0:
+                if epochs < math.inf:
+                    return
                 raise self.empty
             # Every epoch has as many documents: those that end before `start` need not be gone through.
             epoch = max(epoch + 1, start // count)
             first = epoch * count
 
 
-Source = StdlibSource | StreamSource
+Source = StdlibSource | StreamSource | PreparedSource
 
 
 def build_source(data: Data, *, split: Split, seed: int) -> Source:
@@ -94,6 +100,8 @@ def build_source(data: Data, *, split: Split, seed: int) -> Source:
         ConfigError: nothing to read, or not readable. A stream that has no document for this split raises it only when
             a whole epoch has been read.
     """
+    if data.dataset == "prepared":
+        return PreparedSource(data, split, seed)
     return (StdlibSource if data.dataset == "stdlib" else StreamSource)(data, split, seed)
 
 
@@ -116,6 +124,8 @@ def fingerprint(data: Data) -> str:
     """SHA-256 of the names and sizes of all documents or their files, by which a run tells its data from other; c4: empty."""
     if data.dataset == "c4":
         return ""
+    if data.dataset == "prepared":
+        return prepared_fingerprint(data)
     if data.dataset == "stdlib":
         topics = _topics()
         sizes = [
