@@ -241,7 +241,7 @@ def resume(options: argparse.Namespace, folder: Path) -> None:
     corpus = folder / "resume.jsonl"
     source = StdlibSource(Data(validation_fraction=0.0), "train", seed=0)
     count, pieces = len(source.names), []
-    for _, text in source.documents(0, lambda ordinal: True, epochs=1):
+    for _, text in islice(source.documents(0, lambda ordinal: True), count):
         pieces += [text[at : at + 4000] for at in range(0, len(text), 4000)]
     corpus.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
     local = Data(dataset="local", path=str(corpus), validation_fraction=0.0, num_workers=0)
@@ -253,7 +253,7 @@ def resume(options: argparse.Namespace, folder: Path) -> None:
         def run() -> float:
             batches = loader(data, tokenizer, options)
             rows = options.batch
-            batches.load_state_dict({"rows": {str(row): [at // rows * rows + row, 0, 9] for row in range(rows)}, "of": rows})
+            batches.load_state_dict({"rows": {str(row): [9, [at // rows * rows + row, 0]] for row in range(rows)}, "of": rows})
             started = time.perf_counter()
             next(batches)
             return time.perf_counter() - started

@@ -31,11 +31,11 @@ def test_prepared_with_a_tokenizer_json_it_trains_as_on_the_text(tmp_path):
     tokenizer.write_text(json.dumps(to_json(load_tiktoken(ROOT / "assets/tokenizer/debug.model"))))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config()))
     text = ["--data.dataset", "local", "--data.path", corpus]
-    small = ["--training.seq_len", "32", "--training.steps", "3", "--metrics.log_freq", "1", "--validation.steps", "1"]
-    small += ["--no-data.shuffle", "--no-checkpoint.enable", "--no-metrics.enable_tensorboard"]
+    small = ["--training.seq_len", "32", "--training.steps", "3", "--metrics.log_freq", "1", "--no-validation.enable"]
+    small += ["--no-data.shuffle", "--data.validation_fraction", "0", "--no-checkpoint.enable", "--no-metrics.enable_tensorboard"]
     python("-m", "titan_lite.train", DEBUG, *small, *text, "--job.dump_folder", tmp_path / "a")
     by_json = ["--model.tokenizer_path", tokenizer]
-    python("-m", "titan_lite.data.prepare", DEBUG, tmp_path / "prepared", "--workers", "1", *text, *by_json)
+    python("-m", "titan_lite.data.prepare", DEBUG, tmp_path / "prepared", "--workers", "1", *text, *by_json, *small)
     prepared = ["--data.dataset", "prepared", "--data.path", tmp_path / "prepared"]
     python("-m", "titan_lite.train", DEBUG, *small, *prepared, *by_json, "--job.dump_folder", tmp_path / "b")
     losses = [

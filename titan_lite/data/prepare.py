@@ -28,13 +28,13 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -42,21 +42,30 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from titan_lite import manifest
 from titan_lite.config import ConfigError, Data, load_config
-from titan_lite.data.dataset import build_source, fingerprint
+from titan_lite.data.dataset import NoDocuments, Split, build_source, fingerprint, refusal
+from titan_lite.data.files import BadDocument
 from titan_lite.data.prepared import FORMAT, SPLITS, manifest_text, read_manifest
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import init_logging, logger
 
 PROGRESS = "progress.json"
-_NO_MATTER = {"path", "shuffle", "shuffle_buffer", "num_workers", "prefetch"}  # keys of [data] that change nothing here
+# keys of [data] that change nothing here; training leaves out what is too short
+_NO_MATTER = {"path", "sources", "shuffle", "shuffle_buffer", "min_document_tokens", "num_workers", "prefetch"}
 _BATCH = 1 << 18  # characters that are encoded together, about a tenth of a second
-Batch = tuple[int, list[str]]  # ordinal of the document after it, texts
+
+
+class Batch(NamedTuple):
+    next_ordinal: int  # of the document after it
+    texts: list[str]
+    bad: list[dict[str, str]]  # documents that are skipped
 
 
 def prepare(data: Data, tokenizer: Tokenizer, folder: Path, *, workers: int, shard_tokens: int = 1 << 28) -> dict[str, Any]:
     """Write the folder, or what is left to write of it; its manifest. Raises ConfigError."""
     if data.dataset == "prepared":
         raise ConfigError(f'data.dataset = "prepared": {data.path} is prepared already; "local", "stdlib" or "c4" would work')
+    if data.sources:
+        raise ConfigError("data.sources: prepare each by itself, and mix the folders")
     if folder.exists():
         raise ConfigError(f"{folder} is there, and nothing is overwritten; name a folder that is not there yet")
     unfinished = folder.with_name(f"unfinished-{folder.name}")
@@ -76,7 +85,7 @@ def prepare(data: Data, tokenizer: Tokenizer, folder: Path, *, workers: int, sha
             for split in SPLITS:
                 if split in progress["left"]:
                     _write_split(split, data, tokenizer, unfinished, progress, workers)
-            described = {**about, "splits": progress["splits"], "files": progress["files"]}
+            described = {**about, **{key: progress[key] for key in ("splits", "bad", "files")}}
             manifest.write_text(unfinished / manifest.NAME, manifest_text(described))
             (unfinished / PROGRESS).unlink()
             manifest.sync(unfinished)
@@ -113,7 +122,8 @@ def _begun(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
             )
         logger.info(f"{folder} has {len(progress['files']) // 2} whole shards: going on after them")
     else:
-        progress = {"about": about, "splits": {split: [] for split in SPLITS}, "files": {}, "next": 0, "left": list(SPLITS)}
+        progress = {"about": about, "splits": {split: [] for split in SPLITS}, "bad": [], "files": {}}
+        progress |= {"left": list(SPLITS), "next": 0}  # to write, from which ordinal on
         if not about["data"]["validation_fraction"] and about["data"]["dataset"] != "c4":
             progress["left"].remove("validation")
     for file in folder.iterdir():
@@ -126,39 +136,45 @@ def _short(value: Any) -> str:
     return value[:12] if isinstance(value, str) else json.dumps(value)
 
 
-def _write_split(split: str, data: Data, tokenizer: Tokenizer, folder: Path, progress: dict[str, Any], workers: int) -> None:
+def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, progress: dict[str, Any], workers: int) -> None:
     """The shards of a split that are left to write. A shard ends where a batch does: so a resumed run makes the same batches."""
     about, shards = progress["about"], progress["splits"][split]
-    source = build_source(dataclasses.replace(data, shuffle=False), split=split, seed=0)  # type: ignore[arg-type]
-    documents = source.documents(progress["next"], lambda ordinal: True, epochs=1)
+    batches = _batches(dataclasses.replace(data, shuffle=False), split, progress["next"], min(_BATCH, about["shard_tokens"]))
     dtype = np.dtype(about["dtype"]).newbyteorder("<")
     shard: _Shard | None = None
+    bad: list[dict[str, str]] = []
 
-    def whole(shard: "_Shard", next_ordinal: int) -> None:
-        """From now on it stays."""
-        progress["files"].update(shard.close())
-        shards.append({"name": shard.name, "documents": shard.documents, "tokens": shard.tokens})
+    def keep(next_ordinal: int) -> None:
+        """From now on what is written stays."""
+        if shard is not None:
+            progress["files"].update(shard.close())
+            shards.append({"name": shard.name, "documents": shard.documents, "tokens": shard.tokens})
+            logger.info(f"{shard.name}: {shard.documents:,} documents, {shard.tokens:,} tokens")
+        progress["bad"] += bad
         progress["next"] = next_ordinal
+        bad.clear()
         _write_progress(folder, progress)
-        logger.info(f"{shard.name}: {shard.documents:,} documents, {shard.tokens:,} tokens")
 
     done = sum(shard["tokens"] for shard in shards)
     with logging_redirect_tqdm([logger]), tqdm(desc=split, unit=" tokens", unit_scale=True, initial=done, disable=None) as bar:
-        next_ordinal = progress["next"]
-        for next_ordinal, encoded in _encoded(_batches(documents, min(_BATCH, about["shard_tokens"])), tokenizer, dtype, workers):
-            shard = shard or _Shard(folder, f"{split}-{len(shards):05d}")
-            shard.write(encoded)
-            bar.update(sum(map(len, encoded)))
-            if shard.tokens >= about["shard_tokens"]:
-                whole(shard, next_ordinal)
+        for batch, encoded in _encoded(batches, tokenizer, dtype, workers):
+            bad += batch.bad
+            if len(progress["bad"]) + len(bad) > data.max_bad_documents:
+                raise ConfigError(
+                    f"data.max_bad_documents = {data.max_bad_documents}: there are more, the last one {bad[-1]['file']}, "
+                    f"{bad[-1]['place']}: {bad[-1]['reason']}; a higher one, or other documents, would work"
+                )
+            if encoded:
+                shard = shard or _Shard(folder, f"{split}-{len(shards):05d}")
+                shard.write(encoded)
+                bar.update(sum(map(len, encoded)))
+            if shard is not None and shard.tokens >= about["shard_tokens"]:
+                keep(batch.next_ordinal)
                 shard = None
-        if shard is not None:
-            whole(shard, next_ordinal)
-    if not shards and split == "train":
-        raise ConfigError(f'data.path = "{data.path}" has no train document; a lower data.validation_fraction would work')
     progress["left"].remove(split)
-    progress["next"] = 0
-    _write_progress(folder, progress)
+    keep(0)
+    if not shards and split == "train":
+        raise ConfigError(f'data.path = "{data.path}" has no document that could be read; other documents would work')
 
 
 def _write_progress(folder: Path, progress: dict[str, Any]) -> None:
@@ -202,33 +218,46 @@ class _Shard:
         }
 
 
-def _batches(documents: Iterable[tuple[int, Any]], most: int) -> Iterator[Batch]:
-    texts: list[str] = []
-    characters = next_ordinal = 0
-    for ordinal, text in documents:
-        texts.append(text)
-        characters, next_ordinal = characters + len(text), ordinal + 1
-        if characters >= most:
-            yield next_ordinal, texts
-            texts, characters = [], 0
-    if texts:
-        yield next_ordinal, texts
+def _batches(data: Data, split: Split, start: int, most: int) -> Iterator[Batch]:
+    """The first epoch from ordinal `start` on, in portions of `most` characters, or a document more."""
+    batch, characters = Batch(start, [], []), 0
+    try:
+        source = build_source(data, split=split, seed=0)
+        for ordinal, document in source.documents(start, lambda ordinal: True):
+            if source.epoch(ordinal):
+                break
+            if isinstance(document, BadDocument):
+                if data.on_bad_document == "error":
+                    raise refusal(document)
+                batch.bad.append({"file": document.file, "place": document.place, "reason": document.reason})
+            else:
+                assert isinstance(document, str)
+                batch.texts.append(document)
+                characters += len(document)
+            if characters >= most:
+                yield batch._replace(next_ordinal=ordinal + 1)
+                batch, characters = Batch(ordinal + 1, [], []), 0
+    except NoDocuments:
+        if split == "train":  # of validation it is no mistake
+            raise
+    if batch.texts or batch.bad:
+        yield batch
 
 
 def _encoded(
     batches: Iterator[Batch], tokenizer: Tokenizer, dtype: np.dtype, workers: int
-) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """Of each batch, in order, the tokens of its documents."""
+) -> Iterator[tuple[Batch, list[np.ndarray]]]:
+    """Each batch, in order, with the tokens of its documents."""
     if not workers:
-        for next_ordinal, texts in batches:
-            yield next_ordinal, _encode(texts, tokenizer, dtype)
+        for batch in batches:
+            yield batch, _encode(batch.texts, tokenizer, dtype)
         return
     # spawn: a fork would have the locks, but not the threads, of the libraries that read the corpus
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (tokenizer, dtype))
-    ahead: deque[tuple[int, Future[list[np.ndarray]]]] = deque()
+    ahead: deque[tuple[Batch, Future[list[np.ndarray]]]] = deque()
     try:
-        for next_ordinal, texts in batches:
-            ahead.append((next_ordinal, pool.submit(_encode, texts)))
+        for batch in batches:
+            ahead.append((batch._replace(texts=[]), pool.submit(_encode, batch.texts)))
             if len(ahead) > 3 * workers:
                 yield ahead[0][0], ahead.popleft()[1].result()
         while ahead:
@@ -269,6 +298,8 @@ def _summary(described: dict[str, Any]) -> str:
     for split, shards in described["splits"].items():
         documents, tokens = (sum(shard[what] for shard in shards) for what in ("documents", "tokens"))
         sums.append(f"{split}: {documents:,} documents, {tokens:,} tokens, shards: {len(shards)}")
+    if described["bad"]:
+        sums.append(f"skipped: {len(described['bad'])} bad documents, which manifest.json lists")
     return "; ".join(sums)
 
 

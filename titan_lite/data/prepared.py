@@ -1,6 +1,6 @@
 """A corpus that `titan_lite.data.prepare` has tokenized: shards of tokens on disk, of which any document can be read at once.
 
-    manifest.json            the format's version, tokenizer, counts, and size and SHA-256 of every file
+    manifest.json            the format's version, tokenizer, counts, skipped documents, and size and SHA-256 of every file
     train-00000.tokens       token ids, one document after the other, each with BOS and EOS; uint16 or uint32, little-endian
     train-00000.documents    where each document begins, in tokens, and last where the last one ends; uint64, little-endian
     validation-00000.tokens, ...
@@ -17,7 +17,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from titan_lite import manifest
 from titan_lite.config import ConfigError, Data
 
 FORMAT = 1
-SPLITS = ("train", "validation")
+SPLITS: tuple[Literal["train"], Literal["validation"]] = ("train", "validation")
 _AT_ONCE = 1024  # documents whose place in the order is computed together
 _WORKS = "a folder that `python -m titan_lite.data.prepare` wrote would work"
 
@@ -46,6 +46,9 @@ class PreparedSource:
                 f'data.path = "{self.folder}" has no {split} document; prepared with another data.validation_fraction '
                 f"(it was {described['data']['validation_fraction']}) it would"
             )
+
+    def epoch(self, ordinal: int) -> int:
+        return ordinal // int(self.firsts[-1])
 
     def documents(self, start: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, np.ndarray]]:
         """(ordinal, tokens) of the documents from `start` on whose ordinal is wanted; only these are read."""

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_lite.check import check
-from titan_lite.config import ConfigError, Data, load_config
+from titan_lite.config import ConfigError, Data, DataSource, load_config
 from titan_lite.data import prepare as command
 from titan_lite.data.dataset import build_source, fingerprint
 from titan_lite.data.loader import build_loader, merge_states
@@ -85,18 +85,14 @@ def contents(folder):
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_in_order_it_is_what_reading_the_text_gives(corpus, folder, split):
-    texts = build_source(local(corpus, shuffle=False), split=split, seed=0)
+    texts = build_source(local(corpus, shuffle=False), split=split, seed=0).documents(0, lambda ordinal: True)
     source = PreparedSource(prepared(folder, shuffle=False), split, seed=0)
     count = sum(shard["documents"] for shard in read_manifest(folder)["splits"][split])
     assert 10 < count < 140
-    expected = [(o, TOKENIZER.encode(text, bos=True, eos=True)) for o, text in islice(texts.documents(0, bool_true), 2 * count)]
-    assert read(source, 0, 2 * count) == expected
+    expected = [TOKENIZER.encode(text, bos=True, eos=True) for _, text in islice(texts, 2 * count)]
+    assert read(source, 0, 2 * count) == list(enumerate(expected))
     tokens = sum(shard["tokens"] for shard in read_manifest(folder)["splits"][split])
-    assert tokens == sum(len(document) for _, document in expected[:count])
-
-
-def bool_true(ordinal):
-    return True
+    assert tokens == sum(map(len, expected[:count]))
 
 
 def test_the_bytes_do_not_depend_on_the_workers(corpus, folder, tmp_path):
@@ -200,7 +196,7 @@ def test_the_command_prepares_says_what_and_verifies(corpus, tmp_path, capsys):
     assert command.main(options) == 0
     out = capsys.readouterr().out
     assert f"--data.dataset prepared --data.path {tmp_path}/p trains on it" in out
-    assert "train: 14" in out
+    assert "train: 139 documents, 7,501 tokens, shards: 1" in out
     assert command.main(["--verify", str(tmp_path / "p")]) == 0
     assert "every byte is as written" in capsys.readouterr().out
     shard = tmp_path / "p/train-00000.tokens"
@@ -242,6 +238,30 @@ def test_a_corpus_with_nothing_to_train_on_is_an_error(tmp_path):
     assert read(PreparedSource(prepared(tmp_path / "q"), "train", 0), 0, 1) == [(0, TOKENIZER.encode("x", bos=True, eos=True))]
     with pytest.raises(ConfigError, match=r"has no validation document; prepared with another .*\(it was 0.1\)"):
         PreparedSource(prepared(tmp_path / "q"), "validation", 0)
+
+
+def test_bad_documents_are_an_error_or_skipped_and_listed(tmp_path):
+    lines = [json.dumps({"text": text(i)}) for i in range(40)]
+    lines[7], lines[20], lines[33] = '{"text": null}', "{", json.dumps({"text": ""})
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(ConfigError, match=r"a.jsonl, line 8: .*on_bad_document"):
+        prepare(local(tmp_path / "a.jsonl"), TOKENIZER, tmp_path / "p", workers=0, shard_tokens=99)
+    skip = local(tmp_path / "a.jsonl", on_bad_document="skip")
+    with pytest.raises(ConfigError, match=r"data.max_bad_documents = 2: there are more, the last one .*a.jsonl, line"):
+        prepare(dataclasses.replace(skip, max_bad_documents=2), TOKENIZER, tmp_path / "q", workers=0, shard_tokens=99)
+    described = prepare(skip, TOKENIZER, tmp_path / "r", workers=0, shard_tokens=99)
+    assert {(bad["file"], bad["place"]) for bad in described["bad"]} == {
+        (str(tmp_path / "a.jsonl"), f"line {n}") for n in (8, 21, 34)
+    }
+    shards = [shard for split in described["splits"].values() for shard in split]
+    assert sum(shard["documents"] for shard in shards) == 37
+    assert "skipped: 3 bad documents" in command._summary(described)
+
+
+def test_several_sources_are_prepared_one_by_one(tmp_path):
+    data = Data(sources=(DataSource(), DataSource()))
+    with pytest.raises(ConfigError, match=r"data.sources: prepare each by itself, and mix the folders"):
+        prepare(data, TOKENIZER, tmp_path / "p", workers=0)
 
 
 # What is read
@@ -394,14 +414,16 @@ def step(ranks, batch_size, rows):
     return torch.cat([torch.cat([input, label[:, -1:]], dim=1) for input, label in batches])
 
 
-def test_batches_are_those_of_the_text_itself(corpus, folder):
-    text = loaders(local(corpus, shuffle=False), 1, 4, 4, 32)
-    for num_workers in (0, 1):
-        tokens = loaders(prepared(folder, shuffle=False, num_workers=num_workers), 1, 4, 4, 32)
-        text[0].load_state_dict({"rows": {str(row): [row, 0, 0] for row in range(4)}, "of": 4})
-        for _ in range(60):  # more than an epoch
+def test_batches_are_those_of_the_text_itself(corpus, tmp_path):
+    """In the first epoch, where nothing is held out: later the text's ordinals have gaps."""
+    prepare(local(corpus, validation_fraction=0.0), TOKENIZER, tmp_path / "p", workers=0, shard_tokens=500)
+    for num_workers in (0, 1, 2):
+        text = loaders(local(corpus, shuffle=False, validation_fraction=0.0), 1, 4, 4, 32)
+        tokens = loaders(prepared(tmp_path / "p", shuffle=False, num_workers=num_workers), 1, 4, 4, 32)
+        for _ in range(40):
             assert torch.equal(step(tokens, 4, 4), step(text, 4, 4))
             assert tokens[0].state_dict() == text[0].state_dict()
+        assert min(ordinal for _, (ordinal, _) in tokens[0].state_dict()["rows"].values()) > 90
 
 
 @settings(deadline=None, max_examples=25)
@@ -432,7 +454,7 @@ def test_every_token_once_in_order_on_any_ranks_resumed_anywhere(folder, seq_len
 def test_a_state_of_other_data_is_refused(folder):
     [loader] = loaders(prepared(folder), 1, 4, 4, 16)
     state = loader.state_dict()
-    state["rows"]["3"] = [3, 10**9, 5]
+    state["rows"]["3"] = [5, [3, 10**9]]
     loader.load_state_dict(state)
     with pytest.raises(ConfigError, match="1000000000 tokens into document 3"):
         next(loader)
