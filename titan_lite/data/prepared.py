@@ -67,7 +67,8 @@ class PreparedSource:
                     if number not in shards:
                         shards[number] = self._open(number)
                     tokens, begins = shards[number]
-                    yield ordinal, tokens[begins[at] : begins[at + 1]]
+                    begin, end = begins[at : at + 2].tolist()  # numpy's own integers make slower slices
+                    yield ordinal, tokens[begin:end]
 
     def _open(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """A shard's tokens and where its documents begin, mapped; as plain arrays, of which numpy makes parts faster."""

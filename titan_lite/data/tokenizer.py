@@ -196,9 +196,9 @@ def _load_json(path: Path) -> JsonTokenizer:
         ("bos_token", whole[:at], ("<|begin_of_text|>", "<s>")),
         ("eos_token", whole[at + len(plain) :], ("<|end_of_text|>", "</s>")),
     ):
-        known = [theirs.token_to_id(name) for name in ([said[key]] if key in said else names)]
+        known: list[int | None] = [theirs.token_to_id(name) for name in ([said[key]] if key in said else names)]
         if key not in said and len(around) == 1:
-            known = around
+            known = [*around]
         id = next((id for id in known if id is not None), None)
         if id is None and key in said:
             raise ConfigError(f"{wrong} has no token {said[key]!r}, which tokenizer_config.json beside it calls {key}")
