@@ -290,7 +290,7 @@ def _start_worker(tokenizer: Tokenizer, dtype: np.dtype) -> None:
 def _encode(texts: list[str], tokenizer: Tokenizer | None = None, dtype: np.dtype | None = None) -> list[np.ndarray]:
     if tokenizer is None:
         tokenizer, dtype = _of_worker
-    return [np.array(tokenizer.encode(text, bos=True, eos=True), dtype=dtype) for text in texts]
+    return [tokenizer.encode_document(text).astype(dtype) for text in texts]
 
 
 def _summary(described: dict[str, Any]) -> str:

@@ -52,9 +52,13 @@ def test_special_tokens_in_a_document_are_text(tokenizer):
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.text())
-def test_any_text_round_trips(tokenizer, text):
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+@given(st.text() | st.sampled_from(["<|end_of_text|>", "a" * 30_000, "\ud800 half a pair"]))
+def test_any_text_round_trips_and_is_the_same_as_a_document(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text.replace("\ud800", "\ufffd")
+    document = tokenizer.encode_document(text)
+    assert document.dtype == "uint32"
+    assert document.tolist() == tokenizer.encode(text, bos=True, eos=True) == [1792, *ids, 1793]
 
 
 def test_pattern_splits_as_llama_3_does(tmp_path):

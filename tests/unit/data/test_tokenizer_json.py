@@ -88,6 +88,7 @@ def change(path, **parts):
 def test_it_speaks_as_ours_does(text):
     read = loaded()
     assert read.encode(text, bos=True, eos=True) == OURS.encode(text, bos=True, eos=True)
+    assert read.encode_document(text).tolist() == OURS.encode_document(text).tolist()
     assert read.encode(text) == OURS.encode(text)
     assert read.decode(read.encode(text)) == text
 
