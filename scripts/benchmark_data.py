@@ -23,6 +23,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -207,31 +208,25 @@ def mapped_windows(shards: list[np.ndarray], options: argparse.Namespace) -> flo
     return tokens_per_second(iter(batches), options, options.tokens * 9 // 10)
 
 
-def lit(path: Path, names: list[str], target: Path, options: argparse.Namespace) -> Variant:
-    """Their format for tokens in chunks, written of the same documents; blocks of seq_len + 1, shuffled."""
-    import litdata
-    from litdata.streaming.item_loader import TokensLoader
-    from litdata.streaming.writer import BinaryWriter
+def lit_documents(shard: str) -> Iterator[torch.Tensor]:
+    tokens = np.fromfile(f"{shard}.tokens", dtype=np.uint32).astype(np.int32)
+    for document in np.split(tokens, np.fromfile(f"{shard}.documents", dtype="<u8")[1:-1].astype(np.int64)):
+        yield torch.from_numpy(document)
 
-    target.mkdir()
-    writer = BinaryWriter(
-        str(target), chunk_bytes="64MB", item_loader=TokensLoader(options.seq_len + 1), data_format=["no_header_tensor:7"]
-    )
-    index = 0
-    for name in names:
-        tokens = np.fromfile(path / f"{name}.tokens", dtype=np.uint32).astype(np.int64)
-        for document in np.split(tokens, np.fromfile(path / f"{name}.documents", dtype="<u8")[1:-1].astype(np.int64)):
-            writer[index] = torch.from_numpy(document.astype(np.int32))
-            index += 1
-    writer.done(None)
-    writer.merge()
+
+def lit(path: Path, names: list[str], target: Path, options: argparse.Namespace) -> Variant:
+    """Their chunks of tokens, made of the same documents; blocks of seq_len + 1, shuffled."""
+    import litdata
+
+    loader = litdata.TokensLoader(block_size=options.seq_len + 1)
+    shards = [str(path / name) for name in names]
+    with redirect_stdout(sys.stderr):
+        litdata.optimize(lit_documents, shards, str(target), chunk_bytes="64MB", item_loader=loader, num_workers=1, verbose=False)
 
     def run() -> float:
-        dataset = litdata.StreamingDataset(
-            str(target), item_loader=TokensLoader(options.seq_len + 1), shuffle=True, drop_last=True
-        )
+        dataset = litdata.StreamingDataset(str(target), item_loader=litdata.TokensLoader(options.seq_len + 1), shuffle=True)
         batches = litdata.StreamingDataLoader(dataset, batch_size=options.batch, num_workers=1, prefetch_factor=4)
-        return tokens_per_second(iter(batches), options, options.tokens // 2)
+        return tokens_per_second(((batch[:, :-1], batch[:, 1:]) for batch in batches), options, options.tokens * 3 // 4)
 
     return run
 
