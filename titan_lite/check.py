@@ -22,6 +22,7 @@ from titan_lite.compiler.stage import check_backend
 from titan_lite.compiler.trial import STEPS, WAYS
 from titan_lite.config import KEYS, Config, ConfigError, Parallelism, gradient_accumulation_steps
 from titan_lite.data.dataset import check_data, fingerprint
+from titan_lite.data.prepared import check_prepared
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.distributed.activation_checkpoint import recomputes
 from titan_lite.distributed.mesh import check_context_parallel, check_tensor_parallel, resolve_degrees
@@ -67,6 +68,9 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
             f"{config.model.flavor} has room for {flavor.vocab_size}; use that flavor's tokenizer, or a flavor with room"
         )
     check_data(config.data)
+    for _, part in config.data.mixture():
+        if part.dataset == "prepared":
+            check_prepared(part, tokenizer.sha256)
     check_names("parallelism.fsdp_keep_gathered", config.parallelism.fsdp_keep_gathered, config.model.flavor)
     microbatches = accumulation * pipeline.microbatches
     check_schedule(config, microbatches)
@@ -222,6 +226,7 @@ def without_effect(config: Config, microbatches: int) -> list[str]:
     parallelism, checkpointing = config.parallelism, config.activation_checkpoint
     pipeline = [f"parallelism.{f.name}" for f in dataclasses.fields(Parallelism) if f.name.startswith("pipeline_parallel_")]
     passes = [f"compile.{name}" for name in ("bucketing", "buckets", "bucket_memory", "reordering", "machine", "dump_graphs")]
+    kinds = {part.dataset for _, part in config.data.mixture()}
     idle: list[tuple[bool, str, list[str]]] = [
         (parallelism.pipeline_parallel_degree == 1, "pipeline_parallel_degree = 1", pipeline),
         (
@@ -266,9 +271,10 @@ def without_effect(config: Config, microbatches: int) -> list[str]:
             f'bucketing = "{config.compile.bucketing}"',
             ["compile.bucket_memory"],
         ),
+        (kinds == {"prepared"}, 'dataset = "prepared"', ["data.validation_fraction"]),
         (
-            all(part.dataset == "stdlib" for _, part in config.data.mixture()),
-            'dataset = "stdlib"',
+            kinds <= {"stdlib", "prepared"},
+            "dataset = " + " and ".join(f'"{kind}"' for kind in sorted(kinds)),
             ["data.text_field", "data.shuffle_buffer", "data.max_document_mib", "data.on_bad_document", "data.max_bad_documents"],
         ),
         (config.data.on_bad_document == "error", 'on_bad_document = "error"', ["data.max_bad_documents"]),

@@ -70,7 +70,9 @@ class Job:
 class Model:
     name: str = setting("llama3", "model family", unit="name", choices=("llama3",))
     flavor: str = setting("debug", "size, a key of FLAVORS in models/llama3.py", unit="name")
-    tokenizer_path: str = setting("", "tokenizer in tiktoken's format (base64 token and rank a line)", unit="path", path=True)
+    tokenizer_path: str = setting(
+        "", "tokenizer in tiktoken's format (base64 token and rank a line), or a tokenizer.json", unit="path", path=True
+    )
 
 
 @dataclass(frozen=True)
@@ -349,14 +351,16 @@ class Corpus:
     dataset: str = setting(
         "stdlib",
         "stdlib: documentation and sources of the running Python; local: files at path; owner/name: a dataset of the Hugging "
-        "Face hub, streamed; c4: allenai/c4 in English, with its own validation split",
+        "Face hub, streamed; c4: allenai/c4 in English, with its own validation split; prepared: what titan_lite.data.prepare "
+        "wrote to path",
         unit="name",
-        choices=("stdlib", "local", "c4"),
+        choices=("stdlib", "local", "c4", "prepared"),
         or_like=("owner/name", r"[\w.-]+/[\w.-]+"),
     )
     path: str = setting(
         "",
-        "file, folder or glob of txt, jsonl, json, csv (these plain, gz or zst), parquet or arrow, for dataset = local",
+        "file, folder or glob of txt, jsonl, json, csv (these plain, gz or zst), parquet or arrow, for dataset = local; "
+        "a folder for dataset = prepared",
         unit="path",
         path=True,
     )
@@ -758,16 +762,19 @@ def _check_combinations(config: Config, origins: dict[str, str]) -> None:
 
         if source.dataset == "local" and not source.path:
             raise ConfigError(f'{of("dataset")} needs data.path, such as path = "corpus/*.jsonl"')
-        if source.dataset != "local" and source.path:
+        if source.dataset == "prepared" and not source.path:
+            raise ConfigError(f'{of("dataset")} needs data.path, such as path = "prepared/books"')
+        if source.dataset not in ("local", "prepared") and source.path:
             raise ConfigError(
-                f'{of("path")} is only read with data.dataset = "local" (it is "{source.dataset}"); set that or remove path'
+                f'{of("path")} is only read with data.dataset = "local" or "prepared" (it is "{source.dataset}"); '
+                "set that or remove path"
             )
         if (source.subset or source.split != "train") and "/" not in source.dataset:
             raise ConfigError(
                 f"{of('subset' if source.subset else 'split')} is of datasets of the hub, such as dataset = "
                 f'"HuggingFaceFW/fineweb" (it is "{source.dataset}"); name one or remove it'
             )
-        if config.validation.enable and config.data.validation_fraction == 0 and source.dataset != "c4":
+        if config.validation.enable and config.data.validation_fraction == 0 and source.dataset not in ("c4", "prepared"):
             raise ConfigError(
                 f"{at('validation.enable')} needs held-out documents: set data.validation_fraction = 0.05, "
                 "or validation.enable = false"

@@ -241,11 +241,11 @@ def _idle(recipe: Mapping[str, Any]) -> set[str]:
     """Keys of the data that do nothing in this recipe."""
     data, idle = recipe["data"], set()
     datasets = {source["dataset"] for source in data.get("sources") or [data]}
-    if datasets == {"stdlib"} or data.get("sources"):
+    if datasets <= {"stdlib", "prepared"} or data.get("sources"):
         idle |= {"data.text_field"}
-    if datasets == {"c4"}:  # which has a validation split of its own
+    if datasets <= {"c4", "prepared"}:  # which have a validation split of their own
         idle |= {"data.validation_fraction"}
-    if datasets == {"stdlib"} or not data["shuffle"]:
+    if datasets <= {"stdlib", "prepared"} or not data["shuffle"]:
         idle |= {"data.shuffle_buffer"}
     if not data["shuffle"]:
         idle |= {"debug.seed"}

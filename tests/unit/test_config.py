@@ -365,6 +365,13 @@ MISTAKES = [
         '[data]\ndataset = "local"\npath = "corpus/*.jsonl"',
     ),
     together(
+        "prepared text from nowhere",
+        '[data]\ndataset = "prepared"',
+        ('[data] dataset = "prepared"',),
+        'data.path, such as path = "prepared/books"',
+        '[data]\ndataset = "prepared"\npath = "prepared/books"\nvalidation_fraction = 0\n[validation]\nenable = true',
+    ),
+    together(
         "a path that is not read",
         '[data]\npath = "text"',
         ("[data] path", "text", '"stdlib"'),

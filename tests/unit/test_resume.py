@@ -193,6 +193,13 @@ def test_without_shuffling_the_seed_is_of_no_data():
     assert differences(*plain, "--debug.seed=1", was=plain) == [(NOTHING, "debug.seed = 1, was 0")]
 
 
+def test_of_prepared_data_the_bytes_count_and_not_what_once_made_them():
+    was = ["--data.dataset=prepared", "--data.path=/a"]
+    now = ["--data.dataset=prepared", "--data.path=/b", "--data.validation_fraction=0.3", "--data.shuffle_buffer=5"]
+    assert {consequence for consequence, _ in differences(*now, was=was)} == {NOTHING}
+    assert PLACE in {consequence for consequence, _ in differences(*now, "--no-data.shuffle", was=was)}
+
+
 def test_recipes_of_other_versions_are_compared_by_what_both_know():
     state = saved()
     state["recipe"]["training"]["old_key"] = 3

@@ -1,4 +1,4 @@
-"""Documents: an endless, numbered stream of texts from the running Python, from local files or from the hub.
+"""Documents: an endless, numbered stream of texts from the running Python, from local files or from the hub, or of tokens.
 
     source = build_source(Data(dataset="stdlib"), split="train", seed=0)
     for ordinal, text in source.documents(start=0, wanted=lambda ordinal: ordinal % 8 == 3):
@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.files import BadDocument, Piece, local_files, local_pieces, parse, read_piece, text_of
+from titan_lite.data.prepared import PreparedSource, prepared_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ class PiecewiseSource:
             return bad
 
 
-Source = StdlibSource | PiecewiseSource
+Source = StdlibSource | PiecewiseSource | PreparedSource
 
 
 def build_source(data: Data, *, split: Split, seed: int) -> Source:
@@ -177,6 +178,8 @@ def build_source(data: Data, *, split: Split, seed: int) -> Source:
         ConfigError: nothing to read, or not readable. A source that has no document for this split raises it only when
             a whole epoch has been read.
     """
+    if data.dataset == "prepared":
+        return PreparedSource(data, split, seed)
     return (StdlibSource if data.dataset == "stdlib" else PiecewiseSource)(data, split, seed)
 
 
@@ -207,13 +210,16 @@ def refusal(bad: BadDocument) -> ConfigError:
 def fingerprint(data: Data) -> str:
     """SHA-256 of what documents there are, as far as can be told without reading them.
 
-    Of local files and the standard library the names and sizes, of the hub the name; and which field has the text.
+    Of local files and the standard library the names and sizes, of the hub the name, and which field has the text; of prepared
+    data every byte.
     """
     known = [_fingerprint(part) for _, part in data.mixture()]
     return known[0] if len(known) == 1 else _sha256(known)
 
 
 def _fingerprint(data: Data) -> str:
+    if data.dataset == "prepared":
+        return prepared_fingerprint(data)
     if data.dataset == "stdlib":
         topics = _topics()
         return _sha256(
@@ -237,9 +243,13 @@ def _belongs(name: str, split: Split, validation_fraction: float) -> bool:
     return (hashed < validation_fraction) == (split == "validation")
 
 
-def _empty(data: Data, split: Split) -> ConfigError:
+class NoDocuments(ConfigError):
+    """A split is empty."""
+
+
+def _empty(data: Data, split: Split) -> NoDocuments:
     where = f' at data.path = "{data.path}"' if data.path else ""
-    return ConfigError(
+    return NoDocuments(
         f'data.dataset = "{data.dataset}"{where} has no {split} document with data.validation_fraction = '
         f"{data.validation_fraction}; more documents or validation_fraction = {0.5 if split == 'validation' else 0.05} would work"
     )

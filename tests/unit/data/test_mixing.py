@@ -8,6 +8,7 @@ import json
 from collections import Counter, defaultdict
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -25,10 +26,8 @@ BOS, EOS = 0, 1
 class Letters:
     """A tokenizer of one token a character, which tells what source it is from."""
 
-    def encode(self, text, *, bos, eos):
-        assert bos
-        assert eos
-        return [BOS, *map(ord, text), EOS]
+    def encode_document(self, text):
+        return np.array([BOS, *map(ord, text), EOS])
 
 
 def write(path, texts):
