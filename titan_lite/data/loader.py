@@ -107,7 +107,7 @@ class _PackedRows(IterableDataset):
             yield error  # across the process border as itself; raised, it would arrive wrapped in the worker's traceback
 
     def _source_of(self, row: int) -> int:
-        """The source of a row's next window: of the first n of the run each has its share, but for five at most (of a million)."""
+        """The source of a row's next window: of the run's first n each has its share, but for five at most (of a million)."""
         number = self.given[row] * self.rows + row
         point = (number * GOLDEN + self.phase) % 2**64 / 2**64
         return min(bisect.bisect_right(self.shares, point), len(self.sources) - 1)
