@@ -23,6 +23,7 @@ from titan_lite.compiler.stage import check_backend
 from titan_lite.compiler.trial import STEPS, WAYS
 from titan_lite.config import KEYS, Config, ConfigError, Parallelism, gradient_accumulation_steps
 from titan_lite.data.dataset import check_data, fingerprint
+from titan_lite.data.prepared import check_prepared
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.distributed.activation_checkpoint import recomputes
 from titan_lite.distributed.mesh import check_context_parallel, check_tensor_parallel, resolve_degrees
@@ -68,6 +69,9 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
             f"{config.model.flavor} has room for {flavor.vocab_size}; use that flavor's tokenizer, or a flavor with room"
         )
     check_data(config.data)
+    for _, part in config.data.mixture():
+        if part.dataset == "prepared":
+            check_prepared(part, tokenizer.sha256)
     check_names("parallelism.fsdp_keep_gathered", config.parallelism.fsdp_keep_gathered, config.model.flavor)
     microbatches = accumulation * pipeline.microbatches
     check_schedule(config, microbatches)
@@ -112,6 +116,7 @@ def describe_run(config: Config, degrees: dict[str, int], tokenizer: Tokenizer, 
             "tokenizer": tokenizer.sha256,
             "rows": config.training.local_batch_size * data_parallel * accumulation,
             "documents": fingerprint(config.data),
+            "shares": [share for share, _ in config.data.mixture()],
             "total_steps": config.total_steps,
             "world_size": math.prod(degrees.values()),
             "mesh": degrees,
@@ -234,6 +239,7 @@ def without_effect(config: Config, microbatches: int) -> list[str]:
     parallelism, checkpointing = config.parallelism, config.activation_checkpoint
     pipeline = [f"parallelism.{f.name}" for f in dataclasses.fields(Parallelism) if f.name.startswith("pipeline_parallel_")]
     passes = [f"compile.{name}" for name in ("bucketing", "buckets", "bucket_memory", "reordering", "machine", "dump_graphs")]
+    kinds = {part.dataset for _, part in config.data.mixture()}
     idle: list[tuple[bool, str, list[str]]] = [
         (parallelism.pipeline_parallel_degree == 1, "pipeline_parallel_degree = 1", pipeline),
         (
@@ -278,7 +284,17 @@ def without_effect(config: Config, microbatches: int) -> list[str]:
             f'bucketing = "{config.compile.bucketing}"',
             ["compile.bucket_memory"],
         ),
-        (config.data.dataset == "stdlib", 'dataset = "stdlib"', ["data.text_field", "data.shuffle_buffer"]),
+        (kinds == {"prepared"}, 'dataset = "prepared"', ["data.validation_fraction"]),
+        (
+            kinds <= {"stdlib", "prepared"},
+            "dataset = " + " and ".join(f'"{kind}"' for kind in sorted(kinds)),
+            ["data.text_field", "data.shuffle_buffer", "data.max_document_mib", "data.on_bad_document", "data.max_bad_documents"],
+        ),
+        (
+            config.data.on_bad_document == "error" and not kinds <= {"stdlib", "prepared"},
+            'on_bad_document = "error"',
+            ["data.max_bad_documents"],
+        ),
         (config.training.spike_window == 0, "spike_window = 0", ["training.spike_sigmas"]),
         (config.data.num_workers == 0, "num_workers = 0", ["data.prefetch"]),
         (not config.checkpoint.enable, "checkpoint.enable = false", ["checkpoint.restart_data", "checkpoint.accept_model_only"]),

@@ -17,6 +17,7 @@ import difflib
 import json
 import math
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -45,16 +46,19 @@ def setting(
     below: float | None = None,
     also: tuple = (),
     choices: tuple[str, ...] = (),
+    or_like: tuple[str, str] = ("", ""),
     path: bool | str = False,
+    table: type | None = None,
 ) -> Any:
     """One key of a recipe: its default, what it is for, its unit, and the values it admits.
 
     `least`/`most` are inclusive bounds, `above`/`below` exclusive ones; values in `also` (such as -1) are admitted beside
-    them. `path`: a relative path in a recipe is taken from that recipe's folder, on the command line from the current one. Or the
-    suffix of those values that are paths.
+    them; `or_like`: beside choices, words of a form, and the regular expression that tells them. `path`: a relative path in a
+    recipe is taken from that recipe's folder, on the command line from the current one. Or the suffix of those values that are
+    paths. `table`: the dataclass of each element of a list of tables.
     """
     metadata = dict(doc=doc, unit=unit, least=least, above=above, most=most, below=below, also=also, choices=choices)
-    return dataclasses.field(default=default, metadata={**metadata, "path": path})
+    return dataclasses.field(default=default, metadata={**metadata, "or_like": or_like, "path": path, "table": table})
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,9 @@ class Model:
 
     name: str = setting("llama3", "model family", unit="name", choices=("llama3",))
     flavor: str = setting("debug", "size, a key of FLAVORS in models/llama3.py", unit="name")
-    tokenizer_path: str = setting("", "tokenizer in tiktoken's format (base64 token and rank a line)", unit="path", path=True)
+    tokenizer_path: str = setting(
+        "", "tokenizer in tiktoken's format (base64 token and rank a line), or a tokenizer.json", unit="path", path=True
+    )
 
 
 @dataclass(frozen=True)
@@ -364,24 +370,82 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Data:
-    """the documents to train on, and their loader"""
+class Corpus:
+    """Where documents come from: keys of [data], and of each table of data.sources."""
 
     dataset: str = setting(
         "stdlib",
-        "stdlib: documentation and sources of the running Python; local: files at data.path; c4: allenai/c4 from the hub",
+        "stdlib: documentation and sources of the running Python; local: files at path; owner/name: a dataset of the Hugging "
+        "Face hub, streamed; c4: allenai/c4 in English, with its own validation split; prepared: what titan_lite.data.prepare "
+        "wrote to path",
         unit="name",
-        choices=("stdlib", "local", "c4"),
+        choices=("stdlib", "local", "c4", "prepared"),
+        or_like=("owner/name", r"[\w.-]+/[\w.-]+"),
     )
-    path: str = setting("", "file, folder or glob of txt, jsonl, json or parquet, for dataset = local", unit="path", path=True)
-    text_field: str = setting("text", "field that holds a document's text (jsonl, json, parquet)", unit="name")
+    path: str = setting(
+        "",
+        "file, folder or glob of txt, jsonl, json, csv (these plain, gz or zst), parquet or arrow, for dataset = local; "
+        "a folder for dataset = prepared",
+        unit="path",
+        path=True,
+    )
+    subset: str = setting("", "which subset of a dataset of the hub; empty: the one it has, or its default", unit="name")
+    split: str = setting("train", "which split of a dataset of the hub", unit="name")
+    text_field: str = setting("text", "field or column that holds a document's text, except in txt", unit="name")
+
+
+@dataclass(frozen=True)
+class DataSource(Corpus):
+    weight: float = setting(1.0, "its share of the tokens, relative to the other sources' weights", unit="tokens", above=0)
+
+
+@dataclass(frozen=True)
+class Data(Corpus):
+    """the documents to train on, and their loader"""
+
+    sources: tuple = setting(
+        (),
+        "several corpora to mix, in place of dataset, path and so on: [[data.sources]] tables with these keys and weight",
+        unit="tables",
+        table=DataSource,
+    )
     validation_fraction: float = setting(
         0.05, "share of documents held out of training, chosen by a hash of their name", unit="fraction", least=0, below=1
     )
     shuffle: bool = setting(True, "a new seeded order of documents every epoch", unit="bool")
-    shuffle_buffer: int = setting(10_000, "documents in the shuffle buffer of a streamed dataset", unit="documents", least=1)
-    num_workers: int = setting(1, "loader processes a rank; 0 reads in the training process", unit="processes", least=0, most=1)
-    prefetch: int = setting(4, "microbatches prepared ahead by the loader process", unit="microbatches", least=1)
+    shuffle_buffer: int = setting(
+        10_000,
+        "documents (of 4 KiB) that are shuffled at once, from pieces of all files in a new order",
+        unit="documents",
+        least=1,
+    )
+    min_document_tokens: int = setting(
+        0, "documents with fewer tokens, BOS and EOS not counted, are left out", unit="tokens", least=0
+    )
+    max_document_mib: int = setting(32, "a larger document is a bad one", unit="MiB of UTF-8", least=1)
+    on_bad_document: str = setting(
+        "error",
+        "what becomes of a document that cannot be read, is empty or too large: error ends the run naming file and line, skip "
+        "leaves it out and lists it in bad_documents.jsonl in job.dump_folder",
+        unit="policy",
+        choices=("error", "skip"),
+    )
+    max_bad_documents: int = setting(
+        100, "more different bad documents than this end the run all the same", unit="documents", least=0
+    )
+    num_workers: int = setting(1, "loader processes a rank; 0 reads in the training process", unit="processes", least=0)
+    prefetch: int = setting(4, "microbatches prepared ahead by each loader process", unit="microbatches", least=1)
+
+    def mixture(self) -> "list[tuple[float, Data]]":
+        """(share of the tokens, [data] of it alone) for each source."""
+        if not self.sources:
+            return [(1.0, self)]
+        total = sum(source.weight for source in self.sources)
+        names = [field.name for field in dataclasses.fields(Corpus)]
+        return [
+            (source.weight / total, dataclasses.replace(self, sources=(), **{name: getattr(source, name) for name in names}))
+            for source in self.sources
+        ]
 
 
 @dataclass(frozen=True)
@@ -494,9 +558,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Conf
     """
     values, origins = _read_recipe(Path(recipe), chain=())
     for key, text in _parse_overrides(overrides).items():
-        values[key] = _parse_text(key, text)
-        if _is_path(key, values[key]):
-            values[key] = os.path.abspath(values[key])  # the saved recipe lies in another folder
+        values[key] = _from_folder(KEYS[key], _parse_text(key, text), Path())  # the saved recipe lies in another folder
         origins[key] = "command line"
     for key in KEYS.keys() - values.keys():
         values[key], origins[key] = KEYS[key].default, "default"
@@ -588,9 +650,17 @@ def help_text(arguments: Sequence[str] = ()) -> str:
     return "\n".join(lines).rstrip()
 
 
-def _is_path(key: str, value: Any) -> bool:
-    suffix = KEYS[key].metadata["path"]
-    return bool(value and suffix) and (suffix is True or value.endswith(suffix))
+def _from_folder(field: dataclasses.Field, value: Any, folder: Path) -> Any:
+    """A value with its relative paths, or those of its tables, made absolute."""
+    if field.metadata["table"]:
+        parts = dataclasses.fields(field.metadata["table"])
+        return tuple(
+            dataclasses.replace(table, **{part.name: _from_folder(part, getattr(table, part.name), folder) for part in parts})
+            for table in value
+        )
+    suffix = field.metadata["path"]
+    is_path = value and suffix and (suffix is True or value.endswith(suffix))
+    return os.path.abspath(folder / value) if is_path else value
 
 
 def read_toml(path: Path, what: str = "file") -> dict[str, Any]:
@@ -635,9 +705,7 @@ def _read_recipe(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], d
             key = f"{section}.{name}"
             if key not in KEYS:
                 raise ConfigError(f"{path}: unknown key {name} = {value!r} in [{section}]{_nearest_key(section, name)}")
-            values[key] = _check_value(key, value, str(path))
-            if _is_path(key, value):
-                values[key] = os.path.abspath(path.parent / value)
+            values[key] = _from_folder(KEYS[key], _check_value(key, value, str(path)), path.parent)
             origins[key] = str(path)
     return values, origins
 
@@ -688,6 +756,8 @@ def _parse_text(key: str, text: str) -> Any:
             value = {"true": True, "false": False}[text.lower()]
         elif kind in (int, float):
             value = kind(text)
+        elif KEYS[key].metadata["table"]:
+            value = tomllib.loads(f"value = {text}")["value"]
         elif kind is tuple:
             value = [word.strip() for word in text.split(",") if word.strip()]
     except (KeyError, ValueError):
@@ -697,14 +767,16 @@ def _parse_text(key: str, text: str) -> Any:
     return _check_value(key, value, "command line")
 
 
-def _check_value(key: str, value: Any, place: str) -> Any:
-    """Type, range and choices of one value; an integer serves where a float is asked for."""
-    field = KEYS[key]
+def _check_value(key: str, value: Any, place: str, field: dataclasses.Field | None = None) -> Any:
+    """Type, range and choices of one value; an integer serves where a float is asked for. field: the key's, if not in KEYS."""
+    field = field or KEYS[key]
+    if field.metadata["table"] and isinstance(value, list):
+        return tuple(_check_table(key, number, table, place, field.metadata["table"]) for number, table in enumerate(value, 1))
     if field.type is float and type(value) is int:
         value = float(value) if abs(value) < 2**1000 else math.inf
     if field.type is tuple and isinstance(value, list) and all(isinstance(word, str) for word in value):
         value = tuple(value)
-    section, _, name = key.partition(".")
+    section, _, name = key.rpartition(".")
     wrong = (
         f"{place}: [{section}] {name} = {_toml_value(value) if isinstance(value, str | bool | int | float | tuple) else value}"
     )
@@ -716,8 +788,9 @@ def _check_value(key: str, value: Any, place: str) -> Any:
     if isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{wrong}: has a NUL character; such as {name} = {_toml_value(field.default)}")
     words = value if isinstance(value, tuple) else (value,)
-    unknown = [word for word in words if word not in rule["choices"]]
-    if rule["choices"] and unknown:
+    form = re.compile(rule["or_like"][1] or r"(?!)")
+    unknown = [word for word in words if word not in rule["choices"] and not form.fullmatch(word)] if rule["choices"] else []
+    if unknown:
         raise ConfigError(f"{wrong}: expected {_expected(field)}{_nearest(unknown[0], list(rule['choices']))}")
     if isinstance(value, int | float) and not isinstance(value, bool) and value not in rule["also"]:
         inside = (
@@ -732,6 +805,18 @@ def _check_value(key: str, value: Any, place: str) -> Any:
                 f"{wrong}: out of range: expected {_expected(field)}, such as {name} = {_toml_value(field.default)}"
             )
     return value
+
+
+def _check_table(key: str, number: int, table: Any, place: str, cls: type) -> Any:
+    """One element of a list of tables, as its dataclass."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    if not isinstance(table, dict):
+        raise ConfigError(f"{place}: {key} = [... {table!r} ...]: expected tables: write [[{key}]] and the keys of each below")
+    for name, value in table.items():
+        if name not in fields:
+            near = _nearest(name, list(fields)) or f"; it has {', '.join(fields)}"
+            raise ConfigError(f"{place}: unknown key {name} = {value!r} in [[{key}]], table {number}{near}")
+    return cls(**{name: _check_value(f"{key}.{name}", value, place, fields[name]) for name, value in table.items()})
 
 
 def _check_combinations(config: Config, origins: dict[str, str]) -> None:
@@ -750,17 +835,37 @@ def _check_combinations(config: Config, origins: dict[str, str]) -> None:
         raise ConfigError(
             f"{at('lr_scheduler.total_steps')} ends before training.steps = {config.training.steps}; use -1 or at least that many"
         )
-    if config.data.dataset == "local" and not config.data.path:
-        raise ConfigError(f'{at("data.dataset")} needs data.path, such as path = "corpus/*.jsonl"')
-    if config.data.dataset != "local" and config.data.path:
+    replaced = [f"data.{f.name}" for f in dataclasses.fields(Corpus) if origins[f"data.{f.name}"] != "default"]
+    replaced = [key for key in replaced if getattr(config.data, key.partition(".")[2]) != KEYS[key].default]
+    if config.data.sources and replaced:
         raise ConfigError(
-            f'{at("data.path")} is only read with data.dataset = "local" (it is "{config.data.dataset}"); set that or remove path'
+            f"{at(replaced[0])} stands beside data.sources, which take its place; write it into these, or remove it"
         )
-    if config.validation.enable and config.data.validation_fraction == 0 and config.data.dataset != "c4":
-        raise ConfigError(
-            f"{at('validation.enable')} needs held-out documents: set data.validation_fraction = 0.05, "
-            "or validation.enable = false"
-        )
+    for source in config.data.sources or (config.data,):
+        table = "" if source is config.data else f"{origins['data.sources']}: [[data.sources]] "
+
+        def of(name: str, source: Corpus = source, table: str = table) -> str:
+            return f"{table}{name} = {_toml_value(getattr(source, name))}" if table else at(f"data.{name}")
+
+        if source.dataset == "local" and not source.path:
+            raise ConfigError(f'{of("dataset")} needs data.path, such as path = "corpus/*.jsonl"')
+        if source.dataset == "prepared" and not source.path:
+            raise ConfigError(f'{of("dataset")} needs data.path, such as path = "prepared/books"')
+        if source.dataset not in ("local", "prepared") and source.path:
+            raise ConfigError(
+                f'{of("path")} is only read with data.dataset = "local" or "prepared" (it is "{source.dataset}"); '
+                "set that or remove path"
+            )
+        if (source.subset or source.split != "train") and "/" not in source.dataset:
+            raise ConfigError(
+                f"{of('subset' if source.subset else 'split')} is of datasets of the hub, such as dataset = "
+                f'"HuggingFaceFW/fineweb" (it is "{source.dataset}"); name one or remove it'
+            )
+        if config.validation.enable and config.data.validation_fraction == 0 and source.dataset not in ("c4", "prepared"):
+            raise ConfigError(
+                f"{at('validation.enable')} needs held-out documents: set data.validation_fraction = 0.05, "
+                "or validation.enable = false"
+            )
     if not config.model.tokenizer_path:
         raise ConfigError(
             f'{at("model.tokenizer_path")} is empty: name a tokenizer file, such as "../assets/tokenizer/debug.model"'
@@ -820,7 +925,10 @@ def _admitted(field: dataclasses.Field) -> str:
     rule = field.metadata
     kinds = {bool: "true or false", int: "an integer", float: "a number", str: "a string", tuple: "a list of strings"}
     if rule["choices"]:
-        return ("a list of " if field.type is tuple else "one of ") + ", ".join(f'"{choice}"' for choice in rule["choices"])
+        named = ("a list of " if field.type is tuple else "one of ") + ", ".join(f'"{choice}"' for choice in rule["choices"])
+        return named + (f", or {rule['or_like'][0]}" if rule["or_like"][0] else "")
+    if rule["table"]:
+        return "a list of tables of " + ", ".join(part.name for part in dataclasses.fields(rule["table"]))
     words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
     bounds = " and ".join(f"{word} {rule[name]}" for name, word in words.items() if rule[name] is not None)
     also = "".join(f", or {value}" for value in rule["also"])
@@ -876,6 +984,8 @@ def _toml_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml_value, value))}]"
+    if dataclasses.is_dataclass(value):
+        return f"{{{', '.join(f'{f.name} = {_toml_value(getattr(value, f.name))}' for f in dataclasses.fields(value))}}}"
     return repr(value)
 
 

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from titan_lite import manifest, tensor_files
 from titan_lite.config import ConfigError
-from titan_lite.data.tokenizer import load_tokenizer
+from titan_lite.data.tokenizer import Tokenizer, load_tiktoken, load_tokenizer
 from titan_lite.data.tokenizer_json import to_json, tokenizer_config
 from titan_lite.logging import init_logging, logger
 from titan_lite.models.hf import config_to_hf, hf_names, to_hf
@@ -121,19 +121,24 @@ def write_hf(
 
 
 def _copy_tokenizer(folder: Path, files: Sequence[Path]) -> dict[str, int]:
-    """The files, and of one in tiktoken's format tokenizer.json, which transformers reads; the ids of its special tokens."""
+    """The files, and of one in tiktoken's format tokenizer.json, which transformers reads; the ids of BOS and EOS."""
     for path in files:
         # What a recipe calls by any name has the one by which it is found in such a folder.
-        shutil.copyfile(path, folder / (path.name if path.name in TOKENIZER_FILES else "tokenizer.model"))
-    if not (folder / "tokenizer.model").exists() or (folder / "tokenizer.json").exists():
-        return {}
+        name = path.name if path.name in TOKENIZER_FILES else f"tokenizer.{'json' if path.suffix == '.json' else 'model'}"
+        shutil.copyfile(path, folder / name)
+    tokenizer: Tokenizer
     try:
-        tokenizer = load_tokenizer(folder / "tokenizer.model")
-    except ConfigError:  # such as SentencePiece's
-        logger.warning("tokenizer.model is not in tiktoken's format: copied, and no tokenizer.json made of it")
+        if (folder / "tokenizer.json").exists():
+            tokenizer = load_tokenizer(folder / "tokenizer.json")
+        elif (folder / "tokenizer.model").exists():
+            tokenizer = made_from = load_tiktoken(folder / "tokenizer.model")
+            _write_json(folder / "tokenizer.json", to_json(made_from))
+            _write_json(folder / "tokenizer_config.json", tokenizer_config())
+        else:
+            return {}
+    except ConfigError as error:  # such as SentencePiece's
+        logger.warning(f"the tokenizer is copied as it is, and not understood: {error}")
         return {}
-    _write_json(folder / "tokenizer.json", to_json(tokenizer))
-    _write_json(folder / "tokenizer_config.json", tokenizer_config())
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
 
 

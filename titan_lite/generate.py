@@ -26,7 +26,6 @@ from torch import Tensor
 
 from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from titan_lite.data.tokenizer_json import JsonTokenizer
 from titan_lite.distributed.context_parallel import attend_to_the_past
 from titan_lite.logging import init_logging
 from titan_lite.models.llama3 import Attention, Transformer, rope_tables
@@ -130,7 +129,7 @@ def generate(
             return
 
 
-def text_of(tokens: Iterable[int], tokenizer: Tokenizer | JsonTokenizer) -> Iterator[str]:
+def text_of(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
     """Pieces of text as they become whole: a character may be several tokens."""
     shown: list[int] = []  # last; what a token decodes to may depend on the one before
     fresh: list[int] = []
@@ -144,15 +143,14 @@ def text_of(tokens: Iterable[int], tokenizer: Tokenizer | JsonTokenizer) -> Iter
         yield text
 
 
-def find_tokenizer(weights: Weights, path: str) -> Tokenizer | JsonTokenizer:
+def find_tokenizer(weights: Weights, path: str) -> Tokenizer:
     """Raises ConfigError, also where it has more tokens than the model."""
     found = {file.suffix: str(file) for file in weights.tokenizer_files() if file.name != "tokenizer_config.json"}
     path = path or (find_spec("tokenizers") and found.get(".json")) or found.get(".model", "")
     if not path:
         raise ConfigError(f"{weights.folder} has no tokenizer that can be read; --tokenizer FILE would work")
-    tokenizer: Tokenizer | JsonTokenizer
     try:
-        tokenizer = JsonTokenizer(path) if path.endswith(".json") else load_tokenizer(path)
+        tokenizer = load_tokenizer(path)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.tokenizer_path =", "--tokenizer")) from None
     if tokenizer.vocab_size > weights.config.vocab_size:
@@ -163,11 +161,10 @@ def find_tokenizer(weights: Weights, path: str) -> Tokenizer | JsonTokenizer:
     return tokenizer
 
 
-def stop_tokens(weights: Weights, tokenizer: Tokenizer | JsonTokenizer) -> set[int]:
+def stop_tokens(weights: Weights, tokenizer: Tokenizer) -> set[int]:
     """Those that end a text: our tokenizer's, and what the folder says."""
     ends = weights.special_tokens["eos_token_id"]
-    own = {tokenizer.eos_id} if isinstance(tokenizer, Tokenizer) else set()
-    return own | set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    return {tokenizer.eos_id} | set(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
 
 def find_device(name: str) -> torch.device:

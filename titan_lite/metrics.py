@@ -14,6 +14,8 @@ All carry the same names. `metrics.jsonl` has one object a line; a resumed run a
     memory_gib              peak of one device: reserved by the CUDA allocator, or resident memory of a CPU process
     data_wait               share of the time spent waiting for the loader, percent
     step_time               seconds a step
+    bad_documents           different ones left out, over the whole run, with data.on_bad_document = "skip"
+    short_documents         left out since this start, with data.min_document_tokens
 """
 
 import json

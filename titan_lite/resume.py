@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_lite.config import KEYS, Checkpoint, ConfigError, LRScheduler
+from titan_lite.data.dataset import EPOCH
 from titan_lite.lr_scheduler import lr_factor
 
 CANNOT = "it cannot work"
@@ -66,10 +67,17 @@ CONSEQUENCES = {  # key or section of a recipe: what its change does, unless DEC
     "checkpoint": NOTHING,
     "data.dataset": PLACE,
     "data.path": NOTHING,
+    "data.subset": PLACE,
+    "data.split": PLACE,
     "data.text_field": PLACE,
+    "data.sources": NOTHING,
     "data.validation_fraction": PLACE,
     "data.shuffle": PLACE,
     "data.shuffle_buffer": PLACE,
+    "data.min_document_tokens": LEARNING,
+    "data.max_document_mib": LEARNING,
+    "data.on_bad_document": NOTHING,
+    "data.max_bad_documents": NOTHING,
     "data.num_workers": NOTHING,
     "data.prefetch": NOTHING,
     "validation": NOTHING,
@@ -85,6 +93,7 @@ FACTS = {  # what is compared beside the recipe: how it is called, and what its 
     "tokenizer": ("SHA-256 of model.tokenizer_path", CANNOT),
     "rows": ("sequences a step (training.global_batch_size)", PLACE),
     "documents": ("SHA-256 of the documents' names and sizes (data.path)", PLACE),
+    "shares": ("share of each source's tokens (data.sources)", LEARNING),
     "total_steps": ("steps of the schedule (lr_scheduler.total_steps)", LEARNING),
     "world_size": ("ranks", ROUNDING),
     "mesh": ("ranks along {}", ROUNDING),
@@ -102,6 +111,7 @@ DECIDED_BY = {  # keys whose change does what that of the fact does, and nothing
     "training.steps": "total_steps",
     "lr_scheduler.total_steps": "total_steps",
     "data.path": "documents",
+    "data.sources": "documents",
 }
 
 
@@ -190,12 +200,19 @@ def explain(differences: Sequence[Difference], state: Mapping[str, Any], describ
 
 def position(state: Mapping[str, Any]) -> str:
     """Where the data of a step stands, in words."""
-    rows = state["loader"]["rows"].values()
-    ordinals = [ordinal for ordinal, _, _ in rows]
-    windows = max(windows for _, _, windows in rows)
+    rows = list(state["loader"]["rows"].values())
+    if isinstance(rows[0][-1], int):  # of a version that had one source
+        rows = [[windows, [ordinal, used]] for ordinal, used, windows in rows]
+    places = []
+    for source in range(1, len(rows[0])):
+        ordinals = [row[source][0] for row in rows]
+        name, one = ("documents", 1) if max(ordinals) < EPOCH else ("epochs", EPOCH)
+        of = f" of source {source}" if len(rows[0]) > 2 else ""
+        places.append(f"{name} {min(ordinals) // one} to {max(ordinals) // one}{of}")
+    windows = max(row[0] for row in rows)
     return (
         f"step {state['step']}, {state['tokens_seen']:,} tokens seen: {state['loader']['of']} rows of {windows} sequences each, "
-        f"which stand in documents {min(ordinals)} to {max(ordinals)}"
+        f"which stand in {', '.join(places)}"
     )
 
 
@@ -227,11 +244,12 @@ def _changes(was: Any, new: Any, path: str = "") -> list[tuple[str, Any, Any]]:
 def _idle(recipe: Mapping[str, Any]) -> set[str]:
     """Keys of the data that do nothing in this recipe."""
     data, idle = recipe["data"], set()
-    if data["dataset"] != "local":
+    datasets = {source["dataset"] for source in data.get("sources") or [data]}
+    if datasets <= {"stdlib", "prepared"} or data.get("sources"):
         idle |= {"data.text_field"}
-    if data["dataset"] == "c4":  # which has a validation split of its own
+    if datasets <= {"c4", "prepared"}:  # which have a validation split of their own
         idle |= {"data.validation_fraction"}
-    if data["dataset"] == "stdlib" or not data["shuffle"]:
+    if datasets <= {"stdlib", "prepared"} or not data["shuffle"]:
         idle |= {"data.shuffle_buffer"}
     if not data["shuffle"]:
         idle |= {"debug.seed"}

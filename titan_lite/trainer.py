@@ -40,12 +40,14 @@ from titan_lite.distributed.parallelize import compile_stages, parallelize
 from titan_lite.distributed.pipeline import Pipeline, PipelinePlan, keep_modules
 from titan_lite.distributed.simple_fsdp import materialize, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
+from titan_lite.left_out import LeftOutDocuments
 from titan_lite.logging import events, logger
 from titan_lite.loss import IGNORE_INDEX, build_loss, own_vocabulary
 from titan_lite.lr_scheduler import lr_factor
 from titan_lite.metrics import Metrics, draw_loss, peak_memory_gib
 from titan_lite.models.llama3 import Transformer, flops_per_token
 from titan_lite.optimizer import build_optimizer, clip_grad_norm_, optimizer_state, set_learning_rate
+from titan_lite.preflight import check_first_loss, preflight
 from titan_lite.profiling import build_profiler, set_flight_recorder
 from titan_lite.restart import Restarts
 from titan_lite.resume import compare, explain, git_revision, refuse, restarts_data
@@ -158,6 +160,7 @@ class Trainer:
         self.loader = self.build_loader("train")
         self.validation_loader = self.build_loader("validation") if config.validation.enable else None
 
+        self.left_out = LeftOutDocuments(config.data, self.dump_folder, self.dp_rank)
         self.spikes = SpikeGuard(config.training.spike_window, config.training.spike_sigmas, self.device)
 
         # 5. where the run stands
@@ -226,8 +229,9 @@ class Trainer:
     def build_loader(self, split: Split) -> Loader:
         data = self.config.data
         if split == "validation":
-            # Short and seldom: not worth a process, nor filling the shuffle buffer of a stream.
-            data = dataclasses.replace(data, num_workers=0, shuffle=data.shuffle and data.dataset == "stdlib")
+            # Short and seldom: not worth a process, nor filling the shuffle buffer of a stream from afar.
+            here = all(part.dataset in ("stdlib", "local", "prepared") for _, part in data.mixture())
+            data = dataclasses.replace(data, num_workers=0, shuffle=data.shuffle and here)
         return build_loader(
             data,
             self.tokenizer,
@@ -266,8 +270,10 @@ class Trainer:
             )
         trying = True  # until everything is compiled, and the way to bucket decided
         gc.disable()  # ranks that collect at different moments wait for each other
-        self.start_window()
         self.watchdog.enter("the first step", "compile_timeout_seconds" if config.compile.enable else "init_timeout_seconds")
+        if self.step < config.training.steps:
+            preflight(self.loader.peek(), self.tokenizer, self.model_config.vocab_size, self.dp_rank)
+        self.start_window()
         with build_profiler(config.profiling, self.dump_folder, self.rank, self.step) as profiler:
             if not self.asked_to_stop() and self.validation_due:
                 self.validate()
@@ -283,6 +289,8 @@ class Trainer:
                     gc.collect(1)
                 with self.trial.step() if trying and self.trial else nullcontext():
                     loss, grad_norm, lr = self.train_step()
+                if self.step == 1 and not config.checkpoint.initial_load_path:
+                    check_first_loss(loss, self.model_config.vocab_size)
                 if trying and (self.trial is None or self.trial.chosen):
                     trying = False
                     self.validated = self.validated and self.trial is None
@@ -469,6 +477,8 @@ class Trainer:
         }
         if self.peak_flops is not None:
             values["mfu"] = 100 * tps * self.flops_per_token / self.peak_flops
+        loaders = [loader for loader in (self.loader, self.validation_loader) if loader is not None]
+        values |= self.left_out.gather([loader.take_left_out() for loader in loaders])
         self.metrics.log(self.step, values)
         slow = self.stragglers.compare()
         if slow and self.rank == 0:
@@ -549,6 +559,7 @@ class Trainer:
                 step=self.step,
                 tokens=self.tokens_seen,
                 skipped=self.skipped_steps,
+                left_out=self.left_out.summary(),
                 receipts=self.receipts,
                 steps_on_disk=self.checkpointer.steps() if self.config.checkpoint.enable else (),
             ):

@@ -97,10 +97,11 @@ class Step:
             raise ConfigError(f"{self.folder} cannot be read: {reasons}") from None
 
     def tokenizer_files(self) -> list[Path]:
-        """That of the run's recipe, where it still lies there."""
+        """That of the run's recipe, where it still lies there, and what stands beside a tokenizer.json."""
         recipe = self.state.get("recipe", {})
         path = Path(recipe.get("model", {}).get("tokenizer_path") or "/")
-        return [path] if path.is_file() else []
+        beside = [path.with_name("tokenizer_config.json")] if path.suffix == ".json" else []
+        return [file for file in (path, *beside) if file.is_file()]
 
 
 class HuggingFace:

@@ -289,13 +289,15 @@ def test_one_process_needs_no_launcher_and_profiles(tmp_path):
 
 def test_a_broken_document_is_told_by_the_rank_that_read_it(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
-    lines = [json.dumps({"text": "words and more words " * 10}) for _ in range(40)]
+    lines = [json.dumps({"text": f"document {i}: " + "words and more words " * 10}) for i in range(40)]
     lines[33] = json.dumps({"txt": "no text"})
     corpus.write_text("\n".join(lines) + "\n")
     options = ["--data.dataset", "local", "--data.path", corpus, "--no-data.shuffle", "--no-validation.enable"]
     result = torchrun(2, DEBUG, tmp_path / "out", *SMALL, *options, "--training.steps", "12")
     assert result.returncode != 0
-    told = r"error: \[rank \d\] data.text_field = \"text\": .*corpus.jsonl, document 33, has no text there"
+    told = (
+        r"error: \[rank \d\] .*corpus.jsonl, line 34: data.text_field = \"text\" is not a field of it; its fields with text: txt"
+    )
     assert re.search(told, result.stdout)
 
 

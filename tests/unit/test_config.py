@@ -20,6 +20,7 @@ from titan_lite.config import (
     KEYS,
     SECTIONS,
     ConfigError,
+    DataSource,
     gradient_accumulation_steps,
     help_text,
     load_config,
@@ -160,6 +161,10 @@ def values_of(key):
         return st.booleans()
     if field.type is str:
         return st.text()
+    if rule["table"] is DataSource:
+        return st.sampled_from(
+            [(), (DataSource(), DataSource("local", path='/a "b"', weight=0.1), DataSource("o/n", subset="x"))]
+        )
     if field.type is tuple:
         return st.lists(st.text()).map(tuple)
     low = rule["least"] if rule["least"] is not None else rule["above"]
@@ -174,6 +179,9 @@ def values_of(key):
 TOGETHER = {
     "data.dataset",
     "data.path",
+    "data.subset",
+    "data.split",
+    "data.text_field",
     "data.validation_fraction",
     "model.tokenizer_path",
     "checkpoint.load_step",
@@ -292,7 +300,7 @@ MISTAKES = [
     a_line("zero", "training", "steps = 0", "at least 1", "steps = 1"),
     a_line("below, but not -1", "training", "global_batch_size = -2", "or -1", "global_batch_size = -1"),
     a_line("open end", "optimizer", "beta2 = 1.0", "beta2 = 0.95"),
-    a_line("above the most", "data", "num_workers = 2", "at most 1", "num_workers = 1"),
+    a_line("above the most", "activation_checkpoint", "memory_budget = 2.0", "at most 1", "memory_budget = 0.5"),
     a_line("not a number", "optimizer", "lr = nan", "lr = 0.0003"),
     a_line("infinite", "training", "max_norm = inf", "max_norm = 1.0"),
     Mistake("no float is that large", f"[optimizer]\nlr = 1{'0' * 400}", ("[optimizer] lr = inf",), "such as lr = 0.0003"),
@@ -358,11 +366,67 @@ MISTAKES = [
         '[data]\ndataset = "local"\npath = "corpus/*.jsonl"',
     ),
     together(
+        "prepared text from nowhere",
+        '[data]\ndataset = "prepared"',
+        ('[data] dataset = "prepared"',),
+        'data.path, such as path = "prepared/books"',
+        '[data]\ndataset = "prepared"\npath = "prepared/books"\nvalidation_fraction = 0\n[validation]\nenable = true',
+    ),
+    together(
         "a path that is not read",
         '[data]\npath = "text"',
         ("[data] path", "text", '"stdlib"'),
         'data.dataset = "local"',
         '[data]\npath = "text"\ndataset = "local"',
+    ),
+    together(
+        "a source from nowhere",
+        '[[data.sources]]\ndataset = "local"',
+        ('[[data.sources]] dataset = "local"',),
+        'data.path, such as path = "corpus/*.jsonl"',
+        '[[data.sources]]\ndataset = "local"\npath = "corpus/*.jsonl"',
+    ),
+    together(
+        "a dataset beside sources",
+        '[data]\ndataset = "c4"\n[[data.sources]]\nweight = 2',
+        ('[data] dataset = "c4"',),
+        "write it into these, or remove it",
+        '[[data.sources]]\nweight = 2\n[[data.sources]]\ndataset = "c4"',
+    ),
+    together(
+        "a subset of what has none",
+        '[data]\nsubset = "en"',
+        ('[data] subset = "en"', '"stdlib"'),
+        "datasets of the hub, such as",
+        '[data]\ndataset = "owner/name"\nsubset = "en"',
+    ),
+    Mistake(
+        "misspelt key of a source",
+        TOKENIZER + "[[data.sources]]\n[[data.sources]]\nweigth = 2",
+        ("weigth = 2 in [[data.sources]], table 2",),
+        "did you mean weight?",
+        TOKENIZER + "[[data.sources]]\n[[data.sources]]\nweight = 2",
+    ),
+    Mistake(
+        "no weight",
+        TOKENIZER + "[[data.sources]]\nweight = 0",
+        ("[data.sources] weight = 0.0",),
+        "weight = 1.0",
+        TOKENIZER + "[[data.sources]]\nweight = 1.0",
+    ),
+    Mistake(
+        "a name for a source",
+        TOKENIZER + '[data]\nsources = ["c4"]',
+        ("data.sources", "'c4'"),
+        "write [[data.sources]]",
+        TOKENIZER + '[[data.sources]]\ndataset = "c4"',
+    ),
+    an_option(
+        "sources that are no TOML",
+        "--data.sources=[{dataset=c4}]",
+        ("--data.sources=[{dataset=c4}]",),
+        "a list of tables of dataset, path,",
+        '--data.sources=[{dataset="c4"}]',
     ),
     together(
         "validation on nothing",
@@ -618,6 +682,20 @@ def test_numbers_that_are_not_finite_are_never_admitted():
                 with pytest.raises(ConfigError, match="out of range"):
                     load_config(SHIPPED[0], [f"--{key}={word}"])
             assert math.isfinite(field.default)
+
+
+def test_sources_in_a_recipe_on_the_command_line_and_of_one(tmp_path):
+    recipe = write(tmp_path, TOKENIZER + '[[data.sources]]\ndataset = "local"\npath = "a"\nweight = 3\n[[data.sources]]\n')
+    config, _ = load_config(recipe, ["--data.text_field", "text", "--data.shuffle_buffer=7"])
+    assert config.data.sources == (DataSource("local", path=str(tmp_path / "a"), weight=3.0), DataSource())
+    (share, first), (other_share, other) = config.data.mixture()
+    assert (share, other_share) == (0.75, 0.25)
+    assert (first.dataset, first.path, first.shuffle_buffer, first.sources) == ("local", str(tmp_path / "a"), 7, ())
+    assert (other.dataset, other.path) == ("stdlib", "")
+    config, _ = load_config(recipe, ["--data.sources", '[{dataset = "local", path = "b c"}]'])
+    assert config.data.sources == (DataSource("local", path=os.path.abspath("b c")),)
+    alone, _ = load_config(recipe, ["--data.sources=[]"])
+    assert alone.data.mixture() == [(1.0, alone.data)]
 
 
 def test_a_machine_is_a_name_or_the_path_of_a_file(tmp_path):

@@ -203,7 +203,8 @@ def test_of_a_run_the_newest_step_speaks_through_its_recipes_tokenizer(folder, t
         (["HF", "--seed", "-1"], "--seed -1: expected 0 or more"),
         (["HF", "--device", "abacus"], "--device abacus: "),
         (["HF", "--tokenizer", "nowhere"], '--tokenizer "nowhere": cannot be read'),
-        (["HF", "--tokenizer", "config.json"], "config.json: cannot be read as a tokenizer.json"),
+        (["HF", "--tokenizer", "config.json"], '--tokenizer "config.json": cannot be read (No such file'),
+        (["HF", "--tokenizer", "HF/config.json"], "cannot be read as a tokenizer.json"),
         (["BARE"], "has no tokenizer that can be read; --tokenizer FILE would work"),
     ],
 )
@@ -212,7 +213,7 @@ def test_what_is_wrong_is_one_line(folder, options, words, tmp_path, capsys, mon
     bare = shutil.copytree(folder, tmp_path / "bare")
     (bare / "tokenizer.model").unlink()
     names = {"HF": str(folder), "BARE": str(bare)}
-    assert command.main([names.get(option, option) for option in options]) == 2
+    assert command.main([names.get(option, option.replace("HF/", f"{folder}/")) for option in options]) == 2
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
     assert line.startswith("error: ")

@@ -12,6 +12,7 @@ import pytest
 
 from titan_lite import resume
 from titan_lite.config import KEYS, SECTIONS, Checkpoint, ConfigError, load_config
+from titan_lite.data.dataset import EPOCH
 from titan_lite.resume import (
     CANNOT,
     CONSEQUENCES,
@@ -38,6 +39,7 @@ RUN = {
     "tokenizer": "a" * 64,
     "rows": 8,
     "documents": "b" * 64,
+    "shares": [1.0],
     "total_steps": 100,
     "world_size": 2,
     "mesh": {"dp_shard": 2, "tp": 1},
@@ -47,6 +49,9 @@ RUN = {
 }
 
 
+TABLE = '{"dataset": "%s", "path": "%s", "subset": "", "split": "train", "text_field": "text", "weight": %.1f}'
+
+
 def described(*overrides, **facts):
     config, _ = load_config(DEBUG, overrides)
     return {"recipe": dataclasses.asdict(config), "run": {**RUN, "total_steps": config.total_steps, **facts}}
@@ -54,7 +59,7 @@ def described(*overrides, **facts):
 
 def saved(*overrides, **facts):
     """state.json of step 50, as it is read."""
-    rows = {str(row): [row + 8 * (row % 3), 12, 50] for row in range(8)}
+    rows = {str(row): [50, [row + 8 * (row % 3), 12]] for row in range(8)}
     state = {"step": 50, "tokens_seen": 102_400, "loader": {"rows": rows, "of": 8}, "tensors": ["model", "optimizer"]}
     return json.loads(json.dumps({**state, **described(*overrides, **facts)}))
 
@@ -81,9 +86,9 @@ def test_a_new_key_of_a_section_whose_keys_differ_cannot_be_forgotten(section):
 def test_a_change_of_any_key_is_told(key):
     was, now = saved(), described()
     section, _, name = key.partition(".")
-    was["recipe"][section][name] = "something else"
+    other = was["recipe"][section][name] = [{"dataset": "c4"}] if key == "data.sources" else "something else"
     found = [d.text for d in compare(was, now)]
-    assert found == [f'{key} = {json.dumps(now["recipe"][section][name])}, was "something else"']
+    assert found == [f"{key} = {json.dumps(now['recipe'][section][name])}, was {json.dumps(other)}"]
 
 
 def test_nothing_differs():
@@ -149,6 +154,16 @@ CASES = [
     ),
     (["--data.shuffle_buffer=5", "--data.text_field=content"], {}, None),  # which do nothing with stdlib
     (["--no-data.shuffle"], {}, [(PLACE, "data.shuffle = false, was true")]),
+    (
+        ['--data.sources=[{weight=3, path="/a", dataset="local"}, {}]'],
+        {"shares": [0.75, 0.25]},
+        [
+            (NOTHING, f"data.sources = [{TABLE % ('local', '/a', 3)}, {TABLE % ('stdlib', '', 1)}], was []"),
+            (LEARNING, "share of each source's tokens (data.sources): [0.75, 0.25], was [1.0]"),
+        ],
+    ),
+    (["--data.on_bad_document=skip", "--data.max_bad_documents=3", "--data.num_workers=4"], {}, None),
+    (["--data.min_document_tokens=9"], {}, [(LEARNING, "data.min_document_tokens = 9, was 0")]),
     (["--debug.seed=1"], {}, [(PLACE, "debug.seed = 1, was 0")]),
     (
         ["--model.flavor=1B"],
@@ -176,6 +191,13 @@ def test_consequences(overrides, facts, expected):
 def test_without_shuffling_the_seed_is_of_no_data():
     plain = ["--no-data.shuffle"]
     assert differences(*plain, "--debug.seed=1", was=plain) == [(NOTHING, "debug.seed = 1, was 0")]
+
+
+def test_of_prepared_data_the_bytes_count_and_not_what_once_made_them():
+    was = ["--data.dataset=prepared", "--data.path=/a"]
+    now = ["--data.dataset=prepared", "--data.path=/b", "--data.validation_fraction=0.3", "--data.shuffle_buffer=5"]
+    assert {consequence for consequence, _ in differences(*now, was=was)} == {NOTHING}
+    assert PLACE in {consequence for consequence, _ in differences(*now, "--no-data.shuffle", was=was)}
 
 
 def test_recipes_of_other_versions_are_compared_by_what_both_know():
@@ -261,6 +283,14 @@ def test_the_explanation_goes_from_the_worst_to_nothing_and_tells_the_learning_r
 
 def test_the_position_in_words():
     assert position(saved()) == ("step 50, 102,400 tokens seen: 8 rows of 50 sequences each, which stand in documents 0 to 21")
+
+
+def test_the_position_in_pieces_in_several_sources_and_of_an_older_version():
+    state = saved()
+    state["loader"]["rows"] = {str(row): [50, [row, 12], [(row % 3) * EPOCH + 5, 0]] for row in range(8)}
+    assert position(state).endswith("which stand in documents 0 to 7 of source 1, epochs 0 to 2 of source 2")
+    state["loader"]["rows"] = {str(row): [row + 8 * (row % 3), 12, 50] for row in range(8)}
+    assert position(state) == position(saved())
 
 
 def test_comparing_changes_neither_side():

@@ -1,4 +1,4 @@
-"""Documents: an endless, numbered stream of texts from the running Python, from local files or from the hub.
+"""Documents: an endless, numbered stream of texts from the running Python, from local files or from the hub, or of tokens.
 
     source = build_source(Data(dataset="stdlib"), split="train", seed=0)
     for ordinal, text in source.documents(start=0, wanted=lambda ordinal: ordinal % 8 == 3):
@@ -9,7 +9,6 @@ numbers. Each epoch has a new order, which follows from the seed. A document bel
 hash of its name: the split stays when documents are added, and no rank needs to be told of it.
 """
 
-import glob
 import hashlib
 import itertools
 import logging
@@ -21,15 +20,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan_lite.config import ConfigError, Data
+from titan_lite.data.files import BadDocument, Piece, local_files, local_pieces, parse, read_piece, text_of
+from titan_lite.data.prepared import PreparedSource, prepared_fingerprint
 
 logger = logging.getLogger(__name__)
 
 Split = Literal["train", "validation"]
-# Extension of a local file -> its reader among `datasets.IterableDataset`'s; a txt file is read whole, it is one document.
-FORMATS = {".txt": "", ".jsonl": "from_json", ".json": "from_json", ".parquet": "from_parquet"}
-_WORKS = "name a file, a folder or a glob of " + ", ".join(FORMATS) + ' files, such as path = "corpus/*.jsonl"'
 _STDLIB = Path(sysconfig.get_path("stdlib"))
 _NOT_OURS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+# A piecewise source's ordinal is epoch * EPOCH + group * GROUP + place in the group. Primes, so that modulo any number of rows
+# each group begins with another row, and none has the longer share every time.
+EPOCH, GROUP = 2**61 - 1, 2**31 - 1
+SHUFFLED_BYTES = 4096  # for each document of data.shuffle_buffer
 
 
 class StdlibSource:
@@ -40,6 +42,9 @@ class StdlibSource:
         self.shuffle, self.seed = data.shuffle, seed
         if not self.names:
             raise _empty(data, split)
+
+    def epoch(self, ordinal: int) -> int:
+        return ordinal // len(self.names)
 
     def documents(self, start: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, str]]:
         """(ordinal, text) of the documents from `start` on whose ordinal is wanted; only these are read."""
@@ -53,48 +58,129 @@ class StdlibSource:
                     yield ordinal, _stdlib_text(self.names[order[ordinal % count]])
 
 
-class StreamSource:
-    """A streamed `datasets.IterableDataset`, whose documents can only be reached by going through those before.
+_Raw = tuple[Piece, int, Any]  # its piece, its place there, what `read_piece` gives (nothing yet of a txt file)
 
-    With `data.shuffle`, the order of files is shuffled, then documents within a buffer of `data.shuffle_buffer`.
+
+class PiecewiseSource:
+    """Documents that lie in pieces: of local files, or the shards of a dataset of the hub.
+
+    An epoch goes through groups of pieces, with `data.shuffle` in a new order. A group has so many bytes that its documents can
+    be shuffled in memory; one that has more, as a file that cannot be cut, is shuffled in parts. Where a group begins nobody
+    needs to know how many documents were before it, so a run that goes on opens only files from there on. Ordinals have gaps:
+    where a group ends, and where documents are of the other split.
     """
 
     def __init__(self, data: Data, split: Split, seed: int):
-        stream = _c4(split) if data.dataset == "c4" else _local(data, split)
-        self.stream = stream.shuffle(seed=seed, buffer_size=data.shuffle_buffer) if data.shuffle else stream
-        self.shuffle, self.empty = data.shuffle, _empty(data, split)
+        self.data, self.split, self.seed = data, split, seed
+        self.hub = data.dataset != "local"
+        self.stream: Any = _open_hub(data, split) if self.hub else None
+        self.pieces = _shards(self.stream, data) if self.hub else local_pieces(data)
+        self.limit = SHUFFLED_BYTES * data.shuffle_buffer
 
-    def documents(self, start: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, str]]:
-        """(ordinal, text) of the documents from `start` on whose ordinal is wanted; those before are skipped, untokenized."""
-        epoch = 0
-        first = 0  # ordinal of the epoch's first document
-        while True:
-            if self.shuffle:  # set_epoch alone would shuffle the files
-                self.stream.set_epoch(epoch)
-            count = 0
-            # Plain iteration draws other random numbers in a loader process than outside of one.
-            for count, batch in enumerate(self.stream.iter(batch_size=1), start=1):
-                ordinal = first + count - 1
-                if ordinal >= start and wanted(ordinal):
-                    yield ordinal, batch["text"][0]
-            if count == 0:
-                raise self.empty
-            # Every epoch has as many documents: those that end before `start` need not be gone through.
-            epoch = max(epoch + 1, start // count)
-            first = epoch * count
+    def epoch(self, ordinal: int) -> int:
+        return ordinal // EPOCH
+
+    def documents(self, start: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, str | BadDocument]]:
+        """(ordinal, text) of the documents from `start` on whose ordinal is wanted; only these are parsed. Or what is wrong."""
+        beginning, rest = divmod(start, EPOCH)
+        for epoch in itertools.count(beginning):
+            found = epoch == beginning and rest > 0
+            for number, group in enumerate(self._groups(epoch)):
+                if epoch == beginning and number < rest // GROUP:
+                    continue
+                base = epoch * EPOCH + number * GROUP
+                for ordinal, (piece, place, raw) in enumerate(self._in_order(group, f"{self.seed} {epoch} {number}"), start=base):
+                    want = ordinal >= start and wanted(ordinal)
+                    if (want or not found) and self._is_ours(piece, place):
+                        found = True
+                        if want:
+                            yield ordinal, self._text(piece, place, raw)
+            if not found:
+                raise _empty(self.data, self.split)
+
+    def _groups(self, epoch: int) -> list[list[Piece]]:
+        pieces = list(self.pieces)
+        if self.data.shuffle:
+            random.Random(f"{self.seed} {epoch}").shuffle(pieces)
+        groups: list[list[Piece]] = []
+        size = self.limit
+        for piece in pieces:
+            if size + piece.size > self.limit or not groups:
+                groups.append([])
+                size = 0
+            groups[-1].append(piece)
+            size += piece.size
+        return groups
+
+    def _in_order(self, group: list[Piece], seed: str) -> Iterator[_Raw]:
+        documents = ((piece, place, raw) for piece in group for place, raw in self._read(piece))
+        if not self.data.shuffle:
+            yield from documents
+            return
+        for part in itertools.count():
+            some = self._take(documents)
+            if not some:
+                return
+            random.Random(f"{seed} {part}").shuffle(some)
+            yield from some
+
+    def _take(self, documents: Iterator[_Raw]) -> list[_Raw]:
+        """As many as are shuffled at once."""
+        some, size = [], 0
+        for document in documents:
+            some.append(document)
+            raw = document[2]
+            text = raw.get(self.data.text_field) if isinstance(raw, dict) else raw
+            size += len(text) if isinstance(text, str | bytes) else 0
+            if size >= self.limit or len(some) == self.data.shuffle_buffer:
+                break
+        return some
+
+    def _read(self, piece: Piece) -> Iterator[tuple[int, Any]]:
+        if piece.format == ".txt":  # one document, whoever wants it will read it
+            yield 0, None
+            return
+        if not self.hub:
+            yield from read_piece(piece, self.data)
+            return
+        shard = self.stream.shard(num_shards=len(self.pieces), index=piece.start)
+        # Plain iteration would give a loader process its share alone.
+        for place, batch in enumerate(shard.iter(batch_size=1)):
+            yield place, {name: values[0] for name, values in batch.items()}
+
+    def _is_ours(self, piece: Piece, place: int) -> bool:
+        if self.data.dataset == "c4":  # it has been split already
+            return True
+        name = piece.name if piece.format == ".txt" else f"{piece.name}:{place}"
+        return _belongs(name, self.split, self.data.validation_fraction)
+
+    def _text(self, piece: Piece, place: int, raw: Any) -> str | BadDocument:
+        try:
+            if piece.format == ".txt":
+                place, raw = next(read_piece(piece, self.data))
+            if not self.hub:
+                return text_of(raw, piece, place, self.data)
+            try:
+                return parse(raw, self.data)
+            except ValueError as error:
+                raise BadDocument(piece.file, f"document {place}", str(error)) from None
+        except BadDocument as bad:
+            return bad
 
 
-Source = StdlibSource | StreamSource
+Source = StdlibSource | PiecewiseSource | PreparedSource
 
 
 def build_source(data: Data, *, split: Split, seed: int) -> Source:
-    """The documents of one split of `data.dataset`.
+    """The documents of one split of `data.dataset`; data.sources are several such, from `data.mixture()`.
 
     Raises:
-        ConfigError: nothing to read, or not readable. A stream that has no document for this split raises it only when
+        ConfigError: nothing to read, or not readable. A source that has no document for this split raises it only when
             a whole epoch has been read.
     """
-    return (StdlibSource if data.dataset == "stdlib" else StreamSource)(data, split, seed)
+    if data.dataset == "prepared":
+        return PreparedSource(data, split, seed)
+    return (StdlibSource if data.dataset == "stdlib" else PiecewiseSource)(data, split, seed)
 
 
 def check_data(data: Data) -> None:
@@ -103,29 +189,52 @@ def check_data(data: Data) -> None:
     Raises:
         ConfigError: as `build_source` and reading would.
     """
-    if data.dataset == "stdlib":
-        _stdlib_text(StdlibSource(data, "train", seed=0).names[0])
-    elif data.dataset == "local":
-        files, root = _local_files(data)
-        for suffix in {Path(file).suffix for file in files}:
-            file = next(file for file in files if file.endswith(suffix))
-            next(_read_files([file], root, data.text_field), None)
+    for _, part in data.mixture():
+        if part.dataset == "stdlib":
+            _stdlib_text(StdlibSource(part, "train", seed=0).names[0])
+        elif part.dataset == "local":
+            for piece in {piece.format: piece for piece in reversed(local_pieces(part))}.values():
+                for place, raw in itertools.islice(read_piece(piece, part), 1):
+                    try:
+                        text_of(raw, piece, place, part)
+                    except BadDocument as bad:
+                        if part.on_bad_document == "error":
+                            raise refusal(bad) from None
+
+
+def refusal(bad: BadDocument) -> ConfigError:
+    """The error that a document is, unless it is to be skipped."""
+    return ConfigError(f'{bad}; repair it or take it out, or data.on_bad_document = "skip" would work')
 
 
 def fingerprint(data: Data) -> str:
-    """SHA-256 of the names and sizes of all documents or their files, by which a run tells its data from other; c4: empty."""
-    if data.dataset == "c4":
-        return ""
+    """SHA-256 of what documents there are, as far as can be told without reading them.
+
+    Of local files and the standard library the names and sizes, of the hub the name, and which field has the text; of prepared
+    data every byte.
+    """
+    known = [_fingerprint(part) for _, part in data.mixture()]
+    return known[0] if len(known) == 1 else _sha256(known)
+
+
+def _fingerprint(data: Data) -> str:
+    if data.dataset == "prepared":
+        return prepared_fingerprint(data)
     if data.dataset == "stdlib":
         topics = _topics()
-        sizes = [
-            (name, os.path.getsize(_STDLIB / name) if name.endswith(".py") else len(topics[name.removeprefix("topics/")]))
-            for name in _stdlib_names()
-        ]
-    else:
-        files, root = _local_files(data)
-        sizes = [(Path(file).relative_to(root).as_posix(), os.path.getsize(file)) for file in files]
-    return hashlib.sha256(repr(sizes).encode()).hexdigest()
+        return _sha256(
+            [
+                (name, os.path.getsize(_STDLIB / name) if name.endswith(".py") else len(topics[name.removeprefix("topics/")]))
+                for name in _stdlib_names()
+            ]
+        )
+    if data.dataset != "local":
+        return _sha256([data.dataset, data.subset, data.split, data.text_field])
+    return _sha256(["by pieces", data.text_field, *((name, size) for _, name, size in local_files(data))])
+
+
+def _sha256(what: list) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()
 
 
 def _belongs(name: str, split: Split, validation_fraction: float) -> bool:
@@ -134,9 +243,13 @@ def _belongs(name: str, split: Split, validation_fraction: float) -> bool:
     return (hashed < validation_fraction) == (split == "validation")
 
 
-def _empty(data: Data, split: Split) -> ConfigError:
+class NoDocuments(ConfigError):
+    """A split is empty."""
+
+
+def _empty(data: Data, split: Split) -> NoDocuments:
     where = f' at data.path = "{data.path}"' if data.path else ""
-    return ConfigError(
+    return NoDocuments(
         f'data.dataset = "{data.dataset}"{where} has no {split} document with data.validation_fraction = '
         f"{data.validation_fraction}; more documents or validation_fraction = {0.5 if split == 'validation' else 0.05} would work"
     )
@@ -180,86 +293,28 @@ def _topics() -> dict[str, str]:
     return topics
 
 
-# Streams. `datasets` takes a second to import, so only where it is used.
+# The hub. `datasets` takes a second to import, so only where it is used.
 
 
-def _c4(split: Split) -> Any:
-    """C4 in English, about 156 billion tokens of Llama 3, with a validation split of its own."""
+def _open_hub(data: Data, split: Split) -> Any:
+    """A streamed dataset. c4 is C4 in English, about 156 billion tokens of Llama 3, with a validation split of its own."""
     import datasets
 
-    logger.info("c4 has its own validation split: data.validation_fraction has no effect")
+    name, subset, which = data.dataset, data.subset or None, data.split
+    if name == "c4":
+        name, subset, which = "allenai/c4", "en", split
+        logger.info("c4 has its own validation split: data.validation_fraction has no effect")
     try:
-        return datasets.load_dataset("allenai/c4", "en", split=split, streaming=True)
+        return datasets.load_dataset(name, subset, split=which, streaming=True)
     except Exception as error:
         raise ConfigError(
-            f'data.dataset = "c4": allenai/c4 cannot be opened on the Hugging Face hub ({type(error).__name__}: {error}); '
+            f'data.dataset = "{data.dataset}": {name} cannot be opened on the hub ({type(error).__name__}: {error}); '
             'without a way there, data.dataset = "local" with data.path, or "stdlib", would work'
         ) from error
 
 
-def _local(data: Data, split: Split) -> Any:
-    """A stream of {"text": ...}, one shard a file."""
-    import datasets
-
-    files, root = _local_files(data)
-    arguments = dict(files=files, root=root, field=data.text_field, split=split, fraction=data.validation_fraction)
-    return datasets.IterableDataset.from_generator(_local_documents, gen_kwargs=arguments)
-
-
-def _local_documents(files: list[str], root: str, field: str, split: Split, fraction: float) -> Iterator[dict[str, str]]:
-    for name, text in _read_files(files, root, field):
-        if _belongs(name, split, fraction):
-            yield {"text": text}
-
-
-def _local_files(data: Data) -> tuple[list[str], str]:
-    """Sorted files at `data.path`, and the folder that their names are relative to."""
-    wrong, path = f'data.path = "{data.path}"', Path(data.path)
-    if path.is_dir():
-        found = sorted(str(file) for file in path.rglob("*") if file.is_file())
-        files = [file for file in found if Path(file).suffix in FORMATS]
-        if len(files) < len(found):
-            logger.info("%s: %d files of other formats are left out", wrong, len(found) - len(files))
-        if not files:
-            raise ConfigError(f"{wrong}: none of the {len(found)} files in this folder can be read; {_WORKS}")
-        return files, str(path)
-    files = [data.path] if path.is_file() else sorted(filter(os.path.isfile, glob.glob(data.path, recursive=True)))
-    if not files:
-        raise ConfigError(f"{wrong}: no such file, and no file matches; {_WORKS}")
-    for file in files:
-        if Path(file).suffix not in FORMATS:
-            raise ConfigError(f'{wrong}: {file}: unknown format "{Path(file).suffix}"; {_WORKS}')
-    return files, os.path.commonpath([Path(file).parent for file in files])
-
-
-def _read_files(files: list[str], root: str, field: str) -> Iterator[tuple[str, str]]:
-    """(name, text) of every document; the name is the file's path relative to root, and :index where it holds several."""
-    import datasets
-
-    datasets.utils.tqdm.get_lock()  # else each progress bar of its threads deletes the lock that the others use
-    for file in files:
-        name = Path(file).relative_to(root).as_posix()
-        index = 0
-        try:
-            if not os.path.getsize(file):
-                continue  # it holds no document; the JSON reader would stumble
-            if file.endswith(".txt"):
-                yield name, Path(file).read_text(encoding="utf-8")
-                continue
-            # not load_dataset("json", ...), which calls the hub once a file to count its use
-            stream = getattr(datasets.IterableDataset, FORMATS[Path(file).suffix])(glob.escape(file))
-            for index, example in enumerate(stream):
-                text = example.get(field)
-                if not isinstance(text, str):
-                    raise ConfigError(
-                        f'data.text_field = "{field}": {file}, document {index}, has no text there; '
-                        f"its fields with text: {', '.join(k for k, v in example.items() if isinstance(v, str)) or 'none'}"
-                    )
-                yield f"{name}:{index}", text
-        except ConfigError:
-            raise
-        except Exception as error:  # pyarrow's and datasets' errors have no common class
-            raise ConfigError(
-                f"data.path: {file}, document {index}, cannot be read ({type(error).__name__}: {error}); "
-                "repair the file or take it out"
-            ) from error
+def _shards(stream: Any, data: Data) -> list[Piece]:
+    """The files of a streamed dataset, each too large to be shuffled with others."""
+    size = SHUFFLED_BYTES * data.shuffle_buffer
+    names = [f"{data.dataset} shard {index}" for index in range(stream.num_shards)]
+    return [Piece(name, name, size, index) for index, name in enumerate(names)]

@@ -10,93 +10,182 @@ on in the next one. Rank r owns a contiguous share of the rows and reads only th
     rows of one step     0 1 2 3 | 4 5 6 7          dp_degree = 2, batch_size = 2
     microbatches         [0 1][2 3] rank 0   [4 5][6 7] rank 1
 
-So the samples of step s belong to the run, not to the rank: another dp_degree, or another split into microbatches, gives
-the same global batch. All there is to save of a row is three numbers: the ordinal of its current document, how many of
-that document's tokens are used, and how many windows it has given.
+So the samples of step s belong to the run, not to the rank: another dp_degree, another number of loader processes, or another
+split into microbatches gives the same global batch. All there is to save of a row is three numbers: how many windows it has
+given, the ordinal of its current document, and how many of that document's tokens are used.
+
+Where several sources are mixed, a row is such a stream of each, and every window is of one of them. Which one, follows from the
+window's number in the run: so shares hold in tokens, need no state, and may change when a run goes on.
 """
 
+import bisect
+import hashlib
+import itertools
 import os
 import signal
 import threading
-import warnings
-from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import IterableDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from titan_lite.config import ConfigError, Data
-from titan_lite.data.dataset import Source, Split, build_source
+from titan_lite.data.dataset import Source, Split, StdlibSource, build_source, refusal
+from titan_lite.data.files import BadDocument
 from titan_lite.data.tokenizer import Tokenizer
+from titan_lite.logging import logger
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-Position = tuple[int, int, int]  # ordinal of the current document, its tokens already used, windows given
-_Texts = dict[int, deque[str]]  # by row
-_Tokens = dict[int, torch.Tensor]  # by row
+Place = tuple[int, int]  # of a row in a source: ordinal of its current document, that document's tokens already used
+GOLDEN = 0x9E3779B97F4A7C15  # of 2**64 the golden ratio's part: multiples of it, modulo 2**64, are spread as evenly as can be
+USELESS = 1000  # documents in a row, from two epochs or more, that give no token
+
+
+@dataclass
+class LeftOut:
+    """Documents that a loader has skipped since it was last asked: bad ones, and how many were too short."""
+
+    bad: list[dict[str, str]] = field(default_factory=list)
+    short: int = 0
+
+
+@dataclass
+class _Windows:
+    """What a loader process gives at once: of some of its rows one window each, (rows, seq_len + 1)."""
+
+    rows: list[int]
+    sources: list[int]
+    tokens: bytes  # int32: through a pipe, which is several times as fast as a tensor in shared memory
+    places: list[Place]  # where the rows then stand in these sources
+    left_out: LeftOut
+
+    def windows(self) -> np.ndarray:
+        return np.frombuffer(self.tokens, dtype=np.int32).reshape(len(self.rows), -1)
 
 
 class _PackedRows(IterableDataset):
-    """The microbatches of one rank, without end. Lives in the loader process; its state is that of the last one it made."""
+    """The windows of one rank's rows without end; of several loader processes each has every n-th row."""
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, rows: int, position: dict[int, Position], batch: int, seq_len: int):
-        self.source, self.tokenizer = source, tokenizer
-        self.rows, self.position = rows, position
-        self.batch_size, self.seq_len = batch, seq_len
+    def __init__(self, data: Data, sources: Sequence[Source], tokenizer: Tokenizer, rows: int, seq_len: int, seed: int):
+        self.data, self.sources, self.tokenizer = data, sources, tokenizer
+        self.rows, self.seq_len = rows, seq_len
+        self.shares = list(itertools.accumulate(share for share, _ in data.mixture()))
+        self.phase = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:8], "big")
+        self.at_once = 1
+        self.places: dict[int, list[Place]] = {}  # by row
+        self.given: dict[int, int] = {}  # windows, by row
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"rows": {str(row): list(position) for row, position in self.position.items()}, "of": self.rows}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """torchdata asks only datasets that have both methods for their state."""
-        self.position = {int(row): tuple(position) for row, position in state["rows"].items()}
-
-    def __iter__(self) -> Iterator[Batch | ConfigError]:
-        documents = self.source.documents(min(ordinal for ordinal, _, _ in self.position.values()), self._wanted)
-        pending: _Texts = defaultdict(deque)  # read on behalf of a row that is not there yet
-        current: _Tokens = {}  # of each row's current document
+    def __iter__(self) -> Iterator[_Windows | ConfigError]:
+        worker = get_worker_info()
+        own = sorted(self.places)[worker.id :: worker.num_workers] if worker else sorted(self.places)
+        self.own = set(own)
+        self.places, self.given = dict(self.places), dict(self.given)  # iterated again it begins again
+        self.left_out, self.known_bad = LeftOut(), set[tuple[str, str]]()
+        self.documents: dict[int, Iterator[tuple[int, Any]]] = {}  # by source
+        # by source and row: what was read while looking for another row's, and the tokens of the document that it is in
+        self.pending: dict[Any, deque[tuple[int, Any]]] = defaultdict(deque)
+        self.current: dict[Any, np.ndarray] = {}
+        # by source: the first of the last documents that gave no token, and how many they are
+        self.useless: dict[int, tuple[int, int]] = {}
         try:
             while True:
                 # The rows that are furthest behind: after a whole step, all of them in order.
-                turn = sorted(self.position, key=lambda row: (self.position[row][2], row))[: self.batch_size]
-                windows = torch.stack([self._window(row, documents, pending, current) for row in turn])
-                yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+                turn = sorted(own, key=lambda row: (self.given[row], row))[: self.at_once]
+                sources = [self._source_of(row) for row in turn]
+                tokens = np.empty((len(turn), self.seq_len + 1), dtype=np.int32)
+                for row, source, window in zip(turn, sources, tokens, strict=True):
+                    self._fill(window, row, source)
+                places = [self.places[row][source] for row, source in zip(turn, sources, strict=True)]
+                yield _Windows(turn, sources, tokens.tobytes(), places, self.left_out)
+                self.left_out = LeftOut()
         except ConfigError as error:
             yield error  # across the process border as itself; raised, it would arrive wrapped in the worker's traceback
 
-    def _wanted(self, ordinal: int) -> bool:
-        row = ordinal % self.rows
-        return row in self.position and ordinal >= self.position[row][0]
+    def _source_of(self, row: int) -> int:
+        """The source of a row's next window: of the run's first n each has its share, but for five at most (of a million)."""
+        number = self.given[row] * self.rows + row
+        point = (number * GOLDEN + self.phase) % 2**64 / 2**64
+        return min(bisect.bisect_right(self.shares, point), len(self.sources) - 1)
 
-    def _window(self, row: int, documents: Iterator[tuple[int, str]], pending: _Texts, current: _Tokens) -> torch.Tensor:
+    def _fill(self, window: np.ndarray, row: int, source: int) -> None:
         """The next seq_len + 1 tokens of a row."""
-        ordinal, used, given = self.position[row]
-        parts: list[torch.Tensor] = []
-        need = self.seq_len + 1
-        while need:
-            if row not in current:
-                while not pending[row]:
-                    read, text = next(documents)
-                    pending[read % self.rows].append(text)
-                ids = array("q", self.tokenizer.encode(pending[row].popleft(), bos=True, eos=True))
-                current[row] = torch.frombuffer(ids, dtype=torch.int64)  # three times as fast as torch.tensor(list)
-                if used >= len(current[row]):
-                    raise ConfigError(
-                        f"the loader's state is {used} tokens into document {ordinal}, which has {len(current[row])}: documents, "
-                        "[data], model.tokenizer_path or debug.seed changed since; with those of that run it would work"
-                    )
-            part = current[row][used : used + need]
-            parts.append(part)
-            need -= len(part)
+        ordinal, used = self.places[row][source]
+        filled, size = 0, len(window)
+        while filled < size:
+            tokens = self.current.get((source, row))
+            if tokens is None:
+                ordinal, tokens = self._next_document(row, source, ordinal, used)
+                self.current[source, row] = tokens
+            part = tokens[used : used + size - filled]
+            window[filled : filled + len(part)] = part
+            filled += len(part)
             used += len(part)
-            if used == len(current[row]):
-                del current[row]
-                ordinal, used = ordinal + self.rows, 0
-        self.position[row] = (ordinal, used, given + 1)
-        return torch.cat(parts)
+            if used == len(tokens):
+                del self.current[source, row]
+                ordinal, used = ordinal + 1, 0
+        self.places[row] = [*self.places[row][:source], (ordinal, used), *self.places[row][source + 1 :]]
+        self.given[row] += 1
+
+    def _next_document(self, row: int, source: int, at: int, used: int) -> tuple[int, np.ndarray]:
+        """(ordinal, tokens) of the row's first document from ordinal `at` on that has any; of that very one, if it is in use."""
+        if source not in self.documents:
+            start = min(self.places[own][source][0] for own in self.own)
+            self.documents[source] = self.sources[source].documents(start, lambda ordinal: self._wanted(ordinal, source))
+        pending = self.pending[source, row]
+        while True:
+            while not pending:
+                ordinal, document = next(self.documents[source])
+                self.pending[source, ordinal % self.rows].append((ordinal, document))
+            ordinal, document = pending.popleft()
+            tokens = self._tokens(document, 0 if used else self.data.min_document_tokens)
+            if used and (ordinal != at or tokens is None or used >= len(tokens)):
+                there = f"has {len(tokens)}" if ordinal == at and tokens is not None else "is not there"
+                raise ConfigError(
+                    f"the loader's state is {used} tokens into document {at}, which {there}: documents, "
+                    "[data], model.tokenizer_path or debug.seed changed since; with those of that run it would work"
+                )
+            if tokens is not None:
+                self.useless.pop(source, None)
+                return ordinal, tokens
+            first, count = self.useless.get(source, (ordinal, 0))
+            self.useless[source] = first, count + 1
+            epoch = self.sources[source].epoch
+            if count >= USELESS and epoch(ordinal) >= epoch(first) + 2:
+                raise ConfigError(
+                    f"data.min_document_tokens = {self.data.min_document_tokens}: {count} documents in a row, of two epochs, "
+                    f"are shorter or bad (in source {source + 1}); less, or other documents, would work"
+                )
+
+    def _wanted(self, ordinal: int, source: int) -> bool:
+        row = ordinal % self.rows
+        return row in self.own and ordinal >= self.places[row][source][0]
+
+    def _tokens(self, document: str | np.ndarray | BadDocument, least: int) -> np.ndarray | None:
+        """Of a text, or of what has been tokenized; nothing of a document that is left out, bad or shorter than `least`."""
+        if isinstance(document, BadDocument):
+            self._leave_out(document)
+            return None
+        tokens = self.tokenizer.encode_document(document) if isinstance(document, str) else document
+        if len(tokens) - 2 < least:
+            self.left_out.short += 1
+            return None
+        return tokens
+
+    def _leave_out(self, document: BadDocument) -> None:
+        if self.data.on_bad_document == "error":
+            raise refusal(document)
+        self.left_out.bad.append({"file": document.file, "place": document.place, "reason": document.reason})
+        self.known_bad.add((document.file, document.place))
+        if len(self.known_bad) > self.data.max_bad_documents:
+            raise ConfigError(
+                f"data.max_bad_documents = {self.data.max_bad_documents}: there are more, the last one {document}; "
+                "a higher one, or other documents, would work"
+            )
 
 
 def document_begins(tokens: torch.Tensor, bos_id: int) -> torch.Tensor:
@@ -138,77 +227,135 @@ def _outlive_signals(worker: int) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
 class Loader:
     """An endless iterator over (input, label), int64 of (batch_size, seq_len) each, with `state_dict`.
 
-    Reads ahead in a process of its own where `data.num_workers` is 1; it starts at the first batch, runs torch on one
-    thread, and ends with the iteration or with its parent, however that ends.
+    Reads ahead in `data.num_workers` processes, or as many as its rows can be divided among; they start at the first batch, run
+    torch on one thread, and end with the iteration or with their parent, however that ends.
     """
 
-    def __init__(self, data: Data, source: Source, tokenizer: Tokenizer, rows: int, own: range, batch_size: int, seq_len: int):
-        self._data, self._rows, self._own = data, rows, own
-        self._arguments = (source, tokenizer, rows)
-        self._shape = (batch_size, seq_len)
-        self._start({row: (row, 0, 0) for row in own})
-
-    def _start(self, position: dict[int, Position]) -> None:
-        self._dataset = _PackedRows(*self._arguments, position, *self._shape)
-        self._iterator: Iterator[Any] | None = None
-        with warnings.catch_warnings():  # torchdata 0.11 calls what torch 2.13 deprecates
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-            self._loader = StatefulDataLoader(
-                self._dataset,
-                batch_size=None,
-                num_workers=self._data.num_workers,
-                prefetch_factor=self._data.prefetch if self._data.num_workers else None,
-                snapshot_every_n_steps=1,
-                pin_memory=torch.cuda.is_available(),
-                worker_init_fn=_outlive_signals,
+    def __init__(self, data: Data, windows: _PackedRows, own: range, batch_size: int):
+        self._data, self._dataset, self._own, self._batch_size = data, windows, own, batch_size
+        self._workers = max((n for n in range(1, data.num_workers + 1) if len(own) % n == 0), default=0)
+        if self._workers < data.num_workers:
+            logger.info(
+                f"data.num_workers = {data.num_workers}: a rank's {len(own)} sequences a step are divided among {self._workers}"
             )
+        self.left_out = LeftOut()
+        self._start(dict.fromkeys(own, 0), {row: [(row, 0)] * len(windows.sources) for row in own})
+
+    def _start(self, given: dict[int, int], places: dict[int, list[Place]]) -> None:
+        """From there on, where each row has given so many windows."""
+        self._given, self._places = given, places
+        self._ready: dict[int, deque[tuple[np.ndarray, int, Place]]] = {row: deque() for row in self._own}
+        self._iterator: Iterator[Any] | None = None
 
     def __iter__(self) -> "Loader":
         return self
 
     def __next__(self) -> Batch:
+        turn, batch = self._next_turn()
+        for row in turn:
+            _, source, place = self._ready[row].popleft()
+            self._places[row] = [*self._places[row][:source], place, *self._places[row][source + 1 :]]
+            self._given[row] += 1
+        return batch
+
+    def peek(self) -> Batch:
+        """What `next` will give."""
+        return self._next_turn()[1]
+
+    def _next_turn(self) -> tuple[list[int], Batch]:
+        """The rows of the next microbatch, and it."""
+        turn = sorted(self._own, key=lambda row: (self._given[row], row))[: self._batch_size]
+        while not all(self._ready[row] for row in turn):
+            self._receive()
+        windows = torch.from_numpy(np.stack([self._ready[row][0][0] for row in turn]))
+        input, label = (part.to(torch.int64, memory_format=torch.contiguous_format) for part in (windows[:, :-1], windows[:, 1:]))
+        return turn, (input.pin_memory(), label.pin_memory()) if torch.cuda.is_available() else (input, label)
+
+    def _receive(self) -> None:
         if self._iterator is None:
+            self._dataset.given, self._dataset.places = self._given, self._places
+            # As many rows from every process at every turn, since all have as many: so none gets ahead.
+            self._dataset.at_once = self._batch_size
             with _blocking_signals():
-                self._iterator = iter(self._loader)
+                self._iterator = iter(
+                    DataLoader(
+                        self._dataset,
+                        batch_size=None,
+                        num_workers=self._workers,
+                        prefetch_factor=self._data.prefetch if self._workers else None,
+                        collate_fn=_as_it_is,
+                        generator=torch.Generator(),  # torch's own would draw from that of the training process
+                        worker_init_fn=_outlive_signals,
+                    )
+                )
         item = next(self._iterator)
         if isinstance(item, ConfigError):
+            self._start(self._given, self._places)  # without its processes
             raise item
-        input, label = item
-        return input, label
+        for row, source, window, place in zip(item.rows, item.sources, item.windows(), item.places, strict=True):
+            self._ready[row].append((window, source, place))
+        self.left_out.bad += item.left_out.bad
+        self.left_out.short += item.left_out.short
+
+    def take_left_out(self) -> LeftOut:
+        """What has been skipped since this was last called; what was read ahead counts."""
+        taken, self.left_out = self.left_out, LeftOut()
+        return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank's rows stand after the last batch that `next` gave: {"rows": {"3": [17, 120, 5]}, "of": 8}.
+        """Where this rank's rows stand after the last batch that `next` gave: {"rows": {"3": [5, [17, 120]]}, "of": 8}.
 
-        Small and made of JSON's types. `merge_states` of all ranks is what another number of ranks can load.
+        Windows given, then ordinal and tokens used in each source. Small and made of JSON's types. `merge_states` of all ranks is
+        what another number of ranks can load.
         """
-        if self._iterator is None:
-            return self._dataset.state_dict()
-        # The state that torchdata keeps of a dataset that is an iterable, at the last batch given, not the last one prefetched.
-        state = self._loader.state_dict()
-        if self._data.num_workers:
-            state = state["_snapshot"]["_worker_snapshots"]["worker_0"]
-        return state["dataset_state"]
+        rows = {str(row): [self._given[row], *map(list, self._places[row])] for row in self._own}
+        return {"rows": rows, "of": self._dataset.rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken, by this run or by one of another dp_degree; rows of other ranks are ignored.
 
         Raises:
-            ConfigError: the state is of another number of rows, or without one of this rank's.
+            ConfigError: the state is of another number of rows or sources, or without one of this rank's.
         """
-        if state["of"] != self._rows:
+        rows = self._dataset.rows
+        if state["of"] != rows:
             raise ConfigError(
-                f"training.global_batch_size = {self._rows}, but the loader's state is of {state['of']} rows; "
+                f"training.global_batch_size = {rows}, but the loader's state is of {state['of']} rows; "
                 f"global_batch_size = {state['of']} would work"
             )
         missing = [row for row in self._own if str(row) not in state["rows"]]
         if missing:
             raise ConfigError(
-                f"the loader's state lacks rows {missing} of {self._rows}; the merged state of all ranks of that run would work"
+                f"the loader's state lacks rows {missing} of {rows}; the merged state of all ranks of that run would work"
             )
-        self._start({row: tuple(state["rows"][str(row)]) for row in self._own})
+        given, places = {}, {}
+        for row in self._own:
+            given[row], *now = self._of_this_version(state["rows"][str(row)])
+            places[row] = [(ordinal, used) for ordinal, used in now]
+            if len(now) != len(self._dataset.sources):
+                raise ConfigError(
+                    f"data.sources: {len(self._dataset.sources)}, but the loader's state is of {len(now)}; as many would work"
+                )
+        self._start(given, places)
+
+    def _of_this_version(self, row: list) -> list:
+        """Before sources were mixed a row was [ordinal, used, windows]; ordinals of the standard library are what they were."""
+        if isinstance(row[-1], list):
+            return row
+        if not isinstance(self._dataset.sources[0], StdlibSource):
+            raise ConfigError(
+                f'data.dataset = "{self._data.dataset}": the loader\'s state is of an older version, whose order was another; '
+                "to start from that step's weights, checkpoint.initial_load_path and another job.dump_folder would work"
+            )
+        ordinal, used, windows = row
+        return [windows, [ordinal, used]]
 
 
 def build_loader(
@@ -236,7 +383,8 @@ def build_loader(
         )
     share = rows // dp_degree
     own = range(dp_rank * share, (dp_rank + 1) * share)
-    return Loader(data, build_source(data, split=split, seed=seed), tokenizer, rows, own, batch_size, seq_len)
+    sources = [build_source(part, split=split, seed=seed) for _, part in data.mixture()]
+    return Loader(data, _PackedRows(data, sources, tokenizer, rows, seq_len, seed), own, batch_size)
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -1,29 +1,24 @@
-"""Hugging Face's tokenizer.json: ours written so, that AutoTokenizer opens it, and theirs read.
+"""A tokenizer in tiktoken's format, written as Hugging Face's tokenizer.json, so that AutoTokenizer opens it.
 
-    to_json(load_tokenizer("assets/tokenizer/debug.model"))      # the content of tokenizer.json
+    to_json(load_tiktoken("assets/tokenizer/debug.model"))       # the content of tokenizer.json
     tokenizer_config()                                           # and of the tokenizer_config.json beside it
-    JsonTokenizer("exported/tokenizer.json").encode("import os", bos=True)
 
-A file in tiktoken's format has the ranks of tokens; tokenizer.json has pairs to merge. The pair that makes a token is what is
-left when its bytes are merged by all smaller ranks. Bytes are written as printable characters: themselves, or from U+0100 on.
+A file in tiktoken's format has the ranks of tokens; tokenizer.json has pairs to merge, in order: those of a token with a smaller
+rank come first. Bytes are written as printable characters: themselves, or from U+0100 on.
 """
 
-import itertools
-import os
-from collections.abc import Sequence
 from typing import Any
 
-from titan_lite.config import ConfigError
-from titan_lite.data.tokenizer import PATTERN, Tokenizer
+from titan_lite.data.tokenizer import PATTERN, TiktokenTokenizer
 
 _PRINTABLE = [byte for byte in range(256) if 33 <= byte <= 126 or (161 <= byte <= 255 and byte != 173)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 CHARACTERS = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
 
 
-def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
+def to_json(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
     """Encodes as ours does with bos=True, but for texts that look like special tokens, which become these."""
-    pairs = (_pair(token, tokenizer.ranks) for token in tokenizer.ranks if len(token) > 1)
+    pairs = (pair for token in tokenizer.ranks for pair in _pairs(token, tokenizer.ranks))
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
     bos = next(name for name, id in tokenizer.special_tokens.items() if id == tokenizer.bos_id)
@@ -53,7 +48,7 @@ def to_json(tokenizer: Tokenizer) -> dict[str, Any]:
             "byte_fallback": False,
             "ignore_merges": True,  # a piece that is a token is this token, as in tiktoken
             "vocab": {_text(token): rank for token, rank in tokenizer.ranks.items()},
-            "merges": [[_text(part) for part in pair] for pair in pairs if len(pair) == 2],
+            "merges": [[_text(part) for part in pair] for pair in pairs],
         },
     }
 
@@ -68,39 +63,12 @@ def tokenizer_config() -> dict[str, Any]:
     }
 
 
-class JsonTokenizer:
-    """Encodes and decodes as a `Tokenizer` does, through the package tokenizers. Raises ConfigError."""
-
-    def __init__(self, path: str | os.PathLike):
-        try:
-            from tokenizers import Tokenizer as Theirs
-        except ImportError:
-            raise ConfigError(f"{os.fspath(path)}: reading it needs the package tokenizers, which is not installed") from None
-        try:
-            self._theirs = Theirs.from_file(os.fspath(path))
-        except Exception as error:  # they raise this very class
-            raise ConfigError(f"{os.fspath(path)}: cannot be read as a tokenizer.json: {error}") from None
-        self.vocab_size = 1 + max(self._theirs.get_vocab(with_added_tokens=True).values())
-
-    def encode(self, text: str, *, bos: bool = False) -> list[int]:
-        """bos: with the special tokens that the file wants around a text."""
-        return self._theirs.encode(text, add_special_tokens=bos).ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._theirs.decode(list(ids), skip_special_tokens=False)
-
-
-def _pair(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """The parts that the token's bytes have become before the last merge: two, or more of a token that no merge makes."""
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        merged = [ranks.get(left + right, len(ranks)) for left, right in itertools.pairwise(parts)]
-        lowest = min(merged)
-        if lowest >= ranks[token]:
-            break
-        at = merged.index(lowest)
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return parts
+def _pairs(token: bytes, ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """All that two tokens can be which make this one: tiktoken merges whichever stand beside each other."""
+    halves = ((token[:at], token[at:]) for at in range(1, len(token)))
+    return sorted(
+        (pair for pair in halves if pair[0] in ranks and pair[1] in ranks), key=lambda pair: (ranks[pair[0]], ranks[pair[1]])
+    )
 
 
 def _text(token: bytes) -> str:

@@ -1,12 +1,15 @@
+import gzip
 import json
 import logging
-from itertools import islice
+import random
+from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
 
-from titan_lite.config import ConfigError, Data
-from titan_lite.data.dataset import StdlibSource, build_source, check_data, fingerprint
+from titan_lite.config import ConfigError, Data, DataSource
+from titan_lite.data import files
+from titan_lite.data.dataset import EPOCH, GROUP, StdlibSource, build_source, check_data, fingerprint
 
 datasets = pytest.importorskip("datasets")
 
@@ -19,6 +22,10 @@ def _cache_of_its_own(tmp_path_factory, monkeypatch):
 
 def read(source, start, count, wanted=lambda ordinal: True):
     return list(islice(source.documents(start, wanted), count))
+
+
+def texts_of(source, start, count):
+    return [text for _, text in read(source, start, count)]
 
 
 def local(path, **more):
@@ -121,17 +128,22 @@ def test_files_folders_and_globs(corpus, path, texts):
     check_data(local(corpus / path))
     source = build_source(local(corpus / path), split="train", seed=0)
     twice = read(source, 0, 2 * len(texts))
-    assert twice == list(enumerate(texts + texts))
-    assert read(source, len(texts), 1) == [twice[len(texts)]]
+    assert [text for _, text in twice] == texts + texts
+    ordinals = [ordinal for ordinal, _ in twice]
+    assert ordinals == sorted(set(ordinals))
+    assert [source.epoch(ordinal) for ordinal in ordinals] == [0] * len(texts) + [1] * len(texts)
+    for place, ordinal in enumerate(ordinals):
+        assert read(source, ordinal, 1) == [twice[place]]
+        assert read(source, ordinal + 1, 1) == twice[place + 1 :][:1] or place == len(twice) - 1
 
 
 def test_strange_names_and_empty_files(tmp_path):
     write_jsonl(tmp_path / "a b [1]*?.jsonl", ["x"])
-    for name in ("empty.jsonl", "empty.txt", "empty.parquet"):
+    for name in ("empty.jsonl", "empty.json", "empty.csv"):
         (tmp_path / name).write_bytes(b"")
     for path in (tmp_path, tmp_path / "a b [1]*?.jsonl"):
         check_data(local(path))
-        assert read(build_source(local(path), split="train", seed=0), 0, 2) == [(0, "x"), (1, "x")]
+        assert texts_of(build_source(local(path), split="train", seed=0), 0, 2) == ["x", "x"]
 
 
 def test_other_formats_in_a_folder_are_left_out_and_said(corpus, caplog):
@@ -145,7 +157,7 @@ def test_other_formats_in_a_folder_are_left_out_and_said(corpus, caplog):
 def test_text_field_names_the_field(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["x", "y"], field="body")
     source = build_source(local(tmp_path, text_field="body"), split="train", seed=0)
-    assert read(source, 0, 2) == [(0, "x"), (1, "y")]
+    assert texts_of(source, 0, 2) == ["x", "y"]
 
 
 def test_local_shuffle_is_a_new_order_every_epoch_and_the_same_everywhere(tmp_path):
@@ -158,7 +170,7 @@ def test_local_shuffle_is_a_new_order_every_epoch_and_the_same_everywhere(tmp_pa
     assert all(sorted(epoch) == sorted(texts) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs} | {tuple(texts)}) == 4
     for start in (0, 7, 59, 60, 61, 130):  # a later start gives the same documents the same ordinals
-        assert read(build_source(data, split="train", seed=3), start, 20) == stream[start : start + 20]
+        assert read(build_source(data, split="train", seed=3), stream[start][0], 20) == stream[start : start + 20]
     assert read(build_source(data, split="train", seed=4), 0, 60) != stream[:60]
 
 
@@ -198,12 +210,15 @@ def test_an_empty_split_is_an_error_and_no_hang(tmp_path, split, fraction):
         ("absent.jsonl", None, ["absent.jsonl", "no such file"]),
         ("*.parquet", None, ["*.parquet", "no file matches"]),
         ("folder", None, ["folder", "none of the 1 files"]),
-        ("a.csv", "text\nx\n", ["a.csv", 'unknown format ".csv"', ".jsonl"]),
-        ("a.jsonl", '{"body": "x", "id": 1}\n', ['data.text_field = "text"', "a.jsonl, document 0", "fields with text: body"]),
-        ("a.jsonl", '{"text": 5}\n', ['data.text_field = "text"', "a.jsonl, document 0", "fields with text: none"]),
-        ("a.jsonl", '{"text": "x"\n', ["a.jsonl, document 0", "cannot be read"]),
-        ("a.parquet", "PAR1", ["a.parquet, document 0", "cannot be read"]),
-        ("a.txt", b"\xff\xfe\xff", ["a.txt, document 0", "cannot be read", "utf-8"]),
+        ("a.xml", "<text>x</text>", ["a.xml", 'unknown format ".xml"', ".jsonl"]),
+        ("a.parquet.gz", b"", ["a.parquet.gz", 'unknown format ".parquet.gz"']),
+        ("a.jsonl", '{"body": "x", "id": 1}\n', ["a.jsonl, line 1: ", 'data.text_field = "text"', "fields with text: body"]),
+        ("a.jsonl", '{"text": 5}\n', ["a.jsonl, line 1: ", 'data.text_field = "text" is a int']),
+        ("a.jsonl", '{"text": "x"\n', ["a.jsonl, line 1: not JSON"]),
+        ("a.csv", "body,id\nx,1\n", ["a.csv, line 1: ", "its columns: body, id"]),
+        ("a.parquet", "PAR1", ["a.parquet, row 0: cannot be read"]),
+        ("a.txt", b"\xff\xfe\xff", ["a.txt, whole: not UTF-8 (byte 0"]),
+        ("a.txt", b"", ["a.txt, whole: empty"]),
     ],
 )
 def test_wrong_local_data_is_found_before_anything_starts(tmp_path, path, content, parts):
@@ -213,17 +228,101 @@ def test_wrong_local_data_is_found_before_anything_starts(tmp_path, path, conten
         (tmp_path / path).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError) as error:
         check_data(local(tmp_path / path))
-    assert str(error.value).startswith("data.")
     for part in parts:
         assert part in str(error.value)
+    if content is not None and "unknown format" not in parts[-1]:
+        assert 'data.on_bad_document = "skip" would work' in str(error.value) or path == "a.xml"
+        if path != "a.xml":
+            check_data(local(tmp_path / path, on_bad_document="skip"))
 
 
-def test_a_null_further_on_is_named_with_its_place(tmp_path):
+def test_what_is_wrong_further_on_is_given_with_its_place(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["x", "y", None])
-    source = build_source(local(tmp_path), split="train", seed=0)
     check_data(local(tmp_path))  # which reads no further than the first document
-    with pytest.raises(ConfigError, match="document 2, has no text"):
-        read(source, 0, 3)
+    *_, (_, bad) = read(build_source(local(tmp_path), split="train", seed=0), 0, 3)
+    assert str(bad).startswith(f'{tmp_path}/a.jsonl, line 3: data.text_field = "text" is null in it')
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_pieces_of_a_file_hold_each_document_once(tmp_path, monkeypatch, shuffle):
+    """Wherever it is cut: in a line, at its end, within one longer than a piece."""
+    lengths = [0, 1, 30, 7, 200, 3, 3, 64, 1, 500, 12]
+    texts = [f"{i} " + "x" * length for i, length in enumerate(lengths)]
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    with open(tmp_path / "a.jsonl", "ab") as file:
+        file.write(b'\n  \n{"text": "no newline at the end"}')
+    size = (tmp_path / "a.jsonl").stat().st_size
+    for piece in (*range(1, 80, 7), size - 1, size, size + 1):
+        monkeypatch.setattr(files, "PIECE", piece)
+        source = build_source(local(tmp_path, shuffle=shuffle), split="train", seed=piece)
+        got = texts_of(source, 0, len(texts) + 1)
+        assert sorted(got) == sorted([*texts, "no newline at the end"])
+        assert (got == [*texts, "no newline at the end"]) != shuffle
+
+
+@pytest.mark.parametrize("compression", ["", ".gz"])
+def test_a_group_is_small_and_going_on_opens_no_file_before_it(tmp_path, monkeypatch, compression):
+    for number in range(12):
+        lines = "".join(json.dumps({"text": f"{number} {i} {'x' * 400}"}) + "\n" for i in range(20)).encode()
+        (tmp_path / f"{number:02}.jsonl{compression}").write_bytes(gzip.compress(lines, mtime=0) if compression else lines)
+    data = local(tmp_path, shuffle=True, shuffle_buffer=6)  # 24 KiB
+    source = build_source(data, split="train", seed=0)
+    epoch = read(source, 0, 240)
+    assert len({text for _, text in epoch}) == 240
+    groups = {(ordinal // GROUP) for ordinal, _ in epoch}
+    assert len(groups) >= 4 if not compression else groups == {0}  # compressed all are one group
+    opened = []
+    open_file = files._open
+    monkeypatch.setattr(files, "_open", lambda file: opened.append(file) or open_file(file))
+    assert read(source, epoch[-1][0], 1) == epoch[-1:]
+    assert len(opened) <= (3 if not compression else 12)
+
+
+def test_of_txt_files_only_those_wanted_are_read(tmp_path, monkeypatch):
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(f"{number}")
+    opened = []
+    open_file = files._open
+    monkeypatch.setattr(files, "_open", lambda file: opened.append(file) or open_file(file))
+    source = build_source(local(tmp_path, shuffle=True), split="train", seed=0)
+    some = list(islice(source.documents(0, lambda ordinal: ordinal % 8 == 3), 5))
+    assert [Path(file).stem for file in opened] == [text for _, text in some]
+
+
+def test_documents_are_shuffled_among_files(tmp_path):
+    """A hundred documents in a row are of more than a few files, and none has its neighbours in the file."""
+    for number in range(20):
+        write_jsonl(tmp_path / f"{number}.jsonl", [f"{number} {i}" for i in range(50)])
+    texts = texts_of(build_source(local(tmp_path, shuffle=True), split="train", seed=0), 0, 1000)
+    assert len({text.split()[0] for text in texts[:100]}) >= 15
+    beside = sum(a.split()[0] == b.split()[0] and int(a.split()[1]) + 1 == int(b.split()[1]) for a, b in pairwise(texts))
+    assert beside < 10
+
+
+def test_pieces_are_in_another_order_every_epoch(tmp_path):
+    """Also where a file is as much as is shuffled at once."""
+    for number in range(10):
+        write_jsonl(tmp_path / f"{number}.jsonl", [f"{number} {'x' * 1000}"] * 20)
+    texts = texts_of(build_source(local(tmp_path, shuffle=True, shuffle_buffer=5), split="train", seed=0), 0, 400)
+    first, second = (list(dict.fromkeys(text[0] for text in texts[at : at + 200])) for at in (0, 200))
+    assert sorted(first) == sorted(second) == list("0123456789")
+    assert len({tuple(order) for order in (first, second, sorted(first))}) == 3
+
+
+def test_rows_are_served_alike_however_few_documents_there_are(tmp_path):
+    """Though each epoch, and so each group, begins anew: of 9 documents for 8 rows none gets the second one every time."""
+    write_jsonl(tmp_path / "a.jsonl", [str(i) for i in range(9)])
+    source = build_source(local(tmp_path), split="train", seed=0)
+    for rows in (2, 5, 8, 12):
+        served = [0] * rows
+        for ordinal, _ in read(source, 0, 9 * 2 * rows):
+            served[ordinal % rows] += 1
+        assert max(served) == min(served)
+
+
+def test_ordinals_leave_room():
+    assert EPOCH > 2**29 * GROUP
+    assert all(EPOCH % n and GROUP % n for n in random.Random(0).sample(range(2, 2**20), 1000))
 
 
 # C4
@@ -241,11 +340,44 @@ def test_c4_streams_the_split_of_the_hub(monkeypatch):
     assert calls == []  # nothing of the hub
     for split in ("train", "validation"):
         source = build_source(Data(dataset="c4", shuffle=False), split=split, seed=0)
-        assert read(source, 3, 4) == [(3, f"{split} 3"), (4, f"{split} 4"), (5, f"{split} 0"), (6, f"{split} 1")]
+        assert texts_of(source, 3, 4) == [f"{split} 3", f"{split} 4", f"{split} 0", f"{split} 1"]
     shuffled = read(build_source(Data(dataset="c4"), split="train", seed=0), 0, 10)
     assert sorted(text for _, text in shuffled[:5]) == [f"train {i}" for i in range(5)]
     assert [text for _, text in shuffled[:5]] != [text for _, text in shuffled[5:]]
     assert calls == [("allenai/c4", "en", split, True) for split in ("train", "validation", "train")]
+
+
+def test_a_dataset_of_the_hub_is_read_by_shards(monkeypatch):
+    """Those before the one it goes on in are not opened."""
+    opened = []
+
+    def generate(shards):
+        for shard in shards:
+            opened.append(shard)
+            yield from ({"body": f"{shard} {i}"} for i in range(4))
+            yield {"body": None}
+
+    def load_dataset(name, subset, *, split, streaming):
+        assert (name, subset, split, streaming) == ("owner/name", "part", "all", True)
+        return datasets.IterableDataset.from_generator(generate, gen_kwargs={"shards": ["a", "b", "c"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    data = Data("owner/name", subset="part", split="all", text_field="body", validation_fraction=0.0)
+    check_data(data)
+    source = build_source(data, split="train", seed=0)
+    epoch = read(source, 0, 15)
+    good = [text for _, text in epoch if isinstance(text, str)]
+    assert sorted(good) == sorted(f"{shard} {i}" for shard in "abc" for i in range(4))
+    assert [text[0] for text in good] != sorted(text[0] for text in good) or opened == ["a", "b", "c"]
+    assert next(str(bad) for _, bad in epoch if not isinstance(bad, str)).startswith("owner/name shard ")
+    last = opened[-1]
+    opened.clear()
+    assert read(source, epoch[-1][0], 1)[0][0] == epoch[-1][0]
+    assert opened == [last]
+    held_out = build_source(
+        Data("owner/name", subset="part", split="all", text_field="body", validation_fraction=0.3), split="validation", seed=0
+    )
+    assert {str(text) for _, text in read(held_out, 0, 30)} < {str(text) for _, text in epoch}
 
 
 def test_an_unreachable_hub_is_said_with_a_way_out(monkeypatch):
@@ -285,4 +417,14 @@ def test_the_fingerprint_is_of_names_and_sizes_wherever_they_lie(tmp_path):
 def test_the_fingerprint_of_the_standard_library_is_of_all_its_documents():
     assert fingerprint(Data()) == fingerprint(Data(validation_fraction=0.5, shuffle=False))
     assert len(fingerprint(Data())) == 64
-    assert fingerprint(Data(dataset="c4")) == ""  # no way to know without reading it
+
+
+def test_the_fingerprint_of_several_sources_is_of_all_but_not_of_their_weights(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["x"])
+    one, other = DataSource("local", path=str(tmp_path)), DataSource("stdlib")
+    seen = {fingerprint(Data(sources=sources)) for sources in ((one, other), (other, one), (one,), (other,))}
+    assert len(seen) == 4
+    assert fingerprint(Data(sources=(one, DataSource("stdlib", weight=9.0)))) == fingerprint(Data(sources=(one, other)))
+    assert fingerprint(Data("c4")) != fingerprint(Data("owner/name")) != fingerprint(Data("owner/name", subset="x"))
+    other_field = DataSource("local", path=str(tmp_path), text_field="body")
+    assert fingerprint(Data(sources=(other_field,))) != fingerprint(Data(sources=(one,)))

@@ -52,9 +52,13 @@ def test_special_tokens_in_a_document_are_text(tokenizer):
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.text())
-def test_any_text_round_trips(tokenizer, text):
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+@given(st.text() | st.sampled_from(["<|end_of_text|>", "a" * 30_000, "\ud800 half a pair"]))
+def test_any_text_round_trips_and_is_the_same_as_a_document(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text.replace("\ud800", "\ufffd")
+    document = tokenizer.encode_document(text)
+    assert document.dtype == "uint32"
+    assert document.tolist() == tokenizer.encode(text, bos=True, eos=True) == [1792, *ids, 1793]
 
 
 def test_pattern_splits_as_llama_3_does(tmp_path):
@@ -119,7 +123,7 @@ def test_pickles_and_is_told_by_its_hash(tokenizer, tmp_path):
     ("lines", "place", "what"),
     [
         ([], "line 0", "256 of the 256 bytes"),
-        ([b'{"version": "1.0",'], "line 1", '{"version": "1.0",'),
+        ([b'["version", "1.0",'], "line 1", '["version", "1.0",'),
         ([*BYTES[:5], b"!!!! 5"], "line 6", "'!!!! 5'"),
         ([*BYTES[:5], b"BQ==5"], "line 6", "'BQ==5'"),
         ([*BYTES[:5], b"", BYTES[5]], "line 6", "''"),
@@ -139,9 +143,32 @@ def test_a_malformed_file_is_named_with_its_line(tmp_path, lines, place, what):
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["absent.model", "."])
+@pytest.mark.parametrize("name", ["absent.model", ".", "absent.json"])
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
     with pytest.raises(ConfigError) as error:
         load_tokenizer(tmp_path / name)
     for part in ("model.tokenizer_path", str(tmp_path / name), "cannot be read", "assets/tokenizer/debug.model"):
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n\n\n\x03<s>", "a SentencePiece model"),
+        (b"@\x00\x00\x00\x00\x00\x00\x00" + b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', "a safetensors file"),
+        (b' {"version": "1.0", "model": {}}', "its name does not end in .json"),
+    ],
+)
+def test_another_kind_of_file_is_called_by_its_name(tmp_path, content, words):
+    (tmp_path / "some.model").write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        load_tokenizer(tmp_path / "some.model")
+    assert str(error.value).startswith(f'model.tokenizer_path = "{tmp_path}/some.model" is ')
+    assert words in str(error.value)
+
+
+def test_of_a_folder_its_tokenizer_is_named(tmp_path):
+    (tmp_path / "original").mkdir()
+    (tmp_path / "original/tokenizer.model").write_bytes(DEBUG.read_bytes())
+    with pytest.raises(ConfigError, match=r"is a folder.*its original/tokenizer\.model would work"):
+        load_tokenizer(tmp_path)

@@ -1,14 +1,18 @@
-"""Our tokenizer in Hugging Face's format: the same ids of any text, through their libraries."""
+"""Hugging Face's tokenizer.json: of our tokenizer, the same ids of any text; of theirs, read for training."""
 
+import hashlib
 import json
+import pickle
 import pydoc_data.topics
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_lite.data.tokenizer import SPECIAL_TOKENS, Tokenizer, load_tokenizer
+from titan_lite.config import ConfigError
+from titan_lite.data.tokenizer import SPECIAL_TOKENS, TiktokenTokenizer, load_tokenizer
 from titan_lite.data.tokenizer_json import CHARACTERS, to_json, tokenizer_config
 
 OURS = load_tokenizer(Path(__file__).parents[3] / "assets/tokenizer/debug.model")
@@ -37,7 +41,7 @@ def test_any_text_has_the_same_ids_and_comes_back(theirs, text):
 def test_a_token_that_no_merges_make_is_found_all_the_same():
     tokenizers = pytest.importorskip("tokenizers")
     ranks = {bytes([byte]): byte for byte in range(256)} | {b"abc": 256, b"bcd": 257, b"abcd": 258}
-    ours = Tokenizer(ranks, "0" * 64)
+    ours = TiktokenTokenizer(ranks, "0" * 64)
     theirs = tokenizers.Tokenizer.from_str(json.dumps(to_json(ours)))
     assert ours.encode("abcd") == [258]
     for text in ("abc", "abcd", "abd"):
@@ -64,3 +68,141 @@ def test_transformers_opens_it(tmp_path):
     assert theirs(text)["input_ids"] == OURS.encode(text, bos=True)
     assert theirs.decode(OURS.encode(text)) == text
     assert (theirs.bos_token_id, theirs.eos_token_id) == (OURS.bos_id, OURS.eos_id)
+
+
+# Read for training
+
+
+@pytest.fixture
+def path(tmp_path):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(to_json(OURS)))
+    return tmp_path / "tokenizer.json"
+
+
+def change(path, **parts):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **parts}))
+
+
+@given(text=st.text() | st.text(alphabet=" \t\n\rab1'.é€😀") | st.sampled_from(SPECIAL_TOKENS))
+def test_it_speaks_as_ours_does(text):
+    read = loaded()
+    assert read.encode(text, bos=True, eos=True) == OURS.encode(text, bos=True, eos=True)
+    assert read.encode_document(text).tolist() == OURS.encode_document(text).tolist()
+    assert read.encode(text) == OURS.encode(text)
+    assert read.decode(read.encode(text)) == text
+
+
+def loaded(cache=[]):  # noqa: B006 - once for all examples
+    if not cache:
+        pytest.importorskip("tokenizers")
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "tokenizer.json").write_text(json.dumps(to_json(OURS)))
+            cache.append(load_tokenizer(Path(folder, "tokenizer.json")))
+    return cache[0]
+
+
+def test_it_has_what_ours_has_and_pickles(path):
+    for read in (load_tokenizer(path), pickle.loads(pickle.dumps(load_tokenizer(path)))):
+        assert (read.vocab_size, read.bos_id, read.eos_id) == (OURS.vocab_size, OURS.bos_id, OURS.eos_id)
+        assert read.special_tokens == OURS.special_tokens
+        text = "a <|end_of_text|> b"
+        assert read.encode(text) == OURS.encode(text)
+        assert read.decode([1792, 1793, 200]) == OURS.decode([1792, 1793, 200])
+
+
+def test_a_limit_of_length_and_padding_in_the_file_are_left_out(path):
+    change(
+        path,
+        truncation={"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
+        padding={
+            "strategy": {"Fixed": 9},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "!",
+        },
+    )
+    assert load_tokenizer(path).encode("one two three four five six") == OURS.encode("one two three four five six")
+    assert load_tokenizer(path).encode("a") == OURS.encode("a")
+
+
+@pytest.mark.parametrize("unit", ["a", " ", "ab "])
+def test_long_texts_are_cut_where_ours_are(path, unit):
+    text = (unit * 500_000)[:450_000]
+    assert load_tokenizer(path).encode(text) == OURS.encode(text)
+
+
+def test_a_tokenizer_that_gives_every_text_a_beginning_is_not_cut(tmp_path):
+    """As Llama 2's does: a second piece would begin with a space of its own."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocab = {"<s>": 0, "</s>": 1, "\u2581": 2, "a": 3, "b": 4}
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], fuse_unk=True))
+    n, d = tokenizers.normalizers, tokenizers.decoders
+    theirs.normalizer = n.Sequence([n.Prepend("\u2581"), n.Replace(" ", "\u2581")])
+    theirs.decoder = d.Sequence([d.Replace("\u2581", " "), d.Fuse(), d.Strip(" ", 1, 0)])
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    read = load_tokenizer(tmp_path / "tokenizer.json")
+    assert (read.bos_id, read.eos_id) == (0, 1)
+    text = "ab " * 140_000
+    ids = read.encode(text)
+    assert len(ids) == len(text) + 1
+    assert read.decode(ids) == text
+
+
+def test_what_begins_and_ends_a_document_is_said_beside_it_or_in_it_or_by_llamas_names(path):
+    def ids():
+        return load_tokenizer(path).bos_id, load_tokenizer(path).eos_id
+
+    before = load_tokenizer(path).sha256
+    assert ids() == (1792, 1793)
+    template = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "x", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"SpecialToken": {"id": "y", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"x": {"id": "x", "ids": [1800], "tokens": ["x"]}, "y": {"id": "y", "ids": [1801], "tokens": ["y"]}},
+    }
+    change(path, post_processor=template)
+    assert ids() == (1800, 1801)
+    change(path, post_processor=None)
+    assert ids() == (1792, 1793)  # by their names
+    config = path.with_name("tokenizer_config.json")
+    config.write_text(json.dumps({"bos_token": None, "eos_token": {"content": "<|eot_id|>", "special": True}}))
+    assert ids() == (1792, 1801)
+    content = path.read_text()
+    assert load_tokenizer(path).sha256 == hashlib.sha256(f"{content}\n1792 1801".encode()).hexdigest() != before
+    config.write_text(json.dumps({"bos_token": "<|nowhere|>"}))
+    with pytest.raises(ConfigError, match=r"has no token '<\|nowhere\|>', which tokenizer_config.json beside it calls bos_token"):
+        load_tokenizer(path)
+    config.write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer_config.json cannot be read"):
+        load_tokenizer(path)
+
+
+def test_a_file_without_an_end_of_document_is_an_error(path):
+    tokens = [token for token in json.loads(path.read_text())["added_tokens"] if token["content"] != "<|end_of_text|>"]
+    change(path, added_tokens=tokens)
+    with pytest.raises(ConfigError, match=r'does not say what ends a document.*with "eos_token" would work, or a token called'):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"model_type": "llama"}', "aaa 1\n", "\ud800"])
+def test_a_file_of_another_kind_is_an_error(tmp_path, content):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "some.json").write_text(content, errors="surrogatepass")
+    with pytest.raises(ConfigError) as error:
+        load_tokenizer(tmp_path / "some.json")
+    assert str(error.value).startswith(f'model.tokenizer_path = "{tmp_path}/some.json": cannot be read as a tokenizer.json')
+
+
+def test_where_the_package_is_missing_the_extra_is_named(path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'titan_lite\[tokenizers\]'"):
+        load_tokenizer(path)

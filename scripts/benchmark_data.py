@@ -1,0 +1,309 @@
+"""How fast is the data: tokenizing, reading what is prepared, and going on from deep within; beside others where they are there.
+
+    python scripts/benchmark_data.py                        # everything, on the standard library's text; a few minutes
+    python scripts/benchmark_data.py tokenize --tokenizer Meta-Llama-3/original/tokenizer.model
+    python scripts/benchmark_data.py read --tokens 100000000 --rounds 7
+    python scripts/benchmark_data.py resume
+
+tokenize   tokens/s of the Loader on text, one process, and `datasets.map` with the same tokenizer, as parts of tiktoken's own
+read       tokens/s of the Loader on a prepared corpus, and of other readers that pack the same corpus into the same windows
+resume     seconds to the first batch of a run that goes on after most of an epoch
+
+Variants run in turn, and what is compared is of one round; the tables, in Markdown, have medians over rounds. A machine with
+other work makes figures, but hardly their ratios, smaller. Tokens are those that come out of packing: sequences x seq_len.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from titan_lite.config import Data
+from titan_lite.data.dataset import StdlibSource
+from titan_lite.data.loader import build_loader
+from titan_lite.data.prepare import prepare
+from titan_lite.data.prepared import FORMAT, manifest_text, read_manifest
+from titan_lite.data.tokenizer import TiktokenTokenizer, load_tokenizer
+from titan_lite.manifest import digest
+
+ROOT = Path(__file__).parents[1]
+Variant = Callable[[], float]  # runs once; tokens a second, or seconds
+
+
+def loader(data: Data, tokenizer: Any, options: argparse.Namespace) -> Any:
+    shape = dict(rows=options.batch, batch_size=options.batch, seq_len=options.seq_len)
+    return build_loader(data, tokenizer, split="train", dp_rank=0, dp_degree=1, seed=0, **shape)
+
+
+def tokens_per_second(batches: Iterator[Any], options: argparse.Namespace, tokens: int) -> float:
+    """After the first batch, with which processes and files have been opened."""
+    next(batches)
+    count = max(1, tokens // (options.batch * options.seq_len))
+    started = time.perf_counter()
+    for _ in islice(batches, count):
+        pass
+    return count * options.batch * options.seq_len / (time.perf_counter() - started)
+
+
+def tokenize(options: argparse.Namespace, folder: Path) -> None:
+    tokenizer = load_tokenizer(options.tokenizer)
+    source = StdlibSource(Data(), "train", seed=0)
+    texts, characters = [], 0
+    for _, text in source.documents(0, lambda ordinal: True):
+        texts.append(text)
+        characters += len(text)
+        if characters > 4_000_000:
+            break
+    corpus = folder / "text.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    total = sum(len(tokenizer.encode(text)) for text in texts)
+
+    def own() -> float:
+        """The library alone, a document at a time."""
+        assert isinstance(tokenizer, TiktokenTokenizer)
+        encode = tokenizer._encoding.encode_ordinary
+        started = time.perf_counter()
+        tokens = sum(len(encode(text)) for text in texts)
+        return tokens / (time.perf_counter() - started)
+
+    def ours(dataset: str, num_workers: int) -> Variant:
+        path = str(corpus) if dataset == "local" else ""
+        data = Data(dataset=dataset, path=path, validation_fraction=0.0, num_workers=num_workers, shuffle=False)
+        return lambda: tokens_per_second(loader(data, tokenizer, options), options, total * 4 // 5)
+
+    def mapped() -> float:
+        """As recipes for transformers do it: a table of ids, in Arrow."""
+        import datasets
+
+        datasets.disable_progress_bars()
+        table = datasets.Dataset.from_dict({"text": texts})
+        started = time.perf_counter()
+        ids = table.map(
+            lambda batch: {"input_ids": [tokenizer.encode(text, bos=True, eos=True) for text in batch["text"]]},
+            batched=True,
+            remove_columns=["text"],
+            load_from_cache_file=False,
+            cache_file_name=str(folder / f"mapped-{time.monotonic_ns()}.arrow"),
+        )
+        assert len(ids) == len(texts)
+        return total / (time.perf_counter() - started)
+
+    def prepared(workers: int) -> Variant:
+        def run() -> float:
+            data = Data(dataset="local", path=str(corpus), validation_fraction=0.0)
+            started = time.perf_counter()
+            prepare(data, tokenizer, folder / f"prepared-{time.monotonic_ns()}", workers=workers)
+            return total / (time.perf_counter() - started)
+
+        return run
+
+    variants = {
+        "tiktoken encode_ordinary, one document at a time": own,
+        "Loader, local jsonl, num_workers = 0": ours("local", 0),
+        "Loader, local jsonl, num_workers = 1": ours("local", 1),
+        "Loader, stdlib, num_workers = 1": ours("stdlib", 1),
+        "prepare, this process": prepared(0),
+        "datasets.map with our tokenizer, one process": mapped,
+    }
+    title = f"Tokenizing {characters / 1e6:.1f} million characters, vocabulary of {tokenizer.vocab_size:,}"
+    show(title, "tokens/s", measured(variants, options.rounds), options)
+
+
+def synthetic(folder: Path, tokens: int, mean: int) -> Path:
+    """A prepared corpus of random ids, its documents as long as web pages are: log-normal, of this mean."""
+    rng = np.random.default_rng(0)
+    lengths = np.maximum(2, rng.lognormal(np.log(mean) - 0.5, 1.0, size=tokens // mean).astype(np.int64))
+    path = folder / f"synthetic-{mean}"
+    path.mkdir()
+    files: dict[str, Any] = {}
+    shards = []
+    for number, some in enumerate(np.array_split(lengths, 4)):
+        name = f"train-{number:05d}"
+        ends = np.concatenate([[0], np.cumsum(some)])
+        ids = rng.integers(0, 128_000, size=ends[-1], dtype=np.uint32)
+        ids[ends[:-1]], ids[ends[1:] - 1] = 128_000, 128_001
+        ids.tofile(path / f"{name}.tokens")
+        ends.astype("<u8").tofile(path / f"{name}.documents")
+        files |= {f"{name}.{suffix}": digest(path / f"{name}.{suffix}") for suffix in ("tokens", "documents")}
+        shards.append({"name": name, "documents": len(some), "tokens": int(ends[-1])})
+    data = {"dataset": "local", "validation_fraction": 0.0}
+    about = {"format": FORMAT, "tokenizer": "", "vocab_size": 128_256, "dtype": "uint32", "data": data, "documents": ""}
+    described = {**about, "shard_tokens": 0, "splits": {"train": shards, "validation": []}, "files": files}
+    (path / "manifest.json").write_text(manifest_text(described))
+    return path
+
+
+def read(options: argparse.Namespace, folder: Path) -> None:
+    for mean in options.mean_document:
+        path = synthetic(folder, options.tokens, mean)
+        names = [shard["name"] for shard in read_manifest(path)["splits"]["train"]]
+        shards = [np.memmap(path / f"{name}.tokens", dtype=np.uint32, mode="r") for name in names]
+        variants = {"random windows of one np.memmap, as nanoGPT reads": lambda s=shards: windows(s, options)}
+        for num_workers in (0, 1):
+            data = Data(dataset="prepared", path=str(path), num_workers=num_workers)
+            variants[f"Loader, prepared, num_workers = {num_workers}"] = lambda d=data: tokens_per_second(
+                loader(d, None, options), options, options.tokens
+            )
+        variants["torch DataLoader, a map-style np.memmap of windows, one worker"] = lambda s=shards: mapped_windows(s, options)
+        if importlib.util.find_spec("litdata"):
+            variants["litdata StreamingDataset with TokensLoader, one worker"] = lit(path, names, folder / f"lit-{mean}", options)
+        else:
+            print("litdata is not installed: left out", file=sys.stderr)
+        title = (
+            f"Reading {options.tokens:,} tokens in documents of {mean} on average, {options.batch} x {options.seq_len} a batch"
+        )
+        show(
+            title, "million tokens/s", {k: [v / 1e6 for v in vs] for k, vs in measured(variants, options.rounds).items()}, options
+        )
+
+
+def windows(shards: list[np.ndarray], options: argparse.Namespace) -> float:
+    """The least that any loader of windows does: copy, widen, part; documents and epochs are left to chance."""
+    rng, length = np.random.default_rng(0), options.seq_len
+
+    def batches() -> Iterator[Any]:
+        while True:
+            shard = shards[rng.integers(len(shards))]
+            starts = rng.integers(len(shard) - length - 1, size=options.batch)
+            yield (
+                torch.stack([torch.from_numpy(shard[at : at + length].astype(np.int64)) for at in starts]),
+                torch.stack([torch.from_numpy(shard[at + 1 : at + 1 + length].astype(np.int64)) for at in starts]),
+            )
+
+    return tokens_per_second(batches(), options, options.tokens)
+
+
+class _Windows(torch.utils.data.Dataset):
+    def __init__(self, shards: list[np.ndarray], length: int):
+        self.shards, self.length = shards, length
+        self.ends = np.cumsum([len(shard) // (length + 1) for shard in shards])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        shard = int(np.searchsorted(self.ends, index, side="right"))
+        at = (index - (int(self.ends[shard - 1]) if shard else 0)) * (self.length + 1)
+        window = torch.from_numpy(self.shards[shard][at : at + self.length + 1].astype(np.int64))
+        return window[:-1], window[1:]
+
+
+def mapped_windows(shards: list[np.ndarray], options: argparse.Namespace) -> float:
+    """Windows cut once, without regard to documents, shuffled by torch's sampler, whose state is not kept."""
+    dataset = _Windows(shards, options.seq_len)
+    batches = torch.utils.data.DataLoader(dataset, options.batch, shuffle=True, num_workers=1, prefetch_factor=4)
+    return tokens_per_second(iter(batches), options, options.tokens * 9 // 10)
+
+
+def lit_documents(shard: str) -> Iterator[torch.Tensor]:
+    tokens = np.fromfile(f"{shard}.tokens", dtype=np.uint32).astype(np.int32)
+    for document in np.split(tokens, np.fromfile(f"{shard}.documents", dtype="<u8")[1:-1].astype(np.int64)):
+        yield torch.from_numpy(document)
+
+
+def lit(path: Path, names: list[str], target: Path, options: argparse.Namespace) -> Variant:
+    """Their chunks of tokens, made of the same documents; blocks of seq_len + 1, shuffled."""
+    import litdata
+
+    loader = litdata.TokensLoader(block_size=options.seq_len + 1)
+    shards = [str(path / name) for name in names]
+    with redirect_stdout(sys.stderr):
+        litdata.optimize(lit_documents, shards, str(target), chunk_bytes="64MB", item_loader=loader, num_workers=1, verbose=False)
+
+    def run() -> float:
+        dataset = litdata.StreamingDataset(str(target), item_loader=litdata.TokensLoader(options.seq_len + 1), shuffle=True)
+        batches = litdata.StreamingDataLoader(dataset, batch_size=options.batch, num_workers=1, prefetch_factor=4)
+        return tokens_per_second(((batch[:, :-1], batch[:, 1:]) for batch in batches), options, options.tokens * 3 // 4)
+
+    return run
+
+
+def resume(options: argparse.Namespace, folder: Path) -> None:
+    tokenizer = load_tokenizer(options.tokenizer)
+    corpus = folder / "resume.jsonl"
+    source = StdlibSource(Data(validation_fraction=0.0), "train", seed=0)
+    count, pieces = len(source.names), []
+    for _, text in islice(source.documents(0, lambda ordinal: True), count):
+        pieces += [text[at : at + 4000] for at in range(0, len(text), 4000)]
+    corpus.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
+    local = Data(dataset="local", path=str(corpus), validation_fraction=0.0, num_workers=0)
+    prepare(local, tokenizer, folder / "resume", workers=0)
+    large = synthetic(folder, 50_000_000, 100)
+    documents = sum(shard["documents"] for shard in read_manifest(large)["splits"]["train"])
+
+    def after(data: Data, at: int) -> Variant:
+        def run() -> float:
+            batches = loader(data, tokenizer, options)
+            rows = options.batch
+            batches.load_state_dict({"rows": {str(row): [9, [at // rows * rows + row, 0]] for row in range(rows)}, "of": rows})
+            started = time.perf_counter()
+            next(batches)
+            return time.perf_counter() - started
+
+        return run
+
+    deep = len(pieces) * 9 // 10
+    variants = {}
+    for name, data, last in (
+        (f"prepared, {documents:,} documents", Data(dataset="prepared", path=str(large), num_workers=0), documents * 9 // 10),
+        (f"prepared, {len(pieces):,} documents", Data(dataset="prepared", path=str(folder / "resume"), num_workers=0), deep),
+        (f"stdlib, {count:,} documents", Data(num_workers=0, validation_fraction=0.0), count * 9 // 10),
+        (f"local jsonl, {len(pieces):,} documents", local, deep),
+    ):
+        variants[f"{name}: from the first"] = after(data, 0)
+        variants[f"{name}: after 90% of an epoch"] = after(data, last)
+    show("Seconds to the first batch", "seconds", measured(variants, options.rounds), options)
+
+
+def measured(variants: dict[str, Variant], rounds: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {name: [] for name in variants}
+    for number in range(rounds):
+        for name, run in variants.items():
+            found[name].append(run())
+            print(f"round {number + 1}, {name}: {found[name][-1]:,.3f}", file=sys.stderr)
+    return found
+
+
+def show(title: str, unit: str, found: dict[str, list[float]], options: argparse.Namespace) -> None:
+    """Ratios are of the same round, to the first variant."""
+    first = next(iter(found.values()))
+    print(f"\n{title}; medians of {options.rounds} rounds\n\n| | {unit} | relative |\n|---|--:|--:|")
+    for name, values in found.items():
+        ratio = statistics.median(value / base for value, base in zip(values, first, strict=True))
+        median = statistics.median(values)
+        print(f"| {name} | {f'{median:,.0f}' if median >= 1000 else f'{median:.3g}'} | {ratio:.2f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", choices=["tokenize", "read", "resume", []], default=[])
+    parser.add_argument("--tokenizer", default=str(ROOT / "assets/tokenizer/debug.model"))
+    parser.add_argument("--tokens", type=int, default=50_000_000)
+    parser.add_argument("--mean-document", type=int, nargs="+", default=[800, 100])
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    with tempfile.TemporaryDirectory(prefix="benchmark_data.") as folder:
+        os.environ["HF_DATASETS_CACHE"] = folder
+        for name in options.what or ["tokenize", "read", "resume"]:
+            {"tokenize": tokenize, "read": read, "resume": resume}[name](options, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

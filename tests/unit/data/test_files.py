@@ -1,0 +1,213 @@
+"""Every format, compressed or not, and every kind of bad data, in each of them."""
+
+import csv
+import gzip
+import io
+import json
+
+import pytest
+
+from titan_lite.config import ConfigError, Data
+from titan_lite.data.dataset import build_source, check_data
+from titan_lite.data.files import BadDocument, local_pieces, read_piece, text_of
+
+pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+TEXTS = ["first", 'second, with "quotes"\nand lines\r\n', " third \u6f22\U0001f600", "\x00\x1f fourth", "5"]
+
+
+def local(path, **more):
+    return Data("local", path=str(path), **{"validation_fraction": 0.0, "shuffle": False, **more})
+
+
+def documents(data):
+    """Texts and errors of all documents, in order."""
+    result = []
+    for piece in local_pieces(data):
+        for place, raw in read_piece(piece, data):
+            try:
+                result.append(text_of(raw, piece, place, data))
+            except BadDocument as bad:
+                result.append(bad)
+    return result
+
+
+def as_jsonl(texts, field="text"):
+    return "".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)).encode()
+
+
+def as_json(texts):
+    return b" \n" + json.dumps([{"text": text} for text in texts], indent=1).encode()
+
+
+def as_csv(texts):
+    out = io.StringIO(newline="")
+    csv.writer(out).writerows([["id", "text"], *enumerate(texts)])
+    return out.getvalue().encode()
+
+
+def table(texts, kind=None):
+    return pyarrow.table({"id": list(range(len(texts))), "text": pyarrow.array(texts, kind or pyarrow.string())})
+
+
+def as_parquet(texts, kind=None):
+    out = io.BytesIO()
+    parquet.write_table(table(texts, kind), out, row_group_size=2)
+    return out.getvalue()
+
+
+def as_arrow(texts, opened=pyarrow.ipc.new_file, kind=None):
+    out = io.BytesIO()
+    with opened(out, table(texts, kind).schema) as writer:
+        writer.write_table(table(texts, kind), max_chunksize=2)
+    return out.getvalue()
+
+
+def compressed(content, suffix):
+    if suffix == ".gz":
+        return gzip.compress(content[: len(content) // 2]) + gzip.compress(content[len(content) // 2 :])  # as of pigz and cat
+    if suffix == ".zst":
+        halves = content[: len(content) // 2], content[len(content) // 2 :]
+        return b"".join(pyarrow.compress(half, codec="zstd", asbytes=True) for half in halves)
+    return content
+
+
+WRITERS = {".jsonl": as_jsonl, ".json": as_json, ".csv": as_csv, ".parquet": as_parquet, ".arrow": as_arrow}
+PLAIN_OR_NOT = [(suffix, compression) for suffix in (".jsonl", ".json", ".csv") for compression in ("", ".gz", ".zst")]
+
+
+@pytest.mark.parametrize(("suffix", "compression"), [*PLAIN_OR_NOT, (".parquet", ""), (".arrow", "")])
+def test_texts_arrive_as_they_were_written(tmp_path, suffix, compression):
+    texts = TEXTS if suffix != ".csv" else [text.replace("\x00", "") for text in TEXTS]  # a csv of Python 3.10 has no NUL
+    (tmp_path / f"a{suffix}{compression}").write_bytes(compressed(WRITERS[suffix](texts), compression))
+    assert documents(local(tmp_path)) == texts
+    check_data(local(tmp_path))
+
+
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+def test_a_txt_file_is_one_document(tmp_path, compression):
+    (tmp_path / f"a.txt{compression}").write_bytes(compressed("\n".join(TEXTS).encode(), compression))
+    assert documents(local(tmp_path)) == ["\n".join(TEXTS)]
+
+
+def test_lines_of_json_go_by_the_name_of_json_as_well(tmp_path):
+    (tmp_path / "c4-train.00000.json.gz").write_bytes(gzip.compress(as_jsonl(TEXTS)))
+    (tmp_path / "d.json").write_bytes(b"\xef\xbb\xbf" + as_jsonl(["after a byte order mark"]))
+    assert documents(local(tmp_path)) == [*TEXTS, "after a byte order mark"]
+
+
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string(), pyarrow.binary()], ids=str)
+def test_kinds_of_columns(tmp_path, kind):
+    (tmp_path / "a.parquet").write_bytes(as_parquet([text.encode() for text in TEXTS], kind))
+    (tmp_path / "b.arrow").write_bytes(as_arrow([text.encode() for text in TEXTS], pyarrow.ipc.new_stream, kind))
+    assert documents(local(tmp_path)) == TEXTS * 2
+
+
+def test_a_parquet_file_is_read_by_row_groups(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(as_parquet(TEXTS))
+    pieces = local_pieces(local(tmp_path))
+    assert [(piece.start, piece.first) for piece in pieces] == [(0, 0), (1, 2), (2, 4)]
+    assert list(read_piece(pieces[1], local(tmp_path))) == [(2, TEXTS[2].encode()), (3, TEXTS[3].encode())]
+
+
+# Bad data
+
+GOOD = ["good one", "good two"]
+LARGE = "x" * (2**20 + 1)
+
+
+def lines(*more):
+    return as_jsonl(GOOD[:1]) + b"".join(more) + as_jsonl(GOOD[1:])
+
+
+CASES = [  # what is wrong; file; its bytes; where, and what is said; how many of GOOD are left
+    ("corrupt line", "a.jsonl", lines(b'{"text": "x\n'), "line 2", "not JSON (Invalid control character at, column 12)", 2),
+    ("corrupt line", "a.jsonl.gz", gzip.compress(lines(b"\n", b"]\n")), "line 3", "not JSON (Expecting value, column 1)", 2),
+    ("deep line", "a.jsonl", lines(b"[" * 100_000 + b"\n"), "line 2", "nested too deeply", 2),
+    ("no object", "a.jsonl", lines(b"5\n"), "line 2", "no JSON object, but a int", 2),
+    ("bad UTF-8", "a.jsonl", lines(b'{"text": "\xff"}\n'), "line 2", "not UTF-8 (byte 10", 2),
+    ("half a pair", "a.jsonl", lines(b'{"text": "\\ud800"}\n'), "line 2", "not UTF-8 (character 0: surrogates", 2),
+    ("empty", "a.jsonl", lines(b'{"text": ""}\n'), "line 2", "empty", 2),
+    ("missing", "a.jsonl", lines(b'{"body": "x"}\n'), "line 2", '"text" is not a field of it; its fields with text: body', 2),
+    ("null", "a.jsonl", lines(b'{"text": null}\n'), "line 2", '"text" is null in it; its fields with text: none', 2),
+    ("a number", "a.jsonl", lines(b'{"text": 5}\n'), "line 2", '"text" is a int in it, not text', 2),
+    ("large", "a.jsonl", lines(b'{"text": "' + LARGE.encode() + b'"}\n'), "line 2", "more than data.max_document_mib = 1", 2),
+    ("a file cut short", "a.jsonl", lines()[:-5], "line 2", "not JSON", 1),
+    ("a file cut short", "a.jsonl.gz", gzip.compress(lines() + b" " * 10_000)[:-9], "line 3", "cannot be read from here on", 2),
+    ("a file cut short", "a.json", as_json(GOOD)[:-5], "line 1", "cannot be read from here on (JSONDecodeError", 0),
+    ("no gzip", "a.jsonl.gz", lines(), "line 1", "cannot be read from here on (BadGzipFile", 0),
+    ("no zstd", "a.jsonl.zst", lines(), "line 1", "cannot be read from here on (OSError: ZSTD", 0),
+    ("null", "a.json", as_json([GOOD[0], None, GOOD[1]]), "line 2", "null", 2),
+    ("no object", "a.json", b'[{"text": "good one"}, 3, {"text": "good two"}]', "line 2", "a int in it, not text", 2),
+    ("bad UTF-8", "a.csv", b"text\ngood one\n\xff\ngood two\n", "line 3", "not UTF-8 (character 0", 2),
+    ("empty", "a.csv", b'text,id\ngood one,1\n"",2\ngood two,3\n', "line 3", "empty", 2),
+    ("missing", "a.csv", b"id,text\n1,good one\n2\n3,good two\n", "line 3", '"text" is not a field of it', 2),
+    ("no column", "a.csv", b"id,body\n1,good one\n", "line 1", '"text" is no column of it; its columns: id, body', 0),
+    ("large", "a.csv", f"text\ngood one\n{LARGE}\ngood two\n".encode(), "line 3", "field larger than field limit", 2),
+    ("bad UTF-8", "a.txt", b"fine \xc3(", "whole", "not UTF-8 (byte 5", 0),
+    ("empty", "a.txt", b"", "whole", "empty", 0),
+    ("large", "a.json", as_json([*GOOD, LARGE]), "line 3", "1.0 MiB, more than data.max_document_mib = 1", 2),
+    ("large", "a.txt", LARGE.encode(), "whole", "more than data.max_document_mib = 1", 0),
+    ("null", "a.parquet", as_parquet([GOOD[0], None, GOOD[1]]), "row 1", "null", 2),
+    ("empty", "a.parquet", as_parquet([GOOD[0], "", GOOD[1]]), "row 1", "empty", 2),
+    ("large", "a.parquet", as_parquet([*GOOD, LARGE]), "row 2", "more than data.max_document_mib = 1", 2),
+    ("cut short", "a.parquet", as_parquet(GOOD)[:-20], "row 0", "cannot be read from here on (ArrowInvalid: Parquet magic", 0),
+    ("of no bytes", "a.parquet", b"", "row 0", "cannot be read from here on (ArrowInvalid: Parquet file size", 0),
+    ("no column", "a.parquet", as_parquet(GOOD).replace(b"text", b"body"), "row 0", '"text" is no column', 0),
+    ("numbers", "a.parquet", as_parquet([1, 2], pyarrow.int64()), "row 0", '"text" is a column of int64, not of text', 0),
+    ("null", "a.arrow", as_arrow([GOOD[0], None, GOOD[1]]), "row 1", "null", 2),
+    ("cut short", "a.arrow", as_arrow([*GOOD, "x"], pyarrow.ipc.new_stream)[:-60], "row 2", "cannot be read from here on", 2),
+    ("no arrow", "a.arrow", b"something", "row 0", "cannot be read from here on", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place", "reason", "left"), [case[1:] for case in CASES], ids=[" ".join(case[:2]) for case in CASES]
+)
+def test_bad_data_is_named_with_its_place_and_nothing_else_is_lost(tmp_path, name, content, place, reason, left):
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "b.jsonl").write_bytes(as_jsonl(["of another file"]))
+    data = local(tmp_path, max_document_mib=1)
+    found = documents(data)
+    [bad] = [document for document in found if isinstance(document, BadDocument)]
+    assert (bad.file, bad.place) == (str(tmp_path / name), place)
+    assert reason in bad.reason
+    assert str(bad) == f"{tmp_path / name}, {place}: {bad.reason}"
+    assert "\n" not in str(bad)
+    assert [document for document in found if document is not bad] == [*GOOD[:left], "of another file"]
+
+
+def test_bad_utf8_in_a_column_is_one_document(tmp_path):
+    bad = pyarrow.array([b"good one", b"\xff\xfe", b"good two"], pyarrow.binary())
+    text = pyarrow.StringArray.from_buffers(3, *bad.buffers()[1:])
+    parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
+    first, second, third = documents(local(tmp_path))
+    assert (first, third) == ("good one", "good two")
+    assert "row 1: not UTF-8 (byte 0" in str(second)
+
+
+def test_a_document_of_50_mb_is_read_where_the_recipe_allows_it(tmp_path):
+    large = "a line and another one \u6f22\n" * (50 * 2**20 // 27)
+    (tmp_path / "a.jsonl").write_bytes(as_jsonl(["before", large, "after"]))
+    before, bad, after = documents(local(tmp_path))
+    assert (before, after) == ("before", "after")
+    assert "line 2: more than data.max_document_mib = 32" in str(bad)
+    assert documents(local(tmp_path, max_document_mib=64)) == ["before", large, "after"]
+
+
+def test_a_line_without_end_is_not_held_in_memory(tmp_path):
+    with open(tmp_path / "a.jsonl", "wb") as file:
+        file.truncate(2**27)  # zeros, which take no room on the disk
+    piece = local_pieces(local(tmp_path, max_document_mib=1))[0]
+    [(_, raw)] = read_piece(piece, local(tmp_path, max_document_mib=1))
+    assert len(raw) == 2**20 + 1
+
+
+def test_what_the_machine_cannot_read_is_an_error_whatever_the_recipe_says(tmp_path):
+    """It is not the document that is bad, and another rank may be able to."""
+    (tmp_path / "a.jsonl").write_bytes(as_jsonl(["x"]))
+    data = local(tmp_path, on_bad_document="skip")
+    source = build_source(data, split="train", seed=0)
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"a.jsonl cannot be read: \[Errno 2\]"):
+        next(source.documents(0, lambda ordinal: True))

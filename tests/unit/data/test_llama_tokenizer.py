@@ -1,0 +1,191 @@
+"""Llama 3's own tokenizer, as the package llama-models has it: ours and the tokenizer.json that we make of it agree with theirs.
+
+The package is part of the extra `test`; its file of ranks stays in the package.
+"""
+
+import json
+import pydoc_data.topics
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from titan_lite.data.tokenizer import load_tokenizer
+from titan_lite.data.tokenizer_json import to_json, tokenizer_config
+from titan_lite.models.llama3 import FLAVORS
+
+reference = pytest.importorskip("llama_models.llama3.tokenizer", reason="needs the package llama-models (extra test)")
+FILE = Path(reference.__file__).with_name("tokenizer.model")
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    return reference.Tokenizer(FILE)
+
+
+@pytest.fixture(scope="module")
+def ours():
+    return load_tokenizer(FILE)
+
+
+@pytest.fixture(scope="module")
+def as_json(ours, tmp_path_factory):
+    pytest.importorskip("tokenizers")
+    path = tmp_path_factory.mktemp("exported") / "tokenizer.json"
+    path.write_text(json.dumps(to_json(ours)), encoding="utf-8")
+    path.with_name("tokenizer_config.json").write_text(json.dumps(tokenizer_config()), encoding="utf-8")
+    return load_tokenizer(path)
+
+
+# Letters with and without case, digits, marks, scripts without spaces, right to left, emoji with joiners, private use, controls.
+RANGES = [
+    (0x20, 0x7E),
+    (0x00, 0x1F),
+    (0x30, 0x39),
+    (0xA0, 0x24F),
+    (0x300, 0x36F),
+    (0x370, 0x3FF),
+    (0x400, 0x4FF),
+    (0x590, 0x5FF),
+    (0x600, 0x6FF),
+    (0x900, 0x97F),
+    (0xE00, 0xE7F),
+    (0x1100, 0x11FF),
+    (0x2000, 0x206F),
+    (0x2070, 0x209F),
+    (0x2150, 0x218F),
+    (0x2190, 0x22FF),
+    (0x3040, 0x30FF),
+    (0x4E00, 0x9FFF),
+    (0xAC00, 0xD7A3),
+    (0xE000, 0xE0FF),
+    (0xFE00, 0xFE0F),
+    (0xFF00, 0xFFEF),
+    (0x10330, 0x1034A),
+    (0x1D400, 0x1D7FF),
+    (0x1F300, 0x1F6FF),
+    (0x1F900, 0x1F9FF),
+    (0x20000, 0x2A6DF),
+    (0xE0100, 0xE01EF),
+]
+PIECES = [
+    " ",
+    "  ",
+    "\n",
+    "\r\n",
+    "\n\n ",
+    "\t",
+    "\u00a0",
+    "\u3000",
+    "\u200d",
+    "'s",
+    "'LL",
+    "'Re",
+    "\u2019t",
+    "123",
+    "4567890",
+    "0.5",
+    "e-9",
+]
+PIECES += [
+    "def ",
+    "return",
+    "{}",
+    "://",
+    "...",
+    "---",
+    "__init__",
+    "naïve",
+    "Straße",
+    "\u0130",
+    "한국어",
+    "漢字",
+    "👩‍👩‍👧",
+    "🇩🇪",
+    "\ufeff",
+    "\ufffd",
+]
+
+
+def diverse(count):
+    """From documents, of one range of characters, of all of them, and of pieces that meet at borders of the pattern."""
+    draw = random.Random(0)
+    text = "\n".join(pydoc_data.topics.topics.values())
+    for i in range(count):
+        if i % 4 == 0:
+            start = draw.randrange(len(text))
+            yield text[start : start + draw.randint(0, 200)]
+        elif i % 4 == 1:
+            low, high = draw.choice(RANGES)
+            yield "".join(chr(draw.randint(low, high)) for _ in range(draw.randint(0, 30)))
+        elif i % 4 == 2:
+            yield "".join(chr(draw.randint(*draw.choice(RANGES))) for _ in range(draw.randint(0, 40)))
+        else:
+            yield "".join(draw.choice(PIECES) for _ in range(draw.randint(0, 20)))
+
+
+STRINGS = list(diverse(12_000))
+
+
+def test_the_strings_are_diverse():
+    assert len(set(STRINGS)) >= 10_000
+    assert sum(low <= ord(c) <= high for low, high in RANGES for c in "".join(set(STRINGS))) > 100_000
+
+
+def test_vocabulary_and_special_tokens_are_theirs(theirs, ours, as_json):
+    for tokenizer in (ours, as_json):
+        assert tokenizer.vocab_size == theirs.n_words == FLAVORS["8B"].vocab_size == 128_256
+        assert tokenizer.special_tokens == theirs.special_tokens
+        assert (tokenizer.bos_id, tokenizer.eos_id) == (theirs.bos_id, theirs.eos_id) == (128_000, 128_001)
+
+
+def test_every_string_has_the_ids_that_theirs_gives_it_and_comes_back(theirs, ours, as_json):
+    of_tokens = [theirs.decode(range(at, at + 16)) for at in range(0, 128_000, 16)]  # all that are text, in unlikely company
+    used = set()
+    for string in STRINGS + of_tokens:
+        ids = theirs.encode(string, bos=True, eos=True)
+        assert ours.encode(string, bos=True, eos=True) == ids, repr(string)
+        assert ours.encode_document(string).tolist() == ids, repr(string)
+        assert as_json.encode(string, bos=True, eos=True) == ids, repr(string)
+        assert ours.decode(ids) == as_json.decode(ids) == theirs.decode(ids)
+        assert ours.decode(ids[1:-1]) == string
+        used.update(ids)
+    assert len(used) > 60_000
+
+
+def test_text_with_special_tokens_has_the_ids_that_theirs_gives_it(theirs, ours, as_json):
+    """Where theirs is told to read them as such, ours puts their ids between the text; else both read them as text."""
+    draw, names = random.Random(1), list(theirs.special_tokens)
+    for i, string in enumerate(STRINGS[:1000]):
+        cut = draw.randint(0, len(string))
+        some = [names[i % len(names)], *draw.choices(names, k=draw.randint(0, 2))]
+        string = string[:cut] + "".join(some) + string[cut:]
+        ids = theirs.encode(string, bos=False, eos=False, allowed_special="all")
+        for tokenizer in (ours, as_json):
+            parts = re.split(f"({'|'.join(map(re.escape, names))})", string)
+            mine = [id for p in parts for id in ([tokenizer.special_tokens[p]] if p in names else tokenizer.encode(p))]
+            assert mine == ids, repr(string)
+            assert tokenizer.decode(ids) == string
+            assert tokenizer.encode(string) == theirs.encode(string, bos=False, eos=False), repr(string)
+
+
+def test_bytes_that_are_no_text_decode_as_theirs(theirs, ours, as_json):
+    draw = random.Random(2)
+    for _ in range(2000):
+        ids = [draw.randrange(128_256) for _ in range(draw.randint(0, 12))]
+        assert ours.decode(ids) == as_json.decode(ids) == theirs.decode(ids), ids
+
+
+@pytest.mark.parametrize("unit", ["a", " ", "漢", "\n", "ab ", "x" * 24_999 + " ", "words and words. "])
+def test_long_texts_are_cut_as_theirs(theirs, ours, as_json, unit):
+    text = (unit * (430_000 // len(unit) + 1))[:430_000] + "end"
+    ids = theirs.encode(text, bos=False, eos=False)
+    assert ours.encode(text) == ids
+    assert as_json.encode(text) == ids
+
+
+def test_half_a_surrogate_pair_is_read_as_theirs_does(theirs, ours, as_json):
+    for text in ("a\ud83d b", "\udc00", "x\ud800\ud800"):
+        ids = theirs.encode(text, bos=False, eos=False)
+        assert ours.encode(text) == as_json.encode(text) == ids

@@ -1,0 +1,332 @@
+"""Several sources: shares in tokens, on any number of ranks, and after a resume. Documents left out. And, for any documents, that
+every token is in one window, in order."""
+
+import copy
+import dataclasses
+import itertools
+import json
+from collections import Counter, defaultdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from titan_lite.config import ConfigError, Data, DataSource
+from titan_lite.data import loader as loader_module
+from titan_lite.data.dataset import build_source
+from titan_lite.data.files import BadDocument
+from titan_lite.data.loader import build_loader, merge_states
+
+BOS, EOS = 0, 1
+
+
+class Letters:
+    """A tokenizer of one token a character, which tells what source it is from."""
+
+    def encode_document(self, text):
+        return np.array([BOS, *map(ord, text), EOS])
+
+
+def write(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def loaders(data, rows, dp_degree, batch_size, seq_len, state=None, seed=0):
+    result = []
+    for rank in range(dp_degree):
+        shape = dict(rows=rows, batch_size=batch_size, seq_len=seq_len, dp_rank=rank, dp_degree=dp_degree, seed=seed)
+        result.append(build_loader(data, Letters(), split="train", **shape))
+        if state is not None:
+            result[-1].load_state_dict(state)
+    return result
+
+
+def global_batch(ranks, rows, batch_size):
+    """(rows, seq_len + 1)"""
+    parts = []
+    for loader in ranks:
+        for _ in range(rows // len(ranks) // batch_size):
+            input, label = next(loader)
+            parts.append(torch.cat([input, label[:, -1:]], dim=1))
+    return torch.cat(parts)
+
+
+def state_of(ranks):
+    return json.loads(json.dumps(merge_states([loader.state_dict() for loader in ranks])))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Documents of a's and longer ones of b's, 70 to 30 in tokens."""
+    folder = tmp_path_factory.mktemp("two")
+    write(folder / "a.jsonl", ["a" * (i % 50 + 1) for i in range(500)])
+    write(folder / "b.jsonl", ["b" * (i % 900 + 100) for i in range(300)])
+    sources = (
+        DataSource("local", path=str(folder / "a.jsonl"), weight=7.0),
+        DataSource("local", path=str(folder / "b.jsonl"), weight=3.0),
+    )
+    return Data(sources=sources, validation_fraction=0.0, num_workers=0)
+
+
+@pytest.mark.parametrize("seq_len", [511, 2047])
+def test_70_to_30_is_so_in_tokens_on_any_number_of_ranks_and_after_a_resume_on_another(two, seq_len):
+    rows, state, seen = 8, None, Counter()
+    steps = 2**20 // (rows * (seq_len + 1)) // 4
+    alone, expected = loaders(two, rows, 1, 8, seq_len), []
+    for dp_degree, batch_size in ((1, 8), (2, 2), (4, 2), (1, 4)):
+        ranks = loaders(two, rows, dp_degree, batch_size, seq_len, state)
+        for _ in range(steps):
+            batch = global_batch(ranks, rows, batch_size)
+            expected.append(torch.equal(batch, global_batch(alone, rows, 8)))
+            for window in batch.tolist():
+                kinds = Counter(window)
+                assert not (kinds[ord("a")] and kinds[ord("b")])  # a window is of one source
+                seen["a" if kinds[ord("a")] else "b"] += len(window)
+        state = state_of(ranks)
+    assert all(expected)
+    assert sum(seen.values()) >= 2**20 - rows * (seq_len + 1) * 4
+    assert abs(seen["a"] / sum(seen.values()) - 0.7) < 0.01
+    assert abs(seen["b"] / sum(seen.values()) - 0.3) < 0.01
+
+
+@pytest.mark.parametrize(("dp_degree", "batch_size"), [(1, 8), (2, 4), (4, 1)])
+def test_no_step_and_no_row_is_far_from_the_shares(two, dp_degree, batch_size):
+    rows, seq_len = 8, 63
+    ranks = loaders(two, rows, dp_degree, batch_size, seq_len)
+    is_a = torch.stack([(global_batch(ranks, rows, batch_size) == ord("a")).any(dim=1) for _ in range(300)])
+    assert ((is_a.float().sum(1) >= 4) & (is_a.float().sum(1) <= 7)).all()  # of 8, where 5.6 are meant
+    assert (is_a.float().mean(0) - 0.7).abs().max() < 0.05
+    assert (is_a.float().cumsum(0).sum(1) / rows / torch.arange(1, 301) - 0.7)[20:].abs().max() < 0.01
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 1), (0.001, 1, 1), (5, 3, 1, 1, 0.5), (1,)])
+def test_any_weights(tmp_path, weights):
+    sources = []
+    for index, weight in enumerate(weights):
+        write(tmp_path / f"{index}.jsonl", [chr(ord("a") + index) * 10] * 50)
+        sources.append(DataSource("local", path=str(tmp_path / f"{index}.jsonl"), weight=weight))
+    data = Data(sources=tuple(sources), validation_fraction=0.0, num_workers=0)
+    ranks = loaders(data, 4, 1, 4, 15, seed=3)
+    seen = Counter(
+        next(token for token in window if token > 1) - ord("a")
+        for _ in range(1000)
+        for window in global_batch(ranks, 4, 4).tolist()
+    )
+    for index, weight in enumerate(weights):
+        assert abs(seen[index] - 4000 * weight / sum(weights)) <= 4
+
+
+def test_weights_may_change_when_a_run_goes_on_and_hold_from_there(two):
+    ranks = loaders(two, 8, 2, 4, 63)
+    for _ in range(100):
+        global_batch(ranks, 8, 4)
+    sources = tuple(dataclasses.replace(source, weight=1.0) for source in two.sources)
+    ranks = loaders(dataclasses.replace(two, sources=sources), 8, 2, 4, 63, state_of(ranks))
+    is_a = torch.stack([(global_batch(ranks, 8, 4) == ord("a")).any(dim=1) for _ in range(50)])
+    assert abs(is_a.float().mean() - 0.5) < 0.01
+
+
+def test_the_standard_library_and_files_mix(two):
+    data = dataclasses.replace(two, sources=(DataSource("stdlib"), two.sources[0]))
+    ranks = loaders(data, 4, 2, 2, 31)
+    batches = [global_batch(ranks, 4, 2) for _ in range(10)]
+    resumed = loaders(data, 4, 1, 4, 31, state_of(ranks))
+    assert torch.equal(global_batch(resumed, 4, 4), global_batch(ranks, 4, 2))
+    is_a = torch.isin(torch.cat(batches), torch.tensor([BOS, EOS, ord("a")])).all(dim=1)
+    assert abs(is_a.float().mean() - 7 / 8) < 0.05
+
+
+def test_a_state_of_another_number_of_sources_is_refused(two):
+    state = state_of(loaders(two, 8, 1, 8, 63))
+    with pytest.raises(ConfigError, match=r"data.sources: 1, but the loader's state is of 2; as many would work"):
+        loaders(dataclasses.replace(two, sources=two.sources[:1]), 8, 1, 8, 63, state)
+
+
+def test_a_state_of_an_older_version(two):
+    data = Data(num_workers=0)
+    ranks = loaders(data, 4, 1, 4, 31)
+    for _ in range(5):
+        global_batch(ranks, 4, 4)
+    state = state_of(ranks)
+    old = {"rows": {row: [ordinal, used, given] for row, (given, (ordinal, used)) in state["rows"].items()}, "of": 4}
+    assert torch.equal(global_batch(loaders(data, 4, 1, 4, 31, old), 4, 4), global_batch(ranks, 4, 4))
+    files = dataclasses.replace(data, dataset="local", path=two.sources[0].path)
+    with pytest.raises(ConfigError, match=r'data.dataset = "local": .* older version, whose order was another'):
+        loaders(files, 4, 1, 4, 31, old)
+
+
+# What is left out
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_bad_and_short_documents_are_left_out_counted_and_listed(tmp_path, num_workers):
+    lines = [json.dumps({"text": "long enough " + str(i)}) for i in range(40)]
+    lines[3], lines[17], lines[30] = '{"text": null}', "not json", '{"text": "short"}'
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    data = Data(
+        "local",
+        path=str(tmp_path),
+        validation_fraction=0.0,
+        num_workers=num_workers,
+        min_document_tokens=8,
+        on_bad_document="skip",
+        prefetch=1,
+    )
+    ranks = loaders(data, 4, 2, 2, 15)
+    tokens = torch.cat([global_batch(ranks, 4, 2) for _ in range(45)], dim=1)
+    texts = ["".join(map(chr, row)).replace("\0", "").split("\1") for row in tokens.tolist()]
+    read = Counter(text for row in texts for text in row[1:-1])
+    assert set(read) == {f"long enough {i}" for i in range(40) if i not in (3, 17, 30)}
+    left_out = [loader.take_left_out() for loader in ranks]
+    bad = {(entry["place"], entry["reason"].partition(" ")[0]) for some in left_out for entry in some.bad}
+    assert bad == {("line 4", "data.text_field"), ("line 18", "not")}
+    assert {entry["file"] for some in left_out for entry in some.bad} == {str(tmp_path / "a.jsonl")}
+    short = sum(some.short for some in left_out)
+    assert abs(short - read["long enough 1"]) <= 2 + num_workers
+    assert loaders(data, 4, 2, 2, 15)[0].take_left_out().bad == []
+
+
+def test_more_bad_documents_than_the_recipe_allows_are_an_error(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + "bad\n" * 5)
+    data = Data("local", path=str(tmp_path), validation_fraction=0.0, num_workers=0, on_bad_document="skip")
+    for most in (4, 5):
+        [loader] = loaders(dataclasses.replace(data, max_bad_documents=most), 1, 1, 1, 15)
+        if most == 5:
+            next(loader)  # however many epochs that takes
+            continue
+        with pytest.raises(
+            ConfigError, match=r"data.max_bad_documents = 4: there are more, the last one .*a.jsonl, line \d: not JSON"
+        ):
+            next(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("content", ['{"text": "x"}\n' * 9, "bad\n" * 9])
+def test_a_dataset_that_yields_nothing_is_an_error_and_no_hang(tmp_path, content, num_workers):
+    (tmp_path / "a.jsonl").write_text(content)
+    data = Data("local", path=str(tmp_path), validation_fraction=0.0, num_workers=num_workers)
+    data = dataclasses.replace(data, min_document_tokens=3, on_bad_document="skip")
+    for rows in (1, 8):
+        [loader] = loaders(data, rows, 1, 1, 15)
+        with pytest.raises(ConfigError, match=r"data.min_document_tokens = 3: \d+ documents in a row, .* are shorter or bad"):
+            next(loader)
+
+
+def test_one_good_document_is_found_among_many(tmp_path):
+    write(tmp_path / "a.jsonl", ["x"] * 150 + ["good one"] + ["y"] * 150)
+    data = Data("local", path=str(tmp_path), validation_fraction=0.0, num_workers=0, min_document_tokens=3)
+    [loader] = loaders(data, 2, 1, 2, 15)
+    assert set(next(loader)[0].unique().tolist()) == {BOS, EOS, *map(ord, "good one")}
+
+
+# Any documents
+
+texts = st.lists(
+    st.text(st.characters(codec="utf-8", exclude_categories=["Cs"], min_codepoint=2), max_size=40), min_size=1, max_size=14
+)
+layouts = st.sampled_from([(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)])  # ranks, microbatch, of 4 rows
+
+
+class Processes:
+    """In place of torch's DataLoader: its processes, taken in turn, all in this one."""
+
+    def __init__(self, dataset, num_workers, **more):
+        self.dataset, self.num_workers = dataset, num_workers
+
+    def __iter__(self):
+        workers = [SimpleNamespace(id=number, num_workers=self.num_workers) for number in range(self.num_workers)]
+        with pytest.MonkeyPatch.context() as patch:
+            started = []
+            for worker in workers or [None]:
+                patch.setattr(loader_module, "get_worker_info", lambda worker=worker: worker)
+                windows = iter(copy.copy(self.dataset))
+                started.append(itertools.chain([next(windows)], windows))
+        yield from (next(windows) for windows in itertools.cycle(started))
+
+
+@pytest.fixture
+def in_one_process(monkeypatch):
+    monkeypatch.setattr(loader_module, "DataLoader", Processes)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(
+    corpora=st.lists(st.tuples(texts, st.sampled_from([0.2, 1.0, 3.0])), min_size=1, max_size=3),
+    seq_len=st.integers(1, 40),
+    legs=st.lists(st.tuples(layouts, st.integers(1, 6)), min_size=1, max_size=4),
+    shuffle=st.booleans(),
+    buffer=st.integers(1, 20),
+    least=st.sampled_from([0, 0, 3]),
+    workers=st.sampled_from([0, 1, 2, 4]),
+    seed=st.integers(0, 3),
+)
+def test_every_token_is_in_one_window_in_order(
+    in_one_process, tmp_path_factory, corpora, seq_len, legs, shuffle, buffer, least, workers, seed
+):
+    """Of any documents, some empty or short, in one source or several, where a run is stopped after any microbatch and goes on
+    with another number of ranks and of sequences at once: what the rows give is what the sources hold."""
+    folder, rows = tmp_path_factory.mktemp("any"), 4
+    sources = []
+    for index, (some, weight) in enumerate(corpora):
+        # each document says who it is, so that none can be taken for another
+        write(
+            folder / f"{index}.jsonl", [text and f"{index}.{number} {text}" for number, text in enumerate([*some, "never empty"])]
+        )
+        sources.append(DataSource("local", path=str(folder / f"{index}.jsonl"), weight=weight))
+    data = Data(
+        sources=tuple(sources),
+        validation_fraction=0.0,
+        shuffle=shuffle,
+        shuffle_buffer=buffer,
+        min_document_tokens=least,
+        on_bad_document="skip",
+        num_workers=workers,
+    )
+    state, streams = None, defaultdict(list)  # by source and row
+    for (dp_degree, batch_size), microbatches in legs:
+        ranks = loaders(data, rows, dp_degree, batch_size, seq_len, state, seed)
+        for loader in ranks:
+            for _ in range(microbatches):
+                before = loader.state_dict()["rows"]
+                input, label = next(loader)
+                moved = [row for row, now in loader.state_dict()["rows"].items() if now != before[row]]
+                moved.sort(key=lambda row: (before[row][0], int(row)))  # those that are furthest behind come first
+                assert len(moved) == batch_size
+                for row, window in zip(moved, torch.cat([input, label[:, -1:]], dim=1).tolist(), strict=True):
+                    after = loader.state_dict()["rows"][row]
+                    [source] = [s for s in range(len(sources)) if after[1 + s] != before[row][1 + s]]
+                    assert after[0] == before[row][0] + 1
+                    streams[source, int(row)] += window
+        state = state_of(ranks)
+    for index, (_, part) in enumerate(data.mixture()):
+        needed = {row: len(stream) for (source, row), stream in streams.items() if source == index}
+        expected = defaultdict(list)
+        documents = build_source(part, split="train", seed=seed).documents(0, lambda ordinal: True)
+        while any(len(expected[row]) < count for row, count in needed.items()):
+            ordinal, text = next(documents)
+            if not isinstance(text, BadDocument) and len(text) >= least:
+                expected[ordinal % rows] += [BOS, *map(ord, text), EOS]
+        for row, count in needed.items():
+            assert streams[index, row] == expected[row][:count]
+
+
+@settings(max_examples=25, deadline=None)
+@given(texts=texts, shuffle=st.booleans(), buffer=st.integers(1, 20), seed=st.integers(0, 3), piece=st.integers(1, 200))
+def test_every_epoch_has_every_document_once_wherever_it_is_begun(tmp_path_factory, texts, shuffle, buffer, seed, piece):
+    folder = tmp_path_factory.mktemp("any")
+    texts = [f"{number} {text}" for number, text in enumerate(texts)]
+    write(folder / "a.jsonl", texts[::2])
+    write(folder / "b.jsonl", texts[1::2])
+    data = Data("local", path=str(folder), validation_fraction=0.0, shuffle=shuffle, shuffle_buffer=buffer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("titan_lite.data.files.PIECE", piece)
+        source = build_source(data, split="train", seed=seed)
+    three = list(itertools.islice(source.documents(0, lambda ordinal: True), 3 * len(texts)))
+    for epoch in range(3):
+        assert sorted(text for _, text in three[epoch * len(texts) : (epoch + 1) * len(texts)]) == sorted(texts)
+    for place, (ordinal, _) in enumerate(three):
+        rest = list(itertools.islice(source.documents(ordinal, lambda ordinal: True), min(3, len(three) - place)))
+        assert rest == three[place : place + 3]

@@ -1,0 +1,360 @@
+"""Local files as pieces that can be read alone: which raw documents are in a piece, and what the text of one is.
+
+    for piece in local_pieces(data):                            # 1 MiB of a jsonl file, a row group, or a whole file
+        for place, raw in read_piece(piece, data):              # place: of a line, row or byte in its file
+            text = text_of(raw, piece, place, data)             # or raises BadDocument, which names file and line
+
+A raw document is what can be had without parsing it, so that who wants one in eight parses one in eight. Reading never fails:
+what cannot be read from some place on is one document there, whose text is a BadDocument.
+"""
+
+import csv
+import gzip
+import io
+import itertools
+import json
+import logging
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+from titan_lite.config import ConfigError, Data
+
+logger = logging.getLogger(__name__)
+
+FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet", ".arrow")
+COMPRESSIONS = ("", ".gz", ".zst")  # the last two formats compress what they hold themselves
+PIECE = 2**20  # bytes of a jsonl file in a piece: little enough to skip over, enough to be worth a seek
+MOST_PIECES = 100_000  # of a corpus; those of a larger one are larger, so that their list is no burden
+_WORKS = (
+    f"name a file, a folder or a glob of {', '.join(FORMATS)} files (all but the last two also .gz and .zst), "
+    'such as path = "corpus/*.jsonl"'
+)
+
+
+BROKEN = (OSError, EOFError, ValueError, NotImplementedError, zlib.error)  # what reading raises; pyarrow's errors are of these
+
+
+class BadDocument(ValueError):
+    """A document that has no text: where it is, and why."""
+
+    def __init__(self, file: str, place: str, reason: str):
+        super().__init__(f"{file}, {place}: {reason}")
+        self.file, self.place, self.reason = file, place, reason
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """In place of a raw document, where there is none to be had."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes `start` to `end` of a jsonl file, row group `start` of a parquet file, or a whole file (end = -1)."""
+
+    file: str
+    name: str  # of the file, relative to the corpus: by it documents are held out
+    size: int  # bytes, roughly
+    start: int = 0
+    end: int = -1
+    first: int = 0  # row of the file that a row group begins with
+
+    @property
+    def format(self) -> str:
+        return _format(self.file)[0]
+
+
+def local_files(data: Data) -> list[tuple[str, str, int]]:
+    """(path, name, bytes) of the files at `data.path`, sorted by path; the name is relative to the folder. Raises ConfigError."""
+    wrong, path = f'data.path = "{data.path}"', os.path.abspath(data.path)
+    if os.path.isdir(path):
+        root = path
+        found = sorted(os.path.join(folder, file) for folder, _, files in os.walk(path) for file in files)
+        files = [file for file in found if _format(file)[0] and os.path.isfile(file)]
+        if len(files) < len(found):
+            logger.info("%s: %d files of other formats are left out", wrong, len(found) - len(files))
+        if not files:
+            raise ConfigError(f"{wrong}: none of the {len(found)} files in this folder can be read; {_WORKS}")
+    else:
+        files = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob(path, recursive=True)))
+        if not files:
+            raise ConfigError(f"{wrong}: no such file, and no file matches; {_WORKS}")
+        for file in files:
+            if not _format(file)[0]:
+                raise ConfigError(f'{wrong}: {file}: unknown format "{"".join(Path(file).suffixes)}"; {_WORKS}')
+        root = os.path.commonpath([os.path.dirname(file) for file in files])
+    begin = len(os.path.join(root, ""))
+    return [(file, file[begin:].replace(os.sep, "/"), os.path.getsize(file)) for file in files]
+
+
+def local_pieces(data: Data) -> list[Piece]:
+    """The files at `data.path` in order, cut where that makes them easier to reach."""
+    files = local_files(data)
+    step = max(PIECE, sum(size for *_, size in files) // MOST_PIECES)
+    pieces: list[Piece] = []
+    for file, name, size in files:
+        match _format(file):
+            case ".jsonl", "":
+                pieces += [Piece(file, name, min(step, size - at), at, min(at + step, size)) for at in range(0, size, step)]
+            case ".parquet", _:
+                pieces += _row_groups(file, name, size)
+            case _, compression:
+                pieces.append(Piece(file, name, size * 4 if compression else size))  # as text about that much
+    return pieces
+
+
+def read_piece(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
+    """(place, raw) of its documents. Raises ConfigError where the machine, not the file, is at fault."""
+    readers = {".txt": _txt, ".jsonl": _lines, ".json": _json, ".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}
+    place = piece.first - 1 if piece.format in (".parquet", ".arrow") else 0
+    try:
+        for place, raw in readers[piece.format](piece, data):
+            yield place, raw
+    except BROKEN as error:
+        yield place + 1, Unreadable(f"cannot be read from here on ({type(error).__name__}: {_of_the_file(error, piece.file)})")
+
+
+def text_of(raw: Any, piece: Piece, place: int, data: Data) -> str:
+    """The text of a raw document. Raises BadDocument."""
+    try:
+        return parse(raw, data, is_json=piece.format in (".jsonl", ".json"))
+    except ValueError as error:
+        raise BadDocument(piece.file, _in_words(piece, place), str(error)) from None
+
+
+def parse(raw: Any, data: Data, *, is_json: bool = False) -> str:
+    """The text of bytes, a line of JSON, an example with fields, or a value. Raises ValueError with what is wrong."""
+    limit, field = data.max_document_mib * 2**20, data.text_field
+    if isinstance(raw, Unreadable):
+        raise ValueError(raw.reason)
+    if isinstance(raw, bytes):
+        if len(raw) > limit:
+            raise ValueError(f"more than data.max_document_mib = {data.max_document_mib}")
+        try:
+            raw = raw.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"not UTF-8 (byte {error.start}: {error.reason})") from None
+        if is_json:
+            try:
+                raw = json.loads(raw)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"not JSON ({error.msg}, column {error.colno})") from None
+            except RecursionError:
+                raise ValueError("not JSON (nested too deeply)") from None
+            if not isinstance(raw, dict):
+                raise ValueError(f"no JSON object, but a {type(raw).__name__}")
+    if isinstance(raw, dict):
+        if raw.get(field) is None:
+            others = ", ".join(name for name, value in raw.items() if isinstance(value, str)) or "none"
+            why = "is null in" if field in raw else "is not a field of"
+            raise ValueError(f'data.text_field = "{field}" {why} it; its fields with text: {others}')
+        raw = raw[field]
+    if not isinstance(raw, str):
+        what = "null" if raw is None else f"a {type(raw).__name__}"
+        raise ValueError(f'data.text_field = "{field}" is {what} in it, not text')
+    try:
+        size = len(raw.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(f"not UTF-8 (character {error.start}: {error.reason})") from None
+    if not raw:
+        raise ValueError("empty")
+    if size > limit:
+        raise ValueError(f"{size / 2**20:.1f} MiB, more than data.max_document_mib = {data.max_document_mib}")
+    return raw
+
+
+def _format(file: str) -> tuple[str, str]:
+    """("a.json.gz") -> (".json", ".gz"); empty: none of ours."""
+    stem, compression = os.path.splitext(file)
+    if compression not in COMPRESSIONS[1:]:
+        stem, compression = file, ""
+    suffix = os.path.splitext(stem)[1]
+    known = FORMATS[:4] if compression else FORMATS
+    return (suffix, compression) if suffix in known else ("", "")
+
+
+def _in_words(piece: Piece, place: int) -> str:
+    """ "line 34" of a file that has lines. Of a piece of one, only its bytes before are known: they are counted now."""
+    if piece.format in (".parquet", ".arrow"):
+        return f"row {place}"
+    if piece.format == ".txt":
+        return "whole"
+    if piece.end >= 0:
+        with open(piece.file, "rb") as file:
+            lines = 1
+            while block := file.read(min(PIECE, place - file.tell())):
+                lines += block.count(b"\n")
+            return f"line {lines}"
+    return f"line {place}"
+
+
+def _of_the_file(error: BaseException, file: str) -> str:
+    """What is wrong with a file; raises ConfigError where the machine says that it cannot be read now."""
+    if getattr(error, "errno", None) is not None:
+        raise ConfigError(f"data.path: {file} cannot be read: {error}") from error
+    return _one_line(error)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _open(file: str) -> Any:
+    """Its bytes, decompressed."""
+    compression = _format(file)[1]
+    if compression == ".gz":
+        return gzip.open(file)  # which gives all there is before the place where a file breaks off
+    if compression == ".zst":
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(file), "zstd"), PIECE)
+    return open(file, "rb")
+
+
+def _txt(piece: Piece, data: Data) -> Iterator[tuple[int, bytes]]:
+    with _open(piece.file) as file:
+        yield 0, file.read(data.max_document_mib * 2**20 + 1)
+
+
+def _lines(piece: Piece, data: Data) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank, cut where they are too long: by number, or by offset those that begin within the piece."""
+    limit = data.max_document_mib * 2**20
+
+    with _open(piece.file) as file:
+        if piece.end < 0:
+            for number in itertools.count(1):
+                line, length = _line(file, limit)
+                if not length:
+                    return
+                if not line.isspace():
+                    yield number, line
+        offset = max(0, piece.start - 1)
+        file.seek(offset)
+        skipped = b"" if piece.start else b"\n"  # up to the end of the line that the piece before ends in
+        while offset < piece.end and not skipped.endswith(b"\n"):
+            skipped = file.readline(min(PIECE, piece.end - offset))
+            if not skipped:
+                return  # it has become shorter
+            offset += len(skipped)
+        while offset < piece.end:
+            line, length = _line(file, limit)
+            if not length:
+                return
+            if not line.isspace():
+                yield offset, line
+            offset += length
+
+
+def _line(file: Any, limit: int) -> tuple[bytes, int]:
+    """The next line, or the beginning of one that is longer than the limit, and its length."""
+    line = file.readline(limit + 1)
+    length = len(line)
+    if length > limit and not line.endswith(b"\n"):
+        while rest := file.readline(PIECE):
+            length += len(rest)
+            if rest.endswith(b"\n"):
+                break
+    return line, length
+
+
+def _json(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
+    """One array of objects, or lines as in jsonl, which goes by this name as well."""
+    with _open(piece.file) as file:
+        begin = file.read(1)
+        while begin.isspace():
+            begin = file.read(1)
+        if begin == b"[":
+            yield from enumerate(json.loads((begin + file.read()).decode()), start=1)
+            return
+    yield from _lines(piece, data)
+
+
+def _csv(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
+    csv.field_size_limit(data.max_document_mib * 2**20)
+    with _open(piece.file) as file:
+        rows = csv.reader(io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline=""))
+        header = next(rows, None)
+        if header is not None and data.text_field not in header:
+            yield 1, Unreadable(_no_column(data, header))
+            return
+        while header is not None:
+            line = rows.line_num + 1
+            try:
+                row = next(rows, None)
+            except csv.Error as error:
+                yield line, Unreadable(str(error))
+                continue
+            if row is None:
+                return
+            if row:
+                yield line, dict(zip(header, row, strict=False))
+
+
+def _row_groups(file: str, name: str, size: int) -> list[Piece]:
+    from pyarrow import parquet
+
+    try:
+        metadata = parquet.read_metadata(file)
+    except BROKEN as error:
+        _of_the_file(error, file)
+        return [Piece(file, name, size)]  # whose reading tells
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    firsts = itertools.accumulate((group.num_rows for group in groups), initial=0)
+    return [
+        Piece(file, name, group.total_byte_size, index, index + 1, first)
+        for index, (group, first) in enumerate(zip(groups, firsts, strict=False))
+    ]
+
+
+def _parquet(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(piece.file) as file:
+        names = file.schema_arrow.names
+        if data.text_field not in names:
+            yield piece.first, Unreadable(_no_column(data, names))
+            return
+        batches = file.iter_batches(batch_size=1024, row_groups=[piece.start], columns=[data.text_field])
+        yield from _rows(batches, piece, data)
+
+
+def _arrow(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
+    import pyarrow
+
+    with pyarrow.memory_map(piece.file) as file:
+        if file.read(6) == b"ARROW1":
+            reader = pyarrow.ipc.open_file(file)
+            batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+        else:
+            file.seek(0)
+            batches = reader = pyarrow.ipc.open_stream(file)
+        if data.text_field not in reader.schema.names:
+            yield 0, Unreadable(_no_column(data, reader.schema.names))
+            return
+        yield from _rows(batches, piece, data)
+
+
+def _rows(batches: Any, piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
+    """(row, bytes of the text or None) of record batches; as bytes, since a string that is not UTF-8 would fail a whole batch."""
+    import pyarrow
+
+    row = piece.first
+    for batch in batches:
+        column = batch.column(data.text_field)
+        try:
+            values = column.cast(pyarrow.large_binary()).to_pylist()
+        except pyarrow.ArrowNotImplementedError:
+            yield row, Unreadable(f'data.text_field = "{data.text_field}" is a column of {column.type}, not of text')
+            return
+        yield from enumerate(values, start=row)
+        row += len(values)
+
+
+def _no_column(data: Data, names: Any) -> str:
+    return f'data.text_field = "{data.text_field}" is no column of it; its columns: {", ".join(names) or "none"}'

@@ -1,0 +1,341 @@
+"""Tokenize a corpus once, for data.dataset = "prepared", which reads it without a tokenizer, in any order, from any place.
+
+    python -m titan_lite.data.prepare train_configs/llama3_8b.toml prepared/books --data.dataset local --data.path 'books/*.jsonl'
+    ./run_train.sh --data.dataset prepared --data.path prepared/books
+    python -m titan_lite.data.prepare --verify prepared/books
+
+RECIPE FOLDER       what the recipe's [data] reads and model.tokenizer_path makes of it, written to a folder not there yet
+--section.key V     any key of the recipe, as in training
+--workers N         processes that tokenize (default: one a core); 0: only this one, which reads and writes
+--shard-tokens N    a shard ends when it has so many tokens or some more (default 268,435,456); a kill loses no more than one
+--verify FOLDER     compare every byte with the SHA-256 in manifest.json, and write nothing
+
+data.validation_fraction of the documents make shards of their own, as a hash of their names decides: what training on
+the text itself would hold out. Their order is that of the files: training shuffles all of them, anew every epoch.
+
+The bytes do not depend on the number of workers. FOLDER has its name when all of it is on disk; until then it is called
+unfinished-FOLDER, and the same command goes on after its last whole shard.
+"""
+
+import argparse
+import dataclasses
+import fcntl
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from titan_lite import manifest
+from titan_lite.config import ConfigError, Data, load_config
+from titan_lite.data.dataset import NoDocuments, Split, build_source, fingerprint, refusal
+from titan_lite.data.files import BadDocument
+from titan_lite.data.prepared import FORMAT, SPLITS, manifest_text, read_manifest
+from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from titan_lite.logging import init_logging, logger
+
+PROGRESS = "progress.json"
+# keys of [data] that change nothing here; training leaves out what is too short
+_NO_MATTER = {"path", "sources", "shuffle", "shuffle_buffer", "min_document_tokens", "num_workers", "prefetch"}
+_BATCH = 1 << 18  # characters that are encoded together, about a tenth of a second
+
+
+class Batch(NamedTuple):
+    next_ordinal: int  # of the document after it
+    texts: list[str]
+    bad: list[dict[str, str]]  # documents that are skipped
+
+
+def prepare(data: Data, tokenizer: Tokenizer, folder: Path, *, workers: int, shard_tokens: int = 1 << 28) -> dict[str, Any]:
+    """Write the folder, or what is left to write of it; its manifest. Raises ConfigError."""
+    if data.dataset == "prepared":
+        raise ConfigError(f'data.dataset = "prepared": {data.path} is prepared already; "local", "stdlib" or "c4" would work')
+    if data.sources:
+        raise ConfigError("data.sources: prepare each by itself, and mix the folders")
+    if folder.exists():
+        raise ConfigError(f"{folder} is there, and nothing is overwritten; name a folder that is not there yet")
+    unfinished = folder.with_name(f"unfinished-{folder.name}")
+    about = {
+        "format": FORMAT,
+        "tokenizer": tokenizer.sha256,
+        "vocab_size": tokenizer.vocab_size,
+        "dtype": "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
+        "data": {key: value for key, value in dataclasses.asdict(data).items() if key not in _NO_MATTER},
+        "documents": fingerprint(data),
+        "shard_tokens": shard_tokens,
+    }
+    try:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        with _alone(unfinished):
+            progress = _begun(unfinished, about)
+            for split in SPLITS:
+                if split in progress["left"]:
+                    _write_split(split, data, tokenizer, unfinished, progress, workers)
+            described = {**about, **{key: progress[key] for key in ("splits", "bad", "files")}}
+            manifest.write_text(unfinished / manifest.NAME, manifest_text(described))
+            (unfinished / PROGRESS).unlink()
+            manifest.sync(unfinished)
+            unfinished.rename(folder)
+            manifest.sync(folder.parent)
+    except BlockingIOError:
+        raise ConfigError(f"{unfinished} is being written by another process; wait for that, or name another folder") from None
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error}; the same command goes on from there") from None
+    return described
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Raises BlockingIOError where another process is within."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _begun(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """What is whole in the folder, which has nothing else then."""
+    path = folder / PROGRESS
+    if path.exists():
+        progress = json.loads(path.read_text(encoding="utf-8"))
+        before, now = progress["about"], json.loads(json.dumps(about))
+        if other := [key for key in now if before.get(key) != now[key]]:
+            changed = ", ".join(f"{key} ({_short(now[key])}, was {_short(before.get(key))})" for key in other)
+            raise ConfigError(
+                f"{folder} was begun with other {changed}; with the same it goes on, and where it is removed it begins anew"
+            )
+        logger.info(f"{folder} has {len(progress['files']) // 2} whole shards: going on after them")
+    else:
+        progress = {"about": about, "splits": {split: [] for split in SPLITS}, "bad": [], "files": {}}
+        progress |= {"left": list(SPLITS), "next": 0}  # to write, from which ordinal on
+        if not about["data"]["validation_fraction"] and about["data"]["dataset"] != "c4":
+            progress["left"].remove("validation")
+    for file in folder.iterdir():
+        if file.name != PROGRESS and file.name not in progress["files"]:
+            file.unlink()
+    return progress
+
+
+def _short(value: Any) -> str:
+    return value[:12] if isinstance(value, str) else json.dumps(value)
+
+
+def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, progress: dict[str, Any], workers: int) -> None:
+    """The shards of a split that are left to write. A shard ends where a batch does: so a resumed run makes the same batches."""
+    about, shards = progress["about"], progress["splits"][split]
+    batches = _batches(dataclasses.replace(data, shuffle=False), split, progress["next"], min(_BATCH, about["shard_tokens"]))
+    dtype = np.dtype(about["dtype"]).newbyteorder("<")
+    shard: _Shard | None = None
+    bad: list[dict[str, str]] = []
+
+    def keep(next_ordinal: int) -> None:
+        """From now on what is written stays."""
+        if shard is not None:
+            progress["files"].update(shard.close())
+            shards.append({"name": shard.name, "documents": shard.documents, "tokens": shard.tokens})
+            logger.info(f"{shard.name}: {shard.documents:,} documents, {shard.tokens:,} tokens")
+        progress["bad"] += bad
+        progress["next"] = next_ordinal
+        bad.clear()
+        _write_progress(folder, progress)
+
+    done = sum(shard["tokens"] for shard in shards)
+    with logging_redirect_tqdm([logger]), tqdm(desc=split, unit=" tokens", unit_scale=True, initial=done, disable=None) as bar:
+        for batch, encoded in _encoded(batches, tokenizer, dtype, workers):
+            bad += batch.bad
+            if len(progress["bad"]) + len(bad) > data.max_bad_documents:
+                raise ConfigError(
+                    f"data.max_bad_documents = {data.max_bad_documents}: there are more, the last one {bad[-1]['file']}, "
+                    f"{bad[-1]['place']}: {bad[-1]['reason']}; a higher one, or other documents, would work"
+                )
+            if encoded:
+                shard = shard or _Shard(folder, f"{split}-{len(shards):05d}")
+                shard.write(encoded)
+                bar.update(sum(map(len, encoded)))
+            if shard is not None and shard.tokens >= about["shard_tokens"]:
+                keep(batch.next_ordinal)
+                shard = None
+    progress["left"].remove(split)
+    keep(0)
+    if not shards and split == "train":
+        raise ConfigError(f'data.path = "{data.path}" has no document that could be read; other documents would work')
+
+
+def _write_progress(folder: Path, progress: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    manifest.write_text(folder / f"{PROGRESS}.new", json.dumps(progress))
+    os.replace(folder / f"{PROGRESS}.new", folder / PROGRESS)
+    manifest.sync(folder)
+
+
+class _Shard:
+    """Two files that grow, and their SHA-256 with them."""
+
+    def __init__(self, folder: Path, name: str):
+        self.name, self.documents, self.tokens = name, 0, 0
+        self._files = {suffix: (folder / f"{name}.{suffix}").open("wb") for suffix in ("tokens", "documents")}
+        self._hashes = {suffix: hashlib.sha256() for suffix in self._files}
+        self._sizes = dict.fromkeys(self._files, 0)
+        self._append("documents", np.zeros(1, dtype="<u8"))
+
+    def write(self, documents: Sequence[np.ndarray]) -> None:
+        ends = self.tokens + np.cumsum([len(document) for document in documents])
+        self._append("tokens", np.concatenate(documents))
+        self._append("documents", ends.astype("<u8"))
+        self.documents, self.tokens = self.documents + len(documents), int(ends[-1])
+
+    def _append(self, suffix: str, values: np.ndarray) -> None:
+        content = values.tobytes()
+        self._files[suffix].write(content)
+        self._hashes[suffix].update(content)
+        self._sizes[suffix] += len(content)
+
+    def close(self) -> dict[str, dict[str, Any]]:
+        """Both are on disk: {name: {"sha256", "size"}}."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        return {
+            f"{self.name}.{suffix}": {"sha256": self._hashes[suffix].hexdigest(), "size": self._sizes[suffix]}
+            for suffix in self._files
+        }
+
+
+def _batches(data: Data, split: Split, start: int, most: int) -> Iterator[Batch]:
+    """The first epoch from ordinal `start` on, in portions of `most` characters, or a document more."""
+    batch, characters = Batch(start, [], []), 0
+    try:
+        source = build_source(data, split=split, seed=0)
+        for ordinal, document in source.documents(start, lambda ordinal: True):
+            if source.epoch(ordinal):
+                break
+            if isinstance(document, BadDocument):
+                if data.on_bad_document == "error":
+                    raise refusal(document)
+                batch.bad.append({"file": document.file, "place": document.place, "reason": document.reason})
+            else:
+                assert isinstance(document, str)
+                batch.texts.append(document)
+                characters += len(document)
+            if characters >= most:
+                yield batch._replace(next_ordinal=ordinal + 1)
+                batch, characters = Batch(ordinal + 1, [], []), 0
+    except NoDocuments:
+        if split == "train":  # of validation it is no mistake
+            raise
+    if batch.texts or batch.bad:
+        yield batch
+
+
+def _encoded(
+    batches: Iterator[Batch], tokenizer: Tokenizer, dtype: np.dtype, workers: int
+) -> Iterator[tuple[Batch, list[np.ndarray]]]:
+    """Each batch, in order, with the tokens of its documents."""
+    if not workers:
+        for batch in batches:
+            yield batch, _encode(batch.texts, tokenizer, dtype)
+        return
+    # spawn: a fork would have the locks, but not the threads, of the libraries that read the corpus
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (tokenizer, dtype))
+    ahead: deque[tuple[Batch, Future[list[np.ndarray]]]] = deque()
+    try:
+        for batch in batches:
+            ahead.append((batch._replace(texts=[]), pool.submit(_encode, batch.texts)))
+            if len(ahead) > 3 * workers:
+                yield ahead[0][0], ahead.popleft()[1].result()
+        while ahead:
+            yield ahead[0][0], ahead.popleft()[1].result()
+    except BrokenProcessPool:
+        raise ConfigError(
+            f"--workers {workers}: a worker process died, perhaps for want of memory; with fewer the same command goes on"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_of_worker: list[Any] = []  # tokenizer and dtype, in a worker process
+
+
+def _start_worker(tokenizer: Tokenizer, dtype: np.dtype) -> None:
+    _of_worker[:] = [tokenizer, dtype]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends these
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        """Its siblings hold the pipe open that would otherwise tell."""
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def _encode(texts: list[str], tokenizer: Tokenizer | None = None, dtype: np.dtype | None = None) -> list[np.ndarray]:
+    if tokenizer is None:
+        tokenizer, dtype = _of_worker
+    return [tokenizer.encode_document(text).astype(dtype) for text in texts]
+
+
+def _summary(described: dict[str, Any]) -> str:
+    sums = []
+    for split, shards in described["splits"].items():
+        documents, tokens = (sum(shard[what] for shard in shards) for what in ("documents", "tokens"))
+        sums.append(f"{split}: {documents:,} documents, {tokens:,} tokens, shards: {len(shards)}")
+    if described["bad"]:
+        sums.append(f"skipped: {len(described['bad'])} bad documents, which manifest.json lists")
+    return "; ".join(sums)
+
+
+def main(arguments: Sequence[str]) -> int:
+    if not arguments or "--help" in arguments or "-h" in arguments:
+        print(__doc__)
+        return 0 if arguments else 2
+    parser = argparse.ArgumentParser(prog="python -m titan_lite.data.prepare", add_help=False, allow_abbrev=False)
+    parser.add_argument(
+        "--workers", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    )
+    parser.add_argument("--shard-tokens", type=int, default=1 << 28)
+    parser.add_argument("--verify", type=Path)
+    init_logging(0, 1)
+    try:
+        options, others = parser.parse_known_args(arguments)
+        if options.verify:
+            print(f"{options.verify}: every byte is as written; {_summary(read_manifest(options.verify, every_byte=True))}")
+            return 0
+        if len(others) < 2 or others[0].startswith("-") or others[1].startswith("-"):
+            raise ConfigError(f"expected RECIPE FOLDER first, found {' '.join(others) or 'neither'}; --help shows an example")
+        for name, least in (("workers", 0), ("shard_tokens", 1)):
+            if getattr(options, name) < least:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected {least} or more")
+        config, _ = load_config(others[0], others[2:])
+        folder, tokenizer = Path(others[1]), load_tokenizer(config.model.tokenizer_path)
+        described = prepare(config.data, tokenizer, folder, workers=options.workers, shard_tokens=options.shard_tokens)
+        print(f"{folder}: {_summary(described)}; --data.dataset prepared --data.path {folder} trains on it")
+        return 0
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped: the same command goes on after the last whole shard", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,157 @@
+"""A corpus that `titan_lite.data.prepare` has tokenized: shards of tokens on disk, of which any document can be read at once.
+
+    manifest.json            the format's version, tokenizer, counts, skipped documents, and size and SHA-256 of every file
+    train-00000.tokens       token ids, one document after the other, each with BOS and EOS; uint16 or uint32, little-endian
+    train-00000.documents    where each document begins, in tokens, and last where the last one ends; uint64, little-endian
+    validation-00000.tokens, ...
+
+    source = PreparedSource(Data(dataset="prepared", path="prepared/c4"), split="train", seed=0)
+    for ordinal, tokens in source.documents(start=0, wanted=lambda ordinal: True): ...
+
+Nothing is in memory but what is read, whatever the corpus has: files are mapped, and the order of an epoch is computed, not
+kept. numpy's permutation would be 8 bytes a document on every rank, seconds of a resume, and another order with another numpy.
+"""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from titan_lite import manifest
+from titan_lite.config import ConfigError, Data
+
+FORMAT = 1
+SPLITS: tuple[Literal["train"], Literal["validation"]] = ("train", "validation")
+_AT_ONCE = 1024  # documents whose place in the order is computed together
+_WORKS = "a folder that `python -m titan_lite.data.prepare` wrote would work"
+
+
+class PreparedSource:
+    """Documents of one split, as arrays of token ids that have BOS and EOS already."""
+
+    def __init__(self, data: Data, split: str, seed: int):
+        self.folder, self.shuffle, self.seed = Path(data.path), data.shuffle, seed
+        described = read_manifest(self.folder)
+        self.dtype = np.dtype(described["dtype"]).newbyteorder("<")
+        shards = described["splits"].get(split, [])
+        self.names = [shard["name"] for shard in shards]
+        # firsts[i]: index of the first document of shard i; last of all their number
+        self.firsts = np.cumsum([0, *(shard["documents"] for shard in shards)])
+        if not self.firsts[-1]:
+            raise ConfigError(
+                f'data.path = "{self.folder}" has no {split} document; prepared with another data.validation_fraction '
+                f"(it was {described['data']['validation_fraction']}) it would"
+            )
+
+    def epoch(self, ordinal: int) -> int:
+        return ordinal // int(self.firsts[-1])
+
+    def documents(self, start: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, np.ndarray]]:
+        """(ordinal, tokens) of the documents from `start` on whose ordinal is wanted; only these are read."""
+        count = int(self.firsts[-1])
+        shards: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        for epoch in itertools.count(start // count):
+            end = (epoch + 1) * count
+            for begin in range(max(start, epoch * count), end, _AT_ONCE):
+                ordinals = [ordinal for ordinal in range(begin, min(begin + _AT_ONCE, end)) if wanted(ordinal)]
+                documents = np.array(ordinals, dtype=np.int64) - epoch * count
+                if self.shuffle:
+                    documents = shuffled(documents, count, f"{self.seed} {epoch}")
+                numbers = np.searchsorted(self.firsts, documents, side="right") - 1
+                within = documents - self.firsts[numbers]
+                for ordinal, number, at in zip(ordinals, numbers.tolist(), within.tolist(), strict=True):
+                    if number not in shards:
+                        shards[number] = self._open(number)
+                    tokens, begins = shards[number]
+                    begin, end = begins[at : at + 2].tolist()  # numpy's own integers make slower slices
+                    yield ordinal, tokens[begin:end]
+
+    def _open(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """A shard's tokens and where its documents begin, mapped; as plain arrays, of which numpy makes parts faster."""
+        path = self.folder / self.names[number]
+        tokens = np.memmap(path.with_suffix(".tokens"), dtype=self.dtype, mode="r")
+        return tokens.view(np.ndarray), np.memmap(path.with_suffix(".documents"), dtype="<u8", mode="r").view(np.ndarray)
+
+
+def shuffled(places: np.ndarray, count: int, key: str) -> np.ndarray:
+    """The documents at these places of an order of `count` that follows from the key: a bijection of range(count).
+
+    A Feistel network permutes the numbers of an even number of bits; one that leaves range(count) is permuted again, until
+    it is back (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+    """
+    half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    keys = np.frombuffer(hashlib.sha512(key.encode()).digest(), dtype="<u8")
+    found = places.astype(np.uint64)
+    outside = np.arange(len(found))
+    while len(outside):
+        left, right = found[outside] >> half, found[outside] & mask
+        for round_key in keys:
+            left, right = right, left ^ (_mixed(right + round_key) & mask)
+        found[outside] = (left << half) | right
+        outside = outside[found[outside] >= count]
+    return found.astype(np.int64)
+
+
+def _mixed(bits: np.ndarray) -> np.ndarray:
+    """Every bit of each uint64 depends on every bit of it: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+def read_manifest(folder: Path, every_byte: bool = False) -> dict[str, Any]:
+    """What `prepare` said of the folder, after a look at the size of each file, or at all its bytes. Raises ConfigError."""
+    wrong = f'data.path = "{folder}"'
+    try:
+        text = (folder / manifest.NAME).read_text(encoding="utf-8")
+        described = json.loads(text)
+        whole = described["format"] != FORMAT or text == manifest_text(described)
+    except OSError as error:
+        raise ConfigError(f"{wrong}: {manifest.NAME}: {error.strerror}; {_WORKS}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{wrong}: {manifest.NAME} is none of prepared data; {_WORKS}") from None
+    if described["format"] != FORMAT:
+        raise ConfigError(
+            f"{wrong} is in format {described['format']}, and this version reads format {FORMAT}; prepared anew it would work"
+        )
+    if not whole:
+        raise ConfigError(f"{wrong}: {manifest.NAME} was altered: its SHA-256 is not the one in it; prepared anew it would work")
+    for name, expected in described["files"].items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            raise ConfigError(f"{wrong}: {name}: {error.strerror}; prepared anew it would work") from None
+        if size != expected["size"]:
+            raise ConfigError(f"{wrong}: {name} has {size:,} bytes of {expected['size']:,}; prepared anew it would work")
+    if every_byte:
+        try:
+            manifest.check_bytes(folder, described["files"])
+        except manifest.Damaged as damaged:
+            raise ConfigError(f"{wrong}: {damaged}; prepared anew it would work") from None
+    return described
+
+
+def manifest_text(described: dict[str, Any]) -> str:
+    """The manifest, with a SHA-256 of its own; of one that was read the same."""
+    body = json.dumps({key: value for key, value in described.items() if key != "sha256"}, indent=1)
+    return f'{body[:-2]},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
+
+
+def check_prepared(data: Data, tokenizer_sha256: str) -> None:
+    """Raises ConfigError for a folder that is not whole, or that another tokenizer made."""
+    described = read_manifest(Path(data.path))
+    if described["tokenizer"] != tokenizer_sha256:
+        raise ConfigError(
+            f'data.path = "{data.path}" was made by another tokenizer (SHA-256 {described["tokenizer"][:12]}) than '
+            f"model.tokenizer_path ({tokenizer_sha256[:12]}); with that one, or prepared anew, it would work"
+        )
+
+
+def prepared_fingerprint(data: Data) -> str:
+    """SHA-256 of the manifest, and so of every byte."""
+    return hashlib.sha256(manifest_text(read_manifest(Path(data.path))).encode()).hexdigest()
