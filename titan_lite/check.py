@@ -25,8 +25,9 @@ from titan_lite.distributed.pipeline import PipelinePlan, plan_pipeline
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
 
 
-def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict[str, int], PipelinePlan]:
-    """The model's shape, its tokenizer, the degrees (mesh.py) and stages of a recipe that can run here. Raises ConfigError."""
+def check_layout(config: Config, world_size: int) -> tuple[ModelConfig, dict[str, int], PipelinePlan]:
+    """The model's shape, the degrees (mesh.py) and stages of a recipe that can run in such a world: what needs no data, no
+    tokenizer and none of this machine. Raises ConfigError."""
     if config.model.flavor not in FLAVORS:
         raise ConfigError(f'model.flavor = "{config.model.flavor}": known flavors are {", ".join(FLAVORS)}')
     flavor = FLAVORS[config.model.flavor]
@@ -54,28 +55,34 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
         checkpointed=config.activation_checkpoint.mode != "none",
     )
     accumulation = gradient_accumulation_steps(config.training, degrees["dp_replicate"] * degrees["dp_shard"])
-    tokenizer = load_tokenizer(config.model.tokenizer_path)
-    if tokenizer.vocab_size > flavor.vocab_size:
-        raise ConfigError(
-            f'model.tokenizer_path = "{config.model.tokenizer_path}" has {tokenizer.vocab_size} tokens, but flavor '
-            f"{config.model.flavor} has room for {flavor.vocab_size}; use that flavor's tokenizer, or a flavor with room"
-        )
-    check_data(config.data)
     check_names("parallelism.fsdp_keep_gathered", config.parallelism.fsdp_keep_gathered, config.model.flavor)
     microbatches = accumulation * pipeline.microbatches
     check_schedule(config, microbatches)
-    check_async_tensor_parallel(config)
-    check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
-    if config.profiling.enable_memory_snapshot and not torch.cuda.is_available():
-        raise ConfigError("profiling.enable_memory_snapshot = true: snapshots are of CUDA memory, and there is none; set false")
     if gathers_once(config.parallelism, microbatches) and config.parallelism.fsdp_reshard_after_forward == "always":
         raise ConfigError(
             'parallelism.fsdp_reshard_after_forward = "always" has no effect with fsdp_communication = "step", which keeps '
             f'weights gathered for a step of {microbatches} microbatches; fsdp_communication = "microbatch" would work'
         )
+    return dataclasses.replace(flavor, max_seq_len=config.training.seq_len), degrees, pipeline
+
+
+def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict[str, int], PipelinePlan]:
+    """The model's shape, its tokenizer, the degrees (mesh.py) and stages of a recipe that can run here. Raises ConfigError."""
+    model, degrees, pipeline = check_layout(config, world_size)
+    tokenizer = load_tokenizer(config.model.tokenizer_path)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f'model.tokenizer_path = "{config.model.tokenizer_path}" has {tokenizer.vocab_size} tokens, but flavor '
+            f"{config.model.flavor} has room for {model.vocab_size}; use that flavor's tokenizer, or a flavor with room"
+        )
+    check_data(config.data)
+    check_async_tensor_parallel(config)
+    check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
+    if config.profiling.enable_memory_snapshot and not torch.cuda.is_available():
+        raise ConfigError("profiling.enable_memory_snapshot = true: snapshots are of CUDA memory, and there is none; set false")
     check_writable(Path(config.job.dump_folder))
     Checkpointer(config.checkpoint, Path(config.job.dump_folder)).step_to_load()
-    return dataclasses.replace(flavor, max_seq_len=config.training.seq_len), tokenizer, degrees, pipeline
+    return model, tokenizer, degrees, pipeline
 
 
 def check_names(key: str, names: Sequence[str], flavor: str) -> None:

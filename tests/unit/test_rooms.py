@@ -28,8 +28,8 @@ ROOMS = {
     "metrics": (*PART, "matplotlib", "tqdm"),
     "profiling": PART,
     "checkpoint": PART,
-    "planner": (*PART, "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler"),
-    "plan": (*PART, "titan_lite.planner"),
+    "planner": (*PART, "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler", "titan_lite.loss"),
+    "plan": (*PART, "titan_lite.planner", "titan_lite.compiler", "titan_lite.check"),
     "check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
     "trainer": (*PART, "titan_lite"),  # the assembler
     "train": (*PART, "titan_lite.trainer"),

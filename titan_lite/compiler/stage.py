@@ -24,6 +24,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.fx import Graph, GraphModule
@@ -68,6 +69,7 @@ def compile_model(
     memory_budget: float = 1.0,
     async_tensor_parallel: str = "",
     schedule: Schedule | None = None,
+    as_inductor: bool = False,
 ) -> None:
     """Compile `model` as one graph, in place; FQNs do not change. Anything that breaks the graph is an error.
 
@@ -76,7 +78,7 @@ def compile_model(
     memory_budget: the share of activations that the partitioner may keep, of those it keeps at 1.0; what it then recomputes
     are the operators that cost least for what they free. async_tensor_parallel: the group whose collectives Inductor cuts into
     pieces that overlap with pieces of the matrix products beside them (arXiv 2410.06511, section 3.4); where it finds none, an
-    error.
+    error. as_inductor: with aot_eager, graphs of the operators that Inductor would have in them, for what is priced and not run.
     """
     reshard = None
     if reshard_after_forward:
@@ -86,7 +88,7 @@ def compile_model(
     if config.backend == "inductor":
         backend = _inductor(reshard, compiling, async_tensor_parallel)
     else:
-        backend = _aot_eager(reshard, compiling)
+        backend = _aot_eager(reshard, compiling, select_decomp_table() if as_inductor else None)
 
     model.compile(backend=_with_backward(backend, memory_budget), fullgraph=True)
     assert model._compiled_call_impl is not None
@@ -107,7 +109,7 @@ class _Pass(CustomGraphPass):
         return call + get_hash_for_files((__file__, collectives.__file__, resharding.__file__))
 
 
-def _aot_eager(reshard: _Pass | None, compiling: Compiling) -> Callable:
+def _aot_eager(reshard: _Pass | None, compiling: Compiling, decompositions: Any = None) -> Callable:
     def partition(joint: GraphModule, *args: Any, **kwargs: Any) -> Any:
         if reshard is not None:
             reshard(joint.graph)
@@ -123,6 +125,7 @@ def _aot_eager(reshard: _Pass | None, compiling: Compiling) -> Callable:
         bw_compiler=functools.partial(run_as_is, "backward"),
         inference_compiler=functools.partial(run_as_is, "inference"),
         partition_fn=partition,
+        decompositions=decompositions,
     )
 
 

@@ -30,7 +30,7 @@ from titan_lite.compiler.collectives import (
     preparation,
     ranks_of,
 )
-from titan_lite.compiler.hardware import Machine, is_free
+from titan_lite.compiler.hardware import Machine, is_free, is_fused_away
 
 
 @dataclass(frozen=True)
@@ -157,27 +157,52 @@ def peak_bytes(graph: Graph, without: Collection[Node] = ()) -> int:
     Parameters (placeholders called primals) stay where they are and do not count. A view lives in the storage that it is of.
     Nor do the nodes in `without`.
     """
+    return max(alive_bytes(graph, without))
+
+
+def alive_bytes(graph: Graph, without: Collection[Node] = (), fused: bool = False) -> list[int]:
+    """What `peak_bytes` is the peak of, while each node runs. fused: what `is_fused_away` is not made, and what it reads lives on
+    until the last kernel that it is in."""
     order = {node: place for place, node in enumerate(graph.nodes)}
-    storage: dict[Node, Node] = {}
-    last_use: dict[Node, int] = {}
-    for node in graph.nodes:
-        source = node.kwargs.get("out") or next(iter(node.all_input_nodes), None)
-        shared = node.op == "call_function" and isinstance(source, Node) and nbytes_of(node) and not _is_part(node)
-        storage[node] = storage[source] if shared and (is_free(node) or "out" in node.kwargs) else node  # type: ignore[index]
+    storage = _storages(graph)
+    virtual = {node for node in graph.nodes if fused and is_fused_away(node)}
+    last_use = {storage[node]: order[storage[node]] for node in graph.nodes}
+    for node in reversed(graph.nodes):
+        place = last_use[node] if node in virtual else order[node]
         for source in (node, *node.all_input_nodes):
-            last_use[storage[source]] = order[node]
-    uncounted = {node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("primals")}.union(without)
+            last_use[storage[source]] = max(last_use[storage[source]], place)
+    uncounted = {node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("primals")}
+    uncounted |= {*without, *virtual}
     size = {node: 0 if node in uncounted else _own_bytes(node) for node in last_use}
-    alive = peak = sum(size[node] for node in size if node.op == "placeholder")
+    alive = sum(size[node] for node in size if node.op == "placeholder")
+    found = [alive]
     ends: dict[int, int] = {}
     for node, place in last_use.items():
         ends[place] = ends.get(place, 0) + size[node]
     for node in graph.nodes:
         if node.op != "placeholder" and storage[node] is node:
             alive += size[node]
-            peak = max(peak, alive)
+        found.append(alive)
         alive -= ends.get(order[node], 0)
-    return peak
+    return found
+
+
+def saved_bytes(graph: Graph) -> int:
+    """Of a forward graph with one result: what it makes and keeps for backward beside that result."""
+    (results,) = next(node for node in graph.nodes if node.op == "output").args
+    storage = _storages(graph)
+    saved = {storage[node] for node in results[1:] if isinstance(node, Node)}  # type: ignore[index, union-attr]
+    return sum(_own_bytes(node) for node in saved if node.op != "placeholder")
+
+
+def _storages(graph: Graph) -> dict[Node, Node]:
+    """Each node's, by the node that made it."""
+    storage: dict[Node, Node] = {}
+    for node in graph.nodes:
+        source = node.kwargs.get("out") or next(iter(node.all_input_nodes), None)
+        shared = node.op == "call_function" and isinstance(source, Node) and nbytes_of(node) and not _is_part(node)
+        storage[node] = storage[source] if shared and (is_free(node) or "out" in node.kwargs) else node  # type: ignore[index]
+    return storage
 
 
 def _is_part(node: Node) -> bool:

@@ -1,0 +1,110 @@
+"""What a recipe will cost, before anyone rents a GPU: step time, tokens a second, memory, and what waits for what.
+
+    python -m titan_lite.plan train_configs/llama3_405b.toml
+    python -m titan_lite.plan train_configs/llama3_8b.toml --world-size 128 --hardware h200 --set training.local_batch_size=1
+
+The real model is made parallel, compiled and scheduled by the code that trains it, on fake tensors in a world that is not there,
+and priced on a machine that is numbers (compiler/hardware.py). Nothing runs, no weight is made, no tokenizer or data is looked
+at, and no GPU or network is needed. Exit code 0: planned, whether it fits or not (--json says "fits"); 2: something is wrong.
+
+What an eager recipe keeps for backward is taken for what a compiler would keep, which is less.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from titan_lite.config import Config, ConfigError, gradient_accumulation_steps, load_config
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        """One line, without the usage."""
+        self.exit(2, f"error: {message}\n")
+
+
+def main(arguments: list[str]) -> int:
+    parser = Parser(
+        prog="python -m titan_lite.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", help="a TOML file")
+    parser.add_argument("--world-size", type=int, help="ranks; without, as the recipe's line `# world_size: N` says")
+    parser.add_argument(
+        "--hardware", help="a profile such as h100, or the path of a .toml file; default: compile.machine, or h100"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any key of the recipe, repeatable"
+    )
+    parser.add_argument("--tokens", type=float, default=0.0, help="a token budget, such as 15e12, to tell days and GPU-hours of")
+    parser.add_argument("--full", action="store_true", help="trace every block, instead of two depths and a line through them")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    found = parser.parse_args(arguments)
+    try:
+        config, _ = load_config(found.recipe, [f"--{override}" for override in found.set])
+        if found.world_size is not None and found.world_size < 1:
+            raise ConfigError(f"--world-size {found.world_size} is no number of ranks; 8 would work")
+        print(plan_recipe(config, found.world_size or world_size_of(Path(found.recipe)), found))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def plan_recipe(config: Config, world_size: int, options: argparse.Namespace) -> str:
+    # torch is imported only now: a wrong recipe is told at once
+    from titan_lite.compiler.stage import CompileError
+    from titan_lite.planner.report import as_json, describe, make_plan
+
+    machine = find_hardware(options.hardware or config.compile.machine or "h100")
+    layout = lay_out(config, world_size)
+    try:
+        plan = make_plan(layout, machine, options.full)
+    except CompileError as error:
+        raise ConfigError(str(error)) from error
+    return as_json(plan) if options.json else "\n".join(describe(plan, options.tokens))
+
+
+def lay_out(config: Config, world_size: int) -> Any:
+    """The recipe in such a world. Raises ConfigError where it could not run, or cannot be planned."""
+    from titan_lite.check import check_layout, gathers_once
+    from titan_lite.planner.trace import Layout
+
+    model, degrees, pipeline = check_layout(config, world_size)
+    if config.parallelism.enable_async_tensor_parallel:
+        raise ConfigError(
+            "parallelism.enable_async_tensor_parallel = true is not planned: Inductor's pass needs GPUs; --set "
+            "parallelism.enable_async_tensor_parallel=false would work, and waits for tensor parallelism are then an upper bound"
+        )
+    if config.compile.compiles("model") and config.compile.bucketing == "measured":
+        raise ConfigError(
+            'compile.bucketing = "measured" is decided by a run; --set compile.bucketing=greedy, or block, would work'
+        )
+    accumulation = gradient_accumulation_steps(config.training, degrees["dp_replicate"] * degrees["dp_shard"])
+    once = gathers_once(config.parallelism, accumulation * pipeline.microbatches)
+    return Layout(config, world_size, model, degrees, pipeline, accumulation, once)
+
+
+def find_hardware(name: str) -> Any:
+    from titan_lite.compiler.hardware import PROFILES, load_machine
+
+    profile = next((known for known in PROFILES if known.casefold() == name.casefold()), name)
+    if profile not in PROFILES and not profile.endswith(".toml"):
+        raise ConfigError(f"--hardware {name} is not known; {', '.join(PROFILES)} or the path of a .toml file would work")
+    return load_machine(profile)
+
+
+def world_size_of(recipe: Path) -> int:
+    """As its comment says, in which the shipped recipes tell what they are for."""
+    said = re.search(r"^# world_size: (\d+)$", recipe.read_text(encoding="utf-8"), re.MULTILINE)
+    if said is None:
+        raise ConfigError(f"{recipe} has no line `# world_size: N`; --world-size 8 would say for how many ranks to plan")
+    return int(said[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,378 @@
+"""What a pipeline stage computes, sends and holds: traced from the real model, by the real compile stage, on no hardware.
+
+    with start_tracing(layout, machines) as tracing:          # processes, each rank 0 of a world that is not there
+        traced = trace(tracing, layout)                       # {modules beside blocks: what any number of blocks costs}
+    traced[("tok_embeddings",)].figures(n_layers=7)           # {"forward.compute": 0.41, "backward.exposed.tp": 0.08, ...}
+
+A stage is built as the trainer builds it, on fake tensors in a fake process group, and the graphs that the passes leave are
+priced node by node. Blocks are alike, so two depths are traced and any other lies on the line through them; what depends on a
+block's number (its own buckets or weights to keep) is traced whole. Rank 0 stands for all of its stage: of uneven shards it has
+the largest.
+"""
+
+import dataclasses
+import gc
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.fx import Graph, GraphModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titan_lite.compiler.collectives import KINDS, collective_bytes, kind_of, parameter_collectives, ranks_of
+from titan_lite.compiler.hardware import Machine, flops_of
+from titan_lite.compiler.schedule import Schedule
+from titan_lite.compiler.stage import compile_model
+from titan_lite.compiler.timeline import alive_bytes, saved_bytes, simulate
+from titan_lite.compiler.wrapping import block_of
+from titan_lite.config import Config
+from titan_lite.distributed.accumulation import read_wholes
+from titan_lite.distributed.context_parallel import own_positions
+from titan_lite.distributed.gather import GatherPlan, local
+from titan_lite.distributed.mesh import AXES, build_mesh
+from titan_lite.distributed.parallelize import compile_stages, parallelize
+from titan_lite.distributed.pipeline import PipelinePlan, keep_modules
+from titan_lite.distributed.simple_fsdp import materialize, model_of
+from titan_lite.distributed.tensor_parallel import axis_of
+from titan_lite.loss import build_loss, own_vocabulary
+from titan_lite.models.llama3 import ModelConfig, Transformer
+
+PROCESSES = 2
+Figures = dict[str, float]  # see `figures_of`
+Kind = tuple[str, ...]  # the modules of a stage beside its blocks
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A recipe that can run in a world of so many ranks (check.py). accumulation: local batches of a step; gathers_once: whether
+    weights are gathered and gradients reduced once a step."""
+
+    config: Config
+    world_size: int
+    model: ModelConfig
+    degrees: dict[str, int]
+    pipeline: PipelinePlan
+    accumulation: int
+    gathers_once: bool
+
+    @property
+    def microbatches(self) -> int:
+        """Of one optimizer step."""
+        return self.accumulation * self.pipeline.microbatches
+
+    @property
+    def sequences(self) -> int:
+        """Of one microbatch."""
+        return self.config.training.local_batch_size // self.pipeline.microbatches
+
+    @property
+    def fused(self) -> bool:
+        """Whether Inductor makes kernels of the model."""
+        return self.config.compile.compiles("model") and self.config.compile.backend == "inductor"
+
+    @property
+    def tokens(self) -> int:
+        """Of one optimizer step, over all ranks."""
+        rows = self.config.training.local_batch_size * self.degrees["dp_replicate"] * self.degrees["dp_shard"]
+        return self.accumulation * rows * self.config.training.seq_len
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Of a kind of stage, at each depth that was traced, and on each machine, what `figures_of` says."""
+
+    depths: Mapping[int, Sequence[Figures]]
+
+    def figures(self, n_layers: int, machine: int = 0) -> Figures:
+        """Of a stage with so many blocks: as traced, or on the line through two depths."""
+        if n_layers in self.depths:
+            return dict(self.depths[n_layers][machine])
+        (low, at_low), (high, at_high) = ((depth, figures[machine]) for depth, figures in sorted(self.depths.items()))
+        share = (n_layers - low) / (high - low)
+        keys = {**at_low, **at_high}
+        return {key: at_low.get(key, 0.0) + share * (at_high.get(key, 0.0) - at_low.get(key, 0.0)) for key in keys}
+
+
+@contextmanager
+def start_tracing(layout: Layout) -> Iterator[ProcessPoolExecutor]:
+    """Processes for one world: a fake process group is one per process, and its size is for good."""
+    settings = dict(max_workers=PROCESSES, mp_context=mp.get_context("spawn"))
+    with ProcessPoolExecutor(**settings, initializer=start_fake_world, initargs=(layout.world_size,)) as processes:  # type: ignore[arg-type]
+        try:
+            yield processes
+        except BaseException:
+            processes.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def start_fake_world(world_size: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+
+
+def trace(processes: ProcessPoolExecutor, layout: Layout, machines: Sequence[Machine], full: bool = False) -> dict[Kind, Traced]:
+    """Every kind of stage that the recipe has. full: at its very number of blocks."""
+    wanted: dict[Kind, set[int]] = defaultdict(set)
+    for modules in layout.pipeline.modules:
+        wanted[kind_of_stage(modules)].add(layers_of(modules))
+    started = {}
+    for kind, counts in wanted.items():
+        depths = counts if full or not (both := depths_to_trace(layout.config)) or max(counts) <= both[1] else set(both)
+        for depth in sorted(depths, reverse=True):  # the longest first
+            started[kind, depth] = processes.submit(trace_stage, layout, kind, depth, machines)
+    return {kind: Traced({depth: task.result() for (other, depth), task in started.items() if other == kind}) for kind in wanted}
+
+
+def depths_to_trace(config: Config) -> tuple[int, int] | None:
+    """Two numbers of blocks on whose line all others lie; None where blocks are not alike."""
+    parallelism, checkpointing = config.parallelism, config.activation_checkpoint
+    named = (*parallelism.fsdp_keep_gathered, *config.compile.buckets)
+    if any("layers." in name for name in named) or (config.compile.compiles("model") and config.compile.bucketing == "auto"):
+        return None
+    option = checkpointing.selective_ac_option
+    period = int(option) if checkpointing.mode == "selective" and option.isdigit() else 1
+    first = -(-2 // period) * period
+    return first, 2 * first
+
+
+def kind_of_stage(modules: Sequence[str]) -> Kind:
+    return tuple(name for name in modules if not name.startswith("layers."))
+
+
+def layers_of(modules: Sequence[str]) -> int:
+    return len(modules) - len(kind_of_stage(modules))
+
+
+def trace_stage(layout: Layout, kind: Kind, n_layers: int, machines: Sequence[Machine]) -> list[Figures]:
+    """In a fake world: a stage of `kind` with so many blocks, on each machine."""
+    torch._dynamo.reset()
+    gc.collect()  # the graphs before
+    config = layout.config
+    mesh = build_mesh(layout.degrees, "cpu")
+    model = build_stage(layout, mesh, kind, n_layers)
+    plans = [(plan, local(parameter).numel()) for parameter, plan in model_of(model).plans.items()]
+    priced = _Priced(
+        config.compile if layout.fused else dataclasses.replace(config.compile, bucketing="none", reordering=True),
+        machines[0],
+        fused=layout.fused,
+        must_merge=False,
+        machines=machines,
+        axes=axes_of(mesh),
+    )
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    tokens, tp = len(model.positions), axis_of(mesh["tp"])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        materialize(model, torch.device("cpu"))
+        if layout.gathers_once:
+            read_wholes(model, {parameter: _whole(plan) for parameter, plan in model_of(model).plans.items()})
+        compile_stages(
+            [model],
+            mesh,
+            parallelism=config.parallelism,
+            activation_checkpoint=config.activation_checkpoint,
+            compile=dataclasses.replace(config.compile, backend="aot_eager"),
+            schedule=priced,
+            as_inductor=layout.fused,
+        )
+        shape = (layout.sequences, tokens // tp.degree, layout.model.dim)
+        if "tok_embeddings" in kind:
+            model(torch.zeros(layout.sequences, tokens, dtype=torch.long))
+        else:
+            model(torch.zeros(shape, dtype=dtype, requires_grad=True))
+        if "output" in kind:
+            loss = _Loss(build_loss(layout.model.vocab_size, tp.rank, tp.degree, tp.group))
+            vocabulary = len(own_vocabulary(layout.model.vocab_size, tp.rank, tp.degree))
+            priced.prefix, priced.fused = "loss_", config.compile.compiles("loss") and config.compile.backend == "inductor"
+            plain = dataclasses.replace(config.compile, backend="aot_eager", bucketing="none", reordering=False)
+            compile_model(loss, plain, reshard_after_forward=False, schedule=priced, as_inductor=priced.fused)
+            logits = torch.zeros(layout.sequences, tokens, vocabulary, dtype=dtype, requires_grad=True)
+            loss(logits, torch.zeros(layout.sequences, tokens, dtype=torch.long))
+    held = held_figures(plans, [buffer.numel() * buffer.element_size() for buffer in model.buffers()])
+    held["activations.between"] = float(dtype.itemsize * torch.Size(shape).numel())
+    if "output" in kind:
+        held["activations.logits"] = float(logits.numel() * logits.element_size())
+    found = []
+    for number, machine in enumerate(machines):
+        figures = held | round_figures([plan for plan, _ in plans], machine, axes_of(mesh))
+        for graph, each in priced.figures.items():
+            figures |= {f"{graph}.{key}": value for key, value in each[number].items()}
+        found.append(figures)
+    return found
+
+
+def build_stage(layout: Layout, mesh: DeviceMesh, kind: Kind, n_layers: int) -> Transformer:
+    """As the trainer builds it, on no device."""
+    config = layout.config
+    positions = own_positions(config.training.seq_len, 0, mesh["cp"].size())
+    with torch.device("meta"):
+        shape = dataclasses.replace(layout.model, n_layers=max(n_layers, 1))
+        model = Transformer(shape, positions).to(getattr(torch, config.training.dtype))
+    keep_modules(model, [*kind, *(f"layers.{number}" for number in range(n_layers))])
+    parallelize(
+        [model],
+        mesh,
+        training=config.training,
+        parallelism=config.parallelism,
+        activation_checkpoint=config.activation_checkpoint,
+    )
+    return model
+
+
+class _Loss(nn.Module):
+    def __init__(self, loss_sum: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.loss_sum = loss_sum
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self.loss_sum(logits, labels)
+
+
+def _whole(plan: GatherPlan) -> Tensor:
+    return torch.zeros(plan.rows, *plan.row_shape, dtype=plan.param_dtype, requires_grad=True)
+
+
+@dataclass
+class _Priced(Schedule):
+    """The passes; and the figures of every graph that they leave, by name, on each machine."""
+
+    machines: Sequence[Machine] = ()
+    axes: Mapping[tuple[int, ...], str] = field(default_factory=dict)
+    prefix: str = ""
+    figures: dict[str, list[Figures]] = field(default_factory=dict)
+
+    def __call__(self, module: GraphModule, name: str) -> None:
+        super().__call__(module, name)
+        each = [figures_of(module.graph, machine, self.fused, self.axes) for machine in self.machines]
+        self.figures[self.prefix + name] = each
+
+
+def axes_of(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
+    """The axis that each of rank 0's groups is along, by its ranks; where parameters are sharded over cp as well: dp_shard."""
+    ranks = {axis: tuple(dist.get_process_group_ranks(mesh.get_group(axis))) for axis in AXES if mesh[axis].size() > 1}
+    if "cp" in ranks:
+        shard = AXES.index("dp_shard")
+        index: list[Any] = [0] * len(AXES)
+        index[shard] = index[shard + 1] = slice(None)
+        return {tuple(mesh.mesh[tuple(index)].flatten().tolist()): "dp_shard", **{group: axis for axis, group in ranks.items()}}
+    return {group: axis for axis, group in ranks.items()}
+
+
+def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Mapping[tuple[int, ...], str]) -> Figures:
+    """A graph in numbers that add up over graphs and lie on a line over blocks.
+
+    compute                      seconds of all but collectives
+    communication.A, exposed.A   seconds of the collectives along axis A; of these, in which nothing computes
+    bytes.A, across.A            bytes that a rank sends along A, in a ring; of these, to another node, on average over its ranks
+    matmul, attention            floating-point operations
+    saved                        bytes that forward keeps for backward
+    peak.start, peak.end         bytes, most at once in the first and in the second half of the nodes
+    """
+    result: Figures = defaultdict(float)
+    exposed = dict(zip(parameter_collectives(graph), simulate(graph, machine, fused=fused).collectives(), strict=True))
+    for node in graph.nodes:
+        seconds = machine.cost(node, fused)
+        if node.target in KINDS:
+            ranks = tuple(ranks_of(node))
+            if len(ranks) > 1:
+                axis = axes[ranks]
+                # Those of tensor and context parallelism are waited for at once.
+                held_up = exposed[node].exposed if node in exposed else seconds
+                _add_collective(result, axis, kind_of(node), collective_bytes(node), ranks, machine, seconds, held_up)
+            continue
+        result["compute"] += seconds
+        matmul, attention = flops_of(node)
+        result["matmul"] += matmul
+        result["attention"] += attention
+    alive = alive_bytes(graph, fused=fused)
+    middle = len(alive) // 2
+    result["peak.start"], result["peak.end"] = max(alive[:middle]), max(alive[middle:])
+    result["saved"] = saved_bytes(graph)  # of backward: nothing that anyone asks for
+    return dict(result)
+
+
+def _add_collective(
+    result: Figures, axis: str, kind: str, nbytes: float, ranks: Sequence[int], machine: Machine, seconds: float, exposed: float
+) -> None:
+    nodes = len({rank // machine.ranks_per_node for rank in ranks})
+    sent = (2 if kind == "all_reduce" else 1) * nbytes * (len(ranks) - 1) / len(ranks)
+    result[f"communication.{axis}"] += seconds
+    result[f"exposed.{axis}"] += exposed
+    result[f"bytes.{axis}"] += sent
+    result[f"across.{axis}"] += sent * nodes / len(ranks) if nodes > 1 else 0.0  # of a ring, one hop a node
+
+
+def held_figures(plans: Sequence[tuple[GatherPlan, int]], buffers: Sequence[int]) -> Figures:
+    """held: numbers in a rank's shards; whole: in its weights when all are gathered; tensors: of parameters; buffers: bytes."""
+    return {
+        "held": float(sum(held for _, held in plans)),
+        "whole": float(sum(_numbers(plan) for plan, _ in plans)),
+        "tensors": float(len(plans)),
+        "buffers": float(sum(buffers)),
+    }
+
+
+def _numbers(plan: GatherPlan) -> int:
+    return plan.rows * torch.Size(plan.row_shape).numel()
+
+
+def _padded(plan: GatherPlan) -> int:
+    """Numbers that its collectives have."""
+    return plan.chunk * plan.shard_degree * torch.Size(plan.row_shape).numel()
+
+
+def round_figures(plans: Sequence[GatherPlan], machine: Machine, axes: Mapping[tuple[int, ...], str]) -> Figures:
+    """Of the one round of collectives of `gathered_for_step`, by its buckets, as `gather.` and `reduce.` figures.
+
+    Two buckets are under way at once, so what one copies travels beside the other: the longer of both counts.
+    """
+    gather: Figures = defaultdict(float)
+    reduce: Figures = defaultdict(float)
+    gathered: dict[Any, list[GatherPlan]] = defaultdict(list)
+    reduced: dict[Any, list[GatherPlan]] = defaultdict(list)
+    for plan in plans:
+        gathered[block_of(plan.fqn), plan.shard_group, plan.param_dtype].append(plan)
+        reduced[block_of(plan.fqn), plan.shard_group, plan.sum_groups, plan.reduce_dtype].append(plan)
+
+    def communicate(result: Figures, kind: str, nbytes: float, group: str) -> None:
+        ranks = tuple(dist.get_process_group_ranks(_resolve_process_group(group)))  # type: ignore[arg-type]
+        seconds = machine.collective(kind, nbytes, ranks)
+        _add_collective(result, axes[ranks], kind, nbytes, ranks, machine, seconds, seconds)
+
+    copied = {"gather": 0.0, "reduce": 0.0}
+    for members in gathered.values():
+        first = members[0]
+        nbytes = (
+            sum(plan.chunk * plan.shard_degree * torch.Size(plan.row_shape).numel() for plan in members)
+            * first.param_dtype.itemsize
+        )
+        if first.shard_degree > 1:
+            communicate(gather, "all_gather", nbytes, first.shard_group)
+        copied["gather"] += 2 * nbytes  # out of the bucket
+    for members in reduced.values():
+        first = members[0]
+        nbytes = (
+            sum(plan.chunk * plan.shard_degree * torch.Size(plan.row_shape).numel() for plan in members)
+            * first.reduce_dtype.itemsize
+        )
+        if first.shard_degree > 1:
+            communicate(reduce, "reduce_scatter", nbytes, first.shard_group)
+        for group in first.sum_groups:
+            communicate(reduce, "all_reduce", nbytes / first.shard_degree, group)
+        copied["reduce"] += 2 * nbytes  # into the bucket
+    for name, result in (("gather", gather), ("reduce", reduce)):
+        travels = sum(value for key, value in result.items() if key.startswith("exposed."))
+        result["compute"] = max(0.0, machine.memory_traffic(copied[name]) - travels)
+    return {
+        **{f"gather.{key}": value for key, value in gather.items()},
+        **{f"reduce.{key}": value for key, value in reduce.items()},
+    }
