@@ -2,6 +2,8 @@
 
     python -m titan_lite.plan train_configs/llama3_405b.toml
     python -m titan_lite.plan train_configs/llama3_8b.toml --world-size 128 --hardware h200 --set training.local_batch_size=1
+    python -m titan_lite.plan train_configs/llama3_70b.toml --changes           # and what is one change away: minutes
+    python -m titan_lite.plan train_configs/llama3_70b.toml --sweep parallelism.tensor_parallel_degree=2,4,8
 
 The real model is made parallel, compiled and scheduled by the code that trains it, on fake tensors in a world that is not there,
 and priced on a machine that is numbers (compiler/hardware.py). Nothing runs, no weight is made, no tokenizer or data is looked
@@ -42,31 +44,60 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--tokens", type=float, default=0.0, help="a token budget, such as 15e12, to tell days and GPU-hours of")
     parser.add_argument("--full", action="store_true", help="trace every block, instead of two depths and a line through them")
-    parser.add_argument("--json", action="store_true", help="for machines")
-    found = parser.parse_args(arguments)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--json", action="store_true", help="for machines")
+    what.add_argument(
+        "--changes", action="store_true", help="plan what is one change away, too, and tell the three that help most"
+    )
+    what.add_argument(
+        "--sweep", action="append", default=[], metavar="SECTION.KEY=A,B,C", help="plan a grid (repeatable), and rank it"
+    )
     try:
-        config, _ = load_config(found.recipe, [f"--{override}" for override in found.set])
-        if found.world_size is not None and found.world_size < 1:
-            raise ConfigError(f"--world-size {found.world_size} is no number of ranks; 8 would work")
-        print(plan_recipe(config, found.world_size or world_size_of(Path(found.recipe)), found))
+        print(plan_recipe(parser.parse_args(arguments)))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def plan_recipe(config: Config, world_size: int, options: argparse.Namespace) -> str:
+def plan_recipe(options: argparse.Namespace) -> str:
+    overrides = [f"--{override}" for override in options.set]
+    config, _ = load_config(options.recipe, overrides)
+    world_size = world_size_of(Path(options.recipe)) if options.world_size is None else options.world_size
+    if world_size < 1:
+        raise ConfigError(f"--world-size {world_size} is no number of ranks; 8 would work")
     # torch is imported only now: a wrong recipe is told at once
     from titan_lite.compiler.stage import CompileError
-    from titan_lite.planner.report import as_json, describe, make_plan
+    from titan_lite.planner.changes import Change, best_changes, candidates, grid, ranked
+    from titan_lite.planner.report import Plan, as_json, describe, make_plans
 
     machine = find_hardware(options.hardware or config.compile.machine or "h100")
     layout = lay_out(config, world_size)
-    try:
-        plan = make_plan(layout, machine, options.full)
-    except CompileError as error:
-        raise ConfigError(str(error)) from error
-    return as_json(plan) if options.json else "\n".join(describe(plan, options.tokens))
+    layouts: list[tuple[Change, Any]] = [] if options.sweep else [({}, layout)]
+    refused: list[tuple[Change, str]] = []
+    for change in grid(options.sweep) if options.sweep else candidates(layout, machine) if options.changes else ():
+        try:
+            changed, _ = load_config(options.recipe, [*overrides, *(f"--{key}={value}" for key, value in change.items())])
+            layouts.append((change, lay_out(changed, world_size)))
+        except ConfigError as error:
+            refused.append((change, str(error)))
+
+    rows: list[tuple[Change, Plan | str]] = []
+    plans = make_plans([each for _, each in layouts], machine, options.full) if layouts else ()
+    for number, ((change, _), plan) in enumerate(zip(layouts, plans, strict=True), 1):
+        if isinstance(plan, CompileError) and not change:
+            raise ConfigError(str(plan))
+        rows.append((change, str(plan) if isinstance(plan, CompileError) else plan))
+        if len(layouts) > 1 and sys.stderr.isatty():
+            print(f"\r{number} of {len(layouts)} planned", end="\n" if number == len(layouts) else "", file=sys.stderr)
+    if options.sweep:
+        return "\n".join(ranked([*rows, *refused]))
+    plan = rows[0][1]
+    assert isinstance(plan, Plan)
+    if options.json:
+        return as_json(plan)
+    changes = [(change, each) for change, each in rows[1:] if isinstance(each, Plan)]
+    return "\n".join([*describe(plan, options.tokens), *(best_changes(plan, changes) if options.changes else ())])
 
 
 def lay_out(config: Config, world_size: int) -> Any:

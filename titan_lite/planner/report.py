@@ -11,17 +11,20 @@ compiler/hardware.py says of their uncertainty.
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from titan_lite.compiler.hardware import UNCERTAINTY, Machine
+from titan_lite.compiler.stage import CompileError
+from titan_lite.config import ConfigError
 from titan_lite.models.llama3 import flops_per_token
 from titan_lite.planner.memory import GIB, OUTSIDE, Memory, memory_of
 from titan_lite.planner.simulate import Step, simulate_step
-from titan_lite.planner.trace import Kind, Layout, Traced, kind_of_stage, layers_of, start_tracing, trace
+from titan_lite.planner.trace import Kind, Layout, Traced, finish_trace, kind_of_stage, layers_of, start_trace, start_tracing
 
 WORDS = {
     "compute": "computation",
@@ -75,12 +78,29 @@ class Plan:
 
 
 def make_plan(layout: Layout, machine: Machine, full: bool = False) -> Plan:
-    """full: every block is traced. Raises ConfigError or CompileError for what cannot be planned."""
+    """full: every block is traced. Raises CompileError for what cannot be planned."""
+    (plan,) = make_plans([layout], machine, full)
+    if isinstance(plan, CompileError):
+        raise plan
+    return plan
+
+
+def make_plans(layouts: Sequence[Layout], machine: Machine, full: bool = False) -> Iterator[Plan | CompileError]:
+    """Of each, in one world, one after another as they are ready."""
     started = time.perf_counter()
     machines = (machine, machine.scaled(-1), machine.scaled(1))
-    with start_tracing(layout) as processes:
-        traced = trace(processes, layout, machines, full)
-    return put_together(layout, machines, traced, time.perf_counter() - started)
+    with start_tracing(layouts[0].world_size) as processes:
+        tasks = [start_trace(processes, layout, machines, full) for layout in layouts]
+        for layout, task in zip(layouts, tasks, strict=True):
+            try:
+                yield put_together(layout, machines, finish_trace(task), time.perf_counter() - started)
+            except CompileError as error:
+                yield error
+            except BrokenExecutor:
+                raise ConfigError(
+                    "a process that traces was ended from outside, perhaps for this machine's memory; fewer layers in --full, or "
+                    "planning without it, would take less"
+                ) from None
 
 
 def put_together(layout: Layout, machines: Sequence[Machine], traced: dict[Kind, Traced], seconds: float = 0.0) -> Plan:

@@ -1,7 +1,7 @@
 """What a pipeline stage computes, sends and holds: traced from the real model, by the real compile stage, on no hardware.
 
-    with start_tracing(layout, machines) as tracing:          # processes, each rank 0 of a world that is not there
-        traced = trace(tracing, layout)                       # {modules beside blocks: what any number of blocks costs}
+    with start_tracing(layout.world_size) as processes:       # each is rank 0 of a world that is not there
+        traced = finish_trace(start_trace(processes, layout, machines))    # {modules beside blocks: ...}
     traced[("tok_embeddings",)].figures(n_layers=7)           # {"forward.compute": 0.41, "backward.exposed.tp": 0.08, ...}
 
 A stage is built as the trainer builds it, on fake tensors in a fake process group, and the graphs that the passes leave are
@@ -14,7 +14,7 @@ import dataclasses
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,10 +107,10 @@ class Traced:
 
 
 @contextmanager
-def start_tracing(layout: Layout) -> Iterator[ProcessPoolExecutor]:
+def start_tracing(world_size: int) -> Iterator[ProcessPoolExecutor]:
     """Processes for one world: a fake process group is one per process, and its size is for good."""
     settings = dict(max_workers=PROCESSES, mp_context=mp.get_context("spawn"))
-    with ProcessPoolExecutor(**settings, initializer=start_fake_world, initargs=(layout.world_size,)) as processes:  # type: ignore[arg-type]
+    with ProcessPoolExecutor(**settings, initializer=start_fake_world, initargs=(world_size,)) as processes:  # type: ignore[arg-type]
         try:
             yield processes
         except BaseException:
@@ -123,17 +123,27 @@ def start_fake_world(world_size: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
-def trace(processes: ProcessPoolExecutor, layout: Layout, machines: Sequence[Machine], full: bool = False) -> dict[Kind, Traced]:
-    """Every kind of stage that the recipe has. full: at its very number of blocks."""
+def start_trace(
+    processes: ProcessPoolExecutor, layout: Layout, machines: Sequence[Machine], full: bool = False
+) -> dict[tuple[Kind, int], Future[list[Figures]]]:
+    """Tasks by kind of stage and blocks, for every kind that the recipe has. full: at its very number of blocks."""
     wanted: dict[Kind, set[int]] = defaultdict(set)
     for modules in layout.pipeline.modules:
         wanted[kind_of_stage(modules)].add(layers_of(modules))
     started = {}
     for kind, counts in wanted.items():
-        depths = counts if full or not (both := depths_to_trace(layout.config)) or max(counts) <= both[1] else set(both)
+        both = None if full else depths_to_trace(layout.config)
+        depths = set(both) if both and max(counts) > both[1] else counts
         for depth in sorted(depths, reverse=True):  # the longest first
             started[kind, depth] = processes.submit(trace_stage, layout, kind, depth, machines)
-    return {kind: Traced({depth: task.result() for (other, depth), task in started.items() if other == kind}) for kind in wanted}
+    return started
+
+
+def finish_trace(started: Mapping[tuple[Kind, int], Future[list[Figures]]]) -> dict[Kind, Traced]:
+    depths: dict[Kind, dict[int, Sequence[Figures]]] = defaultdict(dict)
+    for (kind, depth), task in started.items():
+        depths[kind][depth] = task.result()
+    return {kind: Traced(each) for kind, each in depths.items()}
 
 
 def depths_to_trace(config: Config) -> tuple[int, int] | None:

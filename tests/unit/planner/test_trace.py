@@ -39,7 +39,7 @@ FSDP, TP, RECOMPUTED = layout(), layout(2, tensor_parallel_degree=2), layout(mod
 def traced():
     """{(what, blocks): figures}"""
     wanted = {("fsdp", 6): FSDP, ("fsdp", 4): FSDP, ("fsdp", 2): FSDP, ("tp", 2): TP, ("full", 2): RECOMPUTED}
-    with start_tracing(FSDP) as processes:
+    with start_tracing(RANKS) as processes:
         tasks = {key: processes.submit(trace_stage, mine, WHOLE, key[1], [H100]) for key, mine in wanted.items()}
         return {key: task.result()[0] for key, task in tasks.items()}
 
