@@ -129,7 +129,7 @@ def describe(plan: Plan, token_budget: float = 0.0) -> list[str]:
         f"{config.model.flavor} on {layout.world_size} {machine.name} ({axes}); {compiled}, "
         f"activation checkpointing {config.activation_checkpoint.mode}",
         f"batch: {layout.tokens // training.seq_len:,} sequences of {training.seq_len:,} tokens a step = {layout.tokens:,} "
-        f"tokens, in {layout.microbatches} microbatches of {layout.sequences} a rank",
+        f"tokens, {layout.microbatches} microbatch{'es' * (layout.microbatches > 1)} of {layout.sequences} a rank",
         "",
         f"  step time        {span(fast.seconds, slow.seconds, '{:.3g}')} s",
         f"  tokens/s a GPU   {span(plan.tokens_per_second(slow), plan.tokens_per_second(fast))}",

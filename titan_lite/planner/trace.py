@@ -309,9 +309,9 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Mapping[tuple[
         if node.target in KINDS:
             ranks = tuple(ranks_of(node))
             if len(ranks) > 1:
-                axis = axes[ranks]
-                # Those of tensor and context parallelism are waited for at once.
+                # Those of tensor and context parallelism are waited for at once; parameters may be sharded over cp alone.
                 held_up = exposed[node].exposed if node in exposed else seconds
+                axis = "dp_shard" if node in exposed and axes[ranks] == "cp" else axes[ranks]
                 _add_collective(result, axis, kind_of(node), collective_bytes(node), ranks, machine, seconds, held_up)
             continue
         result["compute"] += seconds
@@ -371,7 +371,8 @@ def round_figures(plans: Sequence[GatherPlan], machine: Machine, axes: Mapping[t
     def communicate(result: Figures, kind: str, nbytes: float, group: str) -> None:
         ranks = tuple(dist.get_process_group_ranks(_resolve_process_group(group)))  # type: ignore[arg-type]
         seconds = machine.collective(kind, nbytes, ranks)
-        _add_collective(result, axes[ranks], kind, nbytes, ranks, machine, seconds, seconds)
+        axis = "dp_shard" if axes[ranks] == "cp" else axes[ranks]
+        _add_collective(result, axis, kind, nbytes, ranks, machine, seconds, seconds)
 
     copied = {"gather": 0.0, "reduce": 0.0}
     for members in gathered.values():
