@@ -126,6 +126,8 @@ def find_hardware(name: str) -> Any:
     profile = next((known for known in PROFILES if known.casefold() == name.casefold()), name)
     if profile not in PROFILES and not profile.endswith(".toml"):
         raise ConfigError(f"--hardware {name} is not known; {', '.join(PROFILES)} or the path of a .toml file would work")
+    if profile not in PROFILES and not Path(profile).is_file():
+        raise ConfigError(f"--hardware {name}: no such file; {', '.join(PROFILES)} or another path would work")
     return load_machine(profile)
 
 

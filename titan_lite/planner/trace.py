@@ -299,7 +299,7 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Mapping[tuple[
     communication.A, exposed.A   seconds of the collectives along axis A; of these, in which nothing computes
     bytes.A, across.A            bytes that a rank sends along A, in a ring; of these, to another node, on average over its ranks
     matmul, attention            floating-point operations
-    saved                        bytes that forward keeps for backward
+    saved                        bytes that a forward graph keeps for backward
     peak.start, peak.end         bytes, most at once in the first and in the second half of the nodes
     """
     result: Figures = defaultdict(float)
@@ -321,7 +321,7 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Mapping[tuple[
     alive = alive_bytes(graph, fused=fused)
     middle = len(alive) // 2
     result["peak.start"], result["peak.end"] = max(alive[:middle]), max(alive[middle:])
-    result["saved"] = saved_bytes(graph)  # of backward: nothing that anyone asks for
+    result["saved"] = saved_bytes(graph)
     return dict(result)
 
 
