@@ -219,7 +219,9 @@ def trace_stage(layout: Layout, kind: Kind, n_layers: int, machines: Sequence[Ma
         held["activations.logits"] = float(logits.numel() * logits.element_size())
     found = []
     for number, machine in enumerate(machines):
-        figures = held | round_figures([plan for plan, _ in plans], machine, axes_of(mesh))
+        figures = dict(held)
+        if layout.gathers_once:
+            figures |= round_figures([plan for plan, _ in plans], machine, axes_of(mesh))
         for graph, each in priced.figures.items():
             figures |= {f"{graph}.{key}": value for key, value in each[number].items()}
         found.append(figures)
@@ -360,45 +362,33 @@ def round_figures(plans: Sequence[GatherPlan], machine: Machine, axes: Mapping[t
 
     Two buckets are under way at once, so what one copies travels beside the other: the longer of both counts.
     """
-    gather: Figures = defaultdict(float)
-    reduce: Figures = defaultdict(float)
+    found: dict[str, Figures] = {"gather": defaultdict(float), "reduce": defaultdict(float)}
+
+    def communicate(what: str, kind: str, nbytes: float, group: str) -> None:
+        ranks = tuple(dist.get_process_group_ranks(_resolve_process_group(group)))  # type: ignore[arg-type]
+        seconds = machine.collective(kind, nbytes, ranks)
+        axis = "dp_shard" if axes[ranks] == "cp" else axes[ranks]
+        _add_collective(found[what], axis, kind, nbytes, ranks, machine, seconds, seconds)
+
     gathered: dict[Any, list[GatherPlan]] = defaultdict(list)
     reduced: dict[Any, list[GatherPlan]] = defaultdict(list)
     for plan in plans:
         gathered[block_of(plan.fqn), plan.shard_group, plan.param_dtype].append(plan)
         reduced[block_of(plan.fqn), plan.shard_group, plan.sum_groups, plan.reduce_dtype].append(plan)
-
-    def communicate(result: Figures, kind: str, nbytes: float, group: str) -> None:
-        ranks = tuple(dist.get_process_group_ranks(_resolve_process_group(group)))  # type: ignore[arg-type]
-        seconds = machine.collective(kind, nbytes, ranks)
-        axis = "dp_shard" if axes[ranks] == "cp" else axes[ranks]
-        _add_collective(result, axis, kind, nbytes, ranks, machine, seconds, seconds)
-
     copied = {"gather": 0.0, "reduce": 0.0}
     for members in gathered.values():
-        first = members[0]
-        nbytes = (
-            sum(plan.chunk * plan.shard_degree * torch.Size(plan.row_shape).numel() for plan in members)
-            * first.param_dtype.itemsize
-        )
+        first, nbytes = members[0], sum(map(_padded, members)) * members[0].param_dtype.itemsize
         if first.shard_degree > 1:
-            communicate(gather, "all_gather", nbytes, first.shard_group)
+            communicate("gather", "all_gather", nbytes, first.shard_group)
         copied["gather"] += 2 * nbytes  # out of the bucket
     for members in reduced.values():
-        first = members[0]
-        nbytes = (
-            sum(plan.chunk * plan.shard_degree * torch.Size(plan.row_shape).numel() for plan in members)
-            * first.reduce_dtype.itemsize
-        )
+        first, nbytes = members[0], sum(map(_padded, members)) * members[0].reduce_dtype.itemsize
         if first.shard_degree > 1:
-            communicate(reduce, "reduce_scatter", nbytes, first.shard_group)
+            communicate("reduce", "reduce_scatter", nbytes, first.shard_group)
         for group in first.sum_groups:
-            communicate(reduce, "all_reduce", nbytes / first.shard_degree, group)
+            communicate("reduce", "all_reduce", nbytes / first.shard_degree, group)
         copied["reduce"] += 2 * nbytes  # into the bucket
-    for name, result in (("gather", gather), ("reduce", reduce)):
-        travels = sum(value for key, value in result.items() if key.startswith("exposed."))
-        result["compute"] = max(0.0, machine.memory_traffic(copied[name]) - travels)
-    return {
-        **{f"gather.{key}": value for key, value in gather.items()},
-        **{f"reduce.{key}": value for key, value in reduce.items()},
-    }
+    for what, figures in found.items():
+        travels = sum(value for key, value in figures.items() if key.startswith("exposed."))
+        figures["compute"] = max(0.0, machine.memory_traffic(copied[what]) - travels)
+    return {f"{what}.{key}": value for what, figures in found.items() for key, value in figures.items()}

@@ -54,6 +54,8 @@ def test_fsdp_sends_every_weight_forward_again_backward_and_every_gradient(trace
     # Norm and output are kept, and a look-up's backward needs no table; gradients are float32.
     assert figures["backward.bytes.dp_shard"] == (2 * blocks * BLOCK + 4 * parameters) * share
     assert figures["forward.across.dp_shard"] == 0.0  # one node
+    step = simulate_step(FSDP, [figures], H100)
+    assert step.sent == {"dp_shard": (2 * parameters + 2 * blocks * BLOCK + 4 * parameters) * share}  # and nothing else
 
 
 @pytest.mark.parametrize("blocks", [2, 4, 6])
