@@ -25,7 +25,7 @@ from titan_lite.planner.memory import GIB
 from titan_lite.planner.report import make_plan
 
 RECIPES = Path(__file__).parents[1] / "train_configs"
-H100 = load_machine("H100")
+H100, A100 = load_machine("H100"), load_machine("A100")
 PEAK_AT_500_W = 989.4 * (500 / 700) ** (1 / 3)
 TITAN = machine_from(
     {"like": "H100", "memory": 96e9 / GIB, "memory_bandwidth": 2400, "tflops": {"bfloat16": PEAK_AT_500_W}}, "H100-96GB-500W"
@@ -56,7 +56,8 @@ LLAMA = (
     "--training.local_batch_size={batch} --activation_checkpoint.mode=none --parallelism.data_parallel_shard_degree={shard} "
     "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
 )
-PAPER, RERUN, LLAMA3 = "TorchTitan paper", "torchtitan 1881", "Llama 3 paper"
+# pytorch/torchtitan: its issue 1881, and docs/performance.md in 2024
+PAPER, RERUN, DOCS, LLAMA3 = "TorchTitan paper", "torchtitan 1881", "torchtitan docs", "Llama 3 paper"
 ROWS = (
     Row(f"{PAPER}: 8B on 8, eager", "8b", 8, TITAN, 6258, 81.9, EAGER, CHECKPOINTING),
     Row(f"{PAPER}: 8B on 8, compiled", "8b", 8, TITAN, 6674, 77.0, "", CHECKPOINTING),
@@ -87,6 +88,27 @@ ROWS = (
         28.28,
         f"{BATCH1} {AOT} --parallelism.tensor_parallel_degree=2",
         CHECKPOINTING,
+    ),
+    Row(f"{DOCS}: 8B on 64 A100", "8b", 64, A100, 2973, 0, BATCH1, f"{CHECKPOINTING}; whether compiled not told"),
+    Row(
+        f"{DOCS}: 8B on 64 A100, every second block",
+        "8b",
+        64,
+        A100,
+        2904,
+        0,
+        f"{BATCH1} --activation_checkpoint.selective_ac_option=2",
+        "whether compiled not told",
+    ),
+    Row(
+        f"{DOCS}: 70B on 64 A100",
+        "70b",
+        64,
+        A100,
+        331,
+        0,
+        "--training.local_batch_size=1 --parallelism.tensor_parallel_degree=1 --parallelism.data_parallel_shard_degree=64",
+        "whether compiled not told",
     ),
     Row(f"{LLAMA3}: 405B on 8,192", "405b", 8192, H100, 430, 0, LLAMA.format(batch=32, shard=64), "stages a rank not told", True),
     Row(

@@ -138,8 +138,12 @@ MATMULS = frozenset({aten.mm.default, aten.bmm.default, aten.addmm.default, aten
 CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
 
 
-# What Inductor makes kernels of as if it were pointwise; scatter is of a constant in it: the one of the loss's backward.
+# What Inductor makes kernels of as if it were pointwise: scatter, of a constant, is the one of the loss's backward. And what a
+# kernel may end with: of gather it computes what is asked for.
 AS_POINTWISE = frozenset({aten.cat.default, aten.full.default, aten.scatter.value})
+REDUCTIONS = frozenset(
+    {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.amax.default, aten.gather.default}
+)
 
 
 def _is_pointwise(node: Node) -> bool:
@@ -166,7 +170,7 @@ def _readers(node: Node) -> Iterator[Node]:
 
 def _joins(node: Node) -> bool:
     """Whether a kernel that makes what `node` reads goes on with it."""
-    return _is_pointwise(node) or torch.Tag.reduction in getattr(node.target, "tags", ()) or node.target is aten.gather.default
+    return _is_pointwise(node) or node.target in REDUCTIONS
 
 
 def is_fused_away(node: Node) -> bool:
