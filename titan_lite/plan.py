@@ -92,12 +92,10 @@ def plan_recipe(options: argparse.Namespace) -> str:
             print(f"\r{number} of {len(layouts)} planned", end="\n" if number == len(layouts) else "", file=sys.stderr)
     if options.sweep:
         return "\n".join(ranked([*rows, *refused]))
-    plan = rows[0][1]
-    assert isinstance(plan, Plan)
+    (_, base), *others = [(change, each) for change, each in rows if isinstance(each, Plan)]
     if options.json:
-        return as_json(plan)
-    changes = [(change, each) for change, each in rows[1:] if isinstance(each, Plan)]
-    return "\n".join([*describe(plan, options.tokens), *(best_changes(plan, changes) if options.changes else ())])
+        return as_json(base)
+    return "\n".join([*describe(base, options.tokens), *(best_changes(base, others) if options.changes else ())])
 
 
 def lay_out(config: Config, world_size: int) -> Any:

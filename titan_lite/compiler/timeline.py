@@ -191,7 +191,7 @@ def saved_bytes(graph: Graph) -> int:
     """Of a forward graph with one result: what it makes and keeps for backward beside that result."""
     (results,) = next(node for node in graph.nodes if node.op == "output").args
     storage = _storages(graph)
-    saved = {storage[node] for node in results[1:] if isinstance(node, Node)}  # type: ignore[index, union-attr]
+    saved = {storage[node] for node in results[1:] if isinstance(node, Node)}
     return sum(_own_bytes(node) for node in saved if node.op != "placeholder")
 
 

@@ -243,7 +243,8 @@ def order_of(parallelism: Parallelism, plan: PipelinePlan) -> Order:
         return one_stage_order(name, degree, plan.microbatches)
     counts = dict(num_stages=len(plan.rank_of), group_size=degree, group_rank=0, submod=None, is_last=False)
     stages: Any = [SimpleNamespace(stage_index=stage, **counts) for stage in plan.stages_of(0)]
-    order: Order = get_schedule_class(name)(stages, plan.microbatches).pipeline_order  # type: ignore[call-arg, attr-defined]
+    schedule: Any = get_schedule_class(name)
+    order: Order = schedule(stages, plan.microbatches).pipeline_order
     return order
 
 

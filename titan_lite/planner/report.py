@@ -141,7 +141,8 @@ def describe(plan: Plan, token_budget: float = 0.0) -> list[str]:
     days = [budget / layout.tokens * step.seconds / 86400 for step in (fast, slow)]
     hours = [24 * each * layout.world_size for each in days]
     of_what = "" if token_budget else f" ({training.steps:,} steps)"
-    lines.append(f"  {budget:.3g} tokens{of_what}: {span(*days, '{:.3g}')} days, {span(*hours)} GPU-hours, without stops")
+    rent = f"{span(days[0], days[1], '{:.3g}')} days, {span(hours[0], hours[1])} GPU-hours"
+    lines.append(f"  {budget:.3g} tokens{of_what}: {rent}, without stops")
 
     lines += ["", "of the step, as stated"]
     for part, seconds in sorted(stated.parts.items(), key=lambda item: -item[1]):

@@ -12,6 +12,7 @@ the largest.
 
 import dataclasses
 import gc
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -109,8 +110,8 @@ class Traced:
 @contextmanager
 def start_tracing(world_size: int) -> Iterator[ProcessPoolExecutor]:
     """Processes for one world: a fake process group is one per process, and its size is for good."""
-    settings = dict(max_workers=PROCESSES, mp_context=mp.get_context("spawn"))
-    with ProcessPoolExecutor(**settings, initializer=start_fake_world, initargs=(world_size,)) as processes:  # type: ignore[arg-type]
+    spawn = mp.get_context("spawn")
+    with ProcessPoolExecutor(PROCESSES, spawn, initializer=start_fake_world, initargs=(world_size,)) as processes:
         try:
             yield processes
         except BaseException:
@@ -120,6 +121,7 @@ def start_tracing(world_size: int) -> Iterator[ProcessPoolExecutor]:
 
 def start_fake_world(world_size: int) -> None:
     torch.set_num_threads(1)
+    torch._logging.set_logs(all=logging.ERROR)  # what a run is warned of is no news of a plan
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
