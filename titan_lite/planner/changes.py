@@ -80,7 +80,8 @@ def best_changes(plan: Plan, changed: Sequence[tuple[Change, Plan]], count: int 
         memory = (other.memory.total - plan.memory.total) / GIB
         batch = f", {other.layout.tokens:,} tokens a step" if other.layout.tokens != plan.layout.tokens else ""
         lines.append(f"  {100 * gain:+5.1f}% tokens/s, {memory:+6.1f} GiB{batch}: {words_of(change)}")
-    return lines if gains else [*lines, "  none that fits" + ("" if plan.fits else "; another layout, or more ranks")]
+    none = f"  none: of {len(fit)} that fit, no one is faster" if plan.fits else "  none: no one fits; more ranks would be needed"
+    return lines if gains else [*lines, none]
 
 
 def ranked(rows: Sequence[tuple[Change, Plan | str]]) -> list[str]:

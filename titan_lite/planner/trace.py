@@ -281,7 +281,8 @@ class _Priced(Schedule):
 
     def __call__(self, module: GraphModule, name: str) -> None:
         super().__call__(module, name)
-        each = [figures_of(module.graph, machine, self.fused, self.axes) for machine in self.machines]
+        held = bytes_of(module.graph, self.fused)  # which no machine has a say in
+        each = [held | figures_of(module.graph, machine, self.fused, self.axes) for machine in self.machines]
         self.figures[self.prefix + name] = each
 
 
@@ -303,8 +304,6 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Mapping[tuple[
     communication.A, exposed.A   seconds of the collectives along axis A; of these, in which nothing computes
     bytes.A, across.A            bytes that a rank sends along A, in a ring; of these, to another node, on average over its ranks
     matmul, attention            floating-point operations
-    saved                        bytes that a forward graph keeps for backward
-    peak.start, peak.end         bytes, most at once in the first and in the second half of the nodes
     """
     result: Figures = defaultdict(float)
     exposed = dict(zip(parameter_collectives(graph), simulate(graph, machine, fused=fused).collectives(), strict=True))
@@ -322,11 +321,15 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Mapping[tuple[
         matmul, attention = flops_of(node)
         result["matmul"] += matmul
         result["attention"] += attention
+    return dict(result)
+
+
+def bytes_of(graph: Graph, fused: bool) -> Figures:
+    """More such numbers. saved: what a forward graph keeps for backward; peak.start, peak.end: most at once in the first and the
+    second half of the nodes, since the larger of two lines is none."""
     alive = alive_bytes(graph, fused=fused)
     middle = len(alive) // 2
-    result["peak.start"], result["peak.end"] = max(alive[:middle]), max(alive[middle:])
-    result["saved"] = saved_bytes(graph)
-    return dict(result)
+    return {"saved": saved_bytes(graph), "peak.start": max(alive[:middle]), "peak.end": max(alive[middle:])}
 
 
 def _add_collective(

@@ -35,16 +35,28 @@ def layout(accumulation=1, mode="none", **parallelism):
 FSDP, TP, RECOMPUTED = layout(), layout(2, tensor_parallel_degree=2), layout(mode="full")
 
 
-@pytest.fixture(scope="module")
-def traced():
+WANTED = {("fsdp", 4): FSDP, ("fsdp", 3): FSDP, ("fsdp", 2): FSDP, ("tp", 2): TP}
+LONG = {("fsdp", 6): FSDP, ("full", 2): RECOMPUTED}
+
+
+def trace_all(wanted):
     """{(what, blocks): figures}"""
-    wanted = {("fsdp", 6): FSDP, ("fsdp", 4): FSDP, ("fsdp", 2): FSDP, ("tp", 2): TP, ("full", 2): RECOMPUTED}
     with start_tracing(RANKS) as processes:
         tasks = {key: processes.submit(trace_stage, mine, WHOLE, key[1], [H100]) for key, mine in wanted.items()}
         return {key: task.result()[0] for key, task in tasks.items()}
 
 
-@pytest.mark.parametrize("blocks", [2, 4, 6])
+@pytest.fixture(scope="module")
+def traced():
+    return trace_all(WANTED)
+
+
+@pytest.fixture(scope="module")
+def traced_long(traced):
+    return traced | trace_all(LONG)
+
+
+@pytest.mark.parametrize("blocks", [2, 3, 4])
 def test_fsdp_sends_every_weight_forward_again_backward_and_every_gradient(traced, blocks):
     figures = traced["fsdp", blocks]
     parameters = blocks * BLOCK + 2 * TABLE + MODEL.dim
@@ -58,7 +70,7 @@ def test_fsdp_sends_every_weight_forward_again_backward_and_every_gradient(trace
     assert step.sent == {"dp_shard": (2 * parameters + 2 * blocks * BLOCK + 4 * parameters) * share}  # and nothing else
 
 
-@pytest.mark.parametrize("blocks", [2, 4, 6])
+@pytest.mark.parametrize("blocks", [2, 3, 4])
 def test_products_and_attention_are_those_of_the_formula(traced, blocks):
     figures = traced["fsdp", blocks]
     tokens = 2 * TOKENS
@@ -70,27 +82,35 @@ def test_products_and_attention_are_those_of_the_formula(traced, blocks):
     assert needed == 3 * figures["forward.matmul"] + 3 * figures["forward.attention"]
 
 
-def test_a_recomputed_block_computes_its_forward_again(traced):
-    plain, again = traced["fsdp", 2], traced["full", 2]
-    assert again["forward.matmul"] == plain["forward.matmul"]
-    tokens = 2 * TOKENS
-    # but for its last product, whose result no gradient needs
-    most = 2 * tokens * 2 * PRODUCTS
-    assert most * 0.7 < again["backward.matmul"] - plain["backward.matmul"] <= most
-    assert again["forward.saved"] < 0.3 * plain["forward.saved"]
-
-
-def test_two_depths_tell_of_a_third(traced):
-    line = Traced({2: [traced["fsdp", 2]], 4: [traced["fsdp", 4]]}).figures(6)
-    full = traced["fsdp", 6]
+def check_line(traced, depths, blocks, within=0.02):
+    line, full = Traced({depth: [traced["fsdp", depth]] for depth in depths}).figures(blocks), traced["fsdp", blocks]
     assert line.keys() == full.keys()
     for key, value in full.items():
         if any(word in key for word in ("bytes", "matmul", "attention", "held", "whole", "saved", "tensors")):
             assert line[key] == value, key
     for key in ("forward.compute", "backward.compute", "forward.peak.end", "backward.peak.start", "backward.peak.end"):
-        assert line[key] == pytest.approx(full[key], rel=0.02), key
+        assert line[key] == pytest.approx(full[key], rel=within), key
     steps = [simulate_step(FSDP, [figures], H100).seconds for figures in (line, full)]
     assert steps[0] == pytest.approx(steps[1], rel=0.02)
+
+
+def test_two_depths_tell_of_a_third(traced):
+    check_line(traced, (2, 3), 4, within=0.05)  # of three blocks, the middle is within one
+
+
+@pytest.mark.slow
+def test_the_depths_that_are_traced_tell_of_others(traced_long):
+    assert depths_to_trace(FSDP.config) == (2, 4)
+    check_line(traced_long, (2, 4), DEPTH)
+
+
+@pytest.mark.slow
+def test_a_recomputed_block_computes_its_forward_again(traced_long):
+    plain, again = traced_long["fsdp", 2], traced_long["full", 2]
+    assert again["forward.matmul"] == plain["forward.matmul"]
+    most = 2 * 2 * TOKENS * 2 * PRODUCTS  # but for a block's last product, whose result no gradient needs
+    assert most * 0.7 < again["backward.matmul"] - plain["backward.matmul"] <= most
+    assert again["forward.saved"] < 0.3 * plain["forward.saved"]
 
 
 def test_tensor_parallelism_sends_activations_and_fsdp_once_a_step(traced):
