@@ -72,21 +72,25 @@ def plan_recipe(options: argparse.Namespace) -> str:
     from titan_lite.planner.report import Plan, as_json, describe, make_plans
 
     machine = find_hardware(options.hardware or config.compile.machine or "h100")
-    layout = lay_out(config, world_size)
-    layouts: list[tuple[Change, Any]] = [] if options.sweep else [({}, layout)]
+    wanted = grid(options.sweep)
+    if not options.sweep:
+        wanted = [{}, *(candidates(lay_out(config, world_size), machine) if options.changes else ())]
+    layouts: list[tuple[Change, Any]] = []
     refused: list[tuple[Change, str]] = []
-    for change in grid(options.sweep) if options.sweep else candidates(layout, machine) if options.changes else ():
+    for change in wanted:
         try:
             changed, _ = load_config(options.recipe, [*overrides, *(f"--{key}={value}" for key, value in change.items())])
             layouts.append((change, lay_out(changed, world_size)))
         except ConfigError as error:
+            if not change:
+                raise
             refused.append((change, str(error)))
 
     rows: list[tuple[Change, Plan | str]] = []
     plans = make_plans([each for _, each in layouts], machine, options.full) if layouts else ()
     for number, ((change, _), plan) in enumerate(zip(layouts, plans, strict=True), 1):
         if isinstance(plan, CompileError) and not change:
-            raise ConfigError(str(plan))
+            raise ConfigError(str(plan)) from plan
         rows.append((change, str(plan) if isinstance(plan, CompileError) else plan))
         if len(layouts) > 1 and sys.stderr.isatty():
             print(f"\r{number} of {len(layouts)} planned", end="\n" if number == len(layouts) else "", file=sys.stderr)

@@ -54,7 +54,7 @@ def candidates(layout: Layout, machine: Machine) -> list[Change]:
 
 
 def grid(sweeps: Sequence[str]) -> list[Change]:
-    """Every combination of "section.key=value,value" each. Raises ConfigError."""
+    """Every combination of "section.key=value,value" each; of none, none. Raises ConfigError."""
     axes = []
     for sweep in sweeps:
         key, _, values = sweep.partition("=")
@@ -62,7 +62,7 @@ def grid(sweeps: Sequence[str]) -> list[Change]:
         if key not in KEYS or not words:
             raise ConfigError(f"--sweep {sweep}: write a key and values, such as parallelism.tensor_parallel_degree=1,2,4")
         axes.append([(key, word) for word in words])
-    return [dict(combination) for combination in itertools.product(*axes)]
+    return [dict(combination) for combination in itertools.product(*axes)] if axes else []
 
 
 def words_of(change: Change) -> str:

@@ -63,6 +63,7 @@ def test_a_grid_is_every_combination():
         {"training.local_batch_size": "1", "activation_checkpoint.mode": "none"},
         {"training.local_batch_size": "2", "activation_checkpoint.mode": "none"},
     ]
+    assert grid([]) == []
 
 
 @pytest.mark.parametrize("sweep", ["training.local_batch=1,2", "training.local_batch_size", "training.local_batch_size=,", "=1"])
