@@ -4,6 +4,7 @@
 #   ./run_train.sh                                            # the debug model
 #   NGPU=4 CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --training.steps 100
 #   ./run_train.sh --print-config                             # the resolved recipe; --help: every key
+#   ./run_train.sh --checkpoint.explain                       # the step that a run would go on from, and what differs since
 #
 # NGPU           processes on this node (default: its GPUs, else 2 CPU processes)
 # CONFIG_FILE    recipe, looked up from the current folder, then from here (default: train_configs/debug_model.toml)
@@ -11,7 +12,10 @@
 # NNODES         nodes (default: 1); with more, RDZV_ENDPOINT=HOST:PORT of one of them, the same on all
 # NODE_RANK      0 on the node that RDZV_ENDPOINT names, not 0 on the others; only where host names do not tell
 # RDZV_ID        name of the run, the same on all nodes (default: titan_lite)
-# MAX_RESTARTS   times that torchrun starts all processes again after a failure (default: 0)
+# MAX_RESTARTS   times that all processes are started again after a failure, from the newest step saved (default: 0)
+#
+# SIGTERM, SIGUSR1 or Ctrl-C, to this script or to any rank: the step is ended and saved. Exit code 0: trained; 1: failed; 2: wrong
+# recipe, option or data; 3: the same step failed again after a restart; 75: stopped by a signal, and saved, to be started again.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
@@ -77,7 +81,13 @@ if [[ -z ${OMP_NUM_THREADS:-} ]]; then # the processes of a node share its cores
 fi
 export LOG_RANK=${LOG_RANK:-0}
 
-# exec: an interrupt or a scheduler's signal reaches torchrun itself. Port 0 is a free one.
-exec "$python" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$processes" --max-restarts "$restarts" \
+# What a run would load is said by one process, in the place of all.
+if [[ $("$python" -m titan_lite.config "$recipe" "$@" --print-config) == *$'\n'"explain = true"* ]]; then
+    export RANK=0 LOCAL_RANK=0 WORLD_SIZE=$((${nodes##*:} * processes))
+    exec "$python" -m titan_lite.train "$recipe" "$@"
+fi
+
+# exec: an interrupt or a scheduler's signal reaches the launcher itself. Port 0 is a free one.
+exec "$python" -m titan_lite.launch --nnodes "$nodes" --nproc-per-node "$processes" --max-restarts "$restarts" \
     --rdzv-backend c10d --rdzv-endpoint "${RDZV_ENDPOINT:-localhost:0}" --rdzv-id "${RDZV_ID:-titan_lite}" \
     ${rendezvous[@]+"${rendezvous[@]}"} -m titan_lite.train "$recipe" "$@"

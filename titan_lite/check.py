@@ -4,32 +4,36 @@ model_config, tokenizer, degrees, pipeline = check(config, world_size=8)
 """
 
 import dataclasses
+import math
 import os
+import platform
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from titan_lite import __version__
 from titan_lite.checkpoint import Checkpointer
 from titan_lite.compiler.hardware import PROFILES, load_machine, profile_of
 from titan_lite.compiler.resharding import parameters_within
 from titan_lite.compiler.stage import check_backend
 from titan_lite.compiler.trial import STEPS, WAYS
 from titan_lite.config import KEYS, Config, ConfigError, Parallelism, gradient_accumulation_steps
-from titan_lite.data.dataset import check_data
+from titan_lite.data.dataset import check_data, fingerprint
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.distributed.activation_checkpoint import recomputes
 from titan_lite.distributed.mesh import check_context_parallel, check_tensor_parallel, resolve_degrees
 from titan_lite.distributed.pipeline import PipelinePlan, plan_pipeline
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
+from titan_lite.resume import compare, explain, git_revision, position, refuse
 
 
 def check_layout(config: Config, world_size: int) -> tuple[ModelConfig, dict[str, int], PipelinePlan]:
     """The model's shape, the degrees (mesh.py) and stages of a recipe that can run in such a world: what needs no data, no
     tokenizer and none of this machine. Raises ConfigError."""
-    if config.model.flavor not in FLAVORS:
-        raise ConfigError(f'model.flavor = "{config.model.flavor}": known flavors are {", ".join(FLAVORS)}')
+    check_flavor(config.model.flavor)
     flavor = FLAVORS[config.model.flavor]
     if config.training.seq_len > flavor.max_seq_len:
         raise ConfigError(
@@ -81,8 +85,64 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
     if config.profiling.enable_memory_snapshot and not torch.cuda.is_available():
         raise ConfigError("profiling.enable_memory_snapshot = true: snapshots are of CUDA memory, and there is none; set false")
     check_writable(Path(config.job.dump_folder))
-    Checkpointer(config.checkpoint, Path(config.job.dump_folder)).step_to_load()
+    checkpointer = Checkpointer(config.checkpoint, Path(config.job.dump_folder))
+    step = checkpointer.step_to_load()
+    if step is not None:
+        differences = compare(checkpointer.read_state(step), describe_run(config, degrees, tokenizer))
+        refuse(differences, checkpointer.path_of(step), config.checkpoint)
     return model, tokenizer, degrees, pipeline
+
+
+def describe_run(config: Config, degrees: dict[str, int], tokenizer: Tokenizer, git: str = "") -> dict[str, Any]:
+    """What a checkpoint of this run says of it, in JSON's types and tuples; `resume.compare` tells what became of it."""
+    data_parallel = degrees["dp_replicate"] * degrees["dp_shard"]
+    accumulation = gradient_accumulation_steps(config.training, data_parallel)
+    shape = dataclasses.asdict(FLAVORS[config.model.flavor])
+    del shape["max_seq_len"]  # an upper limit; parameters are of any length
+    return {
+        "recipe": dataclasses.asdict(config),
+        "run": {
+            "model": shape,
+            "tokenizer": tokenizer.sha256,
+            "rows": config.training.local_batch_size * data_parallel * accumulation,
+            "documents": fingerprint(config.data),
+            "total_steps": config.total_steps,
+            "world_size": math.prod(degrees.values()),
+            "mesh": degrees,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+            "versions": {"titan_lite": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+            "git": git,
+        },
+    }
+
+
+def explain_resume(config: Config, world_size: int) -> None:
+    """Print which step a run on so many ranks would load, and what that means; ConfigError where it cannot work."""
+    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, explain=False))
+    checkpointer = Checkpointer(config.checkpoint, Path(config.job.dump_folder))
+    step = checkpointer.step_to_load()
+    if step is None:
+        why = f"{checkpointer.folder} has none" if config.checkpoint.enable else "checkpoint.enable = false"
+        print(f"no step is loaded ({why}): the run starts from the beginning")
+        return
+    why = "the newest" if config.checkpoint.load_step == -1 else "as checkpoint.load_step says"
+    for other in checkpointer.present():
+        if fault := checkpointer.fault(other):
+            print(f"step-{other} cannot be loaded: {fault}")
+    print(f"{checkpointer.folder}/step-{step} is loaded, {why} of {', '.join(map(str, checkpointer.steps()))}")
+    check_flavor(config.model.flavor)
+    degrees = resolve_degrees(config.parallelism, world_size)
+    state = checkpointer.read_state(step)
+    now = describe_run(config, degrees, load_tokenizer(config.model.tokenizer_path), git_revision())
+    differences = compare(state, now)
+    print("\n".join((position(state), *explain(differences, state, now))))
+    refuse(differences, checkpointer.path_of(step), config.checkpoint)
+
+
+def check_flavor(flavor: str) -> None:
+    """Raises ConfigError for a flavor that there is not."""
+    if flavor not in FLAVORS:
+        raise ConfigError(f'model.flavor = "{flavor}": known flavors are {", ".join(FLAVORS)}')
 
 
 def check_names(key: str, names: Sequence[str], flavor: str) -> None:
@@ -188,7 +248,11 @@ def without_effect(config: Config, microbatches: int) -> list[str]:
             ["activation_checkpoint.selective_ac_option"],
         ),
         (checkpointing.mode != "memory_budget", f'mode = "{checkpointing.mode}"', ["activation_checkpoint.memory_budget"]),
-        (not config.compile.enable, "compile.enable = false", ["compile.backend", "compile.components", *passes]),
+        (
+            not config.compile.enable,
+            "compile.enable = false",
+            ["compile.backend", "compile.components", "comm.compile_timeout_seconds", *passes],
+        ),
         (config.compile.enable and not config.compile.compiles("model"), "the model is not in compile.components", passes),
         (
             config.compile.compiles("model") and config.compile.bucketing != "plan",
@@ -201,7 +265,9 @@ def without_effect(config: Config, microbatches: int) -> list[str]:
             ["compile.bucket_memory"],
         ),
         (config.data.dataset == "stdlib", 'dataset = "stdlib"', ["data.text_field", "data.shuffle_buffer"]),
+        (config.training.spike_window == 0, "spike_window = 0", ["training.spike_sigmas"]),
         (config.data.num_workers == 0, "num_workers = 0", ["data.prefetch"]),
+        (not config.checkpoint.enable, "checkpoint.enable = false", ["checkpoint.restart_data", "checkpoint.accept_model_only"]),
     ]
     lines = []
     for applies, why, keys in idle:

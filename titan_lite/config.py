@@ -96,6 +96,16 @@ class Training:
     max_nonfinite_steps: int = setting(
         10, "steps with a non-finite loss or gradient are skipped; after this many in a row the run stops", unit="steps", least=1
     )
+    spike_window: int = setting(
+        0,
+        "a loss far above those of the last so many steps is a spike: its step is skipped as a non-finite one is; 0: off",
+        unit="steps",
+        least=2,
+        also=(0,),
+    )
+    spike_sigmas: float = setting(
+        6.0, "how far above their mean a spike is, for spike_window > 0", unit="standard deviations", above=0
+    )
 
 
 @dataclass(frozen=True)
@@ -288,7 +298,37 @@ class Checkpoint:
     folder: str = setting("checkpoint", "folder of the steps, inside job.dump_folder", unit="path")
     interval: int = setting(500, "a step is saved every so often, and at the end", unit="steps", least=1)
     keep_latest_k: int = setting(3, "older steps are deleted; 0 keeps all", unit="checkpoints", least=0)
-    load_step: int = setting(-1, "step to resume from; -1: the newest", unit="step", least=1, also=(-1,))
+    load_step: int = setting(-1, "step to resume from; -1: the newest whole one", unit="step", least=1, also=(-1,))
+    must_resume: bool = setting(False, "a folder without a step is an error, and no new run", unit="bool")
+    async_mode: str = setting(
+        "disabled",
+        "async: the run waits for a copy in host memory alone, which is written beside training; async_with_pinned_mem: the copy "
+        "is pinned and kept, quicker on GPUs",
+        unit="name",
+        choices=("disabled", "async", "async_with_pinned_mem"),
+    )
+    on_failure: str = setting(
+        "stop", "when a step cannot be saved: stop, or continue with a warning", unit="name", choices=("stop", "continue")
+    )
+    last_save_model_only: bool = setting(
+        False,
+        "at training.steps the model is saved without optimizer state: smaller, and to go on from it takes accept_model_only",
+        unit="bool",
+    )
+    explain: bool = setting(
+        False,
+        "only say which step would be loaded and what the recipe changes since it was saved, then exit",
+        unit="bool",
+    )
+    restart_data: bool = setting(
+        False,
+        "where the data is not that of the step loaded (other documents, order or global batch), begin it at its first document; "
+        "later resumes go on in it. Otherwise such a resume is refused",
+        unit="bool",
+    )
+    accept_model_only: bool = setting(
+        False, "where the step loaded has the model alone, start with a new optimizer; otherwise it is refused", unit="bool"
+    )
 
 
 @dataclass(frozen=True)
@@ -338,12 +378,22 @@ class Profiling:
 @dataclass(frozen=True)
 class Comm:
     init_timeout_seconds: int = setting(
-        300, "limit of a collective until the first step is done (start, compile)", unit="seconds", least=1
+        300,
+        "a rank hangs, and the run ends, if it neither enters nor leaves a collective for so long: until the first step is done, "
+        "and while a checkpoint is written",
+        unit="seconds",
+        least=1,
     )
-    train_timeout_seconds: int = setting(100, "limit of a collective afterwards", unit="seconds", least=1)
+    compile_timeout_seconds: int = setting(
+        900, "the same in the first step and the first validation, where compile.enable compiles", unit="seconds", least=1
+    )
+    train_timeout_seconds: int = setting(
+        100, "the same afterwards; a step or microbatch that is done counts as well", unit="seconds", least=1
+    )
     trace_buf_size: int = setting(
-        0,
-        "entries in NCCL's flight recorder, dumped into job.dump_folder on a timeout (20000 is usual); 0: off",
+        2000,
+        "entries in the flight recorder, which tells where a run hangs; NCCL's dumps into job.dump_folder on a timeout; 0: off, "
+        "and collectives do not count as progress",
         unit="collectives",
         least=0,
     )
@@ -372,6 +422,11 @@ class Config:
     profiling: Profiling = Profiling()
     comm: Comm = Comm()
     debug: Debug = Debug()
+
+    @property
+    def total_steps(self) -> int:
+        """Length of the learning-rate schedule, in steps."""
+        return self.training.steps if self.lr_scheduler.total_steps == -1 else self.lr_scheduler.total_steps
 
 
 SECTIONS: dict[str, type] = {field.name: type(field.default) for field in dataclasses.fields(Config)}
@@ -652,6 +707,10 @@ def _check_combinations(config: Config, origins: dict[str, str]) -> None:
     if config.checkpoint.load_step != -1 and not config.checkpoint.enable:
         raise ConfigError(
             f"{at('checkpoint.load_step')} has no effect while checkpoint.enable = false; set checkpoint.enable = true"
+        )
+    if config.checkpoint.must_resume and not config.checkpoint.enable:
+        raise ConfigError(
+            f"{at('checkpoint.must_resume')}: with checkpoint.enable = false nothing resumes; set checkpoint.enable = true"
         )
     if shard != -1 and config.training.global_batch_size != -1:
         gradient_accumulation_steps(config.training, replicate * shard)

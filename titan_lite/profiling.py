@@ -1,4 +1,4 @@
-"""torch.profiler traces at an interval, CUDA memory snapshots, and NCCL's flight recorder. All off by default.
+"""torch.profiler traces at an interval and CUDA memory snapshots, off by default, and the flight recorder.
 
 with build_profiler(config.profiling, dump_folder, rank) as profiler:
     for step in ...:
@@ -77,12 +77,13 @@ def build_profiler(config: Profiling, dump_folder: Path, rank: int, first_step: 
 
 
 def set_flight_recorder(trace_buf_size: int, dump_folder: Path) -> None:
-    """NCCL keeps its last `trace_buf_size` collectives and dumps them on a timeout, into `flight_recorder/rank-R`.
+    """The last `trace_buf_size` collectives are kept for the watchdog; NCCL dumps them on a timeout of its own as well, into
+    `flight_recorder/rank-R`, and times them, which tells of ranks that are slow (stragglers.py).
 
     To be called before the process group is made. 0 turns it off.
     """
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(trace_buf_size)
-    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1" if trace_buf_size else "0"
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = os.environ["TORCH_NCCL_ENABLE_TIMING"] = "1" if trace_buf_size else "0"
     if trace_buf_size:
         folder = dump_folder.resolve() / "flight_recorder"
         folder.mkdir(parents=True, exist_ok=True)

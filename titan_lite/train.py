@@ -3,14 +3,20 @@
     torchrun --nproc-per-node 8 -m titan_lite.train train_configs/llama3_8b.toml --training.steps 100
     python -m titan_lite.train train_configs/debug_model.toml             # one process, without torchrun
 
-Exit code 0: trained; 1: the run could not go on; 2: something in the recipe, the command line or the data is wrong.
+Exit code 0: trained; 1: the run could not go on; 2: something in the recipe, the command line or the data is wrong; 3: the same
+step failed again after a restart; 75: stopped by a signal, and saved, to be started again. torchrun makes 1 of all but 0, the
+launcher of ./run_train.sh (launch.py) keeps them.
 """
 
 import os
 import socket
 import sys
+from pathlib import Path
 
+from titan_lite import signals
 from titan_lite.config import Config, ConfigError, help_text, load_config, to_toml
+from titan_lite.logging import init_logging
+from titan_lite.restart import RepeatedFault, Restarts
 
 
 def main(arguments: list[str]) -> int:
@@ -23,28 +29,44 @@ def main(arguments: list[str]) -> int:
             if os.environ.get("RANK", "0") == "0":
                 print(to_toml(config, origins))
             return 0
+        if config.checkpoint.explain:
+            return explain(config)
         return train(config)
     except ConfigError as error:
-        return report(error, 2)
+        return report(error, signals.WRONG_INPUT)
+
+
+def explain(config: Config) -> int:
+    """Of the processes that a launcher starts, the first one speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        from titan_lite.check import explain_resume
+        from titan_lite.logging import init_logging
+
+        init_logging(0, 1)
+        explain_resume(config, int(os.environ.get("WORLD_SIZE", "1")))
+    return 0
 
 
 def train(config: Config) -> int:
+    signals.listen()
     set_single_process_environment()
-    # torch is imported only now: a wrong recipe is told at once
-    from titan_lite.logging import init_logging
+    try:
+        init_logging(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        Restarts(Path(config.job.dump_folder)).check()
+    except ValueError as error:
+        return report(error, signals.WRONG_INPUT)
+    except RepeatedFault as error:
+        return report(error, signals.REPEATED)
+    # torch is imported only now: what is wrong so far is told at once
     from titan_lite.trainer import Trainer, TrainingError
 
     try:
-        init_logging(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    except ValueError as error:
-        return report(error, 2)
-    try:
-        Trainer(config).train()
+        trained = Trainer(config).train()
     except TrainingError as error:
-        return report(error, 1)
+        return report(error, signals.FAILED)
     # Only now: after a failure the other ranks are in the middle of something, and would be waited for.
     close_process_group()
-    return 0
+    return 0 if trained else signals.STOPPED
 
 
 def report(error: Exception, code: int) -> int:

@@ -12,28 +12,29 @@ import gc
 import math
 import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_lite import __version__
-from titan_lite.check import check, gathers_once, without_effect
-from titan_lite.checkpoint import Checkpointer
+from titan_lite import signals
+from titan_lite.check import check, describe_run, gathers_once
+from titan_lite.checkpoint import GROUP as CHECKPOINT_GROUP
+from titan_lite.checkpoint import Checkpointer, CheckpointError
 from titan_lite.compiler.hardware import find_machine, peak_flops
 from titan_lite.compiler.report import Receipt, describe, write_receipts
 from titan_lite.compiler.stage import CompileError, compile_function
-from titan_lite.compiler.timeline import draw, write_trace
 from titan_lite.compiler.trial import STEPS, WAYS, Trial
 from titan_lite.config import Config, ConfigError, gradient_accumulation_steps, to_toml
+from titan_lite.console import start_lines
 from titan_lite.data.dataset import Split
 from titan_lite.data.loader import Batch, Loader, build_loader, merge_states
 from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.distributed.context_parallel import own_positions
-from titan_lite.distributed.mesh import build_mesh, data_rank, stage_exchange, sum_of_losses, sum_over_tokens
+from titan_lite.distributed.gather import started_last
+from titan_lite.distributed.mesh import build_mesh, data_rank, stage_exchange, sum_of_flags, sum_of_losses, sum_over_tokens
 from titan_lite.distributed.parallelize import compile_stages, parallelize
 from titan_lite.distributed.pipeline import Pipeline, keep_modules
 from titan_lite.distributed.simple_fsdp import materialize, shard_of
@@ -45,6 +46,11 @@ from titan_lite.metrics import Metrics, draw_loss, peak_memory_gib
 from titan_lite.models.llama3 import Transformer, flops_per_token
 from titan_lite.optimizer import build_optimizer, clip_grad_norm_, optimizer_state, set_learning_rate
 from titan_lite.profiling import build_profiler, set_flight_recorder
+from titan_lite.restart import Restarts
+from titan_lite.resume import compare, explain, git_revision, refuse, restarts_data
+from titan_lite.spikes import SpikeGuard
+from titan_lite.stragglers import Stragglers
+from titan_lite.watchdog import PATIENCE, Watchdog
 
 
 class TrainingError(RuntimeError):
@@ -59,13 +65,19 @@ class Trainer:
 
         # 1. everything that may be wrong with the recipe
         self.model_config, self.tokenizer, degrees, plan = check(config, self.world_size)
+        self.described = describe_run(config, degrees, self.tokenizer, git_revision() if self.rank == 0 else "")
+        self.checkpointer = Checkpointer(config.checkpoint, self.dump_folder)
+        if self.rank == 0 and config.checkpoint.enable:
+            self.checkpointer.lock()
 
         # 2. the device, the processes, and how they are arranged
-        self.device = init_device(config)
         set_flight_recorder(config.comm.trace_buf_size, self.dump_folder)
+        self.watchdog = Watchdog(config.comm, self.rank, self.world_size, notes=started_last, apart=CHECKPOINT_GROUP)
+        self.watchdog.enter("start", "init_timeout_seconds")
+        self.device = init_device(config)
         dist.init_process_group(
             "nccl" if self.device.type == "cuda" else "gloo",
-            timeout=datetime.timedelta(seconds=config.comm.init_timeout_seconds),
+            timeout=datetime.timedelta(seconds=config.comm.init_timeout_seconds + PATIENCE),
             # A pipeline's sends and receives would wait for each other on a communicator that is made at once.
             device_id=self.device if self.device.type == "cuda" and degrees["pp"] == 1 else None,
         )
@@ -98,7 +110,7 @@ class Trainer:
                 self.trial = Trial(self.stages, self.compile_as, self.device)
             else:
                 self.receipts = self.compile_as(config.compile.bucketing)
-        self.set_timeout(config.comm.init_timeout_seconds)
+        self.watchdog.enter("start", "init_timeout_seconds")
         for model in self.stages:
             materialize(model, self.device)
             model.init_weights(config.debug.seed, shard_of)
@@ -131,16 +143,19 @@ class Trainer:
             compile=compile_update if config.compile.compiles("optimizer") else None,
         )
         self.accumulation = gradient_accumulation_steps(config.training, self.dp_degree)
-        self.microbatches = self.accumulation * plan.microbatches
-        self.gather_once = gathers_once(config.parallelism, self.microbatches)
-        self.total_steps = config.training.steps if config.lr_scheduler.total_steps == -1 else config.lr_scheduler.total_steps
+        self.gather_once = gathers_once(config.parallelism, self.accumulation * plan.microbatches)
         self.loader = self.build_loader("train")
         self.validation_loader = self.build_loader("validation") if config.validation.enable else None
+
+        self.spikes = SpikeGuard(config.training.spike_window, config.training.spike_sigmas, self.device)
 
         # 5. where the run stands
         self.validated = False  # and so a graph without gradients compiled
         self.step = self.tokens_seen = self.skipped_steps = self.skipped_in_a_row = 0
-        self.checkpointer = Checkpointer(config.checkpoint, self.dump_folder)
+        self.saved_step = 0  # on disk already, if it is not the beginning
+        self.validation_due = config.validation.enable
+        self.stopping = False  # asked to by a signal
+        self.restarts = Restarts(self.dump_folder)
         self.resume()
         if self.trial is not None and config.training.steps - self.step < STEPS * len(WAYS):
             raise ConfigError(
@@ -161,9 +176,22 @@ class Trainer:
             first_step=self.step,
             total_steps=config.training.steps,
         )
+        self.stragglers = Stragglers(self.rank, self.mesh.mesh.flatten(1).tolist(), self.device)
         self.peak_flops = peak_flops(self.device, getattr(torch, config.training.mixed_precision_param))
         self.flops_per_token = flops_per_token(self.model_config, config.training.seq_len)
-        self.describe()
+        for line in start_lines(
+            config,
+            self.mesh,
+            device=self.device,
+            parameters=self.total_parameters,
+            own_parameters=sum(parameter.numel() for parameter in self.parameters.values()),
+            local_batches=self.accumulation,
+            pipeline=self.pipeline,
+            priced=self.machine is not None,
+        ):
+            logger.info(line)
+        logger.info(f"steps: {self.step} done of {config.training.steps}; output in {self.dump_folder}")
+        self.watchdog.rest()
 
     def compile_as(self, bucketing: str) -> list[Receipt]:
         """The model's stages, compiled at their first call; what becomes the receipts."""
@@ -196,14 +224,19 @@ class Trainer:
             seed=self.config.debug.seed,
         )
 
-    def train(self) -> None:
-        """Until training.steps; saves and measures on the way. Raises TrainingError where going on makes no sense."""
+    def train(self) -> bool:
+        """Until training.steps, or a signal to stop (False); saves and measures. Raises TrainingError where it cannot go on."""
         try:
-            self.loop()
-        except CompileError as error:
-            raise TrainingError(str(error)) from error
+            return self.loop()
+        except Exception as error:
+            cause = self.watchdog.failed(error)
+            if cause or isinstance(error, CompileError | CheckpointError):
+                raise TrainingError(cause or str(error)) from error
+            raise
+        finally:
+            self.watchdog.rest()
 
-    def loop(self) -> None:
+    def loop(self) -> bool:
         config = self.config
         if self.step >= config.training.steps:
             logger.info(
@@ -212,11 +245,15 @@ class Trainer:
         trying = True  # until everything is compiled, and the way to bucket decided
         gc.disable()  # ranks that collect at different moments wait for each other
         self.start_window()
+        self.watchdog.enter("the first step", "compile_timeout_seconds" if config.compile.enable else "init_timeout_seconds")
         with build_profiler(config.profiling, self.dump_folder, self.rank, self.step) as profiler:
-            if self.step == 0:
+            if not self.asked_to_stop() and self.validation_due:
                 self.validate()
-            while self.step < config.training.steps:
+            while self.step < config.training.steps and not self.stopping:
                 self.step += 1
+                if self.rank == 0:
+                    self.restarts.begin(self.step)
+                self.watchdog.beat(f"step {self.step}")
                 if self.step % config.training.gc_freq == 0:
                     gc.collect(1)
                 with self.trial.step() if trying and self.trial else nullcontext():
@@ -225,17 +262,26 @@ class Trainer:
                     trying = False
                     self.validated = self.validated and self.trial is None
                     self.show_receipts()
-                    self.set_timeout(config.comm.train_timeout_seconds)  # what takes longer now is no compilation
+                    self.watchdog.enter(f"step {self.step}", "train_timeout_seconds")  # what takes longer now is no compilation
                 last = self.step == config.training.steps
                 if self.step % config.metrics.log_freq == 0 or last:
                     self.log(loss, grad_norm, lr)
                 self.metrics.advance()
                 profiler.step()
-                if config.validation.enable and (self.step % config.validation.freq == 0 or last):
+                self.validation_due = config.validation.enable and (self.step % config.validation.freq == 0 or last)
+                if self.validation_due and not self.stopping:
                     self.validate()
-                if config.checkpoint.enable and (self.step % config.checkpoint.interval == 0 or last):
-                    self.save()
+                if config.checkpoint.enable and (self.step % config.checkpoint.interval == 0 or last or self.stopping):
+                    self.save(last)
+                    self.asked_to_stop()
+                self.checkpointer.poll()
+        with self.watchdog.within("save", "init_timeout_seconds"):
+            self.checkpointer.wait()
+        if self.stopping and (self.step < config.training.steps or self.validation_due):
+            self.metrics.close()
+            return False
         self.finish()
+        return True
 
     def train_step(self) -> tuple[float, float, float]:
         """One optimizer step; returns (loss, gradient norm, learning rate), the same on every rank."""
@@ -245,19 +291,23 @@ class Trainer:
 
         loss = self.forward_backward(batches, tokens)
         grad_norm = clip_grad_norm_(self.parameters.values(), self.config.training.max_norm)
-        lr = self.config.optimizer.lr * lr_factor(self.step, self.config.lr_scheduler, self.total_steps)
+        lr = self.config.optimizer.lr * lr_factor(self.step, self.config.lr_scheduler, self.config.total_steps)
         set_learning_rate(self.optimizer, lr)
 
-        sum_of_losses(loss, self.mesh)
-        loss_value, norm_value = torch.stack((loss, grad_norm)).tolist()
+        ending = torch.stack((loss, torch.full_like(loss, bool(signals.received()))))
+        sum_of_losses(ending, self.mesh)
+        sum_of_flags(ending[1:], self.mesh)
+        loss_value, norm_value, asked = torch.stack((ending[0], grad_norm, ending[1])).tolist()
         # Both are sums over all ranks, so every rank decides the same, and before a parameter has changed.
-        if math.isfinite(loss_value) and math.isfinite(norm_value):
+        if math.isfinite(loss_value) and math.isfinite(norm_value) and not self.spikes.is_spike(self.step, loss_value):
             self.optimizer.step()
             self.skipped_in_a_row = 0
         else:
             self.skip_step(loss_value, norm_value)
         self.optimizer.zero_grad()
         self.tokens_seen += int(tokens)
+        if asked:
+            self.stop()
         return loss_value, norm_value, lr
 
     def forward_backward(self, batches: list[Batch], tokens: Tensor) -> Tensor:
@@ -268,6 +318,7 @@ class Trainer:
                 gathered.enter_context(gathered_for_step(model))
             for input, label in batches:
                 total += self.backward_one(input, label, tokens)
+                self.watchdog.beat()
         return total
 
     def backward_one(self, input: Tensor, label: Tensor, tokens: Tensor) -> Tensor:
@@ -281,11 +332,14 @@ class Trainer:
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
         limit = self.config.training.max_nonfinite_steps
+        spike = self.spikes.describe(self.step)
         if self.rank == 0:
-            logger.warning(f"step {self.step} skipped: loss {loss}, gradient norm {grad_norm}; {self.skipped_in_a_row} in a row")
+            why = spike or f"loss {loss}, gradient norm {grad_norm}"
+            logger.warning(f"step {self.step} skipped: {why}; {self.skipped_in_a_row} in a row")
         if self.skipped_in_a_row >= limit:
             raise TrainingError(
-                f"{limit} steps in a row had a non-finite loss or gradient (training.max_nonfinite_steps), the last one "
+                f"{limit} steps in a row had a non-finite loss or gradient{', or a spike,' if self.spikes.window else ''} "
+                f"(training.max_nonfinite_steps), the last one "
                 f"step {self.step}; parameters are those of step {self.step - limit}. "
                 f"A lower optimizer.lr = {self.config.optimizer.lr} "
                 f'or training.mixed_precision_param = "float32" may help'
@@ -298,22 +352,50 @@ class Trainer:
             return
         started, beginning = time.perf_counter(), self.validation_loader.state_dict()
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
-        with nullcontext() if self.validated else self.patience():
-            for _ in range(self.config.validation.steps * self.accumulation):
-                input, label = self.to_device(next(self.validation_loader))
-                sums[0] += self.evaluate_one(input, label)
-                sums[1] += (label != IGNORE_INDEX).sum()
+        key = "compile_timeout_seconds" if self.config.compile.enable else "init_timeout_seconds"
+        with nullcontext() if self.validated else self.watchdog.within("validation", key):
+            for _ in range(self.config.validation.steps):
+                for _ in range(self.accumulation):
+                    self.watchdog.beat("validation")
+                    input, label = self.to_device(next(self.validation_loader))
+                    sums[0] += self.evaluate_one(input, label)
+                    sums[1] += (label != IGNORE_INDEX).sum()
+                if self.asked_to_stop():
+                    return  # a resumed run begins with it
             sum_of_losses(sums[0], self.mesh)
         self.validated = self.trial is None or bool(self.trial.chosen)
         sum_over_tokens(sums[1], self.mesh)
         self.validation_loader.load_state_dict(beginning)
         self.metrics.log(self.step, {"validation_loss": float(sums[0] / sums[1])})
+        self.validation_due = False
         self.window_start += time.perf_counter() - started  # throughput is of training alone
 
     def evaluate_one(self, input: Tensor, label: Tensor) -> Tensor:
         if self.pipeline is not None:
             return self.pipeline.evaluate(input, label)
         return self.loss_sum(self.stages[0](input), label)
+
+    def asked_to_stop(self) -> bool:
+        """Whether a signal has asked any rank to stop. All ranks call it together, where no step's end does as much."""
+        asked = torch.tensor(bool(signals.received()), dtype=torch.int32, device=self.device)
+        dist.all_reduce(asked)
+        if asked:
+            self.stop()
+        return self.stopping
+
+    def stop(self) -> None:
+        """All ranks: no step follows this one."""
+        if self.stopping:
+            return
+        self.stopping = True
+        names = [""] * self.world_size
+        dist.all_gather_object(names, signals.received())
+        if not self.config.checkpoint.enable:
+            then = "checkpoint.enable = false, so nothing is saved; exiting"
+        else:
+            then = "exiting" if self.step == self.saved_step else "saving, then exiting"
+        if self.rank == 0:  # a warning, so wherever LOG_RANK points
+            logger.warning(f"{signals.reason(names)} at step {self.step}: {then} (code {signals.STOPPED})")
 
     def next_batch(self) -> Batch:
         started = time.perf_counter()
@@ -350,6 +432,9 @@ class Trainer:
         if self.peak_flops is not None:
             values["mfu"] = 100 * tps * self.flops_per_token / self.peak_flops
         self.metrics.log(self.step, values)
+        slow = self.stragglers.compare()
+        if slow and self.rank == 0:
+            logger.warning(f"step {self.step}: {slow}")
         self.start_window()
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -357,7 +442,7 @@ class Trainer:
         optimizer = optimizer_state(self.optimizer, self.parameters)
         return {**model, **{f"optimizer.{name}": tensor for name, tensor in optimizer.items()}}
 
-    def save(self) -> None:
+    def save(self, last: bool = False) -> None:
         started = time.perf_counter()
         states: list[dict] = [{} for _ in range(self.world_size)]
         dist.all_gather_object(states, self.loader.state_dict())
@@ -366,103 +451,34 @@ class Trainer:
             "tokens_seen": self.tokens_seen,
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "spikes": self.spikes.state_dict(),
             "loader": merge_states(states),
-            "flavor": self.config.model.flavor,
-            "dtype": self.config.training.dtype,
-            "total_steps": self.total_steps,
-            "titan_lite": __version__,
+            "validation_due": self.validation_due,
+            **self.described,
         }
-        with self.patience():
-            self.checkpointer.save(self.step, self.state_tensors(), state)
+        with self.watchdog.within("save", "init_timeout_seconds"):
+            self.checkpointer.save(self.step, self.state_tensors(), state, last=last)
+        self.saved_step = self.step
         self.window_start += time.perf_counter() - started
 
     def resume(self) -> None:
         """Go on from the newest checkpoint, or from the one that checkpoint.load_step names; otherwise stay at the beginning."""
-        steps: list[int | None] = [None] * self.world_size
-        dist.all_gather_object(steps, self.checkpointer.step_to_load())
-        if len(set(steps)) > 1:
-            seen = ", ".join(f"rank {rank}: {step or 'none'}" for rank, step in enumerate(steps) if step != steps[rank - 1])
-            raise ConfigError(
-                f"checkpoint.folder: ranks see different newest steps in {self.checkpointer.folder} ({seen}); "
-                "job.dump_folder on a file system that all nodes share would work"
-            )
-        if steps[0] is None:
+        step = self.checkpointer.verified_step() if self.config.checkpoint.enable else None
+        if step is None:
             return
-        state = self.checkpointer.read_state(steps[0])
-        if state["flavor"] != self.config.model.flavor:
-            raise ConfigError(
-                f'model.flavor = "{self.config.model.flavor}", but {self.checkpointer.folder} has steps of another flavor; '
-                f'flavor = "{state["flavor"]}" or another job.dump_folder would work'
-            )
-        self.checkpointer.load(steps[0], self.state_tensors())
-        if state["dtype"] != self.config.training.dtype:
-            logger.info(f"training.dtype = {self.config.training.dtype}; the checkpoint was in {state['dtype']}")
-        if state["total_steps"] != self.total_steps:
-            before, now = (
-                lr_factor(state["step"], self.config.lr_scheduler, n) for n in (state["total_steps"], self.total_steps)
-            )
-            logger.info(
-                f"the learning-rate schedule now has {self.total_steps} steps and not {state['total_steps']}: at step "
-                f"{state['step']} it is {now:.3f} of the peak where it was {before:.3f} (lr_scheduler.total_steps)"
-            )
-        self.step, self.tokens_seen = state["step"], state["tokens_seen"]
-        self.skipped_steps, self.skipped_in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
-        self.loader.load_state_dict(state["loader"])
-
-    def set_timeout(self, seconds: int) -> None:
-        """A collective of any group that takes longer from now on is a failure."""
-        self.timeout = seconds
-        for group in list(dist.distributed_c10d._world.pg_map):
-            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
-
-    @contextmanager
-    def patience(self) -> Iterator[None]:
-        """Within: what may be compiled, or is written to a slow file system, has the time that the start has."""
-        before = self.timeout
-        self.set_timeout(self.config.comm.init_timeout_seconds)
-        yield
-        self.set_timeout(before)
-
-    def describe(self) -> None:
-        config, training = self.config, self.config.training
-        if config.job.description:
-            logger.info(config.job.description)
-        for line in without_effect(config, self.microbatches):
+        state = self.checkpointer.read_state(step)
+        differences = compare(state, self.described)
+        refuse(differences, self.checkpointer.path_of(step), self.config.checkpoint)
+        for line in explain(differences, state, self.described):
             logger.info(line)
-        axes = ", ".join(f"{axis} {self.mesh[axis].size()}" for axis in self.mesh.mesh_dim_names or ())
-        name = (
-            torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-        )
-        rows = training.local_batch_size * self.dp_degree * self.accumulation
-        compiled = f"{config.compile.backend} ({', '.join(config.compile.components)})" if config.compile.enable else "eager"
-        logger.info(
-            f"model: {config.model.name} {config.model.flavor}, {self.total_parameters:,} parameters; "
-            f"torch {torch.__version__}, {compiled}"
-        )
-        logger.info(f"ranks: {self.world_size} ({axes}), each one {name}")
-        logger.info(
-            f"batch: {rows} sequences of {training.seq_len} tokens a step = {rows * training.seq_len:,} tokens, "
-            f"in {self.accumulation} local batches of {training.local_batch_size} a rank"
-        )
-        if config.compile.compiles("model") and self.machine is None:
-            logger.info(f"no prices for {name}: what communication costs is not estimated (compile.machine)")
-        if self.pipeline is not None:
-            parallelism, plan = config.parallelism, self.pipeline.plan
-            schedule = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
-            logger.info(
-                f"pipeline: {len(plan.modules)} stages, {schedule}, {plan.microbatches} microbatches of "
-                f"{parallelism.pipeline_parallel_microbatch_size}; ranks wait {100 * self.pipeline.bubble:.1f}% of the time (the "
-                "bubble), if all stages are equally fast"
-            )
-        if self.gather_once:
-            parameters = sum(parameter.numel() for parameter in self.parameters.values()) / self.mesh["tp"].size()
-            dtypes = (getattr(torch, name).itemsize for name in (training.mixed_precision_param, training.mixed_precision_reduce))
-            held = parameters * sum(dtypes) / 2**30
-            logger.info(
-                "weights are gathered and gradients reduced once a step, which are held meanwhile: "
-                f"{held:.2f} GiB a rank (parallelism.fsdp_communication)"
-            )
-        logger.info(f"steps: {self.step} done of {training.steps}; output in {self.dump_folder}")
+        held = {name: tensor for name, tensor in self.state_tensors().items() if name.partition(".")[0] in state["tensors"]}
+        self.checkpointer.load(step, held)
+        self.step, self.tokens_seen = state["step"], state["tokens_seen"]
+        self.saved_step, self.validation_due = self.step, state.get("validation_due", False)
+        self.skipped_steps, self.skipped_in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
+        self.spikes.load_state_dict(state.get("spikes", {}))
+        if not restarts_data(differences):
+            self.loader.load_state_dict(state["loader"])
 
     def show_receipts(self) -> None:
         """What the compile stage did, now that it is done."""
@@ -476,12 +492,7 @@ class Trainer:
         if self.rank == 0 and self.receipts:
             for line in (*(self.trial.describe() if self.trial else ()), *describe(self.receipts)):
                 logger.info(line)
-            write_receipts(self.receipts, self.dump_folder / "compile.json")
-            own = [receipt for receipt in self.receipts if not receipt.pp_rank]  # of a pipeline, the first rank's
-            step = [receipt.timeline for receipt in own if receipt.timeline is not None and receipt.graph != "inference"]
-            if any(timeline.communication for timeline in step):
-                draw(step, self.dump_folder / "timeline.png")
-                write_trace(step, self.dump_folder / "timeline.json")
+            write_receipts(self.receipts, self.dump_folder)
 
     def finish(self) -> None:
         """A summary and the loss picture; the processes part."""

@@ -33,7 +33,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from titan_lite.check import check
-from titan_lite.config import ActivationCheckpoint, Compile, Config, ConfigError, Parallelism, load_config
+from titan_lite.config import ActivationCheckpoint, Checkpoint, Compile, Config, ConfigError, Parallelism, load_config
 from titan_lite.distributed.mesh import AXES, DEGREES
 from titan_lite.metrics import read_metrics
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
@@ -166,7 +166,7 @@ def twin(config: Config, layout: Layout, steps: int) -> Config:
         lr_scheduler=dataclasses.replace(config.lr_scheduler, warmup_steps=0, total_steps=-1),
         parallelism=dataclasses.replace(config.parallelism, **changes, enable_async_tensor_parallel=False),
         compile=_compile_of_twin(config.compile),
-        checkpoint=dataclasses.replace(config.checkpoint, enable=False, load_step=-1),
+        checkpoint=Checkpoint(),
         data=dataclasses.replace(config.data, dataset="stdlib", path="", num_workers=0, validation_fraction=0.05),
         validation=dataclasses.replace(config.validation, enable=True, freq=steps, steps=1),
         metrics=dataclasses.replace(config.metrics, log_freq=1, enable_tensorboard=False, enable_color=False),

@@ -287,6 +287,8 @@ def test_layouts_that_can_be(ranks, keys):
             "compile.bucketing = none has no effect: the model is not in compile.components",
         ),
         ("data.text_field=content", 'data.text_field = content has no effect: dataset = "stdlib"'),
+        ("training.spike_sigmas=3", "training.spike_sigmas = 3.0 has no effect: spike_window = 0"),
+        ("comm.compile_timeout_seconds=3", "comm.compile_timeout_seconds = 3 has no effect: compile.enable = false"),
         ("data.num_workers=0 data.prefetch=9", "data.prefetch = 9 has no effect: num_workers = 0"),
     ],
 )

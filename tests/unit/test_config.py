@@ -167,6 +167,7 @@ TOGETHER = {
     "data.validation_fraction",
     "model.tokenizer_path",
     "checkpoint.load_step",
+    "checkpoint.must_resume",
     "training.global_batch_size",
     "training.steps",
     "lr_scheduler.warmup_steps",
@@ -386,6 +387,13 @@ MISTAKES = [
         ("[checkpoint] load_step = 5",),
         "checkpoint.enable = true",
         "[checkpoint]\nload_step = 5\nenable = true",
+    ),
+    together(
+        "to go on from no checkpoint",
+        "[checkpoint]\nmust_resume = true",
+        ("[checkpoint] must_resume = true",),
+        "checkpoint.enable = true",
+        "[checkpoint]\nmust_resume = true\nenable = true",
     ),
     together(
         "warm-up longer than the schedule",

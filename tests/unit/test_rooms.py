@@ -27,17 +27,29 @@ ROOMS = {
     "lr_scheduler": PART,
     "metrics": (*PART, "matplotlib", "tqdm"),
     "profiling": PART,
-    "checkpoint": PART,
+    "checkpoint": (*PART, "titan_lite.manifest", "titan_lite.tensor_files"),
+    "manifest": (),
+    "tensor_files": ("torch", "titan_lite.manifest"),
+    "resume": ("titan_lite.config", "titan_lite.lr_scheduler"),
+    "signals": (),
+    "restart": ("titan_lite.logging",),
+    "launch": ("torch", "titan_lite.signals"),
+    "spikes": PART,
+    "stragglers": PART,
+    "verdict": (),
+    "watchdog": (*PART, "titan_lite.verdict"),
+    "console": (*PART, "titan_lite.check", "titan_lite.distributed"),
     "planner": (*PART, "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler", "titan_lite.loss"),
     "plan": (*PART, "titan_lite.planner", "titan_lite.compiler", "titan_lite.check"),
     "check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
     "trainer": (*PART, "titan_lite"),  # the assembler
-    "train": (*PART, "titan_lite.trainer"),
+    "train": (*PART, "titan_lite.trainer", "titan_lite.check", "titan_lite.signals", "titan_lite.restart"),
     "verify": (*PART, "titan_lite"),  # runs the trainer, and looks into it
 }
 WHOLE_CONFIG = {
     "config",
     "check",
+    "console",
     "trainer",
     "train",
     "verify",

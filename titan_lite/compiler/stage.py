@@ -21,12 +21,14 @@ from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.codecache import FxGraphCachePickler
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
 from torch.utils._triton import has_triton
 
@@ -141,7 +143,7 @@ def _inductor(reshard: _Pass | None, compiling: Compiling, async_tensor_parallel
     def compile_one(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """Here and not in one of Inductor's own places for passes, which a graph from its cache does not come by."""
         name = "backward" if options.get("is_backward") else "inference" if options.get("is_inference") else "forward"
-        with compiling(graph, name):
+        with compiling(graph, name), _meshes_in_keys():
             return compile_fx_inner(graph, inputs, **options)
 
     def backend(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
@@ -160,6 +162,22 @@ def expect_fused_products(graph: Graph) -> int:
             "with; false would work"
         )
     return len(fused)
+
+
+def _meshes_in_keys() -> Any:
+    """Within: a mesh, an input of graphs with DTensors, enters the key of Inductor's cache by its ranks.
+
+    torch 2.13 pickles it whole, in a mode whose bytes depend on which strings are one object, so that no key came twice.
+    """
+    reduce: Any = FxGraphCachePickler._reduce_fake_script_object
+
+    def reduced(self: FxGraphCachePickler, value: Any) -> Any:
+        mesh = value.real_obj
+        if not isinstance(mesh, DeviceMesh):
+            return reduce(self, value)
+        return str, (f"{mesh.device_type} {mesh.mesh_dim_names} {mesh.mesh.tolist()}",)
+
+    return mock.patch.object(FxGraphCachePickler, "_reduce_fake_script_object", reduced)
 
 
 def _nothing_is_random() -> Any:
@@ -193,6 +211,8 @@ def _with_backward(backend: Callable, memory_budget: float = 1.0) -> Callable:
         # Its key knows nothing of our passes, and a hit would run none; Inductor's own cache comes after them.
         "enable_autograd_cache": False,
     }
+    if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):  # from torch 2.13 on
+        settings["unsafe_treat_script_objects_as_zero_size"] = True  # meshes, which DTensors bring along
 
     def compile_both(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
         with functorch_config.patch(settings):

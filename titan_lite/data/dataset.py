@@ -112,6 +112,22 @@ def check_data(data: Data) -> None:
             next(_read_files([file], root, data.text_field), None)
 
 
+def fingerprint(data: Data) -> str:
+    """SHA-256 of the names and sizes of all documents or their files, by which a run tells its data from other; c4: empty."""
+    if data.dataset == "c4":
+        return ""
+    if data.dataset == "stdlib":
+        topics = _topics()
+        sizes = [
+            (name, os.path.getsize(_STDLIB / name) if name.endswith(".py") else len(topics[name.removeprefix("topics/")]))
+            for name in _stdlib_names()
+        ]
+    else:
+        files, root = _local_files(data)
+        sizes = [(Path(file).relative_to(root).as_posix(), os.path.getsize(file)) for file in files]
+    return hashlib.sha256(repr(sizes).encode()).hexdigest()
+
+
 def _belongs(name: str, split: Split, validation_fraction: float) -> bool:
     """Whether the document of this name is in the split; over all names, validation has its fraction of them."""
     hashed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
@@ -220,6 +236,7 @@ def _read_files(files: list[str], root: str, field: str) -> Iterator[tuple[str, 
     """(name, text) of every document; the name is the file's path relative to root, and :index where it holds several."""
     import datasets
 
+    datasets.utils.tqdm.get_lock()  # else each progress bar of its threads deletes the lock that the others use
     for file in files:
         name = Path(file).relative_to(root).as_posix()
         index = 0

@@ -15,10 +15,14 @@ the same global batch. All there is to save of a row is three numbers: the ordin
 that document's tokens are used, and how many windows it has given.
 """
 
+import os
+import signal
+import threading
 import warnings
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -95,6 +99,39 @@ class _PackedRows(IterableDataset):
         return torch.cat(parts)
 
 
+STOPPING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
+
+
+@contextmanager
+def _blocking_signals() -> Iterator[None]:
+    """Within: a process that is started, and whatever threads its libraries start at once, let the signals of STOPPING wait."""
+    if not hasattr(signal, "sigwaitinfo"):  # macOS
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _outlive_signals(worker: int) -> None:
+    """In the loader process: a signal to stop that all processes get is for the training process, which still wants batches.
+
+    SIGTERM ends this one where the training process sent it, which Python's handlers are not told; so a thread waits for it.
+    """
+    if not hasattr(signal, "sigwaitinfo"):
+        return
+    parent = os.getppid()
+
+    def wait() -> None:
+        while signal.sigwaitinfo(STOPPING).si_pid != parent:
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 class Loader:
     """An endless iterator over (input, label), int64 of (batch_size, seq_len) each, with `state_dict`.
 
@@ -120,6 +157,7 @@ class Loader:
                 prefetch_factor=self._data.prefetch if self._data.num_workers else None,
                 snapshot_every_n_steps=1,
                 pin_memory=torch.cuda.is_available(),
+                worker_init_fn=_outlive_signals,
             )
 
     def __iter__(self) -> "Loader":
@@ -127,7 +165,8 @@ class Loader:
 
     def __next__(self) -> Batch:
         if self._iterator is None:
-            self._iterator = iter(self._loader)
+            with _blocking_signals():
+                self._iterator = iter(self._loader)
         item = next(self._iterator)
         if isinstance(item, ConfigError):
             raise item

@@ -63,6 +63,7 @@ class Eager:
         return started.wait()
 
     def reduce(self, gradient: Tensor, plan: GatherPlan, dtype: torch.dtype) -> Tensor:
+        plan.note()
         started = plan.start_reduce(gradient)
         if plan.shard_degree == 1 or plan.sum_groups or started.shape[0] != plan.own_rows or started.dtype != dtype:
             return plan.finish_reduce(started).to(dtype)

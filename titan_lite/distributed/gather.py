@@ -13,6 +13,8 @@ as one of a graph is (compiler/bucketing.py): a rank's padded shards lie one beh
 """
 
 import math
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -26,6 +28,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_lite.compiler.collectives import all_gather_single, collectives
+
+# What eager mode has started last: nanoseconds of the clock, group, parameters.
+started_last: deque[tuple[int, str, str]] = deque(maxlen=1000)
 
 
 class InFlight(NamedTuple):
@@ -85,7 +90,13 @@ class GatherPlan:
         shard = _pad_rows(shard, self.chunk)
         whole = shard.new_empty(self.chunk * self.shard_degree, *shard.shape[1:])
         group = _resolve_process_group(self.shard_group)  # type: ignore[arg-type]
+        self.note()
         return InFlight(whole[: self.rows], all_gather_single(whole, shard, group=group, async_op=True))
+
+    def note(self) -> None:
+        """To be called in eager mode before a collective starts: should it hang, it can be told what for."""
+        groups = (self.shard_group,) if self.shard_degree > 1 else self.sum_groups[:1]
+        started_last.extend((time.time_ns(), group, self.fqn) for group in groups)
 
     def start_reduce(self, gradient: Tensor) -> Tensor:
         """This rank's gradient of the whole -> the sum of this rank's rows over the first group that has any to add, in
@@ -129,6 +140,7 @@ class Bucket:
             _pad_rows(gradient.to(plan.reduce_dtype), plan.chunk * plan.shard_degree).reshape(plan.shard_degree, -1)
             for plan, gradient in zip(self.plans, gradients, strict=True)
         ]
+        self._as_one.note()
         return self._as_one.start_reduce(_cat(tables, 1).view(-1))
 
     def finish_reduce(self, started: Tensor) -> list[Tensor]:

@@ -134,6 +134,11 @@ def sum_of_losses(tensor: Tensor, mesh: DeviceMesh) -> None:
     _sum(tensor, mesh, ("pp", "dp_replicate", "dp_shard", "cp"))
 
 
+def sum_of_flags(tensor: Tensor, mesh: DeviceMesh) -> None:
+    """After `sum_of_losses` also over the ranks of tensor parallelism: what any rank has set is set on all."""
+    _sum(tensor, mesh, ("tp",))
+
+
 def _sum(tensor: Tensor, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
     for axis in axes:
         if mesh[axis].size() > 1:

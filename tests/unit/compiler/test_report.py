@@ -25,7 +25,7 @@ def test_a_line_a_graph():
 
 
 def test_the_file_has_every_bucket_with_its_parameters_and_times(tmp_path):
-    write_receipts([FORWARD, BACKWARD], tmp_path / "compile.json")
+    write_receipts([FORWARD, BACKWARD], tmp_path)
     forward, backward = json.loads((tmp_path / "compile.json").read_text())
     assert (forward["graph"], forward["before"], forward["schedule"], forward["cache"]) == (
         "forward",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from titan_lite.config import ConfigError, Data
-from titan_lite.data.dataset import StdlibSource, build_source, check_data
+from titan_lite.data.dataset import StdlibSource, build_source, check_data, fingerprint
 
 datasets = pytest.importorskip("datasets")
 
@@ -257,3 +257,32 @@ def test_an_unreachable_hub_is_said_with_a_way_out(monkeypatch):
         build_source(Data(dataset="c4"), split="train", seed=0)
     for part in ('data.dataset = "c4"', "no route to host", 'data.dataset = "local"', '"stdlib"'):
         assert part in str(error.value)
+
+
+# What tells the documents of a run from others
+
+
+def test_the_fingerprint_is_of_names_and_sizes_wherever_they_lie(tmp_path):
+    folders = [tmp_path / "here", tmp_path / "elsewhere"]
+    for folder in folders:
+        (folder / "part").mkdir(parents=True)
+        (folder / "part/a.txt").write_text("one")
+        write_jsonl(folder / "b.jsonl", ["two", "three"])
+    here, elsewhere = (fingerprint(local(folder)) for folder in folders)
+    assert here == elsewhere
+    seen = {here}
+    for change in (
+        lambda: (folders[0] / "part/a.txt").write_text("ones"),
+        lambda: (folders[0] / "part/a.txt").rename(folders[0] / "part/c.txt"),
+        lambda: (folders[0] / "b.jsonl").unlink(),
+        lambda: (folders[0] / "d.txt").write_text("four"),
+    ):
+        change()
+        seen.add(fingerprint(local(folders[0])))
+    assert len(seen) == 5
+
+
+def test_the_fingerprint_of_the_standard_library_is_of_all_its_documents():
+    assert fingerprint(Data()) == fingerprint(Data(validation_fraction=0.5, shuffle=False))
+    assert len(fingerprint(Data())) == 64
+    assert fingerprint(Data(dataset="c4")) == ""  # no way to know without reading it

@@ -1,8 +1,10 @@
 import dataclasses
+import hashlib
 import json
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections import defaultdict
@@ -139,6 +141,73 @@ def test_resume_on_another_layout(data, tokenizer, before, after):
     assert merge_states([loader.state_dict() for loader in resumed]) == one[0].state_dict()
 
 
+def hashes(batch):
+    """One for each sequence, in order."""
+    return [hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in batch]
+
+
+def state_of(ranks):
+    """As a checkpoint holds it."""
+    return json.loads(json.dumps(merge_states([loader.state_dict() for loader in ranks])))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(data, tokenizer):
+    """Of each of 24 steps the samples, and the state before it; several epochs of the corpus."""
+    ranks, steps = loaders(data, tokenizer), []
+    for _ in range(24):
+        state = state_of(ranks)
+        steps.append((state, hashes(global_batch(ranks, ROWS))))
+    assert len({tuple(samples) for _, samples in steps}) == 24
+    return steps
+
+
+def test_dp_4_to_2_to_8_sees_the_samples_of_an_uninterrupted_run(data, tokenizer, uninterrupted):
+    state, seen = None, []
+    for dp_degree, batch_size, steps in ((4, 2, 9), (2, 4, 7), (8, 1, 8)):
+        ranks = loaders(data, tokenizer, dp_degree, batch_size, state=state)
+        seen += [hashes(global_batch(ranks, batch_size)) for _ in range(steps)]
+        state = state_of(ranks)
+    assert seen == [samples for _, samples in uninterrupted]
+
+
+def test_a_resume_at_any_step_goes_on_with_its_samples(data, tokenizer, uninterrupted):
+    """So also at an epoch's edge, and at the steps before and after it."""
+    epochs = [{ordinal // len(LENGTHS) for ordinal, _, _ in state["rows"].values()} for state, _ in uninterrupted]
+    assert data.dataset == "stdlib" or (max(epochs[-1]) >= 2 and any(len(rows) > 1 for rows in epochs))
+    for at in range(22):
+        dp_degree, batch_size = ((1, 8), (2, 1), (8, 1), (4, 1))[at % 4]  # accumulating 1, 4, 1 and 2 microbatches
+        ranks = loaders(data, tokenizer, dp_degree, batch_size, state=uninterrupted[at][0])
+        for _, samples in uninterrupted[at : at + 2]:
+            assert hashes(global_batch(ranks, batch_size)) == samples
+
+
+def test_resumed_twice_it_is_where_it_would_be(data, tokenizer, uninterrupted):
+    """The second time after no step, after one, and after two."""
+    for steps in range(3):
+        first = loaders(data, tokenizer, 2, 2, state=uninterrupted[5][0])
+        for _ in range(steps):
+            global_batch(first, 2)
+        second = loaders(data, tokenizer, 4, 1, state=state_of(first))
+        assert state_of(second) == uninterrupted[5 + steps][0]
+        assert hashes(global_batch(second, 1)) == uninterrupted[5 + steps][1]
+
+
+def test_another_length_of_sequence_goes_on_at_the_next_token(data, tokenizer):
+    """On which resume.py relies where it calls a new training.seq_len no other data."""
+    ranks = loaders(data, tokenizer)
+    before = torch.stack([global_batch(ranks, ROWS) for _ in range(6)], dim=1).flatten(1)
+    state = state_of(ranks)
+    after = torch.stack([global_batch(ranks, ROWS) for _ in range(4)], dim=1).flatten(1)
+    longer = build_loader(
+        data, tokenizer, split="train", rows=ROWS, batch_size=ROWS, seq_len=2 * SEQ_LEN + 1, dp_rank=0, dp_degree=1, seed=0
+    )
+    longer.load_state_dict(state)
+    windows = torch.cat([torch.cat((input, label[:, -1:]), dim=1) for input, label in (next(longer), next(longer))], dim=1)
+    assert torch.equal(windows, after)
+    assert not torch.equal(windows, before[:, : windows.shape[1]])
+
+
 class Listening:
     """A tokenizer that remembers what it was given."""
 
@@ -256,6 +325,23 @@ def test_the_loader_process_runs_torch_on_one_thread():
         assert set(next(loaders(Data(num_workers=0), Threads())[0])[0].flatten().tolist()) == {3}
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="needs Linux: who sent a signal is not told here")
+def test_a_signal_to_all_processes_leaves_the_loader_process_to_the_training_process(corpus, tokenizer):
+    """Which still wants batches; of its own SIGTERM it ends."""
+    data = Data("local", path=str(corpus), validation_fraction=0.0, num_workers=0)
+    [expected] = loaders(data, tokenizer, batch_size=1)
+    [loader] = loaders(dataclasses.replace(data, num_workers=1, prefetch=1), tokenizer, batch_size=1)
+    assert all(map(torch.equal, next(loader), next(expected)))
+    (process,) = multiprocessing.active_children()
+    for name in ("TERM", "USR1", "INT"):
+        subprocess.run(["sh", "-c", f"kill -{name} {process.pid}"], check=True)
+    for _ in range(20):
+        assert all(map(torch.equal, next(loader), next(expected)))
+    process.terminate()
+    process.join(30)
+    assert process.exitcode == 0
 
 
 def test_what_the_loader_process_gets_can_be_pickled(data, tokenizer):

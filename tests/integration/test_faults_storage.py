@@ -1,0 +1,188 @@
+"""Faults of storage, injected: a rank killed in a save, a full disk, a read-only folder, a flipped bit, two runs in a folder."""
+
+import os
+import re
+import subprocess
+import sys
+from collections import namedtuple
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titan_lite import checkpoint
+from titan_lite.checkpoint import Checkpointer, CheckpointError
+from titan_lite.config import Checkpoint, ConfigError
+from titan_lite.metrics import read_metrics
+
+ROOT = Path(__file__).parents[2]
+DEBUG = ROOT / "train_configs/debug_model.toml"
+SMALL = ["--training.seq_len", "64", "--lr_scheduler.total_steps", "12", "--metrics.log_freq", "1", "--no-validation.enable"]
+SMALL += ["--checkpoint.interval", "2", "--no-metrics.enable_tensorboard", "--training.local_batch_size", "2"]
+SMALL += ["--training.global_batch_size", "2", "--training.steps", "6"]
+STEP = 5_770_496 * 3 * 4  # bytes: parameters and two moments
+
+
+def launch(*command):
+    result = subprocess.run(
+        [*map(str, command)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+    )
+    print(result.stdout)
+    return result
+
+
+def train(folder, *options):
+    return launch(sys.executable, "-m", "titan_lite.train", DEBUG, "--job.dump_folder", folder, *SMALL, *options)
+
+
+@contextmanager
+def file_system(path, kibibytes):
+    """A small one in memory."""
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kibibytes}k", "tmpfs", path], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"needs to mount a tmpfs: {mounted.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", path], check=True)
+
+
+@pytest.fixture
+def world_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def killed(folder, count, *cases):
+    """How `count` kills in each of these cases ended."""
+    result = launch(sys.executable, Path(__file__).with_name("kill_in_save.py"), folder, count, *cases)
+    return re.findall(r"^(ok|WRONG): ", result.stdout, re.MULTILINE)
+
+
+def test_a_rank_killed_in_a_save_leaves_a_whole_step(tmp_path):
+    assert killed(tmp_path, 1, "data-async", "manifest-disabled", "rename-async", "retention-disabled") == ["ok"] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("phase", ["data", "manifest", "rename", "retention"])
+def test_a_rank_killed_anywhere_in_a_save_leaves_a_whole_step(phase, mode, tmp_path):
+    assert killed(tmp_path, 10, f"{phase}-{mode}") == ["ok"] * 10
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_disk_that_is_full_in_the_middle_of_a_save(mode, tmp_path, monkeypatch, world_of_one):
+    tensors = {"model.w": torch.randn(256, 1024), "model.v": torch.randn(256, 1024)}  # 2 MiB
+    with file_system(tmp_path / "disk", 3 * 1024) as disk:
+        steps_of = Checkpointer(Checkpoint(enable=True, async_mode=mode), disk)
+        steps_of.save(1, tensors, {})
+        steps_of.wait()
+        usage = namedtuple("usage", "free")
+        with pytest.raises(CheckpointError, match=r"step 2 was not saved in .*: it needs 0.002 GiB, and 0.001 GiB are free"):
+            save(steps_of, 2, tensors)
+        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage(2**30))  # as it was before another wrote there
+        with pytest.raises(CheckpointError, match=r"step 2 was not saved in .*: rank 0: OSError: .*No space left on device"):
+            save(steps_of, 2, tensors)
+        assert sorted(path.name for path in (disk / "checkpoint").iterdir()) == ["step-1"]
+        assert steps_of.verified_step() == 1
+        goes_on = Checkpointer(Checkpoint(enable=True, async_mode=mode, on_failure="continue"), disk)
+        save(goes_on, 2, tensors)
+        save(goes_on, 3, {"model.w": tensors["model.w"][:64]})  # which has room
+        assert goes_on.verified_step() == 3
+
+
+def save(steps_of, step, tensors):
+    steps_of.save(step, tensors, {})
+    steps_of.wait()
+
+
+def test_a_folder_that_may_not_be_written(tmp_path, world_of_one):
+    tensors = {"model.w": torch.randn(8)}
+    with file_system(tmp_path / "disk", 1024) as disk:
+        steps_of = Checkpointer(Checkpoint(enable=True), disk)
+        save(steps_of, 1, tensors)
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)  # root would not be stopped by permissions
+        with pytest.raises(
+            CheckpointError, match=r"step 2 was not saved in .*: rank 0: OSError: \[Errno 30\] Read-only file system"
+        ):
+            save(steps_of, 2, tensors)
+        assert steps_of.verified_step() == 1
+        with pytest.raises(
+            ConfigError, match=r"checkpoint.folder = .*checkpoint/lock: Read-only file system; a folder that can be"
+        ):
+            steps_of.lock()
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_run_goes_on_from_the_step_before_an_altered_one_as_if_it_had_not_been(tmp_path):
+    first = train(tmp_path, "--training.steps", "4", "--checkpoint.async_mode", "async")
+    assert first.returncode == 0
+    expected = read_metrics(tmp_path / "metrics.jsonl")
+    flip(tmp_path / "checkpoint/step-4/__0_0.distcp")
+    again = train(tmp_path, "--training.steps", "4")
+    assert again.returncode == 0
+    assert re.search(r"step-4 is not loaded: __0_0.distcp was altered: .*; set aside as invalid-step-4", again.stdout)
+    assert "step-2" in re.search(r"resumed from (\S+)", again.stdout)[1]
+    found = read_metrics(tmp_path / "metrics.jsonl")
+    for step in (3, 4):
+        assert (found[step]["loss"], found[step]["grad_norm"]) == (expected[step]["loss"], expected[step]["grad_norm"])
+    names = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
+    assert names == ["invalid-step-4", "lock", "step-2", "step-4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("on_failure", ["stop", "continue"])
+def test_a_run_whose_disk_is_full_stops_or_goes_on_as_its_recipe_says(mode, on_failure, tmp_path):
+    options = ["--training.steps", "6", "--checkpoint.async_mode", mode, "--checkpoint.on_failure", on_failure]
+    with file_system(tmp_path / "disk", int(1.5 * STEP) // 1024) as disk:
+        result = train(tmp_path / "out", *options, "--checkpoint.folder", disk)
+        reason = r"step 4 was not saved in .*: it needs 0.064 GiB, and 0.03\d GiB are free"
+        if on_failure == "stop":
+            assert result.returncode == 1
+            assert re.search(rf"error: \[rank 0\] {reason}", result.stdout)
+            assert max(read_metrics(tmp_path / "out/metrics.jsonl")) in ((4,) if mode == "disabled" else (4, 5, 6))
+        else:
+            assert result.returncode == 0
+            assert re.search(rf"NOTHING WAS SAVED: {reason}", result.stdout)
+            assert re.search("NOTHING WAS SAVED: step 6", result.stdout)
+        assert sorted(path.name for path in disk.iterdir()) == ["lock", "step-2"]
+
+
+HOLDER = (
+    "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); f.write('process 7 on x'); f.flush(); input()"
+)
+
+
+def test_a_second_run_in_one_folder_ends_before_it_begins(tmp_path):
+    (tmp_path / "checkpoint").mkdir()
+    with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "checkpoint/lock"], stdin=subprocess.PIPE) as holder:
+        while not (tmp_path / "checkpoint/lock").exists() or not (tmp_path / "checkpoint/lock").read_text():
+            assert holder.poll() is None
+        result = train(tmp_path)
+        holder.kill()
+    assert result.returncode == 2
+    (line,) = result.stdout.splitlines()
+    assert re.fullmatch(r'error: checkpoint.folder = "checkpoint": \S+ is in use by process 7 on x; end that run, or .*', line)
+
+
+def test_a_recipe_that_must_resume_does_not_begin(tmp_path):
+    result = train(tmp_path, "--checkpoint.must_resume")
+    assert result.returncode == 2
+    assert "checkpoint.must_resume = true: there is no step in" in result.stdout
+    assert not (tmp_path / "checkpoint").exists()

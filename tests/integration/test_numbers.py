@@ -1,0 +1,97 @@
+"""Numbers gone wrong: a loss that leaps, a gradient that is none. No parameter changes, on any rank."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from titan_lite.config import load_config
+from titan_lite.metrics import read_metrics
+from titan_lite.trainer import Trainer, TrainingError
+
+DEBUG = Path(__file__).parents[2] / "train_configs/debug_model.toml"
+SMALL = ["--training.seq_len", "32", "--training.steps", "8", "--metrics.log_freq", "4", "--no-validation.enable"]
+SMALL += ["--no-metrics.enable_tensorboard", "--lr_scheduler.total_steps", "20", "--data.num_workers", "0"]
+
+
+def with_faults(folder, options, spoil):
+    """Train; spoil(trainer, loss) sees every step before its update, and returns its loss. What is left of the run:
+    ({step: whether parameters changed}, losses seen by the guard, why it ended, the parameters)."""
+    config, _ = load_config(DEBUG, ["--job.dump_folder", str(folder), *SMALL, *options])
+    trainer = Trainer(config)
+    forward_backward, train_step = trainer.forward_backward, trainer.train_step
+    changed = {}
+
+    def parameters():
+        return torch.cat([parameter.detach().to_local().flatten() for parameter in trainer.parameters.values()]).clone()
+
+    def watched():
+        before = parameters()
+        result = train_step()
+        changed[trainer.step] = not torch.equal(before, parameters())
+        return result
+
+    trainer.forward_backward = lambda batches, tokens: spoil(trainer, forward_backward(batches, tokens))
+    trainer.train_step = watched
+    try:
+        trainer.train()
+        message = ""
+    except TrainingError as error:
+        message = str(error)
+    return changed, trainer.spikes.state_dict(), message, parameters()
+
+
+def leap(trainer, loss):
+    """On rank 1 alone, in step 6, and in those after 10."""
+    return loss + 100 if trainer.rank == 1 and (trainer.step == 6 or trainer.step > 10) else loss
+
+
+GUARD = ["--training.spike_window", "3", "--training.spike_sigmas", "50"]
+
+
+def test_a_step_whose_loss_leaps_is_skipped_on_all_ranks_and_a_resumed_run_knows(tmp_path):
+    options = [*GUARD, "--training.steps", "9", "--checkpoint.interval", "7"]
+    whole = run_ranks(2, with_faults, tmp_path / "whole", options, leap, init=False)
+    for changed, state, message, _ in whole:
+        assert [step for step, did in changed.items() if not did] == [6]
+        assert [skipped["step"] for skipped in state["skipped"]] == [6]
+        assert message == ""
+    step = "checkpoint/step-7"
+    saved = json.loads((tmp_path / "whole" / step / "state.json").read_text())
+    assert [skipped["step"] for skipped in saved["spikes"]["skipped"]] == [6]
+    shutil.copytree(tmp_path / "whole" / step, tmp_path / "resumed" / step)
+    resumed = run_ranks(2, with_faults, tmp_path / "resumed", options, leap, init=False)
+    for (changed, state, _, parameters), (_, expected_state, _, expected) in zip(resumed, whole, strict=True):
+        assert [*changed] == [8, 9]
+        assert state == expected_state
+        assert torch.equal(parameters, expected)
+
+
+@pytest.mark.slow
+def test_a_loss_that_stays_up_ends_the_run(tmp_path):
+    options = [*GUARD, "--training.steps", "20", "--training.max_nonfinite_steps", "3"]
+    for changed, _, message, _ in run_ranks(2, with_faults, tmp_path, options, leap, init=False):
+        assert [step for step, did in changed.items() if not did] == [6, 11, 12]
+        assert "3 steps in a row had a non-finite loss or gradient, or a spike, (training.max_nonfinite_steps)" in message
+
+
+def not_a_number(trainer, loss):
+    """In one gradient of one rank, of the pipeline's last stage, in a step that is not logged."""
+    if trainer.step == 2 and trainer.rank == trainer.world_size - 1:
+        next(iter(trainer.parameters.values())).grad.to_local()[0] = math.nan
+    return loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pipeline_parallel", "tensor_parallel", "context_parallel", "data_parallel_replicate"])
+def test_a_gradient_of_one_rank_that_is_no_number_skips_the_step_everywhere(kind, tmp_path):
+    options = [f"--parallelism.{kind}_degree", "2", "--training.steps", "4"]
+    for changed, _, message, parameters in run_ranks(4, with_faults, tmp_path, options, not_a_number, init=False):
+        assert changed == {1: True, 2: False, 3: True, 4: True}
+        assert message == ""
+        assert parameters.isfinite().all()
+    assert read_metrics(tmp_path / "metrics.jsonl")[4]["skipped_steps"] == 1

@@ -1,0 +1,239 @@
+"""Resuming for real: on other ranks the same samples and losses, what a changed recipe means told before anything starts.
+
+Samples are compared by hash, step by step. Losses on another layout: within 1e-4, relative; on the same one bitwise.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_training import DEBUG, ROOT, launch
+
+from titan_lite.config import load_config
+from titan_lite.metrics import read_metrics
+from titan_lite.trainer import Trainer
+
+SMALL = ["--training.seq_len=32", "--training.steps=6", "--lr_scheduler.total_steps=12", "--lr_scheduler.warmup_steps=2"]
+SMALL += ["--metrics.log_freq=1", "--checkpoint.interval=2", "--no-validation.enable", "--no-metrics.enable_tensorboard"]
+KINDS = {
+    "tp": "--parallelism.tensor_parallel_degree=2",
+    "pp": "--parallelism.pipeline_parallel_degree=2",
+    "hsdp": "--parallelism.data_parallel_replicate_degree=2",
+}
+
+
+def layout_of(words):
+    """(ranks, their options, ranks with the same samples) of "4 ranks", "4 ranks tp"."""
+    ranks, _, *kinds = words.split()
+    copies = 2 if {"tp", "pp"} & set(kinds) else 1
+    return int(ranks), [KINDS[kind] for kind in kinds], copies
+
+
+def watched(folder, options, saves_model_alone):
+    """One rank's part of a run: the hashes of the sequences it took by step, and one of its parameters at the end."""
+    config, _ = load_config(DEBUG, ["--job.dump_folder", str(folder), *SMALL, *options])
+    trainer = Trainer(config)
+    samples: dict[int, list[str]] = {}
+    next_batch, state_tensors = trainer.next_batch, trainer.state_tensors
+
+    def watching():
+        input, label = next_batch()
+        rows = torch.cat([input, label[:, -1:]], dim=1)
+        samples.setdefault(trainer.step, []).extend(hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in rows)
+        return input, label
+
+    trainer.next_batch = watching
+    if saves_model_alone:
+        trainer.state_tensors = lambda: {name: t for name, t in state_tensors().items() if name.startswith("model.")}
+    trainer.train()
+    own = torch.cat([parameter.detach().to_local().flatten() for parameter in trainer.parameters.values()])
+    return samples, hashlib.sha256(own.numpy().tobytes()).hexdigest()
+
+
+def train(layout, folder, *options, saves_model_alone=False):
+    """Train in `folder`; ({step: {hash: how often it was seen, copies of a rank once}}, the ranks' hashes of parameters)."""
+    ranks, degrees, copies = layout_of(layout)
+    results = run_ranks(ranks, watched, folder, [*degrees, *options], saves_model_alone, init=False)
+    seen: dict[int, Counter] = {}
+    for samples, _ in results:
+        for step, hashes in samples.items():
+            seen.setdefault(step, Counter()).update(hashes)
+    once = {step: {sample: times / copies for sample, times in counts.items()} for step, counts in seen.items()}
+    return once, [parameters for _, parameters in results]
+
+
+def losses(folder):
+    return {step: values["loss"] for step, values in read_metrics(Path(folder) / "metrics.jsonl").items()}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Six steps on two ranks, every second one saved."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    samples, parameters = train("2 ranks", folder)
+    assert list(samples) == [1, 2, 3, 4, 5, 6]
+    assert {sum(counts.values()) for counts in samples.values()} == {8}
+    assert len({sample for counts in samples.values() for sample in counts}) == 6 * 8
+    return folder, samples, parameters
+
+
+@pytest.fixture
+def at_step_2(uninterrupted, tmp_path):
+    """A run that was stopped there."""
+    shutil.copytree(uninterrupted[0], tmp_path, dirs_exist_ok=True)
+    for step in (4, 6):
+        shutil.rmtree(tmp_path / f"checkpoint/step-{step}")
+    (tmp_path / "metrics.jsonl").unlink()
+    return tmp_path
+
+
+def same_run(parts, folder, uninterrupted, **tolerance):
+    """Whether the parts of a run in `folder` saw what the uninterrupted one did, with its losses."""
+    expected = {step: samples for step, samples in uninterrupted[1].items() if step > 2}
+    assert {step: samples for part in parts for step, samples in part.items()} == expected
+    assert sum(len(part) for part in parts) == len(expected)  # no step twice
+    whole = losses(uninterrupted[0])
+    assert losses(folder) == pytest.approx({step: whole[step] for step in expected}, **tolerance)
+
+
+def test_on_1_and_then_4_ranks_it_sees_the_samples_of_the_uninterrupted_run_on_2(uninterrupted, at_step_2):
+    parts = [train("1 ranks", at_step_2, "--training.steps=4")[0], train("4 ranks", at_step_2)[0]]
+    same_run(parts, at_step_2, uninterrupted, rel=1e-4)
+
+
+def test_resumed_twice_it_is_bitwise_the_uninterrupted_run(uninterrupted, at_step_2):
+    """From step 2 to 3, and from there to the end."""
+    first, _ = train("2 ranks", at_step_2, "--training.steps=3")
+    second, parameters = train("2 ranks", at_step_2)
+    same_run([first, second], at_step_2, uninterrupted, rel=0, abs=0)
+    assert parameters == uninterrupted[2]
+
+
+LAYOUTS = [("4 ranks", "2 ranks"), ("4 ranks tp", "4 ranks pp"), ("4 ranks", "4 ranks hsdp")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), LAYOUTS)
+def test_another_layout_goes_on_with_the_samples_and_losses(before, after, uninterrupted, tmp_path):
+    parts = [train(before, tmp_path, "--training.steps=4")[0], train(after, tmp_path)[0]]
+    assert {step: samples for part in parts for step, samples in part.items()} == uninterrupted[1]
+    assert losses(tmp_path) == pytest.approx(losses(uninterrupted[0]), rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def with_a_new_optimizer(tmp_path_factory):
+    """As the uninterrupted run, but that the optimizer starts anew after step 4."""
+    folder = tmp_path_factory.mktemp("new_optimizer")
+    train("2 ranks", folder, "--training.steps=4", saves_model_alone=True)
+    train("2 ranks", folder, "--checkpoint.accept_model_only")
+    return losses(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), LAYOUTS)
+def test_another_layout_goes_on_without_the_optimizer(before, after, uninterrupted, with_a_new_optimizer, tmp_path):
+    first, _ = train(before, tmp_path, "--training.steps=4", saves_model_alone=True)
+    second, _ = train(after, tmp_path, "--checkpoint.accept_model_only")
+    assert {**first, **second} == uninterrupted[1]
+    found = losses(tmp_path)
+    assert found == pytest.approx(with_a_new_optimizer, rel=1e-4)
+    assert found[6] != pytest.approx(losses(uninterrupted[0])[6], rel=1e-4)  # its moments are missed
+
+
+@pytest.mark.slow
+def test_a_new_optimizer_is_accepted_only_once(uninterrupted, at_step_2):
+    """The recipe that accepts it loads the optimizer of a step that has one."""
+    state = at_step_2 / "checkpoint/step-2/state.json"
+    samples, parameters = train("2 ranks", at_step_2, "--checkpoint.accept_model_only")
+    same_run([samples], at_step_2, uninterrupted, rel=0, abs=0)
+    assert parameters == uninterrupted[2]
+    assert json.loads(state.read_text())["tensors"] == ["model", "optimizer"]
+
+
+@pytest.mark.slow
+def test_other_data_begins_anew_and_goes_on_from_there(uninterrupted, at_step_2, tmp_path_factory):
+    """restart_data stays in the recipe, and a later resume does not begin once more."""
+    other = ["--debug.seed=7", "--checkpoint.restart_data"]
+    expected, _ = train("2 ranks", tmp_path_factory.mktemp("other"), "--debug.seed=7")
+    parts = [train("2 ranks", at_step_2, *other, "--training.steps=4")[0], train("1 ranks", at_step_2, *other)[0]]
+    found = {step: samples for part in parts for step, samples in part.items()}
+    assert list(found) == [3, 4, 5, 6]
+    assert [found[step] for step in found] == [expected[step - 2] for step in found]
+    assert not found[3].keys() & uninterrupted[1][3].keys()
+
+
+def test_a_checkpoint_says_of_itself_what_made_it(uninterrupted):
+    folder, *_ = uninterrupted
+    state = json.loads((folder / "checkpoint/step-6/state.json").read_text())
+    config, _ = load_config(folder / "config.toml")
+    recipe = {section: vars(getattr(config, section)) for section in state["recipe"]}
+    recipe["job"] = {**recipe["job"], "dump_folder": state["recipe"]["job"]["dump_folder"]}  # made absolute for config.toml
+    assert state["recipe"] == json.loads(json.dumps(recipe))
+    run = state["run"]
+    assert run["tokenizer"] == hashlib.sha256(Path(config.model.tokenizer_path).read_bytes()).hexdigest()
+    assert run["mesh"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
+    assert (run["world_size"], run["rows"], run["total_steps"], run["model"]["n_layers"]) == (2, 8, 12, 6)
+    assert run["versions"]["torch"] == torch.__version__
+    assert re.fullmatch(r"[0-9a-f]{40}(\+changes)?|", run["git"])
+    assert state["tokens_seen"] == 6 * 8 * 32
+    assert state["tensors"] == ["model", "optimizer"]
+
+
+def explained(*command, **environment):
+    result = launch(*command, "--checkpoint.explain", **environment)
+    assert "MASTER_ADDR" not in result.stdout
+    return result
+
+
+def test_explain_says_what_would_be_loaded_and_what_differs_and_starts_nothing(uninterrupted):
+    folder, *_ = uninterrupted
+    before = sorted(folder.rglob("*")), (folder / "metrics.jsonl").read_bytes()
+    options = ["--job.dump_folder", folder, *SMALL]
+    # of four processes one speaks, and counts them
+    longer = explained(ROOT / "run_train.sh", *options, "--lr_scheduler.total_steps=24", NGPU="4")
+    assert longer.returncode == 0
+    loaded, position, *lines = longer.stdout.splitlines()
+    assert loaded == f"{folder}/checkpoint/step-6 is loaded, the newest of 2, 4, 6"
+    assert re.match(r"step 6, 1,536 tokens seen: 8 rows of 6 sequences each, which stand in", position)
+    assert [line for line in lines if "git revision" not in line] == [  # somebody may work on the checkout meanwhile
+        "how it learns changes: the learning rate of step 7 is 2.00e-03, where it would have been 1.70e-03",
+        "  lr_scheduler.total_steps = 24, was 12",
+        "  steps of the schedule (lr_scheduler.total_steps): 24, was 12",
+        "numbers change by rounding",
+        "  ranks: 4, was 2",
+        "  ranks along dp_shard: 4, was 2",
+    ]
+
+    other = explained(sys.executable, "-m", "titan_lite.train", DEBUG, *options, "--no-data.shuffle")
+    assert other.returncode == 2
+    assert re.search(r"^  data.shuffle = false, was true$", other.stdout, re.MULTILINE)
+    assert re.search(r"^error: .*step-6: the data cannot go on .*checkpoint.restart_data = true", other.stdout, re.MULTILINE)
+    assert (sorted(folder.rglob("*")), (folder / "metrics.jsonl").read_bytes()) == before
+
+
+@pytest.mark.slow
+def test_explain_under_torchrun_speaks_once_and_without_a_checkpoint_says_so(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    torchrun += ["--rdzv-endpoint", "localhost:0", "-m", "titan_lite.train", DEBUG, "--job.dump_folder", tmp_path / "out"]
+    result = explained(*torchrun)
+    assert result.returncode == 0
+    assert result.stdout.count(f"no step is loaded ({tmp_path}/out/checkpoint has none): the run starts from the") == 1
+    result = explained(*torchrun, "--no-checkpoint.enable")
+    assert "no step is loaded (checkpoint.enable = false)" in result.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_that_cannot_go_on_is_told_in_one_line_before_anything_starts(uninterrupted):
+    folder, *_ = uninterrupted
+    options = ["--job.dump_folder", folder, *SMALL, "--training.steps=8", "--training.global_batch_size=4"]
+    result = launch(sys.executable, "-m", "titan_lite.train", DEBUG, *options)
+    assert result.returncode == 2
+    (line,) = result.stdout.splitlines()
+    assert "sequences a step (training.global_batch_size): 4, was 8" in line

@@ -1,0 +1,54 @@
+"""Attempts of one run, one after the other, as torchrun's environment tells them apart."""
+
+import pytest
+
+from titan_lite.restart import RepeatedFault, Restarts
+
+
+@pytest.fixture
+def attempt(tmp_path, monkeypatch):
+    def begin(number, *steps, most=5):
+        """An attempt that began these steps, and failed in the last one."""
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(most))
+        Restarts(tmp_path).check()
+        trainer = Restarts(tmp_path)
+        for step in steps:
+            trainer.begin(step)
+
+    return begin
+
+
+def test_the_same_step_twice_is_enough(attempt):
+    attempt(0, 1, 2, 3)
+    attempt(1, 1, 2, 3)
+    with pytest.raises(RepeatedFault, match="step 3 failed twice in a row, the second time after a restart"):
+        attempt(2)
+
+
+def test_a_run_that_gets_further_or_not_so_far_is_restarted(attempt):
+    attempt(0, 1, 2, 3)
+    attempt(1, 2, 3, 4)
+    attempt(2, 3)
+    attempt(3, 3, 4)
+    attempt(4)  # failed before a step
+    attempt(5, 4)
+
+
+def test_the_first_attempt_of_a_launch_forgets_the_launch_before(attempt):
+    attempt(0, 1, 2)
+    attempt(1, 1, 2)
+    attempt(0)  # failed before a step
+    attempt(1, 2)
+    attempt(2)
+
+
+def test_without_restarts_nothing_is_written(attempt, tmp_path):
+    attempt(0, 1, 2, most=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", '{"0": 3, "1"', "[3, 3]", '{"0": null, "1": 3}'])
+def test_a_torn_file_says_nothing(text, attempt, tmp_path):
+    (tmp_path / "restarts.json").write_text(text)
+    attempt(2)

@@ -1,0 +1,90 @@
+"""What the watchdog does without other ranks; with them: tests/integration/test_hangs.py."""
+
+import sys
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from titan_lite import watchdog
+from titan_lite.config import Comm
+from titan_lite.watchdog import RESTING, Watchdog
+
+GLOO = (
+    "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:10673. This is typically caused by a remote "
+    "worker crashing. Check the logs.\nand more"
+)
+
+
+def test_one_rank_alone_has_no_threads_and_tells_nobody():
+    before = threading.active_count()
+    alone = Watchdog(Comm(), 0, 1)
+    alone.enter("step 1", "train_timeout_seconds")
+    assert threading.active_count() == before
+    assert alone.failed(ValueError()) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (RuntimeError(GLOO.replace("pair.cc", "gloo/pair.cc")), True),
+        (dist.DistBackendError("NCCL error"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("gloo"), False),
+    ],
+)
+def test_errors_of_communication_are_told_from_others(error, is_one):
+    assert watchdog._is_communication(error) == is_one
+
+
+def test_of_an_error_the_line_that_tells_is_kept():
+    assert watchdog._first_line(RuntimeError(GLOO)) == "Connection closed by peer [127.0.0.1]:10673"
+    assert watchdog._first_line(ValueError("[1, 2] is no list of three\nof numbers")) == "[1, 2] is no list of three"
+
+
+def test_a_step_or_microbatch_is_progress_and_a_rest_no_hang(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    one = Watchdog(Comm(init_timeout_seconds=5, train_timeout_seconds=3), 0, 1)
+    one.enter("start", "init_timeout_seconds")
+    now[0] = 106.0
+    assert one.hangs()
+    one.beat("step 1")
+    assert not one.hangs()
+    assert (one.phase, one.limit) == ("step 1", 5)
+    now[0] = 110.0
+    with one.within("step 2", "train_timeout_seconds"):
+        assert not one.hangs()
+        now[0] = 114.0
+        assert one.hangs()
+    assert (one.phase, one.limit) == ("step 1", 5)
+    assert not one.hangs()
+    now[0] = 120.0
+    assert one.hangs()
+    one.rest()
+    assert one.limit == RESTING
+    assert not one.hangs()
+
+
+def test_what_cannot_be_known_in_time_is_not_waited_for():
+    assert watchdog._within(60, lambda: 3) == 3
+    assert watchdog._within(0.01, threading.Event().wait) is None
+
+    def fails():
+        raise dist.DistNetworkError("gone")
+
+    assert watchdog._within(60, fails) is None
+
+
+def test_a_record_tells_where_the_thread_is_that_trains():
+    one = Watchdog(Comm(), 0, 1)
+    assert one.record()["place"].startswith("record (titan_lite/watchdog.py:")
+    try:
+        raise_here()
+    except ValueError as error:
+        one.failed_at = error.__traceback__
+    assert one.record()["place"].startswith("raise_here (")
+
+
+def raise_here():
+    raise ValueError(sys.platform)

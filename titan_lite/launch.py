@@ -1,0 +1,134 @@
+"""torchrun for ./run_train.sh: the same options, but signals reach the run, and the exit code says how it ended.
+
+    python -m titan_lite.launch --nproc-per-node 8 --max-restarts 3 -m titan_lite.train train_configs/llama3_8b.toml
+
+torchrun itself dies of SIGUSR1 and leaves its processes behind, kills a run that needs more than 30 s to save after SIGTERM,
+exits with 1 whatever happened, and starts again what has stopped on purpose. Here SIGTERM, SIGUSR1 and SIGINT go to the
+processes of this node, and nothing has a limit: who sent the signal has one. A second SIGINT kills them. Exit codes are those
+of `signals.py`, and 130 after a second SIGINT; only a run that failed with 1, or was killed, is restarted.
+"""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from titan_lite.signals import FAILED, REPEATED, STOPPED, STOPPING, WRONG_INPUT, tell
+
+
+def exit_code(codes: Iterable[int], asked: bool) -> int:
+    """Of processes that ended with these codes, negative where a signal killed them. asked: whether they were told to stop."""
+    ended = set(codes)
+    for code in (WRONG_INPUT, REPEATED):  # told by one rank perhaps; the others lost their connection to it
+        if code in ended:
+            return code
+    # A process that is already at its end dies of the signal.
+    died = {-number for number in STOPPING}
+    return STOPPED if ended - died == {STOPPED} or (asked and ended <= died) else FAILED
+
+
+def main(arguments: Sequence[str]) -> int:
+    for number in STOPPING:
+        signal.signal(number, lambda *_: sys.exit(STOPPED))  # nothing has been started
+
+    # Imports that take seconds
+    from torch.distributed import run
+    from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher import api as launcher
+
+    asked: list[int] = []
+
+    class Agent(LocalElasticAgent):
+        """torchrun's, which starts the processes of a node and watches them."""
+
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            self.starting = False
+            for number in STOPPING:
+                signal.signal(number, self.pass_on)
+
+        def pass_on(self, number: int, frame: FrameType | None) -> None:
+            again, name = number in asked, signal.Signals(number).name
+            asked.append(number)
+            if again and number == signal.SIGINT:
+                for pid in self.processes():
+                    with suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)  # each leads a group, with its loader
+                sys.exit(128 + number)
+            if len(asked) > 1:
+                tell(f"titan_lite: {name}: already stopping")
+            elif self._worker_group.state == WorkerState.HEALTHY and not self.starting:
+                self.signal_processes()
+            elif self._worker_group.state in (WorkerState.INIT, WorkerState.STOPPED) and not self.starting:
+                sys.exit(STOPPED)  # waiting for other nodes
+
+        def processes(self) -> list[int]:
+            return list(self._pcontext.pids().values()) if self._pcontext else []
+
+        def signal_processes(self) -> None:
+            name = signal.Signals(asked[0]).name
+            tell(f"titan_lite: {name}: stopping at the end of the step; at the start that may be after compiling")
+            for pid in self.processes():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, asked[0])
+
+        def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+            if asked:
+                sys.exit(STOPPED)  # between two attempts
+            super()._initialize_workers(worker_group)
+
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            self.starting = True  # an exception would leave behind those that have been started
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # theirs too, until they listen
+            try:
+                return super()._start_workers(worker_group)
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            if self.starting:
+                self.starting = False
+                if asked:
+                    self.signal_processes()
+            result = super()._monitor_workers(worker_group)
+            if result.failures:
+                self.judge(result.failures)
+            return result
+
+        def judge(self, failures: dict[int, Any]) -> None:
+            code = exit_code((failure.exitcode for failure in failures.values()), bool(asked))
+            if asked or code != FAILED:
+                self._remaining_restarts = 0
+            if code == FAILED:
+                rank, first = min(failures.items(), key=lambda failure: failure[1].timestamp)
+                how = f"by {signal.Signals(-first.exitcode).name}" if first.exitcode < 0 else f"with exit code {first.exitcode}"
+                left = f"; all are started again, {self._remaining_restarts} times at most" if self._remaining_restarts else ""
+                tell(f"error: rank {rank} (process {first.pid}) was the first to end, {how}{left}")
+
+    launcher.LocalElasticAgent = Agent  # type: ignore[misc] # torchrun has no option for it
+    # These are logged whatever the end; `judge` tells those that are failures.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
+        lambda record: not str(record.msg).startswith(("failed (exitcode", "Sending process"))
+    )
+    # SIGHUP stays torchrun's, which ends all at once, but for a run under nohup.
+    hangup = ["SIGHUP"] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    options = run.parse_args([f"--signals-to-handle={','.join(['SIGQUIT', *hangup])}", *arguments])
+    if options.max_restarts or options.nnodes != "1":
+        # Else all attempts share one store, where processes find addresses of the attempt before, and wait for those until the
+        # time limit (torch 2.11 to 2.13; https://github.com/pytorch/pytorch/issues/135712).
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    try:
+        run.run(options)
+    except ChildFailedError as error:
+        return exit_code((failure.exitcode for failure in error.failures.values()), bool(asked))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,58 @@
+"""Whether a run that torchrun has started again gets any further: `restarts.json` in the dump folder.
+
+    restarts = Restarts(dump_folder)
+    restarts.check()          # RepeatedFault: the two attempts before ended in the same step
+    restarts.begin(13)        # rank 0, at the start of every step
+
+It holds the last step that each attempt began, {"0": 13, "1": 13}, and so outlives a process that is killed. Written only where
+torchrun may restart (`--max-restarts`), and begun anew with its first attempt.
+"""
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from titan_lite.logging import logger
+
+
+class RepeatedFault(RuntimeError):
+    """Another attempt would end as the ones before; the message says where that was."""
+
+
+class Restarts:
+    def __init__(self, dump_folder: Path):
+        self.path = dump_folder / "restarts.json"
+        self.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+        self.steps: dict[str, int] = self._read() if self.attempt else {}
+
+    def check(self) -> None:
+        """To be called before a process group is made: no rank writes before all have read. Raises RepeatedFault."""
+        if self.attempt == 0:
+            if os.environ.get("RANK", "0") == "0":
+                with suppress(OSError):  # that there is none, or no such folder, which is told elsewhere
+                    self.path.unlink()
+            return
+        last, before = self.steps.get(str(self.attempt - 1)), self.steps.get(str(self.attempt - 2))
+        logger.info(
+            f"restart {self.attempt} of {self.most}: the attempt before ended "
+            + ("before its first step" if last is None else f"in step {last}")
+        )
+        if last is not None and last == before:
+            raise RepeatedFault(
+                f"step {last} failed twice in a row, the second time after a restart, so there is no further one; "
+                "the cause is told above"
+            )
+
+    def _read(self) -> dict[str, int]:
+        try:
+            return {str(attempt): int(step) for attempt, step in json.loads(self.path.read_text()).items()}
+        except (OSError, ValueError, AttributeError, TypeError):
+            return {}  # no attempt came to its first step, or the last one died while it wrote
+
+    def begin(self, step: int) -> None:
+        if self.most:
+            self.steps[str(self.attempt)] = step
+            with suppress(OSError):  # on a full disk the run can go on
+                self.path.write_text(json.dumps(self.steps) + "\n")

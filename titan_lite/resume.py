@@ -1,0 +1,251 @@
+"""What going on from a checkpoint means under a recipe that may have changed since, by consequence.
+
+    differences = compare(state, described)       # state.json of the step, and what this run says of itself (check.py)
+    refuse(differences, "step-50", config.checkpoint)           # ConfigError for what cannot work
+    for line in explain(differences, state, described): ...
+
+    the learning rate changes: of step 51 it is 1.0e-03, where it would have been 2.0e-03
+      optimizer.lr = 0.001, was 0.002
+    numbers change by rounding
+      ranks along dp_shard: 4, was 2
+
+A step's state.json has the whole resolved recipe, and under "run" what a recipe does not say: the model's shape, hashes of the
+tokenizer and of the documents, the ranks, versions. Two recipes are compared by these where they decide: another
+`data.path` with the same documents is no other data. Every key has one row in CONSEQUENCES, or its section has.
+"""
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from titan_lite.config import KEYS, Checkpoint, ConfigError, LRScheduler
+from titan_lite.lr_scheduler import lr_factor
+
+CANNOT = "it cannot work"
+PLACE = "the data cannot go on where it was"
+FRESH = "the optimizer starts anew"
+DATA = "the data goes on at the same token, in sequences of another length"
+LEARNING = "how it learns changes"
+ROUNDING = "numbers change by rounding"
+NOTHING = "no number of the training changes"
+
+ACCEPTED_BY = {  # what is refused unless the recipe says so, and what it then does
+    PLACE: ("restart_data", "begins the recipe's data at its first document"),
+    FRESH: ("accept_model_only", "starts with moments of zero"),
+}
+
+CONSEQUENCES = {  # key or section of a recipe: what its change does, unless DECIDED_BY says otherwise
+    "job": NOTHING,
+    "model.name": NOTHING,
+    "model.flavor": NOTHING,
+    "model.tokenizer_path": NOTHING,
+    "training.local_batch_size": ROUNDING,
+    "training.global_batch_size": NOTHING,
+    "training.seq_len": DATA,
+    "training.max_norm": LEARNING,
+    "training.steps": NOTHING,
+    "training.dtype": ROUNDING,
+    "training.mixed_precision_param": ROUNDING,
+    "training.mixed_precision_reduce": ROUNDING,
+    "training.gc_freq": NOTHING,
+    "training.max_nonfinite_steps": NOTHING,
+    "training.spike_window": LEARNING,
+    "training.spike_sigmas": LEARNING,
+    "optimizer": LEARNING,
+    "lr_scheduler": LEARNING,
+    "lr_scheduler.total_steps": NOTHING,
+    "parallelism": ROUNDING,
+    "activation_checkpoint": ROUNDING,
+    "compile": ROUNDING,
+    "compile.dump_graphs": NOTHING,
+    "checkpoint": NOTHING,
+    "data.dataset": PLACE,
+    "data.path": NOTHING,
+    "data.text_field": PLACE,
+    "data.validation_fraction": PLACE,
+    "data.shuffle": PLACE,
+    "data.shuffle_buffer": PLACE,
+    "data.num_workers": NOTHING,
+    "data.prefetch": NOTHING,
+    "validation": NOTHING,
+    "metrics": NOTHING,
+    "profiling": NOTHING,
+    "comm": NOTHING,
+    "debug.seed": PLACE,
+    "debug.deterministic": ROUNDING,
+}
+
+FACTS = {  # what is compared beside the recipe: how it is called, and what its change does
+    "model": ("the model's {}", CANNOT),
+    "tokenizer": ("SHA-256 of model.tokenizer_path", CANNOT),
+    "rows": ("sequences a step (training.global_batch_size)", PLACE),
+    "documents": ("SHA-256 of the documents' names and sizes (data.path)", PLACE),
+    "total_steps": ("steps of the schedule (lr_scheduler.total_steps)", LEARNING),
+    "world_size": ("ranks", ROUNDING),
+    "mesh": ("ranks along {}", ROUNDING),
+    "device": ("device", ROUNDING),
+    "versions": ("version of {}", ROUNDING),
+    "git": ("git revision", ROUNDING),
+}
+
+DECIDED_BY = {  # keys whose change does what that of the fact does, and nothing where the fact is the same
+    "model.name": "model",
+    "model.flavor": "model",
+    "model.tokenizer_path": "tokenizer",
+    "training.local_batch_size": "rows",
+    "training.global_batch_size": "rows",
+    "training.steps": "total_steps",
+    "lr_scheduler.total_steps": "total_steps",
+    "data.path": "documents",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that is not as it was when the step was saved."""
+
+    consequence: str
+    text: str
+
+
+def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[Difference]:
+    """What differs between a step's state.json and this run: keys of the recipe, then FACTS. Raises ConfigError."""
+    if not {"recipe", "run", "tensors"} <= state.keys():
+        raise ConfigError(
+            "checkpoint.folder: state.json of the step does not say by what recipe it was made (recipe, run, tensors); "
+            "a step that titan_lite saved, or another job.dump_folder, would work"
+        )
+    now = json.loads(json.dumps(described))  # tuples become lists, as in the file
+    known = [fact for fact in FACTS if state["run"].get(fact) and now["run"].get(fact)]  # of others one of both says nothing
+    facts = [(fact, *change) for fact in known for change in _changes(state["run"][fact], now["run"][fact])]
+    changed = {fact for fact, *_ in facts}
+    differences = []
+    idle = _idle(state["recipe"]) & _idle(now["recipe"])
+    for key, was, new in _changes(state["recipe"], now["recipe"]):
+        if key not in KEYS:  # of another version
+            differences.append(Difference(NOTHING, f"{key} was {json.dumps(was)}, and is no key of this version"))
+            continue
+        if was is None:
+            was = json.loads(json.dumps(KEYS[key].default))
+        if was != new:
+            consequence = NOTHING if key in idle else consequence_of(key, changed)
+            differences.append(Difference(consequence, f"{key} = {json.dumps(new)}, was {json.dumps(was)}"))
+    for fact, path, was, new in facts:
+        words, consequence = FACTS[fact]
+        differences.append(Difference(consequence, f"{words.format(path)}: {_short(new)}, was {_short(was)}"))
+    if "optimizer" not in state["tensors"]:
+        differences.append(Difference(FRESH, "the step has the model alone"))
+    return differences
+
+
+def consequence_of(key: str, changed_facts: set[str] | frozenset[str] = frozenset()) -> str:
+    """What a change of this key does where these facts have changed as well."""
+    if DECIDED_BY.get(key) in changed_facts:
+        return FACTS[DECIDED_BY[key]][1]
+    return CONSEQUENCES[key] if key in CONSEQUENCES else CONSEQUENCES[key.partition(".")[0]]
+
+
+def refuse(differences: Sequence[Difference], where: Path | str, config: Checkpoint) -> None:
+    """Raises ConfigError for the differences that cannot work, or that the recipe does not accept."""
+    for consequence in (CANNOT, *ACCEPTED_BY):
+        texts = [difference.text for difference in differences if difference.consequence == consequence]
+        key, effect = ACCEPTED_BY.get(consequence, ("", ""))
+        if not texts or (key and getattr(config, key)):
+            continue
+        if len(texts) > 3:
+            texts[3:] = [f"and {len(texts) - 3} more, which --checkpoint.explain lists"]
+        works = "what it was" if consequence != FRESH else "a step that has the optimizer's state"
+        other = f"checkpoint.{key} = true, which {effect}," if key else "another job.dump_folder"
+        raise ConfigError(f"{where}: {consequence}: {'; '.join(texts)}; {works}, or {other} would work")
+
+
+def restarts_data(differences: Sequence[Difference]) -> bool:
+    """Whether the recipe's data begins anew, where checkpoint.restart_data accepts that.
+
+    Only at the first resume with other data: the steps saved since then have its position, from which later resumes go on.
+    """
+    return any(difference.consequence == PLACE for difference in differences)
+
+
+def explain(differences: Sequence[Difference], state: Mapping[str, Any], described: Mapping[str, Any]) -> list[str]:
+    """The differences in lines, those with the worst consequence first."""
+    lines = []
+    for consequence in (CANNOT, PLACE, FRESH, DATA, LEARNING, ROUNDING, NOTHING):
+        texts = [difference.text for difference in differences if difference.consequence == consequence]
+        more = _learning_rates(state, described) if texts and consequence == LEARNING else ""
+        if texts and consequence in ACCEPTED_BY:
+            key, effect = ACCEPTED_BY[consequence]
+            more = f"; checkpoint.{key} = true {effect}"
+        lines += [f"{consequence}{more}", *(f"  {text}" for text in texts)] if texts else []
+    return lines or ["nothing differs from the run that saved it"]
+
+
+def position(state: Mapping[str, Any]) -> str:
+    """Where the data of a step stands, in words."""
+    rows = state["loader"]["rows"].values()
+    ordinals = [ordinal for ordinal, _, _ in rows]
+    windows = max(windows for _, _, windows in rows)
+    return (
+        f"step {state['step']}, {state['tokens_seen']:,} tokens seen: {state['loader']['of']} rows of {windows} sequences each, "
+        f"which stand in documents {min(ordinals)} to {max(ordinals)}"
+    )
+
+
+@cache
+def git_revision() -> str:
+    """Commit of the checkout that this package runs from, "+changes" where files were changed since; empty: no checkout."""
+    folder = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # or it is installed within somebody else's checkout
+        return git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes")
+    except (OSError, subprocess.SubprocessError, UnicodeError):
+        return ""
+
+
+def _changes(was: Any, new: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+    """(dotted path within, value before, value now) of all leaves that differ; None: not there."""
+    if isinstance(was, dict | None) and isinstance(new, dict | None):
+        was, new = was or {}, new or {}
+        inside = [(f"{path}.{name}" if path else name, was.get(name), new.get(name)) for name in dict.fromkeys((*new, *was))]
+        return [change for name, before, after in inside for change in _changes(before, after, name)]
+    return [] if was == new else [(path, was, new)]
+
+
+def _idle(recipe: Mapping[str, Any]) -> set[str]:
+    """Keys of the data that do nothing in this recipe."""
+    data, idle = recipe["data"], set()
+    if data["dataset"] != "local":
+        idle |= {"data.text_field"}
+    if data["dataset"] == "c4":  # which has a validation split of its own
+        idle |= {"data.validation_fraction"}
+    if data["dataset"] == "stdlib" or not data["shuffle"]:
+        idle |= {"data.shuffle_buffer"}
+    if not data["shuffle"]:
+        idle |= {"debug.seed"}
+    return idle
+
+
+def _learning_rates(state: Mapping[str, Any], described: Mapping[str, Any]) -> str:
+    """What the next step's learning rate is and would have been; empty where that is the same."""
+    step, rates = state["step"] + 1, []
+    for which in (state, described):
+        recipe = which["recipe"]["lr_scheduler"]
+        scheduler = LRScheduler(**{field.name: recipe[field.name] for field in fields(LRScheduler) if field.name in recipe})
+        peak = which["recipe"]["optimizer"].get("lr", KEYS["optimizer.lr"].default)
+        rates.append(peak * lr_factor(step, scheduler, which["run"]["total_steps"]))
+    before, now = rates
+    return f": the learning rate of step {step} is {now:.2e}, where it would have been {before:.2e}" if now != before else ""
+
+
+def _short(value: Any) -> str:
+    """A hash's beginning is enough to tell it by."""
+    return value[:12] if isinstance(value, str) and len(value) >= 64 else json.dumps(value)

@@ -1,0 +1,163 @@
+"""DCP's files, written and read: `.metadata` through an unpickler that admits only what DCP writes there, tensors as tensors.
+
+    metadata = read_metadata(folder, files)            # raises Damaged
+    dcp.load(tensors, storage_reader=Reader(folder, metadata))
+    dcp.save(tensors, storage_writer=Writer(folder), planner=FromHost(copies))
+
+`.metadata` is a pickle, and a pickle can call anything. The unpickler of torch 2.11 to 2.13 would let it; so would theirs of
+entries that are no tensors, which are refused here.
+"""
+
+import math
+import pickle
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PosixPath
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.tensor import DTensor
+from torch.serialization import _get_layout
+
+from titan_lite.manifest import Damaged
+
+NAME = ".metadata"
+_CLASSES = (
+    _MEM_FORMAT_ENCODING,
+    _StorageInfo,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+ADMITTED: dict[tuple[str, str], Any] = {
+    **{(kind.__module__, kind.__qualname__): kind for kind in _CLASSES},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _get_layout,  # torch.strided by its name, from a table
+    ("pathlib", "PosixPath"): PosixPath,  # the folder that it was written into
+    ("pathlib._local", "PosixPath"): PosixPath,  # from Python 3.13 on
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ADMITTED:
+            raise Damaged(f"{NAME} asks for {module}.{name}, which may run code and which DCP does not write for tensors")
+        return ADMITTED[module, name]
+
+
+def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
+    """Names, shapes and places of all tensors, each place in one of `files`. Raises Damaged."""
+    try:
+        with (folder / NAME).open("rb") as file:
+            metadata = _Unpickler(file).load()
+        for tensor in metadata.state_dict_metadata.values():
+            if not isinstance(tensor, TensorStorageMetadata):
+                raise Damaged(f"{NAME} has an entry that is no tensor")
+        for place in metadata.storage_data.values():
+            # A path that leads out of the folder, or a transformation to undo, is not of our making.
+            if place.relative_path not in files or place.transform_descriptors:
+                raise Damaged(f"{NAME} has a tensor in {place.relative_path}, which is not of this step")
+        metadata.storage_meta = StorageMeta()
+    except Damaged:
+        raise
+    except Exception as error:  # what a pickle of arbitrary bytes raises
+        raise Damaged(f"{NAME} cannot be read: {type(error).__name__}: {error}") from None
+    return metadata
+
+
+class _Files(FileSystem):
+    """Errors name the file, and what the system said to it."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        name = Path(path).name
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+        except pickle.UnpicklingError as error:  # torch admits tensors alone; its advice is to admit anything
+            wanted = re.search(r"GLOBAL (\S+)", str(error))
+            reason = f"asks for {wanted[1]}, which may run code" if wanted else f"holds something else than tensors: {error}"
+            raise Damaged(f"{name} {reason}") from None
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__  # on a full disk torch then misses bytes of its archive
+            if mode == "rb":
+                raise Damaged(f"{name} cannot be read: {error}") from None
+            raise (cause or error) from None
+
+
+class Reader(FileSystemReader):
+    """Tensors of a step whose metadata are known; torch reads its tensors with weights_only=True."""
+
+    def __init__(self, folder: Path, metadata: Metadata):
+        super().__init__(folder)
+        self.fs, self.metadata = _Files(), metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+
+class Writer(FileSystemWriter):
+    """One file a rank, on disk before it counts."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, sync_files=True)
+        self.fs = _Files()
+
+
+class FromHost(DefaultSavePlanner):
+    """Plans by the tensors, and writes what was copied of them: {name: this rank's part, on the host}."""
+
+    def __init__(self, copies: Mapping[str, Tensor]):
+        super().__init__()
+        self.copies = copies
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.copies[index.fqn]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part, no copy."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def share(tensor: Tensor) -> int:
+    """Bytes of a tensor that count on this rank: what k ranks hold alike counts 1/k on each."""
+    if not isinstance(tensor, DTensor):
+        return math.ceil(tensor.numel() * tensor.itemsize / dist.get_world_size())
+    copies = math.prod(size for size, p in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if p.is_replicate())
+    return math.ceil(local_part(tensor).numel() * tensor.itemsize / copies)
+
+
+def misfit(metadata: Metadata, tensors: Mapping[str, Tensor]) -> str:
+    """Why these tensors cannot be filled from a checkpoint with these metadata; empty: they can."""
+    stored = metadata.state_dict_metadata
+    missing = [name for name in tensors if name not in stored]
+    if missing and not any(name.startswith("optimizer.") for name in stored):
+        return "it holds the model alone, as checkpoint.last_save_model_only = true leaves it, and no optimizer state"
+    if missing:
+        return f"it has no {missing[0]}" + (f", nor {len(missing) - 1} others" if len(missing) > 1 else "")
+    for name, tensor in tensors.items():
+        size = stored[name].size  # type: ignore[union-attr] # all are tensors, see read_metadata
+        if size != tensor.shape:
+            return f"{name} is {list(size)} in it, and {list(tensor.shape)} in this run"
+    return ""

@@ -1,0 +1,229 @@
+"""Ends a run that hangs, on all ranks, with a verdict that names the rank that the others wait for.
+
+    watchdog = Watchdog(config.comm, rank=0, world_size=4, notes=started)
+    watchdog.enter("start", "init_timeout_seconds")          # of [comm]: so many seconds without progress are a hang
+    watchdog.enter("step 1", "train_timeout_seconds")
+    with watchdog.within("save", "init_timeout_seconds"): ...
+    watchdog.beat()                                          # progress; so is every collective that is entered or left
+    watchdog.rest()                                          # nothing is waited for
+
+A rank that hangs calls all others, through the store that the process group was made with. Each puts down where it is and what
+its flight recorder has. Who did so first takes what comes within GRACE seconds and prints the verdict (verdict.py); all exit with
+code 1. A process where nothing can run, since some library holds the interpreter, is ended by faulthandler, which tells where.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from titan_lite.config import Comm
+from titan_lite.logging import logger
+from titan_lite.verdict import Note, Record, groups_of, place, standing, verdict
+
+GRACE = 10.0  # seconds for the records of other ranks, or the limit, where that is shorter
+PATIENCE = 3 * GRACE  # seconds that a collective gets beside the limit of its phase: the verdict comes first
+GONE = 3.0  # seconds for those of ranks that have lost a connection, as all do when one dies
+HOST = 1.0  # seconds that a rank goes on after it has seen the verdict: where it hosts the store, the others must see it too
+RESTING = float("inf")
+
+
+class Watchdog:
+    """One in each process. Alone, it does nothing: nobody waits for it.
+
+    notes: of collectives, kept up to date by who starts them; apart: description of the process group whose time limit is its
+    own. Between enter and rest the process may end at any moment.
+    """
+
+    def __init__(self, comm: Comm, rank: int, world_size: int, *, notes: Iterable[Note] = (), apart: str = ""):
+        self.comm, self.apart = comm, apart
+        self.rank, self.world_size, self.notes = rank, world_size, notes
+        self.phase, self.limit, self.key = "start", RESTING, ""
+        self.last_progress, self.collectives = time.monotonic(), ""
+        self.thread = threading.get_ident()  # whose place is told
+        self.failed_at: TracebackType | None = None  # where a collective failed, if one did
+        self.store: Any = None
+        self.ending = threading.Lock()
+        if world_size > 1:
+            for target in (self._watch, self._listen):
+                threading.Thread(target=target, name="watchdog", daemon=True).start()
+
+    def enter(self, phase: str, key: str) -> None:
+        """From now on comm.<key> seconds without progress are a hang, in this phase of the run.
+
+        So they are in a collective, some seconds later, should nobody have said so by then.
+        """
+        self.phase, self.key, self.limit = phase, key, getattr(self.comm, key)
+        for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
+            if group.group_desc != self.apart:
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.limit + PATIENCE), group)
+        self.beat()
+
+    @contextlib.contextmanager
+    def within(self, phase: str, key: str) -> Iterator[None]:
+        before = self.phase, self.key
+        self.enter(phase, key)
+        yield
+        self.enter(*before)
+
+    def beat(self, phase: str = "") -> None:
+        """Progress, perhaps to another phase within the same limit."""
+        self.phase = phase or self.phase
+        self.last_progress = time.monotonic()
+
+    def rest(self) -> None:
+        self.limit = RESTING
+
+    def hangs(self) -> bool:
+        return time.monotonic() - self.last_progress > self.limit
+
+    def failed(self, error: Exception) -> str | None:
+        """Tells the other ranks why they will lose this one. Of an error of communication, what is behind it: the failure of
+        another one, in words; where none has told any, a verdict ends the process."""
+        if self.store is None:
+            return None
+        if not _is_communication(error):
+            told = f"rank {self.rank} failed: {type(error).__name__}: {_first_line(error)}"
+            _within(GONE, lambda: self.store.compare_set("cause", "", told))
+            return None
+        cause = _within(2 * GONE, lambda: self._wait_for("cause", GONE))
+        if cause:
+            return f"stopped, since {cause}"
+        self.failed_at = error.__traceback__
+        self._end(f"a collective of rank {self.rank} failed in {self.phase}: {_first_line(error)}", GONE)
+
+    def _watch(self) -> NoReturn:
+        while True:
+            time.sleep(0.25)
+            if self.limit == RESTING:
+                faulthandler.cancel_dump_traceback_later()
+                continue
+            # Should this thread not run again. It does not count progress, which is only seen here.
+            faulthandler.dump_traceback_later(self.limit + PATIENCE, exit=True, file=sys.__stderr__ or 2)
+            collectives = json.dumps(self._trace(entries=False).get("pg_status"))
+            if collectives != self.collectives:
+                self.collectives = collectives
+                self.beat()
+            if self.hangs():
+                limit = f"{self.limit:g} s in {self.phase} (comm.{self.key} = {self.limit:g})"
+                self._end(f"hang: rank {self.rank} has made no progress for {limit}", min(GRACE, self.limit))
+
+    def _listen(self) -> None:
+        """For the call of another rank. Apart from the clock, since a store that is gone may not answer for ever."""
+        try:
+            store = dist.TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=False,
+                timeout=timedelta(days=1),
+                wait_for_workers=False,
+            )
+            # The store of torchrun lives on when it starts the ranks again.
+            self.store = dist.PrefixStore(f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+            while self.limit == RESTING or not self.store.check(["call"]):
+                time.sleep(1)
+        except dist.DistError:
+            return  # who hosts it has ended
+        self._end("", GRACE)
+
+    def _end(self, why: str, grace: float) -> NoReturn:
+        """Agree on the verdict, print it, exit. why: what made this rank call, empty where it was called."""
+        self.ending.acquire()  # and never released: whoever comes second waits for the end
+        faulthandler.dump_traceback_later(2 * PATIENCE, exit=True, file=sys.__stderr__ or 2)
+        told = _within(grace + GRACE, lambda: self._exchange(why, grace))
+        if told is None:
+            store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            logger.error(
+                f"{why or 'another rank has called'}; the store at {store} does not answer, so the others are not known (it is "
+                f"torchrun's or, without that, rank 0's)\n{standing(self.rank, self.record())}"
+            )
+        for handler in logger.handlers:
+            handler.flush()
+        os._exit(1)
+
+    def _exchange(self, why: str, grace: float) -> str:
+        """The verdict, printed by the rank that comes first."""
+        self.store.set(f"record/{self.rank}", json.dumps(self.record()))
+        first = self.store.add("arrived", 1) == 1
+        why = self.store.compare_set("call", "", why or "called").decode()
+        if not first:
+            with contextlib.suppress(dist.DistError):  # who hosts the store has ended: the verdict is out
+                self._wait_for("verdict", grace + GRACE / 2)
+                time.sleep(HOST)
+            return ""
+        deadline = time.monotonic() + grace
+        while self.store.add("arrived", 0) < self.world_size and time.monotonic() < deadline:
+            time.sleep(0.1)
+        answers = [rank for rank in range(self.world_size) if self.store.check([f"record/{rank}"])]
+        records = {rank: json.loads(self.store.get(f"record/{rank}")) for rank in answers}
+        text = f"{why}\n{verdict(records, self.world_size)}"
+        logger.error(text)
+        self.store.set("verdict", text)
+        time.sleep(HOST)
+        return text
+
+    def _wait_for(self, key: str, seconds: float) -> str:
+        """What another rank has put down, or nothing."""
+        deadline = time.monotonic() + seconds
+        while not self.store.check([key]):  # the store's own wait would print warnings when it is over
+            if time.monotonic() > deadline:
+                return ""
+            time.sleep(0.1)
+        return self.store.get(key).decode()
+
+    def record(self) -> Record:
+        groups = dist.distributed_c10d._world.pg_names if dist.is_initialized() else {}
+        members = {str(name): sorted(dist.get_process_group_ranks(group)) for group, name in groups.items()}
+        return {
+            "phase": self.phase,
+            "place": place(sys._current_frames().get(self.thread) if self.failed_at is None else _innermost(self.failed_at)),
+            "groups": groups_of(self._trace(entries=True), members, self.notes),
+        }
+
+    def _trace(self, entries: bool) -> dict[str, Any]:
+        """This rank's flight recorder; empty where it is off."""
+        dump = c10d._dump_nccl_trace_json if torch.cuda.is_available() else c10d._dump_fr_trace_json  # type: ignore[attr-defined]
+        return json.loads(dump(entries, False) or "{}")
+
+
+def _is_communication(error: Exception) -> bool:
+    """Whether it is about another rank rather than this one. gloo's are plain RuntimeErrors."""
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
+
+
+def _first_line(error: Exception) -> str:
+    """Of its message; of gloo's, what is neither a place in its sources nor advice."""
+    line = str(error).partition("\n")[0]
+    return re.sub(r"^\[\S+:\d+\] |\. This is typically caused .*", "", line)
+
+
+def _innermost(traceback: TracebackType) -> FrameType:
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback.tb_frame
+
+
+def _within(seconds: float, function: Callable[[], Any]) -> Any:
+    """What it returns; None where it fails, or is not done in time."""
+    results: list[Any] = []
+
+    def run() -> None:
+        with contextlib.suppress(dist.DistError):
+            results.append(function())
+
+    thread = threading.Thread(target=run, name="watchdog", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
