@@ -1,6 +1,6 @@
 """What a rank holds at most, and when: by liveness on the scheduled graphs, moment by moment of the schedule.
 
-memory = memory_of(layout, stages)                        # stages: of each pipeline stage, the figures of trace.py
+memory = memory_of(layout, stages)                        # stages: of each pipeline stage, its figures (figures.py)
 memory.peak, memory.rows["activations"]                   # bytes
 """
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from titan_lite.distributed.pipeline import order_of
-from titan_lite.planner.trace import Figures, Layout
+from titan_lite.planner.figures import Figures
+from titan_lite.planner.trace import Layout
 
 GIB = 2**30
 # Of what comes and goes: CUDA's caching allocator keeps blocks whose sizes nothing fits.

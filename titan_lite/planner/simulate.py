@@ -1,6 +1,6 @@
 """An optimizer step put together from the figures of its stages: what takes how long, and who waits for whom.
 
-    step = simulate_step(layout, stages, machine)             # stages: of each pipeline stage, the figures of trace.py
+    step = simulate_step(layout, stages, machine)             # stages: of each pipeline stage, its figures (figures.py)
     step.seconds, step.parts["exposed.tp"]
 
 A pipeline is run action by action in its schedule's own order, with what each stage really costs.
@@ -14,7 +14,8 @@ import torch
 
 from titan_lite.compiler.hardware import Machine
 from titan_lite.distributed.pipeline import Run, order_of, run_order
-from titan_lite.planner.trace import Figures, Layout
+from titan_lite.planner.figures import Figures
+from titan_lite.planner.trace import Layout
 
 FORWARD, BACKWARD = ("forward.", "loss_forward."), ("backward.", "loss_backward.")
 ROUND = ("gather.", "reduce.")

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 from unittest import mock
 
 import torch
@@ -28,31 +27,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_lite.compiler.collectives import KINDS, collective_bytes, kind_of, parameter_collectives, ranks_of
-from titan_lite.compiler.hardware import Machine, flops_of
+from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import compile_model
-from titan_lite.compiler.timeline import alive_bytes, saved_bytes, simulate
-from titan_lite.compiler.wrapping import block_of
 from titan_lite.config import Config
 from titan_lite.distributed import context_parallel
 from titan_lite.distributed.accumulation import read_wholes
 from titan_lite.distributed.context_parallel import own_positions
 from titan_lite.distributed.gather import GatherPlan, local
-from titan_lite.distributed.mesh import AXES, build_mesh
+from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.parallelize import compile_stages, parallelize
 from titan_lite.distributed.pipeline import PipelinePlan, keep_modules
 from titan_lite.distributed.simple_fsdp import materialize, model_of
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.loss import build_loss, own_vocabulary
 from titan_lite.models.llama3 import ModelConfig, Transformer
+from titan_lite.planner.figures import Axes, Figures, axes_of, bytes_of, figures_of, held_figures, round_figures
 
 PROCESSES = 2
-Figures = dict[str, float]  # see `figures_of`
 Kind = tuple[str, ...]  # the modules of a stage beside its blocks
 
 
@@ -93,7 +88,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Traced:
-    """Of a kind of stage, at each depth that was traced, and on each machine, what `figures_of` says."""
+    """Of a kind of stage, at each depth that was traced, and on each machine, what figures.py says."""
 
     depths: Mapping[int, Sequence[Figures]]
 
@@ -275,7 +270,7 @@ class _Priced(Schedule):
     """The passes; and the figures of every graph that they leave, by name, on each machine."""
 
     machines: Sequence[Machine] = ()
-    axes: Mapping[tuple[int, ...], str] = field(default_factory=dict)
+    axes: Axes = field(default_factory=dict)
     prefix: str = ""
     figures: dict[str, list[Figures]] = field(default_factory=dict)
 
@@ -284,116 +279,3 @@ class _Priced(Schedule):
         held = bytes_of(module.graph, self.fused)  # which no machine has a say in
         each = [held | figures_of(module.graph, machine, self.fused, self.axes) for machine in self.machines]
         self.figures[self.prefix + name] = each
-
-
-def axes_of(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
-    """The axis that each of rank 0's groups is along, by its ranks; where parameters are sharded over cp as well: dp_shard."""
-    ranks = {axis: tuple(dist.get_process_group_ranks(mesh.get_group(axis))) for axis in AXES if mesh[axis].size() > 1}
-    if "cp" in ranks:
-        shard = AXES.index("dp_shard")
-        index: list[Any] = [0] * len(AXES)
-        index[shard] = index[shard + 1] = slice(None)
-        return {tuple(mesh.mesh[tuple(index)].flatten().tolist()): "dp_shard", **{group: axis for axis, group in ranks.items()}}
-    return {group: axis for axis, group in ranks.items()}
-
-
-def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Mapping[tuple[int, ...], str]) -> Figures:
-    """A graph in numbers that add up over graphs and lie on a line over blocks.
-
-    compute                      seconds of all but collectives
-    communication.A, exposed.A   seconds of the collectives along axis A; of these, in which nothing computes
-    bytes.A, across.A            bytes that a rank sends along A, in a ring; of these, to another node, on average over its ranks
-    matmul, attention            floating-point operations
-    """
-    result: Figures = defaultdict(float)
-    exposed = dict(zip(parameter_collectives(graph), simulate(graph, machine, fused=fused).collectives(), strict=True))
-    for node in graph.nodes:
-        seconds = machine.cost(node, fused)
-        if node.target in KINDS:
-            ranks = tuple(ranks_of(node))
-            if len(ranks) > 1:
-                # Those of tensor and context parallelism are waited for at once; parameters may be sharded over cp alone.
-                held_up = exposed[node].exposed if node in exposed else seconds
-                axis = "dp_shard" if node in exposed and axes[ranks] == "cp" else axes[ranks]
-                _add_collective(result, axis, kind_of(node), collective_bytes(node), ranks, machine, seconds, held_up)
-            continue
-        result["compute"] += seconds
-        matmul, attention = flops_of(node)
-        result["matmul"] += matmul
-        result["attention"] += attention
-    return dict(result)
-
-
-def bytes_of(graph: Graph, fused: bool) -> Figures:
-    """More such numbers. saved: what a forward graph keeps for backward; peak.start, peak.end: most at once in the first and the
-    second half of the nodes, since the larger of two lines is none."""
-    alive = alive_bytes(graph, fused=fused)
-    middle = len(alive) // 2
-    return {"saved": saved_bytes(graph), "peak.start": max(alive[:middle]), "peak.end": max(alive[middle:])}
-
-
-def _add_collective(
-    result: Figures, axis: str, kind: str, nbytes: float, ranks: Sequence[int], machine: Machine, seconds: float, exposed: float
-) -> None:
-    nodes = len({rank // machine.ranks_per_node for rank in ranks})
-    sent = (2 if kind == "all_reduce" else 1) * nbytes * (len(ranks) - 1) / len(ranks)
-    result[f"communication.{axis}"] += seconds
-    result[f"exposed.{axis}"] += exposed
-    result[f"bytes.{axis}"] += sent
-    result[f"across.{axis}"] += sent * nodes / len(ranks) if nodes > 1 else 0.0  # of a ring, one hop a node
-
-
-def held_figures(plans: Sequence[tuple[GatherPlan, int]], buffers: Sequence[int]) -> Figures:
-    """held: numbers in a rank's shards; whole: in its weights when all are gathered; tensors: of parameters; buffers: bytes."""
-    return {
-        "held": float(sum(held for _, held in plans)),
-        "whole": float(sum(_numbers(plan) for plan, _ in plans)),
-        "tensors": float(len(plans)),
-        "buffers": float(sum(buffers)),
-    }
-
-
-def _numbers(plan: GatherPlan) -> int:
-    return plan.rows * torch.Size(plan.row_shape).numel()
-
-
-def _padded(plan: GatherPlan) -> int:
-    """Numbers that its collectives have."""
-    return plan.chunk * plan.shard_degree * torch.Size(plan.row_shape).numel()
-
-
-def round_figures(plans: Sequence[GatherPlan], machine: Machine, axes: Mapping[tuple[int, ...], str]) -> Figures:
-    """Of the one round of collectives of `gathered_for_step`, by its buckets, as `gather.` and `reduce.` figures.
-
-    Two buckets are under way at once, so what one copies travels beside the other: the longer of both counts.
-    """
-    found: dict[str, Figures] = {"gather": defaultdict(float), "reduce": defaultdict(float)}
-
-    def communicate(what: str, kind: str, nbytes: float, group: str) -> None:
-        ranks = tuple(dist.get_process_group_ranks(_resolve_process_group(group)))  # type: ignore[arg-type]
-        seconds = machine.collective(kind, nbytes, ranks)
-        axis = "dp_shard" if axes[ranks] == "cp" else axes[ranks]
-        _add_collective(found[what], axis, kind, nbytes, ranks, machine, seconds, seconds)
-
-    gathered: dict[Any, list[GatherPlan]] = defaultdict(list)
-    reduced: dict[Any, list[GatherPlan]] = defaultdict(list)
-    for plan in plans:
-        gathered[block_of(plan.fqn), plan.shard_group, plan.param_dtype].append(plan)
-        reduced[block_of(plan.fqn), plan.shard_group, plan.sum_groups, plan.reduce_dtype].append(plan)
-    copied = {"gather": 0.0, "reduce": 0.0}
-    for members in gathered.values():
-        first, nbytes = members[0], sum(map(_padded, members)) * members[0].param_dtype.itemsize
-        if first.shard_degree > 1:
-            communicate("gather", "all_gather", nbytes, first.shard_group)
-        copied["gather"] += 2 * nbytes  # out of the bucket
-    for members in reduced.values():
-        first, nbytes = members[0], sum(map(_padded, members)) * members[0].reduce_dtype.itemsize
-        if first.shard_degree > 1:
-            communicate("reduce", "reduce_scatter", nbytes, first.shard_group)
-        for group in first.sum_groups:
-            communicate("reduce", "all_reduce", nbytes / first.shard_degree, group)
-        copied["reduce"] += 2 * nbytes  # into the bucket
-    for what, figures in found.items():
-        travels = sum(value for key, value in figures.items() if key.startswith("exposed."))
-        figures["compute"] = max(0.0, machine.memory_traffic(copied[what]) - travels)
-    return {f"{what}.{key}": value for what, figures in found.items() for key, value in figures.items()}
