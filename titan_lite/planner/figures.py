@@ -64,12 +64,24 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figur
     return dict(result)
 
 
-def bytes_of(graph: Graph, fused: bool) -> Figures:
-    """More such numbers. saved: what a forward graph keeps for backward; peak.start, peak.end: most at once in the first and the
-    second half of the nodes, since the larger of two lines is none."""
-    alive = alive_bytes(graph, fused=fused)
-    middle = len(alive) // 2
-    return {"saved": saved_bytes(graph), "peak.start": max(alive[:middle]), "peak.end": max(alive[middle:])}
+def bytes_of(graph: Graph, fused: bool, blocks: int) -> Figures:
+    """More such numbers, of a graph of so many blocks: bytes.
+
+    saved                    what a forward graph keeps for backward
+    peak.start, peak.end     most at once until the second block's attention, and from that of the last but one
+
+    What is alive rises or falls evenly from block to block, so the peak is in the first or the last; each of the two lies on a
+    line over blocks, and the larger of two lines does not.
+    """
+    alive = alive_bytes(graph, fused=fused)[1:]
+    attention = [(place, "backward" in str(node.target)) for place, node in enumerate(graph.nodes) if flops_of(node)[1]]
+    is_backward = any(backward for _, backward in attention)  # and then forward's are recomputed
+    places = [place for place, backward in attention if backward == is_backward]
+    first, last = len(alive), 0
+    if blocks > 1:
+        of_two = 2 * (len(places) // blocks)  # context parallelism has two a block
+        first, last = places[of_two - 1] + 1, places[-of_two]
+    return {"saved": saved_bytes(graph), "peak.start": max(alive[:first]), "peak.end": max(alive[last:])}
 
 
 def _add_collective(

@@ -111,8 +111,8 @@ def moments(layout: Layout, stages: Sequence[Figures], rank: int) -> list[tuple[
                             "backward of the loss", before + saved + pipeline, logits + peak(figures, "loss_backward"), gradients
                         )
                     start, end = figures["backward.peak.start"], figures["backward.peak.end"]
-                    moment("backward, first half", before + saved + pipeline, max(0.0, start - saved), gradients)
-                    moment("backward, second half", before + pipeline, end, gradients)
+                    moment("backward, the last blocks", before + saved + pipeline, max(0.0, start - saved), gradients)
+                    moment("backward, the first blocks", before + pipeline, end, gradients)
                     gradients = after
     moment("optimizer step", 0.0, 0.0, held_as * numbers)
     return found

@@ -151,8 +151,8 @@ def depths_to_trace(config: Config) -> tuple[int, int] | None:
         return None
     option = checkpointing.selective_ac_option
     period = int(option) if checkpointing.mode == "selective" and option.isdigit() else 1
-    first = -(-2 // period) * period
-    return first, 2 * first
+    first = -(-3 // period) * period  # of two blocks, the first has the embedding's gather beside it and the second the output's
+    return first, first + period
 
 
 def kind_of_stage(modules: Sequence[str]) -> Kind:
@@ -178,6 +178,7 @@ def trace_stage(layout: Layout, kind: Kind, n_layers: int, machines: Sequence[Ma
         must_merge=False,
         machines=machines,
         axes=axes_of(mesh),
+        blocks=n_layers,
     )
     dtype = getattr(torch, config.training.mixed_precision_param)
     tokens, tp = len(model.positions), axis_of(mesh["tp"])
@@ -205,7 +206,11 @@ def trace_stage(layout: Layout, kind: Kind, n_layers: int, machines: Sequence[Ma
         if "output" in kind:
             loss = _Loss(build_loss(layout.model.vocab_size, tp.rank, tp.degree, tp.group))
             vocabulary = len(own_vocabulary(layout.model.vocab_size, tp.rank, tp.degree))
-            priced.prefix, priced.fused = "loss_", config.compile.compiles("loss") and config.compile.backend == "inductor"
+            priced.blocks, priced.prefix, priced.fused = (
+                1,
+                "loss_",
+                config.compile.compiles("loss") and config.compile.backend == "inductor",
+            )
             plain = dataclasses.replace(config.compile, backend="aot_eager", bucketing="none", reordering=False)
             compile_model(loss, plain, reshard_after_forward=False, schedule=priced, as_inductor=priced.fused)
             logits = torch.zeros(layout.sequences, tokens, vocabulary, dtype=dtype, requires_grad=True)
@@ -271,11 +276,12 @@ class _Priced(Schedule):
 
     machines: Sequence[Machine] = ()
     axes: Axes = field(default_factory=dict)
+    blocks: int = 1
     prefix: str = ""
     figures: dict[str, list[Figures]] = field(default_factory=dict)
 
     def __call__(self, module: GraphModule, name: str) -> None:
         super().__call__(module, name)
-        held = bytes_of(module.graph, self.fused)  # which no machine has a say in
+        held = bytes_of(module.graph, self.fused, self.blocks)  # which no machine has a say in
         each = [held | figures_of(module.graph, machine, self.fused, self.axes) for machine in self.machines]
         self.figures[self.prefix + name] = each
