@@ -99,14 +99,6 @@ def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_pa
     assert "nothing to do: step 8 is done" in done.stdout
 
 
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(uninterrupted, tmp_path):
-    trained(2, DEBUG, tmp_path, *SMALL, "--training.steps", "5")  # ends on a step that is saved as the last one
-    metrics = trained(2, DEBUG, tmp_path, *SMALL, "--training.steps", "12")
-    assert metrics[5].pop("validation_loss")  # as a run ends with one
-    expected = uninterrupted[1]
-    same(metrics, expected, names=("loss", "grad_norm", "validation_loss", "lr", "tokens_seen"))
-
-
 LAYOUTS = {  # of other kinds: tests/distributed/test_layouts.py
     "1 rank": (1, []),
     "4 ranks": (4, []),
@@ -118,7 +110,7 @@ LAYOUTS = {  # of other kinds: tests/distributed/test_layouts.py
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.slow if name == "4 ranks" else ()) for name in LAYOUTS])
 def test_every_layout_has_the_same_loss_curve(layout, uninterrupted, tmp_path):
     ranks, options = LAYOUTS[layout]
     expected = {step: values for step, values in uninterrupted[1].items() if step <= 6}
@@ -213,6 +205,7 @@ def test_the_saved_recipe_trains_the_same_run_again(uninterrupted, tmp_path):
 KINDS = {"tp": "tensor_parallel_degree", "pp": "pipeline_parallel_degree", "cp": "context_parallel_degree"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("4 tp", "2 pp"), ("2 pp", "2 cp")])  # data parallel: test_resuming.py
 def test_a_checkpoint_goes_on_with_other_ranks(before, after, uninterrupted, tmp_path):
     for layout, steps in ((before, "3"), (after, "6")):
