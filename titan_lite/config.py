@@ -361,6 +361,13 @@ class Validation:
 class Metrics:
     log_freq: int = setting(10, "a line in the log, metrics.jsonl and TensorBoard every so often", unit="steps", least=1)
     enable_tensorboard: bool = setting(True, "write TensorBoard events to tb/", unit="bool")
+    compare_plan: str = setting(
+        "auto",
+        "at the end of a run, planned against measured step time and memory, with plan.json and measured.json in the folder: on "
+        "GPUs (auto), also on CPUs, where the end then takes a quarter of a minute longer (always), or not (never)",
+        unit="name",
+        choices=("auto", "always", "never"),
+    )
     enable_color: bool = setting(True, "colours and a progress bar where the output is a terminal", unit="bool")
 
 

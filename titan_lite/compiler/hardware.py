@@ -44,6 +44,8 @@ class Machine:
     """One rank's device and its links. tflops: dense peak by dtype; memory: GiB; memory_bandwidth: GB/s; launch: microseconds
     from one kernel to the next; collective_launch: microseconds that any collective takes; the efficiencies: shares of the peaks
     that large matrix products, attention, memory traffic and collectives reach. inter_node: of one rank's own network card.
+    reduction: how many times as long as a gather of as many bytes a sum over ranks takes; NCCL adds as fast as it sends, gloo
+    does not.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Machine:
     attention_efficiency: float = 0.4
     memory_efficiency: float = 0.85
     link_efficiency: float = 0.8
+    reduction: float = 1.0
 
     def flops(self, dtype: torch.dtype) -> float:
         """Peak FLOP/s of matrix products; those of bfloat16 for float16, and of float32 for what is not known."""
@@ -77,7 +80,8 @@ class Machine:
             bandwidth = min(bandwidth, self.inter_node.bandwidth * len(ranks) / nodes)
         rounds = 2 if kind == "all_reduce" else 1  # a reduce-scatter and an all-gather
         latency = self.collective_launch + rounds * ((hops - across) * self.intra_node.latency + across * self.inter_node.latency)
-        return latency * 1e-6 + rounds * nbytes * hops / len(ranks) / (bandwidth * self.link_efficiency * GB)
+        gather = latency * 1e-6 + rounds * nbytes * hops / len(ranks) / (bandwidth * self.link_efficiency * GB)
+        return gather * {"all_gather": 1.0, "reduce_scatter": self.reduction}.get(kind, (1.0 + self.reduction) / 2)
 
     def send(self, nbytes: float, source: int, target: int) -> float:
         """Seconds until what one rank sends another is there."""

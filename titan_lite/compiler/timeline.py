@@ -5,11 +5,13 @@
     draw([forward, backward], Path("timeline.png"))
     write_trace([forward, backward], Path("timeline.json"))    # for chrome://tracing and Perfetto
 
-Two lanes: computation runs node by node in the graph's order; a parameter's collective starts where it stands in it, once the one
-before it is done, and the wait for it holds computation up. What tensor and context parallelism communicate is waited for at
-once and counts as computation (SimpleFSDP, arXiv 2411.00284, section 4.2).
+Computation runs node by node in the graph's order; a parameter's collective starts where it stands in it, once the one before
+it among the same ranks is done, and the wait for it holds computation up. Each group of ranks has a lane of its own, as NCCL
+gives it a stream. What tensor and context parallelism communicate is waited for at once and counts as computation (SimpleFSDP,
+arXiv 2411.00284, section 4.2).
 """
 
+import dataclasses
 import itertools
 import json
 import math
@@ -21,7 +23,9 @@ from pathlib import Path
 from torch.fx import Graph, Node
 
 from titan_lite.compiler.collectives import (
+    KINDS,
     collectives,
+    group_of,
     is_all_gather,
     kind_of,
     nbytes_of,
@@ -36,7 +40,8 @@ from titan_lite.compiler.hardware import Machine, is_free, is_fused_away
 @dataclass(frozen=True)
 class Span:
     """lane: "compute" or "communication"; start, seconds: in the graph's time. Of communication also exposed: seconds that its
-    wait held computation up, and under: the seconds of computation between its start and that wait."""
+    wait held computation up, and under: the seconds of computation between its start and that wait. group: the process group of
+    any collective, also one that counts as computation."""
 
     lane: str
     name: str
@@ -44,6 +49,7 @@ class Span:
     seconds: float
     exposed: float = 0.0
     under: float = 0.0
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,24 +73,26 @@ class Timeline:
 
 def simulate(graph: Graph, machine: Machine, *, name: str = "", fused: bool = True, bound: float = 0.0) -> Timeline:
     """fused: as in `Machine.cost`."""
-    now = lane = compute = exposed = 0.0
+    now = compute = exposed = 0.0
+    lanes: dict[str, float] = {}  # until when each group's links are busy
     spans: list[Span] = []
     started: dict[Node, tuple[int, float]] = {}  # collective: its span, the computation done before it
     for node in graph.nodes:
         seconds = machine.cost(node, fused)
         if parameters_of(node):
-            start = max(now, lane)
-            lane = start + seconds
+            group = group_of(node)
+            start = max(now, lanes.get(group, 0.0))
+            lanes[group] = start + seconds
             started[node] = (len(spans), compute)
-            spans.append(Span("communication", label(node), start, seconds))
+            spans.append(Span("communication", label(node), start, seconds, group=group))
         elif node.target is collectives.wait_tensor.default and node.args[0] in started:
             number, before = started[node.args[0]]
             span = spans[number]
             held_up = max(0.0, span.start + span.seconds - now)
-            spans[number] = Span(span.lane, span.name, span.start, span.seconds, held_up, compute - before)
+            spans[number] = dataclasses.replace(span, exposed=held_up, under=compute - before)
             exposed, now = exposed + held_up, now + held_up
         elif seconds:
-            spans.append(Span("compute", node.name, now, seconds))
+            spans.append(Span("compute", node.name, now, seconds, group=group_of(node) if node.target in KINDS else ""))
             now, compute = now + seconds, compute + seconds
     communication = sum(span.seconds for span in spans if span.lane == "communication")
     return Timeline(name, tuple(spans), now, compute, communication, exposed, bound, peak_bytes(graph))

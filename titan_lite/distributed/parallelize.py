@@ -72,12 +72,12 @@ def compile_stages(
     dump_folder: Path | None = None,
     must_merge: bool = True,
     schedule: Schedule | None = None,
-    as_inductor: bool = False,
+    priced_as: str = "",
 ) -> list[Receipt]:
     """Each stage as one graph, in place. Returns what becomes its receipts once graphs are compiled, at the first call.
 
     machine: what the passes price with; dump_folder: where they write graphs, if compile.dump_graphs; must_merge: as in Schedule.
-    schedule: passes of one's own instead, which these then have no say in; as_inductor: as in compile_model.
+    schedule: passes of one's own instead, which these then have no say in; priced_as: as in compile_model.
     """
     schedule = schedule or Schedule(
         compile,
@@ -99,7 +99,7 @@ def compile_stages(
             memory_budget=activation_checkpoint.memory_budget if activation_checkpoint.mode == "memory_budget" else 1.0,
             async_tensor_parallel=mesh.get_group("tp").group_name if overlaps else "",
             schedule=schedule,
-            as_inductor=as_inductor,
+            priced_as=priced_as,
         )
     return schedule.receipts
 

@@ -5,6 +5,7 @@ bytes_of(graph, fused=True)                                      # {"saved": ...
 held_figures(...), round_figures(...)                            # of parameters, and of their collectives once a step
 """
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from torch.fx import Graph
 
 from titan_lite.compiler.collectives import KINDS, collective_bytes, kind_of, parameter_collectives, ranks_of
 from titan_lite.compiler.hardware import Machine, flops_of
-from titan_lite.compiler.timeline import alive_bytes, saved_bytes, simulate
+from titan_lite.compiler.timeline import Span, Timeline, alive_bytes, saved_bytes, simulate
 from titan_lite.compiler.wrapping import block_of
 from titan_lite.distributed.gather import GatherPlan
 from titan_lite.distributed.mesh import AXES
@@ -82,6 +83,19 @@ def bytes_of(graph: Graph, fused: bool, blocks: int) -> Figures:
         of_two = 2 * (len(places) // blocks)  # context parallelism has two a block
         first, last = places[of_two - 1] + 1, places[-of_two]
     return {"saved": saved_bytes(graph), "peak.start": max(alive[:first]), "peak.end": max(alive[last:])}
+
+
+def by_axis(timeline: Timeline | None, name: str, axes: Axes) -> Timeline:
+    """As it is, under that name and with its collectives' groups named by axis."""
+    assert timeline is not None
+    spans = [dataclasses.replace(span, group=axis_of_group(span, axes)) if span.group else span for span in timeline.spans]
+    return dataclasses.replace(timeline, graph=name, spans=tuple(spans))
+
+
+def axis_of_group(span: Span, axes: Axes) -> str:
+    ranks = tuple(dist.get_process_group_ranks(_resolve_process_group(span.group)))  # type: ignore[arg-type]
+    axis = axes.get(ranks, "")  # none for a group of one
+    return "dp_shard" if span.lane == "communication" and axis == "cp" else axis
 
 
 def _add_collective(

@@ -11,15 +11,16 @@ compiler/hardware.py says of their uncertainty.
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from titan_lite.compiler.hardware import UNCERTAINTY, Machine
 from titan_lite.compiler.stage import CompileError
+from titan_lite.compiler.timeline import Timeline
 from titan_lite.config import ConfigError
 from titan_lite.models.llama3 import flops_per_token
 from titan_lite.planner.memory import GIB, OUTSIDE, Memory, memory_of
@@ -40,7 +41,8 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """steps: as stated, slow, fast; seconds: that planning took; depths: blocks that were traced, by kind of stage."""
+    """steps: as stated, slow, fast; seconds: that planning took; depths: blocks that were traced, by kind of stage; timelines: of
+    the graphs with most blocks."""
 
     layout: Layout
     machine: Machine
@@ -48,6 +50,7 @@ class Plan:
     memory: Memory
     depths: dict[Kind, tuple[int, ...]]
     seconds: float
+    timelines: Mapping[Kind, Sequence[Timeline]] = field(default_factory=dict)
 
     @property
     def capacity(self) -> float:
@@ -90,7 +93,8 @@ def make_plans(layouts: Sequence[Layout], machine: Machine, full: bool = False) 
     started = time.perf_counter()
     machines = (machine, machine.scaled(-1), machine.scaled(1))
     with start_tracing(layouts[0].world_size) as processes:
-        tasks = [start_trace(processes, layout, machines, full) for layout in layouts]
+        shared: dict[Any, Any] = {}
+        tasks = [start_trace(processes, layout, machines, full, shared) for layout in layouts]
         for layout, task in zip(layouts, tasks, strict=True):
             try:
                 yield put_together(layout, machines, finish_trace(task), time.perf_counter() - started)
@@ -111,7 +115,8 @@ def put_together(layout: Layout, machines: Sequence[Machine], traced: dict[Kind,
     ]
     stated, slow, fast = (simulate_step(layout, stages, machine) for stages, machine in zip(of_machine, machines, strict=True))
     depths = {kind: tuple(sorted(each.depths)) for kind, each in traced.items()}
-    return Plan(layout, machines[0], (stated, slow, fast), memory_of(layout, of_machine[0]), depths, seconds)
+    timelines = {kind: each.timelines for kind, each in traced.items()}
+    return Plan(layout, machines[0], (stated, slow, fast), memory_of(layout, of_machine[0]), depths, seconds, timelines)
 
 
 def describe(plan: Plan, token_budget: float = 0.0) -> list[str]:

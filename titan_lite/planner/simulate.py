@@ -7,7 +7,7 @@ A pipeline is run action by action in its schedule's own order, with what each s
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +29,8 @@ SMALL_SUMS = 3  # of one number over all ranks: tokens, the gradients' norm, the
 class Step:
     """parts: seconds on average over pipeline ranks, which add up to `seconds`: compute, exposed.<axis>, bubble, optimizer. sent,
     across: bytes of the pipeline rank that sends most, by axis; across: of these, to other nodes. matmul, attention:
-    floating-point operations of a rank, on average. run: of the pipeline, one local batch."""
+    floating-point operations of a rank, on average. run: of the pipeline, one local batch. ends: of each pipeline rank, seconds
+    of what is done once a step, before (gather) and after it (reduce, optimizer)."""
 
     seconds: float
     parts: dict[str, float]
@@ -38,6 +39,7 @@ class Step:
     matmul: float
     attention: float
     run: Run
+    ends: Sequence[Mapping[str, float]] = ()
 
 
 def simulate_step(layout: Layout, stages: Sequence[Figures], machine: Machine) -> Step:
@@ -66,8 +68,12 @@ def simulate_step(layout: Layout, stages: Sequence[Figures], machine: Machine) -
             parts["optimizer"] += machine.memory_traffic(moved)
         parts["optimizer"] += SMALL_SUMS * machine.collective("all_reduce", 8, range(layout.world_size))
         own.append(parts)
-    around = [sum(seconds_of(stages[stage], ROUND) for stage in mine) + own[rank]["optimizer"] for rank, mine in enumerate(ranks)]
-    total = layout.accumulation * run.seconds + max(around)
+    ends = [
+        {what: sum(seconds_of(stages[stage], (f"{what}.",)) for stage in mine) for what in ("gather", "reduce")}
+        | {"optimizer": own[rank]["optimizer"]}
+        for rank, mine in enumerate(ranks)
+    ]
+    total = layout.accumulation * run.seconds + max(sum(each.values()) for each in ends)
     mean: dict[str, float] = defaultdict(float)
     for parts in own:
         for part, value in parts.items():
@@ -95,7 +101,7 @@ def simulate_step(layout: Layout, stages: Sequence[Figures], machine: Machine) -
         each = [figures.get(f"{graph}{what}", 0.0) for figures in stages for graph in (*FORWARD, *BACKWARD)]
         return layout.microbatches * sum(each) / degree
 
-    return Step(total, dict(mean), largest("bytes"), largest("across"), operations("matmul"), operations("attention"), run)
+    return Step(total, dict(mean), largest("bytes"), largest("across"), operations("matmul"), operations("attention"), run, ends)
 
 
 def waits_of(figures: Figures, prefixes: Sequence[str]) -> dict[str, float]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 import torch
@@ -33,7 +34,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import compile_model
-from titan_lite.config import Config
+from titan_lite.compiler.timeline import Timeline
+from titan_lite.config import Config, Parallelism
 from titan_lite.distributed import context_parallel
 from titan_lite.distributed.accumulation import read_wholes
 from titan_lite.distributed.context_parallel import own_positions
@@ -45,9 +47,11 @@ from titan_lite.distributed.simple_fsdp import materialize, model_of
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.loss import build_loss, own_vocabulary
 from titan_lite.models.llama3 import ModelConfig, Transformer
-from titan_lite.planner.figures import Axes, Figures, axes_of, bytes_of, figures_of, held_figures, round_figures
+from titan_lite.planner.eager import run_ahead
+from titan_lite.planner.figures import Axes, Figures, axes_of, by_axis, bytes_of, figures_of, held_figures, round_figures
 
 PROCESSES = 2
+GRAPHS = ("forward", "loss_forward", "loss_backward", "backward")
 Kind = tuple[str, ...]  # the modules of a stage beside its blocks
 
 
@@ -87,10 +91,20 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """Of a stage with some number of blocks: what figures.py says, on each machine; and on the first one its graphs, in the order
+    in which they run, the groups of their collectives named by axis."""
+
+    figures: Sequence[Figures]
+    timelines: Sequence[Timeline]
+
+
+@dataclass(frozen=True)
 class Traced:
-    """Of a kind of stage, at each depth that was traced, and on each machine, what figures.py says."""
+    """Of a kind of stage, at each depth that was traced, and on each machine, what figures.py says. timelines: of the deepest."""
 
     depths: Mapping[int, Sequence[Figures]]
+    timelines: Sequence[Timeline] = ()
 
     def figures(self, n_layers: int, machine: int = 0) -> Figures:
         """Of a stage with so many blocks: as traced, or on the line through two depths."""
@@ -104,9 +118,13 @@ class Traced:
 
 @contextmanager
 def start_tracing(world_size: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes for one world: a fake process group is one per process, and its size is for good."""
-    spawn = mp.get_context("spawn")
-    with ProcessPoolExecutor(PROCESSES, spawn, initializer=start_fake_world, initargs=(world_size,)) as processes:
+    """Processes for one world: a fake process group is one per process, and its size is for good.
+
+    They are forked from a server that has imported this module, seconds of work, and nothing else: it serves all worlds.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(PROCESSES, context, initializer=start_fake_world, initargs=(world_size,)) as processes:
         try:
             yield processes
         except BaseException:
@@ -121,9 +139,14 @@ def start_fake_world(world_size: int) -> None:
 
 
 def start_trace(
-    processes: ProcessPoolExecutor, layout: Layout, machines: Sequence[Machine], full: bool = False
-) -> dict[tuple[Kind, int], Future[list[Figures]]]:
-    """Tasks by kind of stage and blocks, for every kind that the recipe has. full: at its very number of blocks."""
+    processes: ProcessPoolExecutor,
+    layout: Layout,
+    machines: Sequence[Machine],
+    full: bool = False,
+    shared: dict[Any, Future[Sample]] | None = None,
+) -> dict[tuple[Kind, int], Future[Sample]]:
+    """Tasks by kind of stage and blocks, for every kind that the recipe has. full: at its very number of blocks. shared: tasks
+    of layouts before, of which those of equal stages are taken."""
     wanted: dict[Kind, set[int]] = defaultdict(set)
     for modules in layout.pipeline.modules:
         wanted[kind_of_stage(modules)].add(layers_of(modules))
@@ -132,15 +155,40 @@ def start_trace(
         both = None if full else depths_to_trace(layout.config)
         depths = set(both) if both and max(counts) > both[1] else counts
         for depth in sorted(depths, reverse=True):  # the longest first
-            started[kind, depth] = processes.submit(trace_stage, layout, kind, depth, machines)
+            key = (*traced_by(layout), kind, depth)
+            started[kind, depth] = (shared or {}).get(key) or processes.submit(trace_stage, layout, kind, depth, machines)
+            if shared is not None:
+                shared[key] = started[kind, depth]
     return started
 
 
-def finish_trace(started: Mapping[tuple[Kind, int], Future[list[Figures]]]) -> dict[Kind, Traced]:
-    depths: dict[Kind, dict[int, Sequence[Figures]]] = defaultdict(dict)
+def traced_by(layout: Layout) -> tuple[Any, ...]:
+    """What a stage's graphs depend on, beside its modules: not on how many microbatches there are, and in which order."""
+    config = layout.config
+    of_pipeline = {
+        field.name: field.default for field in dataclasses.fields(Parallelism) if field.name.startswith("pipeline_parallel")
+    }
+    degrees = tuple(degree for axis, degree in layout.degrees.items() if axis != "pp")
+    return (
+        layout.model,
+        layout.sequences,
+        layout.gathers_once,
+        degrees,
+        config.compile,
+        config.activation_checkpoint,
+        dataclasses.replace(config.parallelism, **of_pipeline),
+        dataclasses.replace(config.training, local_batch_size=1, global_batch_size=-1),
+    )
+
+
+def finish_trace(started: Mapping[tuple[Kind, int], Future[Sample]]) -> dict[Kind, Traced]:
+    depths: dict[Kind, dict[int, Sample]] = defaultdict(dict)
     for (kind, depth), task in started.items():
         depths[kind][depth] = task.result()
-    return {kind: Traced(each) for kind, each in depths.items()}
+    return {
+        kind: Traced({depth: sample.figures for depth, sample in each.items()}, each[max(each)].timelines)
+        for kind, each in depths.items()
+    }
 
 
 def depths_to_trace(config: Config) -> tuple[int, int] | None:
@@ -163,7 +211,7 @@ def layers_of(modules: Sequence[str]) -> int:
     return len(modules) - len(kind_of_stage(modules))
 
 
-def trace_stage(layout: Layout, kind: Kind, n_layers: int, machines: Sequence[Machine]) -> list[Figures]:
+def trace_stage(layout: Layout, kind: Kind, n_layers: int, machines: Sequence[Machine]) -> Sample:
     """In a fake world: a stage of `kind` with so many blocks, on each machine."""
     torch._dynamo.reset()
     gc.collect()  # the graphs before
@@ -172,8 +220,9 @@ def trace_stage(layout: Layout, kind: Kind, n_layers: int, machines: Sequence[Ma
     model = build_stage(layout, mesh, kind, n_layers)
     plans = [(plan, local(parameter).numel()) for parameter, plan in model_of(model).plans.items()]
     priced = _Priced(
-        config.compile if layout.fused else dataclasses.replace(config.compile, bucketing="none", reordering=True),
+        config.compile if config.compile.compiles("model") else dataclasses.replace(config.compile, reordering=False),
         machines[0],
+        eager=not config.compile.compiles("model"),
         fused=layout.fused,
         must_merge=False,
         machines=machines,
@@ -196,7 +245,7 @@ def trace_stage(layout: Layout, kind: Kind, n_layers: int, machines: Sequence[Ma
             activation_checkpoint=config.activation_checkpoint,
             compile=dataclasses.replace(config.compile, backend="aot_eager"),
             schedule=priced,
-            as_inductor=layout.fused,
+            priced_as=priced_as(layout, "model"),
         )
         shape = (layout.sequences, tokens // tp.degree, layout.model.dim)
         if "tok_embeddings" in kind:
@@ -209,10 +258,10 @@ def trace_stage(layout: Layout, kind: Kind, n_layers: int, machines: Sequence[Ma
             priced.blocks, priced.prefix, priced.fused = (
                 1,
                 "loss_",
-                config.compile.compiles("loss") and config.compile.backend == "inductor",
+                priced_as(layout, "loss") == "inductor",
             )
             plain = dataclasses.replace(config.compile, backend="aot_eager", bucketing="none", reordering=False)
-            compile_model(loss, plain, reshard_after_forward=False, schedule=priced, as_inductor=priced.fused)
+            compile_model(loss, plain, reshard_after_forward=False, schedule=priced, priced_as=priced_as(layout, "loss"))
             logits = torch.zeros(layout.sequences, tokens, vocabulary, dtype=dtype, requires_grad=True)
             loss(logits, torch.zeros(layout.sequences, tokens, dtype=torch.long))
     held = held_figures(plans, [buffer.numel() * buffer.element_size() for buffer in model.buffers()])
@@ -227,7 +276,14 @@ def trace_stage(layout: Layout, kind: Kind, n_layers: int, machines: Sequence[Ma
         for graph, each in priced.figures.items():
             figures |= {f"{graph}.{key}": value for key, value in each[number].items()}
         found.append(figures)
-    return found
+    return Sample(found, [priced.timelines[name] for name in sorted(priced.timelines, key=GRAPHS.index)])
+
+
+def priced_as(layout: Layout, component: str) -> str:
+    """How a component runs, as in compile_model."""
+    if not layout.config.compile.compiles(component):
+        return "eager"
+    return "inductor" if layout.config.compile.backend == "inductor" else ""
 
 
 def build_stage(layout: Layout, mesh: DeviceMesh, kind: Kind, n_layers: int) -> Transformer:
@@ -272,16 +328,25 @@ def _whole(plan: GatherPlan) -> Tensor:
 
 @dataclass
 class _Priced(Schedule):
-    """The passes; and the figures of every graph that they leave, by name, on each machine."""
+    """The passes; and of every graph that they leave, by name, its figures on each machine and its timeline on the first."""
 
     machines: Sequence[Machine] = ()
+    eager: bool = False
     axes: Axes = field(default_factory=dict)
     blocks: int = 1
     prefix: str = ""
     figures: dict[str, list[Figures]] = field(default_factory=dict)
+    timelines: dict[str, Timeline] = field(default_factory=dict)
+
+    def bucket(self, module: GraphModule, name: str) -> None:
+        if self.eager:
+            run_ahead(module.graph)
+        else:
+            super().bucket(module, name)
 
     def __call__(self, module: GraphModule, name: str) -> None:
         super().__call__(module, name)
         held = bytes_of(module.graph, self.fused, self.blocks)  # which no machine has a say in
         each = [held | figures_of(module.graph, machine, self.fused, self.axes) for machine in self.machines]
         self.figures[self.prefix + name] = each
+        self.timelines[self.prefix + name] = by_axis(self.receipts[-1].timeline, self.prefix + name, self.axes)

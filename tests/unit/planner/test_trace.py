@@ -43,7 +43,7 @@ def trace_all(wanted):
     """{(what, blocks): figures}"""
     with start_tracing(RANKS) as processes:
         tasks = {key: processes.submit(trace_stage, mine, WHOLE, key[1], [H100]) for key, mine in wanted.items()}
-        return {key: task.result()[0] for key, task in tasks.items()}
+        return {key: task.result().figures[0] for key, task in tasks.items()}
 
 
 @pytest.fixture(scope="module")
