@@ -8,6 +8,7 @@ A profile's peaks are a datasheet's and stay; what moves is how much of them is 
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -80,11 +81,15 @@ def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> dict
 
 
 def _measure_links(device: torch.device) -> dict[str, float]:
-    ranks, gathers, reduces = dist.get_world_size(), [], []
-    for size in (SMALL, LARGE):
-        part, whole = (torch.zeros(count * size // 4, device=device) for count in (1, ranks))
-        gathers.append(_time_together(lambda part=part, whole=whole: all_gather_single(whole, part), device))
-        reduces.append(_time_together(lambda part=part, whole=whole: reduce_scatter_single(part, whole), device))
+    ranks = dist.get_world_size()
+
+    def times(collective: Callable[[Tensor, Tensor], Any]) -> list[float]:
+        """Of SMALL and LARGE."""
+        pairs = [tuple(torch.zeros(count * size // 4, device=device) for count in (ranks, 1)) for size in (SMALL, LARGE)]
+        return [_time_together(functools.partial(collective, whole, part), device) for whole, part in pairs]
+
+    gathers = times(all_gather_single)
+    reduces = times(lambda whole, part: reduce_scatter_single(part, whole))
     small, large = gathers
     return {
         "latency": small / ranks,  # a launch, which takes as long, and as many hops as there are other ranks
@@ -96,7 +101,8 @@ def _measure_links(device: torch.device) -> dict[str, float]:
 def _time(work: Callable[[], Any], device: torch.device, seconds: float) -> float:
     """Of one call, the median of as many as fit: what a step sees, others beside it included."""
     work()
-    times, end = [], time.perf_counter() + seconds
+    times: list[float] = []
+    end = time.perf_counter() + seconds
     while len(times) < 3 or time.perf_counter() < end:
         _synchronize(device)
         start = time.perf_counter()

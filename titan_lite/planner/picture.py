@@ -87,9 +87,9 @@ def draw_plan(plan: Plan, path: Path) -> None:
             start = 1e3 * (offset + span.start)
             bars[height, "tab:orange" if span.group else "tab:blue"].append((start, 1e3 * span.seconds))
             bars[height, "tab:red"].append((start + 1e3 * (span.seconds - waited), 1e3 * waited))
-        graphs.text(
-            1e3 * (offset + timeline.seconds / 2), len(lanes), timeline.graph.replace("_", ": "), ha="center", va="bottom"
-        )
+        if timeline.seconds > 0.08 * sum(each.seconds for each in timelines):  # else there is no room for a name
+            middle = 1e3 * (offset + timeline.seconds / 2)
+            graphs.text(middle, len(lanes), timeline.graph.replace("_", ": "), ha="center", va="bottom")
         offset += timeline.seconds
         graphs.axvline(1e3 * offset, color="black", linewidth=0.8)
     draw_bars(graphs, bars)

@@ -165,7 +165,7 @@ def start_trace(
 def traced_by(layout: Layout) -> tuple[Any, ...]:
     """What a stage's graphs depend on, beside its modules: not on how many microbatches there are, and in which order."""
     config = layout.config
-    of_pipeline = {
+    of_pipeline: dict[str, Any] = {
         field.name: field.default for field in dataclasses.fields(Parallelism) if field.name.startswith("pipeline_parallel")
     }
     degrees = tuple(degree for axis, degree in layout.degrees.items() if axis != "pp")
