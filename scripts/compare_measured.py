@@ -2,6 +2,7 @@
 
     python scripts/compare_measured.py                        # all; some minutes
     python scripts/compare_measured.py --layouts "FSDP 2"     # those whose name has this in it
+    python scripts/compare_measured.py --keep found.json      # measured once, and read from there when it is planned again
 
 Each layout is a world of fresh processes that build the trainer of the debug recipe and run its steps, over gloo with one thread
 each. In turn with the steps, the same processes measure what this machine reaches meanwhile (planner/measure.py): large
@@ -14,8 +15,11 @@ products, attention, memory, links. From these numbers and the recipe alone the 
 
 import argparse
 import ctypes
+import dataclasses
 import gc
+import json
 import os
+import socket
 import statistics
 import sys
 import tempfile
@@ -23,12 +27,13 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from benchmark_fsdp import peak_memory, start_world
 
-from titan_lite.compiler.hardware import Machine, find_machine
+from titan_lite.compiler.hardware import Machine, find_machine, machine_from
 from titan_lite.config import load_config
 from titan_lite.plan import lay_out
 from titan_lite.planner.measure import Shapes, calibrated, measure
@@ -42,17 +47,16 @@ COMMON = (
 )
 COMPILED = "--compile.enable --compile.backend=aot_eager"
 LAYOUTS = {  # name: (ranks, what the recipe has beside COMMON)
+    "FSDP 2": (2, ""),
     "FSDP 2, compiled": (2, COMPILED),
     "FSDP 2, compiled, full checkpointing": (2, f"{COMPILED} --activation_checkpoint.mode=full"),
     "FSDP 2, compiled, two local batches": (2, f"{COMPILED} --training.global_batch_size=16"),
     "TP 2, compiled": (2, f"{COMPILED} --parallelism.tensor_parallel_degree=2"),
     "PP 2": (2, "--parallelism.pipeline_parallel_degree=2"),
-    "FSDP 4, compiled": (4, COMPILED),
+    "FSDP 4": (4, ""),
     "FSDP 2 x TP 2, compiled": (4, f"{COMPILED} --parallelism.tensor_parallel_degree=2"),
     "2 copies of FSDP 2, compiled": (4, f"{COMPILED} --parallelism.data_parallel_replicate_degree=2"),
     "PP 2 x FSDP 2": (4, "--parallelism.pipeline_parallel_degree=2"),
-    "FSDP 2": (2, ""),
-    "FSDP 4": (4, ""),
 }
 WARM_UP_STEPS = 4
 
@@ -81,6 +85,8 @@ def rank_main(pipe: Connection, rank: int, ranks: int, store: str, overrides: st
         machine = find_machine("", device)
         assert machine is not None
 
+        trainer.start_window()
+
         def step() -> None:
             trainer.step += 1
             trainer.train_step()
@@ -106,42 +112,50 @@ def rank_main(pipe: Connection, rank: int, ranks: int, store: str, overrides: st
         dist.destroy_process_group()
 
 
-def run(ranks: int, overrides: str, rounds: int, steps: int) -> tuple[float, int, Machine]:
-    """Seconds of a step, bytes of the rank that has most, and the machine as its ranks found it meanwhile."""
-    import socket
-
+def run(ranks: int, overrides: str, rounds: int, steps: int) -> dict[str, Any]:
+    """Seconds of a step, bytes of the rank that has most, the machine as its ranks found it, and what they measured meanwhile."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    world = start_world(rank_main, ranks, port, overrides, rounds, steps)
+    world = start_world(rank_main, ranks, Path(str(port)), overrides, rounds, steps)
     found: list[Measured] = world.receive()
     for process in world.processes:
         process.join()
     first = found[0]
-    figures = {key: statistics.median(each[key] for each in first.figures) for key in first.figures[0]}
-    return statistics.median(first.seconds), max(each.peak for each in found), calibrated(first.machine, figures, torch.float32)
+    reached = {key: statistics.median(each[key] for each in first.figures) for key in first.figures[0]}
+    machine = dataclasses.asdict(first.machine)
+    peak = max(each.peak for each in found)
+    return {"seconds": statistics.median(first.seconds), "peak": peak, "reached": reached, "machine": machine}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", default="", help="only those whose name has this in it")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=5, help="in one round")
+    parser.add_argument("--steps", type=int, default=4, help="in one round")
+    parser.add_argument("--keep", type=Path, help="a file for what is measured; what it has already is not measured again")
     parser.add_argument("--show", action="store_true", help="what the step is planned from, and of")
     arguments = parser.parse_args()
+    kept = json.loads(arguments.keep.read_text()) if arguments.keep and arguments.keep.exists() else {}
+    wanted = {name: layout for name, layout in LAYOUTS.items() if arguments.layouts in name}
+    for name, (ranks, overrides) in wanted.items():
+        if name not in kept:
+            kept[name] = run(ranks, overrides, arguments.rounds, arguments.steps)
+            print(f"{name}: {kept[name]['seconds']:.3f} s, {kept[name]['peak'] / 1e6:.1f} MB", file=sys.stderr, flush=True)
+            if arguments.keep:
+                arguments.keep.write_text(json.dumps(kept, indent=1))
     print("| layout | ranks | s planned | measured | ratio | MB planned | measured | ratio |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|", flush=True)
-    for name, (ranks, overrides) in LAYOUTS.items():
-        if arguments.layouts not in name:
-            continue
+    for name, (ranks, overrides) in wanted.items():
+        found = kept[name]
+        machine = calibrated(machine_from(found["machine"], name), found["reached"], torch.float32)
         config, _ = load_config(RECIPE, [*COMMON.split(), *overrides.split()])
-        seconds, peak, machine = run(ranks, overrides, arguments.rounds, arguments.steps)
         plan = make_plan(lay_out(config, ranks), machine)
-        planned, expected = plan.steps[0].seconds, plan.memory.peak
+        (planned, seconds), (expected, peak) = (plan.steps[0].seconds, found["seconds"]), (plan.memory.peak, found["peak"])
         times = f"{planned:.3f} | {seconds:.3f} | {planned / seconds:.2f}"
         print(f"| {name} | {ranks} | {times} | {expected / 1e6:.1f} | {peak / 1e6:.1f} | {expected / peak:.2f} |", flush=True)
         if arguments.show:
-            print(machine, dict(plan.steps[0].parts), plan.memory, sep="\n", flush=True)
+            print(found["reached"], dict(plan.steps[0].parts), plan.memory, sep="\n", flush=True)
     return 0
 
 

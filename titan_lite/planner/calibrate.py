@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -73,10 +74,14 @@ def price(layout: Layout, machines: Sequence[Machine]) -> tuple[list[float], Mem
 
 
 def paced(machine: Machine, pace: float) -> Machine:
-    """Whose computation is so many times as fast, and no faster than its peaks."""
-    names = ("matmul_efficiency", "attention_efficiency", "memory_efficiency")
-    slower = {name: min(1.0, getattr(machine, name) * pace) for name in names}
-    return dataclasses.replace(machine, **slower, launch=machine.launch / pace)
+    """Whose computation is so many times as fast, and no faster than its peaks; of a CPU, which has none, these move."""
+    if machine.name.startswith("CPU"):
+        tflops = {name: value * pace for name, value in machine.tflops.items()}
+        changed: dict[str, Any] = {"tflops": tflops, "memory_bandwidth": machine.memory_bandwidth * pace}
+    else:
+        names = ("matmul_efficiency", "attention_efficiency", "memory_efficiency")
+        changed = {name: min(1.0, getattr(machine, name) * pace) for name in names}
+    return dataclasses.replace(machine, **changed, launch=machine.launch / pace)
 
 
 def pace_of(measured: float, seconds: Sequence[float]) -> float:

@@ -131,26 +131,34 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def calibrated(machine: Machine, measured: Mapping[str, float], dtype: torch.dtype, nodes: int = 1) -> Machine:
-    """The machine that reaches what was measured in `dtype`. nodes: over which the ranks were."""
+def calibrated(machine: Machine, reached: Mapping[str, float], dtype: torch.dtype, nodes: int = 1) -> Machine:
+    """The machine that reaches what was measured in `dtype`. nodes: over which the ranks were.
+
+    A CPU has no datasheet: its peaks are what was measured, too.
+    """
+    if machine.name.startswith("CPU"):
+        machine = dataclasses.replace(
+            machine,
+            tflops={**machine.tflops, str(dtype).removeprefix("torch."): reached["matmul"] / 1e12},
+            memory_bandwidth=reached["memory"] / GB,
+        )
     found: dict[str, Any] = {
-        "matmul_efficiency": min(1.0, measured["matmul"] / machine.flops(dtype)),
-        "attention_efficiency": min(1.0, measured["attention"] / machine.flops(dtype)),
-        "memory_efficiency": min(1.0, measured["memory"] / (machine.memory_bandwidth * GB)),
-        "launch": 1e6 * measured["launch"],
+        "matmul_efficiency": min(1.0, reached["matmul"] / machine.flops(dtype)),
+        "attention_efficiency": min(1.0, reached["attention"] / machine.flops(dtype)),
+        "memory_efficiency": min(1.0, reached["memory"] / (machine.memory_bandwidth * GB)),
+        "launch": 1e6 * reached["launch"],
     }
-    if "bandwidth" in measured:
-        found["reduction"] = measured["reduction"]
-        link = "intra_node" if nodes == 1 else "inter_node"
-        stated: Link = getattr(machine, link)
-        # Across nodes a ring has every card of a node.
-        reached = measured["bandwidth"] / GB / (1 if nodes == 1 else machine.ranks_per_node)
-        if nodes == 1 and machine.name.startswith("CPU"):
-            microseconds = 1e6 * measured["latency"]
-            found["intra_node"] = found["inter_node"] = Link(reached / machine.link_efficiency, microseconds)
+    if "bandwidth" in reached:
+        found["reduction"] = reached["reduction"]
+        if machine.name.startswith("CPU"):
+            microseconds = 1e6 * reached["latency"]
+            found["intra_node"] = found["inter_node"] = Link(reached["bandwidth"] / GB / machine.link_efficiency, microseconds)
             found["collective_launch"] = microseconds
-        else:
-            found["link_efficiency"] = min(1.0, reached / stated.bandwidth)
+        elif nodes == 1:
+            found["link_efficiency"] = min(1.0, reached["bandwidth"] / GB / machine.intra_node.bandwidth)
+        else:  # of a ring across nodes, which has every card of a node
+            cards = machine.ranks_per_node * machine.inter_node.bandwidth
+            found["link_efficiency"] = min(1.0, reached["bandwidth"] / GB / min(cards, machine.intra_node.bandwidth))
     return dataclasses.replace(machine, **found)
 
 
