@@ -171,9 +171,9 @@ def plan_changes(recipe: Recipe, wanted: Iterable[dict[str, str]], machine: Any,
 
 def search(recipe: Recipe, machine: Any, options: argparse.Namespace) -> list[str]:
     """What was looked at, a ranked table, and why the others lost."""
-    from titan_lite.planner.changes import ranked, words_of
+    from titan_lite.planner.changes import ranked
     from titan_lite.planner.report import Plan
-    from titan_lite.planner.search import fits, guess, space, why_lost
+    from titan_lite.planner.search import differing, fits, guess, label, space, why_lost
 
     sequences = recipe.config.training.global_batch_size
     if sequences == -1:
@@ -205,15 +205,15 @@ def search(recipe: Recipe, machine: Any, options: argparse.Namespace) -> list[st
     if bests := best_first(rows, Plan):
         others = other_buckets(recipe, bests[0][0])
         rows += plan_changes(recipe, [{**bests[0][0], **each} for each in others], machine, options.full)
-    lines += ["", *ranked(rows)]
+    lines += ["", *ranked(rows, label)]
     bests = best_first(rows, Plan)
     if not bests:
         return [*lines, "", "no layout fits; more ranks, fewer sequences a step or shorter ones would be needed"]
     (change, best), *losers = bests
     losers += [row for row in rows if isinstance(row[1], Plan) and not row[1].fits]
     lines += ["", "why the others lost"]
-    lines += [f"  {why_lost(plan, best)}: {words_of(difference(its, change))}" for its, plan in losers]
-    return [*lines, "", "best: " + " ".join(f"--set {key}={value}" for key, value in change.items())]
+    lines += [f"  {why_lost(plan, best)}: {label(its)}" for its, plan in losers]
+    return [*lines, "", "best: " + " ".join(f"--set {key}={value}" for key, value in differing(recipe.config, change).items())]
 
 
 def best_first(rows: Sequence[tuple[Any, Any]], kind: type) -> list[tuple[Any, Any]]:
@@ -227,10 +227,6 @@ def other_buckets(recipe: Recipe, change: dict[str, str]) -> list[dict[str, str]
     if not layout.config.compile.compiles("model") or layout.gathers_once:
         return []
     return [{"compile.bucketing": way} for way in ("block", "greedy") if way != layout.config.compile.bucketing]
-
-
-def difference(change: dict[str, str], best: dict[str, str]) -> dict[str, str]:
-    return {key: value for key, value in change.items() if best.get(key) != value}
 
 
 def shown(each: Iterable[Any], count: int, done: str) -> Iterator[Any]:

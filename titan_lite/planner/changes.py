@@ -6,7 +6,7 @@ print("\\n".join(ranked(rows)))                     # a table, the fastest that 
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from titan_lite.compiler.hardware import Machine
 from titan_lite.config import KEYS, ConfigError
@@ -84,7 +84,7 @@ def best_changes(plan: Plan, changed: Sequence[tuple[Change, Plan]], count: int 
     return lines if gains else [*lines, none]
 
 
-def ranked(rows: Sequence[tuple[Change, Plan | str]]) -> list[str]:
+def ranked(rows: Sequence[tuple[Change, Plan | str]], name: Callable[[Change], str] = words_of) -> list[str]:
     """A line each: those that fit by tokens a second, then those that do not, then those that cannot run, with the reason."""
     plans = [(change, plan) for change, plan in rows if isinstance(plan, Plan)]
     plans.sort(key=lambda row: (not row[1].fits, -row[1].tokens_per_second(row[1].steps[0])))
@@ -94,8 +94,6 @@ def ranked(rows: Sequence[tuple[Change, Plan | str]]) -> list[str]:
         speed = f"{plan.tokens_per_second(slow):,.0f} to {plan.tokens_per_second(fast):,.0f}"
         mfu = f"{100 * plan.mfu(slow):.0f} to {100 * plan.mfu(fast):.0f}"
         fits = "yes" if plan.fits else "no"
-        lines.append(f"{speed:>18}  {mfu:>8}  {plan.memory.total / GIB:6.1f}  {fits:<4}  {words_of(change)}; {what_binds(plan)}")
-    lines += [
-        f"{'-':>18}  {'-':>8}  {'-':>6}  {'-':<4}  {words_of(change)}; {why}" for change, why in rows if isinstance(why, str)
-    ]
+        lines.append(f"{speed:>18}  {mfu:>8}  {plan.memory.total / GIB:6.1f}  {fits:<4}  {name(change)}; {what_binds(plan)}")
+    lines += [f"{'-':>18}  {'-':>8}  {'-':>6}  {'-':<4}  {name(change)}; {why}" for change, why in rows if isinstance(why, str)]
     return lines

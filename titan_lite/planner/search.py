@@ -69,7 +69,34 @@ def space(config: Config, world_size: int, machine: Machine, sequences: int) -> 
                         "activation_checkpoint.mode": mode,
                         "parallelism.pipeline_parallel_schedule": schedule,
                         "parallelism.fsdp_communication": when,
+                        "compile.bucketing": config.compile.bucketing,
                     }
+
+
+def label(change: Change) -> str:
+    """A layout of `space` in a few words."""
+    degrees = {
+        axis: int(change[f"parallelism.{name}_degree"])
+        for axis, name in (
+            ("pp", "pipeline_parallel"),
+            ("dp_replicate", "data_parallel_replicate"),
+            ("dp_shard", "data_parallel_shard"),
+            ("cp", "context_parallel"),
+            ("tp", "tensor_parallel"),
+        )
+    }
+    words = [" x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one rank"]
+    words += [f"batch {change['training.local_batch_size']}", f"checkpointing {change['activation_checkpoint.mode']}"]
+    words += [change["parallelism.pipeline_parallel_schedule"]] if degrees["pp"] > 1 else []
+    return ", ".join(
+        [*words, f"FSDP once a {change['parallelism.fsdp_communication']}", f"{change['compile.bucketing']} buckets"]
+    )
+
+
+def differing(config: Config, change: Change) -> Change:
+    """What of it the recipe does not say already."""
+    own = {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in change}
+    return {key: value for key, value in change.items() if str(own[key]) != value}
 
 
 def _local_batches(rows: int, pp: int) -> list[int]:
@@ -155,4 +182,4 @@ def why_lost(plan: Plan, best: Plan) -> str:
     slower = mine.seconds * best.layout.tokens / plan.layout.tokens / theirs.seconds - 1
     longer = {part: seconds - theirs.parts.get(part, 0.0) for part, seconds in mine.parts.items()}
     part = max(longer, key=lambda part: longer[part])
-    return f"{100 * slower:.0f}% slower: {name_of(part)} {longer[part]:+.2g} s a step"
+    return f"{100 * slower:.1f}% slower: {name_of(part)} {longer[part]:+.2g} s a step"

@@ -7,7 +7,7 @@ from test_changes import H100, planned
 
 from titan_lite.config import Config, ConfigError, Model, Training, load_config
 from titan_lite.plan import lay_out, main
-from titan_lite.planner.search import fits, guess, space, why_lost
+from titan_lite.planner.search import differing, fits, guess, label, space, why_lost
 
 RECIPES = Path(__file__).parents[3] / "train_configs"
 SEVENTY = str(RECIPES / "llama3_70b.toml")
@@ -60,9 +60,25 @@ def test_by_formula_a_model_costs_what_its_states_do_at_least():
     assert found > 8.03e9 * 16 / 8
 
 
+def test_a_layout_in_words_and_what_of_it_a_recipe_has_to_say():
+    config = Config(model=Model(flavor="8B"), training=Training(seq_len=8192, local_batch_size=1, global_batch_size=32))
+    change = next(
+        each
+        for each in space(config, 16, H100, 32)
+        if each["parallelism.pipeline_parallel_degree"] == "2" and each["parallelism.tensor_parallel_degree"] == "4"
+    )
+    words = label(change)
+    assert words.startswith("pp 2 x dp_shard 2 x tp 4, batch ")
+    assert "1F1B" in words
+    keys = differing(config, change)
+    assert keys["parallelism.pipeline_parallel_degree"] == "2"
+    assert "parallelism.context_parallel_degree" not in keys
+    assert "training.global_batch_size" not in keys
+
+
 def test_those_that_lost_are_told_why():
     best, slow, large = planned(1.0, compute=0.9, bubble=0.1), planned(1.5, compute=0.9, bubble=0.6), planned(memory=90.0)
-    assert why_lost(slow, best).startswith("50% slower: waiting for other pipeline ranks +0.5 s")
+    assert why_lost(slow, best).startswith("50.0% slower: waiting for other pipeline ranks +0.5 s")
     assert why_lost(large, best).startswith("12.0 GiB too many, activations")
 
 
@@ -96,7 +112,7 @@ def test_a_search_finds_what_fits(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "the 3 fastest by formula were planned" in lines[0]
     assert "why the others lost" in lines
-    assert lines[-1].startswith("best: --set parallelism.tensor_parallel_degree=1 ")
+    assert lines[-1].startswith("best: --set ")
 
 
 def test_no_recipe_is_told(capsys):
