@@ -4,6 +4,7 @@ model_config, tokenizer, degrees, pipeline = check(config, world_size=8)
 """
 
 import dataclasses
+import functools
 import math
 import os
 import platform
@@ -156,6 +157,7 @@ def check_names(key: str, names: Sequence[str], flavor: str) -> None:
             )
 
 
+@functools.cache
 def _on_no_device(flavor: str) -> Transformer:
     with torch.device("meta"):
         return Transformer(dataclasses.replace(FLAVORS[flavor], max_seq_len=1))

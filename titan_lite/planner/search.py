@@ -117,7 +117,9 @@ def guess(layout: Layout, machine: Machine) -> Guess:
     table, block = model.vocab_size * model.dim / tp, _numbers_of_block(model) / tp
     mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
     again = {"none": 0.0, "full": 1.0}.get(mode, 0.0 if option == "op" else 1 / int(option))  # share of blocks that run twice
-    keeps = computed * tokens / tp * (again * model.dim + (1 - again) * _kept_of_block(model))
+    # Inputs of products, which selective checkpointing computes again: two norms' results and the feed-forward's.
+    inputs = 0.0 if mode == "selective" and option == "op" else 2 * model.dim + model.hidden_dim
+    keeps = computed * tokens / tp * (again * model.dim + (1 - again) * (_kept_of_block(model) + inputs))
     shards = degrees["dp_shard"] * degrees["cp"]
     once = layout.gathers_once
 
