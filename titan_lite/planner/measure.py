@@ -70,7 +70,7 @@ def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> dict
         "matmul": 3 * 2 * rows * model.dim * hidden / products,
         "attention": 7 * 2 * q.numel() * shapes.tokens / 2 / attention,  # two products forward and five backward, half of each
         "memory": 5 * gradient.nbytes / pointwise,
-        "launch": -_time(lambda: one + one, device, seconds / 5),  # negative: of which the largest counts
+        "launch": -_time(lambda: [one + one for _ in range(100)], device, seconds / 5) / 100,  # of which the largest counts
     }
     figures = torch.tensor(list(found.values()), dtype=torch.float64, device=device)
     if dist.get_world_size() > 1:
@@ -99,31 +99,28 @@ def _measure_links(device: torch.device) -> dict[str, float]:
 
 
 def _time(work: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Of one call, the median of as many as fit: what a step sees, others beside it included."""
+    """Of one call, the mean of as many as fit: what a step sees, others beside it included."""
     work()
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 3 or time.perf_counter() < end:
-        _synchronize(device)
-        start = time.perf_counter()
+    _synchronize(device)
+    calls, start = 0, time.perf_counter()
+    while calls < 3 or time.perf_counter() - start < seconds:
         work()
         _synchronize(device)
-        times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 2]
+        calls += 1
+    return (time.perf_counter() - start) / calls
 
 
-def _time_together(work: Callable[[], Any], device: torch.device, rounds: int = 9) -> float:
-    """Of one collective, the median; of all ranks the slowest's."""
-    times = []
-    for _ in range(rounds + 1):
-        _synchronize(device)
-        start = time.perf_counter()
+def _time_together(work: Callable[[], Any], device: torch.device, rounds: int = 15) -> float:
+    """Of one collective, the mean; of all ranks the slowest's."""
+    work()
+    _synchronize(device)
+    start = time.perf_counter()
+    for _ in range(rounds):
         work()
-        _synchronize(device)
-        times.append(time.perf_counter() - start)
-    middle = torch.tensor(sorted(times[1:])[rounds // 2], dtype=torch.float64, device=device)
-    dist.all_reduce(middle, dist.ReduceOp.MAX)
-    return float(middle)
+    _synchronize(device)
+    mean = torch.tensor((time.perf_counter() - start) / rounds, dtype=torch.float64, device=device)
+    dist.all_reduce(mean, dist.ReduceOp.MAX)
+    return float(mean)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,6 +94,69 @@ def test_on_a_cpu_a_plan_is_compared_only_where_it_is_asked_for(tmp_path):
     assert "metrics.compare_plan" in line
     assert Account("never", tmp_path, torch.device("cpu")).close(None, shapes, 1.0) == []
     assert list(tmp_path.iterdir()) == []
+
+
+PLAN = {"step_seconds": {"stated": 2.0, "fast": 1.5, "slow": 2.5}, "memory": {"reserved": 3 * 2**30}}
+RECORD = {"step_seconds": 1.6, "memory_bytes": 4 * 2**30, "memory_is": "reserved"}
+
+
+def planning(tmp_path, *command):
+    """An account whose plan is made by this command."""
+    account = Account("always", tmp_path, torch.device("cpu"))
+    account.planning = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    return account
+
+
+def test_planned_and_measured_are_told_together(tmp_path):
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+    (line,) = planning(tmp_path, "true").compare(RECORD)
+    assert "step 2 s (1.5 to 2.5) against 1.6 s, +25%" in line
+    assert "planned 3.00 GiB, measured 4.00 reserved" in line
+
+
+def test_a_plan_that_failed_is_told(tmp_path):
+    (line,) = planning(tmp_path, "sh", "-c", "echo error: no such layout >&2; exit 2").compare(RECORD)
+    assert line == "no plan to compare with: no such layout"
+
+
+def test_a_plan_that_does_not_come_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("titan_lite.account.LONGEST", 0.1)
+    account = planning(tmp_path, "sleep", "60")
+    assert "not there" in account.compare(RECORD)[0]
+    assert account.planning.wait(10) != 0
+
+
+@pytest.mark.slow
+def test_a_run_is_held_against_its_plan_and_calibrates_a_profile(tmp_path):
+    overrides = ["--training.steps=6", "--training.seq_len=64", "--metrics.log_freq=1", "--no-validation.enable"]
+    overrides += ["--no-checkpoint.enable", "--metrics.compare_plan=always", f"--job.dump_folder={tmp_path}"]
+    recipe = Path(__file__).parents[3] / "train_configs/debug_model.toml"
+    said = run(["titan_lite.train", str(recipe), *overrides])
+    assert "planned against measured: step " in said
+    assert json.loads((tmp_path / "plan.json").read_text())["world_size"] == 1
+    said = run(["titan_lite.plan", "--calibrate", str(tmp_path)])
+    measured = json.loads((tmp_path / "measured.json").read_text())
+    assert f"step: measured {measured['step_seconds']:.4g} s" in said
+    assert "tflops.float32" in said
+    assert load_machine(str(tmp_path / "hardware.toml")).name == "CPU, measured, calibrated"
+    said = run(
+        [
+            "titan_lite.plan",
+            str(tmp_path / "config.toml"),
+            "--world-size",
+            "1",
+            "--json",
+            "--hardware",
+            f"{tmp_path}/hardware.toml",
+        ]
+    )
+    assert json.loads(said)["step_seconds"]["stated"] == pytest.approx(measured["step_seconds"], rel=0.05)
+
+
+def run(arguments):
+    result = subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def test_a_folder_without_measurements_is_told(tmp_path, capsys):
