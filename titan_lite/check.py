@@ -4,6 +4,7 @@ model_config, tokenizer, degrees, pipeline = check(config, world_size=8)
 """
 
 import dataclasses
+import functools
 import importlib.util
 import math
 import os
@@ -34,8 +35,9 @@ from titan_lite.resume import compare, explain, git_revision, position, refuse
 from titan_lite.weights import check_fit, open_weights
 
 
-def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict[str, int], PipelinePlan]:
-    """The model's shape, its tokenizer, the degrees (mesh.py) and stages of a recipe that can run here. Raises ConfigError."""
+def check_layout(config: Config, world_size: int) -> tuple[ModelConfig, dict[str, int], PipelinePlan]:
+    """The model's shape, the degrees (mesh.py) and stages of a recipe that can run in such a world: what needs no data, no
+    tokenizer and none of this machine. Raises ConfigError."""
     check_flavor(config.model.flavor)
     flavor = FLAVORS[config.model.flavor]
     if config.training.seq_len > flavor.max_seq_len:
@@ -62,19 +64,30 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
         checkpointed=config.activation_checkpoint.mode != "none",
     )
     accumulation = gradient_accumulation_steps(config.training, degrees["dp_replicate"] * degrees["dp_shard"])
+    check_names("parallelism.fsdp_keep_gathered", config.parallelism.fsdp_keep_gathered, config.model.flavor)
+    microbatches = accumulation * pipeline.microbatches
+    check_schedule(config, microbatches)
+    if gathers_once(config.parallelism, microbatches) and config.parallelism.fsdp_reshard_after_forward == "always":
+        raise ConfigError(
+            'parallelism.fsdp_reshard_after_forward = "always" has no effect with fsdp_communication = "step", which keeps '
+            f'weights gathered for a step of {microbatches} microbatches; fsdp_communication = "microbatch" would work'
+        )
+    return dataclasses.replace(flavor, max_seq_len=config.training.seq_len), degrees, pipeline
+
+
+def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict[str, int], PipelinePlan]:
+    """The model's shape, its tokenizer, the degrees (mesh.py) and stages of a recipe that can run here. Raises ConfigError."""
+    model, degrees, pipeline = check_layout(config, world_size)
     tokenizer = load_tokenizer(config.model.tokenizer_path)
-    if tokenizer.vocab_size > flavor.vocab_size:
+    if tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(
             f'model.tokenizer_path = "{config.model.tokenizer_path}" has {tokenizer.vocab_size} tokens, but flavor '
-            f"{config.model.flavor} has room for {flavor.vocab_size}; use that flavor's tokenizer, or a flavor with room"
+            f"{config.model.flavor} has room for {model.vocab_size}; use that flavor's tokenizer, or a flavor with room"
         )
     check_data(config.data)
     for _, part in config.data.mixture():
         if part.dataset == "prepared":
             check_prepared(part, tokenizer.sha256)
-    check_names("parallelism.fsdp_keep_gathered", config.parallelism.fsdp_keep_gathered, config.model.flavor)
-    microbatches = accumulation * pipeline.microbatches
-    check_schedule(config, microbatches)
     check_async_tensor_parallel(config)
     check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
     if config.profiling.enable_memory_snapshot and not torch.cuda.is_available():
@@ -82,11 +95,6 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
     if config.metrics.enable_wandb and not is_installed("wandb"):
         raise ConfigError(
             "metrics.enable_wandb = true: Weights & Biases is not installed here; pip install wandb, or enable_wandb = false"
-        )
-    if gathers_once(config.parallelism, microbatches) and config.parallelism.fsdp_reshard_after_forward == "always":
-        raise ConfigError(
-            'parallelism.fsdp_reshard_after_forward = "always" has no effect with fsdp_communication = "step", which keeps '
-            f'weights gathered for a step of {microbatches} microbatches; fsdp_communication = "microbatch" would work'
         )
     check_writable(Path(config.job.dump_folder))
     checkpointer = Checkpointer(config.checkpoint, Path(config.job.dump_folder))
@@ -97,10 +105,12 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
         refuse(differences, checkpointer.path_of(step), config.checkpoint, done=state["step"] >= config.training.steps)
     path = config.checkpoint.initial_load_path
     if path and step is None:
-        check_fit(open_weights(path, "checkpoint.initial_load_path"), flavor, "checkpoint.initial_load_path")
+        check_fit(
+            open_weights(path, "checkpoint.initial_load_path"), FLAVORS[config.model.flavor], "checkpoint.initial_load_path"
+        )
     elif path:
         logger.info(f'checkpoint.initial_load_path = "{path}" has no effect: the run goes on from its own step {step}')
-    return dataclasses.replace(flavor, max_seq_len=config.training.seq_len), tokenizer, degrees, pipeline
+    return model, tokenizer, degrees, pipeline
 
 
 def describe_run(config: Config, degrees: dict[str, int], tokenizer: Tokenizer, git: str = "") -> dict[str, Any]:
@@ -175,6 +185,7 @@ def check_names(key: str, names: Sequence[str], flavor: str) -> None:
             )
 
 
+@functools.cache
 def _on_no_device(flavor: str) -> Transformer:
     with torch.device("meta"):
         return Transformer(dataclasses.replace(FLAVORS[flavor], max_seq_len=1))

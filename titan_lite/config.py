@@ -471,6 +471,13 @@ class Metrics:
         "show what libraries warn of as they print it, on every rank; otherwise once, and without what is known to be harmless",
         unit="bool",
     )
+    compare_plan: str = setting(
+        "auto",
+        "at the end of a run, planned against measured step time and memory, with plan.json and measured.json in the folder: on "
+        "GPUs (auto), also on CPUs, where the end then takes a quarter of a minute longer (always), or not (never)",
+        unit="name",
+        choices=("auto", "always", "never"),
+    )
     enable_color: bool = setting(True, "colours and a progress bar where the output is a terminal", unit="bool")
 
 

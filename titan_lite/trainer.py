@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_lite import signals
+from titan_lite.account import Account
 from titan_lite.check import check, describe_run, gathers_once
 from titan_lite.checkpoint import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint import Checkpointer, CheckpointError
@@ -47,6 +48,7 @@ from titan_lite.lr_scheduler import lr_factor
 from titan_lite.metrics import Metrics, draw_loss, peak_memory_gib
 from titan_lite.models.llama3 import Transformer, flops_per_token
 from titan_lite.optimizer import build_optimizer, clip_grad_norm_, optimizer_state, set_learning_rate
+from titan_lite.planner.measure import Shapes
 from titan_lite.preflight import check_first_loss, preflight
 from titan_lite.profiling import build_profiler, set_flight_recorder
 from titan_lite.restart import Restarts
@@ -194,6 +196,7 @@ class Trainer:
             first_step=self.step,
             total_steps=config.training.steps,
         )
+        self.account = Account(config.metrics.compare_plan, self.dump_folder, self.device)
         self.stragglers = Stragglers(self.rank, self.mesh.mesh.flatten(1).tolist(), self.device)
         self.peak_flops = peak_flops(self.device, getattr(torch, config.training.mixed_precision_param))
         self.flops_per_token = flops_per_token(self.model_config, config.training.seq_len)
@@ -295,6 +298,8 @@ class Trainer:
                     trying = False
                     self.validated = self.validated and self.trial is None
                     self.show_receipts()
+                    if self.rank == 0 and self.device.type == "cuda":  # elsewhere it would take the run's cores
+                        self.account.start(self.machine or find_machine(config.compile.machine, self.device))
                     self.watchdog.enter(f"step {self.step}", "train_timeout_seconds")  # what takes longer now is no compilation
                 if self.step % config.metrics.log_freq == 0 or last:
                     self.log(loss, grad_norm, lr)
@@ -545,8 +550,9 @@ class Trainer:
             write_receipts(self.receipts, self.dump_folder)
 
     def finish(self, how: str) -> None:
-        """A summary, and the loss picture where nobody is in a hurry; the processes part."""
+        """A summary; where nobody is in a hurry the loss picture, and how the plan of the run was met; the processes part."""
         self.metrics.close()
+        peak = peak_memory_gib(self.device)
         if self.rank == 0:
             try:
                 if how == "done":
@@ -564,6 +570,14 @@ class Trainer:
                 steps_on_disk=self.checkpointer.steps() if self.config.checkpoint.enable else (),
             ):
                 logger.info(line, extra={"event": how} if line.startswith("done") else {})
+        if how != "done":
+            return
+        dtype = getattr(torch, self.config.training.mixed_precision_param)
+        sequences = self.config.training.local_batch_size // (self.pipeline.plan.microbatches if self.pipeline else 1)
+        shapes = Shapes(self.model_config, sequences, len(self.positions), self.mesh["tp"].size(), dtype)
+        with self.watchdog.within("comparing with the plan", "init_timeout_seconds"):
+            for line in self.account.close(self.machine, shapes, peak):
+                logger.info(line)
 
 
 def init_device(config: Config) -> torch.device:

@@ -56,8 +56,9 @@ ROOMS = {
     "verdict": (),
     "watchdog": (*PART, "titan_lite.verdict"),
     "console": (*PART, "titan_lite.check", "titan_lite.compiler", "titan_lite.distributed", "titan_lite.records"),
-    "planner": (*PART, "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler"),
-    "plan": (*PART, "titan_lite.planner"),
+    "planner": (*PART, "matplotlib", "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler", "titan_lite.loss"),
+    "plan": (*PART, "tqdm", "titan_lite.planner", "titan_lite.compiler", "titan_lite.check"),
+    "account": (*PART, "titan_lite.planner", "titan_lite.compiler"),
     "check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
     "trainer": (*PART, "titan_lite"),  # the assembler
     "train": (*PART, "titan_lite.trainer", "titan_lite.check", "titan_lite.signals", "titan_lite.restart"),

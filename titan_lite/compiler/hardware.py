@@ -16,7 +16,7 @@ import operator
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ class Machine:
     """One rank's device and its links. tflops: dense peak by dtype; memory: GiB; memory_bandwidth: GB/s; launch: microseconds
     from one kernel to the next; collective_launch: microseconds that any collective takes; the efficiencies: shares of the peaks
     that large matrix products, attention, memory traffic and collectives reach. inter_node: of one rank's own network card.
+    reduction: how many times as long as a gather of as many bytes a sum over ranks takes; NCCL adds as fast as it sends, gloo
+    does not.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Machine:
     attention_efficiency: float = 0.4
     memory_efficiency: float = 0.85
     link_efficiency: float = 0.8
+    reduction: float = 1.0
 
     def flops(self, dtype: torch.dtype) -> float:
         """Peak FLOP/s of matrix products; those of bfloat16 for float16, and of float32 for what is not known."""
@@ -77,7 +80,13 @@ class Machine:
             bandwidth = min(bandwidth, self.inter_node.bandwidth * len(ranks) / nodes)
         rounds = 2 if kind == "all_reduce" else 1  # a reduce-scatter and an all-gather
         latency = self.collective_launch + rounds * ((hops - across) * self.intra_node.latency + across * self.inter_node.latency)
-        return latency * 1e-6 + rounds * nbytes * hops / len(ranks) / (bandwidth * self.link_efficiency * GB)
+        gather = latency * 1e-6 + rounds * nbytes * hops / len(ranks) / (bandwidth * self.link_efficiency * GB)
+        return gather * {"all_gather": 1.0, "reduce_scatter": self.reduction}.get(kind, (1.0 + self.reduction) / 2)
+
+    def send(self, nbytes: float, source: int, target: int) -> float:
+        """Seconds until what one rank sends another is there."""
+        link = self.intra_node if source // self.ranks_per_node == target // self.ranks_per_node else self.inter_node
+        return (self.collective_launch + link.latency) * 1e-6 + nbytes / (link.bandwidth * self.link_efficiency * GB)
 
     def cost(self, node: Node, fused: bool = True) -> float:
         """Seconds that `node` keeps the device, or for one of KINDS its links, busy.
@@ -89,14 +98,28 @@ class Machine:
             return 0.0
         if node.target in KINDS:
             return self.collective(kind_of(node), collective_bytes(node), ranks_of(node))
-        seconds = _bytes_moved(node, fused) / (self.memory_bandwidth * self.memory_efficiency * GB)
-        flops, efficiency = _matmul_flops(node), self.matmul_efficiency
-        if not flops:
-            flops, efficiency = _attention_flops(node), self.attention_efficiency
-        if flops:
+        seconds = self.memory_traffic(_bytes_moved(node, fused))
+        matmul, attention = flops_of(node)
+        if matmul or attention:
             dtype = next(each.meta["val"].dtype for each in node.all_input_nodes)
-            seconds = max(seconds, flops / (self.flops(dtype) * efficiency))
+            efficiency = self.matmul_efficiency if matmul else self.attention_efficiency
+            seconds = max(seconds, (matmul + attention) / (self.flops(dtype) * efficiency))
         return seconds + (self.launch * 1e-6 if seconds else 0.0)
+
+    def memory_traffic(self, nbytes: float) -> float:
+        """Seconds to read and write so many bytes together."""
+        return nbytes / (self.memory_bandwidth * self.memory_efficiency * GB)
+
+    def scaled(self, direction: int) -> "Machine":
+        """As slow (-1) or as fast (1) as UNCERTAINTY leaves it."""
+        factors = {name: 1 + direction * share for name, share in UNCERTAINTY.items()}
+        return dataclasses.replace(self, **{name: min(1.0, getattr(self, name) * each) for name, each in factors.items()})
+
+
+# Relative, of what no datasheet says: large products reach 0.6 to 0.8 of an H100's peak as shapes, clocks and power limits are,
+# attention 0.3 (FlashAttention 2, backward) to 0.5 (3, forward), a copy 0.8 to 0.92 of its memory's bandwidth, a ring 0.65 to 0.9
+# of its links'.
+UNCERTAINTY = {"matmul_efficiency": 0.12, "attention_efficiency": 0.25, "memory_efficiency": 0.08, "link_efficiency": 0.15}
 
 
 def is_free(node: Node) -> bool:
@@ -114,26 +137,68 @@ FREE = frozenset(
         torch.ops.aten.empty.memory_format,
     }
 )
+NO_VIEWS = frozenset({torch.ops._c10d_functional.wait_tensor.default, torch.ops.aten.empty.memory_format})
 MATMULS = frozenset({aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default})
 CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
 
 
+# What Inductor makes kernels of as if it were pointwise: scatter, of a constant, is the one of the loss's backward. And what a
+# kernel may end with: of gather it computes what is asked for.
+AS_POINTWISE = frozenset({aten.cat.default, aten.full.default, aten.scatter.value})
+REDUCTIONS = frozenset(
+    {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.amax.default, aten.gather.default}
+)
+
+
 def _is_pointwise(node: Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in CASTS
+    return node.op == "call_function" and (
+        torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in CASTS or node.target in AS_POINTWISE
+    )
+
+
+def _is_view(node: Node) -> bool:
+    return node.op == "call_function" and is_free(node) and node.target not in NO_VIEWS and bool(nbytes_of(node))
+
+
+def _behind_views(node: Node) -> Node:
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """Of a node, or of views of it."""
+    for user in node.users:
+        yield from _readers(user) if _is_view(user) else (user,)
+
+
+def _joins(node: Node) -> bool:
+    """Whether a kernel that makes what `node` reads goes on with it."""
+    return _is_pointwise(node) or node.target in REDUCTIONS
+
+
+def is_fused_away(node: Node) -> bool:
+    """Whether Inductor makes no tensor of it, since all that read it are in one kernel with it, or compute it again in theirs."""
+    return _is_pointwise(node) and bool(node.users) and all(map(_joins, _readers(node)))
 
 
 def _bytes_moved(node: Node, fused: bool) -> int:
     def is_read(source: Node) -> bool:
-        return not (fused and _is_pointwise(node) and _is_pointwise(source) and source.op == "call_function")
-
-    def is_written() -> bool:
-        return not (fused and _is_pointwise(node) and node.users and all(_is_pointwise(user) for user in node.users))
+        return not (fused and _joins(node) and _is_pointwise(_behind_views(source)))
 
     if node.target is aten.embedding.default:  # only the rows that are looked up
         return 2 * nbytes_of(node)
     if node.target is aten.embedding_dense_backward.default:
         return 2 * nbytes_of(node) + nbytes_of(node.all_input_nodes[0])
-    return sum(nbytes_of(source) for source in node.all_input_nodes if is_read(source)) + is_written() * nbytes_of(node)
+    if node.target is aten.gather.default and fused:
+        return 3 * nbytes_of(node)
+    written = 0 if fused and is_fused_away(node) else nbytes_of(node)
+    return sum(nbytes_of(source) for source in node.all_input_nodes if is_read(source)) + written
+
+
+def flops_of(node: Node) -> tuple[float, float]:
+    """Of a matrix product and of attention: 0 for other nodes."""
+    return (_matmul_flops(node), _attention_flops(node)) if node.op == "call_function" else (0.0, 0.0)
 
 
 def _matmul_flops(node: Node) -> float:
@@ -145,7 +210,10 @@ def _matmul_flops(node: Node) -> float:
 
 
 def _attention_flops(node: Node) -> float:
-    """Two products forward and five backward, of half the size where no token sees later ones."""
+    """Two products forward and five backward, of half the size where no token sees later ones.
+
+    Queries that are fewer than the keys are then the last ones (distributed/context_parallel.py).
+    """
     name = str(node.target)
     if "scaled_dot_product" not in name and "flash_attention" not in name:
         return 0.0
@@ -154,7 +222,8 @@ def _attention_flops(node: Node) -> float:
     given: dict[str, Any] = {**dict(zip(schema, node.args, strict=False)), **node.kwargs}
     query, key = (given[argument].meta["val"].shape for argument in ("query", "key"))
     products = 5 if "backward" in name else 2
-    return products * 2.0 * math.prod(query) * key[-2] * (0.5 if given.get("is_causal") else 1.0)
+    seen = 1 - 0.5 * min(1.0, query[-2] / key[-2]) if given.get("is_causal") else 1.0
+    return products * 2.0 * math.prod(query) * key[-2] * seen
 
 
 NVLINK3, NVLINK4, NVLINK5, PCIE = Link(300, 1.9), Link(450, 1.9), Link(900, 1.9), Link(32, 4.0)

@@ -44,7 +44,7 @@ def start_gathers_early(graph: Graph, machine: Machine | None = None, *, fused: 
     """
     gathers = [node for node in parameter_collectives(graph) if is_all_gather(node) and preparation(node) is not None]
     in_time = {} if machine is None else _places_in_time(graph, gathers, machine, fused)  # before anything moves
-    moved = {following for current, following in itertools.pairwise(gathers) if _move_gather_before(following, wait_of(current))}
+    moved = {following for current, following in itertools.pairwise(gathers) if move_gather_before(following, wait_of(current))}
     without = shards_of(graph)
     most = peak_bytes(graph, without) if in_time else 0
     last: Node | None = None  # no gather overtakes another: what is read first travels first
@@ -53,7 +53,7 @@ def start_gathers_early(graph: Graph, machine: Machine | None = None, *, fused: 
             place = last.next
         nodes = [*sorted(preparation(gather) or ()), gather]
         back = [node.next for node in nodes]
-        if _move_gather_before(gather, place):
+        if move_gather_before(gather, place):
             if peak_bytes(graph, without) > most:
                 _put_back(nodes, back)
             else:
@@ -90,7 +90,7 @@ def _put_back(nodes: Sequence[Node], before: Sequence[Node]) -> None:
         following.prepend(node)
 
 
-def _move_gather_before(gather: Node, place: Node) -> bool:
+def move_gather_before(gather: Node, place: Node) -> bool:
     """With what leads to it; whether it stood behind that place."""
     order = {node: number for number, node in enumerate(gather.graph.nodes)}
     leading = preparation(gather) or []

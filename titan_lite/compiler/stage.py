@@ -25,11 +25,13 @@ from torch._inductor.codecache import FxGraphCachePickler
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
 from torch.utils._triton import has_triton
+from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_lite.compiler import collectives, resharding
 from titan_lite.compiler.schedule import Schedule
@@ -70,6 +72,7 @@ def compile_model(
     memory_budget: float = 1.0,
     async_tensor_parallel: str = "",
     schedule: Schedule | None = None,
+    priced_as: str = "",
 ) -> None:
     """Compile `model` as one graph, in place; FQNs do not change. Anything that breaks the graph is an error.
 
@@ -78,7 +81,8 @@ def compile_model(
     memory_budget: the share of activations that the partitioner may keep, of those it keeps at 1.0; what it then recomputes
     are the operators that cost least for what they free. async_tensor_parallel: the group whose collectives Inductor cuts into
     pieces that overlap with pieces of the matrix products beside them (arXiv 2410.06511, section 3.4); where it finds none, an
-    error.
+    error. priced_as: with aot_eager, for what is priced and not run: "inductor" has graphs of the operators that Inductor
+    would have, "eager" of those that eager mode runs, which keeps for backward what autograd does.
     """
     reshard = None
     if reshard_after_forward:
@@ -88,7 +92,7 @@ def compile_model(
     if config.backend == "inductor":
         backend = _inductor(reshard, compiling, async_tensor_parallel)
     else:
-        backend = _aot_eager(reshard, compiling)
+        backend = _aot_eager(reshard, compiling, priced_as)
 
     model.compile(backend=_with_backward(backend, memory_budget), fullgraph=True)
     assert model._compiled_call_impl is not None
@@ -109,10 +113,12 @@ class _Pass(CustomGraphPass):
         return call + get_hash_for_files((__file__, collectives.__file__, resharding.__file__))
 
 
-def _aot_eager(reshard: _Pass | None, compiling: Compiling) -> Callable:
+def _aot_eager(reshard: _Pass | None, compiling: Compiling, priced_as: str = "") -> Callable:
     def partition(joint: GraphModule, *args: Any, **kwargs: Any) -> Any:
         if reshard is not None:
             reshard(joint.graph)
+        if priced_as == "eager":
+            _recompute_nothing_else(joint.graph)
         with _nothing_is_random():
             return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
@@ -125,7 +131,15 @@ def _aot_eager(reshard: _Pass | None, compiling: Compiling) -> Callable:
         bw_compiler=functools.partial(run_as_is, "backward"),
         inference_compiler=functools.partial(run_as_is, "inference"),
         partition_fn=partition,
+        decompositions=select_decomp_table() if priced_as == "inductor" else None,
     )
+
+
+def _recompute_nothing_else(graph: Graph) -> None:
+    """What no tag says is recomputed is kept, if backward reads it."""
+    for node in graph.nodes:
+        if node.op == "call_function" and not node.meta.get("recompute"):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _inductor(reshard: _Pass | None, compiling: Compiling, async_tensor_parallel: str = "") -> Callable:

@@ -5,11 +5,13 @@
     draw([forward, backward], Path("timeline.png"))
     write_trace([forward, backward], Path("timeline.json"))    # for chrome://tracing and Perfetto
 
-Two lanes: computation runs node by node in the graph's order; a parameter's collective starts where it stands in it, once the one
-before it is done, and the wait for it holds computation up. What tensor and context parallelism communicate is waited for at
-once and counts as computation (SimpleFSDP, arXiv 2411.00284, section 4.2).
+Computation runs node by node in the graph's order; a parameter's collective starts where it stands in it, once the one before
+it among the same ranks is done, and the wait for it holds computation up. Each group of ranks has a lane of its own, as NCCL
+gives it a stream. What tensor and context parallelism communicate is waited for at once and counts as computation (SimpleFSDP,
+arXiv 2411.00284, section 4.2).
 """
 
+import dataclasses
 import itertools
 import json
 import math
@@ -21,7 +23,9 @@ from pathlib import Path
 from torch.fx import Graph, Node
 
 from titan_lite.compiler.collectives import (
+    KINDS,
     collectives,
+    group_of,
     is_all_gather,
     kind_of,
     nbytes_of,
@@ -30,13 +34,14 @@ from titan_lite.compiler.collectives import (
     preparation,
     ranks_of,
 )
-from titan_lite.compiler.hardware import Machine, is_free
+from titan_lite.compiler.hardware import Machine, is_free, is_fused_away
 
 
 @dataclass(frozen=True)
 class Span:
     """lane: "compute" or "communication"; start, seconds: in the graph's time. Of communication also exposed: seconds that its
-    wait held computation up, and under: the seconds of computation between its start and that wait."""
+    wait held computation up, and under: the seconds of computation between its start and that wait. group: the process group of
+    any collective, also one that counts as computation."""
 
     lane: str
     name: str
@@ -44,6 +49,7 @@ class Span:
     seconds: float
     exposed: float = 0.0
     under: float = 0.0
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,24 +73,26 @@ class Timeline:
 
 def simulate(graph: Graph, machine: Machine, *, name: str = "", fused: bool = True, bound: float = 0.0) -> Timeline:
     """fused: as in `Machine.cost`."""
-    now = lane = compute = exposed = 0.0
+    now = compute = exposed = 0.0
+    lanes: dict[str, float] = {}  # until when each group's links are busy
     spans: list[Span] = []
     started: dict[Node, tuple[int, float]] = {}  # collective: its span, the computation done before it
     for node in graph.nodes:
         seconds = machine.cost(node, fused)
         if parameters_of(node):
-            start = max(now, lane)
-            lane = start + seconds
+            group = group_of(node)
+            start = max(now, lanes.get(group, 0.0))
+            lanes[group] = start + seconds
             started[node] = (len(spans), compute)
-            spans.append(Span("communication", label(node), start, seconds))
+            spans.append(Span("communication", label(node), start, seconds, group=group))
         elif node.target is collectives.wait_tensor.default and node.args[0] in started:
             number, before = started[node.args[0]]
             span = spans[number]
             held_up = max(0.0, span.start + span.seconds - now)
-            spans[number] = Span(span.lane, span.name, span.start, span.seconds, held_up, compute - before)
+            spans[number] = dataclasses.replace(span, exposed=held_up, under=compute - before)
             exposed, now = exposed + held_up, now + held_up
         elif seconds:
-            spans.append(Span("compute", node.name, now, seconds))
+            spans.append(Span("compute", node.name, now, seconds, group=group_of(node) if node.target in KINDS else ""))
             now, compute = now + seconds, compute + seconds
     communication = sum(span.seconds for span in spans if span.lane == "communication")
     return Timeline(name, tuple(spans), now, compute, communication, exposed, bound, peak_bytes(graph))
@@ -157,27 +165,52 @@ def peak_bytes(graph: Graph, without: Collection[Node] = ()) -> int:
     Parameters (placeholders called primals) stay where they are and do not count. A view lives in the storage that it is of.
     Nor do the nodes in `without`.
     """
+    return max(alive_bytes(graph, without))
+
+
+def alive_bytes(graph: Graph, without: Collection[Node] = (), fused: bool = False) -> list[int]:
+    """What `peak_bytes` is the peak of, while each node runs. fused: what `is_fused_away` is not made, and what it reads lives on
+    until the last kernel that it is in."""
     order = {node: place for place, node in enumerate(graph.nodes)}
-    storage: dict[Node, Node] = {}
-    last_use: dict[Node, int] = {}
-    for node in graph.nodes:
-        source = node.kwargs.get("out") or next(iter(node.all_input_nodes), None)
-        shared = node.op == "call_function" and isinstance(source, Node) and nbytes_of(node) and not _is_part(node)
-        storage[node] = storage[source] if shared and (is_free(node) or "out" in node.kwargs) else node  # type: ignore[index]
+    storage = _storages(graph)
+    virtual = {node for node in graph.nodes if fused and is_fused_away(node)}
+    last_use = {storage[node]: order[storage[node]] for node in graph.nodes}
+    for node in reversed(graph.nodes):
+        place = last_use[node] if node in virtual else order[node]
         for source in (node, *node.all_input_nodes):
-            last_use[storage[source]] = order[node]
-    uncounted = {node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("primals")}.union(without)
+            last_use[storage[source]] = max(last_use[storage[source]], place)
+    uncounted = {node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("primals")}
+    uncounted |= {*without, *virtual}
     size = {node: 0 if node in uncounted else _own_bytes(node) for node in last_use}
-    alive = peak = sum(size[node] for node in size if node.op == "placeholder")
+    alive = sum(size[node] for node in size if node.op == "placeholder")
+    found = [alive]
     ends: dict[int, int] = {}
     for node, place in last_use.items():
         ends[place] = ends.get(place, 0) + size[node]
     for node in graph.nodes:
         if node.op != "placeholder" and storage[node] is node:
             alive += size[node]
-            peak = max(peak, alive)
+        found.append(alive)
         alive -= ends.get(order[node], 0)
-    return peak
+    return found
+
+
+def saved_bytes(graph: Graph) -> int:
+    """Of a forward graph with one result: what it makes and keeps for backward beside that result."""
+    (results,) = next(node for node in graph.nodes if node.op == "output").args
+    storage = _storages(graph)
+    saved = {storage[node] for node in results[1:] if isinstance(node, Node)}
+    return sum(_own_bytes(node) for node in saved if node.op != "placeholder")
+
+
+def _storages(graph: Graph) -> dict[Node, Node]:
+    """Each node's, by the node that made it."""
+    storage: dict[Node, Node] = {}
+    for node in graph.nodes:
+        source = node.kwargs.get("out") or next(iter(node.all_input_nodes), None)
+        shared = node.op == "call_function" and isinstance(source, Node) and nbytes_of(node) and not _is_part(node)
+        storage[node] = storage[source] if shared and (is_free(node) or "out" in node.kwargs) else node  # type: ignore[index]
+    return storage
 
 
 def _is_part(node: Node) -> bool:

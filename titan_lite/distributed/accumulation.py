@@ -39,20 +39,23 @@ def gathered_for_step(root: nn.Module, bucket_of: Callable[[str], Hashable] = bl
     wholes = _gather(model.plans, bucket_of)
     model.gathered, model.sums = wholes, {}
     _sum_in_reduce_dtype(root)
-    modules = [module for module in root.modules() if module._fsdp.plans]  # type: ignore[union-attr]
-    for module in modules:
-        names: list[str] = list(module._fsdp.plans)  # type: ignore[union-attr, arg-type]
-        module._fsdp.wholes.update(  # type: ignore[union-attr, operator]
-            {name: wholes[module._parameters[name]] for name in names}  # type: ignore[index]
-        )
+    read_wholes(root, wholes)
     try:
         yield
     finally:
         sums, model.gathered, model.sums = model.sums, {}, {}
-        for module in modules:
+        for module in root.modules():
             module._fsdp.wholes.clear()  # type: ignore[union-attr, operator]
     gradients = {parameter: sums.pop(parameter, wholes.pop(parameter).grad) for parameter in model.plans}
     _reduce(gradients, model.plans, bucket_of)
+
+
+def read_wholes(root: nn.Module, wholes: Mapping[nn.Parameter, Tensor]) -> None:
+    """From now on modules read these weights, and gather none."""
+    for module in root.modules():
+        names: list[str] = list(module._fsdp.plans)  # type: ignore[union-attr, arg-type]
+        gathered = {name: wholes[module._parameters[name]] for name in names}  # type: ignore[index]
+        module._fsdp.wholes.update(gathered)  # type: ignore[union-attr, operator]
 
 
 @torch.no_grad()

@@ -71,12 +71,15 @@ def compile_stages(
     machine: Machine | None = None,
     dump_folder: Path | None = None,
     must_merge: bool = True,
+    schedule: Schedule | None = None,
+    priced_as: str = "",
 ) -> list[Receipt]:
     """Each stage as one graph, in place. Returns what becomes its receipts once graphs are compiled, at the first call.
 
     machine: what the passes price with; dump_folder: where they write graphs, if compile.dump_graphs; must_merge: as in Schedule.
+    schedule: passes of one's own instead, which these then have no say in; priced_as: as in compile_model.
     """
-    schedule = Schedule(
+    schedule = schedule or Schedule(
         compile,
         machine,
         fused=compile.backend == "inductor",
@@ -96,6 +99,7 @@ def compile_stages(
             memory_budget=activation_checkpoint.memory_budget if activation_checkpoint.mode == "memory_budget" else 1.0,
             async_tensor_parallel=mesh.get_group("tp").group_name if overlaps else "",
             schedule=schedule,
+            priced_as=priced_as,
         )
     return schedule.receipts
 

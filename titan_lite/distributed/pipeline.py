@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -231,18 +232,50 @@ def one_stage_order(schedule: str, degree: int, microbatches: int) -> Order:
     return order
 
 
-def bubble_fraction(order: Order) -> float:
-    """The share of time that ranks wait, where forward costs 1, backward 2, each of its halves 1, and sending nothing.
+def order_of(parallelism: Parallelism, plan: PipelinePlan) -> Order:
+    """What each pipeline rank does, of a plan that can run; no stage has to be there."""
+    degree, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    if plan.order:
+        return {rank: [_Action.from_str(action) for action in row] for rank, row in enumerate(plan.order)}
+    if degree == 1:
+        return one_stage_order("GPipe", 1, plan.microbatches)
+    if STAGES_PER_RANK[name] == 1:  # whose classes miscount the last stage's microbatches (torch 2.13), and do not run by it
+        return one_stage_order(name, degree, plan.microbatches)
+    counts = dict(num_stages=len(plan.rank_of), group_size=degree, group_rank=0, submod=None, is_last=False)
+    stages: Any = [SimpleNamespace(stage_index=stage, **counts) for stage in plan.stages_of(0)]
+    schedule: Any = get_schedule_class(name)
+    order: Order = schedule(stages, plan.microbatches).pipeline_order
+    return order
+
+
+@dataclass(frozen=True)
+class Run:
+    """Of a schedule: when each action begins and ends, by rank in its order, in seconds; computations alone."""
+
+    actions: Mapping[int, Sequence[tuple[str, int, int, float, float]]]  # (F, B, I or W; stage; microbatch; begin; end)
+
+    @property
+    def seconds(self) -> float:
+        return max((end for row in self.actions.values() for *_, end in row), default=0.0)
+
+    def busy(self, rank: int) -> float:
+        return sum(end - begin for *_, begin, end in self.actions[rank])
+
+
+def run_order(order: Order, seconds: Callable[[str, int], float], travel: float = 0.0) -> Run:
+    """The schedule action by action. seconds: of a kind of action (F, B, or B's halves I and W) of a stage; travel: until what a
+    stage gives is on the rank of its neighbour, which computes nothing else while it waits for it.
 
     Raises AssertionError where actions wait for each other, or for one that never comes.
     """
     queues = {rank: [action for action in actions if action is not None] for rank, actions in order.items()}
     queues = {rank: [a for action in queue for a in action.sub_actions or (action,)] for rank, queue in queues.items()}
     queues = {rank: [a for a in queue if a.computation_type.value in "FBIW"] for rank, queue in queues.items()}
-    last = max((action.stage_index for queue in queues.values() for action in queue), default=0)
+    owner = {action.stage_index: rank for rank, queue in queues.items() for action in queue}
+    last = max(owner, default=0)
     done: dict[tuple[int, str, int | None], float] = {}  # (stage, F, B or W, microbatch) -> when; I serves the stage before as B
     free = dict.fromkeys(queues, 0.0)
-    work = 0.0
+    found: dict[int, list] = {rank: [] for rank in queues}
     while any(queues.values()):
         progress = False
         for rank, queue in queues.items():
@@ -257,15 +290,23 @@ def bubble_fraction(order: Order) -> float:
                     needs = [(stage, "B", microbatch)]
                 if any(need not in done for need in needs):
                     break
-                cost = 2.0 if kind == "B" else 1.0
-                free[rank] = max([free[rank], *(done[need] for need in needs)]) + cost
-                done[stage, "B" if kind == "I" else kind, microbatch] = free[rank]
-                work += cost
+                begin = max([free[rank], *(done[need] + (travel if owner[need[0]] != rank else 0.0) for need in needs)])
+                free[rank] = done[stage, "B" if kind == "I" else kind, microbatch] = begin + seconds(kind, stage)
+                found[rank].append((kind, stage, microbatch, begin, free[rank]))
                 queue.pop(0)
                 progress = True
         stuck = ", ".join(f"rank {rank} at {queue[0]}" for rank, queue in queues.items() if queue)
         assert progress or not stuck, f"actions wait for each other: {stuck}"
-    return 1 - work / (max(free.values()) * len(free))
+    return Run(found)
+
+
+def bubble_fraction(order: Order) -> float:
+    """The share of time that ranks wait, where forward costs 1, backward 2, each of its halves 1, and sending nothing.
+
+    Raises AssertionError as `run_order` does.
+    """
+    run = run_order(order, lambda kind, stage: 2.0 if kind == "B" else 1.0)
+    return 1 - sum(map(run.busy, order)) / (run.seconds * len(order))
 
 
 def keep_modules(model: nn.Module, fqns: Sequence[str]) -> None:
@@ -332,12 +373,7 @@ class Pipeline:
         else:
             cls: Any = get_schedule_class(parallelism.pipeline_parallel_schedule)
             self.schedule = cls(parts[0] if issubclass(cls, PipelineScheduleSingle) else parts, **options)
-        single = isinstance(self.schedule, PipelineScheduleSingle)
-        self.bubble = bubble_fraction(
-            one_stage_order(parallelism.pipeline_parallel_schedule, mesh.size(), plan.microbatches)
-            if single  # which miscounts the last stage's microbatches in its own order (torch 2.13), and does not run by it
-            else self.schedule.pipeline_order
-        )
+        self.bubble = bubble_fraction(order_of(parallelism, plan))
 
     def forward_backward(self, input: Tensor, label: Tensor, begins: Tensor | None, tokens: Tensor) -> Tensor:
         """Gradients of the loss of a local batch (B, T) over the step's `tokens` tokens; the loss, zero but on the last stage.

@@ -53,6 +53,16 @@ def test_the_bound_counts_the_last_reduction_and_what_needs_no_weight():
     assert lower_bound(graph, priced()) == (8.0 - 3.0) + 16.0
 
 
+def test_groups_do_not_wait_for_each_other():
+    hand = Hand()
+    a, b, c = hand.input(1), hand.input(1), hand.input(1)
+    started = [hand.call(GATHER, shard, 2, group, fqn=group) for shard, group in ((a, "dp"), (b, "dp"), (c, "tp"))]
+    hand.output(*(hand.call(collectives.wait_tensor.default, each) for each in started))
+    timeline = simulate(hand.graph, priced())
+    assert [(span.group, span.start) for span in timeline.collectives()] == [("dp", 0.0), ("dp", 8.0), ("tp", 0.0)]
+    assert (timeline.seconds, timeline.exposed, timeline.communication) == (16.0, 16.0, 24.0)
+
+
 def test_tensor_parallel_collectives_count_as_computation():
     hand = Hand()
     gathered = hand.call(GATHER, hand.input(2), 2, "tp")

@@ -1,0 +1,163 @@
+"""Planned against measured, on this machine's CPU: step time and the bytes of live tensors, of small models in several layouts.
+
+    python scripts/compare_measured.py                        # all; some minutes
+    python scripts/compare_measured.py --layouts "FSDP 2"     # those whose name has this in it
+    python scripts/compare_measured.py --keep found.json      # measured once, and read from there when it is planned again
+
+Each layout is a world of fresh processes that build the trainer of the debug recipe and run its steps, over gloo with one thread
+each. In turn with the steps, the same processes measure what this machine reaches meanwhile (planner/measure.py): large
+products, attention, memory, links. From these numbers and the recipe alone the step is then planned; nothing is fitted to a step.
+
+    seconds    of a step: planned, as stated; measured, the median over all rounds
+    MB         of tensors on the rank that has most, at the peak of a step, parameters and optimizer state included, as the
+               allocator counts them; planned without the reserves for what no tensor has
+"""
+
+import argparse
+import ctypes
+import dataclasses
+import gc
+import json
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from benchmark_fsdp import peak_memory, start_world
+
+from titan_lite.compiler.hardware import Machine, find_machine, machine_from
+from titan_lite.config import load_config
+from titan_lite.plan import lay_out
+from titan_lite.planner.measure import Shapes, calibrated, measure
+from titan_lite.planner.report import make_plan
+from titan_lite.trainer import Trainer
+
+RECIPE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"
+COMMON = (
+    "--training.seq_len=512 --training.local_batch_size=4 --training.global_batch_size=-1 --data.num_workers=0 "
+    "--no-checkpoint.enable --no-validation.enable --metrics.enable_tensorboard=false --training.steps=1000"
+)
+COMPILED = "--compile.enable --compile.backend=aot_eager"
+LAYOUTS = {  # name: (ranks, what the recipe has beside COMMON)
+    "FSDP 2": (2, ""),
+    "FSDP 2, compiled": (2, COMPILED),
+    "FSDP 2, compiled, full checkpointing": (2, f"{COMPILED} --activation_checkpoint.mode=full"),
+    "FSDP 2, compiled, two local batches": (2, f"{COMPILED} --training.global_batch_size=16"),
+    "TP 2, compiled": (2, f"{COMPILED} --parallelism.tensor_parallel_degree=2"),
+    "PP 2": (2, "--parallelism.pipeline_parallel_degree=2"),
+    "FSDP 4": (4, ""),
+    "FSDP 2 x TP 2, compiled": (4, f"{COMPILED} --parallelism.tensor_parallel_degree=2"),
+    "2 copies of FSDP 2, compiled": (4, f"{COMPILED} --parallelism.data_parallel_replicate_degree=2"),
+    "PP 2 x FSDP 2": (4, "--parallelism.pipeline_parallel_degree=2"),
+}
+WARM_UP_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Measured:
+    """seconds: of each step; peak: bytes; figures: what `measure` says, in each round."""
+
+    seconds: list[float]
+    peak: int
+    figures: list[dict[str, float]]
+    machine: Machine
+
+
+def rank_main(pipe: Connection, rank: int, ranks: int, store: str, overrides: str, rounds: int, steps: int) -> None:
+    count_all = ctypes.c_bool.in_dll(ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_report_cpu_memory_usage")
+    count_all.value = True  # before the first tensor, as in benchmark_fsdp.py
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store}
+    with tempfile.TemporaryDirectory() as folder:
+        config, _ = load_config(RECIPE, [*COMMON.split(), *overrides.split(), f"--job.dump_folder={folder}"])
+        layout = lay_out(config, ranks)
+        trainer = Trainer(config)
+        device = torch.device("cpu")
+        torch.set_num_threads(1)
+        machine = find_machine("", device)
+        assert machine is not None
+
+        trainer.start_window()
+
+        def step() -> None:
+            trainer.step += 1
+            trainer.train_step()
+
+        for _ in range(WARM_UP_STEPS):
+            step()
+        gc.collect()
+        peak = peak_memory(step, device)  # type: ignore[arg-type]
+        count_all.value = False
+        shapes = Shapes(layout.model, layout.sequences, len(trainer.positions), layout.degrees["tp"], torch.float32)
+        figures, seconds = [], []
+        for _ in range(rounds):
+            figures.append(measure(shapes, device))
+            gc.collect()
+            dist.barrier()
+            for _ in range(steps):
+                start = time.perf_counter()
+                step()
+                seconds.append(time.perf_counter() - start)
+        pipe.send(Measured(seconds, peak, figures, machine))
+        trainer.watchdog.rest()
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def run(ranks: int, overrides: str, rounds: int, steps: int) -> dict[str, Any]:
+    """Seconds of a step, bytes of the rank that has most, the machine as its ranks found it, and what they measured meanwhile."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = start_world(rank_main, ranks, Path(str(port)), overrides, rounds, steps)
+    found: list[Measured] = world.receive()
+    for process in world.processes:
+        process.join()
+    first = found[0]
+    reached = {key: statistics.median(each[key] for each in first.figures) for key in first.figures[0]}
+    machine = dataclasses.asdict(first.machine)
+    peak = max(each.peak for each in found)
+    return {"seconds": statistics.median(first.seconds), "peak": peak, "reached": reached, "machine": machine}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", default="", help="only those whose name has this in it")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=4, help="in one round")
+    parser.add_argument("--keep", type=Path, help="a file for what is measured; what it has already is not measured again")
+    parser.add_argument("--show", action="store_true", help="what the step is planned from, and of")
+    arguments = parser.parse_args()
+    kept = json.loads(arguments.keep.read_text()) if arguments.keep and arguments.keep.exists() else {}
+    wanted = {name: layout for name, layout in LAYOUTS.items() if arguments.layouts in name}
+    for name, (ranks, overrides) in wanted.items():
+        if name not in kept:
+            kept[name] = run(ranks, overrides, arguments.rounds, arguments.steps)
+            print(f"{name}: {kept[name]['seconds']:.3f} s, {kept[name]['peak'] / 1e6:.1f} MB", file=sys.stderr, flush=True)
+            if arguments.keep:
+                arguments.keep.write_text(json.dumps(kept, indent=1))
+    print("| layout | ranks | s planned | measured | ratio | MB planned | measured | ratio |")
+    print("|---|--:|--:|--:|--:|--:|--:|--:|", flush=True)
+    for name, (ranks, overrides) in wanted.items():
+        found = kept[name]
+        machine = calibrated(machine_from(found["machine"], name), found["reached"], torch.float32)
+        config, _ = load_config(RECIPE, [*COMMON.split(), *overrides.split()])
+        plan = make_plan(lay_out(config, ranks), machine)
+        (planned, seconds), (expected, peak) = (plan.steps[0].seconds, found["seconds"]), (plan.memory.peak, found["peak"])
+        times = f"{planned:.3f} | {seconds:.3f} | {planned / seconds:.2f}"
+        print(f"| {name} | {ranks} | {times} | {expected / 1e6:.1f} | {peak / 1e6:.1f} | {expected / peak:.2f} |", flush=True)
+        if arguments.show:
+            print(found["reached"], dict(plan.steps[0].parts), plan.memory, sep="\n", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""Planned against published: every row of public figures for Llama 3 that says its layout. A Markdown table.
+
+    python scripts/compare_published.py                       # all; ten minutes on two cores
+    python scripts/compare_published.py --rows 8B             # those whose name has this in it
+
+Nothing here is fitted. A machine is its datasheet; that of the TorchTitan rows is told beside them (H100 with 96 GB of HBM2e at
+2.4 TB/s, limited to 500 W of 700), and as power goes with the cube of the clock, its peak is taken for 989 x (500 / 700)^(1/3).
+Efficiencies are those of compiler/hardware.py for all rows. What a row has that this program has not (float8, another way to
+checkpoint) stands beside it: such a row shows what is missing, and says nothing about the planner.
+
+    tok/s      a second and GPU: planned (slow to fast), published, stated / published
+    GiB        what CUDA's allocator reserves on the rank that needs most: planned, published
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_lite.compiler.hardware import Machine, load_machine, machine_from
+from titan_lite.config import ConfigError, load_config
+from titan_lite.models.llama3 import flops_per_token
+from titan_lite.plan import lay_out
+from titan_lite.planner.memory import GIB
+from titan_lite.planner.report import make_plan
+
+RECIPES = Path(__file__).parents[1] / "train_configs"
+H100, A100 = load_machine("H100"), load_machine("A100")
+PEAK_AT_500_W = 989.4 * (500 / 700) ** (1 / 3)
+TITAN = machine_from(
+    {"like": "H100", "memory": 96e9 / GIB, "memory_bandwidth": 2400, "tflops": {"bfloat16": PEAK_AT_500_W}}, "H100-96GB-500W"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """published: tokens a second and GPU or, with tflops, TFLOP/s; memory: GiB, 0 if not told. differs: what
+    the run had that a plan has not, or the other way round."""
+
+    name: str
+    recipe: str
+    ranks: int
+    machine: Machine
+    published: float
+    memory: float = 0.0
+    keys: str = ""
+    differs: str = ""
+    tflops: bool = False
+
+
+# Their compiler saw transformer blocks, and not the loss, whose float32 logits then exist.
+BLOCKS = "--compile.components=model"
+EAGER, AOT = "--no-compile.enable", f"{BLOCKS} --compile.backend=aot_eager"
+CHECKPOINTING = "selective checkpointing there recomputes every second product"
+FLOAT8 = "float8 there"
+BATCH1 = "--training.local_batch_size=1 --activation_checkpoint.mode=selective"
+LLAMA = (
+    "--training.local_batch_size={batch} --activation_checkpoint.mode=none --parallelism.data_parallel_shard_degree={shard} "
+    "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
+)
+# pytorch/torchtitan: its issue 1881, and docs/performance.md in 2024
+PAPER, RERUN, DOCS, LLAMA3 = "TorchTitan paper", "torchtitan 1881", "torchtitan docs", "Llama 3 paper"
+ROWS = (
+    Row(f"{PAPER}: 8B on 8, eager", "8b", 8, TITAN, 6258, 81.9, EAGER, CHECKPOINTING),
+    Row(f"{PAPER}: 8B on 8, compiled", "8b", 8, TITAN, 6674, 77.0, BLOCKS, CHECKPOINTING),
+    Row(f"{PAPER}: 8B on 128, eager", "8b", 128, TITAN, 5645, 67.0, EAGER, CHECKPOINTING),
+    Row(f"{PAPER}: 8B on 128, compiled", "8b", 128, TITAN, 6482, 62.1, BLOCKS, CHECKPOINTING),
+    Row(f"{PAPER}: 8B on 8, float8", "8b", 8, TITAN, 9409, 76.8, BLOCKS, FLOAT8),
+    Row(f"{PAPER}: 8B on 128, float8", "8b", 128, TITAN, 9319, 61.8, BLOCKS, FLOAT8),
+    Row(f"{PAPER}: 70B on 256, float8", "70b", 256, TITAN, 897, 70.3, BLOCKS, FLOAT8),
+    Row(f"{PAPER}: 70B on 256, float8, async TP", "70b", 256, TITAN, 1010, 67.7, BLOCKS, f"{FLOAT8}, async TP there"),
+    Row(f"{PAPER}: 405B on 512, float8, 1F1B", "405b", 512, TITAN, 100, 78.0, BLOCKS, FLOAT8),
+    Row(
+        f"{PAPER}: 405B on 512, float8, interleaved",
+        "405b",
+        512,
+        TITAN,
+        130,
+        80.3,
+        f"{BLOCKS} --parallelism.pipeline_parallel_schedule=Interleaved1F1B",
+        FLOAT8,
+    ),
+    Row(f"{RERUN}: 8B, FSDP 8", "8b", 8, TITAN, 7227, 40.96, f"{BATCH1} {AOT}", CHECKPOINTING),
+    Row(
+        f"{RERUN}: 8B, FSDP 4 x TP 2",
+        "8b",
+        8,
+        TITAN,
+        5881,
+        28.28,
+        f"{BATCH1} {AOT} --parallelism.tensor_parallel_degree=2",
+        CHECKPOINTING,
+    ),
+    Row(f"{DOCS}: 8B on 64 A100", "8b", 64, A100, 2973, 0, BATCH1, f"{CHECKPOINTING}; whether compiled not told"),
+    Row(
+        f"{DOCS}: 8B on 64 A100, every second block",
+        "8b",
+        64,
+        A100,
+        2904,
+        0,
+        f"{BATCH1} --activation_checkpoint.selective_ac_option=2",
+        "whether compiled not told",
+    ),
+    Row(
+        f"{DOCS}: 70B on 64 A100",
+        "70b",
+        64,
+        A100,
+        331,
+        0,
+        "--training.local_batch_size=1 --parallelism.tensor_parallel_degree=1 --parallelism.data_parallel_shard_degree=64",
+        "whether compiled not told",
+    ),
+    Row(f"{LLAMA3}: 405B on 8,192", "405b", 8192, H100, 430, 0, LLAMA.format(batch=32, shard=64), "stages a rank not told", True),
+    Row(
+        f"{LLAMA3}: 405B on 16,384",
+        "405b",
+        16384,
+        H100,
+        400,
+        0,
+        LLAMA.format(batch=16, shard=128),
+        "stages a rank not told",
+        True,
+    ),
+    Row(
+        f"{LLAMA3}: 405B on 16,384, 131,072 tokens",
+        "405b",
+        16384,
+        H100,
+        380,
+        0,
+        LLAMA.format(batch=16, shard=8) + " --training.seq_len=131072 --parallelism.context_parallel_degree=16",
+        "stages a rank not told",
+        True,
+    ),
+)
+
+
+def compare(row: Row) -> str:
+    config, _ = load_config(RECIPES / f"llama3_{row.recipe}.toml", row.keys.split())
+    layout = lay_out(config, row.ranks)
+    plan = make_plan(layout, row.machine)
+    published = row.published
+    if row.tflops:
+        published *= 1e12 / flops_per_token(layout.model, config.training.seq_len)
+    stated, slow, fast = map(plan.tokens_per_second, plan.steps)
+    memory = f"{plan.memory.reserved / GIB:.1f} | {row.memory:.1f}" if row.memory else f"{plan.memory.reserved / GIB:.1f} | -"
+    speed = f"{slow:,.0f} to {fast:,.0f} | {published:,.0f} | {stated / published:.2f}"
+    return f"| {row.name} | {speed} | {memory} | {row.differs} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="", help="only those whose name has this in it")
+    arguments = parser.parse_args()
+    print("| run | tok/s planned | published | ratio | GiB planned | published | not alike |")
+    print("|---|--:|--:|--:|--:|--:|---|", flush=True)
+    for row in ROWS:
+        if arguments.rows in row.name:
+            try:
+                print(compare(row), flush=True)
+            except ConfigError as error:
+                print(f"| {row.name} | {error} | {row.published:,.0f} | - | - | {row.memory:g} | {row.differs} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
