@@ -160,7 +160,7 @@ def values_of(key):
     if field.type is bool:
         return st.booleans()
     if field.type is str:
-        return st.text()
+        return st.text(st.characters(codec="utf-8", exclude_characters="\0"))
     if rule["table"] is DataSource:
         return st.sampled_from(
             [(), (DataSource(), DataSource("local", path='/a "b"', weight=0.1), DataSource("o/n", subset="x"))]
