@@ -77,9 +77,9 @@ def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_pa
     assert first.returncode == 0
     assert files() == {"config.toml", "metrics.jsonl", "events.jsonl", "tb", "checkpoint", "loss.png"}
     assert "layout: 2 ranks = dp_shard 2, each one CPU" in first.stdout
-    summary = [line.partition(" ")[2] for line in first.stdout.splitlines()[-4:]]
-    assert summary[0].startswith("done: step 6, ")
-    assert summary[2:] == [
+    said = [line.partition(" ")[2] for line in first.stdout.splitlines()]
+    (end,) = (number for number, line in enumerate(said) if line.startswith("done: step 6, "))
+    assert said[end + 2 : end + 4] == [
         "checkpoints: step-3, step-6",
         f"to look at: python -m titan_lite.report {tmp_path}; tensorboard --logdir {tmp_path}",
     ]
