@@ -65,7 +65,7 @@ def tokenize(options: argparse.Namespace, folder: Path) -> None:
     for _, text in source.documents(0, lambda ordinal: True):
         texts.append(text)
         characters += len(text)
-        if characters > 4_000_000:
+        if characters > options.characters:
             break
     corpus = folder / "text.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -291,6 +291,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", choices=["tokenize", "read", "resume", []], default=[])
     parser.add_argument("--tokenizer", default=str(ROOT / "assets/tokenizer/debug.model"))
+    parser.add_argument("--characters", type=int, default=4_000_000)
     parser.add_argument("--tokens", type=int, default=50_000_000)
     parser.add_argument("--mean-document", type=int, nargs="+", default=[800, 100])
     parser.add_argument("--batch", type=int, default=8)

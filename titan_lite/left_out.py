@@ -56,10 +56,9 @@ class LeftOutDocuments:
 
     def summary(self) -> str:
         """For the end of a run; empty where nothing was left out."""
-        bad = f", {self.bad} bad documents left out ({self.path})" if self.bad else ""
-        return bad + (
-            f", {self.short} times a document of less than {self.data.min_document_tokens} tokens" if self.short else ""
-        )
+        bad = f", {_documents(self.bad)} left out, listed in {self.path}" if self.bad else ""
+        least = self.data.min_document_tokens
+        return bad + (f", {self.short} times a document left out that is shorter than {least} tokens" if self.short else "")
 
     def _list(self, documents: Sequence[dict[str, str]]) -> None:
         new = {(document["file"], document["place"]): document for document in documents}
@@ -69,8 +68,12 @@ class LeftOutDocuments:
         self.known |= new.keys()
         first = next(iter(new.values()))
         logger.warning(
-            f"{len(new)} bad documents left out, {len(self.known)} in all; {first['file']}, {first['place']}: {first['reason']}"
+            f"{_documents(len(new))} left out, {len(self.known)} in all; {first['file']}, {first['place']}: {first['reason']}"
             + (f"; all are listed in {self.path}" if len(new) > 1 else "")
         )
         with open(self.path, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(document) + "\n" for document in new.values())
+
+
+def _documents(count: int) -> str:
+    return f"{count} bad document{'s' * (count != 1)}"

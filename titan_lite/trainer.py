@@ -214,8 +214,9 @@ class Trainer:
     def build_loader(self, split: Split) -> Loader:
         data = self.config.data
         if split == "validation":
-            # Short and seldom: not worth a process, nor filling the shuffle buffer of a stream.
-            data = dataclasses.replace(data, num_workers=0, shuffle=data.shuffle and data.dataset == "stdlib")
+            # Short and seldom: not worth a process, nor filling the shuffle buffer of a stream from afar.
+            here = all(part.dataset in ("stdlib", "local") for _, part in data.mixture())
+            data = dataclasses.replace(data, num_workers=0, shuffle=data.shuffle and here)
         return build_loader(
             data,
             self.tokenizer,
@@ -248,11 +249,11 @@ class Trainer:
             )
         trying = True  # until everything is compiled, and the way to bucket decided
         gc.disable()  # ranks that collect at different moments wait for each other
-        self.start_window()
         self.watchdog.enter("the first step", "compile_timeout_seconds" if config.compile.enable else "init_timeout_seconds")
+        if self.step < config.training.steps:
+            preflight(self.loader.peek(), self.tokenizer, self.model_config.vocab_size, self.dp_rank)
+        self.start_window()
         with build_profiler(config.profiling, self.dump_folder, self.rank, self.step) as profiler:
-            if self.step < config.training.steps:
-                preflight(self.loader.peek(), self.tokenizer, self.model_config.vocab_size, self.dp_rank)
             if not self.asked_to_stop() and self.validation_due:
                 self.validate()
             while self.step < config.training.steps and not self.stopping:

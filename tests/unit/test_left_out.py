@@ -44,8 +44,8 @@ def test_what_is_left_out_is_counted_over_ranks_and_listed_once(tmp_path, others
     assert documents.gather([LeftOut([bad(3)], 1)]) == {"bad_documents": 2, "short_documents": 7}  # another epoch
     lines = [json.loads(line) for line in (tmp_path / "bad_documents.jsonl").read_text().splitlines()]
     assert lines == [bad(3), bad(3, "b.jsonl")]
-    assert "2 bad documents left out (" in documents.summary()
-    assert "7 times a document of less than 5 tokens" in documents.summary()
+    assert ", 2 bad documents left out, listed in " in documents.summary()
+    assert "7 times a document left out that is shorter than 5 tokens" in documents.summary()
     again = LeftOutDocuments(SKIP, tmp_path, dp_rank=0)  # a run that goes on
     assert again.gather([LeftOut([bad(3), bad(9)])])["bad_documents"] == 3
     with pytest.raises(ConfigError, match=r"data.max_bad_documents = 3: 4 bad documents, listed in .*bad_documents.jsonl"):

@@ -58,7 +58,7 @@ class StdlibSource:
                     yield ordinal, _stdlib_text(self.names[order[ordinal % count]])
 
 
-_Raw = tuple[Piece, int, Any]  # its piece, its place there, what `read_piece` gives
+_Raw = tuple[Piece, int, Any]  # its piece, its place there, what `read_piece` gives (nothing yet of a txt file)
 
 
 class PiecewiseSource:
@@ -137,6 +137,9 @@ class PiecewiseSource:
         return some
 
     def _read(self, piece: Piece) -> Iterator[tuple[int, Any]]:
+        if piece.format == ".txt":  # one document, whoever wants it will read it
+            yield 0, None
+            return
         if not self.hub:
             yield from read_piece(piece, self.data)
             return
@@ -153,6 +156,8 @@ class PiecewiseSource:
 
     def _text(self, piece: Piece, place: int, raw: Any) -> str | BadDocument:
         try:
+            if piece.format == ".txt":
+                place, raw = next(read_piece(piece, self.data))
             if not self.hub:
                 return text_of(raw, piece, place, self.data)
             try:
@@ -203,9 +208,10 @@ def refusal(bad: BadDocument) -> ConfigError:
 
 
 def fingerprint(data: Data) -> str:
-    """SHA-256 of what documents there are and which is where in an epoch, as far as can be told without reading them.
+    """SHA-256 of what documents there are, as far as can be told without reading them.
 
-    Of local files and the standard library the names and sizes, of the hub the name; of prepared data every byte.
+    Of local files and the standard library the names and sizes, of the hub the name; and which field has the text. Of prepared
+    data every byte.
     """
     known = [_fingerprint(part) for _, part in data.mixture()]
     return known[0] if len(known) == 1 else _sha256(known)
@@ -223,9 +229,8 @@ def _fingerprint(data: Data) -> str:
             ]
         )
     if data.dataset != "local":
-        return _sha256([data.dataset, data.subset, data.split])
-    files, root = local_files(data)
-    return _sha256(["by pieces", *((Path(file).relative_to(root).as_posix(), os.path.getsize(file)) for file in files)])
+        return _sha256([data.dataset, data.subset, data.split, data.text_field])
+    return _sha256(["by pieces", data.text_field, *((name, size) for _, name, size in local_files(data))])
 
 
 def _sha256(what: list) -> str:

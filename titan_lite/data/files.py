@@ -60,7 +60,7 @@ class Piece:
 
     file: str
     name: str  # of the file, relative to the corpus: by it documents are held out
-    size: int  # bytes
+    size: int  # bytes, roughly
     start: int = 0
     end: int = -1
     first: int = 0  # row of the file that a row group begins with
@@ -70,41 +70,42 @@ class Piece:
         return _format(self.file)[0]
 
 
-def local_files(data: Data) -> tuple[list[str], str]:
-    """Sorted files at `data.path`, and the folder that their names are relative to. Raises ConfigError."""
-    wrong, path = f'data.path = "{data.path}"', Path(data.path)
-    if path.is_dir():
-        found = sorted(str(file) for file in path.rglob("*") if file.is_file())
-        files = [file for file in found if _format(file)[0]]
+def local_files(data: Data) -> list[tuple[str, str, int]]:
+    """(path, name, bytes) of the files at `data.path`, sorted by path; the name is relative to the folder. Raises ConfigError."""
+    wrong, path = f'data.path = "{data.path}"', os.path.abspath(data.path)
+    if os.path.isdir(path):
+        root = path
+        found = sorted(os.path.join(folder, file) for folder, _, files in os.walk(path) for file in files)
+        files = [file for file in found if _format(file)[0] and os.path.isfile(file)]
         if len(files) < len(found):
             logger.info("%s: %d files of other formats are left out", wrong, len(found) - len(files))
         if not files:
             raise ConfigError(f"{wrong}: none of the {len(found)} files in this folder can be read; {_WORKS}")
-        return files, str(path)
-    files = [data.path] if path.is_file() else sorted(filter(os.path.isfile, glob(data.path, recursive=True)))
-    if not files:
-        raise ConfigError(f"{wrong}: no such file, and no file matches; {_WORKS}")
-    for file in files:
-        if not _format(file)[0]:
-            raise ConfigError(f'{wrong}: {file}: unknown format "{"".join(Path(file).suffixes)}"; {_WORKS}')
-    return files, os.path.commonpath([Path(file).parent for file in files])
+    else:
+        files = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob(path, recursive=True)))
+        if not files:
+            raise ConfigError(f"{wrong}: no such file, and no file matches; {_WORKS}")
+        for file in files:
+            if not _format(file)[0]:
+                raise ConfigError(f'{wrong}: {file}: unknown format "{"".join(Path(file).suffixes)}"; {_WORKS}')
+        root = os.path.commonpath([os.path.dirname(file) for file in files])
+    begin = len(os.path.join(root, ""))
+    return [(file, file[begin:].replace(os.sep, "/"), os.path.getsize(file)) for file in files]
 
 
 def local_pieces(data: Data) -> list[Piece]:
     """The files at `data.path` in order, cut where that makes them easier to reach."""
-    files, root = local_files(data)
-    sizes = [os.path.getsize(file) for file in files]
-    step = max(PIECE, sum(sizes) // MOST_PIECES)
+    files = local_files(data)
+    step = max(PIECE, sum(size for *_, size in files) // MOST_PIECES)
     pieces: list[Piece] = []
-    for file, size in zip(files, sizes, strict=True):
-        name = Path(file).relative_to(root).as_posix()
+    for file, name, size in files:
         match _format(file):
             case ".jsonl", "":
                 pieces += [Piece(file, name, min(step, size - at), at, min(at + step, size)) for at in range(0, size, step)]
             case ".parquet", _:
                 pieces += _row_groups(file, name, size)
-            case _:
-                pieces.append(Piece(file, name, size))
+            case _, compression:
+                pieces.append(Piece(file, name, size * 4 if compression else size))  # as text about that much
     return pieces
 
 

@@ -21,7 +21,6 @@ window's number in the run: so shares hold in tokens, need no state, and may cha
 import bisect
 import hashlib
 import itertools
-import math
 import os
 import signal
 import threading
@@ -278,8 +277,8 @@ class Loader:
     def _receive(self) -> None:
         if self._iterator is None:
             self._dataset.given, self._dataset.places = self._given, self._places
-            # The same number of rows from every process at every turn, so that none gets ahead.
-            self._dataset.at_once = math.gcd(self._batch_size, len(self._own) // max(1, self._workers))
+            # As many rows from every process at every turn, since all have as many: so none gets ahead.
+            self._dataset.at_once = self._batch_size
             with _blocking_signals():
                 self._iterator = iter(
                     DataLoader(

@@ -278,6 +278,17 @@ def test_a_group_is_small_and_going_on_opens_no_file_before_it(tmp_path, monkeyp
     assert len(opened) <= (3 if not compression else 12)
 
 
+def test_of_txt_files_only_those_wanted_are_read(tmp_path, monkeypatch):
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(f"{number}")
+    opened = []
+    open_file = files._open
+    monkeypatch.setattr(files, "_open", lambda file: opened.append(file) or open_file(file))
+    source = build_source(local(tmp_path, shuffle=True), split="train", seed=0)
+    some = list(islice(source.documents(0, lambda ordinal: ordinal % 8 == 3), 5))
+    assert [Path(file).stem for file in opened] == [text for _, text in some]
+
+
 def test_documents_are_shuffled_among_files(tmp_path):
     """A hundred documents in a row are of more than a few files, and none has its neighbours in the file."""
     for number in range(20):
@@ -286,6 +297,16 @@ def test_documents_are_shuffled_among_files(tmp_path):
     assert len({text.split()[0] for text in texts[:100]}) >= 15
     beside = sum(a.split()[0] == b.split()[0] and int(a.split()[1]) + 1 == int(b.split()[1]) for a, b in pairwise(texts))
     assert beside < 10
+
+
+def test_pieces_are_in_another_order_every_epoch(tmp_path):
+    """Also where a file is as much as is shuffled at once."""
+    for number in range(10):
+        write_jsonl(tmp_path / f"{number}.jsonl", [f"{number} {'x' * 1000}"] * 20)
+    texts = texts_of(build_source(local(tmp_path, shuffle=True, shuffle_buffer=5), split="train", seed=0), 0, 400)
+    first, second = (list(dict.fromkeys(text[0] for text in texts[at : at + 200])) for at in (0, 200))
+    assert sorted(first) == sorted(second) == list("0123456789")
+    assert len({tuple(order) for order in (first, second, sorted(first))}) == 3
 
 
 def test_rows_are_served_alike_however_few_documents_there_are(tmp_path):
@@ -405,3 +426,5 @@ def test_the_fingerprint_of_several_sources_is_of_all_but_not_of_their_weights(t
     assert len(seen) == 4
     assert fingerprint(Data(sources=(one, DataSource("stdlib", weight=9.0)))) == fingerprint(Data(sources=(one, other)))
     assert fingerprint(Data("c4")) != fingerprint(Data("owner/name")) != fingerprint(Data("owner/name", subset="x"))
+    other_field = DataSource("local", path=str(tmp_path), text_field="body")
+    assert fingerprint(Data(sources=(other_field,))) != fingerprint(Data(sources=(one,)))

@@ -1,0 +1,98 @@
+"""How long a run that goes on waits for its first document, 90% into an epoch of local files.
+
+    python scripts/benchmark_resume.py --megabytes 200
+
+Beside it: reading all documents before that one again, with this project's reader, and with `datasets` streaming and a shuffle
+buffer (where it reads the format with no further package). One process, no tokenizer; the best of --rounds, taken in turn.
+"""
+
+import argparse
+import gzip
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from titan_lite.config import Data
+from titan_lite.data.dataset import StdlibSource, build_source
+
+FORMATS = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "txt")
+FILES = 8
+
+
+def write_corpus(folder: Path, format: str, texts: list[str]) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    for number in range(FILES):
+        some, path = texts[number::FILES], folder / f"{number}.{format}"
+        if format == "txt":
+            for index, text in enumerate(some):
+                (folder / f"{number}-{index}.txt").write_text(text, encoding="utf-8")
+        elif format == "parquet":
+            parquet.write_table(pyarrow.table({"text": some}), path, row_group_size=1000)
+        else:
+            lines = "".join(json.dumps({"text": text}) + "\n" for text in some).encode()
+            compress = {
+                "jsonl": bytes,
+                "jsonl.gz": gzip.compress,
+                "jsonl.zst": lambda b: pyarrow.compress(b, codec="zstd", asbytes=True),
+            }
+            path.write_bytes(compress[format](lines))
+
+
+def seconds(function: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def through_datasets(folder: Path, format: str, count: int) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    files = sorted(map(str, folder.iterdir()))
+    read = datasets.IterableDataset.from_parquet if format == "parquet" else datasets.IterableDataset.from_json
+    stream = read(files).shuffle(seed=0, buffer_size=Data.shuffle_buffer)
+    next(itertools.islice(stream, count, None))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--megabytes", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    source = StdlibSource(Data(validation_fraction=0.0), "train", seed=0)
+    texts, size = [], 0
+    for ordinal, text in source.documents(0, lambda ordinal: True):
+        for at in range(0, len(text), 4000):
+            texts.append(f"{ordinal} {text[at : at + 4000]}")
+            size += len(texts[-1])
+        if size > arguments.megabytes * 1e6:
+            break
+    print(
+        f"{len(texts)} documents, {size / 1e6:.0f} MB of text in {FILES} files; seconds to the first document, 90% into an epoch"
+    )
+    print(f"{'format':10} {'going on':>9} {'from the beginning':>19} {'datasets, from the beginning':>29}")
+    for format in FORMATS:
+        with tempfile.TemporaryDirectory() as name:
+            write_corpus(Path(name), format, texts)
+            data = Data("local", path=name, validation_fraction=0.0)
+            place = int(0.9 * len(texts))
+            documents = build_source(data, split="train", seed=0).documents(0, lambda ordinal: True)
+            ordinal = next(itertools.islice(documents, place, None))[0]
+            begin = lambda start: next(build_source(data, split="train", seed=0).documents(start, lambda o: o == ordinal))  # noqa: E731, B023
+            took: list[list[float]] = [[], [], []]
+            for _ in range(arguments.rounds):
+                took[0].append(seconds(lambda: begin(ordinal)))  # noqa: B023
+                took[1].append(seconds(lambda: begin(0)))  # noqa: B023
+                if format not in ("txt", "jsonl.zst"):
+                    took[2].append(seconds(lambda: through_datasets(Path(name), format, place)))  # noqa: B023
+            print(f"{format:10} {min(took[0]):9.2f} {min(took[1]):19.2f} {min(took[2], default=float('nan')):29.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
