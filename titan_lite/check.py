@@ -277,7 +277,11 @@ def without_effect(config: Config, microbatches: int) -> list[str]:
             "dataset = " + " and ".join(f'"{kind}"' for kind in sorted(kinds)),
             ["data.text_field", "data.shuffle_buffer", "data.max_document_mib", "data.on_bad_document", "data.max_bad_documents"],
         ),
-        (config.data.on_bad_document == "error", 'on_bad_document = "error"', ["data.max_bad_documents"]),
+        (
+            config.data.on_bad_document == "error" and not kinds <= {"stdlib", "prepared"},
+            'on_bad_document = "error"',
+            ["data.max_bad_documents"],
+        ),
         (config.training.spike_window == 0, "spike_window = 0", ["training.spike_sigmas"]),
         (config.data.num_workers == 0, "num_workers = 0", ["data.prefetch"]),
         (not config.checkpoint.enable, "checkpoint.enable = false", ["checkpoint.restart_data", "checkpoint.accept_model_only"]),

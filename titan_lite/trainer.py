@@ -215,7 +215,7 @@ class Trainer:
         data = self.config.data
         if split == "validation":
             # Short and seldom: not worth a process, nor filling the shuffle buffer of a stream from afar.
-            here = all(part.dataset in ("stdlib", "local") for _, part in data.mixture())
+            here = all(part.dataset in ("stdlib", "local", "prepared") for _, part in data.mixture())
             data = dataclasses.replace(data, num_workers=0, shuffle=data.shuffle and here)
         return build_loader(
             data,

@@ -291,6 +291,11 @@ def test_layouts_that_can_be(ranks, keys):
             "data.dataset=prepared data.path=books data.validation_fraction=0.1",
             'data.validation_fraction = 0.1 has no effect: dataset = "prepared"',
         ),
+        ("data.max_bad_documents=9", 'data.max_bad_documents = 9 has no effect: dataset = "stdlib"'),
+        (
+            "data.dataset=local data.path=x data.max_bad_documents=9",
+            'data.max_bad_documents = 9 has no effect: on_bad_document = "error"',
+        ),
         ("training.spike_sigmas=3", "training.spike_sigmas = 3.0 has no effect: spike_window = 0"),
         ("comm.compile_timeout_seconds=3", "comm.compile_timeout_seconds = 3 has no effect: compile.enable = false"),
         ("data.num_workers=0 data.prefetch=9", "data.prefetch = 9 has no effect: num_workers = 0"),

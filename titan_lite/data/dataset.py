@@ -210,7 +210,7 @@ def refusal(bad: BadDocument) -> ConfigError:
 def fingerprint(data: Data) -> str:
     """SHA-256 of what documents there are, as far as can be told without reading them.
 
-    Of local files and the standard library the names and sizes, of the hub the name; and which field has the text. Of prepared
+    Of local files and the standard library the names and sizes, of the hub the name, and which field has the text; of prepared
     data every byte.
     """
     known = [_fingerprint(part) for _, part in data.mixture()]

@@ -88,13 +88,11 @@ class _PackedRows(IterableDataset):
         self.places, self.given = dict(self.places), dict(self.given)  # iterated again it begins again
         self.left_out, self.known_bad = LeftOut(), set[tuple[str, str]]()
         self.documents: dict[int, Iterator[tuple[int, Any]]] = {}  # by source
-        self.pending: dict[Any, deque[tuple[int, Any]]] = defaultdict(
-            deque
-        )  # by source and row: read while looking for another's
-        self.current: dict[Any, np.ndarray] = {}  # by source and row: tokens of the document it is in
-        self.useless: dict[
-            int, tuple[int, int]
-        ] = {}  # by source: the first of the last documents that gave no token, their number
+        # by source and row: what was read while looking for another row's, and the tokens of the document that it is in
+        self.pending: dict[Any, deque[tuple[int, Any]]] = defaultdict(deque)
+        self.current: dict[Any, np.ndarray] = {}
+        # by source: the first of the last documents that gave no token, and how many they are
+        self.useless: dict[int, tuple[int, int]] = {}
         try:
             while True:
                 # The rows that are furthest behind: after a whole step, all of them in order.
@@ -110,7 +108,7 @@ class _PackedRows(IterableDataset):
             yield error  # across the process border as itself; raised, it would arrive wrapped in the worker's traceback
 
     def _source_of(self, row: int) -> int:
-        """The source of a row's next window: of the run's first n windows each source has its share, but for one or two."""
+        """The source of a row's next window: of the run's first n each has its share, but for five at most (of a million)."""
         number = self.given[row] * self.rows + row
         point = (number * GOLDEN + self.phase) % 2**64 / 2**64
         return min(bisect.bisect_right(self.shares, point), len(self.sources) - 1)
