@@ -255,13 +255,10 @@ def trace_stage(layout: Layout, kind: Kind, n_layers: int, machines: Sequence[Ma
         if "output" in kind:
             loss = _Loss(build_loss(layout.model.vocab_size, tp.rank, tp.degree, tp.group))
             vocabulary = len(own_vocabulary(layout.model.vocab_size, tp.rank, tp.degree))
-            priced.blocks, priced.prefix, priced.fused = (
-                1,
-                "loss_",
-                priced_as(layout, "loss") == "inductor",
-            )
+            how = priced_as(layout, "loss")
+            priced.blocks, priced.prefix, priced.fused, priced.eager = 1, "loss_", how == "inductor", how == "eager"
             plain = dataclasses.replace(config.compile, backend="aot_eager", bucketing="none", reordering=False)
-            compile_model(loss, plain, reshard_after_forward=False, schedule=priced, priced_as=priced_as(layout, "loss"))
+            compile_model(loss, plain, reshard_after_forward=False, schedule=priced, priced_as=how)
             logits = torch.zeros(layout.sequences, tokens, vocabulary, dtype=dtype, requires_grad=True)
             loss(logits, torch.zeros(layout.sequences, tokens, dtype=torch.long))
     held = held_figures(plans, [buffer.numel() * buffer.element_size() for buffer in model.buffers()])
@@ -346,7 +343,8 @@ class _Priced(Schedule):
 
     def __call__(self, module: GraphModule, name: str) -> None:
         super().__call__(module, name)
-        held = bytes_of(module.graph, self.fused, self.blocks)  # which no machine has a say in
+        # Of no machine's making. What aot_eager compiles is called with arguments that stay until it returns.
+        held = bytes_of(module.graph, self.fused, self.blocks, keeps_inputs=not self.fused and not self.eager)
         each = [held | figures_of(module.graph, machine, self.fused, self.axes) for machine in self.machines]
         self.figures[self.prefix + name] = each
         self.timelines[self.prefix + name] = by_axis(self.receipts[-1].timeline, self.prefix + name, self.axes)
