@@ -44,10 +44,10 @@ def watched(folder, options, saves_model_alone):
     next_batch, state_tensors = trainer.next_batch, trainer.state_tensors
 
     def watching():
-        input, label = next_batch()
+        input, label, begins = next_batch()
         rows = torch.cat([input, label[:, -1:]], dim=1)
         samples.setdefault(trainer.step, []).extend(hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in rows)
-        return input, label
+        return input, label, begins
 
     trainer.next_batch = watching
     if saves_model_alone:
