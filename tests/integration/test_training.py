@@ -207,7 +207,8 @@ def test_what_cannot_be_compiled_ends_the_run_with_the_keys_to_change(tmp_path):
 
 def test_another_seed_is_another_run(uninterrupted, tmp_path):
     metrics = trained(2, DEBUG, tmp_path, *SMALL, "--debug.seed", "1", "--training.steps", "1")
-    assert metrics[1]["loss"] != pytest.approx(uninterrupted[1][1]["loss"], rel=1e-4)
+    of_another, of_this = ([step["loss"], step["grad_norm"]] for step in (metrics[1], uninterrupted[1][1]))
+    assert of_another != pytest.approx(of_this, rel=1e-6)  # which are those of one seed on any layout, and near ln(vocabulary)
 
 
 def test_the_saved_recipe_trains_the_same_run_again(uninterrupted, tmp_path):
