@@ -8,7 +8,7 @@ Each layout is a world of fresh processes that build the trainer of the debug re
 each. In turn with the steps, the same processes measure what this machine reaches meanwhile (planner/measure.py): large
 products, attention, memory, links. From these numbers and the recipe alone the step is then planned; nothing is fitted to a step.
 
-    seconds    of a step: planned, as stated; measured, the median over all rounds
+    seconds    of a step: planned, as stated; measured, the mean over all rounds
     MB         of tensors on the rank that has most, at the peak of a step, parameters and optimizer state included, as the
                allocator counts them; planned without the reserves for what no tensor has
 """
@@ -42,7 +42,7 @@ from titan_lite.trainer import Trainer
 
 RECIPE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"
 COMMON = (
-    "--training.seq_len=512 --training.local_batch_size=4 --training.global_batch_size=-1 --data.num_workers=0 "
+    "--training.seq_len=512 --training.local_batch_size=2 --training.global_batch_size=-1 --data.num_workers=0 "
     "--no-checkpoint.enable --no-validation.enable --metrics.enable_tensorboard=false --training.steps=1000"
 )
 COMPILED = "--compile.enable --compile.backend=aot_eager"
@@ -50,7 +50,7 @@ LAYOUTS = {  # name: (ranks, what the recipe has beside COMMON)
     "FSDP 2": (2, ""),
     "FSDP 2, compiled": (2, COMPILED),
     "FSDP 2, compiled, full checkpointing": (2, f"{COMPILED} --activation_checkpoint.mode=full"),
-    "FSDP 2, compiled, two local batches": (2, f"{COMPILED} --training.global_batch_size=16"),
+    "FSDP 2, compiled, two local batches": (2, f"{COMPILED} --training.global_batch_size=8"),
     "TP 2, compiled": (2, f"{COMPILED} --parallelism.tensor_parallel_degree=2"),
     "PP 2": (2, "--parallelism.pipeline_parallel_degree=2"),
     "FSDP 4": (4, ""),
@@ -58,7 +58,7 @@ LAYOUTS = {  # name: (ranks, what the recipe has beside COMMON)
     "2 copies of FSDP 2, compiled": (4, f"{COMPILED} --parallelism.data_parallel_replicate_degree=2"),
     "PP 2 x FSDP 2": (4, "--parallelism.pipeline_parallel_degree=2"),
 }
-WARM_UP_STEPS = 4
+WARM_UP_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -122,17 +122,17 @@ def run(ranks: int, overrides: str, rounds: int, steps: int) -> dict[str, Any]:
     for process in world.processes:
         process.join()
     first = found[0]
-    reached = {key: statistics.median(each[key] for each in first.figures) for key in first.figures[0]}
+    reached = {key: statistics.fmean(each[key] for each in first.figures) for key in first.figures[0]}
     machine = dataclasses.asdict(first.machine)
     peak = max(each.peak for each in found)
-    return {"seconds": statistics.median(first.seconds), "peak": peak, "reached": reached, "machine": machine}
+    return {"seconds": statistics.fmean(first.seconds), "peak": peak, "reached": reached, "machine": machine}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", default="", help="only those whose name has this in it")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=4, help="in one round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="in one round")
     parser.add_argument("--keep", type=Path, help="a file for what is measured; what it has already is not measured again")
     parser.add_argument("--show", action="store_true", help="what the step is planned from, and of")
     arguments = parser.parse_args()

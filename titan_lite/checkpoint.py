@@ -86,7 +86,7 @@ class Checkpointer:
                 f'checkpoint.folder = "{self.config.folder}": {self.folder} is in use by {holder}; end that run, or name another '
                 "job.dump_folder"
             ) from None
-        with suppress(OSError):  # a full disk, for which there is a limit to what is written: a second run is told less
+        with suppress(OSError):  # on a full disk a second run is refused all the same, and told less of this one
             self.locked.truncate(0)
             self.locked.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             self.locked.flush()

@@ -624,8 +624,9 @@ The command line counts more than the recipe, that more than the one it extends,
   CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --training.steps 100 --compile.enable
   NGPU=4 ./run_train.sh --help checkpoint
 
-Beside training, each with its own --help: python -m titan_lite.verify, is a layout right? titan_lite.report, runs as a page;
-titan_lite.convert and titan_lite.generate, weights in and out.
+Beside training, each with its own --help: python -m titan_lite.plan, what will it cost? titan_lite.verify, is a layout right?
+titan_lite.report, runs as a page; titan_lite.data.prepare, documents as tokens; titan_lite.convert, weights in and out;
+titan_lite.generate, what the model learned.
 
 Environment of ./run_train.sh (its head says more): CONFIG_FILE; NGPU, processes on this node; NNODES and RDZV_ENDPOINT, more
 nodes; MAX_RESTARTS after a failure. Of any run: LOG_RANK, the ranks that print, such as 0,3.

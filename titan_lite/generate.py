@@ -40,7 +40,7 @@ class Cache:
         self.keys = self.values = torch.empty(0)
         attention.attend = self.attend  # type: ignore[method-assign]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """q (B, t, H, D), k and v (B, t, K, D) of the tokens that follow -> (B, t, H, D)."""
         if not self.tokens:
             self.keys, self.values = (x.new_empty(x.shape[0], self.max_tokens, *x.shape[2:]) for x in (k, v))

@@ -552,32 +552,33 @@ class Trainer:
     def finish(self, how: str) -> None:
         """A summary; where nobody is in a hurry the loss picture, and how the plan of the run was met; the processes part."""
         self.metrics.close()
-        peak = peak_memory_gib(self.device)
-        if self.rank == 0:
-            try:
-                if how == "done":
-                    draw_loss(self.dump_folder)
-            except OSError as error:
-                logger.warning(f"no loss curve: {self.dump_folder} cannot be written: {error.strerror}")
-            for line in end_lines(
-                self.dump_folder,
-                how,
-                step=self.step,
-                tokens=self.tokens_seen,
-                skipped=self.skipped_steps,
-                left_out=self.left_out.summary(),
-                receipts=self.receipts,
-                steps_on_disk=self.checkpointer.steps() if self.config.checkpoint.enable else (),
-            ):
-                logger.info(line, extra={"event": how} if line.startswith("done") else {})
-        if how != "done":
+        planned = self.hold_plan_to_account() if how == "done" else []
+        if self.rank != 0:
             return
-        dtype = getattr(torch, self.config.training.mixed_precision_param)
+        try:
+            if how == "done":
+                draw_loss(self.dump_folder)
+        except OSError as error:
+            logger.warning(f"no loss curve: {self.dump_folder} cannot be written: {error.strerror}")
+        ending = end_lines(
+            self.dump_folder,
+            how,
+            step=self.step,
+            tokens=self.tokens_seen,
+            skipped=self.skipped_steps,
+            left_out=self.left_out.summary(),
+            receipts=self.receipts,
+            steps_on_disk=self.checkpointer.steps() if self.config.checkpoint.enable else (),
+        )
+        for line in (*planned, *ending):
+            logger.info(line, extra={"event": how} if line == ending[0] and how == "done" else {})
+
+    def hold_plan_to_account(self) -> list[str]:
         sequences = self.config.training.local_batch_size // (self.pipeline.plan.microbatches if self.pipeline else 1)
+        dtype = getattr(torch, self.config.training.mixed_precision_param)
         shapes = Shapes(self.model_config, sequences, len(self.positions), self.mesh["tp"].size(), dtype)
         with self.watchdog.within("comparing with the plan", "init_timeout_seconds"):
-            for line in self.account.close(self.machine, shapes, peak):
-                logger.info(line)
+            return self.account.close(self.machine, shapes, peak_memory_gib(self.device))
 
 
 def init_device(config: Config) -> torch.device:

@@ -122,7 +122,7 @@ def uneven():
         assert torch.equal(parameter.grad.full_tensor(), gradients.sum(0))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_without_rows(world_size):
     run_ranks(world_size, uneven)
 

@@ -32,7 +32,7 @@ def with_fault(method):
 
     @functools.wraps(method)
     def changed(self, *arguments, **options):
-        if left and FAULT.get("step") in (None, self.step):
+        if left and FAULT.get("step") in (None, getattr(self, "step", None)):
             left.clear()
             happen()
         return method(self, *arguments, **options)

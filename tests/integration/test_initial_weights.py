@@ -112,6 +112,8 @@ def test_every_layout_starts_from_the_same_weights(folder, tmp_path, ranks, layo
         initial = tmp_path / "initial"
         write_step(initial, open_weights(folder))
     batch = ["--training.global_batch_size=12"] if ranks == 3 else []
+    if "replicate" in layout:  # four data-parallel ranks
+        batch = ["--training.local_batch_size=1"]
     options = [*SHORT, *batch, *([f"--parallelism.{layout}"] if layout else []), f"--checkpoint.initial_load_path={initial}"]
     assert torchrun(ranks, DEBUG, tmp_path / "run", *options).returncode == 0
     metrics = read_metrics(tmp_path / "run/metrics.jsonl")

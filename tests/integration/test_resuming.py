@@ -44,10 +44,10 @@ def watched(folder, options, saves_model_alone):
     next_batch, state_tensors = trainer.next_batch, trainer.state_tensors
 
     def watching():
-        input, label = next_batch()
+        input, label, begins = next_batch()
         rows = torch.cat([input, label[:, -1:]], dim=1)
         samples.setdefault(trainer.step, []).extend(hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in rows)
-        return input, label
+        return input, label, begins
 
     trainer.next_batch = watching
     if saves_model_alone:
@@ -200,7 +200,8 @@ def test_explain_says_what_would_be_loaded_and_what_differs_and_starts_nothing(u
     longer = explained(ROOT / "run_train.sh", *options, "--lr_scheduler.total_steps=24", NGPU="4")
     assert longer.returncode == 0
     loaded, position, *lines = longer.stdout.splitlines()
-    assert loaded == f"{folder}/checkpoint/step-6 is loaded, the newest of 2, 4, 6"
+    whole = "if every byte of its tensors is as it was saved"
+    assert loaded == f"{folder}/checkpoint/step-6 is loaded, the newest of 2, 4, 6, {whole}"
     assert re.match(r"step 6, 1,536 tokens seen: 8 rows of 6 sequences each, which stand in", position)
     assert [line for line in lines if "git revision" not in line] == [  # somebody may work on the checkout meanwhile
         "how it learns changes: the learning rate of step 7 is 2.00e-03, where it would have been 1.70e-03",

@@ -77,9 +77,9 @@ def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_pa
     assert first.returncode == 0
     assert files() == {"config.toml", "metrics.jsonl", "events.jsonl", "tb", "checkpoint", "loss.png"}
     assert "layout: 2 ranks = dp_shard 2, each one CPU" in first.stdout
-    summary = [line.partition(" ")[2] for line in first.stdout.splitlines()[-4:]]
-    assert summary[0].startswith("done: step 6, ")
-    assert summary[2:] == [
+    said = [line.partition(" ")[2] for line in first.stdout.splitlines()]
+    (end,) = (number for number, line in enumerate(said) if line.startswith("done: step 6, "))
+    assert said[end + 2 : end + 4] == [
         "checkpoints: step-3, step-6",
         f"to look at: python -m titan_lite.report {tmp_path}; tensorboard --logdir {tmp_path}",
     ]
@@ -207,7 +207,8 @@ def test_what_cannot_be_compiled_ends_the_run_with_the_keys_to_change(tmp_path):
 
 def test_another_seed_is_another_run(uninterrupted, tmp_path):
     metrics = trained(2, DEBUG, tmp_path, *SMALL, "--debug.seed", "1", "--training.steps", "1")
-    assert metrics[1]["loss"] != pytest.approx(uninterrupted[1][1]["loss"], rel=1e-4)
+    of_another, of_this = ([step["loss"], step["grad_norm"]] for step in (metrics[1], uninterrupted[1][1]))
+    assert of_another != pytest.approx(of_this, rel=1e-6)  # which are those of one seed on any layout, and near ln(vocabulary)
 
 
 def test_the_saved_recipe_trains_the_same_run_again(uninterrupted, tmp_path):
@@ -293,6 +294,7 @@ def test_a_broken_document_is_told_by_the_rank_that_read_it(tmp_path):
     lines[33] = json.dumps({"txt": "no text"})
     corpus.write_text("\n".join(lines) + "\n")
     options = ["--data.dataset", "local", "--data.path", corpus, "--no-data.shuffle", "--no-validation.enable"]
+    options += ["--data.validation_fraction", "0"]  # else it might be held out
     result = torchrun(2, DEBUG, tmp_path / "out", *SMALL, *options, "--training.steps", "12")
     assert result.returncode != 0
     told = (

@@ -168,9 +168,9 @@ def peak_bytes(graph: Graph, without: Collection[Node] = ()) -> int:
     return max(alive_bytes(graph, without))
 
 
-def alive_bytes(graph: Graph, without: Collection[Node] = (), fused: bool = False) -> list[int]:
+def alive_bytes(graph: Graph, without: Collection[Node] = (), fused: bool = False, keeps_inputs: bool = False) -> list[int]:
     """What `peak_bytes` is the peak of, while each node runs. fused: what `is_fused_away` is not made, and what it reads lives on
-    until the last kernel that it is in."""
+    until the last kernel that it is in. keeps_inputs: whoever calls the graph holds what it is given, until its end."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     storage = _storages(graph)
     virtual = {node for node in graph.nodes if fused and is_fused_away(node)}
@@ -179,6 +179,8 @@ def alive_bytes(graph: Graph, without: Collection[Node] = (), fused: bool = Fals
         place = last_use[node] if node in virtual else order[node]
         for source in (node, *node.all_input_nodes):
             last_use[storage[source]] = max(last_use[storage[source]], place)
+    if keeps_inputs:
+        last_use |= {node: len(order) - 1 for node in graph.nodes if node.op == "placeholder"}
     uncounted = {node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("primals")}
     uncounted |= {*without, *virtual}
     size = {node: 0 if node in uncounted else _own_bytes(node) for node in last_use}
@@ -201,6 +203,12 @@ def saved_bytes(graph: Graph) -> int:
     storage = _storages(graph)
     saved = {storage[node] for node in results[1:] if isinstance(node, Node)}
     return sum(_own_bytes(node) for node in saved if node.op != "placeholder")
+
+
+def saved_input_bytes(graph: Graph) -> int:
+    """The same of what it is given."""
+    (results,) = next(node for node in graph.nodes if node.op == "output").args
+    return sum(_own_bytes(node) for node in set(results[1:]) if isinstance(node, Node) and node.op == "placeholder")
 
 
 def _storages(graph: Graph) -> dict[Node, Node]:

@@ -18,6 +18,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,7 @@ def parse(raw: Any, data: Data, *, is_json: bool = False) -> str:
     return raw
 
 
+@lru_cache(1024)  # asked for each document
 def _format(file: str) -> tuple[str, str]:
     """("a.json.gz") -> (".json", ".gz"); empty: none of ours."""
     stem, compression = os.path.splitext(file)

@@ -24,6 +24,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -213,15 +214,17 @@ def _blocking_signals() -> Iterator[None]:
 def _outlive_signals(worker: int) -> None:
     """In the loader process: a signal to stop that all processes get is for the training process, which still wants batches.
 
-    SIGTERM ends this one where the training process sent it, which Python's handlers are not told; so a thread waits for it.
+    SIGTERM ends this one where the training process sent it, which Python's handlers are not told; so a thread waits for it. And
+    for the end of the training process, after which this one would try to hand over what it has read for ever.
     """
-    if not hasattr(signal, "sigwaitinfo"):
-        return
     parent = os.getppid()
 
     def wait() -> None:
-        while signal.sigwaitinfo(STOPPING).si_pid != parent:
-            pass
+        while os.getppid() == parent:
+            if not hasattr(signal, "sigtimedwait"):  # macOS
+                time.sleep(1)
+            elif (received := signal.sigtimedwait(STOPPING, 1)) and received.si_pid == parent:
+                break
         os._exit(0)
 
     threading.Thread(target=wait, daemon=True).start()

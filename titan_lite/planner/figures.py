@@ -18,7 +18,7 @@ from torch.fx import Graph
 
 from titan_lite.compiler.collectives import KINDS, collective_bytes, kind_of, parameter_collectives, ranks_of
 from titan_lite.compiler.hardware import Machine, flops_of
-from titan_lite.compiler.timeline import Span, Timeline, alive_bytes, saved_bytes, simulate
+from titan_lite.compiler.timeline import Span, Timeline, alive_bytes, saved_bytes, saved_input_bytes, simulate
 from titan_lite.compiler.wrapping import block_of
 from titan_lite.distributed.gather import GatherPlan
 from titan_lite.distributed.mesh import AXES
@@ -65,16 +65,16 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figur
     return dict(result)
 
 
-def bytes_of(graph: Graph, fused: bool, blocks: int) -> Figures:
+def bytes_of(graph: Graph, fused: bool, blocks: int, keeps_inputs: bool = False) -> Figures:
     """More such numbers, of a graph of so many blocks: bytes.
 
-    saved                    what a forward graph keeps for backward
+    saved, inputs            what a forward graph keeps for backward, and of what it is given
     peak.start, peak.end     most at once until the second block's attention, and from that of the last but one
 
     What is alive rises or falls evenly from block to block, so the peak is in the first or the last; each of the two lies on a
-    line over blocks, and the larger of two lines does not.
+    line over blocks, and the larger of two lines does not. keeps_inputs: as in alive_bytes.
     """
-    alive = alive_bytes(graph, fused=fused)[1:]
+    alive = alive_bytes(graph, fused=fused, keeps_inputs=keeps_inputs)[1:]
     attention = [(place, "backward" in str(node.target)) for place, node in enumerate(graph.nodes) if flops_of(node)[1]]
     is_backward = any(backward for _, backward in attention)  # and then forward's are recomputed
     places = [place for place, backward in attention if backward == is_backward]
@@ -82,7 +82,8 @@ def bytes_of(graph: Graph, fused: bool, blocks: int) -> Figures:
     if blocks > 1:
         of_two = 2 * (len(places) // blocks)  # context parallelism has two a block
         first, last = places[of_two - 1] + 1, places[-of_two]
-    return {"saved": saved_bytes(graph), "peak.start": max(alive[:first]), "peak.end": max(alive[last:])}
+    saved = {"saved": saved_bytes(graph), "inputs": saved_input_bytes(graph)}
+    return {**saved, "peak.start": max(alive[:first]), "peak.end": max(alive[last:])}
 
 
 def by_axis(timeline: Timeline | None, name: str, axes: Axes) -> Timeline:

@@ -107,8 +107,10 @@ def moments(layout: Layout, stages: Sequence[Figures], rank: int) -> list[tuple[
                     in_flight[stage] -= 1
                     before = sum(count * kept(layout, stages[other]) for other, count in in_flight.items())
                     if logits:
+                        # dropped after the loss, if its backward has no use for them; a pipeline's stage keeps them
+                        read = min(logits, figures.get("loss_forward.inputs", 0.0)) if layout.degrees["pp"] == 1 else logits
                         moment(
-                            "backward of the loss", before + saved + pipeline, logits + peak(figures, "loss_backward"), gradients
+                            "backward of the loss", before + saved + pipeline, read + peak(figures, "loss_backward"), gradients
                         )
                     start, end = figures["backward.peak.start"], figures["backward.peak.end"]
                     moment("backward, the last blocks", before + saved + pipeline, max(0.0, start - saved), gradients)

@@ -38,7 +38,7 @@ from titan_lite.compiler.timeline import Timeline
 from titan_lite.config import Config, Parallelism
 from titan_lite.distributed import context_parallel
 from titan_lite.distributed.accumulation import read_wholes
-from titan_lite.distributed.context_parallel import own_positions
+from titan_lite.distributed.context_parallel import attend_to_the_past, own_positions
 from titan_lite.distributed.gather import GatherPlan, local
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.parallelize import compile_stages, parallelize
@@ -248,20 +248,16 @@ def trace_stage(layout: Layout, kind: Kind, n_layers: int, machines: Sequence[Ma
             priced_as=priced_as(layout, "model"),
         )
         shape = (layout.sequences, tokens // tp.degree, layout.model.dim)
-        if "tok_embeddings" in kind:
-            model(torch.zeros(layout.sequences, tokens, dtype=torch.long))
-        else:
-            model(torch.zeros(shape, dtype=dtype, requires_grad=True))
+        ids = torch.zeros(layout.sequences, tokens, dtype=torch.long)
+        given = ids if "tok_embeddings" in kind else torch.zeros(shape, dtype=dtype, requires_grad=True)
+        model(given, ids if config.training.mask_documents else None)
         if "output" in kind:
             loss = _Loss(build_loss(layout.model.vocab_size, tp.rank, tp.degree, tp.group))
             vocabulary = len(own_vocabulary(layout.model.vocab_size, tp.rank, tp.degree))
-            priced.blocks, priced.prefix, priced.fused = (
-                1,
-                "loss_",
-                priced_as(layout, "loss") == "inductor",
-            )
+            how = priced_as(layout, "loss")
+            priced.blocks, priced.prefix, priced.fused, priced.eager = 1, "loss_", how == "inductor", how == "eager"
             plain = dataclasses.replace(config.compile, backend="aot_eager", bucketing="none", reordering=False)
-            compile_model(loss, plain, reshard_after_forward=False, schedule=priced, priced_as=priced_as(layout, "loss"))
+            compile_model(loss, plain, reshard_after_forward=False, schedule=priced, priced_as=how)
             logits = torch.zeros(layout.sequences, tokens, vocabulary, dtype=dtype, requires_grad=True)
             loss(logits, torch.zeros(layout.sequences, tokens, dtype=torch.long))
     held = held_figures(plans, [buffer.numel() * buffer.element_size() for buffer in model.buffers()])
@@ -304,11 +300,13 @@ def build_stage(layout: Layout, mesh: DeviceMesh, kind: Kind, n_layers: int) -> 
     return model
 
 
-def attend_as_on_gpus(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend_as_on_gpus(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """As distributed/context_parallel.py, by an operator that knows of the mask, and has none: of the same cost and shapes.
 
-    Where the mask begins is another place for it; nothing is computed here.
+    Where the mask begins is another place for it; nothing is computed here. With a mask of documents GPUs do the same.
     """
+    if mask is not None:
+        return attend_to_the_past(q, k, v, mask)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
@@ -346,7 +344,8 @@ class _Priced(Schedule):
 
     def __call__(self, module: GraphModule, name: str) -> None:
         super().__call__(module, name)
-        held = bytes_of(module.graph, self.fused, self.blocks)  # which no machine has a say in
+        # Of no machine's making. What aot_eager compiles is called with arguments that stay until it returns.
+        held = bytes_of(module.graph, self.fused, self.blocks, keeps_inputs=not self.fused and not self.eager)
         each = [held | figures_of(module.graph, machine, self.fused, self.axes) for machine in self.machines]
         self.figures[self.prefix + name] = each
         self.timelines[self.prefix + name] = by_axis(self.receipts[-1].timeline, self.prefix + name, self.axes)

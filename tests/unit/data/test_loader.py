@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -412,3 +413,22 @@ def test_a_program_ends_with_its_loader_open_and_takes_it_along():
 def test_a_document_begins_where_its_first_token_is():
     begins = document_begins(torch.tensor([[5, 9, 5, 5, 9, 9, 5], [9, 5, 5, 5, 5, 5, 5], [5] * 7]), bos_id=9)
     assert begins.tolist() == [[0, 1, 1, 1, 4, 5, 5], [0] * 7, [0] * 7]
+
+
+def test_a_program_that_is_killed_takes_its_loader_along(tmp_path):
+    """Also where that is in the middle of handing over a batch, which is more than a pipe holds."""
+    die = "; import os, signal, sys, time; sys.stdout.flush(); time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)"
+    script = SCRIPT.strip().replace("seq_len=8", "seq_len=20_000") + die
+    with (tmp_path / "out").open("w") as out:  # no pipe, which the loader process would hold open
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, stdout=out, stderr=subprocess.DEVNULL)
+    assert run.returncode == -signal.SIGKILL
+    worker = int((tmp_path / "out").read_text())
+    for _ in range(200):
+        try:
+            os.kill(worker, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    os.kill(worker, signal.SIGKILL)
+    pytest.fail("the loader process outlived the program")

@@ -133,6 +133,7 @@ def test_memory_by_hand():
         forward__peak__end=120.0,
         activations__logits=30.0,
         loss_forward__peak__end=5.0,
+        loss_forward__inputs=30.0,
         loss_backward__peak__end=40.0,
         backward__peak__start=130.0,
         backward__peak__end=80.0,
@@ -142,6 +143,12 @@ def test_memory_by_hand():
     assert memory.rows == {"parameters": 46.0, "optimizer state": 88.0, "activations": 100.0, "working": 70.0}
     assert memory.peak == 304.0
     assert memory.slack == pytest.approx(SLACK * 170.0)
+
+
+def test_logits_that_the_backward_of_the_loss_has_no_use_for_are_gone():
+    found = moments(layout(), [stage(activations__logits=30.0, loss_backward__peak__end=40.0)], 0)
+    assert {name: rows["working"] for name, rows in found}["backward of the loss"] == 40.0
+    assert {name: rows["working"] for name, rows in found}["loss"] == 30.0
 
 
 def test_weights_and_gradients_of_a_step_are_held_whole():
