@@ -11,6 +11,7 @@
 # LOG_RANK       ranks that print, such as 0,3 (default: 0)
 # NNODES         nodes (default: 1); with more, RDZV_ENDPOINT=HOST:PORT of one of them, the same on all
 # NODE_RANK      0 on the node that RDZV_ENDPOINT names, not 0 on the others; only where host names do not tell
+# LOCAL_ADDR     this node's address, where its host name does not tell the others
 # RDZV_ID        name of the run, the same on all nodes (default: titan_lite)
 # MAX_RESTARTS   times that all processes are started again after a failure, from the newest step saved (default: 0)
 #
@@ -56,8 +57,9 @@ nodes=${NNODES:-1} restarts=${MAX_RESTARTS:-0} rendezvous=()
 [[ $restarts =~ ^[0-9]+$ ]] || wrong_usage "MAX_RESTARTS=$restarts: expected a number, such as MAX_RESTARTS=0"
 if [[ $nodes != 1 ]]; then
     [[ -n ${RDZV_ENDPOINT:-} ]] || wrong_usage "NNODES=$nodes needs RDZV_ENDPOINT=HOST:PORT of a node, such as node0:29500"
+    [[ -z ${LOCAL_ADDR:-} ]] || rendezvous=(--local-addr "$LOCAL_ADDR")
     if [[ -n ${NODE_RANK:-} ]]; then
-        rendezvous=(--rdzv-conf "is_host=$([[ $NODE_RANK == 0 ]] && echo true || echo false)")
+        rendezvous+=(--rdzv-conf "is_host=$([[ $NODE_RANK == 0 ]] && echo true || echo false)")
     fi
 fi
 

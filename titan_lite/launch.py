@@ -12,12 +12,17 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from titan_lite.signals import FAILED, REPEATED, STOPPED, STOPPING, WRONG_INPUT, tell
+
+ANSWER = 20  # seconds for another node's answer, once all processes of this node have ended
+MENDED = 600  # where they can be started again when the network is back, as long as torchrun waits for nodes
 
 
 def exit_code(codes: Iterable[int], asked: bool) -> int:
@@ -39,6 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher import api as launcher
 
@@ -49,7 +55,8 @@ def main(arguments: Sequence[str]) -> int:
 
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
-            self.starting = False
+            self.starting, self.looked = False, time.monotonic()
+            threading.Thread(target=self.watch, name="watch", daemon=True).start()
             for number in STOPPING:
                 signal.signal(number, self.pass_on)
 
@@ -89,6 +96,7 @@ def main(arguments: Sequence[str]) -> int:
             try:
                 return super()._start_workers(worker_group)
             finally:
+                self.looked = time.monotonic()
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -96,10 +104,27 @@ def main(arguments: Sequence[str]) -> int:
                 self.starting = False
                 if asked:
                     self.signal_processes()
+            self.looked = time.monotonic()
             result = super()._monitor_workers(worker_group)
             if result.failures:
                 self.judge(result.failures)
             return result
+
+        def watch(self) -> NoReturn:
+            """End where torchrun would wait for another node's answer, over a cable that is cut, for a quarter of an hour."""
+            while True:
+                time.sleep(1)
+                handlers = self._pcontext.subprocess_handlers.values() if isinstance(self._pcontext, SubprocessContext) else ()
+                codes = [handler.proc.poll() for handler in handlers]
+                waited = time.monotonic() - self.looked
+                ended = [code for code in codes if code is not None]
+                # In the other states it waits for nodes, with a limit of its own.
+                asking = self._worker_group.state in (WorkerState.HEALTHY, WorkerState.UNHEALTHY, WorkerState.FAILED)
+                limit = MENDED if self._remaining_restarts and not asked else ANSWER
+                if asking and ended and len(ended) == len(codes) and waited > limit:
+                    told = ", ".join(map(str, ended))
+                    tell(f"error: the other nodes are not reached for {limit} s; the processes here ended with exit code {told}")
+                    os._exit(exit_code(ended, bool(asked)) if any(ended) else 0)
 
         def judge(self, failures: dict[int, Any]) -> None:
             code = exit_code((failure.exitcode for failure in failures.values()), bool(asked))

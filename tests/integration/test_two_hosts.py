@@ -1,0 +1,146 @@
+"""Two hosts, which two network namespaces play: each has an address of its own, and a cable to the other that can be cut."""
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from test_stopping import ENVIRONMENT, ROOT, SMALL, same, script, steps
+
+pytestmark = pytest.mark.slow
+
+STEPS, LIMIT = 60, 4
+OPTIONS = [*SMALL, "--training.steps", str(STEPS), "--checkpoint.interval", "4", "--validation.freq", "60"]
+OPTIONS += ["--comm.train_timeout_seconds", str(LIMIT)]
+
+
+def ip(*command):
+    subprocess.run(["ip", *command], check=True, capture_output=True, text=True)
+
+
+class Hosts:
+    names = (f"titan-{os.getpid()}-0", f"titan-{os.getpid()}-1")
+    addresses = ("10.231.7.1", "10.231.7.2")
+
+    def connect(self):
+        for name in self.names:
+            ip("netns", "add", name)
+        first, second = self.names
+        ip("link", "add", "cable", "netns", first, "type", "veth", "peer", "name", "cable", "netns", second)
+        for name, address in zip(self.names, self.addresses, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
+            ip("-n", name, "link", "set", "lo", "up")
+        self.cable("up")
+
+    def cable(self, state):
+        for name in self.names[:: 1 if state == "up" else -1]:
+            ip("-n", name, "link", "set", "cable", state)
+
+    def remove(self):
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+    def start(self, folder, *options, restarts=0):
+        """One launcher on each, with one rank."""
+        launchers = []
+        for number, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
+            command = ["ip", "netns", "exec", name, f"{ROOT}/run_train.sh", *OPTIONS, *options, "--job.dump_folder", str(folder)]
+            nodes = {"NNODES": "2", "NGPU": "1", "RDZV_ENDPOINT": f"{self.addresses[0]}:29500", "LOCAL_ADDR": address}
+            nodes |= {"NODE_RANK": str(number), "MAX_RESTARTS": str(restarts)}
+            launchers.append(Launcher(command, nodes, Path(f"{folder}-{number}.log")))
+        return launchers
+
+
+class Launcher:
+    def __init__(self, command, nodes, log):
+        self.log = log
+        # gloo asks the host name for an address, which is this machine's for both
+        environment = {**os.environ, **ENVIRONMENT, **nodes, "GLOO_SOCKET_IFNAME": "cable"}
+        with open(log, "a") as output:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+    @property
+    def output(self):
+        return self.log.read_text()
+
+    def logged(self, step):
+        while self.process.poll() is None and not re.search(rf"step +{step}  loss", self.output):
+            time.sleep(0.02)
+
+    def ended(self):
+        try:
+            return self.process.wait(200)
+        finally:
+            print(f"== {self.log.name}\n{self.output}")
+            self.process.kill()
+
+
+@pytest.fixture
+def hosts():
+    if shutil.which("ip") is None:
+        pytest.skip("needs iproute2: no ip here")
+    hosts = Hosts()
+    try:
+        hosts.connect()
+    except subprocess.CalledProcessError as error:
+        hosts.remove()
+        pytest.skip(f"needs network namespaces: {error.stderr.strip()}")
+    yield hosts
+    hosts.remove()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    assert script(folder, *OPTIONS).ended() == 0
+    return folder
+
+
+def test_a_cable_that_is_cut_ends_both_with_a_message_and_another_start_goes_on_exactly(alone, hosts, tmp_path):
+    folder = tmp_path / "run"
+    first, second = hosts.start(folder)
+    first.logged(5)
+    hosts.cable("down")
+    codes = [first.ended(), second.ended()]
+    assert codes == [1, 1]
+    for launcher in (first, second):
+        assert re.search(rf"hang: rank \d has made no progress for {LIMIT} s in step \d+", launcher.output)
+        assert re.search(r"error: (rank \d .* was the first to end, with|the other nodes .* with) exit code 1", launcher.output)
+    assert "rank 1 gives no sign of life" in first.output
+    assert "the store at 10.231.7.1:" in second.output  # which rank 0 has, and nobody can reach
+    saved = steps(folder)[-1]
+    assert 4 <= saved < STEPS
+
+    hosts.cable("up")
+    first, second = hosts.start(folder, "--checkpoint.must_resume")
+    assert [first.ended(), second.ended()] == [0, 0]
+    same(folder, alone)
+
+
+def test_a_cable_that_is_cut_for_a_moment_is_not_noticed(alone, hosts, tmp_path):
+    folder = tmp_path / "run"
+    first, second = hosts.start(folder)
+    first.logged(5)
+    hosts.cable("down")
+    time.sleep(1)
+    hosts.cable("up")
+    assert [first.ended(), second.ended()] == [0, 0]
+    assert "hang" not in first.output + second.output
+    same(folder, alone)
+
+
+def test_with_restarts_both_meet_again_when_the_cable_is_mended(alone, hosts, tmp_path):
+    folder = tmp_path / "run"
+    first, second = hosts.start(folder, restarts=2)
+    first.logged(5)
+    hosts.cable("down")
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not ("first to end" in first.output and "hang:" in second.output):
+        time.sleep(0.1)
+    hosts.cable("up")
+    assert [first.ended(), second.ended()] == [0, 0]
+    assert "restart 1 of 2" in first.output
+    same(folder, alone)
