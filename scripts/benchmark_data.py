@@ -1,13 +1,11 @@
-"""How fast is the data: tokenizing, reading what is prepared, and going on from deep within; beside others where they are there.
+"""How fast is the data: tokenizing, and reading what is prepared, beside others that are there. See also benchmark_resume.py.
 
     python scripts/benchmark_data.py                        # everything, on the standard library's text; a few minutes
     python scripts/benchmark_data.py tokenize --tokenizer Meta-Llama-3/original/tokenizer.model
     python scripts/benchmark_data.py read --tokens 100000000 --rounds 7
-    python scripts/benchmark_data.py resume
 
 tokenize   tokens/s of the Loader on text, one process, and `datasets.map` with the same tokenizer, as parts of tiktoken's own
 read       tokens/s of the Loader on a prepared corpus, and of other readers that pack the same corpus into the same windows
-resume     seconds to the first batch of a run that goes on after most of an epoch
 
 --cpu      tokenize in one process, by its processor time: what is left to say on a machine with much other work
 
@@ -233,43 +231,6 @@ def lit(path: Path, names: list[str], target: Path, options: argparse.Namespace)
     return run
 
 
-def resume(options: argparse.Namespace, folder: Path) -> None:
-    tokenizer = load_tokenizer(options.tokenizer)
-    corpus = folder / "resume.jsonl"
-    source = StdlibSource(Data(validation_fraction=0.0), "train", seed=0)
-    count, pieces = len(source.names), []
-    for _, text in islice(source.documents(0, lambda ordinal: True), count):
-        pieces += [text[at : at + 4000] for at in range(0, len(text), 4000)]
-    corpus.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
-    local = Data(dataset="local", path=str(corpus), validation_fraction=0.0, num_workers=0)
-    prepare(local, tokenizer, folder / "resume", workers=0)
-    large = synthetic(folder, 50_000_000, 100)
-    documents = sum(shard["documents"] for shard in read_manifest(large)["splits"]["train"])
-
-    def after(data: Data, at: int) -> Variant:
-        def run() -> float:
-            batches = loader(data, tokenizer, options)
-            rows = options.batch
-            batches.load_state_dict({"rows": {str(row): [9, [at // rows * rows + row, 0]] for row in range(rows)}, "of": rows})
-            started = time.perf_counter()
-            next(batches)
-            return time.perf_counter() - started
-
-        return run
-
-    deep = len(pieces) * 9 // 10
-    variants = {}
-    for name, data, last in (
-        (f"prepared, {documents:,} documents", Data(dataset="prepared", path=str(large), num_workers=0), documents * 9 // 10),
-        (f"prepared, {len(pieces):,} documents", Data(dataset="prepared", path=str(folder / "resume"), num_workers=0), deep),
-        (f"stdlib, {count:,} documents", Data(num_workers=0, validation_fraction=0.0), count * 9 // 10),
-        (f"local jsonl, {len(pieces):,} documents", local, deep),
-    ):
-        variants[f"{name}: from the first"] = after(data, 0)
-        variants[f"{name}: after 90% of an epoch"] = after(data, last)
-    show("Seconds to the first batch", "seconds", measured(variants, options.rounds), options, min)
-
-
 def measured(variants: dict[str, Variant], rounds: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds):
@@ -279,21 +240,21 @@ def measured(variants: dict[str, Variant], rounds: int) -> dict[str, list[float]
     return found
 
 
-def show(title: str, unit: str, found: dict[str, list[float]], options: argparse.Namespace, best: Callable = max) -> None:
+def show(title: str, unit: str, found: dict[str, list[float]], options: argparse.Namespace) -> None:
     """Relative to the first variant: medians of what each round says, and the best of all rounds."""
     first = next(iter(found.values()))
     print(f"\n{title}; {options.rounds} rounds\n\n| | {unit}, median | relative | best | relative |\n|---|--:|--:|--:|--:|")
     for name, values in found.items():
         ratio = statistics.median(value / base for value, base in zip(values, first, strict=True))
-        shown = [f"{x:,.0f}" if x >= 1000 else f"{x:.3g}" for x in (statistics.median(values), best(values))]
-        print(f"| {name} | {shown[0]} | {ratio:.2f} | {shown[1]} | {best(values) / best(first):.2f} |", flush=True)
+        shown = [f"{x:,.0f}" if x >= 1000 else f"{x:.3g}" for x in (statistics.median(values), max(values))]
+        print(f"| {name} | {shown[0]} | {ratio:.2f} | {shown[1]} | {max(values) / max(first):.2f} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=["tokenize", "read", "resume", []], default=[])
+    parser.add_argument("what", nargs="*", choices=["tokenize", "read", []], default=[])
     parser.add_argument("--tokenizer", default=str(ROOT / "assets/tokenizer/debug.model"))
-    parser.add_argument("--characters", type=int, default=4_000_000)
+    parser.add_argument("--characters", type=int, default=12_000_000)
     parser.add_argument("--tokens", type=int, default=50_000_000)
     parser.add_argument("--mean-document", type=int, nargs="+", default=[800, 100])
     parser.add_argument("--batch", type=int, default=8)
@@ -305,8 +266,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     with tempfile.TemporaryDirectory(prefix="benchmark_data.") as folder:
         os.environ["HF_DATASETS_CACHE"] = folder
-        for name in options.what or ["tokenize", "read", "resume"]:
-            {"tokenize": tokenize, "read": read, "resume": resume}[name](options, Path(folder))
+        for name in options.what or ["tokenize", "read"]:
+            {"tokenize": tokenize, "read": read}[name](options, Path(folder))
 
 
 if __name__ == "__main__":

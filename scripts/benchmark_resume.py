@@ -1,9 +1,10 @@
-"""How long a run that goes on waits for its first document, 90% into an epoch of local files.
+"""How long a run that goes on waits for its first document, 90% into an epoch: of local files, of prepared data, of the stdlib.
 
     python scripts/benchmark_resume.py --megabytes 200
 
 Beside it: reading all documents before that one again, with this project's reader, and with `datasets` streaming and a shuffle
-buffer (where it reads the format with no further package). One process, no tokenizer; the best of --rounds, taken in turn.
+buffer (where it reads the format with no further package). One process, no tokenizer; the best of --rounds.
+Prepared are as many documents as there are in the files, and half a million of 100 tokens.
 """
 
 import argparse
@@ -15,6 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from benchmark_data import synthetic
 
 from titan_lite.config import Data
 from titan_lite.data.dataset import StdlibSource, build_source
@@ -76,22 +79,34 @@ def main() -> None:
     print(
         f"{len(texts)} documents, {size / 1e6:.0f} MB of text in {FILES} files; seconds to the first document, 90% into an epoch"
     )
-    print(f"{'format':10} {'going on':>9} {'from the beginning':>19} {'datasets, from the beginning':>29}")
+    print(f"{'format':26} {'going on':>9} {'from the beginning':>19} {'datasets, from the beginning':>29}")
     for format in FORMATS:
         with tempfile.TemporaryDirectory() as name:
             write_corpus(Path(name), format, texts)
-            data = Data("local", path=name, validation_fraction=0.0)
-            place = int(0.9 * len(texts))
-            documents = build_source(data, split="train", seed=0).documents(0, lambda ordinal: True)
-            ordinal = next(itertools.islice(documents, place, None))[0]
-            begin = lambda start: next(build_source(data, split="train", seed=0).documents(start, lambda o: o == ordinal))  # noqa: E731, B023
-            took: list[list[float]] = [[], [], []]
-            for _ in range(arguments.rounds):
-                took[0].append(seconds(lambda: begin(ordinal)))  # noqa: B023
-                took[1].append(seconds(lambda: begin(0)))  # noqa: B023
-                if format not in ("txt", "jsonl.zst"):
-                    took[2].append(seconds(lambda: through_datasets(Path(name), format, place)))  # noqa: B023
-            print(f"{format:10} {min(took[0]):9.2f} {min(took[1]):19.2f} {min(took[2], default=float('nan')):29.2f}", flush=True)
+            show(format, Data("local", path=name, validation_fraction=0.0), int(0.9 * len(texts)), arguments.rounds)
+    for count in (len(texts), 500_000):
+        with tempfile.TemporaryDirectory() as name:
+            path = synthetic(Path(name), count * 100, 100)
+            show(f"prepared, {count:,}", Data("prepared", path=str(path)), int(0.9 * count), arguments.rounds)
+    show(f"stdlib, {len(source.names):,}", Data(validation_fraction=0.0), int(0.9 * len(source.names)), arguments.rounds)
+
+
+def show(name: str, data: Data, place: int, rounds: int) -> None:
+    """A line: the best of the rounds until the document at that place of the first epoch."""
+    documents = build_source(data, split="train", seed=0).documents(0, lambda ordinal: True)
+    ordinal = next(itertools.islice(documents, place, None))[0]
+
+    def begin(start: int) -> None:
+        next(build_source(data, split="train", seed=0).documents(start, lambda wanted: wanted == ordinal))
+
+    ways = {"going on": lambda: begin(ordinal), "from the beginning": lambda: begin(0)}
+    if data.dataset == "local" and name not in ("txt", "jsonl.zst"):
+        ways["datasets"] = lambda: through_datasets(Path(data.path), name, place)
+    took = {way: min(seconds(run) for _ in range(rounds)) for way, run in ways.items()}
+    print(
+        f"{name:26} {took['going on']:9.2f} {took['from the beginning']:19.2f} {took.get('datasets', float('nan')):29.2f}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -102,6 +102,7 @@ def test_the_global_batch_does_not_depend_on_the_layout(data, tokenizer, dp_degr
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_resumed_equals_uninterrupted(corpus, tokenizer, num_workers):
+    others = set(multiprocessing.active_children())
     data = Data("local", path=str(corpus), validation_fraction=0.0, shuffle_buffer=5, num_workers=num_workers)
     [loader] = loaders(data, tokenizer, batch_size=2)
     states, batches = [loader.state_dict()], []

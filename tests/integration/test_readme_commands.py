@@ -1,0 +1,197 @@
+"""Every command of the README is run as it stands there, but for what makes it small enough for any machine."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_lite.config import load_config
+from titan_lite.models.llama3 import FLAVORS, Transformer
+from titan_lite.records import read_metrics
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+SHORT = "--training.steps 4 --training.seq_len 64 --checkpoint.interval 2 --metrics.log_freq 1 --validation.freq 4"
+SHORT += " --validation.steps 1"
+DEBUG = "--model.flavor debug --model.tokenizer_path assets/tokenizer/debug.model --data.dataset stdlib --no-compile.enable"
+SMALL = f"{DEBUG} {SHORT} --training.steps 1 --training.local_batch_size 1 --training.global_batch_size 2"
+
+
+@dataclass(frozen=True)
+class Run:
+    """told: a part of what it prints. added: after the command. instead: words of the command -> what stands for them here."""
+
+    told: str
+    added: str = ""
+    instead: dict[str, str] = field(default_factory=dict)
+    quick: bool = False
+
+
+PREPARE = "python -m titan_lite.data.prepare"
+BOOKS = "prepared/books --data.dataset local --data.path 'books/*.jsonl'"
+PLANNER = "python -m titan_lite.plan"
+RECIPE = {"RECIPE": "train_configs/debug_model.toml"}
+PLAN = "--hardware h100 --world-size 8 --set training.global_batch_size=64"
+HERE = {
+    "scripts/test.sh": Run("pytest 9", "--version"),
+    "scripts/test.sh -m slow": Run("tests collected", "--collect-only --quiet tests/integration/test_numbers.py"),
+    "./run_train.sh --training.steps 20 --optimizer.lr=1e-3": Run("done: step 4", f"{SHORT} --job.dump_folder outputs/b"),
+    "NGPU=4 ./run_train.sh": Run("layout: 4 ranks", f"{SHORT} --training.steps 1 --job.dump_folder outputs/four"),
+    "CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh": Run("done: step 1", f"{SMALL} --job.dump_folder outputs/shrunk"),
+    "./run_train.sh --print-config": Run("steps = 100  # train_configs/debug_model.toml", quick=True),
+    "./run_train.sh --help": Run("--training.steps", quick=True),
+    "./run_train.sh --help checkpoint": Run("--checkpoint.interval", quick=True),
+    "torchrun --nproc-per-node 8 -m titan_lite.train train_configs/llama3_8b.toml": Run(
+        "done: step 1", f"{SMALL} --job.dump_folder outputs/torchrun", {"--nproc-per-node 8": "--nproc-per-node 2"}
+    ),
+    f"{PREPARE} train_configs/llama3_8b.toml {BOOKS}": Run(
+        "train: 189 documents", "--model.tokenizer_path assets/tokenizer/debug.model --workers 1"
+    ),
+    "./run_train.sh --data.dataset prepared --data.path prepared/books": Run(
+        "done: step 1", f"{SHORT} --training.steps 1 --job.dump_folder outputs/prepared"
+    ),
+    f"{PREPARE} --verify prepared/books": Run("every byte is as written"),
+    "python -m titan_lite.convert outputs/debug_model exported": Run("exported"),
+    "python -m titan_lite.convert Llama-3.1-8B/original initial": Run("initial"),
+    "./run_train.sh --checkpoint.initial_load_path Llama-3.1-8B": Run(
+        "Llama-3.1-8B", f"{SHORT} --training.steps 1 --job.dump_folder outputs/from_weights"
+    ),
+    'python -m titan_lite.generate outputs/debug_model --prompt "def main("': Run("def main(", "--max-new-tokens 5"),
+    f"{PLANNER} train_configs/llama3_405b.toml": Run("what binds: waiting for other pipeline ranks"),
+    f"{PLANNER} RECIPE --world-size 128 --hardware h200 --set training.local_batch_size=1": Run(
+        "128 H200", "--set training.global_batch_size=128", RECIPE
+    ),
+    f"{PLANNER} RECIPE --changes": Run("training.local_batch_size=4", PLAN, RECIPE),
+    f"{PLANNER} RECIPE --sweep parallelism.tensor_parallel_degree=1,2,4,8": Run("tensor_parallel_degree=2", PLAN, RECIPE),
+    f"{PLANNER} RECIPE --world-size 64 --search": Run(
+        "lost", "--hardware h100 --set training.global_batch_size=64", {**RECIPE, "--search": "--search 2"}
+    ),
+    f"{PLANNER} RECIPE --picture plan.png --trace plan.json": Run("step time", PLAN, RECIPE),
+    f"{PLANNER} RECIPE --json": Run('"tokens_per_second', PLAN, RECIPE),
+    f"{PLANNER} --calibrate outputs/llama3_8b": Run("--hardware"),
+    "python -m titan_lite.verify train_configs/llama3_405b.toml": Run("agrees", "--steps 1"),
+    "NGPU=4 ./run_train.sh --training.steps 200 --checkpoint.explain": Run("step-4 is loaded", "--training.seq_len 64"),
+    "python -m titan_lite.report outputs/debug_model": Run("report.html"),
+    "python -m titan_lite.report outputs/a outputs/b --output compare.html": Run("compare.html"),
+    "python -m titan_lite.launch": Run(
+        "done: step 1",
+        f"--nproc-per-node 1 -m titan_lite.train train_configs/debug_model.toml {SHORT} --training.steps 1 "
+        "--job.dump_folder outputs/launched",
+    ),
+    "MAX_RESTARTS=5 ./run_train.sh": Run("done: step 1", f"{SHORT} --training.steps 1 --job.dump_folder outputs/restarts"),
+    "python scripts/benchmark_resume.py --megabytes 200": Run("parquet", "--megabytes 2 --rounds 1"),
+    "python scripts/benchmark_data.py": Run(
+        "Loader, prepared", "--characters 100000 --tokens 400000 --rounds 1 --seq-len 64 --mean-document 100"
+    ),
+    "python scripts/benchmark_checkpoint.py": Run("async", "--flavor debug --saves 1"),
+    "python scripts/benchmark_schedule.py predict --layers 6": Run("greedy", "--layers 2 --world-sizes 8 --batch-sizes 1"),
+    "python scripts/benchmark_schedule.py measure --models debug": Run(
+        "fsdp2-compiled", "--rounds 1 --steps 1 --modes block --backends aot_eager"
+    ),
+    "python scripts/compare_measured.py": Run("FSDP 4", "--layouts 'FSDP 4' --rounds 1 --steps 1"),
+    "python scripts/compare_published.py": Run("TorchTitan paper: 8B on 8, eager", "--rows '8B on 8, eager'"),
+    "tensorboard --logdir outputs": Run("loss", "--inspect"),
+}
+FIRST = "./run_train.sh"  # the fixture
+# What needs a cluster, or nothing but a package index; the tests that have these.
+ELSEWHERE = {
+    "sbatch --nodes 2 --gpus-per-node 8 --time 24:00:00 scripts/train.slurm train_configs/llama3_8b.toml --training.steps 100": (
+        "test_two_nodes_train_to_the_end_and_a_signal_requeues_the_job_which_goes_on_exactly"
+    ),
+    "tail -F slurm-JOB/0-*.log": "test_two_nodes_train_to_the_end_and_a_signal_requeues_the_job_which_goes_on_exactly",
+    "NNODES=2 RDZV_ENDPOINT=node0:29500 ./run_train.sh": "test_with_restarts_both_meet_again_when_the_cable_is_mended",
+}
+
+
+def commands():
+    """Lines of blocks and inline code that begin as a command does, once each."""
+    begins = re.compile(r"(?:[A-Z_]+=\S+ )*(?:\./run_train\.sh|scripts/\w+\.sh|python |torchrun |sbatch |tail |tensorboard )")
+    blocks = re.findall(r"^```\w*\n(.*?)^```", README, re.M | re.S)
+    lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    lines += re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", README, flags=re.M | re.S))
+    found = [re.sub(r"\s+# .*", "", line).strip() for line in lines if begins.match(line)]
+    return list(dict.fromkeys(found))
+
+
+def test_every_command_of_the_readme_is_run_here_or_by_the_test_that_is_named():
+    assert sorted({FIRST, *HERE, *ELSEWHERE}) == sorted(commands())
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert all(f"def {test}(" in sources for test in ELSEWHERE.values())
+
+
+def run(folder, command):
+    """As typed in a shell whose Python has what is needed, and which finds this checkout's package there."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONSAFEPATH", None)  # of the tests
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+    )
+    print(f"$ {command}\n{done.stdout}")
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of this checkout, beside which the commands' own input lies."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("titan_lite", "train_configs", "scripts", "assets", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("run_train.sh", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    (folder / "books").mkdir()
+    lines = [json.dumps({"text": f"Chapter {number}. It was the best of times. " * 9}) for number in range(200)]
+    (folder / "books/one.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(checkout):
+    """After the README's first command; with the other folders that its commands name."""
+    assert "done: step 4" in run(checkout, f"{FIRST} {SHORT} --metrics.compare_plan always")
+    outputs = checkout / "outputs"
+    assert len(read_metrics(outputs / "debug_model/metrics.jsonl")) >= 4
+    for name in ("a", "b", "llama3_8b"):
+        shutil.copytree(outputs / "debug_model", outputs / name)
+    run(checkout, "python -m titan_lite.convert outputs/debug_model Llama-3.1-8B")
+    meta = checkout / "Llama-3.1-8B/original"
+    meta.mkdir()
+    shape = FLAVORS[load_config(ROOT / "train_configs/debug_model.toml")[0].model.flavor]
+    model = Transformer(shape)
+    model.init_weights(seed=0)
+    torch.save(model.state_dict(), meta / "consolidated.00.pth")
+    names = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "norm_eps", "rope_theta")
+    parameters = {name: getattr(shape, name) for name in names} | {"multiple_of": 1, "ffn_dim_multiplier": 1.0}
+    parameters["ffn_dim_multiplier"] = shape.hidden_dim / int(8 * shape.dim / 3)
+    (meta / "params.json").write_text(json.dumps(parameters))
+    run(checkout, f"{PREPARE} train_configs/debug_model.toml {BOOKS}")
+    return checkout
+
+
+@pytest.mark.parametrize("command", [pytest.param(c, marks=() if run.quick else pytest.mark.slow) for c, run in HERE.items()])
+def test_a_command_of_the_readme_does_what_it_says(command, checkout, request):
+    wanted = HERE[command]
+    if not wanted.quick:
+        request.getfixturevalue("trained")
+    if "data.prepare train_configs" in command:
+        shutil.rmtree(checkout / "prepared")
+    typed = command
+    for words, here in wanted.instead.items():
+        assert words in typed
+        typed = typed.replace(words, here)
+    assert wanted.told in run(checkout, f"{typed} {wanted.added}")
