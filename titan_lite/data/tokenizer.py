@@ -74,10 +74,17 @@ class TiktokenTokenizer:
     def encode_document(self, text: str) -> np.ndarray:
         """The same with BOS and EOS as uint32, without a Python integer for each: a tenth quicker, in a ninth of the memory."""
         try:
-            parts = [self._encoding.encode_to_numpy(piece, disallowed_special=()) for piece in _cut(text)]
+            pieces = _cut(text) if len(text) > _MAX_RUN else (text,)
+            parts = [self._encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces]
         except UnicodeEncodeError:  # half a surrogate pair
             return np.array(self.encode(text, bos=True, eos=True), dtype=np.uint32)
-        return np.concatenate(([self.bos_id], *parts, [self.eos_id]), dtype=np.uint32, casting="unsafe")
+        ids = np.empty(sum(map(len, parts)) + 2, dtype=np.uint32)
+        ids[0], ids[-1] = self.bos_id, self.eos_id
+        at = 1
+        for part in parts:
+            ids[at : at + len(part)] = part
+            at += len(part)
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids in [0, vocab_size); bytes that are no UTF-8 become U+FFFD, special tokens their names."""
