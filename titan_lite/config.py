@@ -247,9 +247,9 @@ class ActivationCheckpoint:
     )
     selective_ac_option: str = setting(
         "op",
-        'with mode = selective: "op" keeps matrix products and attention of every block and recomputes what is cheap; a number '
-        "such as 2 recomputes every second block whole",
-        unit="op, or blocks",
+        'with mode = selective: "op" keeps matrix products and attention of every block and recomputes what is cheap; "op/2" '
+        "of matrix products every second one too, as TorchTitan does; a number such as 2 recomputes every second block whole",
+        unit="op, op/2, or blocks",
     )
     memory_budget: float = setting(
         0.5,
@@ -895,9 +895,10 @@ def _check_combinations(config: Config, origins: dict[str, str]) -> None:
         )
     checkpointing = config.activation_checkpoint
     option = checkpointing.selective_ac_option
-    if option != "op" and not (option.isascii() and option.isdigit() and int(option) > 0):
+    if option not in ("op", "op/2") and not (option.isascii() and option.isdigit() and int(option) > 0):
         raise ConfigError(
-            f'{at("activation_checkpoint.selective_ac_option")}: expected "op", or a number of blocks in quotes such as "2"'
+            f'{at("activation_checkpoint.selective_ac_option")}: expected "op", "op/2", or a number of blocks in quotes, '
+            'such as "2"'
         )
     if checkpointing.mode == "memory_budget" and not config.compile.compiles("model"):
         raise ConfigError(

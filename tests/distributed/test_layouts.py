@@ -19,10 +19,11 @@ ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "train_configs/debug_model.toml"
 STEPS = 10
 NOTHING: list[str] = []
-FULL, SELECTIVE, SECOND = (
+FULL, SELECTIVE, SECOND, HALF = (
     ["--activation_checkpoint.mode=full"],
     ["--activation_checkpoint.mode=selective"],
     ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"],
+    ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op/2"],
 )
 AT_ONCE = ["--training.global_batch_size=-1"]  # where the others accumulate gradients over two microbatches, or pipelines
 EVERY_TIME = ["--parallelism.fsdp_communication=microbatch"]
@@ -54,6 +55,7 @@ SLOW = [
     ("dp_shard=2,cp=2", [*COMPILED, *SECOND]),
     *((layout, options) for layout in LAYOUTS for options in (FULL, SELECTIVE, AT_ONCE)),
     *((layout, [*COMPILED, *SELECTIVE]) for layout in ("tp=2", "cp=2", "dp_shard=2,tp=2", "cp=2,tp=2")),
+    *((layout, [*options, *HALF]) for layout in ("dp_shard=2,tp=2", "dp_shard=2,pp=2") for options in (COMPILED, EVERY_TIME)),
     ("dp_shard=2,tp=2", [*COMPILED, *FULL]),
     *((layout, name) for layout in PIPELINES for name in (GPIPE, INTERLEAVED, ZBV)),
     *((layout, options) for layout in PIPELINES for options in (FULL, SELECTIVE, EVERY_TIME)),

@@ -8,6 +8,7 @@ tags on the graph, those of resharding (compiler/resharding.py) included, and on
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,36 +33,52 @@ EXPENSIVE = frozenset(
 def apply_activation_checkpoint(blocks: nn.ModuleDict, mode: str, option: str = "op") -> None:
     """blocks: by their number in the whole model.
 
-    mode: "none"; "full": keep a block's input only; "selective" with option "op": keep EXPENSIVE operators' results, with option
-    "2": every second block (0, 2, ...) as in "full" and the others as in "none"; "memory_budget": nothing here, the partitioner's
-    choice (compiler/stage.py).
+    mode: "none"; "full": keep a block's input only; "selective" with option "op": keep EXPENSIVE operators' results, with
+    "op/2" of matrix products a block's first, third, ...; with option "2": every second block (0, 2, ...) as in "full" and the
+    others as in "none"; "memory_budget": nothing here, the partitioner's choice (compiler/stage.py).
     """
     for name, block in blocks.items():
         if recomputes(int(name), mode, option):
             cls: Any = type(block)
-            block.__class__ = _checkpointed_class(cls, by_operator=mode == "selective" and option == "op")
+            contexts = {"op": _keep_expensive, "op/2": _keep_every_second}.get(option) if mode == "selective" else None
+            block.__class__ = _checkpointed_class(cls, contexts)
 
 
 def recomputes(block: int, mode: str, option: str) -> bool:
     """Whether the block of that number runs again in backward, at least some of its operators."""
     if mode in ("none", "memory_budget"):
         return False
-    return mode == "full" or option == "op" or block % int(option) == 0
+    return mode == "full" or option in ("op", "op/2") or block % int(option) == 0
 
 
 @functools.cache
-def _checkpointed_class(cls: Any, by_operator: bool) -> Any:
+def _checkpointed_class(cls: Any, contexts: Callable[[], Any] | None) -> Any:
+    selective: dict[str, Any] = {"context_fn": contexts} if contexts else {}
+
     def forward(self: nn.Module, *args: Any) -> Any:
-        selective: dict[str, Any] = {"context_fn": _selective_contexts} if by_operator else {}
         # no dropout anywhere, so there is no random state to put back
         return checkpoint(functools.partial(cls.forward, self), *args, use_reentrant=False, preserve_rng_state=False, **selective)
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
 
-def _selective_contexts() -> Any:
+def _keep_expensive() -> Any:
     return create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_every_second() -> Any:
+    """Of matrix products, as TorchTitan's selective checkpointing by operator does (arXiv 2410.06511)."""
+    products = {False: 0, True: 0}  # so far, in forward and when it is run again
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator is aten.mm.default:
+            products[context.is_recompute] += 1
+            if products[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return _policy(context, operator)
+
+    return create_selective_checkpoint_contexts(policy)

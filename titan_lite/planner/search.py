@@ -116,10 +116,12 @@ def guess(layout: Layout, machine: Machine) -> Guess:
     tokens = layout.sequences * config.training.seq_len // degrees["cp"]
     table, block = model.vocab_size * model.dim / tp, _numbers_of_block(model) / tp
     mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
-    again = {"none": 0.0, "full": 1.0}.get(mode, 0.0 if option == "op" else 1 / int(option))  # share of blocks that run twice
+    by_operator = mode == "selective" and option in ("op", "op/2")
+    again = {"none": 0.0, "full": 1.0}.get(mode, 0.0 if by_operator else 1 / int(option))  # share of blocks that run twice
     # Inputs of products, which selective checkpointing computes again: two norms' results and the feed-forward's.
-    inputs = 0.0 if mode == "selective" and option == "op" else 2 * model.dim + model.hidden_dim
-    keeps = computed * tokens / tp * (again * model.dim + (1 - again) * (_kept_of_block(model) + inputs))
+    inputs = 0.0 if by_operator else 2 * model.dim + model.hidden_dim
+    of_block = _kept_of_block(model) * (0.5 if by_operator and option == "op/2" else 1.0)
+    keeps = computed * tokens / tp * (again * model.dim + (1 - again) * (of_block + inputs))
     shards = degrees["dp_shard"] * degrees["cp"]
     once = layout.gathers_once
 

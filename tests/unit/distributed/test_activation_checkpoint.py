@@ -50,9 +50,9 @@ def operators(mode, option="op"):
     return forward.calls, backward.calls
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_gradients_are_bitwise_those_without_it(mode):
-    expected, model = build_model("none"), build_model(mode)
+@pytest.mark.parametrize(("mode", "option"), [("selective", "op"), ("selective", "op/2"), ("full", "op")])
+def test_gradients_are_bitwise_those_without_it(mode, option):
+    expected, model = build_model("none"), build_model(mode, option)
     losses = [loss_of(each) for each in (expected, model)]
     assert torch.equal(*losses)
     for loss in losses:
@@ -63,16 +63,17 @@ def test_gradients_are_bitwise_those_without_it(mode):
 
 
 @pytest.mark.parametrize(
-    ("mode", "recomputed"),
+    ("mode", "option", "recomputed"),
     [
-        ("none", dict(mm=0, attention=0, silu=0)),
-        ("selective", dict(mm=0, attention=0, silu=1)),
+        ("none", "op", dict(mm=0, attention=0, silu=0)),
+        ("selective", "op", dict(mm=0, attention=0, silu=1)),
+        ("selective", "op/2", dict(mm=3, attention=0, silu=1)),  # wk, wo and w3
         # of seven matrix products all but the last, whose result backward does not need
-        ("full", dict(mm=6, attention=1, silu=1)),
+        ("full", "op", dict(mm=6, attention=1, silu=1)),
     ],
 )
-def test_what_a_block_computes_again_in_backward(mode, recomputed):
-    forward, backward = operators(mode)
+def test_what_a_block_computes_again_in_backward(mode, option, recomputed):
+    forward, backward = operators(mode, option)
     assert (forward["mm"], forward["attention"], forward["silu"]) == (7 * LAYERS + 1, LAYERS, LAYERS)
     own = dict(mm=2 * forward["mm"], attention=0, silu=0)  # two products for the gradients of each one
     assert {name: (backward[name] - own[name]) / LAYERS for name in recomputed} == recomputed
