@@ -29,7 +29,7 @@ wrong_usage() {
 
 # A wrong recipe or option ends here: one line, before anything is installed or started.
 check_recipe() { # PYTHON ARGUMENT...
-    PYTHONSAFEPATH=1 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$1" -m titan_lite.config "$recipe" "${@:2}" || exit $?
+    PYTHONSAFEPATH=1 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$1" -m titan_lite.recipe "$recipe" "${@:2}" || exit $?
     local argument
     for argument in "${@:2}"; do
         case $argument in --print-config | --help | -h) exit 0 ;; esac
@@ -84,7 +84,7 @@ fi
 export LOG_RANK=${LOG_RANK:-0}
 
 # What a run would load is said by one process, in the place of all.
-if [[ $("$python" -m titan_lite.config "$recipe" "$@" --print-config) == *$'\n'"explain = true"* ]]; then
+if [[ $("$python" -m titan_lite.recipe "$recipe" "$@" --print-config) == *$'\n'"explain = true"* ]]; then
     export RANK=0 LOCAL_RANK=0 WORLD_SIZE=$((${nodes##*:} * processes))
     exec "$python" -m titan_lite.train "$recipe" "$@"
 fi

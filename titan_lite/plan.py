@@ -20,7 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_lite.config import Config, ConfigError, gradient_accumulation_steps, load_config
+from titan_lite.config import Config, ConfigError, gradient_accumulation_steps
+from titan_lite.recipe import load_config
 
 SEARCHED = 12  # plans of a search, where the command line does not say
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan_lite.config import ConfigError, read_toml
+from titan_lite.config import ConfigError
+from titan_lite.toml import read_toml
 
 ENDS = {"done", "stop", "failed", "error"}  # events of an attempt that ended with a word
 

@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 
 from titan_lite import signals
-from titan_lite.config import Config, ConfigError, load_config, print_help, to_toml
+from titan_lite.config import Config, ConfigError
 from titan_lite.logging import events, init_logging
+from titan_lite.recipe import load_config, print_help, to_toml
 from titan_lite.restart import RepeatedFault, Restarts
 
 

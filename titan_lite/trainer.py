@@ -29,7 +29,7 @@ from titan_lite.compiler.hardware import find_machine, peak_flops
 from titan_lite.compiler.report import Receipt, describe, write_receipts
 from titan_lite.compiler.stage import CompileError, compile_function
 from titan_lite.compiler.trial import STEPS, WAYS, Trial
-from titan_lite.config import Config, ConfigError, flatten, gradient_accumulation_steps, to_toml
+from titan_lite.config import Config, ConfigError, flatten, gradient_accumulation_steps
 from titan_lite.console import end_lines, start_lines
 from titan_lite.data.dataset import Split
 from titan_lite.data.loader import Batch, Loader, build_loader, document_begins, merge_states
@@ -51,6 +51,7 @@ from titan_lite.optimizer import build_optimizer, clip_grad_norm_, optimizer_sta
 from titan_lite.planner.measure import Shapes
 from titan_lite.preflight import check_first_loss, preflight
 from titan_lite.profiling import build_profiler, set_flight_recorder
+from titan_lite.recipe import to_toml
 from titan_lite.restart import Restarts
 from titan_lite.resume import compare, explain, git_revision, refuse, restarts_data
 from titan_lite.spikes import SpikeGuard

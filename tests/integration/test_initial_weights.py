@@ -12,7 +12,7 @@ from test_training import DEBUG, ROOT, torchrun
 from titan_lite import convert
 from titan_lite import generate as generate_command
 from titan_lite.check import check
-from titan_lite.config import ConfigError, load_config
+from titan_lite.config import ConfigError
 from titan_lite.convert import write_step
 from titan_lite.data.loader import build_loader
 from titan_lite.data.tokenizer import load_tokenizer
@@ -20,6 +20,7 @@ from titan_lite.loss import IGNORE_INDEX
 from titan_lite.metrics import read_metrics
 from titan_lite.models.hf import config_to_hf
 from titan_lite.models.llama3 import FLAVORS
+from titan_lite.recipe import load_config
 from titan_lite.weights import open_weights
 
 DEBUG_TOKENIZER = ROOT / "assets/tokenizer/debug.model"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from titan_lite.config import load_config
+from titan_lite.recipe import load_config
 from titan_lite.records import read_metrics
 from titan_lite.trainer import Trainer, TrainingError
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_lite.config import load_config
 from titan_lite.models.llama3 import FLAVORS, Transformer
+from titan_lite.recipe import load_config
 from titan_lite.records import read_metrics
 
 ROOT = Path(__file__).parents[2]

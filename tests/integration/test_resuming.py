@@ -16,7 +16,7 @@ import torch
 from ranks import run_ranks
 from test_training import DEBUG, ROOT, launch
 
-from titan_lite.config import load_config
+from titan_lite.recipe import load_config
 from titan_lite.records import read_metrics
 from titan_lite.trainer import Trainer
 

@@ -8,10 +8,17 @@ from typing import NamedTuple
 import pytest
 
 from titan_lite.check import check, without_effect
-from titan_lite.config import ConfigError, load_config
+from titan_lite.config import ConfigError
+from titan_lite.recipe import load_config
 
 ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "train_configs/debug_model.toml"  # 6 layers, 8 heads, 4 key/value heads, 256 tokens, batches of 2 of 8
+
+
+@pytest.fixture(autouse=True)
+def no_run_before(monkeypatch, tmp_path):
+    """Whose steps in outputs/ a recipe would have to go on from."""
+    monkeypatch.chdir(tmp_path)
 
 
 class Wrong(NamedTuple):

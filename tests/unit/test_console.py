@@ -10,9 +10,9 @@ import torch
 
 from titan_lite.compiler.report import Receipt
 from titan_lite.compiler.timeline import Timeline
-from titan_lite.config import load_config
 from titan_lite.console import end_lines, mesh_picture, short_names, start_lines
 from titan_lite.distributed.pipeline import PipelinePlan
+from titan_lite.recipe import load_config
 
 DEBUG = Path(__file__).parents[2] / "train_configs/debug_model.toml"
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

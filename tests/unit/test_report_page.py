@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from titan_lite import report
-from titan_lite.config import load_config, to_toml
+from titan_lite.recipe import load_config, to_toml
 from titan_lite.records import RecordError, read_events, read_rows, read_run
 from titan_lite.report import drawn, exposed_share, main, name_runs, page, thin
 

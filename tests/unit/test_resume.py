@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from titan_lite import resume
-from titan_lite.config import KEYS, SECTIONS, Checkpoint, ConfigError, load_config
+from titan_lite.config import KEYS, SECTIONS, Checkpoint, ConfigError
 from titan_lite.data.dataset import EPOCH
+from titan_lite.recipe import load_config
 from titan_lite.resume import (
     CANNOT,
     CONSEQUENCES,

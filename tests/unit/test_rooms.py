@@ -17,7 +17,9 @@ PACKAGE = Path(__file__).parents[2] / "titan_lite"
 PART = ("torch", "titan_lite.config", "titan_lite.logging")
 ROOMS = {
     "__init__": (),
-    "config": ("tomli",),  # the standard library has it from Python 3.11 on
+    "config": (),
+    "toml": ("titan_lite.config", "tomli"),  # the standard library has it from Python 3.11 on
+    "recipe": ("titan_lite.config", "titan_lite.toml"),
     "logging": (),
     "models": ("torch",),
     "weights": (*PART, "safetensors", "titan_lite.manifest", "titan_lite.tensor_files", "titan_lite.models"),
@@ -32,16 +34,16 @@ ROOMS = {
     ),
     "generate": (*PART, "titan_lite.models", "titan_lite.weights", "titan_lite.data", "titan_lite.distributed"),
     "loss": PART,
-    "compiler": ("torch", "titan_lite.config", "matplotlib"),
+    "compiler": ("torch", "titan_lite.config", "titan_lite.toml", "matplotlib"),
     "distributed": ("torch", "titan_lite.config", "titan_lite.compiler"),
     "data": (*PART, "titan_lite.manifest", "tiktoken", "tokenizers", "datasets", "pyarrow", "numpy"),
-    "data/prepare": (*PART, "titan_lite.manifest", "titan_lite.data", "numpy", "tqdm"),
+    "data/prepare": (*PART, "titan_lite.recipe", "titan_lite.manifest", "titan_lite.data", "numpy", "tqdm"),
     "preflight": (*PART, "titan_lite.data"),
     "left_out": (*PART, "titan_lite.data", "titan_lite.records"),
     "optimizer": PART,
     "lr_scheduler": PART,
     "metrics": (*PART, "titan_lite.records", "matplotlib", "tqdm", "wandb"),
-    "records": ("titan_lite.config",),
+    "records": ("titan_lite.config", "titan_lite.toml"),
     "report": ("titan_lite.config", "titan_lite.records"),  # no torch: a page is made where a run's folder was copied to
     "profiling": PART,
     "checkpoint": (*PART, "titan_lite.manifest", "titan_lite.tensor_files", "titan_lite.watchdog"),
@@ -56,16 +58,25 @@ ROOMS = {
     "verdict": (),
     "watchdog": (*PART, "titan_lite.verdict"),
     "console": (*PART, "titan_lite.check", "titan_lite.compiler", "titan_lite.distributed", "titan_lite.records"),
-    "planner": (*PART, "matplotlib", "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler", "titan_lite.loss"),
-    "plan": (*PART, "tqdm", "titan_lite.planner", "titan_lite.compiler", "titan_lite.check"),
+    "planner": (
+        *PART,
+        "matplotlib",
+        "titan_lite.recipe",
+        "titan_lite.models",
+        "titan_lite.distributed",
+        "titan_lite.compiler",
+        "titan_lite.loss",
+    ),
+    "plan": (*PART, "tqdm", "titan_lite.recipe", "titan_lite.planner", "titan_lite.compiler", "titan_lite.check"),
     "account": (*PART, "titan_lite.planner", "titan_lite.compiler"),
     "check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
     "trainer": (*PART, "titan_lite"),  # the assembler
-    "train": (*PART, "titan_lite.trainer", "titan_lite.check", "titan_lite.signals", "titan_lite.restart"),
+    "train": (*PART, "titan_lite.recipe", "titan_lite.trainer", "titan_lite.check", "titan_lite.signals", "titan_lite.restart"),
     "verify": (*PART, "titan_lite"),  # runs the trainer, and looks into it
 }
 WHOLE_CONFIG = {
     "config",
+    "recipe",
     "check",
     "console",
     "trainer",
@@ -113,7 +124,7 @@ def forbidden_imports(package):
             wrong |= room == "models" and within(name, "torch.distributed")
             wrong |= room not in ("train", "verify") and within(name, "titan_lite.trainer")
             wrong |= within(name, "titan_lite.train")
-            wrong |= room not in WHOLE_CONFIG and name in ("titan_lite.config.Config", "titan_lite.config.load_config")
+            wrong |= room not in WHOLE_CONFIG and (name == "titan_lite.config.Config" or within(name, "titan_lite.recipe"))
             if wrong:
                 found.append(f"{path}:{line}: {room} imports {name}")
     return found
@@ -132,6 +143,7 @@ def test_the_package_is_read():
     ("module", "source"),
     [
         ("config.py", "import torch"),
+        ("config.py", "from titan_lite.recipe import load_config"),
         ("config.py", "def late():\n    import numpy"),
         ("logging.py", "from titan_lite.config import Metrics"),
         ("models/llama3.py", "import torch.distributed as dist"),
@@ -145,7 +157,7 @@ def test_the_package_is_read():
         ("distributed/mesh.py", "from titan_lite.models.llama3 import Llama3"),
         ("distributed/mesh.py", "from titan_lite.config import Config"),
         ("data/loader.py", "from titan_lite.distributed.mesh import build_mesh"),
-        ("data/loader.py", "from titan_lite.config import load_config"),
+        ("data/loader.py", "from titan_lite.recipe import load_config"),
         ("optimizer.py", "from titan_lite import checkpoint"),
         ("metrics.py", "from . import trainer"),
         ("planner/trace.py", "from titan_lite.trainer import Trainer"),
@@ -165,13 +177,13 @@ def test_a_forbidden_import_is_found(module, source, tmp_path):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("config.py", "import json, tomllib, tomli"),
+        ("toml.py", "import json, tomllib, tomli\nfrom titan_lite.config import ConfigError"),
         ("models/llama3.py", "import torch.nn.functional as F\nfrom torch import nn\nfrom titan_lite.models import hf"),
         ("data/loader.py", "from torch.utils.data import DataLoader\nfrom .dataset import Dataset"),
         ("data/loader.py", "from titan_lite.config import Data, Validation\nfrom titan_lite.logging import logger"),
         ("distributed/parallelize.py", "from titan_lite.compiler.stage import compile_stage\nimport torch.distributed"),
         ("trainer.py", "from titan_lite import loss\nfrom titan_lite.data.loader import build_loader"),
-        ("train.py", "from titan_lite.trainer import Trainer\nfrom titan_lite.config import load_config"),
+        ("train.py", "from titan_lite.trainer import Trainer\nfrom titan_lite.recipe import load_config"),
     ],
 )
 def test_an_allowed_import_is_not(module, source, tmp_path):

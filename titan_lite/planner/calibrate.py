@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from titan_lite.compiler.hardware import Link, Machine, machine_from
-from titan_lite.config import Config, ConfigError, load_config
+from titan_lite.config import Config, ConfigError
 from titan_lite.planner.measure import RECORD, against, calibrated, to_toml
 from titan_lite.planner.memory import Memory, memory_of
 from titan_lite.planner.simulate import simulate_step
 from titan_lite.planner.trace import Layout, finish_trace, kind_of_stage, layers_of, start_trace, start_tracing
+from titan_lite.recipe import load_config
 
 PROFILE = "hardware.toml"  # in the run's folder: what is made of it
 PACES = (0.4, 0.6, 0.8, 1.0, 1.25, 1.6, 2.0)  # at which computation is tried

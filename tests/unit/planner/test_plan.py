@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from titan_lite.compiler.hardware import load_machine
-from titan_lite.config import load_config
 from titan_lite.plan import lay_out, main, world_size_of
 from titan_lite.planner.memory import GIB
 from titan_lite.planner.search import guess
+from titan_lite.recipe import load_config
 
 RECIPES = Path(__file__).parents[3] / "train_configs"
 EIGHT = str(RECIPES / "llama3_8b.toml")

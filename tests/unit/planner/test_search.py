@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 from test_changes import H100, planned
 
-from titan_lite.config import Config, ConfigError, Model, Training, load_config
+from titan_lite.config import Config, ConfigError, Model, Training
 from titan_lite.plan import lay_out, main
 from titan_lite.planner.search import differing, fits, guess, label, space, why_lost
+from titan_lite.recipe import load_config
 
 RECIPES = Path(__file__).parents[3] / "train_configs"
 SEVENTY = str(RECIPES / "llama3_70b.toml")

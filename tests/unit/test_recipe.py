@@ -14,19 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_lite import config as config_module
-from titan_lite.config import (
-    HELP,
-    KEYS,
-    SECTIONS,
-    ConfigError,
-    DataSource,
-    gradient_accumulation_steps,
-    help_text,
-    load_config,
-    main,
-    to_toml,
-)
+from titan_lite import config, recipe, toml
+from titan_lite.config import KEYS, SECTIONS, ConfigError, DataSource, gradient_accumulation_steps
+from titan_lite.recipe import HELP, help_text, load_config, main, to_toml
 
 RUN = '__name__ == "__main__"'
 ROOT = Path(__file__).parents[2]
@@ -40,9 +30,9 @@ def write(folder, text, name="recipe.toml"):
     return path
 
 
-def python_m_config(*arguments, cwd=ROOT):
+def python_m_recipe(*arguments, cwd=ROOT):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "titan_lite.config", *map(str, arguments)]
+    command = [sys.executable, "-m", "titan_lite.recipe", *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
@@ -600,27 +590,27 @@ def test_all_recipes_are_here():
 
 
 def test_only_the_standard_library_is_imported():
-    tree = ast.parse(Path(config_module.__file__).read_text())
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module or "." for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    nodes = [node for module in (config, recipe, toml) for node in ast.walk(ast.parse(Path(module.__file__).read_text()))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)} - {"titan_lite.config", "titan_lite.toml"}
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names | {"tomli"}  # tomli: before Python 3.11
 
 
 def test_checking_a_recipe_imports_no_torch():
-    code = "import sys, titan_lite.config as c; c.main(['train_configs/debug_model.toml']); sys.exit('torch' in sys.modules)"
+    code = "import sys, titan_lite.recipe as r; r.main(['train_configs/debug_model.toml']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-# python -m titan_lite.config
+# python -m titan_lite.recipe
 
 
 def test_exit_code_0_and_silence_for_a_good_recipe(tmp_path):
-    result = python_m_config(SHIPPED[0], "--training.steps", "5", cwd=tmp_path)
+    result = python_m_recipe(SHIPPED[0], "--training.steps", "5", cwd=tmp_path)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
 def test_exit_code_2_and_one_line_for_a_wrong_one(tmp_path):
-    result = python_m_config(SHIPPED[0], "--training.steps", "many", cwd=tmp_path)
+    result = python_m_recipe(SHIPPED[0], "--training.steps", "many", cwd=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("error: command line: --training.steps=many: ")
     assert result.stderr.count("\n") == 1
@@ -671,7 +661,7 @@ def test_help_on_a_section_that_there_is_not(capsys):
 
 def test_a_pager_that_is_left_is_no_failure():
     with subprocess.Popen(
-        [sys.executable, "-m", "titan_lite.config", "--help"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "titan_lite.recipe", "--help"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         process.stdout.close()
         assert process.stderr.read() == b""
