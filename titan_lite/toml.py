@@ -1,7 +1,7 @@
 """TOML files, in and out. Standard library only, as config.py.
 
-    read_toml(Path("train_configs/debug_model.toml"))["training"]["steps"]        # 100
-    in_toml(("norm", "output"))                                                   # '["norm", "output"]'
+read_toml(Path("train_configs/debug_model.toml"))["training"]["steps"]        # 100
+in_toml(("norm", "output"))                                                   # '["norm", "output"]'
 """
 
 import dataclasses
