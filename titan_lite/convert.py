@@ -34,7 +34,7 @@ from titan_lite import manifest, tensor_files
 from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import Tokenizer, load_tiktoken, load_tokenizer
 from titan_lite.data.tokenizer_json import to_json, tokenizer_config
-from titan_lite.logging import init_logging, logger
+from titan_lite.logging import init_logging, logger, show
 from titan_lite.models.hf import config_to_hf, hf_names, to_hf
 from titan_lite.weights import TOKENIZER_FILES, Step, Weights, open_weights
 
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--tokenizer")
     parser.add_argument("--max-shard-size", type=float, default=5.0)
     if not arguments or "--help" in arguments or "-h" in arguments:
-        print(__doc__)
+        show(__doc__)
         return 0 if arguments else 2
     options = parser.parse_args(arguments)
     init_logging(0, 1)

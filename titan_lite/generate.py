@@ -27,7 +27,7 @@ from torch import Tensor
 from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.distributed.context_parallel import attend_to_the_past
-from titan_lite.logging import init_logging
+from titan_lite.logging import init_logging, show
 from titan_lite.models.llama3 import Attention, Transformer, rope_tables
 from titan_lite.weights import Weights, load, open_weights
 
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--tokenizer", default="")
     if not arguments or "--help" in arguments or "-h" in arguments:
-        print(__doc__)
+        show(__doc__)
         return 0 if arguments else 2
     options = parser.parse_args(arguments)
     init_logging(0, 1, sys.stderr)  # the text alone is standard output

@@ -22,6 +22,14 @@ from typing import TextIO
 logger = logging.getLogger("titan_lite")
 
 
+def show(text: str | None) -> None:
+    """Print what was asked for. Its reader, a pager or head, may have gone: that is no failure."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def log_ranks(world_size: int) -> set[int]:
     """The ranks that print. Raises ValueError where LOG_RANK is not a list of ranks that there are."""
     text = os.environ.get("LOG_RANK", "0")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_lite.config import Config, ConfigError, gradient_accumulation_steps
+from titan_lite.logging import show
 from titan_lite.recipe import load_config
 
 SEARCHED = 12  # plans of a search, where the command line does not say
@@ -72,7 +73,7 @@ def main(arguments: list[str]) -> int:
         "--calibrate", type=Path, metavar="RUN_FOLDER", help="fit the machine's profile to what a run has measured, and write it"
     )
     try:
-        print(answer(parser.parse_args(arguments)))
+        show(answer(parser.parse_args(arguments)))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_lite.config import KEYS, SECTIONS, Config, ConfigError, Corpus, Parallelism, gradient_accumulation_steps
+from titan_lite.logging import show
 from titan_lite.toml import files_beside, in_toml, parse_value, read_toml
 
 
@@ -416,12 +417,10 @@ def _one_line(text: str) -> str:
 def print_help(arguments: Sequence[str]) -> int:
     """Exit code 2 where it was not asked for, or of a section that there is not."""
     try:
-        print(help_text(arguments), flush=True)
+        show(help_text(arguments))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # of a pager that was left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if arguments else 2
 
 
@@ -435,7 +434,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if "--print-config" in arguments:
-        print(to_toml(config, origins))
+        show(to_toml(config, origins))
     return 0
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from titan_lite import signals
 from titan_lite.config import Config, ConfigError
-from titan_lite.logging import events, init_logging
+from titan_lite.logging import events, init_logging, show
 from titan_lite.recipe import load_config, print_help, to_toml
 from titan_lite.restart import RepeatedFault, Restarts
 
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
         config, origins = load_config(arguments[0], [argument for argument in arguments[1:] if argument != "--print-config"])
         if "--print-config" in arguments:
             if os.environ.get("RANK", "0") == "0":
-                print(to_toml(config, origins))
+                show(to_toml(config, origins))
             return 0
         if config.checkpoint.explain:
             return explain(config)
@@ -40,7 +40,6 @@ def explain(config: Config) -> int:
     """Of the processes that a launcher starts, the first one speaks."""
     if os.environ.get("RANK", "0") == "0":
         from titan_lite.check import explain_resume
-        from titan_lite.logging import init_logging
 
         init_logging(0, 1)
         explain_resume(config, int(os.environ.get("WORLD_SIZE", "1")))

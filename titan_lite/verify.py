@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from titan_lite.check import check
 from titan_lite.config import ActivationCheckpoint, Checkpoint, Compile, Config, ConfigError, Parallelism
 from titan_lite.distributed.mesh import AXES, DEGREES
+from titan_lite.logging import show
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
 from titan_lite.recipe import load_config
 from titan_lite.records import read_metrics
@@ -382,7 +383,7 @@ def _enough_layers(config: Config, flavor: ModelConfig, processes: int) -> Model
 
 def main(arguments: Sequence[str]) -> int:
     if not arguments or "--help" in arguments or "-h" in arguments:
-        print(__doc__)
+        show(__doc__)
         return 0 if arguments else 2
     try:
         config, layouts, steps = _parse(list(arguments))

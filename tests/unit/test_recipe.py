@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_lite import config, recipe, toml
+from titan_lite import config, logging, recipe, toml
 from titan_lite.config import KEYS, SECTIONS, ConfigError, DataSource, gradient_accumulation_steps
 from titan_lite.recipe import HELP, help_text, load_config, main, to_toml
 
@@ -590,9 +590,12 @@ def test_all_recipes_are_here():
 
 
 def test_only_the_standard_library_is_imported():
-    nodes = [node for module in (config, recipe, toml) for node in ast.walk(ast.parse(Path(module.__file__).read_text()))]
+    nodes = [
+        node for module in (config, logging, recipe, toml) for node in ast.walk(ast.parse(Path(module.__file__).read_text()))
+    ]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)} - {"titan_lite.config", "titan_lite.toml"}
+    names |= {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
+    names -= {f"titan_lite.{name}" for name in ("config", "toml", "logging")}
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names | {"tomli"}  # tomli: before Python 3.11
 
 

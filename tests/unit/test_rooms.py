@@ -19,7 +19,7 @@ ROOMS = {
     "__init__": (),
     "config": (),
     "toml": ("titan_lite.config", "tomli"),  # the standard library has it from Python 3.11 on
-    "recipe": ("titan_lite.config", "titan_lite.toml"),
+    "recipe": ("titan_lite.config", "titan_lite.toml", "titan_lite.logging"),
     "logging": (),
     "models": ("torch",),
     "weights": (*PART, "safetensors", "titan_lite.manifest", "titan_lite.tensor_files", "titan_lite.models"),

@@ -46,7 +46,7 @@ from titan_lite.data.dataset import NoDocuments, Split, build_source, fingerprin
 from titan_lite.data.files import BadDocument
 from titan_lite.data.prepared import FORMAT, SPLITS, manifest_text, read_manifest
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from titan_lite.logging import init_logging, logger
+from titan_lite.logging import init_logging, logger, show
 from titan_lite.recipe import load_config
 
 PROGRESS = "progress.json"
@@ -306,7 +306,7 @@ def _summary(described: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     if not arguments or "--help" in arguments or "-h" in arguments:
-        print(__doc__)
+        show(__doc__)
         return 0 if arguments else 2
     parser = argparse.ArgumentParser(prog="python -m titan_lite.data.prepare", add_help=False, allow_abbrev=False)
     parser.add_argument(
