@@ -34,9 +34,9 @@ from torch.distributed.checkpoint import CheckpointException
 
 from titan_lite import manifest, tensor_files
 from titan_lite.config import Checkpoint, ConfigError
+from titan_lite.faults.watchdog import is_communication
 from titan_lite.logging import logger
 from titan_lite.manifest import Damaged
-from titan_lite.watchdog import is_communication
 
 T = TypeVar("T")
 GROUP = "checkpoint"  # what the process group of saves is called; its time limit is its own

@@ -5,7 +5,7 @@
 torchrun itself dies of SIGUSR1 and leaves its processes behind, kills a run that needs more than 30 s to save after SIGTERM,
 exits with 1 whatever happened, and starts again what has stopped on purpose. Here SIGTERM, SIGUSR1 and SIGINT go to the
 processes of this node, and nothing has a limit: who sent the signal has one. A second SIGINT kills them. Exit codes are those
-of `signals.py`, and 130 after a second SIGINT; only a run that failed with 1, or was killed, is restarted.
+of `faults/signals.py`, and 130 after a second SIGINT; only a run that failed with 1, or was killed, is restarted.
 """
 
 import logging
@@ -19,7 +19,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from titan_lite.signals import FAILED, REPEATED, STOPPED, STOPPING, WRONG_INPUT, tell
+from titan_lite.faults.signals import FAILED, REPEATED, STOPPED, STOPPING, WRONG_INPUT, tell
 
 ANSWER = 20  # seconds for another node's answer, once all processes of this node have ended
 MENDED = 600  # where they can be started again when the network is back, as long as torchrun waits for nodes

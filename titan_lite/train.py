@@ -13,11 +13,11 @@ import socket
 import sys
 from pathlib import Path
 
-from titan_lite import signals
 from titan_lite.config import Config, ConfigError
+from titan_lite.faults import signals
+from titan_lite.faults.restart import RepeatedFault, Restarts
 from titan_lite.logging import events, init_logging, show
 from titan_lite.recipe import load_config, print_help, to_toml
-from titan_lite.restart import RepeatedFault, Restarts
 
 
 def main(arguments: list[str]) -> int:

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_lite import signals
 from titan_lite.account import Account
 from titan_lite.check import check, describe_run, gathers_once
 from titan_lite.checkpoint import GROUP as CHECKPOINT_GROUP
@@ -41,6 +40,11 @@ from titan_lite.distributed.parallelize import compile_stages, parallelize
 from titan_lite.distributed.pipeline import Pipeline, PipelinePlan, keep_modules
 from titan_lite.distributed.simple_fsdp import materialize, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
+from titan_lite.faults import signals
+from titan_lite.faults.restart import Restarts
+from titan_lite.faults.spikes import SpikeGuard
+from titan_lite.faults.stragglers import Stragglers
+from titan_lite.faults.watchdog import PATIENCE, Watchdog
 from titan_lite.left_out import LeftOutDocuments
 from titan_lite.logging import events, logger
 from titan_lite.loss import IGNORE_INDEX, build_loss, own_vocabulary
@@ -52,11 +56,7 @@ from titan_lite.planner.measure import Shapes
 from titan_lite.preflight import check_first_loss, preflight
 from titan_lite.profiling import build_profiler, set_flight_recorder
 from titan_lite.recipe import to_toml
-from titan_lite.restart import Restarts
 from titan_lite.resume import compare, explain, git_revision, refuse, restarts_data
-from titan_lite.spikes import SpikeGuard
-from titan_lite.stragglers import Stragglers
-from titan_lite.watchdog import PATIENCE, Watchdog
 from titan_lite.weights import load_initial
 
 DeviceBatch = tuple[Tensor, Tensor, Tensor | None]  # input, label and, with training.mask_documents, begins (models/llama3.py)

@@ -12,7 +12,7 @@ from titan_lite.launch import exit_code
 
 WORKER = """
 import os, sys, time
-from titan_lite import signals
+from titan_lite.faults import signals
 os.write(1, b"up\\n")  # whole: torchrun's processes are unbuffered, and share it
 how, rank = sys.argv[1], int(os.environ["RANK"])
 if how == "stop":

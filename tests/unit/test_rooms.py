@@ -46,17 +46,15 @@ ROOMS = {
     "records": ("titan_lite.config", "titan_lite.toml"),
     "report": ("titan_lite.config", "titan_lite.records"),  # no torch: a page is made where a run's folder was copied to
     "profiling": PART,
-    "checkpoint": (*PART, "titan_lite.manifest", "titan_lite.tensor_files", "titan_lite.watchdog"),
+    "checkpoint": (*PART, "titan_lite.manifest", "titan_lite.tensor_files", "titan_lite.faults.watchdog"),
     "manifest": (),
     "tensor_files": ("torch", "titan_lite.manifest"),
     "resume": ("titan_lite.config", "titan_lite.lr_scheduler", "titan_lite.data.dataset.EPOCH"),
-    "signals": (),
-    "restart": ("titan_lite.logging",),
-    "launch": ("torch", "titan_lite.signals"),
-    "spikes": PART,
-    "stragglers": PART,
-    "verdict": (),
-    "watchdog": (*PART, "titan_lite.verdict"),
+    "faults/signals": (),
+    "faults/restart": ("titan_lite.logging",),
+    "launch": ("torch", "titan_lite.faults.signals"),
+    "faults/verdict": (),
+    "faults": PART,
     "console": (*PART, "titan_lite.check", "titan_lite.compiler", "titan_lite.distributed", "titan_lite.records"),
     "planner": (
         *PART,
@@ -71,7 +69,7 @@ ROOMS = {
     "account": (*PART, "titan_lite.planner", "titan_lite.compiler"),
     "check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
     "trainer": (*PART, "titan_lite"),  # the assembler
-    "train": (*PART, "titan_lite.recipe", "titan_lite.trainer", "titan_lite.check", "titan_lite.signals", "titan_lite.restart"),
+    "train": (*PART, "titan_lite.recipe", "titan_lite.trainer", "titan_lite.check", "titan_lite.faults"),
     "verify": (*PART, "titan_lite"),  # runs the trainer, and looks into it
 }
 WHOLE_CONFIG = {

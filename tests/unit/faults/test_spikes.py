@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from titan_lite import spikes
-from titan_lite.spikes import SpikeGuard
+from titan_lite.faults import spikes
+from titan_lite.faults.spikes import SpikeGuard
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from titan_lite import watchdog
 from titan_lite.config import Comm
-from titan_lite.watchdog import RESTING, Watchdog
+from titan_lite.faults import watchdog
+from titan_lite.faults.watchdog import RESTING, Watchdog
 
 GLOO = (
     "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:10673. This is typically caused by a remote "
@@ -78,7 +78,7 @@ def test_what_cannot_be_known_in_time_is_not_waited_for():
 
 def test_a_record_tells_where_the_thread_is_that_trains():
     one = Watchdog(Comm(), 0, 1)
-    assert one.record()["place"].startswith("record (titan_lite/watchdog.py:")
+    assert one.record()["place"].startswith("record (titan_lite/faults/watchdog.py:")
     try:
         raise_here()
     except ValueError as error:

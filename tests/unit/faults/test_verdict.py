@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from titan_lite.verdict import abbreviated, groups_of, place, ranks, verdict
+from titan_lite.faults.verdict import abbreviated, groups_of, place, ranks, verdict
 
 SECOND = 10**9
 
@@ -146,5 +146,5 @@ def test_a_place_is_the_innermost_function_and_the_innermost_of_the_package():
 
     abbreviated(Names())
     assert found[0].startswith("split (")
-    assert ", called by abbreviated (titan_lite/verdict.py:" in found[0]
+    assert ", called by abbreviated (titan_lite/faults/verdict.py:" in found[0]
     assert place(sys._getframe()).startswith("test_a_place_is_the_innermost")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 Record = dict[str, Any]
 Note = tuple[int, str, str]  # of a collective about to start: nanoseconds of the clock, group, parameters
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier", "send", "recv")
-PACKAGE = os.path.dirname(os.path.abspath(__file__))
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 NAMED = 4  # parameters of a bucket that are named one by one
 
 

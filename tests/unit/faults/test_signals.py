@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from titan_lite.signals import reason
+from titan_lite.faults.signals import reason
 
 SCRIPT = """
 import os, signal
-from titan_lite import signals
+from titan_lite.faults import signals
 signals.listen()
 print([signals.received()])
 for name in {names}:

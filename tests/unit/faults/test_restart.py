@@ -2,7 +2,7 @@
 
 import pytest
 
-from titan_lite.restart import RepeatedFault, Restarts
+from titan_lite.faults.restart import RepeatedFault, Restarts
 
 
 @pytest.fixture

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from titan_lite.config import Comm
+from titan_lite.faults.verdict import Note, Record, groups_of, place, standing, verdict
 from titan_lite.logging import logger
-from titan_lite.verdict import Note, Record, groups_of, place, standing, verdict
 
 GRACE = 10.0  # seconds for the records of other ranks, or the limit, where that is shorter
 PATIENCE = 3 * GRACE  # seconds that a collective gets beside the limit of its phase: the verdict comes first

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from titan_lite import stragglers
-from titan_lite.stragglers import IN_A_ROW, LEAST, LEAST_ON_GPU, PERIOD, Stragglers, find_slower, is_waiting
+from titan_lite.faults import stragglers
+from titan_lite.faults.stragglers import IN_A_ROW, LEAST, LEAST_ON_GPU, PERIOD, Stragglers, find_slower, is_waiting
 
 CPU = torch.device("cpu")
 
