@@ -24,7 +24,7 @@ from titan_lite.compiler.stage import check_backend
 from titan_lite.compiler.trial import STEPS, WAYS
 from titan_lite.config import KEYS, Config, ConfigError, Parallelism, gradient_accumulation_steps
 from titan_lite.data.dataset import check_data, fingerprint
-from titan_lite.data.prepared import check_prepared
+from titan_lite.data.prepared import SPLITS, PreparedSource, check_prepared
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.distributed.activation_checkpoint import recomputes
 from titan_lite.distributed.mesh import check_context_parallel, check_tensor_parallel, resolve_degrees
@@ -88,6 +88,8 @@ def check(config: Config, world_size: int) -> tuple[ModelConfig, Tokenizer, dict
     for _, part in config.data.mixture():
         if part.dataset == "prepared":
             check_prepared(part, tokenizer.sha256)
+            for split in SPLITS if config.validation.enable else SPLITS[:1]:
+                PreparedSource(part, split, seed=0)
     check_async_tensor_parallel(config)
     check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
     if config.profiling.enable_memory_snapshot and not torch.cuda.is_available():

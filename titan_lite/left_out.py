@@ -55,6 +55,12 @@ class LeftOutDocuments:
             )
         return {**({"bad_documents": self.bad} if skips else {}), **({"short_documents": self.short} if shortens else {})}
 
+    def list_alone(self, left_out: LeftOut) -> None:
+        """Of a rank that cannot go on, and so does not meet the others again: what it has left out is listed all the same."""
+        if self.path.exists():
+            self.known |= {(entry.get("file"), entry.get("place")) for _, entry in read_lines(self.path) if entry}
+        self._list(left_out.bad)
+
     def summary(self) -> str:
         """For the end of a run; empty where nothing was left out."""
         bad = f", {_documents(self.bad)} left out, listed in {self.path}" if self.bad else ""

@@ -281,6 +281,14 @@ def _check_combinations(config: Config, origins: dict[str, str]) -> None:
         raise ConfigError(
             f"{at(replaced[0])} stands beside data.sources, which take its place; write it into these, or remove it"
         )
+    again: dict[Corpus, int] = {}
+    for number, source in enumerate(config.data.sources, start=1):
+        first = again.setdefault(dataclasses.replace(source, weight=1.0), number)
+        if first != number:
+            raise ConfigError(
+                f"{origins['data.sources']}: [[data.sources]] {first} and {number} have the same documents, which would be read "
+                "twice; one of them with the sum of both weights would work"
+            )
     for source in config.data.sources or (config.data,):
         table = "" if source is config.data else f"{origins['data.sources']}: [[data.sources]] "
 

@@ -8,6 +8,7 @@ step failed again after a restart; 75: stopped by a signal, and saved, to be sta
 launcher of ./run_train.sh (launch.py) keeps them.
 """
 
+import atexit
 import os
 import socket
 import sys
@@ -104,5 +105,16 @@ def close_process_group() -> None:
     dist.destroy_process_group()
 
 
+def leave(ended: list[int]) -> None:
+    """With the exit code that the run has: threads of a process group whose ranks are gone may end a process by SIGABRT."""
+    if ended and process_group_is_up():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ended[0])
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    ended: list[int] = []
+    atexit.register(leave, ended)  # before torch is imported, and so after all that it wants to do at the end
+    ended.append(main(sys.argv[1:]))
+    sys.exit(ended[0])

@@ -448,7 +448,11 @@ class Trainer:
 
     def next_batch(self) -> DeviceBatch:
         started = time.perf_counter()
-        batch = next(self.loader)
+        try:
+            batch = next(self.loader)
+        except ConfigError:
+            self.left_out.list_alone(self.loader.take_left_out())
+            raise
         self.waited_for_data += time.perf_counter() - started
         return self.to_device(batch)
 

@@ -44,6 +44,9 @@ HERE = {
     "scripts/test.sh": Run("pytest 9", "--version"),
     "scripts/test.sh -m slow": Run("tests collected", "--collect-only --quiet tests/integration/test_numbers.py"),
     "./run_train.sh --training.steps 20 --optimizer.lr=1e-3": Run("done: step 4", f"{SHORT} --job.dump_folder outputs/b"),
+    "./run_train.sh --compile.enable --training.steps 5": Run(
+        "57 all_gather -> 8", f"{SHORT} --training.steps 1 --compile.backend aot_eager --job.dump_folder outputs/compiled"
+    ),
     "NGPU=4 ./run_train.sh": Run("layout: 4 ranks", f"{SHORT} --training.steps 1 --job.dump_folder outputs/four"),
     "CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh": Run("done: step 1", f"{SMALL} --job.dump_folder outputs/shrunk"),
     "./run_train.sh --print-config": Run("steps = 100  # train_configs/debug_model.toml", quick=True),

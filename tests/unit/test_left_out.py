@@ -55,3 +55,9 @@ def test_what_is_left_out_is_counted_over_ranks_and_listed_once(tmp_path, others
 def test_where_nothing_may_be_left_out_ranks_need_not_talk(tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     assert LeftOutDocuments(Data(), tmp_path, dp_rank=0).gather([LeftOut()]) == {}
+
+
+def test_a_rank_that_cannot_go_on_lists_alone_what_is_not_listed_yet(tmp_path, others):
+    LeftOutDocuments(SKIP, tmp_path, dp_rank=0).gather([LeftOut([bad(3)])])
+    LeftOutDocuments(SKIP, tmp_path, dp_rank=1).list_alone(LeftOut([bad(3), bad(9)]))
+    assert [json.loads(line) for line in (tmp_path / "bad_documents.jsonl").read_text().splitlines()] == [bad(3), bad(9)]

@@ -396,7 +396,14 @@ MISTAKES = [
         TOKENIZER + "[[data.sources]]\n[[data.sources]]\nweigth = 2",
         ("weigth = 2 in [[data.sources]], table 2",),
         "did you mean weight?",
+        TOKENIZER + '[[data.sources]]\n[[data.sources]]\nweight = 2\ndataset = "c4"',
+    ),
+    Mistake(
+        "a source twice",
         TOKENIZER + "[[data.sources]]\n[[data.sources]]\nweight = 2",
+        ("[[data.sources]] 1 and 2 have the same documents",),
+        "sum of both weights",
+        TOKENIZER + "[[data.sources]]\nweight = 3",
     ),
     Mistake(
         "no weight",

@@ -193,7 +193,10 @@ def check_data(data: Data) -> None:
         if part.dataset == "stdlib":
             _stdlib_text(StdlibSource(part, "train", seed=0).names[0])
         elif part.dataset == "local":
-            for piece in {piece.format: piece for piece in reversed(local_pieces(part))}.values():
+            pieces = local_pieces(part)
+            if not any(True for piece in pieces for _ in itertools.islice(read_piece(piece, part), 1)):
+                raise ConfigError(f'data.path = "{part.path}" has no document in it; files with some would work')
+            for piece in {piece.format: piece for piece in reversed(pieces)}.values():
                 for place, raw in itertools.islice(read_piece(piece, part), 1):
                     try:
                         text_of(raw, piece, place, part)
@@ -249,9 +252,11 @@ class NoDocuments(ConfigError):
 
 def _empty(data: Data, split: Split) -> NoDocuments:
     where = f' at data.path = "{data.path}"' if data.path else ""
+    other = 0.5 if split == "validation" else 0.05
+    instead = f" or validation_fraction = {other}" if (data.validation_fraction < other) == (split == "validation") else ""
     return NoDocuments(
         f'data.dataset = "{data.dataset}"{where} has no {split} document with data.validation_fraction = '
-        f"{data.validation_fraction}; more documents or validation_fraction = {0.5 if split == 'validation' else 0.05} would work"
+        f"{data.validation_fraction}; more documents{instead} would work"
     )
 
 

@@ -37,7 +37,8 @@ _WORKS = (
 )
 
 
-BROKEN = (OSError, EOFError, ValueError, NotImplementedError, zlib.error)  # what reading raises; pyarrow's errors are of these
+# what reading raises; pyarrow's errors are of these
+BROKEN = (OSError, EOFError, ValueError, NotImplementedError, RecursionError, zlib.error)
 
 
 class BadDocument(ValueError):
@@ -76,7 +77,7 @@ def local_files(data: Data) -> list[tuple[str, str, int]]:
     wrong, path = f'data.path = "{data.path}"', os.path.abspath(data.path)
     if os.path.isdir(path):
         root = path
-        found = sorted(os.path.join(folder, file) for folder, _, files in os.walk(path) for file in files)
+        found = sorted(_files_within(path))
         files = [file for file in found if _format(file)[0] and os.path.isfile(file)]
         if len(files) < len(found):
             logger.info("%s: %d files of other formats are left out", wrong, len(found) - len(files))
@@ -92,6 +93,18 @@ def local_files(data: Data) -> list[tuple[str, str, int]]:
         root = os.path.commonpath([os.path.dirname(file) for file in files])
     begin = len(os.path.join(root, ""))
     return [(file, file[begin:].replace(os.sep, "/"), os.path.getsize(file)) for file in files]
+
+
+def _files_within(root: str) -> Iterator[str]:
+    """Also of folders that are linked, once each."""
+    seen = set()
+    for folder, subfolders, files in os.walk(root, followlinks=True):
+        subfolders.sort()
+        if (real := os.path.realpath(folder)) in seen:
+            subfolders.clear()
+            continue
+        seen.add(real)
+        yield from (os.path.join(folder, file) for file in files)
 
 
 def local_pieces(data: Data) -> list[Piece]:
@@ -269,6 +282,8 @@ def _json(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
     """One array of objects, or lines as in jsonl, which goes by this name as well."""
     with _open(piece.file) as file:
         begin = file.read(1)
+        if begin == b"\xef" and file.read(2) == b"\xbb\xbf":  # UTF-8's byte order mark
+            begin = file.read(1)
         while begin.isspace():
             begin = file.read(1)
         if begin == b"[":
@@ -280,9 +295,10 @@ def _json(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
 def _csv(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
     csv.field_size_limit(data.max_document_mib * 2**20)
     with _open(piece.file) as file:
-        rows = csv.reader(io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline=""))
+        # strict: or a quote that is never closed makes one document of all that follows
+        rows = csv.reader(io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline=""), strict=True)
         header = next(rows, None)
-        if header is not None and data.text_field not in header:
+        if header is not None and header.count(data.text_field) != 1:
             yield 1, Unreadable(_no_column(data, header))
             return
         while header is not None:
@@ -319,7 +335,7 @@ def _parquet(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
 
     with parquet.ParquetFile(piece.file) as file:
         names = file.schema_arrow.names
-        if data.text_field not in names:
+        if names.count(data.text_field) != 1:
             yield piece.first, Unreadable(_no_column(data, names))
             return
         batches = file.iter_batches(batch_size=1024, row_groups=[piece.start], columns=[data.text_field])
@@ -336,7 +352,7 @@ def _arrow(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
         else:
             file.seek(0)
             batches = reader = pyarrow.ipc.open_stream(file)
-        if data.text_field not in reader.schema.names:
+        if reader.schema.names.count(data.text_field) != 1:
             yield 0, Unreadable(_no_column(data, reader.schema.names))
             return
         yield from _rows(batches, piece, data)
@@ -349,6 +365,9 @@ def _rows(batches: Any, piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
     row = piece.first
     for batch in batches:
         column = batch.column(data.text_field)
+        if as_bytes := {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}.get(column.type):
+            column = column.view(as_bytes)
+            column.validate(full=True)  # offsets of a damaged file would be read out of bounds
         try:
             values = column.cast(pyarrow.large_binary()).to_pylist()
         except pyarrow.ArrowNotImplementedError:
@@ -359,4 +378,5 @@ def _rows(batches: Any, piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
 
 
 def _no_column(data: Data, names: Any) -> str:
-    return f'data.text_field = "{data.text_field}" is no column of it; its columns: {", ".join(names) or "none"}'
+    what = "several columns" if data.text_field in names else "no column"
+    return f'data.text_field = "{data.text_field}" is {what} of it; its columns: {", ".join(names) or "none"}'

@@ -69,6 +69,14 @@ class _Windows:
         return np.frombuffer(self.tokens, dtype=np.int32).reshape(len(self.rows), -1)
 
 
+@dataclass
+class _Failed:
+    """In place of windows, and the last that comes."""
+
+    error: ConfigError
+    left_out: LeftOut
+
+
 class _PackedRows(IterableDataset):
     """The windows of one rank's rows without end; of several loader processes each has every n-th row."""
 
@@ -81,12 +89,13 @@ class _PackedRows(IterableDataset):
         self.places: dict[int, list[Place]] = {}  # by row
         self.given: dict[int, int] = {}  # windows, by row
 
-    def __iter__(self) -> Iterator[_Windows | ConfigError]:
+    def __iter__(self) -> Iterator[_Windows | _Failed]:
         worker = get_worker_info()
         own = sorted(self.places)[worker.id :: worker.num_workers] if worker else sorted(self.places)
         self.own = set(own)
         self.places, self.given = dict(self.places), dict(self.given)  # iterated again it begins again
         self.left_out, self.known_bad = LeftOut(), set[tuple[str, str]]()
+        self.last_bad: BadDocument | None = None
         self.documents: dict[int, Iterator[tuple[int, Any]]] = {}  # by source
         # by source and row: what was read while looking for another row's, and the tokens of the document that it is in
         self.pending: dict[Any, deque[tuple[int, Any]]] = defaultdict(deque)
@@ -105,7 +114,8 @@ class _PackedRows(IterableDataset):
                 yield _Windows(turn, sources, tokens.tobytes(), places, self.left_out)
                 self.left_out = LeftOut()
         except ConfigError as error:
-            yield error  # across the process border as itself; raised, it would arrive wrapped in the worker's traceback
+            # across the process border as itself; raised, it would arrive wrapped in the worker's traceback
+            yield _Failed(error, self.left_out)
 
     def _source_of(self, row: int) -> int:
         """The source of a row's next window: of the run's first n each has its share, but for five at most (of a million)."""
@@ -156,9 +166,12 @@ class _PackedRows(IterableDataset):
             self.useless[source] = first, count + 1
             epoch = self.sources[source].epoch
             if count >= USELESS and epoch(ordinal) >= epoch(first) + 2:
+                few = self.data.min_document_tokens
                 raise ConfigError(
-                    f"data.min_document_tokens = {self.data.min_document_tokens}: {count} documents in a row, of two epochs, "
-                    f"are shorter or bad (in source {source + 1}); less, or other documents, would work"
+                    f"source {source + 1}: {count} documents in a row, of two epochs, are bad"
+                    + (f" or shorter than data.min_document_tokens = {few}" if few else "")
+                    + (f", such as {self.last_bad}" if self.last_bad else "")
+                    + (f"; {'less, or ' if few else ''}other documents would work")
                 )
 
     def _documents(self, source: int) -> Iterator[tuple[int, Any]]:
@@ -183,6 +196,7 @@ class _PackedRows(IterableDataset):
             raise refusal(document)
         self.left_out.bad.append({"file": document.file, "place": document.place, "reason": document.reason})
         self.known_bad.add((document.file, document.place))
+        self.last_bad = document
         if len(self.known_bad) > self.data.max_bad_documents:
             raise ConfigError(
                 f"data.max_bad_documents = {self.data.max_bad_documents}: there are more, the last one {document}; "
@@ -301,13 +315,13 @@ class Loader:
                     )
                 )
         item = next(self._iterator)
-        if isinstance(item, ConfigError):
-            self._start(self._given, self._places)  # without its processes
-            raise item
-        for row, source, window, place in zip(item.rows, item.sources, item.windows(), item.places, strict=True):
-            self._ready[row].append((window, source, place))
         self.left_out.bad += item.left_out.bad
         self.left_out.short += item.left_out.short
+        if isinstance(item, _Failed):
+            self._start(self._given, self._places)  # without its processes
+            raise item.error
+        for row, source, window, place in zip(item.rows, item.sources, item.windows(), item.places, strict=True):
+            self._ready[row].append((window, source, place))
 
     def take_left_out(self) -> LeftOut:
         """What has been skipped since this was last called; what was read ahead counts."""

@@ -52,6 +52,7 @@ from titan_lite.recipe import load_config
 PROGRESS = "progress.json"
 # keys of [data] that change nothing here; training leaves out what is too short
 _NO_MATTER = {"path", "sources", "shuffle", "shuffle_buffer", "min_document_tokens", "num_workers", "prefetch"}
+_MAY_CHANGE = {"on_bad_document", "max_bad_documents"}  # between a start and the next one: what is whole stays whole
 _BATCH = 1 << 18  # characters that are encoded together, about a tenth of a second
 
 
@@ -111,26 +112,40 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _begun(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """What is whole in the folder, which has nothing else then."""
+    """What is whole in the folder, which has no other shards then. Raises ConfigError: it is not ours, or of other documents."""
     path = folder / PROGRESS
     if path.exists():
-        progress = json.loads(path.read_text(encoding="utf-8"))
-        before, now = progress["about"], json.loads(json.dumps(about))
+        try:
+            progress = json.loads(path.read_text(encoding="utf-8"))
+            before, now = _flat(progress["about"]), _flat(json.loads(json.dumps(about)))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ConfigError(f"{path} is none that this command wrote; where {folder} is removed it begins anew") from None
         if other := [key for key in now if before.get(key) != now[key]]:
             changed = ", ".join(f"{key} ({_short(now[key])}, was {_short(before.get(key))})" for key in other)
             raise ConfigError(
                 f"{folder} was begun with other {changed}; with the same it goes on, and where it is removed it begins anew"
             )
+        progress["about"] = about
         logger.info(f"{folder} has {len(progress['files']) // 2} whole shards: going on after them")
+    elif any(file.name != f"{PROGRESS}.new" for file in folder.iterdir()):
+        raise ConfigError(f"{folder} is there, and not of this command; move it, or name another folder to write")
     else:
         progress = {"about": about, "splits": {split: [] for split in SPLITS}, "bad": [], "files": {}}
         progress |= {"left": list(SPLITS), "next": 0}  # to write, from which ordinal on
         if not about["data"]["validation_fraction"] and about["data"]["dataset"] != "c4":
             progress["left"].remove("validation")
-    for file in folder.iterdir():
-        if file.name != PROGRESS and file.name not in progress["files"]:
-            file.unlink()
+        _write_progress(folder, progress)  # by which the folder is known as ours
+    for suffix in ("tokens", "documents"):
+        for file in folder.glob(f"*.{suffix}"):
+            if file.name not in progress["files"]:
+                file.unlink()
     return progress
+
+
+def _flat(about: dict[str, Any]) -> dict[str, Any]:
+    """What must be the same when the command is given again; keys of [data] by their names."""
+    data = {f"data.{key}": value for key, value in about["data"].items() if key not in _MAY_CHANGE}
+    return {**{key: value for key, value in about.items() if key != "data"}, **data}
 
 
 def _short(value: Any) -> str:
@@ -172,10 +187,10 @@ def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, p
             if shard is not None and shard.tokens >= about["shard_tokens"]:
                 keep(batch.next_ordinal)
                 shard = None
+    if shard is None and not shards and split == "train":
+        raise ConfigError(f'data.path = "{data.path}" has no document that could be read; other documents would work')
     progress["left"].remove(split)
     keep(0)
-    if not shards and split == "train":
-        raise ConfigError(f'data.path = "{data.path}" has no document that could be read; other documents would work')
 
 
 def _write_progress(folder: Path, progress: dict[str, Any]) -> None:
@@ -317,6 +332,8 @@ def main(arguments: Sequence[str]) -> int:
     init_logging(0, 1)
     try:
         options, others = parser.parse_known_args(arguments)
+        if options.verify and others:
+            raise ConfigError(f"--verify {options.verify}: expected nothing else, found {' '.join(others)}")
         if options.verify:
             print(f"{options.verify}: every byte is as written; {_summary(read_manifest(options.verify, every_byte=True))}")
             return 0

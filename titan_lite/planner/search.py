@@ -117,7 +117,8 @@ def guess(layout: Layout, machine: Machine) -> Guess:
     table, block = model.vocab_size * model.dim / tp, _numbers_of_block(model) / tp
     mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
     by_operator = mode == "selective" and option in ("op", "op/2")
-    again = {"none": 0.0, "full": 1.0}.get(mode, 0.0 if by_operator else 1 / int(option))  # share of blocks that run twice
+    # the share of blocks that run twice
+    again = 1.0 if mode == "full" else 1 / int(option) if mode == "selective" and not by_operator else 0.0
     # Inputs of products, which selective checkpointing computes again: two norms' results and the feed-forward's.
     inputs = 0.0 if by_operator else 2 * model.dim + model.hidden_dim
     of_block = _kept_of_block(model) * (0.5 if by_operator and option == "op/2" else 1.0)

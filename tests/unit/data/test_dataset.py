@@ -146,6 +146,17 @@ def test_strange_names_and_empty_files(tmp_path):
         assert texts_of(build_source(local(path), split="train", seed=0), 0, 2) == ["x", "x"]
 
 
+def test_folders_that_are_linked_are_read_once(tmp_path):
+    for folder in ("elsewhere", "corpus"):
+        (tmp_path / folder).mkdir()
+    write_jsonl(tmp_path / "elsewhere/a.jsonl", ["x"])
+    write_jsonl(tmp_path / "corpus/b.jsonl", ["y"])
+    for name in ("one", "two"):
+        (tmp_path / "corpus" / name).symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "corpus/round").symlink_to(tmp_path / "corpus")
+    assert [name for _, name, _ in files.local_files(local(tmp_path / "corpus"))] == ["b.jsonl", "one/a.jsonl"]
+
+
 def test_other_formats_in_a_folder_are_left_out_and_said(corpus, caplog):
     (corpus / "README.md").write_text("no document")
     with caplog.at_level(logging.INFO, logger="titan_lite"):
@@ -219,6 +230,7 @@ def test_an_empty_split_is_an_error_and_no_hang(tmp_path, split, fraction):
         ("a.parquet", "PAR1", ["a.parquet, row 0: cannot be read"]),
         ("a.txt", b"\xff\xfe\xff", ["a.txt, whole: not UTF-8 (byte 0"]),
         ("a.txt", b"", ["a.txt, whole: empty"]),
+        ("a.jsonl", "\n", ["a.jsonl", "has no document in it"]),
     ],
 )
 def test_wrong_local_data_is_found_before_anything_starts(tmp_path, path, content, parts):
@@ -230,7 +242,7 @@ def test_wrong_local_data_is_found_before_anything_starts(tmp_path, path, conten
         check_data(local(tmp_path / path))
     for part in parts:
         assert part in str(error.value)
-    if content is not None and "unknown format" not in parts[-1]:
+    if content is not None and "unknown format" not in parts[-1] and content != "\n":
         assert 'data.on_bad_document = "skip" would work' in str(error.value) or path == "a.xml"
         if path != "a.xml":
             check_data(local(tmp_path / path, on_bad_document="skip"))

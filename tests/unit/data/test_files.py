@@ -96,6 +96,12 @@ def test_lines_of_json_go_by_the_name_of_json_as_well(tmp_path):
     assert documents(local(tmp_path)) == [*TEXTS, "after a byte order mark"]
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    for name, content in (("a.json", as_json(GOOD)), ("b.jsonl", as_jsonl(GOOD)), ("c.csv", b"text\ngood one\ngood two\n")):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+    assert documents(local(tmp_path)) == GOOD * 3
+
+
 @pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string(), pyarrow.binary()], ids=str)
 def test_kinds_of_columns(tmp_path, kind):
     (tmp_path / "a.parquet").write_bytes(as_parquet([text.encode() for text in TEXTS], kind))
@@ -114,6 +120,7 @@ def test_a_parquet_file_is_read_by_row_groups(tmp_path):
 
 GOOD = ["good one", "good two"]
 LARGE = "x" * (2**20 + 1)
+OFFSETS = b"\x08\0\0\0\x10\0\0\0"  # where the texts of GOOD end, in Arrow
 
 
 def lines(*more):
@@ -137,6 +144,7 @@ CASES = [  # what is wrong; file; its bytes; where, and what is said; how many o
     ("a file cut short", "a.json", as_json(GOOD)[:-5], "line 1", "cannot be read from here on (JSONDecodeError", 0),
     ("no gzip", "a.jsonl.gz", lines(), "line 1", "cannot be read from here on (BadGzipFile", 0),
     ("no zstd", "a.jsonl.zst", lines(), "line 1", "cannot be read from here on (OSError: ZSTD", 0),
+    ("deep array", "a.json", b"[" * 100_000, "line 1", "cannot be read from here on (RecursionError", 0),
     ("null", "a.json", as_json([GOOD[0], None, GOOD[1]]), "line 2", "null", 2),
     ("no object", "a.json", b'[{"text": "good one"}, 3, {"text": "good two"}]', "line 2", "a int in it, not text", 2),
     ("bad UTF-8", "a.csv", b"text\ngood one\n\xff\ngood two\n", "line 3", "not UTF-8 (character 0", 2),
@@ -144,6 +152,8 @@ CASES = [  # what is wrong; file; its bytes; where, and what is said; how many o
     ("missing", "a.csv", b"id,text\n1,good one\n2\n3,good two\n", "line 3", '"text" is not a field of it', 2),
     ("no column", "a.csv", b"id,body\n1,good one\n", "line 1", '"text" is no column of it; its columns: id, body', 0),
     ("large", "a.csv", f"text\ngood one\n{LARGE}\ngood two\n".encode(), "line 3", "field larger than field limit", 2),
+    ("two columns", "a.csv", b"text,text\ngood one,x\n", "line 1", '"text" is several columns of it', 0),
+    ("open quote", "a.csv", b'text\ngood one\ngood two\n"no end\nof it\n', "line 4", "unexpected end of data", 2),
     ("bad UTF-8", "a.txt", b"fine \xc3(", "whole", "not UTF-8 (byte 5", 0),
     ("empty", "a.txt", b"", "whole", "empty", 0),
     ("large", "a.json", as_json([*GOOD, LARGE]), "line 3", "1.0 MiB, more than data.max_document_mib = 1", 2),
@@ -157,6 +167,7 @@ CASES = [  # what is wrong; file; its bytes; where, and what is said; how many o
     ("numbers", "a.parquet", as_parquet([1, 2], pyarrow.int64()), "row 0", '"text" is a column of int64, not of text', 0),
     ("null", "a.arrow", as_arrow([GOOD[0], None, GOOD[1]]), "row 1", "null", 2),
     ("cut short", "a.arrow", as_arrow([*GOOD, "x"], pyarrow.ipc.new_stream)[:-60], "row 2", "cannot be read from here on", 2),
+    ("offsets", "a.arrow", as_arrow(GOOD).replace(OFFSETS, b"\xff" * 4 + b"\0" * 4), "row 0", "cannot be read", 0),
     ("no arrow", "a.arrow", b"something", "row 0", "cannot be read from here on", 0),
 ]  # fmt: skip
 

@@ -215,6 +215,9 @@ def test_the_command_prepares_says_what_and_verifies(corpus, tmp_path, capsys):
         ([RECIPE, "--workers", "1"], "expected RECIPE FOLDER first"),
         ([RECIPE, "HERE"], "is there, and nothing is overwritten"),
         ([RECIPE, "new", "--workers", "-1"], "--workers -1: expected 0 or more"),
+        ([RECIPE, "precious", "--workers", "0"], "unfinished-precious is there, and not of this command"),
+        ([RECIPE, "foreign", "--workers", "0"], "unfinished-foreign/progress.json is none that this command wrote"),
+        (["--verify", "HERE", RECIPE], "expected nothing else"),
         ([RECIPE, "new", "--shard-tokens", "0"], "--shard-tokens 0: expected 1 or more"),
         ([RECIPE, "new", "--data.path=x"], "is only read with data.dataset"),
         ([RECIPE, "new", "--data.dataset=prepared", "--data.path=HERE"], "is prepared already"),
@@ -225,20 +228,30 @@ def test_the_command_prepares_says_what_and_verifies(corpus, tmp_path, capsys):
 )
 def test_what_is_wrong_is_one_line(folder, tmp_path, options, words, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    for name, file in (("precious", "notes.txt"), ("foreign", "progress.json")):
+        (tmp_path / f"unfinished-{name}").mkdir()
+        (tmp_path / f"unfinished-{name}" / file).write_text("{}")
     assert command.main([option.replace("HERE", str(folder)) for option in options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert words in line
+    assert (tmp_path / "unfinished-precious/notes.txt").exists()
 
 
 def test_a_corpus_with_nothing_to_train_on_is_an_error(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    (tmp_path / "bad.jsonl").write_text("bad\n")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"has no (document that could be read|train document)"):
+            prepare(local(tmp_path / "bad.jsonl", on_bad_document="skip"), TOKENIZER, tmp_path / "p", workers=0)
     with pytest.raises(ConfigError, match="has no train document"):
-        prepare(local(tmp_path / "a.jsonl", validation_fraction=0.999999), TOKENIZER, tmp_path / "p", workers=0)
+        prepare(local(tmp_path / "a.jsonl", validation_fraction=0.999999), TOKENIZER, tmp_path / "s", workers=0)
     prepare(local(tmp_path / "a.jsonl", validation_fraction=0.1), TOKENIZER, tmp_path / "q", workers=0)
     assert read(PreparedSource(prepared(tmp_path / "q"), "train", 0), 0, 1) == [(0, TOKENIZER.encode("x", bos=True, eos=True))]
+    more = ["--data.dataset=prepared", f"--data.path={tmp_path}/q", f"--job.dump_folder={tmp_path}"]
     with pytest.raises(ConfigError, match=r"has no validation document; prepared with another .*\(it was 0.1\)"):
-        PreparedSource(prepared(tmp_path / "q"), "validation", 0)
+        check(load_config(RECIPE, more)[0], world_size=1)
+    check(load_config(RECIPE, [*more, "--no-validation.enable"])[0], world_size=1)
 
 
 def test_bad_documents_are_an_error_or_skipped_and_listed(tmp_path):
@@ -250,7 +263,9 @@ def test_bad_documents_are_an_error_or_skipped_and_listed(tmp_path):
     skip = local(tmp_path / "a.jsonl", on_bad_document="skip")
     with pytest.raises(ConfigError, match=r"data.max_bad_documents = 2: there are more, the last one .*a.jsonl, line"):
         prepare(dataclasses.replace(skip, max_bad_documents=2), TOKENIZER, tmp_path / "q", workers=0, shard_tokens=99)
-    described = prepare(skip, TOKENIZER, tmp_path / "r", workers=0, shard_tokens=99)
+    # what was advised goes on from there
+    described = prepare(skip, TOKENIZER, tmp_path / "q", workers=0, shard_tokens=99)
+    assert described["files"] == prepare(skip, TOKENIZER, tmp_path / "r", workers=0, shard_tokens=99)["files"]
     assert {(bad["file"], bad["place"]) for bad in described["bad"]} == {
         (str(tmp_path / "a.jsonl"), f"line {n}") for n in (8, 21, 34)
     }
