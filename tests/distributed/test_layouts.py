@@ -95,8 +95,9 @@ def test_a_twin_has_documents_to_mask():
     assert (masked - whole).norm() > 0.05 * whole.norm()
 
 
-@pytest.mark.parametrize("layout", ["dp_shard=2,pp=2", pytest.param("dp_shard=2,cp=2,tp=2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", [ZBV, pytest.param(EVERY_TIME, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp_shard=2,pp=2", "dp_shard=2,cp=2,tp=2"])
+@pytest.mark.parametrize("options", [ZBV, EVERY_TIME])
 def test_bfloat16_weights_with_float32_reduction_are_near(layout, options):
     result = trained(twin_of(layout, options if "pp" in layout else EVERY_TIME, mixed_precision_param="bfloat16"))
     assert 1e-4 < result.gradient < 5e-2, result

@@ -31,7 +31,7 @@ TIED = ModelConfig(**{**vars(UNTIED), "tied_embeddings": True})
 F32 = torch.float32
 LAYOUTS = {"FSDP-2": (1, 2), "FSDP-4": (1, 4), "HSDP-2x2": (2, 2), "DDP-2": (2, 1)}
 SLOW = pytest.mark.slow
-PARAMS = [pytest.param(layout, marks=SLOW if layout in ("FSDP-4", "DDP-2") else ()) for layout in LAYOUTS]
+PARAMS = [pytest.param(layout, marks=SLOW if layout != "FSDP-2" else ()) for layout in LAYOUTS]
 
 
 def build_fsdp2(config, mesh, param=torch.float32):
@@ -138,7 +138,7 @@ def accumulate(param, compiled):
     return found
 
 
-@pytest.mark.parametrize("param", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("param", [torch.float32, pytest.param(torch.bfloat16, marks=SLOW)])
 @pytest.mark.parametrize("compiled", [None, pytest.param("aot_eager", marks=SLOW)])
 def test_accumulated_gradients_do_not_depend_on_how_often_is_communicated(param, compiled):
     for found in run_ranks(2, accumulate, param, compiled):
@@ -217,7 +217,7 @@ def uneven():
                 torch.testing.assert_close(sharded.grad.full_tensor(), parameter.grad)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=SLOW)])
 def test_rows_that_the_world_does_not_divide(world_size):
     run_ranks(world_size, uneven)
 

@@ -65,10 +65,12 @@ def train_shrunk(config: Config) -> tuple[int, list[float]]:
 
 @pytest.mark.parametrize(
     "recipe",
-    # 1B and 3B differ from 8B in size alone, when they have the debug flavor; 405B has all that 70B has
+    # 405B has all that the others have, when they have the debug flavor
     [
         pytest.param(
-            r, marks=pytest.mark.slow if r.stem in ("llama3_1b", "llama3_3b", "llama3_70b", "llama3_8b_128k") else (), id=r.stem
+            r,
+            marks=pytest.mark.slow if r.stem in ("llama3_1b", "llama3_3b", "llama3_8b", "llama3_70b", "llama3_8b_128k") else (),
+            id=r.stem,
         )
         for r in RECIPES
     ],

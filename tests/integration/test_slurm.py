@@ -184,6 +184,7 @@ def alone(cluster, tmp_path_factory):
     return job
 
 
+@pytest.mark.slow
 def test_two_nodes_train_to_the_end_and_a_signal_requeues_the_job_which_goes_on_exactly(alone, cluster, tmp_path):
     assert "on n0 n1; rendezvous at 127.0.0.1:" in alone.output
     logs = sorted((alone.folder / "logs").iterdir())

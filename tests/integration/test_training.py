@@ -123,7 +123,9 @@ LAYOUTS = {  # of other kinds: tests/distributed/test_layouts.py
 }
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.slow if name == "4 ranks" else ()) for name in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow if name.startswith(("4", "2 ranks, comm")) else ()) for name in LAYOUTS]
+)
 def test_every_layout_has_the_same_loss_curve(layout, uninterrupted, tmp_path):
     ranks, options = LAYOUTS[layout]
     expected = {step: values for step, values in uninterrupted[1].items() if step <= 6}
@@ -133,6 +135,7 @@ def test_every_layout_has_the_same_loss_curve(layout, uninterrupted, tmp_path):
 COMPONENTS = ["--compile.enable", "--compile.backend", "aot_eager", "--compile.components"]
 
 
+@pytest.mark.slow
 def test_model_and_loss_compiled_are_bitwise_the_eager_ones_and_the_optimizer_but_for_rounding(uninterrupted, tmp_path):
     options = [*SMALL, "--training.steps", "3"]
     expected = {step: values for step, values in uninterrupted[1].items() if step <= 3}
