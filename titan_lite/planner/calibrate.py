@@ -24,7 +24,7 @@ from titan_lite.planner.trace import Layout, finish_trace, kind_of_stage, layers
 from titan_lite.recipe import load_config
 
 PROFILE = "hardware.toml"  # in the run's folder: what is made of it
-PACES = (0.4, 0.6, 0.8, 1.0, 1.25, 1.6, 2.0)  # at which computation is tried
+PACES = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.6, 2.0, 4.0, 10.0)  # at which computation is tried
 
 
 def calibrate_run(folder: Path, lay_out: Callable[[Config, int], Layout], profile: Machine | None = None) -> list[str]:
@@ -86,11 +86,11 @@ def paced(machine: Machine, pace: float) -> Machine:
 
 
 def pace_of(measured: float, seconds: Sequence[float]) -> float:
-    """At which a step would take as long as measured, on the lines between `seconds` at PACES; the first or the last of these
-    where no pace does."""
+    """At which a step would take as long as measured: what computes takes longer as 1 / pace, so it is on the lines between
+    `seconds` over that; the first or the last of PACES where no pace does."""
     for (slow, low), (fast, high) in itertools.pairwise(zip(seconds, PACES, strict=True)):
         if fast <= measured <= slow and slow > fast:
-            return low + (high - low) * (slow - measured) / (slow - fast)
+            return 1 / (1 / low + (1 / high - 1 / low) * (slow - measured) / (slow - fast))
     return PACES[0] if measured > seconds[0] else PACES[-1]
 
 
