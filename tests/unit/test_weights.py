@@ -19,9 +19,11 @@ from titan_lite import convert, manifest
 from titan_lite.config import ConfigError
 from titan_lite.convert import write_hf, write_step
 from titan_lite.logging import logger
+from titan_lite.models.hf import config_to_hf
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling, Transformer
 from titan_lite.weights import HuggingFace, Meta, Step, check_fit, config_from_meta, load, load_initial, open_weights, shapes
 
+TOKENIZER = Path(__file__).parents[2] / "assets/tokenizer/debug.model"
 TINY = ModelConfig(dim=48, n_layers=2, n_heads=6, n_kv_heads=2, hidden_dim=64, vocab_size=320, max_seq_len=8192)
 TIED = dataclasses.replace(TINY, tied_embeddings=True, rope_scaling=RopeScaling(factor=8.0), max_seq_len=131_072)
 PARAMS = {"dim": 48, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "vocab_size": 320, "multiple_of": 32}
@@ -278,6 +280,27 @@ def first(copy, pattern):
         (lambda copy: (copy / "config.json").write_text("{"), "config.json is no JSON"),
         (lambda copy: (copy / "config.json").write_text("[]"), "config.json is no JSON object"),
         (lambda copy: (copy / "config.json").write_text('{"model_type": "gpt2"}'), "config.json: hidden_size = None.*gpt2"),
+        *(
+            (
+                lambda copy, change=change: (copy / "config.json").write_text(
+                    json.dumps(config_to_hf(TIED, torch.bfloat16) | change)
+                ),
+                f"config.json: {words}$",
+            )
+            for change, words in (
+                ({"rope_theta": None}, "rope_theta = None, where a number above 0 is what works"),
+                ({"rope_theta": "1e4"}, "rope_theta = '1e4', where a number above 0 is what works"),
+                ({"rope_scaling": "llama3"}, "rope_scaling = 'llama3', where an object or null is what works"),
+                ({"rope_parameters": [8]}, r"rope_parameters = \[8\], where an object or null is what works"),
+                (
+                    {"rope_scaling": config_to_hf(TIED, torch.bfloat16)["rope_scaling"] | {"factor": "8"}},
+                    "rope_scaling: factor = '8', where a number above 0 is what works",
+                ),
+                ({"rms_norm_eps": None}, "rms_norm_eps = None, where a number above 0 is what works"),
+                ({"max_position_embeddings": None}, "max_position_embeddings = None, which is no size"),
+                ({"vocab_size": True}, "vocab_size = True, which is no size"),
+            )
+        ),
         (
             lambda copy: (copy / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}'),
             "lists no files of this folder",
@@ -359,7 +382,38 @@ def change_part(path, change):
             lambda copy: change_part(copy / "consolidated.00.pth", lambda part: part.update({"norm.weight": torch.zeros(5)})),
             r"consolidated.00.pth: norm.weight is \[5\], where \[48\] is expected",
         ),
-        (lambda copy: (copy / "consolidated.01.pth").unlink(), "things do not fit.*tok_embeddings.weight is "),
+        (
+            lambda copy: (copy / "consolidated.01.pth").unlink(),
+            r"consolidated.\*.pth: 1 found, and 2 would make a whole, as .*; a file may be missing$",
+        ),
+        (
+            lambda copy: (copy / "consolidated.01.pth").rename(copy / "consolidated.02.pth"),
+            "consolidated.01.pth is missing, and consolidated.02.pth is there$",
+        ),
+        (
+            lambda copy: change_part(copy / "consolidated.01.pth", lambda part: part.update(a=torch.ones(4).char())),
+            "consolidated.01.pth: a is of dtype torch.int8$",
+        ),
+        *(
+            (
+                lambda copy, change=change: (copy / "params.json").write_text(json.dumps(PARAMS | change)),
+                f"params.json does not describe a Llama 3: {words} above 0 is what works$",
+            )
+            for change, words in (
+                ({"vocab_size": -1}, "vocab_size = -1, where a whole number"),
+                ({"n_heads": 0}, "n_heads = 0, where a whole number"),
+                ({"n_layers": 2.0}, r"n_layers = 2\.0, where a whole number"),
+                ({"multiple_of": 0}, "multiple_of = 0, where a whole number"),
+                ({"n_kv_heads": "2"}, "n_kv_heads = '2', where a whole number"),
+                ({"rope_scaling_factor": "abc"}, "rope_scaling_factor = 'abc', where a number"),
+                ({"norm_eps": None}, "norm_eps = None, where a number"),
+                ({"rope_theta": float("nan")}, "rope_theta = nan, where a number"),
+            )
+        ),
+        (
+            lambda copy: (copy / "params.json").write_text(json.dumps(PARAMS | {"ffn_dim_multiplier": 1e17})),
+            r"params.json: ffn_dim_multiplier = 1e\+17 makes feed_forward of \d+ rows",
+        ),
     ],
 )
 def test_metas_files_that_are_not_whole(meta, tmp_path, change, words):
