@@ -98,10 +98,8 @@ class Step:
 
     def tokenizer_files(self) -> list[Path]:
         """That of the run's recipe, where it still lies there, and what stands beside a tokenizer.json."""
-        recipe = self.state.get("recipe", {})
-        path = Path(recipe.get("model", {}).get("tokenizer_path") or "/")
-        beside = [path.with_name("tokenizer_config.json")] if path.suffix == ".json" else []
-        return [file for file in (path, *beside) if file.is_file()]
+        path = self.state.get("recipe", {}).get("model", {}).get("tokenizer_path")
+        return tokenizer_files(path) if path and Path(path).is_file() else []
 
 
 class HuggingFace:
@@ -178,7 +176,7 @@ class HuggingFace:
         return from_hf(fqn, self._open(self.names[fqn]), self.config)
 
     def tokenizer_files(self) -> list[Path]:
-        return [self.folder / name for name in TOKENIZER_FILES if (self.folder / name).is_file()]
+        return tokenizer_files(self.folder)
 
 
 class Meta:
@@ -258,7 +256,7 @@ class Meta:
         return parts[0] if axis == -1 else torch.cat(parts, axis or 0)
 
     def tokenizer_files(self) -> list[Path]:
-        return [path for path in (self.folder / "tokenizer.model",) if path.is_file()]
+        return tokenizer_files(self.folder / "tokenizer.model")
 
 
 Weights = Step | HuggingFace | Meta
@@ -362,6 +360,31 @@ def check_fit(weights: Weights, flavor: ModelConfig, key: str) -> None:
         raise ConfigError(f'{key} = "{weights.folder}" has another model: {"; ".join(refused)}; {works} would work')
     if told:
         logger.info(f"{key}: these weights were trained for another computation: {'; '.join(told)}")
+
+
+def tokenizer_files(path: str | Path) -> list[Path]:
+    """The tokenizer, of any name, or of a folder those that transformers looks for, and after it what stands beside; or none."""
+    path = Path(path)
+    if path.is_file():
+        beside = path.with_name("tokenizer_config.json")
+        return [path, beside] if path.suffix == ".json" and beside.is_file() and beside != path else [path]
+    found = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
+    return found if found and found[0].name in TOKENIZER_FILES[:2] else []
+
+
+def check_tokenizer(weights: Weights, path: str | Path, vocab_size: int, sha256: str) -> None:
+    """Raises ConfigError where it is not the run's, as far as a step knows that, or has more tokens than the model."""
+    trained_with = weights.state["run"].get("tokenizer") if isinstance(weights, Step) else None
+    if trained_with not in (None, sha256):
+        raise ConfigError(
+            f"tokenizer {path} has SHA-256 {sha256[:12]}, and {weights.folder} was trained with {str(trained_with)[:12]}; "
+            "--tokenizer with that one would work"
+        )
+    if vocab_size > weights.config.vocab_size:
+        raise ConfigError(
+            f"tokenizer {path} has {vocab_size} tokens, and the model {weights.config.vocab_size}; --tokenizer with the one it "
+            "was trained with would work"
+        )
 
 
 def shapes(config: ModelConfig) -> dict[str, torch.Size]:

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import shutil
+import sys
 import weakref
 from pathlib import Path
 
@@ -194,12 +195,28 @@ def test_special_tokens_and_tokenizer_go_along(folder, tmp_path):
     (source / "tokenizer.json").write_text("{}")
     assert convert.main([str(source), str(tmp_path / "copy"), "--to", "hf"]) == 0
     assert convert.main([str(source), str(tmp_path / "step")]) == 0
-    assert convert.main([str(tmp_path / "step"), str(tmp_path / "out"), "--tokenizer", str(source)]) == 0
+    assert convert.main([str(tmp_path / "step"), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "copy/tokenizer.json").read_text() == "{}"
     for name in ("copy", "out"):
-        assert (tmp_path / name / "tokenizer.json").read_text() == "{}"
         for file in ("config.json", "generation_config.json"):
             assert json.loads((tmp_path / name / file).read_text())["eos_token_id"] == [7, 9]
             assert json.loads((tmp_path / name / file).read_text())["bos_token_id"] == 64
+
+
+@UNTIED_ONLY
+def test_a_tokenizer_that_is_named_must_be_understood(step, tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    path, out = tmp_path / "mine.json", tmp_path / "out"
+    path.write_text("{}")
+    assert convert.main([str(step), str(out), "--tokenizer", str(path)]) == 2
+    assert f'error: --tokenizer "{path}": cannot be read as a tokenizer.json' in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["mine.json"]
+    small = {"type": "BPE", "vocab": {"a": 0, "<s>": 1, "</s>": 2}, "merges": []}
+    path.write_text(json.dumps({"version": "1.0", "model": small, "added_tokens": []}))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')  # which has a say in what ends a text
+    assert convert.main([str(step), str(out), "--tokenizer", str(path)]) == 0
+    assert (out / "tokenizer.json").read_text() == path.read_text()
+    assert (out / "tokenizer_config.json").read_text() == '{"eos_token": "a"}'
 
 
 @TIED_ONLY
@@ -478,6 +495,11 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(step, tmp_path,
             write(tmp_path / "new", weights)
     assert os.listdir(tmp_path) == ["there"]
 
+    (tmp_path / "unfinished-new").mkdir()  # a person's own
+    with pytest.raises(ConfigError, match="No space left on device"):
+        write_hf(tmp_path / "new", weights)
+    assert sorted(os.listdir(tmp_path)) == ["there", "unfinished-new"]
+
     monkeypatch.setattr(convert.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 0))
     with pytest.raises(ConfigError, match=r"0\.00 GB are free"):
         write_hf(tmp_path / "new", weights)
@@ -490,17 +512,44 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(step, tmp_path,
         (["nowhere", "out"], "nowhere is no folder"),
         (["STEP", "STEP"], "nothing is overwritten"),
         (["STEP", "out", "--max-shard-size", "0"], "--max-shard-size 0.0: expected GB above 0"),
+        (["STEP", "out", "--max-shard-size", "nan"], "--max-shard-size nan: expected GB above 0"),
+        (["STEP", "out", "--to", "step", "--max-shard-size", "1"], "--max-shard-size 1.0: a step has one file"),
+        (["STEP", "out", "--max-shard-size", "big"], "argument --max-shard-size: invalid float value: 'big'"),
+        (["STEP", "out", "--to", "gguf"], "argument --to: invalid choice: 'gguf'"),
+        (["STEP"], "the following arguments are required: target"),
         (["STEP", "out", "--tokenizer", "nowhere"], "--tokenizer nowhere: no file"),
+        (["STEP", "out", "--tokenizer", "STEP"], "no file, and no folder with tokenizer.json or tokenizer.model"),
+        (["STEP", "out", "--tokenizer", "README.md"], '--tokenizer "README.md", line 1: '),
+        (["STEP", "out", "--tokenizer", str(TOKENIZER)], "debug.model has 2048 tokens, and the model 320"),
         (["STEP", "out", "--to", "step", "--tokenizer", "STEP"], "--tokenizer: a step holds none"),
     ],
 )
 def test_wrong_options_are_one_line(options, words, step, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert convert.main([option.replace("STEP", str(step)) for option in options]) == 2
+    Path("README.md").write_text("# A model\n")
+    with pytest.raises(SystemExit) as left:  # by argparse, too
+        sys.exit(convert.main([option.replace("STEP", str(step)) for option in options]))
+    assert left.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert words in line
-    assert not Path("out").exists()
+    assert os.listdir() == ["README.md"]
+
+
+@UNTIED_ONLY
+def test_two_that_write_one_folder_do_not_touch_each_others_work(step, expected, tmp_path, monkeypatch):
+    weights, save = open_weights(step), convert.save_file
+
+    def save_and_be_overtaken(*arguments, **options):
+        save(*arguments, **options)
+        monkeypatch.setattr(convert, "save_file", save)
+        write_hf(tmp_path / "new", weights)
+
+    monkeypatch.setattr(convert, "save_file", save_and_be_overtaken)
+    with pytest.raises(ConfigError, match="new cannot be written: "):
+        write_hf(tmp_path / "new", weights)
+    assert os.listdir(tmp_path) == ["new"]
+    assert all(torch.equal(open_weights(tmp_path / "new").read(fqn), tensor) for fqn, tensor in expected.items())
 
 
 # Into a run
