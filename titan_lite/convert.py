@@ -6,15 +6,16 @@
 
     --to hf|step         what is written; without it, a step from anything else, and hf from a step
     --dtype NAME         float32, bfloat16 or float16; without it, as stored
-    --tokenizer PATH     a tokenizer's file, or a folder that has one, copied beside the weights; without it, what SOURCE has
+    --tokenizer PATH     the model's: a file, or a folder that has one, copied beside the weights; without it, what SOURCE has
     --max-shard-size GB  most that one safetensors file has (default 5)
 
-Nothing is overwritten, and the folder has its name when all of it is on disk. Memory: one file's tensors at most.
+Nothing is overwritten, and the folder has its name when all of it is on disk; until then it is unfinished-TARGET-*, which stays
+where the program was killed, to be deleted by hand. Memory: one file's tensors at most.
 """
 
-import argparse
 import dataclasses
 import json
+import secrets
 import shutil
 import sys
 import warnings
@@ -32,11 +33,11 @@ from torch.distributed.checkpoint import CheckpointException
 
 from titan_lite import manifest, tensor_files
 from titan_lite.config import ConfigError
-from titan_lite.data.tokenizer import Tokenizer, load_tiktoken, load_tokenizer
+from titan_lite.data.tokenizer import TiktokenTokenizer, Tokenizer, load_tokenizer
 from titan_lite.data.tokenizer_json import to_json, tokenizer_config
-from titan_lite.logging import init_logging, logger, show
+from titan_lite.logging import Parser, init_logging, logger, show
 from titan_lite.models.hf import config_to_hf, hf_names, to_hf
-from titan_lite.weights import TOKENIZER_FILES, Step, Weights, open_weights
+from titan_lite.weights import TOKENIZER_FILES, Step, Weights, check_tokenizer, open_weights, tokenizer_files
 
 
 def write_step(folder: Path, weights: Weights, dtype: torch.dtype | None = None) -> None:
@@ -91,9 +92,14 @@ def write_hf(
     dtype: torch.dtype | None = None,
     *,
     tokenizer: Sequence[Path] = (),
+    asked_for: bool = False,
     shard_bytes: float = 5e9,
 ) -> None:
-    """A folder that transformers' from_pretrained opens. tokenizer: files to go along. Raises ConfigError."""
+    """A folder that transformers' from_pretrained opens. Raises ConfigError.
+
+    tokenizer: its file and others to go along. asked_for: by its name, so that it must be understood.
+    """
+    understood = _understand(weights, tokenizer[0], asked_for) if tokenizer else None
     names = hf_names(weights.config)
     dtypes = {fqn: dtype or weights.dtypes[fqn] for fqn in names}
     sizes = {fqn: shape.numel() * dtypes[fqn].itemsize for fqn, shape in weights.shapes.items()}
@@ -114,32 +120,35 @@ def write_hf(
         if len(shards) > 1:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
             _write_json(unfinished / "model.safetensors.index.json", index)
-        known = _copy_tokenizer(unfinished, tokenizer)
+        _copy_tokenizer(unfinished, tokenizer, understood)
+        known = {} if understood is None else {"bos_token_id": understood.bos_id, "eos_token_id": understood.eos_id}
         special = {key: id if id is not None else known.get(key) for key, id in weights.special_tokens.items()}
         _write_json(unfinished / "config.json", config_to_hf(weights.config, dtypes["tok_embeddings.weight"]) | special)
         _write_json(unfinished / "generation_config.json", special)
 
 
-def _copy_tokenizer(folder: Path, files: Sequence[Path]) -> dict[str, int]:
-    """The files, and of one in tiktoken's format tokenizer.json, which transformers reads; the ids of BOS and EOS."""
-    for path in files:
-        # What a recipe calls by any name has the one by which it is found in such a folder.
-        name = path.name if path.name in TOKENIZER_FILES else f"tokenizer.{'json' if path.suffix == '.json' else 'model'}"
-        shutil.copyfile(path, folder / name)
-    tokenizer: Tokenizer
+def _understand(weights: Weights, path: Path, asked_for: bool) -> Tokenizer | None:
+    """None: it is told that it is not understood. Raises ConfigError where it is not the model's."""
     try:
-        if (folder / "tokenizer.json").exists():
-            tokenizer = load_tokenizer(folder / "tokenizer.json")
-        elif (folder / "tokenizer.model").exists():
-            tokenizer = made_from = load_tiktoken(folder / "tokenizer.model")
-            _write_json(folder / "tokenizer.json", to_json(made_from))
-            _write_json(folder / "tokenizer_config.json", tokenizer_config())
-        else:
-            return {}
-    except ConfigError as error:  # such as SentencePiece's
-        logger.warning(f"the tokenizer is copied as it is, and not understood: {error}")
-        return {}
-    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        tokenizer = load_tokenizer(path)
+    except ConfigError as error:
+        if asked_for:
+            raise ConfigError(str(error).replace("model.tokenizer_path =", "--tokenizer")) from None
+        logger.warning(f"the tokenizer is copied as it is, and not understood: {error}")  # such as SentencePiece's
+        return None
+    check_tokenizer(weights, path, tokenizer.vocab_size, tokenizer.sha256)
+    return tokenizer
+
+
+def _copy_tokenizer(folder: Path, files: Sequence[Path], tokenizer: Tokenizer | None) -> None:
+    """The files, and of one in tiktoken's format tokenizer.json, which transformers reads."""
+    for number, path in enumerate(files):
+        # What a recipe calls by any name has the one by which it is found in such a folder.
+        name = path.name if number else f"tokenizer.{'json' if path.suffix == '.json' else 'model'}"
+        shutil.copyfile(path, folder / name)
+    if isinstance(tokenizer, TiktokenTokenizer):
+        _write_json(folder / "tokenizer.json", to_json(tokenizer))
+        _write_json(folder / "tokenizer_config.json", tokenizer_config())
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -148,17 +157,20 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _whole(folder: Path, needed: int) -> Iterator[Path]:
-    """A folder to fill with `needed` bytes, which has its name when they are on disk; of a failure nothing is left."""
+    """A folder to fill with `needed` bytes, which has its name when they are on disk; of a failure nothing is left.
+
+    Until then its name is one that nobody else has, so that nothing is deleted but what was made here.
+    """
     if folder.exists():
         raise ConfigError(f"{folder} is there, and nothing is overwritten; name a folder that is not there yet")
-    unfinished = folder.with_name(f"unfinished-{folder.name}")
+    unfinished, made = folder.with_name(f"unfinished-{folder.name}-{secrets.token_hex(4)}"), False
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder.parent).free
         if free < needed:
             raise ConfigError(f"{folder} needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
-        shutil.rmtree(unfinished, ignore_errors=True)  # left by a conversion that was killed
         unfinished.mkdir()
+        made = True
         yield unfinished
         for path in (*unfinished.iterdir(), unfinished):
             manifest.sync(path)
@@ -170,32 +182,25 @@ def _whole(folder: Path, needed: int) -> Iterator[Path]:
         reasons = "; ".join(str(cause) for cause, _ in failed.failures.values())
         raise ConfigError(f"{folder} cannot be written: {reasons}") from None
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def tokenizer_files(path: str) -> list[Path]:
-    """A file itself; of a folder those that transformers looks for. Raises ConfigError."""
-    found = [Path(path)] if Path(path).is_file() else [Path(path, name) for name in TOKENIZER_FILES if Path(path, name).is_file()]
-    if not found:
-        raise ConfigError(f"--tokenizer {path}: no file, and no folder with {' or '.join(TOKENIZER_FILES[:2])}")
-    return found
+        if made:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m titan_lite.convert", add_help=False)
+    parser = Parser(prog="python -m titan_lite.convert", add_help=False, allow_abbrev=False)
     parser.add_argument("source")
     parser.add_argument("target", type=Path)
     parser.add_argument("--to", choices=("hf", "step"))
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--tokenizer")
-    parser.add_argument("--max-shard-size", type=float, default=5.0)
+    parser.add_argument("--max-shard-size", type=float)
     if not arguments or "--help" in arguments or "-h" in arguments:
         show(__doc__)
         return 0 if arguments else 2
     options = parser.parse_args(arguments)
     init_logging(0, 1)
     try:
-        if options.max_shard_size <= 0:
+        if options.max_shard_size is not None and not options.max_shard_size > 0:  # nan is neither
             raise ConfigError(f"--max-shard-size {options.max_shard_size}: expected GB above 0, such as 5")
         weights = open_weights(options.source, every_byte=True)
         dtype = getattr(torch, options.dtype) if options.dtype else None
@@ -203,10 +208,17 @@ def main(arguments: Sequence[str]) -> int:
         if (options.to or ("hf" if isinstance(weights, Step) else "step")) == "step":
             if options.tokenizer:
                 raise ConfigError("--tokenizer: a step holds none, the recipe names it (model.tokenizer_path); leave it out")
+            if options.max_shard_size is not None:
+                raise ConfigError(f"--max-shard-size {options.max_shard_size}: a step has one file; leave it out, or --to hf")
             write_step(options.target, weights, dtype)
         else:
-            files = tokenizer_files(options.tokenizer) if options.tokenizer else weights.tokenizer_files()
-            write_hf(options.target, weights, dtype, tokenizer=files, shard_bytes=options.max_shard_size * 1e9)
+            asked_for = bool(options.tokenizer)
+            files = tokenizer_files(options.tokenizer) if asked_for else weights.tokenizer_files()
+            if asked_for and not files:
+                works = " or ".join(TOKENIZER_FILES[:2])
+                raise ConfigError(f"--tokenizer {options.tokenizer}: no file, and no folder with {works}")
+            shard_bytes = (options.max_shard_size or 5.0) * 1e9
+            write_hf(options.target, weights, dtype, tokenizer=files, asked_for=asked_for, shard_bytes=shard_bytes)
             if not files:
                 logger.warning("no tokenizer was copied: --tokenizer PATH would")
         logger.info(f"written to {options.target}")

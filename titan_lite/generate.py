@@ -16,6 +16,7 @@ CHECKPOINT           a run's folder (its newest whole step), a step, a Hugging F
 
 import argparse
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -27,9 +28,9 @@ from torch import Tensor
 from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.distributed.context_parallel import attend_to_the_past
-from titan_lite.logging import init_logging, show
+from titan_lite.logging import Parser, init_logging, show
 from titan_lite.models.llama3 import Attention, Transformer, rope_tables
-from titan_lite.weights import Weights, load, open_weights
+from titan_lite.weights import TOKENIZER_FILES, Weights, check_tokenizer, load, open_weights
 
 
 class Cache:
@@ -144,20 +145,19 @@ def text_of(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def find_tokenizer(weights: Weights, path: str) -> Tokenizer:
-    """Raises ConfigError, also where it has more tokens than the model."""
-    found = {file.suffix: str(file) for file in weights.tokenizer_files() if file.name != "tokenizer_config.json"}
-    path = path or (find_spec("tokenizers") and found.get(".json")) or found.get(".model", "")
+    """Raises ConfigError, also where it is not the model's."""
+    files = weights.tokenizer_files()
+    found = [str(file) for file in files if file == files[0] or file.name in TOKENIZER_FILES[:2]]
+    if not find_spec("tokenizers"):  # by which a .json is read
+        found.sort(key=lambda file: file.endswith(".json"))
+    path = path or next(iter(found), "")
     if not path:
         raise ConfigError(f"{weights.folder} has no tokenizer that can be read; --tokenizer FILE would work")
     try:
         tokenizer = load_tokenizer(path)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model.tokenizer_path =", "--tokenizer")) from None
-    if tokenizer.vocab_size > weights.config.vocab_size:
-        raise ConfigError(
-            f"--tokenizer {path} has {tokenizer.vocab_size} tokens, and the model {weights.config.vocab_size}; the "
-            "one it was trained with would work"
-        )
+    check_tokenizer(weights, path, tokenizer.vocab_size, tokenizer.sha256)
     return tokenizer
 
 
@@ -170,15 +170,15 @@ def stop_tokens(weights: Weights, tokenizer: Tokenizer) -> set[int]:
 def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=device).cpu()  # there and back: meta keeps nothing
+    except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"--device {name}: {reason}; cpu would work") from None
     return device
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m titan_lite.generate", add_help=False)
+    parser = Parser(prog="python -m titan_lite.generate", add_help=False, allow_abbrev=False)
     parser.add_argument("checkpoint")
     parser.add_argument("--prompt", default="")
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -199,6 +199,8 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # its reader, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:  # enough heard
         print()
         return 130

@@ -8,6 +8,7 @@
 `events.jsonl` has an object a line: time, event, step, text. It holds what has `extra={"event": ...}`, and warnings and errors.
 """
 
+import argparse
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 logger = logging.getLogger("titan_lite")
 
@@ -28,6 +29,12 @@ def show(text: str | None) -> None:
         print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, without the usage."""
+        self.exit(2, f"error: {message}\n")
 
 
 def log_ranks(world_size: int) -> set[int]:

@@ -21,16 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from titan_lite.config import Config, ConfigError, gradient_accumulation_steps
-from titan_lite.logging import show
+from titan_lite.logging import Parser, show
 from titan_lite.recipe import load_config
 
 SEARCHED = 12  # plans of a search, where the command line does not say
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        """One line, without the usage."""
-        self.exit(2, f"error: {message}\n")
 
 
 def main(arguments: list[str]) -> int:

@@ -32,7 +32,7 @@ from titan_lite import manifest, tensor_files
 from titan_lite.config import ConfigError
 from titan_lite.logging import logger
 from titan_lite.manifest import Damaged
-from titan_lite.models.hf import config_from_hf, from_hf, hf_names
+from titan_lite.models.hf import config_from_hf, from_hf, hf_names, is_number, is_size
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling, Transformer
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -98,10 +98,8 @@ class Step:
 
     def tokenizer_files(self) -> list[Path]:
         """That of the run's recipe, where it still lies there, and what stands beside a tokenizer.json."""
-        recipe = self.state.get("recipe", {})
-        path = Path(recipe.get("model", {}).get("tokenizer_path") or "/")
-        beside = [path.with_name("tokenizer_config.json")] if path.suffix == ".json" else []
-        return [file for file in (path, *beside) if file.is_file()]
+        path = self.state.get("recipe", {}).get("model", {}).get("tokenizer_path")
+        return tokenizer_files(path) if path and Path(path).is_file() else []
 
 
 class HuggingFace:
@@ -178,7 +176,7 @@ class HuggingFace:
         return from_hf(fqn, self._open(self.names[fqn]), self.config)
 
     def tokenizer_files(self) -> list[Path]:
-        return [self.folder / name for name in TOKENIZER_FILES if (self.folder / name).is_file()]
+        return tokenizer_files(self.folder)
 
 
 class Meta:
@@ -189,7 +187,11 @@ class Meta:
     def __init__(self, folder: Path):
         self.folder = folder
         self.parts: list[dict[str, Tensor]] = []
-        for path in sorted(folder.glob("consolidated.*.pth")):
+        paths = sorted(folder.glob("consolidated.*.pth"))
+        for number, path in enumerate(paths):
+            if path.name != f"consolidated.{number:02d}.pth":
+                raise Damaged(f"consolidated.{number:02d}.pth is missing, and {path.name} is there")
+        for path in paths:
             try:
                 part = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except pickle.UnpicklingError:  # torch's advice is to admit anything
@@ -199,6 +201,11 @@ class Meta:
             if not isinstance(part, dict) or not all(isinstance(tensor, Tensor) for tensor in part.values()):
                 raise Damaged(f"{path.name} has no tensors by name")
             part.pop("rope.freqs", None)
+            unknown = [
+                f"{name} is of dtype {tensor.dtype}" for name, tensor in part.items() if tensor.dtype not in DTYPES.values()
+            ]
+            if unknown:
+                raise Damaged(f"{path.name}: {_list(unknown)}")
             self.parts.append(part)
         first = self.parts[0]
         tied = all(
@@ -210,6 +217,7 @@ class Meta:
         for part in self.parts if tied else ():
             part.pop("output.weight", None)
         self.shapes = expected = shapes(self.config)
+        self._check_count()
         faults = []
         for number, part in enumerate(self.parts):
             found = {
@@ -222,6 +230,16 @@ class Meta:
         self.dtypes = {fqn: first[fqn].dtype for fqn in expected}
         bos = self.config.vocab_size - 256  # special tokens end Llama 3's vocabulary
         self.special_tokens = {"bos_token_id": bos, "eos_token_id": bos + 1}
+
+    def _check_count(self) -> None:
+        """Raises Damaged where a part is the part of a whole, and there are not as many: a line, and not one for every tensor."""
+        name = "layers.0.attention.wq.weight"
+        (rows, *rest), part = self.shapes[name], self.parts[0].get(name, torch.empty(0)).shape
+        if list(part[1:]) == rest and 0 < part[0] < rows != part[0] * len(self.parts) and rows % part[0] == 0:
+            raise Damaged(
+                f"consolidated.*.pth: {len(self.parts)} found, and {rows // part[0]} would make a whole, as {name} is "
+                f"{list(part)} in the first, and {[rows, *rest]} by params.json; a file may be missing"
+            )
 
     def _axis(self, part: Tensor, whole: torch.Size) -> int | None:
         """The dimension along which the parts make the whole; -1: each is the whole; None: they do not."""
@@ -238,7 +256,7 @@ class Meta:
         return parts[0] if axis == -1 else torch.cat(parts, axis or 0)
 
     def tokenizer_files(self) -> list[Path]:
-        return [path for path in (self.folder / "tokenizer.model",) if path.is_file()]
+        return tokenizer_files(self.folder / "tokenizer.model")
 
 
 Weights = Step | HuggingFace | Meta
@@ -344,6 +362,31 @@ def check_fit(weights: Weights, flavor: ModelConfig, key: str) -> None:
         logger.info(f"{key}: these weights were trained for another computation: {'; '.join(told)}")
 
 
+def tokenizer_files(path: str | Path) -> list[Path]:
+    """The tokenizer, of any name, or of a folder those that transformers looks for, and after it what stands beside; or none."""
+    path = Path(path)
+    if path.is_file():
+        beside = path.with_name("tokenizer_config.json")
+        return [path, beside] if path.suffix == ".json" and beside.is_file() and beside != path else [path]
+    found = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
+    return found if found and found[0].name in TOKENIZER_FILES[:2] else []
+
+
+def check_tokenizer(weights: Weights, path: str | Path, vocab_size: int, sha256: str) -> None:
+    """Raises ConfigError where it is not the run's, as far as a step knows that, or has more tokens than the model."""
+    trained_with = weights.state["run"].get("tokenizer") if isinstance(weights, Step) else None
+    if trained_with not in (None, sha256):
+        raise ConfigError(
+            f"tokenizer {path} has SHA-256 {sha256[:12]}, and {weights.folder} was trained with {str(trained_with)[:12]}; "
+            "--tokenizer with that one would work"
+        )
+    if vocab_size > weights.config.vocab_size:
+        raise ConfigError(
+            f"tokenizer {path} has {vocab_size} tokens, and the model {weights.config.vocab_size}; --tokenizer with the one it "
+            "was trained with would work"
+        )
+
+
 def shapes(config: ModelConfig) -> dict[str, torch.Size]:
     """Our name of every parameter -> its shape, in the model's order."""
     with torch.device("meta"):
@@ -375,28 +418,37 @@ def _list(faults: list[str]) -> str:
 
 def config_from_meta(params: Mapping[str, Any], tied: bool) -> ModelConfig:
     """The shape of the model that a params.json describes. Raises Damaged."""
-    try:
-        dim, heads = params["dim"], params["n_heads"]
-        unit, hidden = params["multiple_of"], int((params.get("ffn_dim_multiplier") or 1.0) * (8 * dim // 3))
-        config = ModelConfig(
-            dim=dim,
-            n_layers=params["n_layers"],
-            n_heads=heads,
-            n_kv_heads=params.get("n_kv_heads") or heads,
-            hidden_dim=math.ceil(hidden / unit) * unit,
-            vocab_size=params["vocab_size"],
-            tied_embeddings=tied,
-            rope_theta=float(params.get("rope_theta", 10_000.0)),
-            norm_eps=params["norm_eps"],
-            max_seq_len=8192,
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"params.json does not describe a Llama 3: {type(error).__name__}: {error}") from None
+    given = {name: value for name, value in params.items() if value is not None}
+    sizes = ("dim", "n_layers", "n_heads", "multiple_of", "vocab_size", *({"n_kv_heads"} & given.keys()))
+    numbers = ("norm_eps", *(name for name in ("ffn_dim_multiplier", "rope_theta", "rope_scaling_factor") if name in given))
+    wrong = [
+        f"{name} = {given.get(name)!r}, where a {'whole ' * (name in sizes)}number above 0 is what works"
+        for name, fits in (*((name, is_size) for name in sizes), *((name, is_number) for name in numbers))
+        if not fits(given.get(name))
+    ]
+    if wrong:  # Llama 2's vocab_size is -1: its program asked the tokenizer
+        raise Damaged(f"params.json does not describe a Llama 3: {'; '.join(wrong)}")
+    dim, heads, unit = given["dim"], given["n_heads"], given["multiple_of"]
+    hidden = math.ceil(int(given.get("ffn_dim_multiplier", 1.0) * (8 * dim // 3)) / unit) * unit
+    if not is_size(hidden):
+        raise Damaged(f"params.json: ffn_dim_multiplier = {given.get('ffn_dim_multiplier')} makes feed_forward of {hidden} rows")
+    config = ModelConfig(
+        dim=dim,
+        n_layers=given["n_layers"],
+        n_heads=heads,
+        n_kv_heads=given.get("n_kv_heads", heads),
+        hidden_dim=hidden,
+        vocab_size=given["vocab_size"],
+        tied_embeddings=tied,
+        rope_theta=float(given.get("rope_theta", 10_000.0)),
+        norm_eps=given["norm_eps"],
+        max_seq_len=8192,
+    )
     if not params.get("use_scaled_rope"):
         return config
     # By how much frequencies are stretched is not always in the file: 8 in Llama 3.1, 32 in 3.2, by the size of the model.
     same = [flavor.rope_scaling.factor for flavor in FLAVORS.values() if flavor.rope_scaling and shapes(flavor) == shapes(config)]
-    factor = params.get("rope_scaling_factor") or (same or [8.0])[0]
+    factor = given.get("rope_scaling_factor", (same or [8.0])[0])
     return dataclasses.replace(config, rope_scaling=RopeScaling(factor=float(factor)), max_seq_len=131_072)
 
 

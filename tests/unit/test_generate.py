@@ -3,14 +3,16 @@
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from titan_lite import convert, manifest
 from titan_lite import generate as command
-from titan_lite import manifest
 from titan_lite.convert import write_step
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.data.tokenizer_json import to_json
@@ -169,6 +171,8 @@ def test_the_text_alone_is_on_standard_output(folder, capsys):
 def test_a_tokenizer_json_speaks_as_ours_does(folder, tmp_path, capsys):
     pytest.importorskip("tokenizers")
     theirs = shutil.copytree(folder, tmp_path / "theirs")
+    for name in ("special_tokens_map.json", "added_tokens.json"):  # which transformers 4 writes beside it
+        (theirs / name).write_text("{}")
     (theirs / "tokenizer.model").unlink()
     (theirs / "tokenizer.json").write_text(json.dumps(to_json(load_tokenizer(TOKENIZER))))
     texts = []
@@ -178,14 +182,20 @@ def test_a_tokenizer_json_speaks_as_ours_does(folder, tmp_path, capsys):
     assert texts[0] == texts[1]
 
 
+def save_step(path, folder, tokenizer, number=1):
+    """As a run that had this tokenizer."""
+    write_step(path, open_weights(folder))
+    state = json.loads((path / "state.json").read_text()) | {"recipe": {"model": {"tokenizer_path": str(tokenizer)}}}
+    state["run"]["tokenizer"] = load_tokenizer(tokenizer).sha256
+    (path / "state.json").write_text(json.dumps(state))
+    files = {file.name: manifest.digest(file) for file in path.iterdir() if file.name != manifest.NAME}
+    manifest.write(path, number, files)
+
+
 def test_of_a_run_the_newest_step_speaks_through_its_recipes_tokenizer(folder, tmp_path, capsys):
+    named = shutil.copyfile(TOKENIZER, tmp_path / "a.tokenizer")
     for number in (2, 10):
-        path = tmp_path / f"checkpoint/step-{number}"
-        write_step(path, open_weights(folder))
-        state = json.loads((path / "state.json").read_text()) | {"recipe": {"model": {"tokenizer_path": str(TOKENIZER)}}}
-        (path / "state.json").write_text(json.dumps(state))
-        files = {file.name: manifest.digest(file) for file in path.iterdir() if file.name != manifest.NAME}
-        manifest.write(path, number, files)
+        save_step(tmp_path / f"checkpoint/step-{number}", folder, named, number)
     assert command.main([str(tmp_path), "--max-new-tokens", "3", "--device", "cpu", "--dtype", "bfloat16"]) == 0
     assert f"{tmp_path}/checkpoint/step-10, a step of titan_lite; cpu, bfloat16" in capsys.readouterr().err
 
@@ -202,6 +212,11 @@ def test_of_a_run_the_newest_step_speaks_through_its_recipes_tokenizer(folder, t
         (["HF", "--top-k", "-3"], "--top-k -3: expected 0 or more"),
         (["HF", "--seed", "-1"], "--seed -1: expected 0 or more"),
         (["HF", "--device", "abacus"], "--device abacus: "),
+        (["HF", "--device", "meta"], "--device meta: Cannot copy out of meta tensor; no data!; cpu would work"),
+        (["HF", "--device", "hpu"], "--device hpu: "),
+        (["HF", "--top-k", "few"], "argument --top-k: invalid int value: 'few'"),
+        (["HF", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["HF", "--temp", "1"], "unrecognized arguments: --temp 1"),
         (["HF", "--tokenizer", "nowhere"], '--tokenizer "nowhere": cannot be read'),
         (["HF", "--tokenizer", "config.json"], '--tokenizer "config.json": cannot be read (No such file'),
         (["HF", "--tokenizer", "HF/config.json"], "cannot be read as a tokenizer.json"),
@@ -212,8 +227,11 @@ def test_what_is_wrong_is_one_line(folder, options, words, tmp_path, capsys, mon
     monkeypatch.chdir(tmp_path)
     bare = shutil.copytree(folder, tmp_path / "bare")
     (bare / "tokenizer.model").unlink()
+    (bare / "special_tokens_map.json").write_text("{}")
     names = {"HF": str(folder), "BARE": str(bare)}
-    assert command.main([names.get(option, option.replace("HF/", f"{folder}/")) for option in options]) == 2
+    with pytest.raises(SystemExit) as left:  # by argparse, too
+        sys.exit(command.main([names.get(option, option.replace("HF/", f"{folder}/")) for option in options]))
+    assert left.value.code == 2
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
     assert line.startswith("error: ")
@@ -225,3 +243,32 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path, capsys
     save_hf(tmp_path, dataclasses.replace(TINY, vocab_size=300))
     assert command.main([str(tmp_path), "--tokenizer", str(TOKENIZER)]) == 2
     assert "has 2048 tokens, and the model 300" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_is_not_the_runs_is_refused(folder, tmp_path, capsys):
+    mine, other = tmp_path / "mine.model", tmp_path / "other.model"
+    shutil.copyfile(TOKENIZER, mine)
+    lines = TOKENIZER.read_bytes().splitlines()
+    (first, _), (second, _) = lines[-2].split(), lines[-1].split()
+    other.write_bytes(b"\n".join([*lines[:-2], second + b" 1790", first + b" 1791"]))  # as many tokens, and two change places
+    save_step(tmp_path / "step", folder, mine)
+    run, out = str(tmp_path / "step"), str(tmp_path / "out")
+    wrong = f"error: tokenizer {other} has SHA-256 {load_tokenizer(other).sha256[:12]}, and {run} was trained with "
+    for main, arguments in ((command.main, [run, "--device", "cpu"]), (convert.main, [run, out])):
+        assert main([*arguments, "--tokenizer", str(other)]) == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith(wrong)
+    other.replace(mine)  # the recipe's has become another
+    for main, arguments in ((command.main, [run, "--device", "cpu"]), (convert.main, [run, out])):
+        assert main(arguments) == 2
+        assert f"error: tokenizer {mine} has SHA-256 " in capsys.readouterr().err
+        assert not Path(out).exists()
+    assert convert.main([run, out, "--tokenizer", str(TOKENIZER)]) == 0
+    assert (Path(out) / "tokenizer.model").read_bytes() == TOKENIZER.read_bytes()
+
+
+def test_who_has_heard_enough_may_go(folder):
+    arguments = [sys.executable, "-m", "titan_lite.generate", str(folder), "--prompt", "a" * 100, "--device", "cpu"]
+    with subprocess.Popen([*arguments, "--max-new-tokens", "20"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert b"Broken" not in process.stderr.read()
+    assert process.returncode == 0

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import shutil
+import sys
 import weakref
 from pathlib import Path
 
@@ -19,9 +20,11 @@ from titan_lite import convert, manifest
 from titan_lite.config import ConfigError
 from titan_lite.convert import write_hf, write_step
 from titan_lite.logging import logger
+from titan_lite.models.hf import config_to_hf
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling, Transformer
 from titan_lite.weights import HuggingFace, Meta, Step, check_fit, config_from_meta, load, load_initial, open_weights, shapes
 
+TOKENIZER = Path(__file__).parents[2] / "assets/tokenizer/debug.model"
 TINY = ModelConfig(dim=48, n_layers=2, n_heads=6, n_kv_heads=2, hidden_dim=64, vocab_size=320, max_seq_len=8192)
 TIED = dataclasses.replace(TINY, tied_embeddings=True, rope_scaling=RopeScaling(factor=8.0), max_seq_len=131_072)
 PARAMS = {"dim": 48, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "vocab_size": 320, "multiple_of": 32}
@@ -192,12 +195,28 @@ def test_special_tokens_and_tokenizer_go_along(folder, tmp_path):
     (source / "tokenizer.json").write_text("{}")
     assert convert.main([str(source), str(tmp_path / "copy"), "--to", "hf"]) == 0
     assert convert.main([str(source), str(tmp_path / "step")]) == 0
-    assert convert.main([str(tmp_path / "step"), str(tmp_path / "out"), "--tokenizer", str(source)]) == 0
+    assert convert.main([str(tmp_path / "step"), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "copy/tokenizer.json").read_text() == "{}"
     for name in ("copy", "out"):
-        assert (tmp_path / name / "tokenizer.json").read_text() == "{}"
         for file in ("config.json", "generation_config.json"):
             assert json.loads((tmp_path / name / file).read_text())["eos_token_id"] == [7, 9]
             assert json.loads((tmp_path / name / file).read_text())["bos_token_id"] == 64
+
+
+@UNTIED_ONLY
+def test_a_tokenizer_that_is_named_must_be_understood(step, tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    path, out = tmp_path / "mine.json", tmp_path / "out"
+    path.write_text("{}")
+    assert convert.main([str(step), str(out), "--tokenizer", str(path)]) == 2
+    assert f'error: --tokenizer "{path}": cannot be read as a tokenizer.json' in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["mine.json"]
+    small = {"type": "BPE", "vocab": {"a": 0, "<s>": 1, "</s>": 2}, "merges": []}
+    path.write_text(json.dumps({"version": "1.0", "model": small, "added_tokens": []}))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')  # which has a say in what ends a text
+    assert convert.main([str(step), str(out), "--tokenizer", str(path)]) == 0
+    assert (out / "tokenizer.json").read_text() == path.read_text()
+    assert (out / "tokenizer_config.json").read_text() == '{"eos_token": "a"}'
 
 
 @TIED_ONLY
@@ -278,6 +297,27 @@ def first(copy, pattern):
         (lambda copy: (copy / "config.json").write_text("{"), "config.json is no JSON"),
         (lambda copy: (copy / "config.json").write_text("[]"), "config.json is no JSON object"),
         (lambda copy: (copy / "config.json").write_text('{"model_type": "gpt2"}'), "config.json: hidden_size = None.*gpt2"),
+        *(
+            (
+                lambda copy, change=change: (copy / "config.json").write_text(
+                    json.dumps(config_to_hf(TIED, torch.bfloat16) | change)
+                ),
+                f"config.json: {words}$",
+            )
+            for change, words in (
+                ({"rope_theta": None}, "rope_theta = None, where a number above 0 is what works"),
+                ({"rope_theta": "1e4"}, "rope_theta = '1e4', where a number above 0 is what works"),
+                ({"rope_scaling": "llama3"}, "rope_scaling = 'llama3', where an object or null is what works"),
+                ({"rope_parameters": [8]}, r"rope_parameters = \[8\], where an object or null is what works"),
+                (
+                    {"rope_scaling": config_to_hf(TIED, torch.bfloat16)["rope_scaling"] | {"factor": "8"}},
+                    "rope_scaling: factor = '8', where a number above 0 is what works",
+                ),
+                ({"rms_norm_eps": None}, "rms_norm_eps = None, where a number above 0 is what works"),
+                ({"max_position_embeddings": None}, "max_position_embeddings = None, which is no size"),
+                ({"vocab_size": True}, "vocab_size = True, which is no size"),
+            )
+        ),
         (
             lambda copy: (copy / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}'),
             "lists no files of this folder",
@@ -359,7 +399,38 @@ def change_part(path, change):
             lambda copy: change_part(copy / "consolidated.00.pth", lambda part: part.update({"norm.weight": torch.zeros(5)})),
             r"consolidated.00.pth: norm.weight is \[5\], where \[48\] is expected",
         ),
-        (lambda copy: (copy / "consolidated.01.pth").unlink(), "things do not fit.*tok_embeddings.weight is "),
+        (
+            lambda copy: (copy / "consolidated.01.pth").unlink(),
+            r"consolidated.\*.pth: 1 found, and 2 would make a whole, as .*; a file may be missing$",
+        ),
+        (
+            lambda copy: (copy / "consolidated.01.pth").rename(copy / "consolidated.02.pth"),
+            "consolidated.01.pth is missing, and consolidated.02.pth is there$",
+        ),
+        (
+            lambda copy: change_part(copy / "consolidated.01.pth", lambda part: part.update(a=torch.ones(4).char())),
+            "consolidated.01.pth: a is of dtype torch.int8$",
+        ),
+        *(
+            (
+                lambda copy, change=change: (copy / "params.json").write_text(json.dumps(PARAMS | change)),
+                f"params.json does not describe a Llama 3: {words} above 0 is what works$",
+            )
+            for change, words in (
+                ({"vocab_size": -1}, "vocab_size = -1, where a whole number"),
+                ({"n_heads": 0}, "n_heads = 0, where a whole number"),
+                ({"n_layers": 2.0}, r"n_layers = 2\.0, where a whole number"),
+                ({"multiple_of": 0}, "multiple_of = 0, where a whole number"),
+                ({"n_kv_heads": "2"}, "n_kv_heads = '2', where a whole number"),
+                ({"rope_scaling_factor": "abc"}, "rope_scaling_factor = 'abc', where a number"),
+                ({"norm_eps": None}, "norm_eps = None, where a number"),
+                ({"rope_theta": float("nan")}, "rope_theta = nan, where a number"),
+            )
+        ),
+        (
+            lambda copy: (copy / "params.json").write_text(json.dumps(PARAMS | {"ffn_dim_multiplier": 1e17})),
+            r"params.json: ffn_dim_multiplier = 1e\+17 makes feed_forward of \d+ rows",
+        ),
     ],
 )
 def test_metas_files_that_are_not_whole(meta, tmp_path, change, words):
@@ -424,6 +495,11 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(step, tmp_path,
             write(tmp_path / "new", weights)
     assert os.listdir(tmp_path) == ["there"]
 
+    (tmp_path / "unfinished-new").mkdir()  # a person's own
+    with pytest.raises(ConfigError, match="No space left on device"):
+        write_hf(tmp_path / "new", weights)
+    assert sorted(os.listdir(tmp_path)) == ["there", "unfinished-new"]
+
     monkeypatch.setattr(convert.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 0))
     with pytest.raises(ConfigError, match=r"0\.00 GB are free"):
         write_hf(tmp_path / "new", weights)
@@ -436,17 +512,44 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(step, tmp_path,
         (["nowhere", "out"], "nowhere is no folder"),
         (["STEP", "STEP"], "nothing is overwritten"),
         (["STEP", "out", "--max-shard-size", "0"], "--max-shard-size 0.0: expected GB above 0"),
+        (["STEP", "out", "--max-shard-size", "nan"], "--max-shard-size nan: expected GB above 0"),
+        (["STEP", "out", "--to", "step", "--max-shard-size", "1"], "--max-shard-size 1.0: a step has one file"),
+        (["STEP", "out", "--max-shard-size", "big"], "argument --max-shard-size: invalid float value: 'big'"),
+        (["STEP", "out", "--to", "gguf"], "argument --to: invalid choice: 'gguf'"),
+        (["STEP"], "the following arguments are required: target"),
         (["STEP", "out", "--tokenizer", "nowhere"], "--tokenizer nowhere: no file"),
+        (["STEP", "out", "--tokenizer", "STEP"], "no file, and no folder with tokenizer.json or tokenizer.model"),
+        (["STEP", "out", "--tokenizer", "README.md"], '--tokenizer "README.md", line 1: '),
+        (["STEP", "out", "--tokenizer", str(TOKENIZER)], "debug.model has 2048 tokens, and the model 320"),
         (["STEP", "out", "--to", "step", "--tokenizer", "STEP"], "--tokenizer: a step holds none"),
     ],
 )
 def test_wrong_options_are_one_line(options, words, step, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert convert.main([option.replace("STEP", str(step)) for option in options]) == 2
+    Path("README.md").write_text("# A model\n")
+    with pytest.raises(SystemExit) as left:  # by argparse, too
+        sys.exit(convert.main([option.replace("STEP", str(step)) for option in options]))
+    assert left.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert words in line
-    assert not Path("out").exists()
+    assert os.listdir() == ["README.md"]
+
+
+@UNTIED_ONLY
+def test_two_that_write_one_folder_do_not_touch_each_others_work(step, expected, tmp_path, monkeypatch):
+    weights, save = open_weights(step), convert.save_file
+
+    def save_and_be_overtaken(*arguments, **options):
+        save(*arguments, **options)
+        monkeypatch.setattr(convert, "save_file", save)
+        write_hf(tmp_path / "new", weights)
+
+    monkeypatch.setattr(convert, "save_file", save_and_be_overtaken)
+    with pytest.raises(ConfigError, match="new cannot be written: "):
+        write_hf(tmp_path / "new", weights)
+    assert os.listdir(tmp_path) == ["new"]
+    assert all(torch.equal(open_weights(tmp_path / "new").read(fqn), tensor) for fqn, tensor in expected.items())
 
 
 # Into a run

@@ -93,16 +93,34 @@ def config_to_hf(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
+def is_size(value: Any) -> bool:
+    """A whole number above 0, of which a product of two is one that torch can count."""
+    return type(value) is int and 0 < value < 1 << 30
+
+
+def is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < 1e18
+
+
 def config_from_hf(json: Mapping[str, Any]) -> ModelConfig:
     """The shape of the model that a config.json describes. Raises ValueError with all that this model cannot be."""
     # transformers 5 writes rope_parameters, where 4 had rope_scaling beside rope_theta
-    rope = {"rope_theta": json.get("rope_theta", 10_000.0)}
-    rope |= {**(json.get("rope_scaling") or {}), **(json.get("rope_parameters") or {})}
+    rope, wrong = {"rope_theta": json.get("rope_theta", 10_000.0)}, []
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(json.get(name) or {}, dict):
+            rope |= json.get(name) or {}
+        else:
+            wrong.append(f"{name} = {json[name]!r}, where an object or null is what works")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    wrong = [
+    wrong += [
         f"{name} = {json.get(name)!r}, which is no size"
-        for name in (*_SIZES.values(), *({"num_key_value_heads"} & json.keys()))
-        if not isinstance(json.get(name), int) or json[name] < 1
+        for name in (*_SIZES.values(), *(name for name in ("num_key_value_heads", "max_position_embeddings") if name in json))
+        if not is_size(json.get(name))
+    ]
+    wrong += [
+        f"{name} = {value!r}, where a number above 0 is what works"
+        for name, value in (("rope_theta", rope["rope_theta"]), ("rms_norm_eps", json.get("rms_norm_eps", 1e-6)))
+        if not is_number(value)
     ]
     if not wrong and json.get("head_dim", None) not in (None, json["hidden_size"] // json["num_attention_heads"]):
         wrong.append(f"head_dim = {json['head_dim']}, where hidden_size / num_attention_heads is what works")
@@ -114,6 +132,11 @@ def config_from_hf(json: Mapping[str, Any]) -> ModelConfig:
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         wrong += [f"rope_scaling has no {name}" for name in names if name not in rope]
+        wrong += [
+            f"rope_scaling: {name} = {rope[name]!r}, where a number above 0 is what works"
+            for name in names
+            if name in rope and not is_number(rope[name])
+        ]
     if json.get("quantization_config"):
         wrong.append("quantization_config: weights that are quantized cannot be read")
     if wrong:
