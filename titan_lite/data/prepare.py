@@ -17,7 +17,6 @@ The bytes do not depend on the number of workers. FOLDER has its name when all o
 unfinished-FOLDER, and the same command goes on after its last whole shard.
 """
 
-import argparse
 import dataclasses
 import fcntl
 import hashlib
@@ -46,7 +45,7 @@ from titan_lite.data.dataset import NoDocuments, Split, build_source, fingerprin
 from titan_lite.data.files import BadDocument
 from titan_lite.data.prepared import FORMAT, SPLITS, manifest_text, read_manifest
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from titan_lite.logging import init_logging, logger, show
+from titan_lite.logging import Parser, init_logging, logger, show
 from titan_lite.recipe import load_config
 
 PROGRESS = "progress.json"
@@ -323,7 +322,7 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or "--help" in arguments or "-h" in arguments:
         show(__doc__)
         return 0 if arguments else 2
-    parser = argparse.ArgumentParser(prog="python -m titan_lite.data.prepare", add_help=False, allow_abbrev=False)
+    parser = Parser(prog="python -m titan_lite.data.prepare", add_help=False, allow_abbrev=False)
     parser.add_argument(
         "--workers", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     )
