@@ -44,7 +44,7 @@ HERE = {
     "scripts/test.sh": Run("pytest 9", "--version"),
     "scripts/test.sh -m slow": Run("tests collected", "--collect-only --quiet tests/integration/test_numbers.py"),
     "./run_train.sh --training.steps 20 --optimizer.lr=1e-3": Run("done: step 4", f"{SHORT} --job.dump_folder outputs/b"),
-    "./run_train.sh --compile.enable --training.steps 5": Run(
+    "./run_train.sh --compile.enable --training.steps 5 --parallelism.fsdp_communication microbatch": Run(
         "57 all_gather -> 8", f"{SHORT} --training.steps 1 --compile.backend aot_eager --job.dump_folder outputs/compiled"
     ),
     "NGPU=4 ./run_train.sh": Run("layout: 4 ranks", f"{SHORT} --training.steps 1 --job.dump_folder outputs/four"),
@@ -90,7 +90,7 @@ HERE = {
         "--job.dump_folder outputs/launched",
     ),
     "MAX_RESTARTS=5 ./run_train.sh": Run("done: step 1", f"{SHORT} --training.steps 1 --job.dump_folder outputs/restarts"),
-    "python scripts/benchmark_resume.py --megabytes 200": Run("parquet", "--megabytes 2 --rounds 1"),
+    "python scripts/benchmark_resume.py --megabytes 50": Run("parquet", "--megabytes 2 --rounds 1"),
     "python scripts/benchmark_data.py": Run(
         "Loader, prepared", "--characters 100000 --tokens 400000 --rounds 1 --seq-len 64 --mean-document 100"
     ),
