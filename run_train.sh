@@ -72,6 +72,11 @@ fi
 setup_python run
 [[ -n $checked ]] || check_recipe "$python" "$@"
 
+if [[ $nodes != 1 ]] && # else every node would wait for it, with a wall of warnings
+    ! "$python" -c 'import socket, sys; socket.getaddrinfo(sys.argv[1].strip("[]"), None)' "${RDZV_ENDPOINT%:*}" 2>/dev/null; then
+    wrong_usage "RDZV_ENDPOINT=$RDZV_ENDPOINT: this node knows no host ${RDZV_ENDPOINT%:*}; a name or an address that it knows would work"
+fi
+
 count_gpus
 processes=${NGPU:-$((gpus > 0 ? gpus : 2))}
 ((gpus == 0 || processes <= gpus)) ||

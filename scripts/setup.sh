@@ -27,7 +27,8 @@ setup_python() { # run|dev
     : "${root:?}"
     choose_python "$1"
     # This checkout is what runs, whatever titan_lite is installed or lies in the current folder, which `python -m` puts first.
-    export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
+    # UTF-8: torch reads files of its own by the locale's encoding, which may be ASCII.
+    export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1 PYTHONUTF8=1
 }
 
 choose_python() { # run|dev

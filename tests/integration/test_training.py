@@ -379,3 +379,23 @@ def test_a_checkpoint_of_another_flavor_is_told_and_a_longer_schedule_said(unint
     result = torchrun(1, DEBUG, tmp_path, *SMALL, "--model.flavor", "1B")
     assert result.returncode != 0
     assert re.search(r'error: .*it cannot work: .*model.flavor = "1B", was "debug"; .* another job.dump_folder', result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"NGPU": "0"}, "NGPU=0: expected the number of processes"),
+        ({"NNODES": "two"}, "NNODES=two: expected the number of nodes"),
+        ({"NNODES": "2"}, "NNODES=2 needs RDZV_ENDPOINT=HOST:PORT"),
+        ({"NNODES": "2", "RDZV_ENDPOINT": "no.such.host.invalid:29500"}, "this node knows no host no.such.host.invalid"),
+        ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS=-1: expected a number"),
+        ({"CONFIG_FILE": "train_configs/debug.toml"}, "did you mean"),
+    ],
+)
+def test_what_the_environment_says_wrongly_is_one_line(environment, said):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    result = launch(ROOT / "run_train.sh", **environment, PATH=path)
+    assert result.returncode == 2
+    (line,) = result.stdout.splitlines()
+    assert line.startswith("error: ")
+    assert said in line
