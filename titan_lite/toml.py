@@ -36,7 +36,7 @@ def read_toml(path: Path, what: str = "file") -> dict[str, Any]:
 
 def files_beside(path: Path) -> str:
     """For the end of a message about a file that is not there."""
-    found = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+    found = sorted(p.name for p in path.parent.glob("*.toml") if p.name != "pyproject.toml") if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, found, n=1, cutoff=0.5)
     if close:
         return f"; did you mean {path.parent / close[0]}?"

@@ -180,7 +180,7 @@ class Trainer:
             )
 
         # 6. what it says
-        if self.rank == 0:
+        if self.rank == 0 and self.step < config.training.steps:  # with nothing to do, the recipe of what was done stays
             self.dump_folder.mkdir(parents=True, exist_ok=True)
             saved = dataclasses.replace(config, job=dataclasses.replace(config.job, dump_folder=str(self.dump_folder.resolve())))
             try:

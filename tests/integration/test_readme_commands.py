@@ -43,10 +43,11 @@ PLAN = "--hardware h100 --world-size 8 --set training.global_batch_size=64"
 HERE = {
     "scripts/test.sh": Run("pytest 9", "--version"),
     "scripts/test.sh -m slow": Run("tests collected", "--collect-only --quiet tests/integration/test_numbers.py"),
-    "./run_train.sh --training.steps 20 --optimizer.lr=1e-3": Run("done: step 4", f"{SHORT} --job.dump_folder outputs/b"),
-    "./run_train.sh --compile.enable --training.steps 5 --parallelism.fsdp_communication microbatch": Run(
-        "57 all_gather -> 8", f"{SHORT} --training.steps 1 --compile.backend aot_eager --job.dump_folder outputs/compiled"
+    "./run_train.sh --job.dump_folder outputs/fast --optimizer.lr=3e-3": Run("done: step 4", SHORT),
+    "./run_train.sh --compile.enable --job.dump_folder outputs/compiled --parallelism.fsdp_communication microbatch": Run(
+        "57 all_gather -> 8", f"{SHORT} --training.steps 1 --compile.backend aot_eager"
     ),
+    "./run_train.sh --training.steps 1": Run("done: step 1", f"{SHORT} --training.steps 1 --job.dump_folder outputs/one"),
     "NGPU=4 ./run_train.sh": Run("layout: 4 ranks", f"{SHORT} --training.steps 1 --job.dump_folder outputs/four"),
     "CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh": Run("done: step 1", f"{SMALL} --job.dump_folder outputs/shrunk"),
     "./run_train.sh --print-config": Run("steps = 100  # train_configs/debug_model.toml", quick=True),
@@ -58,8 +59,8 @@ HERE = {
     f"{PREPARE} train_configs/llama3_8b.toml {BOOKS}": Run(
         "train: 189 documents", "--model.tokenizer_path assets/tokenizer/debug.model --workers 1"
     ),
-    "./run_train.sh --data.dataset prepared --data.path prepared/books": Run(
-        "done: step 1", f"{SHORT} --training.steps 1 --job.dump_folder outputs/prepared"
+    "CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --data.dataset prepared --data.path prepared/books": Run(
+        "done: step 1", f"{SMALL.replace('--data.dataset stdlib', '')} --job.dump_folder outputs/prepared"
     ),
     f"{PREPARE} --verify prepared/books": Run("every byte is as written"),
     "python -m titan_lite.convert outputs/debug_model exported": Run("exported"),
@@ -106,7 +107,7 @@ HERE = {
 FIRST = "./run_train.sh"  # the fixture
 # What needs a cluster, or nothing but a package index; the tests that have these.
 ELSEWHERE = {
-    "sbatch --nodes 2 --gpus-per-node 8 --time 24:00:00 scripts/train.slurm train_configs/llama3_8b.toml --training.steps 100": (
+    "sbatch --nodes 2 --gpus-per-node 8 --exclusive --mem 0 --time 24:00:00 scripts/train.slurm train_configs/llama3_8b.toml": (
         "test_two_nodes_train_to_the_end_and_a_signal_requeues_the_job_which_goes_on_exactly"
     ),
     "tail -F slurm-JOB/0-*.log": "test_two_nodes_train_to_the_end_and_a_signal_requeues_the_job_which_goes_on_exactly",

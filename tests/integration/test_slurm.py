@@ -126,7 +126,18 @@ class Job:
     def __init__(self, cluster, folder, options, slurm, variables):
         self.cluster, self.folder = cluster, folder
         folder.mkdir(parents=True)
-        command = ["sbatch", "--parsable", "--nodes", "2", f"--chdir={ROOT}", f"--output={folder}/job.log", *slurm]
+        command = [
+            "sbatch",
+            "--parsable",
+            "--nodes",
+            "2",
+            "--exclusive",
+            "--mem",
+            "0",
+            f"--chdir={ROOT}",
+            f"--output={folder}/job.log",
+            *slurm,
+        ]
         variables = {"LOGS": f"{folder}/logs", **variables}
         command += [f"--export={','.join(['ALL', *(f'{name}={value}' for name, value in variables.items())])}"]
         command += [f"{ROOT}/scripts/train.slurm", "train_configs/debug_model.toml", *OPTIONS, *options]

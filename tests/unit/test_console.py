@@ -103,7 +103,7 @@ def said(*overrides, mesh=None, pipeline=None, local_batches=2, parameters=2**26
 def test_the_start_says_what_will_run():
     threads = torch.get_num_threads()
     lines = said()
-    assert lines[0] == "Llama 3 debug flavor on the standard library's text"
+    assert lines[0] == "Llama 3 debug flavor"
     assert lines[1] == f"model: llama3 debug, 5,770,496 parameters; torch {torch.__version__}, eager"
     assert lines[2] == f"layout: 2 ranks = dp_shard 2, each one CPU, {threads} thread{'s' * (threads > 1)}"
     assert lines[3:6] == mesh_picture(degrees(dp_shard=2))
