@@ -251,7 +251,16 @@ class Trainer:
     def train(self) -> bool:
         """Until training.steps, or a signal to stop (False); saves and measures. Raises TrainingError where it cannot go on."""
         with self.told_to_others():
-            return self.loop()
+            try:
+                return self.loop()
+            except ConfigError:
+                for loader in self.loaders:
+                    self.left_out.list_alone(loader.take_left_out())
+                raise
+
+    @property
+    def loaders(self) -> list[Loader]:
+        return [loader for loader in (self.loader, self.validation_loader) if loader is not None]
 
     @contextmanager
     def told_to_others(self) -> Iterator[None]:
@@ -448,11 +457,7 @@ class Trainer:
 
     def next_batch(self) -> DeviceBatch:
         started = time.perf_counter()
-        try:
-            batch = next(self.loader)
-        except ConfigError:
-            self.left_out.list_alone(self.loader.take_left_out())
-            raise
+        batch = next(self.loader)
         self.waited_for_data += time.perf_counter() - started
         return self.to_device(batch)
 
@@ -487,8 +492,7 @@ class Trainer:
         }
         if self.peak_flops is not None:
             values["mfu"] = 100 * tps * self.flops_per_token / self.peak_flops
-        loaders = [loader for loader in (self.loader, self.validation_loader) if loader is not None]
-        values |= self.left_out.gather([loader.take_left_out() for loader in loaders])
+        values |= self.left_out.gather([loader.take_left_out() for loader in self.loaders])
         self.metrics.log(self.step, values)
         slow = self.stragglers.compare()
         if slow and self.rank == 0:

@@ -46,6 +46,20 @@ def test_more_bad_documents_than_allowed_end_the_run_on_all_ranks(options, tmp_p
     result = torchrun(2, DEBUG, tmp_path / "out", *options, "--training.steps", "12", "--data.max_bad_documents", "2")
     assert result.returncode != 0
     assert re.search(r"error: \[rank \d\] data.max_bad_documents = 2: ", result.stdout)
+    listed = [json.loads(line)["place"] for line in (tmp_path / "out/bad_documents.jsonl").read_text().splitlines()]
+    assert sorted(set(listed)) == ["line 21", "line 34", "line 8"]
+
+
+def test_what_ends_a_run_before_its_first_step_is_named_and_listed(tmp_path):
+    (tmp_path / "bad.jsonl").write_text("bad\n" * 9)
+    more = ["--data.dataset", "local", "--data.path", tmp_path / "bad.jsonl", "--data.validation_fraction", "0"]
+    more += ["--no-validation.enable", "--data.on_bad_document", "skip"]
+    result = torchrun(1, DEBUG, tmp_path / "out", *SMALL, *more)
+    assert re.search(
+        r"error: \[rank 0\] source 1: \d+ documents in a row.* are bad, such as .*bad.jsonl, line \d: not JSON", result.stdout
+    )
+    listed = {json.loads(line)["place"] for line in (tmp_path / "out/bad_documents.jsonl").read_text().splitlines()}
+    assert listed == {f"line {number}" for number in range(1, 10)}
 
 
 def test_ranks_that_read_the_same_are_named_before_a_step(tmp_path):
