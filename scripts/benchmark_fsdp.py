@@ -39,7 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from titan_lite.compiler.hardware import Machine, find_machine
-from titan_lite.compiler.report import Receipt
+from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import compile_function, compile_model
 from titan_lite.config import Compile, Parallelism

@@ -60,7 +60,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_lite.compiler.hardware import Machine, find_machine, load_machine
-from titan_lite.compiler.report import Receipt
+from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import CompileError, check_backend, compile_model
 from titan_lite.config import Compile, ConfigError, Parallelism

@@ -34,10 +34,10 @@ import torch.distributed as dist
 from benchmark_fsdp import peak_memory, start_world
 
 from titan_lite.compiler.hardware import Machine, find_machine, machine_from
-from titan_lite.plan import lay_out
-from titan_lite.planner.measure import Shapes, calibrated, measure
-from titan_lite.planner.report import make_plan
-from titan_lite.recipe import load_config
+from titan_lite.config.recipe import load_config
+from titan_lite.plan.command import lay_out
+from titan_lite.plan.measure import Shapes, calibrated, measure
+from titan_lite.plan.summary import make_plan
 from titan_lite.trainer import Trainer
 
 RECIPE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from titan_lite.compiler.hardware import Machine, load_machine, machine_from
 from titan_lite.config import ConfigError
+from titan_lite.config.recipe import load_config
 from titan_lite.models.llama3 import flops_per_token
-from titan_lite.plan import lay_out
-from titan_lite.planner.memory import GIB
-from titan_lite.planner.report import make_plan
-from titan_lite.recipe import load_config
+from titan_lite.plan.command import lay_out
+from titan_lite.plan.memory import GIB
+from titan_lite.plan.summary import make_plan
 
 RECIPES = Path(__file__).parents[1] / "train_configs"
 H100, A100 = load_machine("H100"), load_machine("A100")

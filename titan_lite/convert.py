@@ -31,13 +31,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
-from titan_lite import manifest, tensor_files
+from titan_lite import manifest
+from titan_lite.checkpoint import tensor_files
+from titan_lite.checkpoint.weights import TOKENIZER_FILES, Step, Weights, check_tokenizer, open_weights, tokenizer_files
 from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import TiktokenTokenizer, Tokenizer, load_tokenizer
 from titan_lite.data.tokenizer_json import to_json, tokenizer_config
 from titan_lite.logging import Parser, init_logging, logger, show
 from titan_lite.models.hf import config_to_hf, hf_names, to_hf
-from titan_lite.weights import TOKENIZER_FILES, Step, Weights, check_tokenizer, open_weights, tokenizer_files
 
 
 def write_step(folder: Path, weights: Weights, dtype: torch.dtype | None = None) -> None:

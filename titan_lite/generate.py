@@ -25,12 +25,12 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from titan_lite.checkpoint.weights import TOKENIZER_FILES, Weights, check_tokenizer, load, open_weights
 from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.distributed.context_parallel import attend_to_the_past
 from titan_lite.logging import Parser, init_logging, show
 from titan_lite.models.llama3 import Attention, Transformer, rope_tables
-from titan_lite.weights import TOKENIZER_FILES, Weights, check_tokenizer, load, open_weights
 
 
 class Cache:

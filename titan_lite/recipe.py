@@ -1,66 +1,19 @@
-"""Recipes: a TOML file and the command line, read strictly into a Config.
-
-    config, origins = load_config("train_configs/debug_model.toml", ["--training.steps", "20"])
-    config.training.steps            # 20
-    origins["training.steps"]        # "command line"
-
-Precedence: command line > recipe > the recipe it `extends` > default. Every mistake (unknown section or key, wrong
-type, value out of range, impossible combination) is one `ConfigError` that names the place, the key, the value and
-something that would work. Standard library only, as in config.py:
+"""Check a recipe, or print it resolved, in a tenth of a second; and the help text of a run. Standard library only.
 
     python -m titan_lite.recipe RECIPE [--section.key value ...] [--print-config]
+
+Exit code 0: the recipe can be read; 2: something in it or on the command line is wrong.
 """
 
 import dataclasses
-import difflib
-import math
-import os
-import re
 import sys
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from titan_lite.config import KEYS, SECTIONS, Config, ConfigError, Corpus, Parallelism, gradient_accumulation_steps
+from titan_lite.config import KEYS, SECTIONS, ConfigError
+from titan_lite.config.recipe import admitted_values, load_config, nearest_section, to_toml
+from titan_lite.config.toml import in_toml
 from titan_lite.logging import show
-from titan_lite.toml import files_beside, in_toml, parse_value, read_toml
-
-
-def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, dict[str, str]]:
-    """Read a recipe and the command line into (config, origins).
-
-    recipe: path of a TOML file. overrides: `--section.key value`, `--section.key=value`, and for booleans
-    `--section.key` and `--no-section.key`. origins maps "section.key" to "default", "command line" or the file's path.
-    Raises ConfigError.
-    """
-    values, origins = _read_recipe(Path(recipe), chain=())
-    for key, text in _parse_overrides(overrides).items():
-        values[key] = _from_folder(KEYS[key], _parse_text(key, text), Path())  # the saved recipe lies in another folder
-        origins[key] = "command line"
-    for key in KEYS.keys() - values.keys():
-        values[key], origins[key] = KEYS[key].default, "default"
-    if not values["job.dump_folder"]:
-        values["job.dump_folder"] = f"outputs/{Path(recipe).stem}"
-    sections = {
-        name: cls(**{f.name: values[f"{name}.{f.name}"] for f in dataclasses.fields(cls)}) for name, cls in SECTIONS.items()
-    }
-    config = Config(**sections)
-    _check_combinations(config, origins)
-    return config, origins
-
-
-def to_toml(config: Config, origins: dict[str, str] | None = None) -> str:
-    """The whole recipe as TOML that loads back to the same config; with `origins`, each value says where it came from."""
-    lines = []
-    for name, cls in SECTIONS.items():
-        lines.append(f"[{name}]")
-        for field in dataclasses.fields(cls):
-            line = f"{field.name} = {in_toml(getattr(getattr(config, name), field.name))}"
-            lines.append(line if origins is None else f"{line}  # {_one_line(origins[f'{name}.{field.name}'])}")
-        lines.append("")
-    return "\n".join(lines)
-
 
 HELP = """\
 usage: ./run_train.sh [OPTION ...]                          the recipe that CONFIG_FILE names, on this machine's devices
@@ -98,7 +51,7 @@ def help_text(arguments: Sequence[str] = ()) -> str:
     words = [word for flag in ("--help", "-h") if flag in arguments for word in arguments[arguments.index(flag) + 1 :][:1]]
     wanted = words[0].strip("[]") if words and not words[0].startswith("-") else ""
     if wanted and wanted not in SECTIONS:
-        raise ConfigError(f"command line: --help {wanted}: no such section{_nearest_section(wanted)}")
+        raise ConfigError(f"command line: --help {wanted}: no such section{nearest_section(wanted)}")
     lines = [] if wanted else [HELP]
     for name in [wanted] if wanted else SECTIONS:
         lines += [f"[{name}]  {SECTIONS[name].__doc__}", ""]
@@ -109,317 +62,15 @@ def help_text(arguments: Sequence[str] = ()) -> str:
     return "\n".join(lines).rstrip()
 
 
-def _from_folder(field: dataclasses.Field, value: Any, folder: Path) -> Any:
-    """A value with its relative paths, or those of its tables, made absolute."""
-    if field.metadata["table"]:
-        parts = dataclasses.fields(field.metadata["table"])
-        return tuple(
-            dataclasses.replace(table, **{part.name: _from_folder(part, getattr(table, part.name), folder) for part in parts})
-            for table in value
-        )
-    suffix = field.metadata["path"]
-    is_path = value and suffix and (suffix is True or value.endswith(suffix))
-    return os.path.abspath(folder / value) if is_path else value
-
-
-def _read_recipe(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Flat {"section.key": value} of one file on top of the file it extends."""
-    resolved = path.resolve()
-    if resolved in chain:
-        loop = " -> ".join(str(p) for p in (*chain[chain.index(resolved) :], resolved))
-        raise ConfigError(f"{path}: extends goes round in a circle: {loop}; remove one of these `extends` lines")
-    tables = read_toml(path, "recipe")
-    base = tables.pop("extends", None)
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    if base is not None:
-        if not isinstance(base, str) or not base:
-            raise ConfigError(f'{path}: extends = {base!r} is not a path; write it as extends = "debug_model.toml"')
-        if not (path.parent / base).is_file():
-            raise ConfigError(
-                f'{path}: extends = "{base}": no such file (looked for {path.parent / base}){files_beside(path.parent / base)}'
-            )
-        values, origins = _read_recipe(path.parent / base, (*chain, resolved))
-    for section, table in tables.items():
-        if section not in SECTIONS:
-            raise ConfigError(f"{path}: unknown section [{section}]{_nearest_section(section)}")
-        if not isinstance(table, dict):
-            raise ConfigError(f"{path}: {section} = {table!r} should be a section: write [{section}] and its keys below")
-        for name, value in table.items():
-            key = f"{section}.{name}"
-            if key not in KEYS:
-                raise ConfigError(f"{path}: unknown key {name} = {value!r} in [{section}]{_nearest_key(section, name)}")
-            values[key] = _from_folder(KEYS[key], _check_value(key, value, str(path)), path.parent)
-            origins[key] = str(path)
-    return values, origins
-
-
-def _parse_overrides(arguments: Sequence[str]) -> dict[str, str]:
-    """`--section.key value` and its other forms -> {"section.key": text}; a later one wins."""
-    result: dict[str, str] = {}
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        if not argument.startswith("--"):
-            raise ConfigError(
-                f"command line: {argument!r} is not an option; write --section.key value, such as --training.steps 100"
-            )
-        name, equals, text = argument[2:].partition("=")
-        key = name.replace("-", "_")
-        negated = key.startswith("no_") and key not in KEYS
-        if negated:
-            key = key.removeprefix("no_")
-        if key not in KEYS:
-            section, _, last = key.partition(".")
-            if section in SECTIONS:
-                raise ConfigError(f"command line: unknown option {argument}{_nearest_key(section, last)}")
-            near = _nearest(key, list(KEYS)) if last else ""
-            raise ConfigError(f"command line: unknown option {argument}{near or _nearest_section(section)}")
-        is_bool = KEYS[key].type is bool
-        if negated and (equals or not is_bool):
-            raise ConfigError(f"command line: {argument}: --no- is for booleans and takes no value; write --{key}=VALUE")
-        if negated:
-            text = "false"
-        elif not equals and is_bool:
-            text = rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
-        elif not equals:
-            if not rest or rest[0].startswith("--"):
-                example = f"--{key}={in_toml(KEYS[key].default)}"
-                raise ConfigError(f"command line: {argument} has no value; write {example} ({_expected(KEYS[key])})")
-            text = rest.pop(0)
-        result[key] = text
-    return result
-
-
-def _parse_text(key: str, text: str) -> Any:
-    """A command-line word as the key's type."""
-    kind = KEYS[key].type
-    value: Any = text
-    try:
-        if kind is bool:
-            value = {"true": True, "false": False}[text.lower()]
-        elif kind in (int, float):
-            value = kind(text)
-        elif KEYS[key].metadata["table"]:
-            value = parse_value(text)
-        elif kind is tuple:
-            value = [word.strip() for word in text.split(",") if word.strip()]
-    except (KeyError, ValueError):
-        raise ConfigError(
-            f"command line: --{key}={text}: expected {_expected(KEYS[key])}, such as {in_toml(KEYS[key].default)}"
-        ) from None
-    return _check_value(key, value, "command line")
-
-
-def _check_value(key: str, value: Any, place: str, field: dataclasses.Field | None = None) -> Any:
-    """Type, range and choices of one value; an integer serves where a float is asked for. field: the key's, if not in KEYS."""
-    field = field or KEYS[key]
-    if field.metadata["table"] and isinstance(value, list):
-        return tuple(_check_table(key, number, table, place, field.metadata["table"]) for number, table in enumerate(value, 1))
-    if field.type is float and type(value) is int:
-        value = float(value) if abs(value) < 2**1000 else math.inf
-    if field.type is tuple and isinstance(value, list) and all(isinstance(word, str) for word in value):
-        value = tuple(value)
-    section, _, name = key.rpartition(".")
-    wrong = f"{place}: [{section}] {name} = {in_toml(value) if isinstance(value, str | bool | int | float | tuple) else value}"
-    if type(value) is not field.type:
-        raise ConfigError(f"{wrong}: expected {_expected(field)}, such as {name} = {in_toml(field.default)}")
-    rule = field.metadata
-    if isinstance(value, str) and not value.isascii() and value.encode(errors="ignore").decode() != value:
-        raise ConfigError(f"{wrong}: not valid UTF-8, which a recipe is; such as {name} = {in_toml(field.default)}")
-    if isinstance(value, str) and "\0" in value:
-        raise ConfigError(f"{wrong}: has a NUL character; such as {name} = {in_toml(field.default)}")
-    words = value if isinstance(value, tuple) else (value,)
-    form = re.compile(rule["or_like"][1] or r"(?!)")
-    unknown = [word for word in words if word not in rule["choices"] and not form.fullmatch(word)] if rule["choices"] else []
-    if unknown:
-        raise ConfigError(f"{wrong}: expected {_expected(field)}{_nearest(unknown[0], list(rule['choices']))}")
-    if isinstance(value, int | float) and not isinstance(value, bool) and value not in rule["also"]:
-        inside = (
-            math.isfinite(value)
-            and (rule["least"] is None or value >= rule["least"])
-            and (rule["above"] is None or value > rule["above"])
-            and (rule["most"] is None or value <= rule["most"])
-            and (rule["below"] is None or value < rule["below"])
-        )
-        if not inside:
-            raise ConfigError(f"{wrong}: out of range: expected {_expected(field)}, such as {name} = {in_toml(field.default)}")
-    return value
-
-
-def _check_table(key: str, number: int, table: Any, place: str, cls: type) -> Any:
-    """One element of a list of tables, as its dataclass."""
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    if not isinstance(table, dict):
-        raise ConfigError(f"{place}: {key} = [... {table!r} ...]: expected tables: write [[{key}]] and the keys of each below")
-    for name, value in table.items():
-        if name not in fields:
-            near = _nearest(name, list(fields)) or f"; it has {', '.join(fields)}"
-            raise ConfigError(f"{place}: unknown key {name} = {value!r} in [[{key}]], table {number}{near}")
-    return cls(**{name: _check_value(f"{key}.{name}", value, place, fields[name]) for name, value in table.items()})
-
-
-def _check_combinations(config: Config, origins: dict[str, str]) -> None:
-    """What no single value shows."""
-
-    def at(key: str) -> str:
-        section, _, name = key.partition(".")
-        return f"{origins[key]}: [{section}] {name} = {in_toml(getattr(getattr(config, section), name))}"
-
-    if -1 < config.lr_scheduler.total_steps < config.lr_scheduler.warmup_steps:
-        raise ConfigError(
-            f"{at('lr_scheduler.warmup_steps')} is longer than lr_scheduler.total_steps = {config.lr_scheduler.total_steps}; "
-            f"warmup_steps = {max(1, config.lr_scheduler.total_steps // 10)} would work"
-        )
-    if config.lr_scheduler.total_steps != -1 and config.lr_scheduler.total_steps < config.training.steps:
-        raise ConfigError(
-            f"{at('lr_scheduler.total_steps')} ends before training.steps = {config.training.steps}; use -1 or at least that many"
-        )
-    replaced = [f"data.{f.name}" for f in dataclasses.fields(Corpus) if origins[f"data.{f.name}"] != "default"]
-    replaced = [key for key in replaced if getattr(config.data, key.partition(".")[2]) != KEYS[key].default]
-    if config.data.sources and replaced:
-        raise ConfigError(
-            f"{at(replaced[0])} stands beside data.sources, which take its place; write it into these, or remove it"
-        )
-    again: dict[Corpus, int] = {}
-    for number, source in enumerate(config.data.sources, start=1):
-        first = again.setdefault(dataclasses.replace(source, weight=1.0), number)
-        if first != number:
-            raise ConfigError(
-                f"{origins['data.sources']}: [[data.sources]] {first} and {number} have the same documents, which would be read "
-                "twice; one of them with the sum of both weights would work"
-            )
-    for source in config.data.sources or (config.data,):
-        table = "" if source is config.data else f"{origins['data.sources']}: [[data.sources]] "
-
-        def of(name: str, source: Corpus = source, table: str = table) -> str:
-            return f"{table}{name} = {in_toml(getattr(source, name))}" if table else at(f"data.{name}")
-
-        if source.dataset == "local" and not source.path:
-            raise ConfigError(f'{of("dataset")} needs data.path, such as path = "corpus/*.jsonl"')
-        if source.dataset == "prepared" and not source.path:
-            raise ConfigError(f'{of("dataset")} needs data.path, such as path = "prepared/books"')
-        if source.dataset not in ("local", "prepared") and source.path:
-            raise ConfigError(
-                f'{of("path")} is only read with data.dataset = "local" or "prepared" (it is "{source.dataset}"); '
-                "set that or remove path"
-            )
-        if (source.subset or source.split != "train") and "/" not in source.dataset:
-            raise ConfigError(
-                f"{of('subset' if source.subset else 'split')} is of datasets of the hub, such as dataset = "
-                f'"HuggingFaceFW/fineweb" (it is "{source.dataset}"); name one or remove it'
-            )
-        if config.validation.enable and config.data.validation_fraction == 0 and source.dataset not in ("c4", "prepared"):
-            raise ConfigError(
-                f"{at('validation.enable')} needs held-out documents: set data.validation_fraction = 0.05, "
-                "or validation.enable = false"
-            )
-    if not config.model.tokenizer_path:
-        raise ConfigError(
-            f'{at("model.tokenizer_path")} is empty: name a tokenizer file, such as "../assets/tokenizer/debug.model"'
-        )
-    if config.compile.enable and not config.compile.components:
-        raise ConfigError(
-            f'{at("compile.components")} leaves nothing to compile, but compile.enable = true; components = ["model", "loss"], '
-            "or compile.enable = false, would work"
-        )
-    if config.compile.enable and config.compile.bucketing == "plan" and not config.compile.buckets:
-        raise ConfigError(
-            f'{at("compile.bucketing")} needs compile.buckets, such as buckets = ["tok_embeddings", "layers.0 layers.1"]; '
-            'bucketing = "block" would work without'
-        )
-    if config.compile.enable and config.compile.bucketing in ("auto", "measured") and not config.compile.reordering:
-        raise ConfigError(
-            f'{at("compile.reordering")}: compile.bucketing = "{config.compile.bucketing}" orders what it buckets; '
-            'reordering = true or bucketing = "block" would work'
-        )
-    checkpointing = config.activation_checkpoint
-    option = checkpointing.selective_ac_option
-    if option not in ("op", "op/2") and not (option.isascii() and option.isdigit() and int(option) > 0):
-        raise ConfigError(
-            f'{at("activation_checkpoint.selective_ac_option")}: expected "op", "op/2", or a number of blocks in quotes, '
-            'such as "2"'
-        )
-    if checkpointing.mode == "memory_budget" and not config.compile.compiles("model"):
-        raise ConfigError(
-            f'{at("activation_checkpoint.mode")} needs compile.enable = true and "model" in compile.components, since the '
-            'compiler chooses; set that, or mode = "selective" would work'
-        )
-    keep = config.parallelism.fsdp_keep_gathered  # the default one stands in every saved recipe, and asks for nothing
-    if config.parallelism.fsdp_reshard_after_forward == "always" and keep not in ((), Parallelism.fsdp_keep_gathered):
-        raise ConfigError(
-            f'{at("parallelism.fsdp_keep_gathered")}: nothing is kept with parallelism.fsdp_reshard_after_forward = "always"; '
-            'with "default" these are, and with fsdp_keep_gathered = [] nothing is'
-        )
-    replicate, shard = config.parallelism.data_parallel_replicate_degree, config.parallelism.data_parallel_shard_degree
-    if config.checkpoint.load_step != -1 and not config.checkpoint.enable:
-        raise ConfigError(
-            f"{at('checkpoint.load_step')} has no effect while checkpoint.enable = false; set checkpoint.enable = true"
-        )
-    if config.checkpoint.must_resume and not config.checkpoint.enable:
-        raise ConfigError(
-            f"{at('checkpoint.must_resume')}: with checkpoint.enable = false nothing resumes; set checkpoint.enable = true"
-        )
-    if shard != -1 and config.training.global_batch_size != -1:
-        gradient_accumulation_steps(config.training, replicate * shard)
-
-
-def _expected(field: dataclasses.Field) -> str:
-    """'a number above 0 (L2 norm)' and the like."""
-    unit = field.metadata["unit"]
-    return _admitted(field) + (f" ({unit})" if unit not in ("", "bool", "integer") and not field.metadata["choices"] else "")
-
-
-def _admitted(field: dataclasses.Field) -> str:
-    rule = field.metadata
-    kinds = {bool: "true or false", int: "an integer", float: "a number", str: "a string", tuple: "a list of strings"}
-    if rule["choices"]:
-        named = ("a list of " if field.type is tuple else "one of ") + ", ".join(f'"{choice}"' for choice in rule["choices"])
-        return named + (f", or {rule['or_like'][0]}" if rule["or_like"][0] else "")
-    if rule["table"]:
-        return "a list of tables of " + ", ".join(part.name for part in dataclasses.fields(rule["table"]))
-    words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
-    bounds = " and ".join(f"{word} {rule[name]}" for name, word in words.items() if rule[name] is not None)
-    also = "".join(f", or {value}" for value in rule["also"])
-    return f"{kinds[field.type]}{' ' + bounds if bounds else ''}{also}"  # type: ignore[index]
-
-
 def _help_line(key: str) -> str:
     """--training.steps (default 1000; an integer at least 1; steps)"""
     field, unit = KEYS[key], KEYS[key].metadata["unit"]
     words = [f"default {in_toml(field.default)}"]
     if field.type not in (bool, str) or field.metadata["choices"]:
-        words.append(_admitted(field))
+        words.append(admitted_values(field))
     if unit not in ("bool", "integer") and not field.metadata["choices"]:
         words.append(unit)
     return f"--{key} ({'; '.join(words)})"
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _nearest_section(section: str) -> str:
-    """Where the key lives that was written where a section belongs, else the nearest section, else all of them."""
-    homes = [key for key in KEYS if key.endswith(f".{section}")]
-    if homes:
-        return f"; {section} is a key: {' or '.join(homes)}"
-    return _nearest(section, list(SECTIONS)) or f"; known sections: {', '.join(SECTIONS)}"
-
-
-def _nearest_key(section: str, name: str) -> str:
-    """Where a key of this very name lives, else the nearest key of the section, else all its keys."""
-    elsewhere = [key for key in KEYS if key.endswith(f".{name}")]
-    if elsewhere:
-        return f"; did you mean {' or '.join(elsewhere)}?"
-    names = [f.name for f in dataclasses.fields(SECTIONS[section])]
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {section}.{close[0]}?" if close else f"; [{section}] has {', '.join(names)}"
-
-
-def _one_line(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def print_help(arguments: Sequence[str]) -> int:

@@ -15,10 +15,11 @@ import sys
 from pathlib import Path
 
 from titan_lite.config import Config, ConfigError
+from titan_lite.config.recipe import load_config, to_toml
 from titan_lite.faults import signals
 from titan_lite.faults.restart import RepeatedFault, Restarts
 from titan_lite.logging import events, init_logging, show
-from titan_lite.recipe import load_config, print_help, to_toml
+from titan_lite.recipe import print_help
 
 
 def main(arguments: list[str]) -> int:
@@ -40,7 +41,7 @@ def main(arguments: list[str]) -> int:
 def explain(config: Config) -> int:
     """Of the processes that a launcher starts, the first one speaks."""
     if os.environ.get("RANK", "0") == "0":
-        from titan_lite.check import explain_resume
+        from titan_lite.config.check import explain_resume
 
         init_logging(0, 1)
         explain_resume(config, int(os.environ.get("WORLD_SIZE", "1")))

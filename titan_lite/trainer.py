@@ -20,18 +20,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_lite.account import Account
-from titan_lite.check import check, describe_run, gathers_once
-from titan_lite.checkpoint import GROUP as CHECKPOINT_GROUP
-from titan_lite.checkpoint import Checkpointer, CheckpointError
+from titan_lite.checkpoint.resume import compare, explain, git_revision, refuse, restarts_data
+from titan_lite.checkpoint.saving import GROUP as CHECKPOINT_GROUP
+from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
+from titan_lite.checkpoint.weights import load_initial
+from titan_lite.compiler.autotune import STEPS, WAYS, Trial
 from titan_lite.compiler.hardware import find_machine, peak_flops
-from titan_lite.compiler.report import Receipt, describe, write_receipts
+from titan_lite.compiler.receipt import Receipt, describe, write_receipts
 from titan_lite.compiler.stage import CompileError, compile_function
-from titan_lite.compiler.trial import STEPS, WAYS, Trial
 from titan_lite.config import Config, ConfigError, flatten, gradient_accumulation_steps
-from titan_lite.console import end_lines, start_lines
+from titan_lite.config.check import check, describe_run, gathers_once
+from titan_lite.config.recipe import to_toml
+from titan_lite.data.bad_documents import LeftOutDocuments
 from titan_lite.data.dataset import Split
 from titan_lite.data.loader import Batch, Loader, build_loader, document_begins, merge_states
+from titan_lite.data.preflight import check_first_loss, preflight
 from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.distributed.context_parallel import own_positions
 from titan_lite.distributed.gather import started_last
@@ -45,19 +48,16 @@ from titan_lite.faults.restart import Restarts
 from titan_lite.faults.spikes import SpikeGuard
 from titan_lite.faults.stragglers import Stragglers
 from titan_lite.faults.watchdog import PATIENCE, Watchdog
-from titan_lite.left_out import LeftOutDocuments
 from titan_lite.logging import events, logger
 from titan_lite.loss import IGNORE_INDEX, build_loss, own_vocabulary
 from titan_lite.lr_scheduler import lr_factor
-from titan_lite.metrics import Metrics, draw_loss, peak_memory_gib
+from titan_lite.metrics.figures import Metrics, draw_loss, peak_memory_gib
+from titan_lite.metrics.lines import end_lines, start_lines
+from titan_lite.metrics.profiling import build_profiler, set_flight_recorder
 from titan_lite.models.llama3 import Transformer, flops_per_token
 from titan_lite.optimizer import build_optimizer, clip_grad_norm_, optimizer_state, set_learning_rate
-from titan_lite.planner.measure import Shapes
-from titan_lite.preflight import check_first_loss, preflight
-from titan_lite.profiling import build_profiler, set_flight_recorder
-from titan_lite.recipe import to_toml
-from titan_lite.resume import compare, explain, git_revision, refuse, restarts_data
-from titan_lite.weights import load_initial
+from titan_lite.plan.measure import Shapes
+from titan_lite.plan.plan_vs_actual import Account
 
 DeviceBatch = tuple[Tensor, Tensor, Tensor | None]  # input, label and, with training.mask_documents, begins (models/llama3.py)
 

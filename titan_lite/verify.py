@@ -32,13 +32,13 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from titan_lite.check import check
 from titan_lite.config import ActivationCheckpoint, Checkpoint, Compile, Config, ConfigError, Parallelism
+from titan_lite.config.check import check
+from titan_lite.config.recipe import load_config
 from titan_lite.distributed.mesh import AXES, DEGREES
 from titan_lite.logging import show
+from titan_lite.metrics.records import read_metrics
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
-from titan_lite.recipe import load_config
-from titan_lite.records import read_metrics
 from titan_lite.trainer import Trainer
 
 TOKENIZER = Path(__file__).parents[1] / "assets/tokenizer/debug.model"

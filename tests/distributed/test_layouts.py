@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from titan_lite.config.recipe import load_config
 from titan_lite.distributed.pipeline import one_stage_order
 from titan_lite.models.llama3 import FLAVORS
-from titan_lite.recipe import load_config
 from titan_lite.verify import compare, parse_layout, reference, run, twin, twin_model
 
 ROOT = Path(__file__).parents[2]

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_lite import manifest
-from titan_lite.checkpoint import Checkpointer, CheckpointError
+from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
+from titan_lite.checkpoint.tensor_files import FromHost
 from titan_lite.config import Checkpoint
-from titan_lite.tensor_files import FromHost
 
 # Of step 3's save: which rank dies, at which call of what, before or after it; and which step is then to be loaded.
 POINTS = {

@@ -6,7 +6,7 @@ import re
 import pytest
 from test_training import DEBUG, SMALL, torchrun
 
-from titan_lite.metrics import read_metrics
+from titan_lite.metrics.figures import read_metrics
 
 pytest.importorskip("pyarrow")
 

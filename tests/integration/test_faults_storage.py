@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titan_lite import checkpoint
-from titan_lite.checkpoint import Checkpointer, CheckpointError
+from titan_lite.checkpoint import saving as checkpoint
+from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
 from titan_lite.config import Checkpoint, ConfigError
-from titan_lite.records import read_metrics
+from titan_lite.metrics.records import read_metrics
 
 ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "train_configs/debug_model.toml"

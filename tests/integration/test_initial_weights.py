@@ -11,17 +11,17 @@ from test_training import DEBUG, ROOT, torchrun
 
 from titan_lite import convert
 from titan_lite import generate as generate_command
-from titan_lite.check import check
+from titan_lite.checkpoint.weights import open_weights
 from titan_lite.config import ConfigError
+from titan_lite.config.check import check
+from titan_lite.config.recipe import load_config
 from titan_lite.convert import write_step
 from titan_lite.data.loader import build_loader
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.loss import IGNORE_INDEX
-from titan_lite.metrics import read_metrics
+from titan_lite.metrics.figures import read_metrics
 from titan_lite.models.hf import config_to_hf
 from titan_lite.models.llama3 import FLAVORS
-from titan_lite.recipe import load_config
-from titan_lite.weights import open_weights
 
 DEBUG_TOKENIZER = ROOT / "assets/tokenizer/debug.model"
 SHORT = ["--training.seq_len=64", "--training.local_batch_size=2", "--training.global_batch_size=4", "--training.steps=1"]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from titan_lite.recipe import load_config
-from titan_lite.records import read_metrics
+from titan_lite.config.recipe import load_config
+from titan_lite.metrics.records import read_metrics
 from titan_lite.trainer import Trainer, TrainingError
 
 DEBUG = Path(__file__).parents[2] / "train_configs/debug_model.toml"

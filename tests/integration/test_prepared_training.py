@@ -11,7 +11,7 @@ import pytest
 from titan_lite.data import prepare
 from titan_lite.data.tokenizer import load_tiktoken
 from titan_lite.data.tokenizer_json import to_json, tokenizer_config
-from titan_lite.metrics import read_metrics
+from titan_lite.metrics.figures import read_metrics
 
 ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "train_configs/debug_model.toml"

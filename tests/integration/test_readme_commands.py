@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from titan_lite.config.recipe import load_config
+from titan_lite.metrics.records import read_metrics
 from titan_lite.models.llama3 import FLAVORS, Transformer
-from titan_lite.recipe import load_config
-from titan_lite.records import read_metrics
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

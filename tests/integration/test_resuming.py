@@ -16,8 +16,8 @@ import torch
 from ranks import run_ranks
 from test_training import DEBUG, ROOT, launch
 
-from titan_lite.recipe import load_config
-from titan_lite.records import read_metrics
+from titan_lite.config.recipe import load_config
+from titan_lite.metrics.records import read_metrics
 from titan_lite.trainer import Trainer
 
 SMALL = ["--training.seq_len=32", "--training.steps=6", "--lr_scheduler.total_steps=12", "--lr_scheduler.warmup_steps=2"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from titan_lite.records import read_metrics
+from titan_lite.metrics.records import read_metrics
 
 ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "train_configs/debug_model.toml"

@@ -13,9 +13,9 @@ import torch
 from ranks import run_ranks
 
 from titan_lite import optimizer
-from titan_lite.recipe import load_config
-from titan_lite.records import read_metrics, read_run
-from titan_lite.report import main
+from titan_lite.config.recipe import load_config
+from titan_lite.metrics.records import read_metrics, read_run
+from titan_lite.report.page import main
 from titan_lite.trainer import Trainer, TrainingError
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from titan_lite import verify
+from titan_lite.config.recipe import load_config
 from titan_lite.distributed.gather import Bucket
-from titan_lite.recipe import load_config
 from titan_lite.verify import every_layout, layout_of, name_of, parse_layout, twin
 
 ROOT = Path(__file__).parents[2]

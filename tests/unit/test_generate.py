@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 
 from titan_lite import convert, manifest
 from titan_lite import generate as command
+from titan_lite.checkpoint.weights import open_weights
 from titan_lite.convert import write_step
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.data.tokenizer_json import to_json
 from titan_lite.generate import Decoder, build_model, generate, sample, text_of
 from titan_lite.models.hf import config_to_hf, hf_names, to_hf
 from titan_lite.models.llama3 import ModelConfig, RopeScaling, Transformer
-from titan_lite.weights import open_weights
 
 TOKENIZER = Path(__file__).parents[2] / "assets/tokenizer/debug.model"
 TINY = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=2048, max_seq_len=512)

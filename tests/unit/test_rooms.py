@@ -17,73 +17,59 @@ PACKAGE = Path(__file__).parents[2] / "titan_lite"
 PART = ("torch", "titan_lite.config", "titan_lite.logging")
 ROOMS = {
     "__init__": (),
-    "config": (),
-    "toml": ("titan_lite.config", "tomli"),  # the standard library has it from Python 3.11 on
-    "recipe": ("titan_lite.config", "titan_lite.toml", "titan_lite.logging"),
     "logging": (),
+    "manifest": (),
+    "config": ("tomli",),  # the standard library has it from Python 3.11 on
+    "config/check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
     "models": ("torch",),
-    "weights": (*PART, "safetensors", "titan_lite.manifest", "titan_lite.tensor_files", "titan_lite.models"),
-    "convert": (
-        *PART,
-        "safetensors",
-        "titan_lite.manifest",
-        "titan_lite.tensor_files",
-        "titan_lite.models",
-        "titan_lite.weights",
-        "titan_lite.data",
-    ),
-    "generate": (*PART, "titan_lite.models", "titan_lite.weights", "titan_lite.data", "titan_lite.distributed"),
     "loss": PART,
-    "compiler": ("torch", "titan_lite.config", "titan_lite.toml", "matplotlib"),
-    "distributed": ("torch", "titan_lite.config", "titan_lite.compiler"),
-    "data": (*PART, "titan_lite.manifest", "tiktoken", "tokenizers", "datasets", "pyarrow", "numpy"),
-    "data/prepare": (*PART, "titan_lite.recipe", "titan_lite.manifest", "titan_lite.data", "numpy", "tqdm"),
-    "preflight": (*PART, "titan_lite.data"),
-    "left_out": (*PART, "titan_lite.data", "titan_lite.records"),
     "optimizer": PART,
     "lr_scheduler": PART,
-    "metrics": (*PART, "titan_lite.records", "matplotlib", "tqdm", "wandb"),
-    "records": ("titan_lite.config", "titan_lite.toml"),
-    "report": ("titan_lite.config", "titan_lite.records"),  # no torch: a page is made where a run's folder was copied to
-    "profiling": PART,
-    "checkpoint": (*PART, "titan_lite.manifest", "titan_lite.tensor_files", "titan_lite.faults.watchdog"),
-    "manifest": (),
-    "tensor_files": ("torch", "titan_lite.manifest"),
-    "resume": ("titan_lite.config", "titan_lite.lr_scheduler", "titan_lite.data.dataset.EPOCH"),
+    "compiler": ("torch", "titan_lite.config", "matplotlib"),
+    "distributed": ("torch", "titan_lite.config", "titan_lite.compiler"),
+    "data": (*PART, "titan_lite.manifest", "tiktoken", "tokenizers", "datasets", "pyarrow", "numpy"),
+    "data/bad_documents": (*PART, "titan_lite.metrics.records"),
+    "data/prepare": (*PART, "titan_lite.manifest", "numpy", "tqdm"),
+    "checkpoint": (*PART, "titan_lite.manifest"),
+    "checkpoint/saving": (*PART, "titan_lite.manifest", "titan_lite.faults.watchdog"),
+    "checkpoint/weights": (*PART, "safetensors", "titan_lite.manifest", "titan_lite.models"),
+    "checkpoint/resume": ("titan_lite.config", "titan_lite.lr_scheduler", "titan_lite.data.dataset.EPOCH"),
+    "faults": PART,
     "faults/signals": (),
     "faults/restart": ("titan_lite.logging",),
-    "launch": ("torch", "titan_lite.faults.signals"),
     "faults/verdict": (),
-    "faults": PART,
-    "console": (*PART, "titan_lite.check", "titan_lite.compiler", "titan_lite.distributed", "titan_lite.records"),
-    "planner": (
+    "metrics": (*PART, "matplotlib", "tqdm", "wandb"),
+    "metrics/records": ("titan_lite.config",),  # and no torch, as report
+    "metrics/lines": (*PART, "titan_lite.compiler", "titan_lite.distributed"),
+    "plan": (
         *PART,
         "matplotlib",
-        "titan_lite.recipe",
+        "tqdm",
         "titan_lite.models",
         "titan_lite.distributed",
         "titan_lite.compiler",
         "titan_lite.loss",
     ),
-    "plan": (*PART, "tqdm", "titan_lite.recipe", "titan_lite.planner", "titan_lite.compiler", "titan_lite.check"),
-    "account": (*PART, "titan_lite.planner", "titan_lite.compiler"),
-    "check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
+    "report": ("titan_lite.config", "titan_lite.metrics.records"),  # no torch: a page is made where a run's folder was copied to
+    "recipe": ("titan_lite.config", "titan_lite.logging"),
+    "launch": ("torch", "titan_lite.faults.signals"),
+    "convert": (*PART, "safetensors", "titan_lite.manifest", "titan_lite.models", "titan_lite.checkpoint", "titan_lite.data"),
+    "generate": (*PART, "titan_lite.models", "titan_lite.checkpoint.weights", "titan_lite.data", "titan_lite.distributed"),
     "trainer": (*PART, "titan_lite"),  # the assembler
-    "train": (*PART, "titan_lite.recipe", "titan_lite.trainer", "titan_lite.check", "titan_lite.faults"),
+    "train": (*PART, "titan_lite.recipe", "titan_lite.trainer", "titan_lite.faults"),
     "verify": (*PART, "titan_lite"),  # runs the trainer, and looks into it
 }
-WHOLE_CONFIG = {
+WHOLE_CONFIG = {  # the others take their own section, or plain values
     "config",
+    "config/check",
     "recipe",
-    "check",
-    "console",
+    "metrics/lines",
     "trainer",
     "train",
     "verify",
-    "planner",
     "plan",
     "data/prepare",
-}  # the others take their own section, or plain values
+}
 
 
 def within(name, prefix):
@@ -116,13 +102,13 @@ def forbidden_imports(package):
             found.append(f"{path}: no row in ROOMS for {'/'.join(parts)}")
             continue
         for line, name in imports_of(path, package):
-            allowed = [*ROOMS[room], *([f"titan_lite.{room}"] if len(parts) > 1 else [])]
+            allowed = [*ROOMS[room], *([f"titan_lite.{parts[0]}"] if len(parts) > 1 else [])]
             standard = name.partition(".")[0] in sys.stdlib_module_names
             wrong = not standard and not any(within(name, prefix) for prefix in allowed)
             wrong |= room == "models" and within(name, "torch.distributed")
             wrong |= room not in ("train", "verify") and within(name, "titan_lite.trainer")
             wrong |= within(name, "titan_lite.train")
-            wrong |= room not in WHOLE_CONFIG and (name == "titan_lite.config.Config" or within(name, "titan_lite.recipe"))
+            wrong |= room not in WHOLE_CONFIG and (name == "titan_lite.config.Config" or within(name, "titan_lite.config.recipe"))
             if wrong:
                 found.append(f"{path}:{line}: {room} imports {name}")
     return found
@@ -140,9 +126,9 @@ def test_the_package_is_read():
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("config.py", "import torch"),
-        ("config.py", "from titan_lite.recipe import load_config"),
-        ("config.py", "def late():\n    import numpy"),
+        ("config/keys.py", "import torch"),
+        ("config/keys.py", "from titan_lite.recipe import help_text"),
+        ("config/keys.py", "def late():\n    import numpy"),
         ("logging.py", "from titan_lite.config import Metrics"),
         ("models/llama3.py", "import torch.distributed as dist"),
         ("models/llama3.py", "from torch import distributed"),
@@ -155,7 +141,7 @@ def test_the_package_is_read():
         ("distributed/mesh.py", "from titan_lite.models.llama3 import Llama3"),
         ("distributed/mesh.py", "from titan_lite.config import Config"),
         ("data/loader.py", "from titan_lite.distributed.mesh import build_mesh"),
-        ("data/loader.py", "from titan_lite.recipe import load_config"),
+        ("data/loader.py", "from titan_lite.config.recipe import load_config"),
         ("optimizer.py", "from titan_lite import checkpoint"),
         ("metrics.py", "from . import trainer"),
         ("planner/trace.py", "from titan_lite.trainer import Trainer"),
@@ -175,13 +161,13 @@ def test_a_forbidden_import_is_found(module, source, tmp_path):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("toml.py", "import json, tomllib, tomli\nfrom titan_lite.config import ConfigError"),
+        ("config/toml.py", "import json, tomllib, tomli\nfrom titan_lite.config import ConfigError"),
         ("models/llama3.py", "import torch.nn.functional as F\nfrom torch import nn\nfrom titan_lite.models import hf"),
         ("data/loader.py", "from torch.utils.data import DataLoader\nfrom .dataset import Dataset"),
         ("data/loader.py", "from titan_lite.config import Data, Validation\nfrom titan_lite.logging import logger"),
         ("distributed/parallelize.py", "from titan_lite.compiler.stage import compile_stage\nimport torch.distributed"),
         ("trainer.py", "from titan_lite import loss\nfrom titan_lite.data.loader import build_loader"),
-        ("train.py", "from titan_lite.trainer import Trainer\nfrom titan_lite.recipe import load_config"),
+        ("train.py", "from titan_lite.trainer import Trainer\nfrom titan_lite.config.recipe import load_config"),
     ],
 )
 def test_an_allowed_import_is_not(module, source, tmp_path):

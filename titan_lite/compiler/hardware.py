@@ -27,7 +27,7 @@ from torch.fx import Node
 
 from titan_lite.compiler.collectives import KINDS, all_gather_single, aten, collective_bytes, kind_of, nbytes_of, ranks_of
 from titan_lite.config import ConfigError
-from titan_lite.toml import read_toml
+from titan_lite.config.toml import read_toml
 
 GB, GIB = 1e9, 2**30
 

@@ -34,7 +34,7 @@ from titan_lite.compiler.collectives import (
     wait_of,
 )
 from titan_lite.compiler.hardware import Machine
-from titan_lite.compiler.report import Receipt, count_collectives, list_collectives
+from titan_lite.compiler.receipt import Receipt, count_collectives, list_collectives
 from titan_lite.compiler.timeline import lower_bound, simulate
 from titan_lite.config import Compile, ConfigError
 

@@ -41,12 +41,12 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from titan_lite import manifest
 from titan_lite.config import ConfigError, Data
+from titan_lite.config.recipe import load_config
 from titan_lite.data.dataset import NoDocuments, Split, build_source, fingerprint, refusal
 from titan_lite.data.files import BadDocument
 from titan_lite.data.prepared import FORMAT, SPLITS, manifest_text, read_manifest
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import Parser, init_logging, logger, show
-from titan_lite.recipe import load_config
 
 PROGRESS = "progress.json"
 # keys of [data] that change nothing here; training leaves out what is too short

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_lite.compiler.hardware import Machine
-from titan_lite.compiler.report import Receipt
+from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import compile_model
 from titan_lite.config import ActivationCheckpoint, Compile, Parallelism, Training

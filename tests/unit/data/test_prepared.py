@@ -19,15 +19,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_lite.check import check
 from titan_lite.config import ConfigError, Data, DataSource
+from titan_lite.config.check import check
+from titan_lite.config.recipe import load_config
 from titan_lite.data import prepare as command
 from titan_lite.data.dataset import build_source, fingerprint
 from titan_lite.data.loader import build_loader, merge_states
 from titan_lite.data.prepare import prepare
 from titan_lite.data.prepared import PreparedSource, check_prepared, manifest_text, read_manifest, shuffled
 from titan_lite.data.tokenizer import load_tokenizer
-from titan_lite.recipe import load_config
 
 datasets = pytest.importorskip("datasets")
 ROOT = Path(__file__).parents[3]

@@ -1,0 +1,330 @@
+"""What a changed recipe means for a run that goes on: by consequence, refused where it cannot work."""
+
+import copy
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titan_lite.checkpoint import resume
+from titan_lite.checkpoint.resume import (
+    CANNOT,
+    CONSEQUENCES,
+    DATA,
+    DECIDED_BY,
+    FACTS,
+    FRESH,
+    LEARNING,
+    NOTHING,
+    PLACE,
+    ROUNDING,
+    compare,
+    consequence_of,
+    explain,
+    git_revision,
+    position,
+    refuse,
+    restarts_data,
+)
+from titan_lite.config import KEYS, SECTIONS, Checkpoint, ConfigError
+from titan_lite.config.recipe import load_config
+from titan_lite.data.dataset import EPOCH
+
+DEBUG = Path(__file__).parents[3] / "train_configs/debug_model.toml"
+RUN = {
+    "model": {"dim": 256, "n_layers": 6, "rope_scaling": None},
+    "tokenizer": "a" * 64,
+    "rows": 8,
+    "documents": "b" * 64,
+    "shares": [1.0],
+    "total_steps": 100,
+    "world_size": 2,
+    "mesh": {"dp_shard": 2, "tp": 1},
+    "device": "CPU",
+    "versions": {"torch": "2.13.0", "python": "3.11.2"},
+    "git": "c" * 40,
+}
+
+
+TABLE = '{"dataset": "%s", "path": "%s", "subset": "", "split": "train", "text_field": "text", "weight": %.1f}'
+
+
+def described(*overrides, **facts):
+    config, _ = load_config(DEBUG, overrides)
+    return {"recipe": dataclasses.asdict(config), "run": {**RUN, "total_steps": config.total_steps, **facts}}
+
+
+def saved(*overrides, **facts):
+    """state.json of step 50, as it is read."""
+    rows = {str(row): [50, [row + 8 * (row % 3), 12]] for row in range(8)}
+    state = {"step": 50, "tokens_seen": 102_400, "loader": {"rows": rows, "of": 8}, "tensors": ["model", "optimizer"]}
+    return json.loads(json.dumps({**state, **described(*overrides, **facts)}))
+
+
+def differences(*overrides, was=(), **facts):
+    return [(d.consequence, d.text) for d in compare(saved(*was), described(*overrides, **facts))]
+
+
+def test_every_key_has_one_consequence():
+    for key in KEYS:
+        assert consequence_of(key) in (CANNOT, PLACE, FRESH, DATA, LEARNING, ROUNDING, NOTHING)
+    assert CONSEQUENCES.keys() <= KEYS.keys() | SECTIONS.keys()
+    assert DECIDED_BY.keys() <= CONSEQUENCES.keys() & KEYS.keys()
+    assert set(DECIDED_BY.values()) <= FACTS.keys() == RUN.keys()
+
+
+@pytest.mark.parametrize("section", ["model", "training", "data", "debug"])
+def test_a_new_key_of_a_section_whose_keys_differ_cannot_be_forgotten(section):
+    with pytest.raises(KeyError):
+        consequence_of(f"{section}.new")
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_change_of_any_key_is_told(key):
+    was, now = saved(), described()
+    section, _, name = key.partition(".")
+    other = was["recipe"][section][name] = [{"dataset": "c4"}] if key == "data.sources" else "something else"
+    found = [d.text for d in compare(was, now)]
+    assert found == [f"{key} = {json.dumps(now['recipe'][section][name])}, was {json.dumps(other)}"]
+
+
+def test_nothing_differs():
+    assert differences() == []
+    assert explain([], saved(), described()) == ["nothing differs from the run that saved it"]
+    assert not restarts_data([])
+    refuse([], "step-50", Checkpoint())
+
+
+CASES = [
+    (["--metrics.log_freq=1"], {}, [(NOTHING, "metrics.log_freq = 1, was 5")]),
+    (["--training.seq_len=512"], {}, [(DATA, "training.seq_len = 512, was 256")]),
+    (["--training.dtype=bfloat16"], {}, [(ROUNDING, 'training.dtype = "bfloat16", was "float32"')]),
+    ([], {"mesh": {"dp_shard": 4, "tp": 1}}, [(ROUNDING, "ranks along dp_shard: 4, was 2")]),
+    ([], {"versions": {"torch": "2.11.0", "python": "3.11.2"}}, [(ROUNDING, 'version of torch: "2.11.0", was "2.13.0"')]),
+    ([], {"git": ""}, []),  # not looked up on this rank
+    (
+        ["--optimizer.lr=1e-3", "--parallelism.fsdp_keep_gathered=norm"],
+        {},
+        [
+            (LEARNING, "optimizer.lr = 0.001, was 0.002"),
+            (ROUNDING, 'parallelism.fsdp_keep_gathered = ["norm"], was ["norm", "output"]'),
+        ],
+    ),
+    (  # a longer run on a schedule of the same length, and of another
+        ["--training.steps=80", "--lr_scheduler.total_steps=100"],
+        {},
+        [(NOTHING, "training.steps = 80, was 100"), (NOTHING, "lr_scheduler.total_steps = 100, was -1")],
+    ),
+    (
+        ["--training.steps=200"],
+        {},
+        [
+            (LEARNING, "training.steps = 200, was 100"),
+            (LEARNING, "steps of the schedule (lr_scheduler.total_steps): 200, was 100"),
+        ],
+    ),
+    (  # the same global batch, and another
+        ["--training.global_batch_size=-1", "--training.local_batch_size=4"],
+        {},
+        [
+            (ROUNDING, "training.local_batch_size = 4, was 2"),
+            (NOTHING, "training.global_batch_size = -1, was 8"),
+        ],
+    ),
+    (
+        ["--training.global_batch_size=16"],
+        {"rows": 16},
+        [
+            (PLACE, "training.global_batch_size = 16, was 8"),
+            (PLACE, "sequences a step (training.global_batch_size): 16, was 8"),
+        ],
+    ),
+    (  # a corpus that moved, and another one
+        ["--data.dataset=local", "--data.path=/b"],
+        {},
+        [(PLACE, 'data.dataset = "local", was "stdlib"'), (NOTHING, 'data.path = "/b", was ""')],
+    ),
+    (
+        [],
+        {"documents": "d" * 64},
+        [(PLACE, f"SHA-256 of the documents' names and sizes (data.path): {'d' * 12}, was {'b' * 12}")],
+    ),
+    (["--data.shuffle_buffer=5", "--data.text_field=content"], {}, None),  # which do nothing with stdlib
+    (["--no-data.shuffle"], {}, [(PLACE, "data.shuffle = false, was true")]),
+    (
+        ['--data.sources=[{weight=3, path="/a", dataset="local"}, {}]'],
+        {"shares": [0.75, 0.25]},
+        [
+            (NOTHING, f"data.sources = [{TABLE % ('local', '/a', 3)}, {TABLE % ('stdlib', '', 1)}], was []"),
+            (LEARNING, "share of each source's tokens (data.sources): [0.75, 0.25], was [1.0]"),
+        ],
+    ),
+    (["--data.on_bad_document=skip", "--data.max_bad_documents=3", "--data.num_workers=4"], {}, None),
+    (["--data.min_document_tokens=9"], {}, [(LEARNING, "data.min_document_tokens = 9, was 0")]),
+    (["--debug.seed=1"], {}, [(PLACE, "debug.seed = 1, was 0")]),
+    (
+        ["--model.flavor=1B"],
+        {"model": {"dim": 2048, "n_layers": 6, "rope_scaling": {"factor": 8.0}}},
+        [
+            (CANNOT, 'model.flavor = "1B", was "debug"'),
+            (CANNOT, "the model's dim: 2048, was 256"),
+            (CANNOT, "the model's rope_scaling.factor: 8.0, was null"),
+        ],
+    ),
+    (["--model.flavor=1B"], {}, [(NOTHING, 'model.flavor = "1B", was "debug"')]),  # another name for the same
+    ([], {"tokenizer": "e" * 64}, [(CANNOT, f"SHA-256 of model.tokenizer_path: {'e' * 12}, was {'a' * 12}")]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "facts", "expected"), CASES)
+def test_consequences(overrides, facts, expected):
+    found = differences(*overrides, **facts)
+    if expected is None:
+        assert {consequence for consequence, _ in found} == {NOTHING}
+    else:
+        assert found == expected
+
+
+def test_without_shuffling_the_seed_is_of_no_data():
+    plain = ["--no-data.shuffle"]
+    assert differences(*plain, "--debug.seed=1", was=plain) == [(NOTHING, "debug.seed = 1, was 0")]
+
+
+def test_of_prepared_data_the_bytes_count_and_not_what_once_made_them():
+    was = ["--data.dataset=prepared", "--data.path=/a"]
+    now = ["--data.dataset=prepared", "--data.path=/b", "--data.validation_fraction=0.3", "--data.shuffle_buffer=5"]
+    assert {consequence for consequence, _ in differences(*now, was=was)} == {NOTHING}
+    assert PLACE in {consequence for consequence, _ in differences(*now, "--no-data.shuffle", was=was)}
+
+
+def test_recipes_of_other_versions_are_compared_by_what_both_know():
+    state = saved()
+    state["recipe"]["training"]["old_key"] = 3
+    del state["recipe"]["training"]["gc_freq"]  # at its default now
+    del state["recipe"]["optimizer"]["lr"]
+    found = [(d.consequence, d.text) for d in compare(state, described("--optimizer.lr=3e-4"))]
+    assert found == [(NOTHING, "training.old_key was 3, and is no key of this version")]
+    now = described()
+    found = compare(state, now)
+    assert found[1].text == "optimizer.lr = 0.002, was 0.0003"
+    assert "step 51 is 1.96e-03, where it would have been 2.95e-04" in explain(found, state, now)[0]
+
+
+def test_a_step_that_says_nothing_of_its_run_is_refused():
+    for key in ("recipe", "run", "tensors"):
+        state = saved()
+        del state[key]
+        with pytest.raises(ConfigError, match="does not say by what recipe"):
+            compare(state, described())
+
+
+def refused(found, **accepting):
+    with pytest.raises(ConfigError) as error:
+        refuse(found, "out/step-50", Checkpoint(**accepting))
+    return str(error.value)
+
+
+def test_another_model_or_tokenizer_is_refused_whatever_the_recipe_accepts():
+    found = compare(saved(), described("--model.flavor=1B", model={**RUN["model"], "dim": 2048}))
+    assert refused(found, restart_data=True, accept_model_only=True) == (
+        'out/step-50: it cannot work: model.flavor = "1B", was "debug"; '
+        "the model's dim: 2048, was 256; what it was, or another job.dump_folder would work"
+    )
+
+
+def test_of_many_reasons_the_error_has_three():
+    found = compare(saved(), described(model={"dim": 1, "n_layers": 2, "rope_scaling": {"a": 3, "b": 4, "c": 5}}))
+    assert "n_layers: 2, was 6; the model's rope_scaling.a: 3, was null; and 2 more, which --checkpoint.explain" in refused(found)
+
+
+def test_other_data_is_refused_unless_it_may_begin_anew():
+    found = compare(saved(), described("--training.global_batch_size=16", rows=16))
+    assert refused(found, accept_model_only=True) == (
+        "out/step-50: the data cannot go on where it was: training.global_batch_size = 16, was 8; "
+        "sequences a step (training.global_batch_size): 16, was 8; what it was, or checkpoint.restart_data = true, which "
+        "begins the recipe's data at its first document, would work"
+    )
+    refuse(found, "out/step-50", Checkpoint(restart_data=True))
+    assert restarts_data(found)
+    assert not restarts_data(compare(saved(), described("--training.seq_len=512", "--checkpoint.restart_data")))
+
+
+def test_a_step_without_optimizer_is_refused_unless_that_is_accepted():
+    state = saved()
+    state["tensors"] = ["model"]
+    found = compare(state, described())
+    assert "a step that has the optimizer's state, or checkpoint.accept_model_only = true" in refused(found, restart_data=True)
+    refuse(found, "out/step-50", Checkpoint(accept_model_only=True))
+
+
+def test_the_explanation_goes_from_the_worst_to_nothing_and_tells_the_learning_rate():
+    now = described("--training.steps=200", "--metrics.log_freq=1", "--training.seq_len=512", "--no-data.shuffle", device="GPU")
+    state = saved()
+    assert explain(compare(state, now), state, now) == [
+        "the data cannot go on where it was; checkpoint.restart_data = true begins the recipe's data at its first document",
+        "  data.shuffle = false, was true",
+        "the data goes on at the same token, in sequences of another length",
+        "  training.seq_len = 512, was 256",
+        # of 100 steps the second half decays from 2e-3 to a tenth of that
+        "how it learns changes: the learning rate of step 51 is 2.00e-03, where it would have been 1.96e-03",
+        "  training.steps = 200, was 100",
+        "  steps of the schedule (lr_scheduler.total_steps): 200, was 100",
+        "numbers change by rounding",
+        '  device: "GPU", was "CPU"',
+        "no number of the training changes",
+        "  metrics.log_freq = 1, was 5",
+    ]
+    now = described("--optimizer.beta1=0.8")
+    assert explain(compare(state, now), state, now)[0] == "how it learns changes"  # at the same rate
+
+
+def test_the_position_in_words():
+    assert position(saved()) == ("step 50, 102,400 tokens seen: 8 rows of 50 sequences each, which stand in documents 0 to 21")
+
+
+def test_the_position_in_pieces_in_several_sources_and_of_an_older_version():
+    state = saved()
+    state["loader"]["rows"] = {str(row): [50, [row, 12], [(row % 3) * EPOCH + 5, 0]] for row in range(8)}
+    assert position(state).endswith("which stand in documents 0 to 7 of source 1, epochs 0 to 2 of source 2")
+    state["loader"]["rows"] = {str(row): [row + 8 * (row % 3), 12, 50] for row in range(8)}
+    assert position(state) == position(saved())
+
+
+def test_comparing_changes_neither_side():
+    state, now = saved(), described("--training.steps=200")
+    before = copy.deepcopy((state, now))
+    compare(state, now)
+    assert (state, now) == before
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_git_revision_is_of_the_checkout_that_holds_the_package(tmp_path, monkeypatch):
+    def git(*arguments):
+        names = ["-c", "user.name=n", "-c", "user.email=e@e"]
+        return subprocess.run(["git", "-C", tmp_path, *names, *arguments], check=True, capture_output=True, text=True).stdout
+
+    module = tmp_path / "package/resume.py"
+    module.parent.mkdir()
+    module.write_text("first")
+    monkeypatch.setattr(resume, "__file__", str(module))
+    assert git_revision.__wrapped__() == ""
+    git("init", "-q")
+    assert git_revision.__wrapped__() == ""  # a checkout of something else
+    git("add", ".")
+    git("commit", "-qm", "first")
+    git("tag", "v1")
+    head = git("rev-parse", "HEAD").strip()
+    assert git_revision.__wrapped__() == head
+    module.write_text("second")
+    assert git_revision.__wrapped__() == f"{head}+changes"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_revision.__wrapped__() == ""  # without git
+
+
+def test_neither_torch_nor_a_process_is_needed():
+    code = "import sys, titan_lite.checkpoint.resume; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=DEBUG.parents[1]).returncode == 0

@@ -1,0 +1,593 @@
+"""Weights from every kind of folder to every other: bit for bit, and all that does not fit told at once."""
+
+import dataclasses
+import json
+import os
+import pickle
+import re
+import shutil
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+
+from titan_lite import convert, manifest
+from titan_lite.checkpoint.weights import (
+    HuggingFace,
+    Meta,
+    Step,
+    check_fit,
+    config_from_meta,
+    load,
+    load_initial,
+    open_weights,
+    shapes,
+)
+from titan_lite.config import ConfigError
+from titan_lite.convert import write_hf, write_step
+from titan_lite.logging import logger
+from titan_lite.models.hf import config_to_hf
+from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling, Transformer
+
+TOKENIZER = Path(__file__).parents[3] / "assets/tokenizer/debug.model"
+TINY = ModelConfig(dim=48, n_layers=2, n_heads=6, n_kv_heads=2, hidden_dim=64, vocab_size=320, max_seq_len=8192)
+TIED = dataclasses.replace(TINY, tied_embeddings=True, rope_scaling=RopeScaling(factor=8.0), max_seq_len=131_072)
+PARAMS = {"dim": 48, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "vocab_size": 320, "multiple_of": 32}
+PARAMS |= {"ffn_dim_multiplier": 0.5, "norm_eps": 1e-5, "rope_theta": 500_000.0}
+
+
+def model_of(config):
+    model = Transformer(dataclasses.replace(config, max_seq_len=32)).to(torch.bfloat16)
+    model.init_weights(seed=1)
+    return model
+
+
+def save_meta(folder, config, ranks):
+    """As Meta releases it: a file a rank of tensor parallelism."""
+    folder.mkdir()
+    for rank in range(ranks):
+        part = {"rope.freqs": torch.zeros(4)}
+        for fqn, weight in model_of(config).state_dict().items():  # a tied output, too
+            column = fqn.endswith(("wo.weight", "w2.weight"))
+            part[fqn] = weight if weight.dim() == 1 else weight.chunk(ranks, int(column))[rank].clone()
+        torch.save(part, folder / f"consolidated.{rank:02d}.pth")
+    (folder / "params.json").write_text(json.dumps(PARAMS | {"use_scaled_rope": config.rope_scaling is not None}))
+    return folder
+
+
+UNTIED_ONLY = pytest.mark.parametrize("config", [TINY], indirect=True, ids=["untied"], scope="module")
+TIED_ONLY = pytest.mark.parametrize("config", [TIED], indirect=True, ids=["tied"], scope="module")
+
+
+@pytest.fixture(scope="module", params=[TINY, TIED], ids=["untied", "tied"])
+def config(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def expected(config):
+    return dict(model_of(config).named_parameters())
+
+
+@pytest.fixture(scope="module")
+def meta(config, tmp_path_factory):
+    return save_meta(tmp_path_factory.mktemp("meta") / "original", config, 2)
+
+
+@pytest.fixture(scope="module")
+def step(meta, tmp_path_factory):
+    path = tmp_path_factory.mktemp("step") / "initial"
+    write_step(path, open_weights(meta))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(meta, tmp_path_factory):
+    path = tmp_path_factory.mktemp("hf") / "exported"
+    write_hf(path, open_weights(meta), shard_bytes=40e3)
+    return path
+
+
+def same(weights, config, expected):
+    assert weights.config == config
+    assert weights.dtypes == dict.fromkeys(expected, torch.bfloat16)
+    assert all(torch.equal(weights.read(fqn), tensor) for fqn, tensor in expected.items())
+
+
+def tensors_of(folder):
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+# From one kind to the other
+
+
+def test_metas_parts_are_merged(meta, config, expected):
+    weights = open_weights(meta)
+    assert isinstance(weights, Meta)
+    same(weights, config, expected)
+
+
+def test_a_step_has_what_was_imported(step, config, expected):
+    weights = open_weights(step, every_byte=True)
+    assert isinstance(weights, Step)
+    same(weights, config, expected)
+    assert {path.name for path in step.iterdir()} == {".metadata", "__0_0.distcp", "state.json", "manifest.json"}
+    assert weights.special_tokens == {"bos_token_id": 64, "eos_token_id": 65}
+
+
+def test_a_hugging_face_folder_has_it_in_files_of_the_size_asked_for(folder, config, expected):
+    weights = open_weights(folder)
+    assert isinstance(weights, HuggingFace)
+    same(weights, config, expected)
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    assert len(files) > 1
+    assert all(sum(t.nbytes for t in load_file(folder / name).values()) <= 40e3 for name in files)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+    assert index["weight_map"].keys() == tensors_of(folder).keys()
+
+
+def test_exported_again_it_is_the_same_to_the_bit(folder, tmp_path):
+    write_step(tmp_path / "step", open_weights(folder))
+    write_hf(tmp_path / "again", open_weights(tmp_path / "step"), shard_bytes=40e3)
+    assert {path.name for path in folder.iterdir()} == {path.name for path in (tmp_path / "again").iterdir()}
+    for path in folder.iterdir():
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+@torch.no_grad()
+def test_transformers_opens_what_is_exported_and_what_it_saves_comes_back_to_the_bit(folder, config, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert theirs.dtype is torch.bfloat16
+    tokens = torch.randint(0, config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(0))
+    model = Transformer(dataclasses.replace(config, max_seq_len=24))
+    load(open_weights(folder), dict(model.named_parameters()))
+    torch.testing.assert_close(model(tokens), theirs.float()(tokens).logits, rtol=1e-4, atol=1e-4)
+
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
+    write_step(tmp_path / "step", open_weights(tmp_path / "theirs"))
+    write_hf(tmp_path / "again", open_weights(tmp_path / "step"))
+    found, saved = tensors_of(tmp_path / "again"), tensors_of(tmp_path / "theirs")
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
+    models = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).float() for name in ("theirs", "again")]
+    assert torch.equal(models[0](tokens).logits, models[1](tokens).logits)
+
+
+@UNTIED_ONLY
+def test_another_dtype_is_rounded_to(step, expected, tmp_path):
+    write_hf(tmp_path / "out", open_weights(step), torch.float16)
+    weights = open_weights(tmp_path / "out")
+    assert all(torch.equal(weights.read(fqn), tensor.half()) for fqn, tensor in expected.items())
+    assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == "float16"
+
+
+@UNTIED_ONLY
+def test_a_tensor_or_one_files_tensors_are_held_at_a_time(step, config, tmp_path, monkeypatch):
+    """Most bytes that are held just after a tensor was read."""
+    given, held, most = [], weakref.WeakSet(), 0
+    largest = max(shape.numel() for shape in shapes(config).values()) * 2
+    ask, read = convert._AsRead.__getitem__, Step.read
+
+    def asking(self, name):
+        nonlocal most
+        given.append(ask(self, name))
+        most = max(most, sum(tensor.untyped_storage().nbytes() for tensor in given))
+        return given[-1]
+
+    def reading(self, fqn):
+        nonlocal most
+        held.add(tensor := read(self, fqn))
+        most = max(most, sum(other.nbytes for other in held))
+        return tensor
+
+    monkeypatch.setattr(convert._AsRead, "__getitem__", asking)
+    write_step(tmp_path / "step", open_weights(step))
+    assert most == largest
+
+    most = 0
+    monkeypatch.setattr(Step, "read", reading)
+    write_hf(tmp_path / "hf", open_weights(step), shard_bytes=40e3)
+    assert largest <= most <= 40e3
+
+
+@UNTIED_ONLY
+def test_special_tokens_and_tokenizer_go_along(folder, tmp_path):
+    source = shutil.copytree(folder, tmp_path / "source")
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9], "temperature": 0.6}))
+    (source / "tokenizer.json").write_text("{}")
+    assert convert.main([str(source), str(tmp_path / "copy"), "--to", "hf"]) == 0
+    assert convert.main([str(source), str(tmp_path / "step")]) == 0
+    assert convert.main([str(tmp_path / "step"), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "copy/tokenizer.json").read_text() == "{}"
+    for name in ("copy", "out"):
+        for file in ("config.json", "generation_config.json"):
+            assert json.loads((tmp_path / name / file).read_text())["eos_token_id"] == [7, 9]
+            assert json.loads((tmp_path / name / file).read_text())["bos_token_id"] == 64
+
+
+@UNTIED_ONLY
+def test_a_tokenizer_that_is_named_must_be_understood(step, tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    path, out = tmp_path / "mine.json", tmp_path / "out"
+    path.write_text("{}")
+    assert convert.main([str(step), str(out), "--tokenizer", str(path)]) == 2
+    assert f'error: --tokenizer "{path}": cannot be read as a tokenizer.json' in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["mine.json"]
+    small = {"type": "BPE", "vocab": {"a": 0, "<s>": 1, "</s>": 2}, "merges": []}
+    path.write_text(json.dumps({"version": "1.0", "model": small, "added_tokens": []}))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')  # which has a say in what ends a text
+    assert convert.main([str(step), str(out), "--tokenizer", str(path)]) == 0
+    assert (out / "tokenizer.json").read_text() == path.read_text()
+    assert (out / "tokenizer_config.json").read_text() == '{"eos_token": "a"}'
+
+
+@TIED_ONLY
+def test_tied_weights_that_are_stored_twice_must_be_the_same(tmp_path, meta, config):
+    write_hf(tmp_path / "hf", open_weights(meta))
+    path = tmp_path / "hf/model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path)
+    assert open_weights(tmp_path / "hf").dtypes.keys() == shapes(config).keys()
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, path)
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings, but lm_head\.weight is not"):
+        open_weights(tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    ("flavor", "params"),
+    [
+        ("1B", dict(dim=2048, ffn_dim_multiplier=1.5, multiple_of=256, n_heads=32, n_kv_heads=8, n_layers=16)),
+        ("3B", dict(dim=3072, ffn_dim_multiplier=1.0, multiple_of=256, n_heads=24, n_kv_heads=8, n_layers=28)),
+        ("8B", dict(dim=4096, ffn_dim_multiplier=1.3, multiple_of=1024, n_heads=32, n_kv_heads=8, n_layers=32)),
+        ("70B", dict(dim=8192, ffn_dim_multiplier=1.3, multiple_of=4096, n_heads=64, n_kv_heads=8, n_layers=80)),
+        ("405B", dict(dim=16384, ffn_dim_multiplier=1.2, multiple_of=4096, n_heads=128, n_kv_heads=8, n_layers=126)),
+    ],
+)
+def test_metas_params_are_those_of_the_flavors(flavor, params):
+    rest = dict(norm_eps=1e-5, rope_theta=500_000.0, use_scaled_rope=True, vocab_size=128_256)
+    assert config_from_meta(params | rest, FLAVORS[flavor].tied_embeddings) == FLAVORS[flavor]
+
+
+# What does not fit
+
+
+def damaged(folder, tmp_path, change):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    change(copy)
+    with pytest.raises(ConfigError) as error:
+        open_weights(copy, "checkpoint.initial_load_path", every_byte=True)
+    assert str(error.value).startswith(f'checkpoint.initial_load_path = "{copy}"')
+    return str(error.value)
+
+
+@UNTIED_ONLY
+def test_names_and_shapes_that_do_not_fit_are_all_told_at_once(folder, tmp_path):
+    def change(copy):
+        for path in copy.glob("*.safetensors"):
+            tensors = load_file(path)
+            tensors.pop("model.layers.1.mlp.up_proj.weight", None)
+            tensors.pop("model.norm.weight", None)
+            if "model.layers.0.mlp.down_proj.weight" in tensors:
+                tensors |= {"model.layers.0.mlp.down_proj.weight": torch.zeros(3, 5), "model.layers.7.bias": torch.zeros(1)}
+            save_file(tensors, path)
+
+    text = damaged(folder, tmp_path, change)
+    assert "4 things do not fit" in text
+    for line in (
+        "model.layers.1.mlp.up_proj.weight is missing",
+        "model.norm.weight is missing",
+        "model.layers.7.bias is unexpected",
+        "model.layers.0.mlp.down_proj.weight is [3, 5], where [48, 64] is expected",
+    ):
+        assert f"\n  {line}" in text
+
+
+def cut_short(path):
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def first(copy, pattern):
+    return sorted(copy.glob(pattern))[0]
+
+
+@UNTIED_ONLY
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda copy: first(copy, "*.safetensors").unlink(), "model-00001-of-.* is missing, which model.safetensors.index.json"),
+        (lambda copy: cut_short(first(copy, "*.safetensors")), "model-00001-of-.* cannot be read"),
+        (lambda copy: (copy / "config.json").write_text("{"), "config.json is no JSON"),
+        (lambda copy: (copy / "config.json").write_text("[]"), "config.json is no JSON object"),
+        (lambda copy: (copy / "config.json").write_text('{"model_type": "gpt2"}'), "config.json: hidden_size = None.*gpt2"),
+        *(
+            (
+                lambda copy, change=change: (copy / "config.json").write_text(
+                    json.dumps(config_to_hf(TIED, torch.bfloat16) | change)
+                ),
+                f"config.json: {words}$",
+            )
+            for change, words in (
+                ({"rope_theta": None}, "rope_theta = None, where a number above 0 is what works"),
+                ({"rope_theta": "1e4"}, "rope_theta = '1e4', where a number above 0 is what works"),
+                ({"rope_scaling": "llama3"}, "rope_scaling = 'llama3', where an object or null is what works"),
+                ({"rope_parameters": [8]}, r"rope_parameters = \[8\], where an object or null is what works"),
+                (
+                    {"rope_scaling": config_to_hf(TIED, torch.bfloat16)["rope_scaling"] | {"factor": "8"}},
+                    "rope_scaling: factor = '8', where a number above 0 is what works",
+                ),
+                ({"rms_norm_eps": None}, "rms_norm_eps = None, where a number above 0 is what works"),
+                ({"max_position_embeddings": None}, "max_position_embeddings = None, which is no size"),
+                ({"vocab_size": True}, "vocab_size = True, which is no size"),
+            )
+        ),
+        (
+            lambda copy: (copy / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}'),
+            "lists no files of this folder",
+        ),
+        (lambda copy: [path.unlink() for path in copy.glob("model*")], "there is no .safetensors file"),
+        (
+            lambda copy: save_file({"model.norm.weight": torch.zeros(48, dtype=torch.int8)}, first(copy, "*.safetensors")),
+            "is missing",
+        ),
+    ],
+)
+def test_a_hugging_face_folder_that_is_not_whole(folder, tmp_path, change, words):
+    assert re.search(words, damaged(folder, tmp_path, change), re.DOTALL)
+
+
+@UNTIED_ONLY
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda copy: cut_short(copy / "__0_0.distcp"), "__0_0.distcp has .* bytes of"),
+        (lambda copy: flip(copy / "__0_0.distcp"), "__0_0.distcp was altered"),
+        (lambda copy: rewrite(copy, {"run": {"model": dataclasses.asdict(FLAVORS["debug"])}}), "things do not fit"),
+        (lambda copy: rewrite(copy, {}), r"state.json does not say which model this is \(run.model\)"),
+    ],
+)
+def test_a_step_that_is_not_whole(step, tmp_path, change, words):
+    assert re.search(words, damaged(step, tmp_path, change))
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def rewrite(step, state):
+    """Another state.json, under a manifest that fits."""
+    (step / "state.json").write_text(json.dumps(state))
+    manifest.write(step, 0, {path.name: manifest.digest(path) for path in step.iterdir() if path.name != manifest.NAME})
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __reduce__(self):
+        return (os.mkdir, (self.folder,))
+
+
+def change_part(path, change):
+    part = torch.load(path)
+    change(part)
+    torch.save(part, path)
+
+
+@UNTIED_ONLY
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda copy: torch.save({"norm.weight": Payload(copy / "ran")}, copy / "consolidated.01.pth"),
+            "consolidated.01.pth holds something else than tensors, which may run code",
+        ),
+        (
+            lambda copy: (copy / "consolidated.01.pth").write_bytes(pickle.dumps(Payload(copy / "ran"))),
+            "consolidated.01.pth cannot be read",
+        ),
+        (lambda copy: cut_short(copy / "consolidated.00.pth"), "consolidated.00.pth cannot be read"),
+        (lambda copy: torch.save([torch.zeros(1)], copy / "consolidated.00.pth"), "consolidated.00.pth has no tensors by name"),
+        (lambda copy: (copy / "params.json").unlink(), "params.json: No such file"),
+        (lambda copy: (copy / "params.json").write_text('{"dim": 48}'), "params.json does not describe a Llama 3"),
+        (
+            lambda copy: change_part(copy / "consolidated.01.pth", lambda part: part.pop("norm.weight")),
+            "consolidated.01.pth: norm.weight is missing",
+        ),
+        (
+            lambda copy: change_part(copy / "consolidated.00.pth", lambda part: part.update({"norm.weight": torch.zeros(5)})),
+            r"consolidated.00.pth: norm.weight is \[5\], where \[48\] is expected",
+        ),
+        (
+            lambda copy: (copy / "consolidated.01.pth").unlink(),
+            r"consolidated.\*.pth: 1 found, and 2 would make a whole, as .*; a file may be missing$",
+        ),
+        (
+            lambda copy: (copy / "consolidated.01.pth").rename(copy / "consolidated.02.pth"),
+            "consolidated.01.pth is missing, and consolidated.02.pth is there$",
+        ),
+        (
+            lambda copy: change_part(copy / "consolidated.01.pth", lambda part: part.update(a=torch.ones(4).char())),
+            "consolidated.01.pth: a is of dtype torch.int8$",
+        ),
+        *(
+            (
+                lambda copy, change=change: (copy / "params.json").write_text(json.dumps(PARAMS | change)),
+                f"params.json does not describe a Llama 3: {words} above 0 is what works$",
+            )
+            for change, words in (
+                ({"vocab_size": -1}, "vocab_size = -1, where a whole number"),
+                ({"n_heads": 0}, "n_heads = 0, where a whole number"),
+                ({"n_layers": 2.0}, r"n_layers = 2\.0, where a whole number"),
+                ({"multiple_of": 0}, "multiple_of = 0, where a whole number"),
+                ({"n_kv_heads": "2"}, "n_kv_heads = '2', where a whole number"),
+                ({"rope_scaling_factor": "abc"}, "rope_scaling_factor = 'abc', where a number"),
+                ({"norm_eps": None}, "norm_eps = None, where a number"),
+                ({"rope_theta": float("nan")}, "rope_theta = nan, where a number"),
+            )
+        ),
+        (
+            lambda copy: (copy / "params.json").write_text(json.dumps(PARAMS | {"ffn_dim_multiplier": 1e17})),
+            r"params.json: ffn_dim_multiplier = 1e\+17 makes feed_forward of \d+ rows",
+        ),
+    ],
+)
+def test_metas_files_that_are_not_whole(meta, tmp_path, change, words):
+    assert re.search(words, damaged(meta, tmp_path, change), re.DOTALL)
+    assert not list(tmp_path.rglob("ran"))
+
+
+def test_no_folder_of_any_kind(tmp_path):
+    for path, words in ((tmp_path, "has none of them"), (tmp_path / "nowhere", "is no folder")):
+        with pytest.raises(ConfigError) as error:
+            open_weights(path)
+        assert words in str(error.value)
+        assert "a run's folder, a Hugging Face folder" in str(error.value)
+
+
+@UNTIED_ONLY
+def test_the_newest_whole_step_of_a_run_is_taken(step, tmp_path):
+    for number in (3, 10):
+        shutil.copytree(step, tmp_path / f"checkpoint/step-{number}")
+    shutil.copytree(step, tmp_path / "checkpoint/unfinished-step-20")
+    assert open_weights(tmp_path).folder.name == "step-10"
+    assert open_weights(tmp_path / "checkpoint").folder.name == "step-10"
+    flip(tmp_path / "checkpoint/step-10/__0_0.distcp")
+    assert open_weights(tmp_path, every_byte=True).folder.name == "step-3"
+    cut_short(tmp_path / "checkpoint/step-3/__0_0.distcp")
+    with pytest.raises(ConfigError, match="none of its 2 steps is whole"):
+        open_weights(tmp_path, every_byte=True)
+
+
+@UNTIED_ONLY
+def test_weights_of_another_model_are_refused_and_of_another_computation_told(step, config, caplog, monkeypatch):
+    weights = open_weights(step)
+    check_fit(weights, dataclasses.replace(config, max_seq_len=16), "checkpoint.initial_load_path")
+    with pytest.raises(ConfigError) as error:
+        check_fit(weights, FLAVORS["debug"], "checkpoint.initial_load_path")
+    for words in ("dim is 48 there, 256 here", "n_layers is 2 there, 6 here", "vocab_size is 320 there, 2048 here"):
+        assert words in str(error.value)
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level("INFO", "titan_lite")
+    check_fit(weights, dataclasses.replace(config, rope_theta=1e4), "checkpoint.initial_load_path")
+    assert "another computation: rope_theta is 500000.0 there, 10000.0 here" in caplog.text
+
+
+# Writing
+
+
+@UNTIED_ONLY
+def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(step, tmp_path, monkeypatch):
+    weights = open_weights(step)
+    (tmp_path / "there").mkdir()
+    for write in (write_step, write_hf):
+        with pytest.raises(ConfigError, match="nothing is overwritten"):
+            write(tmp_path / "there", weights)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(convert, "save_file", full)
+    monkeypatch.setattr(convert.manifest, "write_text", full)
+    for write in (write_step, write_hf):
+        with pytest.raises(ConfigError, match=r"new cannot be written: .*No space left on device"):
+            write(tmp_path / "new", weights)
+    assert os.listdir(tmp_path) == ["there"]
+
+    (tmp_path / "unfinished-new").mkdir()  # a person's own
+    with pytest.raises(ConfigError, match="No space left on device"):
+        write_hf(tmp_path / "new", weights)
+    assert sorted(os.listdir(tmp_path)) == ["there", "unfinished-new"]
+
+    monkeypatch.setattr(convert.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 0))
+    with pytest.raises(ConfigError, match=r"0\.00 GB are free"):
+        write_hf(tmp_path / "new", weights)
+
+
+@UNTIED_ONLY
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["nowhere", "out"], "nowhere is no folder"),
+        (["STEP", "STEP"], "nothing is overwritten"),
+        (["STEP", "out", "--max-shard-size", "0"], "--max-shard-size 0.0: expected GB above 0"),
+        (["STEP", "out", "--max-shard-size", "nan"], "--max-shard-size nan: expected GB above 0"),
+        (["STEP", "out", "--to", "step", "--max-shard-size", "1"], "--max-shard-size 1.0: a step has one file"),
+        (["STEP", "out", "--max-shard-size", "big"], "argument --max-shard-size: invalid float value: 'big'"),
+        (["STEP", "out", "--to", "gguf"], "argument --to: invalid choice: 'gguf'"),
+        (["STEP"], "the following arguments are required: target"),
+        (["STEP", "out", "--tokenizer", "nowhere"], "--tokenizer nowhere: no file"),
+        (["STEP", "out", "--tokenizer", "STEP"], "no file, and no folder with tokenizer.json or tokenizer.model"),
+        (["STEP", "out", "--tokenizer", "README.md"], '--tokenizer "README.md", line 1: '),
+        (["STEP", "out", "--tokenizer", str(TOKENIZER)], "debug.model has 2048 tokens, and the model 320"),
+        (["STEP", "out", "--to", "step", "--tokenizer", "STEP"], "--tokenizer: a step holds none"),
+    ],
+)
+def test_wrong_options_are_one_line(options, words, step, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("README.md").write_text("# A model\n")
+    with pytest.raises(SystemExit) as left:  # by argparse, too
+        sys.exit(convert.main([option.replace("STEP", str(step)) for option in options]))
+    assert left.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
+    assert os.listdir() == ["README.md"]
+
+
+@UNTIED_ONLY
+def test_two_that_write_one_folder_do_not_touch_each_others_work(step, expected, tmp_path, monkeypatch):
+    weights, save = open_weights(step), convert.save_file
+
+    def save_and_be_overtaken(*arguments, **options):
+        save(*arguments, **options)
+        monkeypatch.setattr(convert, "save_file", save)
+        write_hf(tmp_path / "new", weights)
+
+    monkeypatch.setattr(convert, "save_file", save_and_be_overtaken)
+    with pytest.raises(ConfigError, match="new cannot be written: "):
+        write_hf(tmp_path / "new", weights)
+    assert os.listdir(tmp_path) == ["new"]
+    assert all(torch.equal(open_weights(tmp_path / "new").read(fqn), tensor) for fqn, tensor in expected.items())
+
+
+# Into a run
+
+
+def initial_weights(paths):
+    """For every (path of rank 0, path of rank 1) what this rank then has, or says."""
+    found = []
+    for by_rank in paths:
+        parameters = {fqn: torch.zeros(shape) for fqn, shape in shapes(TINY).items()}
+        try:
+            load_initial(str(by_rank[dist.get_rank()]), parameters, lambda parameter: (parameter, (0,) * parameter.dim()))
+            found.append(parameters)
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+@UNTIED_ONLY
+def test_all_ranks_start_from_the_same_weights_or_none_does(step, folder, expected, tmp_path):
+    damaged = shutil.copytree(step, tmp_path / "damaged")
+    flip(damaged / "__0_0.distcp")  # which the second rank compares
+    run, later = tmp_path / "run", tmp_path / "later"
+    shutil.copytree(step, run / "step-1")
+    shutil.copytree(step, later / "step-2")  # the run, a moment later
+    paths = [(step, step), (folder, folder), (damaged, damaged), (run, later)]
+    for loaded, exported, altered, differing in run_ranks(2, initial_weights, paths):
+        assert all(torch.equal(loaded[fqn], tensor.float()) for fqn, tensor in expected.items())
+        assert all(torch.equal(exported[fqn], tensor.float()) for fqn, tensor in expected.items())
+        assert "damaged: __0_0.distcp was altered: its SHA-256 is not the one in manifest.json" in altered
+        assert f"ranks see different newest steps in it, {run}/step-1 and {later}/step-2" in differing

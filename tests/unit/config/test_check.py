@@ -1,0 +1,341 @@
+"""Layouts that cannot be: refused before a process group starts, with key and value and what would work, which does."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from titan_lite.config import ConfigError
+from titan_lite.config.check import check, without_effect
+from titan_lite.config.recipe import load_config
+
+ROOT = Path(__file__).parents[3]
+DEBUG = ROOT / "train_configs/debug_model.toml"  # 6 layers, 8 heads, 4 key/value heads, 256 tokens, batches of 2 of 8
+
+
+@pytest.fixture(autouse=True)
+def no_run_before(monkeypatch, tmp_path):
+    """Whose steps in outputs/ a recipe would have to go on from."""
+    monkeypatch.chdir(tmp_path)
+
+
+class Wrong(NamedTuple):
+    """[parallelism] and [training] keys, short; ranks; what the message says; and what is changed in them so that it works."""
+
+    ranks: int
+    keys: str
+    words: tuple[str, ...]
+    fix: str = ""
+    fixed_ranks: int = 0
+
+
+SHORT = {
+    "replicate": "parallelism.data_parallel_replicate_degree",
+    "shard": "parallelism.data_parallel_shard_degree",
+    "cp": "parallelism.context_parallel_degree",
+    "tp": "parallelism.tensor_parallel_degree",
+    "async_tp": "parallelism.enable_async_tensor_parallel",
+    "pp": "parallelism.pipeline_parallel_degree",
+    "schedule": "parallelism.pipeline_parallel_schedule",
+    "csv": "parallelism.pipeline_parallel_schedule_csv",
+    "microbatch": "parallelism.pipeline_parallel_microbatch_size",
+    "stages": "parallelism.pipeline_parallel_stages_per_rank",
+    "points": "parallelism.pipeline_parallel_split_points",
+    "less": "parallelism.pipeline_parallel_first_stage_less_layers",
+    "reshard": "parallelism.fsdp_reshard_after_forward",
+    "keep": "parallelism.fsdp_keep_gathered",
+    "every": "parallelism.fsdp_communication",
+    "batch": "training.local_batch_size",
+    "global": "training.global_batch_size",
+    "seq_len": "training.seq_len",
+    "flavor": "model.flavor",
+    "compile": "compile.enable",
+    "backend": "compile.backend",
+    "components": "compile.components",
+    "bucketing": "compile.bucketing",
+    "buckets": "compile.buckets",
+    "machine": "compile.machine",
+    "steps": "training.steps",
+    "ac": "activation_checkpoint.mode",
+}
+
+WRONG = {
+    "more copies than ranks": Wrong(2, "replicate=4", ("multiply to 4", "start 4 ranks"), "replicate=2"),
+    "copies that do not divide": Wrong(8, "replicate=3 global=24", ("not divide 8 ranks", "start 9 ranks"), "global=36", 9),
+    "too few ranks": Wrong(4, "shard=8 global=16", ("data_parallel_shard_degree = 8", "NGPU=8"), "shard=4"),
+    "too many ranks": Wrong(8, "shard=4", ("need 4 ranks, but 8", "NGPU=4"), "", 4),
+    "product of all five": Wrong(
+        8,
+        "shard=2 tp=2 pp=2 cp=2 replicate=2",
+        ("(pp 2 x dp_replicate 2 x dp_shard 2 x cp 2 x tp 2) need 32",),
+        "cp=1 replicate=1",
+    ),
+    "pipeline alone larger than the ranks": Wrong(2, "pp=4", ("(pp 4) multiply to 4", "start 4 ranks"), "pp=2"),
+    "heads by tp": Wrong(
+        3, "tp=3 global=-1", ("tensor_parallel_degree = 3 does not divide the 8 attention heads", "1, 2, 4 "), "tp=1"
+    ),
+    "key/value heads by tp": Wrong(8, "tp=8", ("degree = 8 does not divide the 4 key/value heads", "1, 2, 4 would"), "tp=4"),
+    "sequence by tp": Wrong(2, "tp=2 seq_len=255", ("does not divide the 255 tokens of training.seq_len",), "seq_len=256"),
+    "sequence by cp": Wrong(2, "cp=2 seq_len=250", ("context_parallel_degree = 2", "2 x 2 chunks", "248 or 252"), "seq_len=252"),
+    "sequence by cp and tp": Wrong(
+        4,
+        "cp=2 tp=2 seq_len=252",
+        ("context_parallel_degree = 2", "that 2 tensor-parallel ranks share", "248 or 256"),
+        "seq_len=248",
+    ),
+    "global batch by data-parallel degree": Wrong(
+        4, "batch=4 global=24", ("global_batch_size = 24", "4 x 4 = 16", "16 or 32 would work"), "global=32"
+    ),
+    "global batch smaller than one round": Wrong(8, "batch=2 global=8", ("2 x 8 = 16; 16 would work",), "global=16"),
+    "batch by microbatches": Wrong(
+        2,
+        "pp=2 batch=4 microbatch=3",
+        ("microbatch_size = 3 does not divide training.local_batch_size = 4", "1, 2, 4"),
+        "microbatch=2",
+    ),
+    "fewer microbatches than stages": Wrong(
+        4, "pp=4 batch=2", ('schedule = "1F1B" needs as many', "= 2 microbatches", '4 of them, or "GPipe"'), "schedule=GPipe"
+    ),
+    "microbatches by rounds": Wrong(
+        2, "pp=2 batch=5 global=5 schedule=Interleaved1F1B", ("goes in 2 rounds", "4 or 6 of them"), "batch=6 global=6"
+    ),
+    "layers by stages": Wrong(9, "pp=9 batch=9 global=9", ("9 stages for 6 layers give -1, 1, 1",), "pp=3", 3),
+    "more stages than layers": Wrong(
+        8, "pp=8 batch=8 global=8 schedule=Interleaved1F1B", ("16 stages for 6 layers",), "pp=2 batch=8", 2
+    ),
+    "a first stage with less than nothing": Wrong(2, "pp=2 less=9", ("give -1, 7", "first_stage_less_layers"), "less=1"),
+    "virtual stages of 1F1B": Wrong(
+        2, "pp=2 stages=2", ('stages_per_rank = 2: pipeline_parallel_schedule = "1F1B" has 1;', '"Interleaved1F1B"'), "stages=-1"
+    ),
+    "one virtual stage, interleaved": Wrong(
+        2, "pp=2 stages=1 schedule=Interleaved1F1B", ("stages_per_rank = 1", "has 2 or more"), "stages=2"
+    ),
+    "three virtual stages of ZBV": Wrong(
+        2, "pp=2 stages=3 schedule=ZBVZeroBubble", ("stages_per_rank = 3", '"ZBVZeroBubble" has 2;'), "stages=2"
+    ),
+    "ZBV compiled": Wrong(
+        2,
+        "pp=2 schedule=ZBVZeroBubble compile=true backend=aot_eager",
+        ("cuts backward in two", "compile.enable = false"),
+        "compile=false",
+    ),
+    "ZBV with a compiled loss": Wrong(
+        2,
+        "pp=2 schedule=ZBVZeroBubble compile=true components=loss backend=aot_eager",
+        ("cuts backward in two", "compile.enable = false"),
+        "components=optimizer",
+    ),
+    "ZBV with checkpointing": Wrong(
+        2, "pp=2 schedule=ZBVZeroBubble ac=full", ("cuts backward in two", 'mode = "none", or "Interleaved1F1B"'), "ac=none"
+    ),
+    "tied weights in a pipeline": Wrong(
+        2,
+        "pp=2 flavor=1B",
+        ("pipeline_parallel_degree = 2: this flavor's embedding and output are one weight", "8B"),
+        "flavor=8B",
+    ),
+    "a split at no module": Wrong(
+        2, "pp=2 points=layers.9", ("there is no module layers.9", "layers.0 to layers.5"), "points=layers.3"
+    ),
+    "too many splits": Wrong(2, "pp=2 points=layers.2,layers.4", ("makes 3 stages, but the schedule has 2",), "points=layers.4"),
+    "splits in another order": Wrong(
+        3,
+        "pp=3 batch=4 global=4 points=layers.4,layers.2",
+        ("not in the order", "layers.2, layers.4 are"),
+        "points=layers.2,layers.4",
+    ),
+    "always resharded, and kept": Wrong(
+        2, "shard=2 reshard=always", ('reshard_after_forward = "always" has no effect', "2 microbatches"), "reshard=default"
+    ),
+    "always resharded, but for one block": Wrong(
+        2,
+        "shard=2 every=microbatch reshard=always keep=layers.5",
+        ('fsdp_keep_gathered = ["layers.5"]', 'fsdp_reshard_after_forward = "always"', '"default"', "[]"),
+        "reshard=default",
+    ),
+    "a block to keep that is not there": Wrong(
+        2,
+        "shard=2 keep=layers.5,layers.6,norm",
+        ('fsdp_keep_gathered = [layers.5, layers.6, norm]: "layers.6" has no', "flavor debug", "layers.0 to layers.5"),
+        "keep=layers.5,norm",
+    ),
+    "half a name to keep": Wrong(2, "shard=2 keep=out", ('"out" has no parameter', "norm and output have"), "keep=output"),
+    "a schedule that is not there": Wrong(2, "pp=2 csv=nowhere.csv", ("schedule_csv = ", "nowhere.csv", "2 rows"), "csv="),
+    "async TP without TP": Wrong(
+        2, "async_tp=true", ("enable_async_tensor_parallel = true", "tensor_parallel_degree"), "async_tp=false"
+    ),
+    "bucketing by a plan that names nothing": Wrong(
+        2,
+        "compile=true backend=aot_eager bucketing=plan every=microbatch buckets=layers.0,layers.77.attention",
+        ("compile.buckets", '"layers.77.attention" has no parameter in flavor debug'),
+        "buckets=layers.0,layers.1",
+    ),
+    "a plan of buckets of one": Wrong(
+        2,
+        "compile=true backend=aot_eager bucketing=plan every=microbatch buckets=output,layers.0.attention.wq",
+        ("compile.buckets", "none has two parameters", 'compile.bucketing = "none"'),
+        "buckets=output,layers.0.attention",
+    ),
+    "one module in two buckets": Wrong(
+        2,
+        "compile=true backend=aot_eager bucketing=plan every=microbatch buckets=layers.0,layers.0",
+        ("compile.buckets", '"layers.0" stands in it twice'),
+        "buckets=layers.0,layers.1",
+    ),
+    "nothing left to bucket": Wrong(
+        2,
+        "compile=true backend=aot_eager bucketing=greedy",
+        ('compile.bucketing = "greedy"', 'fsdp_communication = "microbatch" or bucketing = "block"'),
+        "bucketing=block",
+    ),
+    "too few steps to measure": Wrong(
+        2,
+        "compile=true backend=aot_eager bucketing=measured every=microbatch steps=11",
+        ('compile.bucketing = "measured" tries 4 ways in 3 steps each, and training.steps = 11', "12 steps"),
+        "steps=12",
+    ),
+    "an unknown machine": Wrong(
+        2, "compile=true backend=aot_eager machine=H1000", ('compile.machine = "H1000"', "H100"), "machine=H100"
+    ),
+    "async TP without a compiler": Wrong(
+        2, "async_tp=true tp=2", ("enable_async_tensor_parallel = true", "compile.enable = true"), "async_tp=false"
+    ),
+    "async TP without a compiled model": Wrong(
+        2,
+        "async_tp=true tp=2 compile=true components=loss",
+        ("enable_async_tensor_parallel = true", '"model" in compile.components'),
+        "async_tp=false",
+    ),
+    "async TP without a GPU": Wrong(
+        2, "async_tp=true tp=2 compile=true", ("enable_async_tensor_parallel = true", "GPU"), "async_tp=false"
+    ),
+}
+
+
+def checked(ranks, *keys):
+    pairs = dict(pair.split("=", 1) for part in keys for pair in part.split())
+    options = [f"--{SHORT[key]}={value}" for key, value in pairs.items()]
+    config, _ = load_config(DEBUG, [*options, f"--model.tokenizer_path={ROOT / 'assets/tokenizer/debug.model'}"])
+    return check(config, ranks)
+
+
+def test_the_table_is_long_enough():
+    assert len(WRONG) >= 20
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_a_wrong_layout_is_refused_and_the_way_out_works(wrong, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError) as error:
+        checked(wrong.ranks, wrong.keys)
+    message = str(error.value)
+    for word in wrong.words:
+        assert word in message, message
+    assert any(key in message for key in ("parallelism.", "training.", "compile."))
+    checked(wrong.fixed_ranks or wrong.ranks, wrong.keys, wrong.fix)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys"),
+    [
+        (8, "pp=2 cp=2 tp=2"),
+        (8, "pp=2 shard=2 tp=2"),
+        (8, "replicate=2 shard=2 cp=2"),
+        (4, "pp=4 schedule=GPipe"),
+        (2, "pp=2 schedule=ZBVZeroBubble batch=4"),
+        (2, "pp=2 schedule=Interleaved1F1B stages=3 batch=4"),
+        (2, "pp=2 points=output"),
+        (2, "pp=2 keep=tok_embeddings,layers.0.attention,output.weight"),  # of both stages
+        (2, "shard=2 flavor=1B keep=output"),
+        (2, "shard=2 every=microbatch reshard=always keep="),
+        (2, "shard=2 every=microbatch reshard=never"),
+    ],
+)
+def test_layouts_that_can_be(ranks, keys):
+    checked(ranks, keys)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            "parallelism.pipeline_parallel_schedule=GPipe",
+            "pipeline_parallel_schedule = GPipe has no effect: pipeline_parallel_degree = 1",
+        ),
+        ("activation_checkpoint.memory_budget=0.2", 'activation_checkpoint.memory_budget = 0.2 has no effect: mode = "none"'),
+        ("activation_checkpoint.selective_ac_option=2", 'selective_ac_option = 2 has no effect: mode = "none"'),
+        ("compile.backend=aot_eager", "compile.backend = aot_eager has no effect: compile.enable = false"),
+        ("compile.bucketing=none", "compile.bucketing = none has no effect: compile.enable = false"),
+        (
+            "parallelism.fsdp_reshard_after_forward=never parallelism.fsdp_keep_gathered=layers.5",
+            "fsdp_keep_gathered = ('layers.5',) has no effect: fsdp_reshard_after_forward = \"never\"",
+        ),
+        (
+            "activation_checkpoint.mode=full parallelism.fsdp_keep_gathered=layers.5.attention,output.weight,norm",
+            'fsdp_keep_gathered: layers.5.attention has no effect: activation_checkpoint.mode = "full" reads',
+        ),
+        ("parallelism.fsdp_keep_gathered=tok_embeddings.weight", "tok_embeddings.weight has no effect: backward of a look-up"),
+        (
+            "model.flavor=1B activation_checkpoint.mode=full parallelism.fsdp_keep_gathered=tok_embeddings,layers.0",
+            "fsdp_keep_gathered: layers.0 has no effect",
+        ),
+        (
+            "activation_checkpoint.mode=selective parallelism.fsdp_keep_gathered=layers,norm",
+            'fsdp_keep_gathered: layers has no effect: activation_checkpoint.mode = "selective" reads',
+        ),
+        (
+            "activation_checkpoint.mode=selective activation_checkpoint.selective_ac_option=2 "
+            "parallelism.fsdp_keep_gathered=layers.3,layers.4,layers",
+            "fsdp_keep_gathered: layers.4 has no effect",
+        ),
+        ("compile.components=loss", "compile.components = ('loss',) has no effect: compile.enable = false"),
+        (
+            "compile.enable compile.components=loss,optimizer compile.bucketing=none",
+            "compile.bucketing = none has no effect: the model is not in compile.components",
+        ),
+        ("data.text_field=content", 'data.text_field = content has no effect: dataset = "stdlib"'),
+        (
+            "data.dataset=prepared data.path=books data.validation_fraction=0.1",
+            'data.validation_fraction = 0.1 has no effect: dataset = "prepared"',
+        ),
+        ("data.max_bad_documents=9", 'data.max_bad_documents = 9 has no effect: dataset = "stdlib"'),
+        (
+            "data.dataset=local data.path=x data.max_bad_documents=9",
+            'data.max_bad_documents = 9 has no effect: on_bad_document = "error"',
+        ),
+        ("training.spike_sigmas=3", "training.spike_sigmas = 3.0 has no effect: spike_window = 0"),
+        ("comm.compile_timeout_seconds=3", "comm.compile_timeout_seconds = 3 has no effect: compile.enable = false"),
+        ("data.num_workers=0 data.prefetch=9", "data.prefetch = 9 has no effect: num_workers = 0"),
+    ],
+)
+def test_a_key_without_effect_is_told(options, line):
+    config, _ = load_config(DEBUG, [f"--{option}" for option in options.split()])
+    (found,) = without_effect(config, microbatches=1)
+    assert line in found
+
+
+def test_what_is_kept_is_told_to_be_kept_anyway_where_all_weights_are_for_a_step():
+    options = ["--parallelism.fsdp_keep_gathered=layers.5", "--activation_checkpoint.mode=full"]
+    (found,) = without_effect(load_config(DEBUG, options)[0], microbatches=2)
+    assert 'has no effect: fsdp_communication = "step" keeps all weights gathered for the 2 microbatches' in found
+    config, _ = load_config(DEBUG, [*options[:1], "--parallelism.fsdp_communication=microbatch"])
+    assert without_effect(config, microbatches=2) == []
+
+
+def test_a_plain_recipe_has_no_key_without_effect():
+    for recipe in (ROOT / "train_configs").glob("*.toml"):
+        assert without_effect(load_config(recipe)[0], microbatches=2) == []
+
+
+def test_weights_and_biases_must_be_installed_where_they_are_asked_for(monkeypatch, tmp_path):
+    (tmp_path / "wandb").mkdir()  # where it keeps its files
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    config, _ = load_config(DEBUG, ["--metrics.enable_wandb", "--job.dump_folder", str(tmp_path / "out")])
+    with pytest.raises(ConfigError, match=r"metrics.enable_wandb = true: .* pip install wandb, or enable_wandb = false"):
+        check(config, 1)
+    (tmp_path / "wandb/__init__.py").write_text("")
+    importlib.invalidate_caches()
+    check(config, 1)

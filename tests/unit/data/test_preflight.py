@@ -1,0 +1,97 @@
+"""What is wrong with the first batch or the first loss is told, and nothing else."""
+
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titan_lite.config import ConfigError
+from titan_lite.data import preflight
+from titan_lite.data.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_ranks_that_read_as_they_should():
+    preflight.compare([(0, "a", 5), (1, "b", 6)], vocab_size=7)
+    preflight.compare([(0, "a", 5), (0, "a", 5), (1, "b", 6), (1, "b", 6)], vocab_size=7)  # tensor parallel ones share theirs
+
+
+@pytest.mark.parametrize(
+    ("everyone", "message"),
+    [
+        ([(0, "a", 1), (1, "b", 1), (2, "a", 1)], r"ranks 0, 2 have read the same first batch: .* fewer ranks, would work"),
+        ([(0, "a", 1), (0, "b", 1), (1, "c", 1)], r"ranks 0, 1 should work on the same sequences, and have read different ones"),
+        ([(0, "a", 1), (1, "b", 7)], r"rank 1 has read token 7, and the model has room for 7: model.tokenizer_path"),
+    ],
+)
+def test_ranks_that_do_not_are_named(everyone, message):
+    with pytest.raises(ConfigError, match=message):
+        preflight.compare(everyone, vocab_size=7)
+
+
+@pytest.fixture
+def other_rank(monkeypatch):
+    """A function: what another rank will have gathered."""
+    told = []
+
+    def gather(everyone, own):
+        everyone[:] = [own, *told]
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    return told.append
+
+
+def test_a_sample_is_shown_in_one_line_and_shortened(other_rank, caplog):
+    tokenizer = load_tokenizer(ROOT / "assets/tokenizer/debug.model")
+    ids = tokenizer.encode("def f():\n\treturn 1\n" * 100, bos=True)
+    batch = torch.tensor([ids, ids])
+    other_rank((1, "another", 5))
+    with caplog.at_level(logging.INFO, logger="titan_lite"):
+        preflight.preflight((batch[:, :-1], batch[:, 1:]), tokenizer, tokenizer.vocab_size, dp_rank=0)
+    [record] = caplog.records
+    assert "first sequence of" in record.message
+    assert r"<|begin_of_text|>def f():\n\treturn 1\n" in record.message
+    assert record.message.endswith("...")
+    assert "\n" not in record.message
+    assert len(record.message) < 400
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_hashes_tell_batches_apart(other_rank, monkeypatch, same):
+    tokenizer = load_tokenizer(ROOT / "assets/tokenizer/debug.model")
+    batches = [torch.arange(34).view(2, 17) + (0 if same else number) for number in range(2)]
+    seen = []
+    with monkeypatch.context() as patch:
+        patch.setattr(preflight, "compare", lambda everyone, vocab_size: seen.append(everyone[0]))
+        preflight.preflight((batches[0][:, :-1], batches[0][:, 1:]), tokenizer, 2048, dp_rank=0)
+    other_rank((1, *seen[0][1:]))
+    arguments = (batches[1][:, :-1], batches[1][:, 1:]), tokenizer, 2048, 0
+    if same:
+        with pytest.raises(ConfigError, match="ranks 0, 1 have read the same first batch"):
+            preflight.preflight(*arguments)
+    else:
+        preflight.preflight(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("loss", "far"),
+    [
+        (math.log(2048), False),
+        (math.log(2048) + 0.5, False),
+        (9.0, True),
+        (6.0, True),
+        (0.1, True),
+        (math.inf, True),
+        (math.nan, True),
+    ],
+)
+def test_a_first_loss_far_from_that_of_guessing_is_told(loss, far, caplog):
+    preflight.check_first_loss(loss, 2048)
+    assert bool(caplog.records) == far
+    assert not far or f"the first loss is {loss:.2f}, far from ln(2048) = 7.62" in caplog.text

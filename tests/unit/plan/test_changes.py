@@ -1,0 +1,118 @@
+"""What is one change away from a recipe, grids of values, and how plans are ranked; plans by hand."""
+
+import dataclasses
+
+import pytest
+
+from titan_lite.compiler.hardware import load_machine
+from titan_lite.config import ActivationCheckpoint, Compile, Config, ConfigError, Parallelism, Training
+from titan_lite.distributed.mesh import resolve_degrees
+from titan_lite.distributed.pipeline import PipelinePlan, Run
+from titan_lite.models.llama3 import FLAVORS
+from titan_lite.plan.changes import best_changes, candidates, grid, ranked
+from titan_lite.plan.memory import GIB, Memory
+from titan_lite.plan.simulate import Step
+from titan_lite.plan.summary import Plan, describe, what_binds
+from titan_lite.plan.trace import Layout
+
+H100 = load_machine("H100")
+
+
+def layout(ranks=16, gathers_once=False, compile=True, **parallelism):
+    config = Config(
+        training=Training(local_batch_size=2, seq_len=8192),
+        parallelism=Parallelism(**parallelism),
+        activation_checkpoint=ActivationCheckpoint(mode="selective"),
+        compile=Compile(enable=compile),
+    )
+    degrees = resolve_degrees(config.parallelism, ranks)
+    plan = PipelinePlan((("tok_embeddings",),) * degrees["pp"], tuple(range(degrees["pp"])), 2 if degrees["pp"] > 1 else 1)
+    return Layout(config, ranks, FLAVORS["8B"], degrees, plan, 1, gathers_once)
+
+
+def planned(seconds=1.0, memory=70.0, **parts):
+    parts = parts or {"compute": seconds, "optimizer": 0.0}
+    steps = [Step(seconds * factor, parts, {"tp": 8e9}, {"tp": 0.0}, 1e14, 1e13, Run({0: ()})) for factor in (1.0, 1.2, 0.9)]
+    found = Memory(0, "forward", {"activations": memory * GIB}, 0.0, (memory * GIB,))
+    return Plan(layout(), H100, tuple(steps), found, {("output",): (2, 4)}, 1.0)
+
+
+def test_candidates_are_one_step_away():
+    found = candidates(layout(tensor_parallel_degree=2), H100)
+    assert {"activation_checkpoint.mode": "none"} in found
+    assert {"activation_checkpoint.mode": "full"} in found
+    assert {"activation_checkpoint.mode": "selective"} not in found
+    assert {"training.local_batch_size": "4"} in found
+    assert {"compile.bucketing": "greedy"} in found
+    copies = {"parallelism.data_parallel_replicate_degree": "2", "parallelism.data_parallel_shard_degree": "4"}
+    assert copies in found
+    degrees = [change.get("parallelism.tensor_parallel_degree") for change in found]
+    assert {"1", "4"} < set(degrees)
+
+
+def test_candidates_of_a_pipeline_and_of_an_eager_recipe():
+    pipeline = candidates(layout(pipeline_parallel_degree=2, gathers_once=True), H100)
+    assert {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"} in pipeline
+    assert {"parallelism.fsdp_communication": "microbatch"} in pipeline
+    assert not any("compile.bucketing" in change for change in pipeline)  # there is nothing to bucket
+    assert {"compile.enable": "true"} in candidates(layout(compile=False), H100)
+
+
+def test_a_grid_is_every_combination():
+    assert grid(["training.local_batch_size=1, 2", "activation_checkpoint.mode=none"]) == [
+        {"training.local_batch_size": "1", "activation_checkpoint.mode": "none"},
+        {"training.local_batch_size": "2", "activation_checkpoint.mode": "none"},
+    ]
+    assert grid([]) == []
+
+
+@pytest.mark.parametrize("sweep", ["training.local_batch=1,2", "training.local_batch_size", "training.local_batch_size=,", "=1"])
+def test_a_grid_that_is_none(sweep):
+    with pytest.raises(ConfigError, match="--sweep"):
+        grid([sweep])
+
+
+def test_those_that_fit_come_first_and_the_fastest_of_them():
+    rows = [({"a": "slow"}, planned(2.0)), ({"a": "fast"}, planned(1.0)), ({"a": "large"}, planned(0.5, memory=90.0))]
+    lines = ranked([*rows, ({"a": "wrong"}, "is wrong")])
+    assert [line.split("a=")[1].split(";")[0] for line in lines[1:]] == ["fast", "slow", "large", "wrong"]
+    assert lines[-1].endswith("is wrong")
+
+
+def test_only_what_helps_and_fits_is_recommended():
+    base = planned(1.0)
+    changed = [({"a": str(seconds)}, planned(seconds)) for seconds in (0.8, 0.999, 1.5, 0.5, 0.7, 0.9)]
+    lines = best_changes(base, [*changed, ({"a": "large"}, planned(0.1, memory=90.0))])
+    assert [line.split("a=")[1] for line in lines[2:]] == ["0.5", "0.7", "0.8"]
+    assert "+100.0%" in lines[2]
+    assert "none" in best_changes(base, [({"a": "large"}, planned(0.1, memory=90.0))])[-1]
+    assert "no one fits" in best_changes(planned(memory=90.0), [({"a": "large"}, planned(0.1, memory=90.0))])[-1]
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (planned(memory=90.0), "memory: activations, 90.0 GiB"),
+        (planned(1.0, compute=0.7, bubble=0.3), "other pipeline ranks: 30%"),
+        (planned(1.0, compute=0.7, **{"exposed.tp": 0.3}), "tensor parallelism: 30%"),
+        (planned(1.0, compute=0.95, bubble=0.05), "computation"),
+    ],
+)
+def test_what_binds(plan, words):
+    assert words in what_binds(plan)
+
+
+def test_a_collective_that_leaves_its_node_is_told():
+    plan = planned(1.0, compute=0.7, **{"exposed.tp": 0.3})
+    step = dataclasses.replace(plan.steps[0], across={"tp": 1e9})
+    assert "tensor parallelism, between nodes" in what_binds(dataclasses.replace(plan, steps=(step, *plan.steps[1:])))
+
+
+def test_one_screen_says_ranges_memory_and_whether_it_fits():
+    lines = describe(planned(memory=90.0), token_budget=1e12)
+    assert len(lines) < 50
+    text = "\n".join(lines)
+    tokens = 2 * 8192
+    assert f"{tokens / 1.2:,.0f} to {tokens / 0.9:,.0f}" in text
+    assert "does not fit: 12.0 too many" in text
+    assert "1e+12 tokens: " in text

@@ -1,0 +1,131 @@
+"""The command: what is wrong is one sentence, and the shipped recipes fit the clusters they are for."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from titan_lite.compiler.hardware import load_machine
+from titan_lite.config.recipe import load_config
+from titan_lite.plan.command import lay_out, main, world_size_of
+from titan_lite.plan.memory import GIB
+from titan_lite.plan.search import guess
+
+RECIPES = Path(__file__).parents[3] / "train_configs"
+EIGHT = str(RECIPES / "llama3_8b.toml")
+H100 = load_machine("H100")
+SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--hardware", "h101"], ["--hardware h101", "H100", ".toml"]),
+        (["--hardware", "mine.toml"], ["mine.toml", "no such file"]),
+        (["--world-size", "0"], ["--world-size 0", "8 would work"]),
+        (["--world-size", "6", "--set", "parallelism.tensor_parallel_degree=4"], ["tp 4", "6 ranks", "start 8 ranks"]),
+        (["--set", "parallelism.tensor_parallel_degree=3", "--world-size", "9"], ["tensor_parallel_degree = 3", "8 would work"]),
+        (["--set", "training.seq_length=1"], ["training.seq_length", "did you mean training.seq_len"]),
+        (["--set", "training.seq_len"], ["training.seq_len", "no value"]),
+        (["--set", "model.flavor=7B"], ['model.flavor = "7B"', "8B"]),
+        (["--set", "compile.bucketing=measured"], ["compile.bucketing", "measured", "greedy"]),
+        (
+            ["--set", "parallelism.tensor_parallel_degree=2", "--set", "parallelism.enable_async_tensor_parallel=true"],
+            ["enable_async_tensor_parallel", "not planned"],
+        ),
+        (["--tokens", "many"], ["--tokens", "many"]),
+        (["--world-size", "many"], ["--world-size", "many"]),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(arguments, words, capsys):
+    try:
+        code = main([EIGHT, *arguments])
+    except SystemExit as exit:
+        code = exit.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+def test_a_recipe_that_is_not_there_or_says_no_world_size(tmp_path, capsys):
+    assert main([str(tmp_path / "none.toml")]) == 2
+    path = tmp_path / "mine.toml"
+    path.write_text(f'extends = "{EIGHT}"\n')
+    assert main([str(path)]) == 2
+    assert "--world-size 8" in capsys.readouterr().err
+
+
+def test_no_tokenizer_and_no_data_are_looked_at(capsys):
+    """The shipped tokenizer path has no file; a recipe of a mistake that comes later than it is found."""
+    assert not Path(RECIPES / "../assets/tokenizer/llama3/tokenizer.model").exists()
+    assert main([EIGHT, "--set", "training.seq_len=200000"]) == 2
+    assert "training.seq_len = 200000" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory):
+    """The 8B recipe, for its eight ranks: as JSON, and what it drew."""
+    folder = tmp_path_factory.mktemp("plan")
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        assert main([EIGHT, "--json", "--picture", str(folder / "plan.png"), "--trace", str(folder / "plan.json")]) == 0
+    return json.loads(text.getvalue()), folder
+
+
+def test_the_numbers_of_a_plan_add_up(eight):
+    plan, folder = eight
+    assert plan["tokens_per_step"] == 8 * 2 * 8192
+    seconds = plan["step_seconds"]
+    assert seconds["fast"] < seconds["stated"] < seconds["slow"]
+    assert sum(plan["parts_seconds"].values()) == pytest.approx(seconds["stated"])
+    memory = plan["memory"]
+    assert memory["peak"] == pytest.approx(sum(memory["rows"].values()))
+    assert plan["mfu"]["stated"] < plan["hfu"]["stated"] < 1  # selective checkpointing recomputes
+    assert (folder / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trace_shows_the_step_and_a_lane_for_the_axis(eight):
+    plan, folder = eight
+    events = json.loads((folder / "plan.json").read_text())["traceEvents"]
+    ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X" and event["pid"] == 0]
+    assert max(ends) == pytest.approx(1e6 * plan["step_seconds"]["stated"])
+    lanes = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name" and event["pid"] == 1}
+    assert set(lanes) == {"computation", "FSDP"}
+    sent = [event for event in events if event["ph"] == "X" and event["pid"] == 1 and event["tid"] == lanes["FSDP"]]
+    assert {event["name"].split()[0] for event in sent} == {"all_gather", "reduce_scatter"}
+
+
+def by_formula(recipe):
+    """Bytes that it needs at least; a plan needs less than twice as many (the slow test below)."""
+    config, _ = load_config(RECIPES / f"{recipe}.toml")
+    return guess(lay_out(config, world_size_of(RECIPES / f"{recipe}.toml")), H100).nbytes
+
+
+def fits(plan, recipe):
+    assert plan["world_size"] == world_size_of(RECIPES / f"{recipe}.toml")
+    assert plan["memory"]["fits"], plan["memory"]
+    return plan["memory"]["total"]
+
+
+def planned(recipe, capsys):
+    assert main([str(RECIPES / f"{recipe}.toml"), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("recipe", SHIPPED)
+def test_a_shipped_recipe_fits_the_cluster_it_is_for(recipe, eight, capsys):
+    """By formula where that leaves no doubt, and else by its plan."""
+    if 2 * by_formula(recipe) > H100.memory * GIB:
+        fits(eight[0] if recipe == "llama3_8b" else planned(recipe, capsys), recipe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", SHIPPED)
+def test_the_formula_is_a_lower_bound_and_no_less_than_half_of_a_plan(recipe, capsys):
+    total = fits(planned(recipe, capsys), recipe)
+    assert 0.5 * total < by_formula(recipe) < total

@@ -1,0 +1,123 @@
+"""What a search looks at, how it prices by formula, and what it says of those that lost."""
+
+from pathlib import Path
+
+import pytest
+from test_changes import H100, planned
+
+from titan_lite.config import Config, ConfigError, Model, Training
+from titan_lite.config.recipe import load_config
+from titan_lite.plan.command import lay_out, main
+from titan_lite.plan.search import differing, fits, guess, label, space, why_lost
+
+RECIPES = Path(__file__).parents[3] / "train_configs"
+SEVENTY = str(RECIPES / "llama3_70b.toml")
+
+
+def changed(recipe, world_size, **changes):
+    overrides = [f"--{key.replace('__', '.')}={value}" for key, value in changes.items()]
+    return lay_out(load_config(RECIPES / f"{recipe}.toml", overrides)[0], world_size)
+
+
+def test_the_space_keeps_the_tokens_of_a_step_and_the_ranks():
+    config = Config(model=Model(flavor="8B"), training=Training(seq_len=8192))
+    found = list(space(config, 16, H100, 32))
+    assert len(found) == len({tuple(change.items()) for change in found})  # none twice
+    for change in found:
+        degree = {axis: int(change[f"parallelism.{axis}_degree"]) for axis in ("tensor_parallel", "pipeline_parallel")}
+        copies = int(change["parallelism.data_parallel_replicate_degree"])
+        dp = int(change["parallelism.data_parallel_shard_degree"]) * copies
+        assert degree["tensor_parallel"] * degree["pipeline_parallel"] * dp == 16
+        assert 32 % (dp * int(change["training.local_batch_size"])) == 0
+        assert change["parallelism.context_parallel_degree"] == "1"
+    assert {change["activation_checkpoint.mode"] for change in found} == {"none", "selective", "full"}
+    assert {change["parallelism.pipeline_parallel_schedule"] for change in found} == {"1F1B", "Interleaved1F1B"}
+    assert {change["parallelism.data_parallel_replicate_degree"] for change in found} >= {"1", "2"}
+
+
+def test_long_sequences_may_be_split_and_tied_models_have_no_pipeline():
+    config = Config(model=Model(flavor="1B"), training=Training(seq_len=131072))
+    found = list(space(config, 16, H100, 16))
+    assert {change["parallelism.context_parallel_degree"] for change in found} == {"1", "2", "4", "8", "16"}
+    assert {change["parallelism.pipeline_parallel_degree"] for change in found} == {"1"}
+
+
+def test_formulas_know_what_costs_memory_and_time():
+    base = guess(changed("llama3_8b", 8), H100)
+    more = guess(changed("llama3_8b", 8, training__local_batch_size=4), H100)
+    assert more.nbytes > base.nbytes
+    assert more.seconds == pytest.approx(2 * base.seconds, rel=0.1)
+    kept = guess(changed("llama3_8b", 8, activation_checkpoint__mode="full"), H100)
+    assert kept.nbytes < base.nbytes
+    assert kept.seconds > 1.2 * base.seconds
+    assert fits(base, H100)
+    assert not fits(
+        guess(changed("llama3_70b", 8, parallelism__data_parallel_shard_degree=-1), H100), H100
+    )  # 70B: 850 GB of states alone
+
+
+def test_by_formula_a_model_costs_what_its_states_do_at_least():
+    found = guess(changed("llama3_8b", 8), H100).nbytes
+    assert found > 8.03e9 * 16 / 8
+
+
+def test_a_layout_in_words_and_what_of_it_a_recipe_has_to_say():
+    config = Config(model=Model(flavor="8B"), training=Training(seq_len=8192, local_batch_size=1, global_batch_size=32))
+    change = next(
+        each
+        for each in space(config, 16, H100, 32)
+        if each["parallelism.pipeline_parallel_degree"] == "2" and each["parallelism.tensor_parallel_degree"] == "4"
+    )
+    words = label(change)
+    assert words.startswith("pp 2 x dp_shard 2 x tp 4, batch ")
+    assert "1F1B" in words
+    keys = differing(config, change)
+    assert keys["parallelism.pipeline_parallel_degree"] == "2"
+    assert "parallelism.context_parallel_degree" not in keys
+    assert "training.global_batch_size" not in keys
+
+
+def test_those_that_lost_are_told_why():
+    best, slow, large = planned(1.0, compute=0.9, bubble=0.1), planned(1.5, compute=0.9, bubble=0.6), planned(memory=90.0)
+    assert why_lost(slow, best).startswith("50.0% slower: waiting for other pipeline ranks +0.5 s")
+    assert why_lost(large, best).startswith("12.0 GiB too many, activations")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--search", "0"], ["--search 0", "12 would work"]),
+        (["--search", "few"], ["--search", "few"]),
+        (["--search", "--picture", "plan.png"], ["--picture", "without"]),
+        (["--search", "--world-size", "7"], ["--search", "training.global_batch_size=N"]),
+        (["--sweep", "training.local_batch_size=1", "--search"], ["--search", "not allowed with"]),
+        (["--trace", "no/folder/plan.json"], ["--trace no/folder/plan.json", "no folder"]),
+    ],
+)
+def test_a_search_that_is_none_is_one_sentence(arguments, words, capsys):
+    try:
+        code = main([SEVENTY, *arguments])
+    except SystemExit as exit:
+        code = exit.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+@pytest.mark.slow
+def test_a_search_finds_what_fits(capsys):
+    overrides = ["--set", "model.flavor=1B", "--set", "training.seq_len=2048", "--set", "training.global_batch_size=16"]
+    assert main([str(RECIPES / "llama3_8b.toml"), "--world-size", "4", *overrides, "--search", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "the 3 fastest by formula were planned" in lines[0]
+    assert "why the others lost" in lines
+    assert lines[-1].startswith("best: --set ")
+
+
+def test_no_recipe_is_told(capsys):
+    assert main([]) == 2
+    assert "no recipe" in capsys.readouterr().err
+    with pytest.raises(ConfigError):
+        changed("llama3_8b", 7, parallelism__tensor_parallel_degree=2)

@@ -1,0 +1,174 @@
+"""A step from figures by hand: the bubbles of the schedules against their formulas, shares that add up, memory by hand."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.distributed.pipelining.schedules import _Action
+
+from titan_lite.compiler.hardware import Link, load_machine
+from titan_lite.config import Config, Parallelism, Training
+from titan_lite.distributed.pipeline import order_of, plan_pipeline, run_order
+from titan_lite.models.llama3 import FLAVORS
+from titan_lite.plan.memory import SLACK, kept, memory_of, moments
+from titan_lite.plan.simulate import simulate_step
+from titan_lite.plan.trace import Layout
+
+H100 = load_machine("H100")
+AT_ONCE = dataclasses.replace(H100, collective_launch=0.0, intra_node=Link(450, 0.0), inter_node=Link(50, 0.0))
+
+
+def layout(degree=1, microbatches=1, schedule="1F1B", accumulation=1, gathers_once=False, n_layers=32):
+    parallelism = Parallelism(
+        pipeline_parallel_degree=degree,
+        pipeline_parallel_schedule=schedule,
+        pipeline_parallel_first_stage_less_layers=0,
+        pipeline_parallel_last_stage_less_layers=0,
+    )
+    plan = plan_pipeline(
+        parallelism, n_layers=n_layers, tied=False, local_batch_size=microbatches, compiled=False, checkpointed=False
+    )
+    config = Config(parallelism=parallelism, training=Training(local_batch_size=microbatches, seq_len=64))
+    degrees = {"pp": degree, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}
+    model = dataclasses.replace(FLAVORS["debug"], n_layers=n_layers)
+    return Layout(config, degree, model, degrees, plan, accumulation, gathers_once)
+
+
+def stage(forward=1.0, backward=2.0, **others):
+    figures = {
+        "held": 0.0,
+        "whole": 0.0,
+        "tensors": 0.0,
+        "buffers": 0.0,
+        "activations.between": 0.0,
+        "forward.compute": forward,
+        "backward.compute": backward,
+        "forward.saved": 0.0,
+    }
+    for graph in ("forward", "backward", "loss_forward", "loss_backward"):
+        figures |= {f"{graph}.peak.start": 0.0, f"{graph}.peak.end": 0.0}
+    return figures | {key.replace("__", "."): value for key, value in others.items()}
+
+
+def stages_of(layout, **figures):
+    return [stage(**figures) for _ in layout.pipeline.modules]
+
+
+@pytest.mark.parametrize(("degree", "microbatches"), [(2, 2), (4, 8), (16, 32), (3, 7)])
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+def test_the_bubble_of_one_stage_a_rank(schedule, degree, microbatches):
+    mine = layout(degree, microbatches, schedule)
+    step = simulate_step(mine, stages_of(mine), AT_ONCE)
+    assert step.parts["compute"] == pytest.approx(3.0 * microbatches)
+    assert step.run.seconds == pytest.approx(3.0 * (microbatches + degree - 1))
+    share = step.parts["bubble"] / (step.parts["bubble"] + step.parts["compute"])
+    assert share == pytest.approx((degree - 1) / (microbatches + degree - 1), rel=1e-9)
+
+
+@pytest.mark.parametrize(("degree", "microbatches"), [(2, 4), (4, 8), (4, 16)])
+def test_the_bubble_of_interleaved_stages(degree, microbatches):
+    mine = layout(degree, microbatches, "Interleaved1F1B")
+    step = simulate_step(mine, stages_of(mine), AT_ONCE)
+    share = step.parts["bubble"] / (step.parts["bubble"] + step.parts["compute"])
+    assert share == pytest.approx((degree - 1) / (2 * microbatches + degree - 1), rel=1e-9)  # arXiv 2104.04473, section 2.2
+
+
+def test_the_order_is_that_which_torch_runs():
+    mine = layout(2, 4, "Interleaved1F1B")
+    order = order_of(mine.config.parallelism, mine.pipeline)
+    ran = run_order(order, lambda kind, stage: 1.0).actions
+    for rank, actions in order.items():
+        assert [(kind, where, microbatch) for kind, where, microbatch, *_ in ran[rank]] == [
+            (action.computation_type.value, action.stage_index, action.microbatch_index)
+            for action in actions
+            if action is not None
+        ]
+
+
+def test_a_slow_stage_and_slow_links_hold_the_others_up():
+    mine = layout(2, 4)
+    even = simulate_step(mine, stages_of(mine), AT_ONCE)
+    uneven = simulate_step(mine, [stage(), stage(2.0, 4.0)], AT_ONCE)
+    assert uneven.run.seconds == pytest.approx(1.0 + 4 * 6.0 + 2.0)  # fill, the slow one's work, drain
+    hidden = 45e9 * AT_ONCE.link_efficiency  # a tenth of a second
+    travel = simulate_step(mine, stages_of(mine, activations__between=hidden), AT_ONCE).run.seconds - even.run.seconds
+    assert AT_ONCE.send(hidden, 0, 1) == pytest.approx(0.1)
+    assert travel >= 2 * 0.1 * (1 - 1e-9)  # there and back, at least once
+
+
+def test_a_step_is_the_sum_of_its_parts():
+    mine = layout(4, 8, accumulation=2, gathers_once=True)
+    figures = dict(held=1e9, whole=1e9, forward__exposed__tp=0.5, gather__exposed__dp_shard=3.0, reduce__compute=0.25)
+    step = simulate_step(mine, stages_of(mine, **figures), H100)
+    assert sum(step.parts.values()) == pytest.approx(step.seconds)
+    assert step.parts["exposed.tp"] == pytest.approx(16 * 0.5)
+    assert step.parts["exposed.dp_shard"] == pytest.approx(3.0)  # once a step
+    # clipping 3 and AdamW 7 times 4 bytes of each parameter
+    assert step.parts["optimizer"] == pytest.approx(40e9 / (3350e9 * 0.85), rel=1e-2)
+
+
+def test_bytes_are_of_the_rank_that_sends_most():
+    mine = layout(2, 4)
+    step = simulate_step(mine, [stage(forward__bytes__tp=1.0), stage(forward__bytes__tp=5.0, gather__bytes__tp=7.0)], H100)
+    assert step.sent["tp"] == 4 * 5.0 + 7.0
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_1f1b_keeps_as_many_microbatches_as_ranks_that_follow(rank):
+    mine = layout(4, 8)
+    figures = stages_of(mine, forward__saved=100.0, activations__between=1.0)
+    assert kept(mine, figures[0]) == 102.0  # what came in and what went out
+    most = max(rows["activations"] for name, rows in moments(mine, figures, rank) if name == "forward")
+    assert most == (4 - rank - 1) * 102.0
+
+
+def test_memory_by_hand():
+    mine = layout()
+    figures = stage(
+        held=10.0,
+        tensors=2.0,
+        buffers=6.0,
+        forward__saved=100.0,
+        forward__peak__start=50.0,
+        forward__peak__end=120.0,
+        activations__logits=30.0,
+        loss_forward__peak__end=5.0,
+        loss_forward__inputs=30.0,
+        loss_backward__peak__end=40.0,
+        backward__peak__start=130.0,
+        backward__peak__end=80.0,
+    )
+    memory = memory_of(mine, [figures])
+    assert memory.moment == "backward of the loss"
+    assert memory.rows == {"parameters": 46.0, "optimizer state": 88.0, "activations": 100.0, "working": 70.0}
+    assert memory.peak == 304.0
+    assert memory.slack == pytest.approx(SLACK * 170.0)
+
+
+def test_logits_that_the_backward_of_the_loss_has_no_use_for_are_gone():
+    found = moments(layout(), [stage(activations__logits=30.0, loss_backward__peak__end=40.0)], 0)
+    assert {name: rows["working"] for name, rows in found}["backward of the loss"] == 40.0
+    assert {name: rows["working"] for name, rows in found}["loss"] == 30.0
+
+
+def test_weights_and_gradients_of_a_step_are_held_whole():
+    mine = layout(accumulation=2, gathers_once=True)
+    memory = memory_of(mine, [stage(held=10.0, whole=80.0, backward__peak__end=1000.0)])
+    assert memory.rows["weights gathered for the step"] == 2 * 80.0
+    assert memory.rows["gradients"] == 4 * 80.0
+    mine = layout(accumulation=2)
+    memory = memory_of(mine, [stage(held=10.0, whole=80.0, backward__peak__end=1000.0)])
+    assert "weights gathered for the step" not in memory.rows
+    assert memory.rows["gradients"] == 4 * 10.0
+
+
+def test_actions_that_wait_for_each_other_are_told():
+    order = {0: [_Action.from_str("0B0"), _Action.from_str("0F0")]}
+    with pytest.raises(AssertionError, match="0B0"):
+        run_order(order, lambda kind, stage: 1.0)
+
+
+def test_a_collective_of_no_machine_is_slower_on_a_slow_one():
+    slow, fast = H100.scaled(-1), H100.scaled(1)
+    assert slow.matmul_efficiency < H100.matmul_efficiency < fast.matmul_efficiency <= 1
+    assert slow.flops(torch.bfloat16) == H100.flops(torch.bfloat16)  # datasheets are not in doubt

@@ -1,0 +1,143 @@
+"""What stages send and compute, traced in a world that is not there, against closed formulas: to the byte and the operation."""
+
+import dataclasses
+
+import pytest
+
+from titan_lite.compiler.hardware import load_machine
+from titan_lite.config import ActivationCheckpoint, Compile, Config, Parallelism, Training
+from titan_lite.distributed.mesh import resolve_degrees
+from titan_lite.distributed.pipeline import PipelinePlan, module_fqns
+from titan_lite.models.llama3 import ModelConfig, flops_per_token
+from titan_lite.plan.simulate import simulate_step
+from titan_lite.plan.trace import Layout, Traced, depths_to_trace, start_tracing, trace_stage
+
+RANKS, TOKENS, DEPTH = 8, 1024, 6
+MODEL = ModelConfig(dim=1024, n_layers=DEPTH, n_heads=16, n_kv_heads=8, hidden_dim=3072, vocab_size=16384, max_seq_len=TOKENS)
+H100 = load_machine("H100")
+WHOLE = ("tok_embeddings", "norm", "output")
+TABLE = MODEL.vocab_size * MODEL.dim
+PRODUCTS = MODEL.dim * 64 * (16 + 8 + 8 + 16) + 3 * MODEL.dim * MODEL.hidden_dim  # numbers in a block's matrices
+BLOCK = PRODUCTS + 2 * MODEL.dim
+
+
+def layout(accumulation=1, mode="none", **parallelism):
+    config = Config(
+        training=Training(local_batch_size=2, seq_len=TOKENS),
+        parallelism=Parallelism(**parallelism),
+        activation_checkpoint=ActivationCheckpoint(mode=mode),
+        compile=Compile(enable=True),
+    )
+    plan = PipelinePlan((tuple(module_fqns(DEPTH)),), (0,), 1)
+    return Layout(config, RANKS, MODEL, resolve_degrees(config.parallelism, RANKS), plan, accumulation, accumulation > 1)
+
+
+FSDP, TP, RECOMPUTED = layout(), layout(2, tensor_parallel_degree=2), layout(mode="full")
+
+
+WANTED = {("fsdp", 5): FSDP, ("fsdp", 4): FSDP, ("fsdp", 3): FSDP, ("tp", 2): TP}
+LONG = {("fsdp", 8): FSDP, ("full", 3): RECOMPUTED}
+
+
+def trace_all(wanted):
+    """{(what, blocks): figures}"""
+    with start_tracing(RANKS) as processes:
+        tasks = {key: processes.submit(trace_stage, mine, WHOLE, key[1], [H100]) for key, mine in wanted.items()}
+        return {key: task.result().figures[0] for key, task in tasks.items()}
+
+
+@pytest.fixture(scope="module")
+def traced():
+    return trace_all(WANTED)
+
+
+@pytest.fixture(scope="module")
+def traced_long(traced):
+    return traced | trace_all(LONG)
+
+
+@pytest.mark.parametrize("blocks", [3, 4, 5])
+def test_fsdp_sends_every_weight_forward_again_backward_and_every_gradient(traced, blocks):
+    figures = traced["fsdp", blocks]
+    parameters = blocks * BLOCK + 2 * TABLE + MODEL.dim
+    share = (RANKS - 1) / RANKS  # of a ring
+    assert figures["held"] * RANKS == figures["whole"] == parameters
+    assert figures["forward.bytes.dp_shard"] == 2 * parameters * share  # bfloat16
+    # Norm and output are kept, and a look-up's backward needs no table; gradients are float32.
+    assert figures["backward.bytes.dp_shard"] == (2 * blocks * BLOCK + 4 * parameters) * share
+    assert figures["forward.across.dp_shard"] == 0.0  # one node
+    step = simulate_step(FSDP, [figures], H100)
+    assert step.sent == {"dp_shard": (2 * parameters + 2 * blocks * BLOCK + 4 * parameters) * share}  # and nothing else
+
+
+@pytest.mark.parametrize("blocks", [3, 4, 5])
+def test_products_and_attention_are_those_of_the_formula(traced, blocks):
+    figures = traced["fsdp", blocks]
+    tokens = 2 * TOKENS
+    assert figures["forward.matmul"] == 2 * tokens * (blocks * PRODUCTS + TABLE)
+    assert figures["backward.matmul"] == 2 * figures["forward.matmul"]
+    assert figures["forward.attention"] == blocks * 2 * tokens * TOKENS * MODEL.dim  # of two products, half
+    assert figures["backward.attention"] == 2.5 * figures["forward.attention"]  # five, one of them a second time
+    needed = flops_per_token(dataclasses.replace(MODEL, n_layers=blocks), TOKENS) * tokens
+    assert needed == 3 * figures["forward.matmul"] + 3 * figures["forward.attention"]
+
+
+def check_line(traced, depths, blocks):
+    line, full = Traced({depth: [traced["fsdp", depth]] for depth in depths}).figures(blocks), traced["fsdp", blocks]
+    assert line.keys() == full.keys()
+    for key, value in full.items():
+        if any(word in key for word in ("bytes", "matmul", "attention", "held", "whole", "saved", "tensors")):
+            assert line[key] == value, key
+    peaks = [f"{graph}.peak.{where}" for graph in ("forward", "backward") for where in ("start", "end")]
+    for key in ("forward.compute", "backward.compute", *peaks):
+        assert line[key] == pytest.approx(full[key], rel=0.02), key
+    steps = [simulate_step(FSDP, [figures], H100).seconds for figures in (line, full)]
+    assert steps[0] == pytest.approx(steps[1], rel=0.02)
+
+
+def test_two_depths_tell_of_a_third(traced):
+    assert depths_to_trace(FSDP.config) == (3, 4)
+    check_line(traced, (3, 4), 5)
+
+
+@pytest.mark.slow
+def test_two_depths_tell_of_a_deep_one(traced_long):
+    check_line(traced_long, (3, 4), 8)
+
+
+@pytest.mark.slow
+def test_a_recomputed_block_computes_its_forward_again(traced_long):
+    plain, again = traced_long["fsdp", 3], traced_long["full", 3]
+    assert again["forward.matmul"] == plain["forward.matmul"]
+    most = 2 * 2 * TOKENS * 3 * PRODUCTS  # but for a block's last product, whose result no gradient needs
+    assert most * 0.7 < again["backward.matmul"] - plain["backward.matmul"] <= most
+    assert again["forward.saved"] < 0.3 * plain["forward.saved"]
+
+
+def test_tensor_parallelism_sends_activations_and_fsdp_once_a_step(traced):
+    figures = traced["tp", 2]
+    activations = 2 * TOKENS * MODEL.dim * 2  # bytes of (B, T, C) in bfloat16
+    # Of a block two all-gathers and two reduce-scatters; the embedding's reduce-scatter, the output's all-gather.
+    assert figures["forward.bytes.tp"] == (4 * 2 + 2) * activations / 2
+    assert figures["forward.exposed.tp"] == figures["forward.communication.tp"]
+    assert not any("dp_shard" in key for key in figures if key.startswith(("forward", "backward")))
+    split, replicated = 2 * PRODUCTS + 2 * TABLE, 5 * MODEL.dim
+    parameters = split / 2 + replicated
+    assert figures["whole"] == parameters
+    assert figures["gather.bytes.dp_shard"] == 2 * parameters * 3 / 4
+    assert figures["reduce.bytes.dp_shard"] == 4 * parameters * 3 / 4
+    assert figures["reduce.bytes.tp"] == 2 * 4 * replicated / 4 / 2  # all-reduce of a quarter of the norms
+
+
+@pytest.mark.parametrize(
+    ("sections", "depths"),
+    [
+        ({}, (3, 4)),
+        (dict(activation_checkpoint=ActivationCheckpoint(mode="selective")), (3, 4)),
+        (dict(activation_checkpoint=ActivationCheckpoint(mode="selective", selective_ac_option="3")), (3, 6)),
+        (dict(parallelism=Parallelism(fsdp_keep_gathered=("layers.5", "output"))), None),
+        (dict(compile=Compile(enable=True, bucketing="plan", buckets=("layers.0 layers.1",))), None),
+    ],
+)
+def test_which_depths_lie_on_a_line(sections, depths):
+    assert depths_to_trace(Config(**sections)) == depths

@@ -1,0 +1,429 @@
+"""Save and resume: tensors through torch.distributed.checkpoint, everything else as JSON. A step is whole or absent.
+
+    checkpoint/step-50/              .metadata, *.distcp      every parameter and optimizer state under its FQN, resharded on load
+                                     state.json               step, tokens, position of the data
+                                     manifest.json            size and SHA-256 of each of these, written last
+    checkpoint/unfinished-step-60/   being written: has its name when all of it is on disk
+    checkpoint/deleting-step-20/     older than the newest checkpoint.keep_latest_k
+    checkpoint/invalid-step-40/      was not loaded, and set aside, since the run comes to its step again
+    checkpoint/lock                  held by the run that writes here
+
+With checkpoint.async_mode the loop waits for a copy in host memory alone. A thread on each rank writes it; these have a process
+group of their own, since collectives of two threads on one group would meet each other.
+"""
+
+import datetime
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+
+from titan_lite import manifest
+from titan_lite.checkpoint import tensor_files
+from titan_lite.config import Checkpoint, ConfigError
+from titan_lite.faults.watchdog import is_communication
+from titan_lite.logging import logger
+from titan_lite.manifest import Damaged
+
+T = TypeVar("T")
+GROUP = "checkpoint"  # what the process group of saves is called; its time limit is its own
+SMALL = (tensor_files.NAME, "state.json")  # which are read before a process group is there to compare the others
+LIMIT = datetime.timedelta(hours=1)  # for one phase of a save, beside which training goes on
+
+
+class CheckpointError(RuntimeError):
+    """A step that could not be saved, the same on all ranks; those before it are whole."""
+
+
+class Checkpointer:
+    """The steps in one folder. All ranks call every method together, but for those that say otherwise."""
+
+    def __init__(self, config: Checkpoint, dump_folder: Path):
+        self.config = config
+        self.folder = dump_folder / config.folder
+        self.group: dist.ProcessGroup | None = None
+        self.saving: threading.Thread | None = None
+        self.failure: CheckpointError | None = None  # of the save that has ended
+        self.newest = self.tried = 0  # the last step that is whole on disk, and that was to be; 0: the beginning
+        self.copies: dict[str, Tensor] = {}  # in pinned memory, used for every save
+        self.locked: IO[str] | None = None
+
+    def lock(self) -> None:
+        """For rank 0, before there is a process group: no other run writes here, until this process ends. Raises ConfigError."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.locked = (self.folder / "lock").open("a+", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f'checkpoint.folder = "{self.config.folder}": {error.filename}: {error.strerror}; a folder that can be written '
+                "would work, or checkpoint.enable = false"
+            ) from None
+        try:
+            # POSIX's lock and not BSD's, which a data loader's process would inherit and hold after this one was killed.
+            fcntl.lockf(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                logger.warning(
+                    f"{self.folder} has no locks ({error.strerror}): a second run that writes there would not be noticed"
+                )
+                return
+            self.locked.seek(0)
+            holder = self.locked.read().strip() or "another process"
+            raise ConfigError(
+                f'checkpoint.folder = "{self.config.folder}": {self.folder} is in use by {holder}; end that run, or name another '
+                "job.dump_folder"
+            ) from None
+        with suppress(OSError):  # on a full disk a second run is refused all the same, and told less of this one
+            self.locked.truncate(0)
+            self.locked.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            self.locked.flush()
+        self._remove_leftovers()
+
+    # What there is to load
+
+    def path_of(self, step: int) -> Path:
+        return self.folder / f"step-{step}"
+
+    def present(self) -> list[int]:
+        """The steps that have a folder, whole or not, oldest first."""
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            names = []
+        except OSError as error:  # of which a new run must not come
+            wrong = f'checkpoint.folder = "{self.config.folder}": {self.folder} cannot be read: {error.strerror}'
+            raise ConfigError(f"{wrong}; a folder that can be would work") from None
+        return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-(0|[1-9]\d*)", name))
+
+    def steps(self) -> list[int]:
+        """The steps that can be loaded, as far as `fault` tells, oldest first. For one rank or all."""
+        return [step for step in self.present() if not self.fault(step)]
+
+    def fault(self, step: int) -> str:
+        """Why a step cannot be loaded, by names and sizes of its files and what the small ones say; empty: it can. For one rank
+        or all."""
+        path = self.path_of(step)
+        try:
+            files = manifest.check_sizes(path, step)
+            manifest.check_bytes(path, {name: files[name] for name in SMALL if name in files})
+        except Damaged as error:
+            return str(error)
+        return ""
+
+    def step_to_load(self, damaged: Mapping[int, str] | None = None) -> int | None:
+        """The step a run starts from, as far as `fault` tells, and not among the `damaged` ones; None: from the beginning.
+
+        Needs no process group. Raises ConfigError.
+        """
+        if not self.config.enable:
+            return None
+        wanted, present, faults = self.config.load_step, self.present(), dict(damaged or {})
+        for step in reversed(present):
+            if step not in faults and (fault := self.fault(step)):
+                faults[step] = fault
+            if wanted == -1 and step not in faults:
+                return step
+        whole = [step for step in present if step not in faults]
+        have = f"it has {', '.join(map(str, whole))}" if whole else "it has none"
+        if wanted == -1 and present:
+            raise ConfigError(
+                f'checkpoint.folder = "{self.config.folder}": none of the steps in {self.folder} is whole '
+                f"({'; '.join(f'step-{step}: {fault}' for step, fault in faults.items())}); to begin again, move them away, or "
+                "name another job.dump_folder"
+            )
+        if wanted == -1 and self.config.must_resume:
+            raise ConfigError(f"checkpoint.must_resume = true: there is no step in {self.folder}; false would begin a new run")
+        if wanted == -1:
+            return None
+        if wanted not in whole:
+            why = f"is not whole: {faults[wanted]}" if wanted in faults else f"there is no such step in {self.folder}"
+            raise ConfigError(f"checkpoint.load_step = {wanted}: {why}; {have}; -1 takes the newest")
+        if wanted != whole[-1] and self.read_state(whole[-1]).get("recipe", {}).get("checkpoint", {}).get("load_step") == wanted:
+            return whole[-1]  # the same command again, which has come so far since
+        if wanted != whole[-1]:
+            raise ConfigError(
+                f"checkpoint.load_step = {wanted}: {self.folder} has newer steps, up to {whole[-1]}, which this run would meet; "
+                f"move them away, or copy step-{wanted} into the checkpoint folder of another job.dump_folder"
+            )
+        return wanted
+
+    def verified_step(self) -> int | None:
+        """`step_to_load`, after every byte of it was compared with its manifest. Newer ones are set aside, and the reason logged.
+
+        Raises ConfigError.
+        """
+        damaged: dict[int, str] = {}
+        while True:
+            step, error = None, ""
+            try:
+                step = self.step_to_load(damaged)
+            except ConfigError as wrong:
+                error = str(wrong)
+            seen = self._gather((step, error))
+            for _, theirs in seen:
+                if theirs:
+                    raise ConfigError(theirs)
+            if len(set(seen)) > 1:
+                each = ", ".join(
+                    f"rank {r}: {found or 'none'}" for r, (found, _) in enumerate(seen) if (found, "") != seen[r - 1]
+                )
+                raise ConfigError(
+                    f"checkpoint.folder: ranks see different newest steps in {self.folder} ({each}); "
+                    "job.dump_folder on a file system that all nodes share would work"
+                )
+            if step is None:
+                return None
+            faults = [fault for fault in self._gather(self._fault_of_share(step)) if fault]
+            if not faults:
+                self._set_aside(step, damaged)
+                return step
+            damaged[step] = faults[0]
+
+    def _fault_of_share(self, step: int) -> str:
+        """As `fault`, from every byte of the files that are this rank's to compare."""
+        path, rank, world_size = self.path_of(step), dist.get_rank(), dist.get_world_size()
+        try:
+            files = manifest.check_sizes(path, step)
+            manifest.check_bytes(path, {name: files[name] for name in sorted(files)[rank::world_size]})
+            if rank == 0:
+                tensor_files.read_metadata(path, files)
+                self.read_state(step)
+        except (Damaged, ConfigError) as error:
+            return str(error)
+        return ""
+
+    def _set_aside(self, step: int, damaged: Mapping[int, str]) -> None:
+        """Newer steps get another name: they are not loaded, and the run would meet them. Older ones are told."""
+        error = ""
+        for other in self.present() if dist.get_rank() == 0 else ():
+            fault = damaged.get(other) or self.fault(other)
+            if other < step and fault:
+                logger.warning(f"step-{other} could not be loaded, either: {fault}")
+            if other <= step:
+                continue
+            names = (f"invalid-step-{other}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
+            aside = next(self.folder / name for name in names if not (self.folder / name).exists())
+            logger.warning(f"step-{other} is not loaded: {fault}; set aside as {aside.name}")
+            try:
+                self.path_of(other).rename(aside)
+            except OSError as wrong:
+                error = f'checkpoint.folder = "{self.config.folder}": {self.path_of(other)} cannot be renamed: {wrong.strerror}'
+        if error := self._gather(error)[0]:
+            raise ConfigError(error)
+
+    def read_state(self, step: int) -> dict[str, Any]:
+        """What was saved beside the tensors. For one rank or all. Raises ConfigError."""
+        path = self.path_of(step) / "state.json"
+        try:
+            state = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}; load another step with checkpoint.load_step") from None
+        if not isinstance(state, dict):
+            raise ConfigError(f"{path} is no JSON object; load another step with checkpoint.load_step")
+        return state
+
+    def load(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Fill the tensors in place, on this rank's layout. Raises ConfigError, on all ranks."""
+        path, error, reader = self.path_of(step), "", None
+        try:
+            metadata = tensor_files.read_metadata(path, manifest.read(path, step))
+            reader, error = tensor_files.Reader(path, metadata), tensor_files.misfit(metadata, tensors)
+        except Damaged as damage:
+            error = str(damage)
+        if errors := [error for error in self._gather(error) if error]:
+            raise ConfigError(f"{path} cannot be loaded: {errors[0]}")
+        try:
+            dcp.load(dict(tensors), storage_reader=reader, process_group=self._processes())
+        except CheckpointException as failed:
+            raise ConfigError(f"{path} cannot be loaded: {_reasons(failed)}; remove it, and the one before is taken") from None
+        self.newest = step
+        logger.info(f"resumed from {path}")
+
+    # Saving
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], state: dict[str, Any], *, last: bool = False) -> None:
+        """Write a step, or begin to; tensors: {name: tensor or DTensor}; state: JSON's types, only rank 0's is written.
+
+        Waits for the save before. Raises CheckpointError where checkpoint.on_failure says so.
+        """
+        self.wait()
+        self.tried = step
+        self._processes()  # made by this thread, as all ranks make groups in one order
+        if last and self.config.last_save_model_only:
+            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+        state = {**state, "tensors": sorted({name.partition(".")[0] for name in tensors})}  # ["model", "optimizer"]
+        if self.config.async_mode == "disabled":
+            self._save(step, tensors, {name: tensor_files.local_part(tensor) for name, tensor in tensors.items()}, state)
+            self._settle()
+            self._gather(None)  # until rank 0 has deleted older steps, which the limit of a training step is not for
+        else:
+            copies = self._copy(tensors)
+            # No daemon: where the run ends by an error of its own, the process still waits for the step to be whole.
+            self.saving = threading.Thread(target=self._save, args=(step, tensors, copies, state), name=f"save of step {step}")
+            self.saving.start()
+
+    def poll(self) -> None:
+        """At every step's end: what became of a save in the background, once all ranks are through with it; as `save` raises."""
+        if self.saving is not None:
+            done = torch.tensor(not self.saving.is_alive(), device="cuda" if dist.get_backend() == "nccl" else "cpu").int()
+            dist.all_reduce(done, dist.ReduceOp.MIN)
+            if done:
+                self.wait()
+
+    def wait(self) -> None:
+        """Until no save is in flight; raises as `save` does."""
+        if self.saving is not None:
+            self.saving.join()
+            self.saving = None
+        self._settle()
+
+    def _settle(self) -> None:
+        failure, self.failure = self.failure, None
+        if failure is not None and (self.config.on_failure == "stop" or is_communication(failure)):
+            raise failure
+
+    def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's parts in host memory: when it returns, the optimizer may change the tensors."""
+        keep = self.config.async_mode == "async_with_pinned_mem"
+        if keep and not self.copies and not torch.cuda.is_available():
+            logger.info('checkpoint.async_mode = "async_with_pinned_mem": without a GPU nothing is pinned; the copies are kept')
+        copies = self.copies if keep else {}
+        for name, tensor in tensors.items():
+            local = tensor_files.local_part(tensor)
+            if name not in copies:
+                copies[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=keep and torch.cuda.is_available())
+            copies[name].copy_(local, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return copies
+
+    def _save(self, step: int, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], state: dict[str, Any]) -> None:
+        """Ends with `failure` set alike on all ranks, or a whole step."""
+        unfinished = self.folder / f"unfinished-step-{step}"
+        try:
+            self._commit(step, unfinished, tensors, copies, state)
+        except (Exception, CheckpointException) as error:
+            self.failure = CheckpointError(f"step {step} was not saved in {self.folder}: {_reasons(error)}")
+            self.failure.__cause__ = error
+            if dist.get_rank() == 0:
+                goes_on = self.config.on_failure == "continue" and not is_communication(error)
+                then = '; the run goes on (checkpoint.on_failure = "continue")' if goes_on else ""
+                logger.warning(f"NOTHING WAS SAVED: {self.failure}{then}")
+                shutil.rmtree(unfinished, ignore_errors=True)
+        else:
+            self.newest = step
+            if dist.get_rank() == 0:  # nobody waits for it
+                self._retain()
+
+    def _commit(
+        self, step: int, unfinished: Path, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], state: dict[str, Any]
+    ) -> None:
+        rank, path = dist.get_rank(), self.path_of(step)
+        files: dict[str, dict[str, Any]] = {}
+        needed = sum(self._gather(sum(map(tensor_files.share, tensors.values()))))
+
+        def prepare() -> None:
+            if os.path.lexists(path):
+                raise CheckpointError(f"{path} is there, and no step is overwritten; move it away")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
+            free = shutil.disk_usage(self.folder).free
+            if free < needed:
+                raise CheckpointError(f"it needs {needed / 2**30:.3f} GiB, and {free / 2**30:.3f} GiB are free")
+            unfinished.mkdir()
+
+        def written() -> dict[str, dict[str, Any]]:
+            return {path.name: manifest.digest(path) for path in unfinished.glob(f"__{rank}_*")}
+
+        def finish() -> None:
+            manifest.write_text(unfinished / "state.json", json.dumps(state, indent=1) + "\n")
+            for name in (tensor_files.NAME, "state.json"):
+                files[name] = manifest.digest(unfinished / name)
+            manifest.write(unfinished, step, files)
+            manifest.sync(unfinished)
+            try:
+                manifest.check_sizes(unfinished, step)
+            except Damaged as error:
+                raise CheckpointError(f"{error}, seen from here; do all nodes share the file system of {self.folder}?") from None
+            unfinished.rename(path)
+            manifest.sync(self.folder)
+            logger.info(f"checkpoint written to {path}", extra={"event": "checkpoint", "step": step})
+
+        self._together(prepare if rank == 0 else None)
+        dcp.save(
+            dict(tensors),
+            storage_writer=tensor_files.Writer(unfinished),
+            planner=tensor_files.FromHost(copies),
+            process_group=self.group,
+        )
+        for theirs in self._together(written):
+            files.update(theirs or {})
+        self._together(finish if rank == 0 else None)
+
+    def _retain(self) -> None:
+        """Delete steps older than the newest keep_latest_k whole ones; a step that is half deleted has another name."""
+        try:
+            for old in self.steps()[: -self.config.keep_latest_k] if self.config.keep_latest_k else ():
+                doomed = self.folder / f"deleting-step-{old}"
+                self.path_of(old).rename(doomed)
+                manifest.sync(self.folder)
+                shutil.rmtree(doomed)
+        except OSError as error:
+            logger.warning(f"an old step was not deleted: {error}")
+
+    def _remove_leftovers(self) -> None:
+        """What a run that was killed left half written or half deleted."""
+        for path in (*self.folder.glob("unfinished-step-*"), *self.folder.glob("deleting-step-*")):
+            try:
+                shutil.rmtree(path)
+                logger.info(f"removed {path}, left by a run that was ended")
+            except OSError as error:
+                logger.warning(f"{path}, left by a run that was ended, was not removed: {error}")
+
+    # Ranks among themselves, also in the background
+
+    def _processes(self) -> dist.ProcessGroup:
+        if self.group is None:
+            self.group = dist.new_group(backend="gloo", timeout=LIMIT, group_desc=GROUP)
+        return self.group
+
+    def _gather(self, mine: T) -> list[T]:
+        """By rank."""
+        everyone = [mine] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine, self._processes())
+        return everyone
+
+    def _together(self, work: Callable[[], T] | None) -> list[T | None]:
+        """What `work` returned on each rank. Raises CheckpointError on all where it failed on one."""
+        result, error = None, ""
+        try:
+            result = work() if work is not None else None
+        except Exception as failed:
+            error = _reasons(failed)
+        everyone = self._gather((result, error))
+        errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(everyone) if error]
+        if errors:
+            raise CheckpointError("; ".join(errors))
+        return [result for result, _ in everyone]
+
+
+def _reasons(error: BaseException) -> str:
+    """One line: of DCP's errors what failed on which rank, and no traceback."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {_reasons(cause)}" for rank, (cause, _) in error.failures.items())
+    words = " ".join(str(error).split())
+    return words if isinstance(error, (CheckpointError, Damaged)) else f"{type(error).__name__}: {words}"

@@ -1,0 +1,209 @@
+"""What a run says of itself: a line in the log, `metrics.jsonl`, TensorBoard, Weights & Biases, and at the end `loss.png`.
+
+    metrics = Metrics(config.metrics, dump_folder, recipe, writes=rank == 0, first_step=0, total_steps=1000)
+    metrics.log(10, {"loss": 6.9, "tps": 5000.0, ...})
+
+All carry the same names. `metrics.jsonl` has one object a line; a resumed run appends to it, after a line
+{"resumed_from": step}, and where a step occurs twice the later line counts.
+
+    loss, validation_loss   nats a token, over all ranks
+    grad_norm               global L2 norm before clipping
+    tps                     tokens a second and device
+    tflops                  10^12 floating-point operations a second and device that the model needs, recomputation not counted
+    mfu                     tflops relative to the device's peak, percent; left out where the peak is not known
+    memory_gib              peak of one device: reserved by the CUDA allocator, or resident memory of a CPU process
+    data_wait               share of the time spent waiting for the loader, percent
+    step_time               seconds a step
+    bad_documents           different ones left out, over the whole run, with data.on_bad_document = "skip"
+    short_documents         left out since this start, with data.min_document_tokens
+"""
+
+import json
+import math
+import resource
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_lite.config import Metrics as MetricsConfig
+from titan_lite.logging import console, logger
+from titan_lite.metrics.records import read_metrics
+
+COLOURS = {"loss": "\033[32m", "grad_norm": "\033[34m", "tps": "\033[36m", "mfu": "\033[35m"}
+FORMATS = {
+    "loss": "loss {:.4f}",
+    "validation_loss": "validation loss {:.4f}",
+    "grad_norm": "grad norm {:.3f}",
+    "lr": "lr {:.2e}",
+    "tps": "tps {:,.0f}",
+    "tflops": "tflops {:.2f}",
+    "mfu": "mfu {:.1f}%",
+    "memory_gib": "memory {:.2f} GiB",
+    "data_wait": "data wait {:.1f}%",
+}
+HYPERPARAMETERS = ("model", "training", "optimizer", "lr_scheduler")  # sections that decide what is learned
+
+
+class Metrics:
+    """recipe: {"training.steps": 1000, ...}, shown beside the curves. writes: whether this rank writes the files (one does).
+    total_steps: length of the progress bar."""
+
+    def __init__(
+        self,
+        config: MetricsConfig,
+        dump_folder: Path,
+        recipe: Mapping[str, Any],
+        *,
+        writes: bool,
+        first_step: int,
+        total_steps: int,
+    ):
+        self.config, self.dump_folder, self.writes = config, dump_folder, writes
+        self.start, self.lost = time.perf_counter(), False
+        on_terminal = config.enable_color and sys.stdout.isatty()
+        self.colour = on_terminal
+        self.bar = None
+        self.tensorboard = None
+        self.wandb = None
+        if not writes:
+            return
+        path = dump_folder / "metrics.jsonl"
+        before = path.exists() and path.stat().st_size > 0
+        self.file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        if before:
+            # A run that was killed may leave half a line.
+            self._write({"resumed_from": first_step}, "" if path.read_bytes().endswith(b"\n") else "\n")
+        if config.enable_tensorboard:
+            self.tensorboard = start_tensorboard(dump_folder / "tb", recipe, first_step + 1 if before else None)
+        if config.enable_wandb:
+            self.wandb = start_wandb(dump_folder, recipe)
+        if on_terminal:
+            from tqdm import tqdm
+
+            self.bar = tqdm(file=sys.stdout, total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, leave=False)
+            console.around = self.bar.external_write_mode
+
+    def advance(self) -> None:
+        """One more step is done."""
+        if self.bar is not None:
+            self.bar.update()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Show and write values of `step` under their names; names without a format are written only."""
+        parts = [f"step {step:>4}"]
+        for name, text in FORMATS.items():
+            if name in values:
+                part = text.format(values[name])
+                parts.append(f"{COLOURS[name]}{part}\033[0m" if self.colour and name in COLOURS else part)
+            elif name == "mfu" and "tflops" in values:
+                parts.append("mfu n/a")
+        logger.info("  ".join(parts))
+        if not self.writes:
+            return
+        # JSON has no NaN; a reader of the file should not need a parser that does
+        self._write({"step": step, **{k: v if math.isfinite(v) else None for k, v in values.items()}, "time": self._elapsed()})
+        if self.tensorboard is not None:
+            try:
+                for name, value in values.items():
+                    self.tensorboard.add_scalar(name, value, step)
+            except OSError as error:
+                self._lose(error)
+                self.tensorboard = None
+        if self.wandb is not None:
+            self.wandb.log({"step": step, **values})
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            console.around = nullcontext
+        try:
+            if self.tensorboard is not None:
+                self.tensorboard.close()
+            if self.wandb is not None:
+                self.wandb.finish()
+            if self.writes:
+                self.file.close()
+        except OSError as error:
+            self._lose(error)
+
+    def _elapsed(self) -> float:
+        return round(time.perf_counter() - self.start, 3)
+
+    def _write(self, entry: Mapping[str, object], before: str = "") -> None:
+        try:
+            self.file.write(before + json.dumps(entry) + "\n")
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
+        """No figure is worth the run; that some are lost is said once."""
+        if not self.lost:
+            logger.warning(f"METRICS ARE LOST, the run goes on: {self.dump_folder} cannot be written: {error}")
+        self.lost = True
+
+
+def start_tensorboard(folder: Path, recipe: Mapping[str, Any], purge_step: int | None) -> Any:
+    """A writer that has the recipe: as text, and as hyperparameters, by which TensorBoard compares runs."""
+    from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
+    from torch.utils.tensorboard.summary import hparams
+
+    writer: Any = SummaryWriter(str(folder), purge_step=purge_step)
+    lines = [f"    {key} = {json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()]  # code, to Markdown
+    writer.add_text("recipe", "\n".join(lines), (purge_step or 1) - 1)
+    chosen = {key: value for key, value in recipe.items() if key.partition(".")[0] in HYPERPARAMETERS}
+    values = {key: ", ".join(value) if isinstance(value, tuple) else value for key, value in chosen.items()}
+    for summary in hparams(values, dict.fromkeys(("loss", "validation_loss"), 0.0)):  # the writer's own method starts another run
+        writer.file_writer.add_summary(summary)
+    return writer
+
+
+def start_wandb(dump_folder: Path, recipe: Mapping[str, Any]) -> Any:
+    """A run of Weights & Biases; the same one when this folder's run is resumed."""
+    import wandb
+
+    identity = dump_folder / "wandb_id"
+    if not identity.exists():
+        identity.write_text(uuid.uuid4().hex, encoding="utf-8")
+    run = wandb.init(
+        id=identity.read_text(encoding="utf-8"),
+        name=dump_folder.resolve().name,
+        dir=str(dump_folder),
+        config=dict(recipe),
+        resume="allow",
+    )
+    run.define_metric("*", step_metric="step")  # a resumed run repeats steps, and its own count only grows
+    return run
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """GiB: the CUDA allocator's peak of reserved memory, or the peak of this process's resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 2**10  # of ru_maxrss, in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def draw_loss(dump_folder: Path) -> Path:
+    """`metrics.jsonl` -> `loss.png` beside it: training and validation loss over steps."""
+    from matplotlib.figure import Figure
+
+    entries = read_metrics(dump_folder / "metrics.jsonl")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, style in (("loss", "-"), ("validation_loss", "o--")):
+        points = [(step, values[name]) for step, values in entries.items() if values.get(name) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "), markersize=4)
+    axes.set(xlabel="step", ylabel="loss (nats a token)")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    path = dump_folder / "loss.png"
+    figure.savefig(path, dpi=120)
+    return path

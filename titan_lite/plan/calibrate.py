@@ -1,0 +1,116 @@
+"""A machine's profile, fitted to a run that has ended.
+
+    print("\n".join(calibrate_run(Path("outputs/llama3_8b"), lay_out)))     # and by how much each number moved
+
+The run's folder has its recipe and, in measured.json, what its ranks measured at its end (measure.py) and how long a step took.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_lite.compiler.hardware import Link, Machine, machine_from
+from titan_lite.config import Config, ConfigError
+from titan_lite.config.recipe import load_config
+from titan_lite.plan.measure import RECORD, against, calibrated, to_toml
+from titan_lite.plan.memory import Memory, memory_of
+from titan_lite.plan.simulate import simulate_step
+from titan_lite.plan.trace import Layout, finish_trace, kind_of_stage, layers_of, start_trace, start_tracing
+
+PROFILE = "hardware.toml"  # in the run's folder: what is made of it
+PACES = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.6, 2.0, 4.0, 10.0)  # at which computation is tried
+
+
+def calibrate_run(folder: Path, lay_out: Callable[[Config, int], Layout], profile: Machine | None = None) -> list[str]:
+    """Fits the profile that a run was planned with, or another one, to its measurements; writes it to the run's folder, and says
+    by how much each number moved. Raises ConfigError where the run has none.
+
+    First comes what its ranks measured of products, attention, memory and links; then all efficiencies of computation move
+    together, until the planned step takes as long as the run's.
+    """
+    path = folder / RECORD
+    if not path.is_file():
+        raise ConfigError(
+            f'--calibrate {folder}: no {RECORD} in it, which a run writes at its end; metrics.compare_plan = "always" would work'
+        )
+    record = json.loads(path.read_text(encoding="utf-8"))
+    config, _ = load_config(folder / "config.toml", [])
+    layout = lay_out(config, record["world_size"])
+    stated = profile or machine_from(record["profile"], str(path))
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    reached = calibrated(stated, record["reached"], dtype, record["nodes"])
+    seconds, memory = price(layout, [stated, reached, *(paced(reached, pace) for pace in PACES)])
+    pace = pace_of(record["step_seconds"], seconds[2:])
+    found = dataclasses.replace(paced(reached, pace), name=f"{stated.name}, calibrated")
+    (folder / PROFILE).write_text(to_toml(found), encoding="utf-8")
+    ends = " (the end of what was tried)" if pace in (PACES[0], PACES[-1]) else ""
+    return [
+        f"{config.model.flavor} on {layout.world_size} {record['device']}, {record['windows']} windows of steps",
+        "",
+        *moved(stated, found),
+        "",
+        f"step: measured {record['step_seconds']:.4g} s; planned {seconds[0]:.4g} s with the profile, {seconds[1]:.4g} s with "
+        f"what its ranks measured, which computation at {pace:.2f} of that pace{ends} makes the same",
+        f"memory: {against(memory.reserved, record['memory_bytes'])} {record['memory_is']}",
+        f"written to {folder / PROFILE}, for --hardware and compile.machine",
+    ]
+
+
+def price(layout: Layout, machines: Sequence[Machine]) -> tuple[list[float], Memory]:
+    """Seconds of a step on each machine, of one trace; and its memory."""
+    with start_tracing(layout.world_size) as processes:
+        traced = finish_trace(start_trace(processes, layout, machines))
+    stages = [
+        [traced[kind_of_stage(modules)].figures(layers_of(modules), number) for modules in layout.pipeline.modules]
+        for number in range(len(machines))
+    ]
+    steps = [simulate_step(layout, each, machine) for each, machine in zip(stages, machines, strict=True)]
+    return [step.seconds for step in steps], memory_of(layout, stages[0])
+
+
+def paced(machine: Machine, pace: float) -> Machine:
+    """Whose computation is so many times as fast, and no faster than its peaks; of a CPU, which has none, these move."""
+    if machine.name.startswith("CPU"):
+        tflops = {name: value * pace for name, value in machine.tflops.items()}
+        changed: dict[str, Any] = {"tflops": tflops, "memory_bandwidth": machine.memory_bandwidth * pace}
+    else:
+        names = ("matmul_efficiency", "attention_efficiency", "memory_efficiency")
+        changed = {name: min(1.0, getattr(machine, name) * pace) for name in names}
+    return dataclasses.replace(machine, **changed, launch=machine.launch / pace)
+
+
+def pace_of(measured: float, seconds: Sequence[float]) -> float:
+    """At which a step would take as long as measured: what computes takes longer as 1 / pace, so it is on the lines between
+    `seconds` over that; the first or the last of PACES where no pace does."""
+    for (slow, low), (fast, high) in itertools.pairwise(zip(seconds, PACES, strict=True)):
+        if fast <= measured <= slow and slow > fast:
+            return 1 / (1 / low + (1 / high - 1 / low) * (slow - measured) / (slow - fast))
+    return PACES[0] if measured > seconds[0] else PACES[-1]
+
+
+def moved(before: Machine, after: Machine) -> list[str]:
+    """A line for each number that is another one now."""
+    old, new = _numbers(before), _numbers(after)
+    return [
+        f"  {name:<24} {old[name]:>10.4g} -> {value:<10.4g} {100 * (value / old[name] - 1):+6.1f}%"
+        for name, value in new.items()
+        if not math.isclose(value, old[name], rel_tol=1e-3)
+    ]
+
+
+def _numbers(machine: Machine) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, value in vars(machine).items():
+        if isinstance(value, Link):
+            found |= {f"{name}.{key}": number for key, number in vars(value).items()}
+        elif isinstance(value, Mapping):
+            found |= {f"{name}.{key}": number for key, number in value.items()}
+        elif name != "name":
+            found[name] = value
+    return found

@@ -1,0 +1,137 @@
+"""What a rank holds at most, and when: by liveness on the scheduled graphs, moment by moment of the schedule.
+
+memory = memory_of(layout, stages)                        # stages: of each pipeline stage, its figures (figures.py)
+memory.peak, memory.rows["activations"]                   # bytes
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from titan_lite.distributed.pipeline import order_of
+from titan_lite.plan.costs import Figures
+from titan_lite.plan.trace import Layout
+
+GIB = 2**30
+# Of what comes and goes: CUDA's caching allocator keeps blocks whose sizes nothing fits.
+SLACK = 0.04
+# CUDA's context and kernels, cuBLAS's workspaces, NCCL's buffers: no tensor has them.
+OUTSIDE = 2.0 * GIB
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of the pipeline rank that needs most, in bytes. rows: at its peak, which they add up to; moment: when that is; slack:
+    reserved by the allocator beside the peak. of_ranks: the peak of each pipeline rank."""
+
+    rank: int
+    moment: str
+    rows: dict[str, float]
+    slack: float
+    of_ranks: tuple[float, ...]
+
+    @property
+    def peak(self) -> float:
+        return sum(self.rows.values())
+
+    @property
+    def reserved(self) -> float:
+        """What `torch.cuda.max_memory_reserved` should show."""
+        return self.peak + self.slack
+
+    @property
+    def total(self) -> float:
+        return self.reserved + OUTSIDE
+
+
+def memory_of(layout: Layout, stages: Sequence[Figures]) -> Memory:
+    """Liveness does not depend on a machine: the figures may be for any."""
+    found = [
+        max(moments(layout, stages, rank), key=lambda moment: sum(moment[1].values())) for rank in range(layout.degrees["pp"])
+    ]
+    peaks = tuple(sum(rows.values()) for _, rows in found)
+    rank = peaks.index(max(peaks))
+    moment, rows = found[rank]
+    steady = rows["parameters"] + rows["optimizer state"]
+    return Memory(rank, moment, {name: value for name, value in rows.items() if value}, SLACK * (peaks[rank] - steady), peaks)
+
+
+def moments(layout: Layout, stages: Sequence[Figures], rank: int) -> list[tuple[str, dict[str, float]]]:
+    """Each moment of a step in which pipeline rank `rank` may need most: its name, and what there is, in bytes."""
+    training = layout.config.training
+    held_as, computed, summed = (
+        getattr(torch, name).itemsize
+        for name in (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
+    )
+    mine = layout.pipeline.stages_of(rank)
+
+    def sum_of(key: str) -> float:
+        return sum(stages[stage][key] for stage in mine)
+
+    numbers = sum_of("held")
+    steady = {
+        "parameters": held_as * numbers + sum_of("buffers"),
+        "optimizer state": 2 * held_as * numbers + 4 * sum_of("tensors"),  # two moments, and a count of steps a tensor
+        "gradients": 0.0,
+        "weights gathered for the step": computed * sum_of("whole") if layout.gathers_once else 0.0,
+        "activations": 0.0,
+        "working": 0.0,
+    }
+    found = []
+
+    def moment(name: str, activations: float, working: float, gradients: float) -> None:
+        found.append((name, {**steady, "activations": activations, "working": working, "gradients": gradients}))
+
+    order = order_of(layout.config.parallelism, layout.pipeline)[rank]
+    in_flight: dict[int, int] = defaultdict(int)
+    gradients = 0.0
+    after = summed * sum_of("whole") if layout.gathers_once else held_as * numbers if layout.microbatches > 1 else 0.0
+    for _ in range(min(2, layout.accumulation)):  # a second local batch finds the gradients of the first
+        for action in order:
+            for each in () if action is None else action.sub_actions or (action,):
+                kind, stage = each.computation_type.value, each.stage_index
+                if kind not in "FBIW":
+                    continue
+                figures = stages[stage]
+                pipeline, logits = _held_by_pipeline(layout, figures), figures.get("activations.logits", 0.0)
+                saved = figures["forward.saved"]
+                if kind == "F":
+                    before = sum(count * kept(layout, stages[other]) for other, count in in_flight.items())
+                    moment("forward", before, peak(figures, "forward"), gradients)
+                    if logits:
+                        moment("loss", before + saved + pipeline, logits + peak(figures, "loss_forward"), gradients)
+                    in_flight[stage] += 1
+                elif kind in "BI":
+                    in_flight[stage] -= 1
+                    before = sum(count * kept(layout, stages[other]) for other, count in in_flight.items())
+                    if logits:
+                        # dropped after the loss, if its backward has no use for them; a pipeline's stage keeps them
+                        read = min(logits, figures.get("loss_forward.inputs", 0.0)) if layout.degrees["pp"] == 1 else logits
+                        moment(
+                            "backward of the loss", before + saved + pipeline, read + peak(figures, "loss_backward"), gradients
+                        )
+                    start, end = figures["backward.peak.start"], figures["backward.peak.end"]
+                    moment("backward, the last blocks", before + saved + pipeline, max(0.0, start - saved), gradients)
+                    moment("backward, the first blocks", before + pipeline, end, gradients)
+                    gradients = after
+    moment("optimizer step", 0.0, 0.0, held_as * numbers)
+    return found
+
+
+def peak(figures: Figures, graph: str) -> float:
+    return max(figures[f"{graph}.peak.start"], figures[f"{graph}.peak.end"])
+
+
+def kept(layout: Layout, figures: Figures) -> float:
+    """Bytes of a microbatch between its forward and its backward."""
+    logits = figures.get("activations.logits", 0.0) + figures.get("loss_forward.saved", 0.0)
+    return figures["forward.saved"] + logits + _held_by_pipeline(layout, figures)
+
+
+def _held_by_pipeline(layout: Layout, figures: Figures) -> float:
+    """What torch's stages keep of a microbatch: what came in and, but for logits, what went out."""
+    if layout.degrees["pp"] == 1:
+        return 0.0
+    return figures["activations.between"] * (2 if "activations.logits" not in figures else 1)

@@ -1,0 +1,129 @@
+"""At the end of a run: what was planned against what was measured, so that the plan is held to account.
+
+    account = Account("auto", dump_folder, device)
+    account.start(machine)                                     # first rank, on GPUs: planned in a process beside the run
+    for line in account.close(machine, shapes, bytes): ...      # all ranks; the first one's lines
+
+Planning takes about as long as a start, so on GPUs it goes on while the run does, and on CPUs, whose cores it would take from the
+run, after it and only where it is asked for. The run's folder keeps plan.json and measured.json, from which
+`python -m titan_lite.plan --calibrate FOLDER` makes a profile of this machine.
+"""
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from titan_lite.compiler.hardware import GIB, Machine, find_machine
+from titan_lite.plan.measure import RECORD, Shapes, against, calibrated, measure, to_toml
+
+LONGEST = 180  # seconds that the end of a run waits for its plan
+
+
+class Account:
+    """mode: "auto", "always" or "never", as metrics.compare_plan says."""
+
+    def __init__(self, mode: str, folder: Path, device: torch.device):
+        self.folder, self.device = folder, device
+        self.wanted = mode == "always" or (mode == "auto" and device.type == "cuda")
+        self.planning: subprocess.Popen | None = None
+        self.skipped = []
+        if mode == "auto" and not self.wanted:
+            self.skipped = [
+                'no plan to compare with: on CPUs only with metrics.compare_plan = "always", which takes a quarter of a minute'
+            ]
+
+    def start(self, machine: Machine | None) -> None:
+        """One rank, once config.toml is in the folder."""
+        if not self.wanted or machine is None or self.planning is not None:
+            return
+        profile = self.folder / "profile.toml"
+        profile.write_text(to_toml(machine), encoding="utf-8")
+        command = [sys.executable, "-m", "titan_lite.plan", str(self.folder / "config.toml"), "--json"]
+        command += ["--world-size", str(dist.get_world_size()), "--hardware", str(profile)]
+        # without a GPU, of which it would take memory
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+        with open(self.folder / "plan.json", "w", encoding="utf-8") as out:
+            self.planning = subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True, env=environment)
+        os.setpriority(os.PRIO_PROCESS, self.planning.pid, 10)
+
+    def close(self, machine: Machine | None, shapes: Shapes, peak: float) -> list[str]:
+        """All ranks together, after the last step. peak: GiB, of this rank's device. The lines are the first rank's."""
+        if not self.wanted:
+            return self.skipped
+        if self.device.type == "cpu":
+            machine = find_machine("", self.device)
+        if machine is None:
+            return ["no plan to compare with: no prices for this GPU; compile.machine names a profile, or a file with one"]
+        try:
+            reached = measure(shapes, self.device)
+        except torch.OutOfMemoryError:
+            return ["no plan to compare with: no memory is left to measure the machine in"]
+        most = torch.tensor(peak, dtype=torch.float64, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        if dist.get_rank():
+            return []
+        nodes = -(-dist.get_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
+        windows = step_seconds(self.folder / "metrics.jsonl")
+        if not windows:
+            return ["no plan to compare with: all steps were in the first window (metrics.log_freq), in which code is compiled"]
+        record = {
+            "world_size": dist.get_world_size(),
+            "nodes": nodes,
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
+            "profile": dataclasses.asdict(machine),
+            "reached": reached,
+            "step_seconds": statistics.median(windows),
+            "windows": len(windows),
+            "memory_bytes": float(most) * GIB,
+            "memory_is": "reserved" if self.device.type == "cuda" else "resident, Python and torch included",
+        }
+        (self.folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        if self.device.type == "cpu":  # of which no profile says anything: as it was just measured
+            self.start(calibrated(machine, reached, shapes.dtype, nodes))
+        return self.compare(record)
+
+    def compare(self, record: dict) -> list[str]:
+        assert self.planning is not None
+        started = time.perf_counter()
+        try:
+            _, errors = self.planning.communicate(timeout=LONGEST)
+        except subprocess.TimeoutExpired:
+            self.planning.kill()
+            return [f"no plan to compare with: it was not there after {LONGEST} s"]
+        waited = time.perf_counter() - started
+        if self.planning.returncode:
+            said: Sequence[str] = errors.strip().splitlines() or ["it ended without a word"]
+            return [f"no plan to compare with: {said[-1].removeprefix('error: ')}"]
+        plan = json.loads((self.folder / "plan.json").read_text(encoding="utf-8"))
+        seconds, measured = plan["step_seconds"], record["step_seconds"]
+        off = seconds["stated"] / measured - 1
+        memory = against(plan["memory"]["reserved"], record["memory_bytes"])
+        return [
+            f"planned against measured: step {seconds['stated']:.3g} s ({seconds['fast']:.3g} to {seconds['slow']:.3g}) against "
+            f"{measured:.3g} s, {100 * off:+.0f}%; memory {memory} {record['memory_is']}"
+            + (f"; waited {waited:.0f} s for the plan" if waited > 1 else "")
+        ]
+
+
+def step_seconds(path: Path) -> list[float]:
+    """Of the windows of metrics.jsonl since the run was last started, but the first, in which code is compiled."""
+    found: list[float] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if "resumed_from" in entry:
+            found = []
+        elif entry.get("step_time") is not None:
+            found.append(entry["step_time"])
+    return found[1:]

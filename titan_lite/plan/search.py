@@ -1,0 +1,190 @@
+"""The fastest layout for so many ranks: what a recipe could say, cut down by closed formulas to what is worth planning.
+
+    changes = space(config, world_size, machine, sequences)        # [{"parallelism.tensor_parallel_degree": "8", ...}, ...]
+    guess(layout, machine)                                         # Guess(seconds, nbytes): in a millisecond, and roughly
+    why_lost(plan, best)                                           # "12% slower: waiting for tensor parallelism +0.31 s a step"
+
+The formulas only choose what is planned; no figure of theirs is shown. Their bytes are a lower bound (states, and what is kept
+for backward, without anything that comes and goes), so nothing that would fit is left out.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from titan_lite.compiler.hardware import Machine
+from titan_lite.config import Config
+from titan_lite.models.llama3 import FLAVORS, ModelConfig
+from titan_lite.plan.changes import CHECKPOINTING, Change
+from titan_lite.plan.memory import GIB, OUTSIDE
+from titan_lite.plan.summary import Plan, name_of
+from titan_lite.plan.trace import Layout, layers_of
+
+LONG = 32768  # tokens, from which on sequences are worth splitting
+
+
+@dataclass(frozen=True)
+class Guess:
+    """By closed formulas: seconds of a step, roughly; nbytes: that a rank needs at least."""
+
+    seconds: float
+    nbytes: float
+
+
+def powers_of_two(most: int) -> list[int]:
+    return [2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most]
+
+
+def space(config: Config, world_size: int, machine: Machine, sequences: int) -> Iterator[Change]:
+    """Degrees, local batch size, checkpointing, schedule and when FSDP communicates, at `sequences` a step; tensor parallelism
+    within a node. Some are refused when they are laid out."""
+    flavor = FLAVORS[config.model.flavor]
+    contexts = {1, config.parallelism.context_parallel_degree}
+    if config.training.seq_len >= LONG:
+        contexts |= {2, 4, 8, 16}
+    pipelines = [1] if flavor.tied_embeddings else powers_of_two(flavor.n_layers)
+    for tp, pp, cp in itertools.product(powers_of_two(machine.ranks_per_node), pipelines, sorted(contexts)):
+        dp, rest = divmod(world_size, tp * pp * cp)
+        if rest or not dp:
+            continue
+        inside = min(dp, max(1, machine.ranks_per_node // (tp * cp)))
+        for shard in {dp, inside}:
+            rows, rest = divmod(sequences, dp)
+            if rest or not rows or dp % shard:
+                continue
+            for batch, mode in itertools.product(_local_batches(rows, pp), CHECKPOINTING):
+                several = batch < rows or pp > 1
+                schedules = ("1F1B", "Interleaved1F1B") if pp > 1 else (config.parallelism.pipeline_parallel_schedule,)
+                for schedule, when in itertools.product(schedules, ("step", "microbatch") if several else ("step",)):
+                    yield {
+                        "parallelism.tensor_parallel_degree": str(tp),
+                        "parallelism.pipeline_parallel_degree": str(pp),
+                        "parallelism.context_parallel_degree": str(cp),
+                        "parallelism.data_parallel_shard_degree": str(shard),
+                        "parallelism.data_parallel_replicate_degree": str(dp // shard),
+                        "training.local_batch_size": str(batch),
+                        "training.global_batch_size": str(sequences),
+                        "activation_checkpoint.mode": mode,
+                        "parallelism.pipeline_parallel_schedule": schedule,
+                        "parallelism.fsdp_communication": when,
+                        "compile.bucketing": config.compile.bucketing,
+                    }
+
+
+def label(change: Change) -> str:
+    """A layout of `space` in a few words."""
+    degrees = {
+        axis: int(change[f"parallelism.{name}_degree"])
+        for axis, name in (
+            ("pp", "pipeline_parallel"),
+            ("dp_replicate", "data_parallel_replicate"),
+            ("dp_shard", "data_parallel_shard"),
+            ("cp", "context_parallel"),
+            ("tp", "tensor_parallel"),
+        )
+    }
+    words = [" x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one rank"]
+    words += [f"batch {change['training.local_batch_size']}", f"checkpointing {change['activation_checkpoint.mode']}"]
+    words += [change["parallelism.pipeline_parallel_schedule"]] if degrees["pp"] > 1 else []
+    return ", ".join(
+        [*words, f"FSDP once a {change['parallelism.fsdp_communication']}", f"{change['compile.bucketing']} buckets"]
+    )
+
+
+def differing(config: Config, change: Change) -> Change:
+    """What of it the recipe does not say already."""
+    own = {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in change}
+    return {key: value for key, value in change.items() if str(own[key]) != value}
+
+
+def _local_batches(rows: int, pp: int) -> list[int]:
+    """Of `rows` sequences a rank and step: small ones, and in a pipeline what fills it."""
+    if pp == 1:
+        return [batch for batch in powers_of_two(min(rows, 8)) if rows % batch == 0]
+    return [rows // part for part in (1, 2, 4) if rows % part == 0 and rows // part >= pp]
+
+
+def guess(layout: Layout, machine: Machine) -> Guess:
+    model, degrees, config = layout.model, layout.degrees, layout.config
+    tp, pp, m = degrees["tp"], degrees["pp"], layout.pipeline.microbatches
+    computed, summed, held = (
+        getattr(torch, name).itemsize
+        for name in (config.training.mixed_precision_param, config.training.mixed_precision_reduce, config.training.dtype)
+    )
+    tokens = layout.sequences * config.training.seq_len // degrees["cp"]
+    table, block = model.vocab_size * model.dim / tp, _numbers_of_block(model) / tp
+    mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
+    by_operator = mode == "selective" and option in ("op", "op/2")
+    # the share of blocks that run twice
+    again = 1.0 if mode == "full" else 1 / int(option) if mode == "selective" and not by_operator else 0.0
+    # Inputs of products, which selective checkpointing computes again: two norms' results and the feed-forward's.
+    inputs = 0.0 if by_operator else 2 * model.dim + model.hidden_dim
+    of_block = _kept_of_block(model) * (0.5 if by_operator and option == "op/2" else 1.0)
+    keeps = computed * tokens / tp * (again * model.dim + (1 - again) * (of_block + inputs))
+    shards = degrees["dp_shard"] * degrees["cp"]
+    once = layout.gathers_once
+
+    peak = machine.flops(getattr(torch, config.training.mixed_precision_param))
+    products = 2 * block * tokens / (peak * machine.matmul_efficiency)
+    seen = config.training.seq_len / 2  # tokens that one attends to, on average
+    attention = 4 * tokens * seen * model.dim / tp / (peak * machine.attention_efficiency)
+    forward = products + attention
+    backward = 2 * products + 2.5 * attention + again * forward
+    group = range(tp)  # of tensor parallelism: neighbours
+    hidden = computed * tokens * model.dim
+    exchange = 2 * (machine.collective("all_gather", hidden, group) + machine.collective("reduce_scatter", hidden, group))
+    around = range(0, shards * tp, tp)  # of FSDP, within a pipeline rank
+    gather, reduce = (
+        machine.collective("all_gather", computed * block, around),
+        machine.collective("reduce_scatter", summed * block, around),
+    )
+    if not once:  # beside computation; what is longer than that shows
+        forward, backward = max(forward, gather), max(backward, gather + reduce)
+    forward, backward = forward + exchange, backward + exchange * (1 + again)
+
+    slowest = largest = most = 0.0
+    for rank in range(pp):
+        mine = layout.pipeline.stages_of(rank)
+        blocks = sum(layers_of(layout.pipeline.modules[stage]) for stage in mine)
+        names = {name for stage in mine for name in layout.pipeline.modules[stage]}
+        numbers = blocks * block + table * (("tok_embeddings" in names) + ("output" in names and not model.tied_embeddings))
+        seconds = blocks * (forward + backward)
+        if "output" in names:
+            seconds += 6 * table * tokens / (peak * machine.matmul_efficiency)
+        slowest, largest = max(slowest, seconds), max(largest, numbers)
+        state = 3 * held * numbers / shards
+        state += (computed + summed) * numbers if once else held * numbers / shards
+        logits = computed * tokens * model.vocab_size / tp if "output" in names else 0.0
+        most = max(most, state + min(pp - rank, m) * blocks * keeps + logits)
+    stages_a_rank = len(layout.pipeline.modules) / pp
+    step = layout.accumulation * slowest * (m + (pp - 1) / stages_a_rank)
+    if once:
+        step += largest / block * (gather + reduce)
+    return Guess(step, most + OUTSIDE)
+
+
+def _numbers_of_block(model: ModelConfig) -> int:
+    return 2 * model.dim * model.head_dim * (model.n_heads + model.n_kv_heads) + 3 * model.dim * model.hidden_dim
+
+
+def _kept_of_block(model: ModelConfig) -> float:
+    """Numbers a token, at least: queries, keys, values, attention's result and its product, both halves of the feed-forward."""
+    return 3 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * model.hidden_dim
+
+
+def fits(found: Guess, machine: Machine) -> bool:
+    return found.nbytes <= machine.memory * GIB
+
+
+def why_lost(plan: Plan, best: Plan) -> str:
+    """What it needs or waits for that the best one does not, of the same tokens a step."""
+    if not plan.fits:
+        largest = max(plan.memory.rows, key=lambda row: plan.memory.rows[row])
+        return f"{(plan.memory.total - plan.capacity) / GIB:.1f} GiB too many, {largest} most of all"
+    mine, theirs = plan.steps[0], best.steps[0]
+    slower = mine.seconds * best.layout.tokens / plan.layout.tokens / theirs.seconds - 1
+    longer = {part: seconds - theirs.parts.get(part, 0.0) for part, seconds in mine.parts.items()}
+    part = max(longer, key=lambda part: longer[part])
+    return f"{100 * slower:.1f}% slower: {name_of(part)} {longer[part]:+.2g} s a step"

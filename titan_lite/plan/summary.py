@@ -1,0 +1,242 @@
+"""The plan of a recipe: one screen of words, or one JSON object.
+
+    plan = make_plan(layout, machine)
+    print("\\n".join(describe(plan)))
+    print(as_json(plan))
+
+Speeds are ranges. The machine's peaks, links and memory are its datasheet's; what is not known is how much of these real kernels
+reach, so everything is simulated three times: as stated, and with all efficiencies at the slow and at the fast end of what
+compiler/hardware.py says of their uncertainty.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from titan_lite.compiler.hardware import UNCERTAINTY, Machine
+from titan_lite.compiler.stage import CompileError
+from titan_lite.compiler.timeline import Timeline
+from titan_lite.config import ConfigError
+from titan_lite.models.llama3 import flops_per_token
+from titan_lite.plan.memory import GIB, OUTSIDE, Memory, memory_of
+from titan_lite.plan.simulate import Step, simulate_step
+from titan_lite.plan.trace import Kind, Layout, Traced, finish_trace, kind_of_stage, layers_of, start_trace, start_tracing
+
+WORDS = {
+    "compute": "computation",
+    "bubble": "waiting for other pipeline ranks",
+    "optimizer": "clipping and optimizer",
+    "dp_shard": "FSDP",
+    "dp_replicate": "data-parallel copies",
+    "tp": "tensor parallelism",
+    "cp": "context parallelism",
+    "pp": "pipeline",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """steps: as stated, slow, fast; seconds: that planning took; depths: blocks that were traced, by kind of stage; timelines: of
+    the graphs with most blocks."""
+
+    layout: Layout
+    machine: Machine
+    steps: tuple[Step, Step, Step]
+    memory: Memory
+    depths: dict[Kind, tuple[int, ...]]
+    seconds: float
+    timelines: Mapping[Kind, Sequence[Timeline]] = field(default_factory=dict)
+
+    @property
+    def capacity(self) -> float:
+        return self.machine.memory * GIB
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.capacity
+
+    def tokens_per_second(self, step: Step) -> float:
+        """Of one rank."""
+        return self.layout.tokens / step.seconds / self.layout.world_size
+
+    def model_flops(self, step: Step) -> float:
+        """FLOP/s of a rank that the model needs, recomputation not counted."""
+        return self.tokens_per_second(step) * flops_per_token(self.layout.model, self.layout.config.training.seq_len)
+
+    def mfu(self, step: Step) -> float:
+        return self.model_flops(step) / self.peak_flops
+
+    def hfu(self, step: Step) -> float:
+        """With what is recomputed."""
+        return (step.matmul + step.attention) / step.seconds / self.peak_flops
+
+    @property
+    def peak_flops(self) -> float:
+        return self.machine.flops(getattr(torch, self.layout.config.training.mixed_precision_param))
+
+
+def make_plan(layout: Layout, machine: Machine, full: bool = False) -> Plan:
+    """full: every block is traced. Raises CompileError for what cannot be planned."""
+    (plan,) = make_plans([layout], machine, full)
+    if isinstance(plan, CompileError):
+        raise plan
+    return plan
+
+
+def make_plans(layouts: Sequence[Layout], machine: Machine, full: bool = False) -> Iterator[Plan | CompileError]:
+    """Of each, in one world, one after another as they are ready."""
+    started = time.perf_counter()
+    machines = (machine, machine.scaled(-1), machine.scaled(1))
+    with start_tracing(layouts[0].world_size) as processes:
+        shared: dict[Any, Any] = {}
+        tasks = [start_trace(processes, layout, machines, full, shared) for layout in layouts]
+        for layout, task in zip(layouts, tasks, strict=True):
+            try:
+                yield put_together(layout, machines, finish_trace(task), time.perf_counter() - started)
+            except CompileError as error:
+                yield error
+            except BrokenExecutor:
+                raise ConfigError(
+                    "a process that traces was ended from outside, perhaps for this machine's memory; fewer layers in --full, or "
+                    "planning without it, would take less"
+                ) from None
+
+
+def put_together(layout: Layout, machines: Sequence[Machine], traced: dict[Kind, Traced], seconds: float = 0.0) -> Plan:
+    """machines: as stated, slow, fast."""
+    of_machine = [
+        [traced[kind_of_stage(modules)].figures(layers_of(modules), number) for modules in layout.pipeline.modules]
+        for number in range(len(machines))
+    ]
+    stated, slow, fast = (simulate_step(layout, stages, machine) for stages, machine in zip(of_machine, machines, strict=True))
+    depths = {kind: tuple(sorted(each.depths)) for kind, each in traced.items()}
+    timelines = {kind: each.timelines for kind, each in traced.items()}
+    return Plan(layout, machines[0], (stated, slow, fast), memory_of(layout, of_machine[0]), depths, seconds, timelines)
+
+
+def describe(plan: Plan, token_budget: float = 0.0) -> list[str]:
+    """One screen. token_budget: how many tokens to say the days and GPU-hours of; 0: those of training.steps."""
+    layout, machine, memory = plan.layout, plan.machine, plan.memory
+    config, (stated, slow, fast) = layout.config, plan.steps
+    axes = " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items() if degree > 1) or "one rank"
+    training = config.training
+
+    def span(low: float, high: float, text: str = "{:,.0f}") -> str:
+        return f"{text.format(low)} to {text.format(high)}"
+
+    compiled = f"{config.compile.backend}, {config.compile.bucketing} buckets" if config.compile.compiles("model") else "eager"
+    lines = [
+        f"{config.model.flavor} on {layout.world_size} {machine.name} ({axes}); {compiled}, "
+        f"activation checkpointing {config.activation_checkpoint.mode}",
+        f"batch: {layout.tokens // training.seq_len:,} sequences of {training.seq_len:,} tokens a step = {layout.tokens:,} "
+        f"tokens, {layout.microbatches} microbatch{'es' * (layout.microbatches > 1)} of {layout.sequences} a rank",
+        "",
+        f"  step time        {span(fast.seconds, slow.seconds, '{:.3g}')} s",
+        f"  tokens/s a GPU   {span(plan.tokens_per_second(slow), plan.tokens_per_second(fast))}",
+        f"  TFLOP/s a GPU    {span(plan.model_flops(slow) / 1e12, plan.model_flops(fast) / 1e12)}",
+        f"  MFU              {span(100 * plan.mfu(slow), 100 * plan.mfu(fast))}%, HFU "
+        f"{span(100 * plan.hfu(slow), 100 * plan.hfu(fast))}%",
+    ]
+    budget = token_budget or training.steps * layout.tokens
+    days = [budget / layout.tokens * step.seconds / 86400 for step in (fast, slow)]
+    hours = [24 * each * layout.world_size for each in days]
+    of_what = "" if token_budget else f" ({training.steps:,} steps)"
+    rent = f"{span(days[0], days[1], '{:.3g}')} days, {span(hours[0], hours[1])} GPU-hours"
+    lines.append(f"  {budget:.3g} tokens{of_what}: {rent}, without stops")
+
+    lines += ["", "of the step, as stated"]
+    for part, seconds in sorted(stated.parts.items(), key=lambda item: -item[1]):
+        share = seconds / stated.seconds
+        if share >= 5e-4:
+            lines.append(f"  {100 * share:5.1f}%  {name_of(part)}")
+    lines += ["", "sent by a rank and step, GB          in all   to other nodes"]
+    for axis, nbytes in stated.sent.items():
+        if nbytes:
+            lines.append(f"  {WORDS[axis]:<28} {nbytes / 1e9:12,.1f} {stated.across.get(axis, 0.0) / 1e9:16,.1f}")
+
+    where = f" of pipeline rank {memory.rank}" if layout.degrees["pp"] > 1 else ""
+    lines += ["", f"memory{where} at its most ({memory.moment}), GiB"]
+    rows = {**memory.rows, "kept by the allocator, unused": memory.slack, "outside of tensors (CUDA, cuBLAS, NCCL)": OUTSIDE}
+    lines += [f"  {name:<40} {nbytes / GIB:8.2f}" for name, nbytes in rows.items()]
+    margin = (plan.capacity - memory.total) / GIB
+    verdict = f"fits, {margin:.1f} to spare" if plan.fits else f"does not fit: {-margin:.1f} too many"
+    lines.append(f"  {'of ' + format(machine.memory, 'g') + ' on the device':<40} {memory.total / GIB:8.2f}  {verdict}")
+    lines += ["", f"what binds: {what_binds(plan)}"]
+    shares = ", ".join(f"{name.removesuffix('_efficiency')} {100 * share:.0f}%" for name, share in UNCERTAINTY.items())
+    traced = " and ".join(map(str, sorted({depth for depths in plan.depths.values() for depth in depths})))
+    lines.append(
+        f"ranges: efficiencies of {shares} either way; stages of {traced} blocks traced; the loader is never waited for; "
+        f"planned in {plan.seconds:.0f} s"
+    )
+    return lines
+
+
+def name_of(part: str) -> str:
+    kind, _, axis = part.partition(".")
+    return f"waiting for {WORDS[axis]}" if kind == "exposed" else WORDS[part]
+
+
+def what_binds(plan: Plan) -> str:
+    """The first thing to change, in words."""
+    step, layout, memory = plan.steps[0], plan.layout, plan.memory
+    if not plan.fits:
+        largest = max(memory.rows, key=lambda row: memory.rows[row])
+        where = f"pipeline rank {memory.rank}'s " if layout.degrees["pp"] > 1 else ""
+        return f"memory: {where}{largest}, {memory.rows[largest] / GIB:.1f} GiB"
+    waits = {part: seconds for part, seconds in step.parts.items() if part != "compute"}
+    part = max(waits, key=lambda part: waits[part])
+    share = waits[part] / step.seconds
+    if share < 0.1:
+        recomputed = 1 - plan.mfu(step) / plan.hfu(step)
+        recomputes = f", {100 * recomputed:.0f}% of it a second time" if recomputed > 0.05 else ""
+        return f"computation{recomputes}; of waits the longest is {name_of(part)}, {100 * share:.0f}% of the step"
+    axis = part.removeprefix("exposed.")
+    between = ", between nodes" if step.across.get(axis) else ""
+    return f"{name_of(part)}{between}: {100 * share:.0f}% of the step"
+
+
+def as_json(plan: Plan) -> str:
+    """Seconds, bytes and FLOP/s; ranges as {stated, slow, fast}."""
+    layout, memory = plan.layout, plan.memory
+
+    def each(figure: Any) -> dict[str, float]:
+        return dict(zip(("stated", "slow", "fast"), map(figure, plan.steps), strict=True))
+
+    stated = plan.steps[0]
+    found = {
+        "flavor": layout.config.model.flavor,
+        "world_size": layout.world_size,
+        "degrees": layout.degrees,
+        "machine": plan.machine.name,
+        "tokens_per_step": layout.tokens,
+        "microbatches": layout.microbatches,
+        "step_seconds": each(lambda step: step.seconds),
+        "tokens_per_second": each(plan.tokens_per_second),
+        "model_flops": each(plan.model_flops),
+        "mfu": each(plan.mfu),
+        "hfu": each(plan.hfu),
+        "parts_seconds": stated.parts,
+        "sent_bytes": stated.sent,
+        "sent_to_other_nodes_bytes": stated.across,
+        "memory": {
+            "pipeline_rank": memory.rank,
+            "moment": memory.moment,
+            "rows": memory.rows,
+            "peak": memory.peak,
+            "reserved": memory.reserved,
+            "total": memory.total,
+            "device": plan.capacity,
+            "fits": plan.fits,
+            "peak_of_pipeline_ranks": memory.of_ranks,
+        },
+        "what_binds": what_binds(plan),
+        "uncertainty": UNCERTAINTY,
+        "traced_blocks": {" ".join(kind) or "blocks": depths for kind, depths in plan.depths.items()},
+        "planning_seconds": round(plan.seconds, 1),
+    }
+    return json.dumps(found, indent=1)
