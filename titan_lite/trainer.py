@@ -40,7 +40,8 @@ from titan_lite.distributed.context_parallel import own_positions
 from titan_lite.distributed.gather import started_last
 from titan_lite.distributed.mesh import build_mesh, data_rank, stage_exchange, sum_of_flags, sum_of_losses, sum_over_tokens
 from titan_lite.distributed.parallelize import compile_stages, parallelize
-from titan_lite.distributed.pipeline import Pipeline, PipelinePlan, keep_modules
+from titan_lite.distributed.pipeline import Pipeline, keep_modules
+from titan_lite.distributed.pipeline_plan import PipelinePlan
 from titan_lite.distributed.simple_fsdp import materialize, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.faults import signals

@@ -30,7 +30,7 @@ from titan_lite.data.prepared import SPLITS, PreparedSource, check_prepared
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.distributed.activation_checkpoint import recomputes
 from titan_lite.distributed.mesh import check_context_parallel, check_tensor_parallel, resolve_degrees
-from titan_lite.distributed.pipeline import PipelinePlan, plan_pipeline
+from titan_lite.distributed.pipeline_plan import PipelinePlan, plan_pipeline
 from titan_lite.logging import logger
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
 

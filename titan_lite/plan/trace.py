@@ -42,7 +42,8 @@ from titan_lite.distributed.context_parallel import attend_to_the_past, own_posi
 from titan_lite.distributed.gather import GatherPlan, local
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.parallelize import compile_stages, parallelize
-from titan_lite.distributed.pipeline import PipelinePlan, keep_modules
+from titan_lite.distributed.pipeline import keep_modules
+from titan_lite.distributed.pipeline_plan import PipelinePlan
 from titan_lite.distributed.simple_fsdp import materialize, model_of
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.loss import build_loss, own_vocabulary

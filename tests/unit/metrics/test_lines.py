@@ -11,7 +11,7 @@ import torch
 from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.timeline import Timeline
 from titan_lite.config.recipe import load_config
-from titan_lite.distributed.pipeline import PipelinePlan
+from titan_lite.distributed.pipeline_plan import PipelinePlan
 from titan_lite.metrics.lines import end_lines, mesh_picture, short_names, start_lines
 
 DEBUG = Path(__file__).parents[3] / "train_configs/debug_model.toml"

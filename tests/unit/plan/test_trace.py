@@ -7,7 +7,7 @@ import pytest
 from titan_lite.compiler.hardware import load_machine
 from titan_lite.config import ActivationCheckpoint, Compile, Config, Parallelism, Training
 from titan_lite.distributed.mesh import resolve_degrees
-from titan_lite.distributed.pipeline import PipelinePlan, module_fqns
+from titan_lite.distributed.pipeline_plan import PipelinePlan, module_fqns
 from titan_lite.models.llama3 import ModelConfig, flops_per_token
 from titan_lite.plan.simulate import simulate_step
 from titan_lite.plan.trace import Layout, Traced, depths_to_trace, start_tracing, trace_stage
