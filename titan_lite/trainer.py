@@ -24,7 +24,7 @@ from titan_lite.checkpoint.resume import compare, explain, git_revision, refuse,
 from titan_lite.checkpoint.saving import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
 from titan_lite.checkpoint.weights import load_initial
-from titan_lite.compiler.autotune import STEPS, WAYS, Trial
+from titan_lite.compiler.autotune import Autotuner, check_steps
 from titan_lite.compiler.hardware import find_machine, peak_flops
 from titan_lite.compiler.receipt import Receipt, describe, write_receipts
 from titan_lite.compiler.stage import CompileError, compile_function
@@ -38,7 +38,7 @@ from titan_lite.data.preflight import check_first_loss, preflight
 from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.distributed.context_parallel import own_positions
 from titan_lite.distributed.gather import started_last
-from titan_lite.distributed.mesh import build_mesh, data_rank, stage_exchange, sum_of_flags, sum_of_losses, sum_over_tokens
+from titan_lite.distributed.mesh import build_mesh, data_rank, sum_of_flags, sum_of_losses, sum_over_tokens
 from titan_lite.distributed.parallelize import compile_stages, parallelize
 from titan_lite.distributed.pipeline import Pipeline, keep_modules
 from titan_lite.distributed.pipeline_plan import PipelinePlan
@@ -118,14 +118,8 @@ class Trainer:
             parallelism=config.parallelism,
             activation_checkpoint=config.activation_checkpoint,
         )
+        self.autotune = Autotuner(self.stages, self.compile_as, config.compile, self.device)
         self.receipts: list[Receipt] = []
-        self.trial: Trial | None = None
-        if config.compile.compiles("model"):
-            if config.compile.bucketing == "measured":
-                stage_exchange(self.mesh)  # whose groups are made by all ranks together
-                self.trial = Trial(self.stages, self.compile_as, self.device)
-            else:
-                self.receipts = self.compile_as(config.compile.bucketing)
         self.watchdog.enter("start", "init_timeout_seconds")
         for model in self.stages:
             materialize(model, self.device)
@@ -174,11 +168,7 @@ class Trainer:
         self.stopping = False  # asked to by a signal
         self.restarts = Restarts(self.dump_folder)
         self.resume()
-        if self.trial is not None and config.training.steps - self.step < STEPS * len(WAYS):
-            raise ConfigError(
-                f'compile.bucketing = "measured" tries {len(WAYS)} ways in {STEPS} steps each, and from step {self.step} on '
-                f'training.steps = {config.training.steps} leaves fewer; more of them, or bucketing = "block", would work'
-            )
+        check_steps(config.compile, done=self.step, steps=config.training.steps)
 
         # 6. what it says
         if self.rank == 0 and self.step < config.training.steps:  # with nothing to do, the recipe of what was done stays
@@ -228,7 +218,7 @@ class Trainer:
             compile=dataclasses.replace(config.compile, bucketing=bucketing),
             machine=self.machine,
             dump_folder=self.dump_folder,
-            must_merge=self.trial is None,
+            must_merge=config.compile.bucketing != "measured",
         )
 
     def build_loader(self, split: Split) -> Loader:
@@ -282,7 +272,6 @@ class Trainer:
             logger.info(
                 f"nothing to do: step {self.step} is done, and training.steps = {config.training.steps}; raise it to go on"
             )
-        trying = True  # until everything is compiled, and the way to bucket decided
         gc.disable()  # ranks that collect at different moments wait for each other
         self.watchdog.enter("the first step", "compile_timeout_seconds" if config.compile.enable else "init_timeout_seconds")
         if self.step < config.training.steps:
@@ -301,13 +290,11 @@ class Trainer:
                 self.validation_due = config.validation.enable and (self.step % config.validation.freq == 0 or last)
                 if self.step % config.training.gc_freq == 0:
                     gc.collect(1)
-                with self.trial.step() if trying and self.trial else nullcontext():
+                with self.autotune.step():
                     loss, grad_norm, lr = self.train_step()
                 if self.step == 1 and not config.checkpoint.initial_load_path:
                     check_first_loss(loss, self.model_config.vocab_size)
-                if trying and (self.trial is None or self.trial.chosen):
-                    trying = False
-                    self.validated = self.validated and self.trial is None
+                if self.autotune.just_decided:
                     self.show_receipts()
                     if self.rank == 0 and self.device.type == "cuda":  # elsewhere it would take the run's cores
                         self.account.start(self.machine or find_machine(config.compile.machine, self.device))
@@ -416,7 +403,7 @@ class Trainer:
                 if self.asked_to_stop():
                     return  # a resumed run begins with it
             sum_of_losses(sums[0], self.mesh)
-        self.validated = self.trial is None or bool(self.trial.chosen)
+        self.validated = self.autotune.decided
         sum_over_tokens(sums[1], self.mesh)
         self.validation_loader.load_state_dict(beginning)
         self.metrics.log(self.step, {"validation_loss": float(sums[0] / sums[1])})
@@ -547,15 +534,14 @@ class Trainer:
 
     def show_receipts(self) -> None:
         """What the compile stage did, now that it is done."""
-        if self.trial is not None:
-            self.receipts = self.trial.receipts[self.trial.chosen]
+        self.receipts = self.autotune.receipts
         if self.pipeline is not None:
             mine = [dataclasses.replace(receipt, pp_rank=self.mesh["pp"].get_local_rank()) for receipt in self.receipts]
             everyone: list[list[Receipt]] = [[]] * self.mesh["pp"].size()
             dist.all_gather_object(everyone, mine, self.mesh.get_group("pp"))
             self.receipts = [receipt for theirs in everyone for receipt in theirs]
         if self.rank == 0 and self.receipts:
-            for line in (*(self.trial.describe() if self.trial else ()), *describe(self.receipts)):
+            for line in (*self.autotune.describe(), *describe(self.receipts)):
                 logger.info(line)
             write_receipts(self.receipts, self.dump_folder)
 
