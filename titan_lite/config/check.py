@@ -21,8 +21,8 @@ from titan_lite.checkpoint.resume import compare, explain, git_revision, positio
 from titan_lite.checkpoint.saving import Checkpointer
 from titan_lite.checkpoint.weights import check_fit, open_weights
 from titan_lite.compiler.autotune import STEPS, WAYS
+from titan_lite.compiler.fqns import parameters_within
 from titan_lite.compiler.hardware import PROFILES, load_machine, profile_of
-from titan_lite.compiler.resharding import parameters_within
 from titan_lite.compiler.stage import check_backend
 from titan_lite.config import KEYS, Config, ConfigError, Parallelism, gradient_accumulation_steps
 from titan_lite.data.dataset import check_data, fingerprint

@@ -37,7 +37,6 @@ from titan_lite.compiler.stage import compile_model
 from titan_lite.compiler.timeline import Timeline
 from titan_lite.config import Config, Parallelism
 from titan_lite.distributed import context_parallel
-from titan_lite.distributed.accumulation import read_wholes
 from titan_lite.distributed.context_parallel import attend_to_the_past, own_positions
 from titan_lite.distributed.gather import GatherPlan, local
 from titan_lite.distributed.mesh import build_mesh
@@ -238,7 +237,7 @@ def trace_stage(layout: Layout, kind: Kind, n_layers: int, machines: Sequence[Ma
     ):
         materialize(model, torch.device("cpu"))
         if layout.gathers_once:
-            read_wholes(model, {parameter: _whole(plan) for parameter, plan in model_of(model).plans.items()})
+            model_of(model).gathered = {plan.fqn: _whole(plan) for plan in model_of(model).plans.values()}
         compile_stages(
             [model],
             mesh,
