@@ -40,8 +40,10 @@ ROOMS = {
     "faults/verdict": (),
     "metrics": (*PART, "matplotlib", "tqdm", "wandb"),
     "metrics/records": ("titan_lite.config",),  # and no torch, as report
-    "metrics/lines": (*PART, "titan_lite.compiler", "titan_lite.distributed"),
+    "metrics/lines": (*PART, "titan_lite.layout", "titan_lite.compiler", "titan_lite.distributed"),
+    "layout": (*PART, "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler"),
     "plan": (
+        "titan_lite.layout",
         *PART,
         "matplotlib",
         "tqdm",
@@ -64,6 +66,7 @@ WHOLE_CONFIG = {  # the others take their own section, or plain values
     "config/check",
     "recipe",
     "metrics/lines",
+    "layout",
     "trainer",
     "train",
     "verify",
@@ -165,7 +168,7 @@ def test_a_forbidden_import_is_found(module, source, tmp_path):
         ("models/llama3.py", "import torch.nn.functional as F\nfrom torch import nn\nfrom titan_lite.models import hf"),
         ("data/loader.py", "from torch.utils.data import DataLoader\nfrom .dataset import Dataset"),
         ("data/loader.py", "from titan_lite.config import Data, Validation\nfrom titan_lite.logging import logger"),
-        ("distributed/parallelize.py", "from titan_lite.compiler.stage import compile_stage\nimport torch.distributed"),
+        ("distributed/build.py", "from titan_lite.compiler.stage import compile_stage\nimport torch.distributed"),
         ("trainer.py", "from titan_lite import loss\nfrom titan_lite.data.loader import build_loader"),
         ("train.py", "from titan_lite.trainer import Trainer\nfrom titan_lite.config.recipe import load_config"),
     ],
