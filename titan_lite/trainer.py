@@ -9,11 +9,8 @@ import dataclasses
 import datetime
 import functools
 import gc
-import math
 import os
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import torch
@@ -45,7 +42,8 @@ from titan_lite.distributed.simple_fsdp import materialize, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.faults import signals
 from titan_lite.faults.restart import Restarts
-from titan_lite.faults.spikes import SpikeGuard
+from titan_lite.faults.skipped_steps import SkippedSteps
+from titan_lite.faults.stopping import Stopping, what_follows
 from titan_lite.faults.stragglers import Stragglers
 from titan_lite.faults.watchdog import PATIENCE, Watchdog
 from titan_lite.logging import events, logger
@@ -54,16 +52,13 @@ from titan_lite.lr_scheduler import lr_factor
 from titan_lite.metrics.figures import Metrics, draw_loss, peak_memory_gib
 from titan_lite.metrics.lines import end_lines, start_lines
 from titan_lite.metrics.profiling import build_profiler, set_flight_recorder
+from titan_lite.metrics.throughput import Throughput
 from titan_lite.models.llama3 import Transformer, flops_per_token
 from titan_lite.optimizer import build_optimizer, clip_grad_norm_, optimizer_state, set_learning_rate
 from titan_lite.plan.measure import Shapes
 from titan_lite.plan.plan_vs_actual import Account
 
 DeviceBatch = tuple[Tensor, Tensor, Tensor | None]  # input, label and, with training.mask_documents, begins (models/llama3.py)
-
-
-class TrainingError(RuntimeError):
-    """The run cannot go on; the message says why and what to change."""
 
 
 class Trainer:
@@ -81,7 +76,7 @@ class Trainer:
 
         set_flight_recorder(config.comm.trace_buf_size, self.dump_folder)
         self.watchdog = Watchdog(config.comm, self.rank, self.world_size, notes=started_last, apart=CHECKPOINT_GROUP)
-        with self.told_to_others():
+        with self.watchdog.reporting(CompileError, CheckpointError):
             self.build(degrees, plan)
 
     def build(self, degrees: dict[str, int], plan: PipelinePlan) -> None:
@@ -164,13 +159,13 @@ class Trainer:
         self.validation_loader = self.build_loader("validation") if config.validation.enable else None
 
         self.left_out = LeftOutDocuments(config.data, self.dump_folder, self.dp_rank)
-        self.spikes = SpikeGuard(config.training.spike_window, config.training.spike_sigmas, self.device)
+        self.skipped = SkippedSteps(config.training, config.optimizer.lr, self.device)
 
         # 5. where the run stands
         self.validated = False  # and so a graph without gradients compiled
-        self.step = self.tokens_seen = self.skipped_steps = self.skipped_in_a_row = 0
+        self.step = self.tokens_seen = 0
         self.validation_due = config.validation.enable
-        self.stopping = False  # asked to by a signal
+        self.stopping = Stopping(self.device, self.describe_stop)
         self.restarts = Restarts(self.dump_folder)
         self.resume()
         if self.trial is not None and config.training.steps - self.step < STEPS * len(WAYS):
@@ -199,8 +194,12 @@ class Trainer:
         )
         self.account = Account(config.metrics.compare_plan, self.dump_folder, self.device)
         self.stragglers = Stragglers(self.rank, self.mesh.mesh.flatten(1).tolist(), self.device)
-        self.peak_flops = peak_flops(self.device, getattr(torch, config.training.mixed_precision_param))
-        self.flops_per_token = flops_per_token(self.model_config, config.training.seq_len)
+        self.throughput = Throughput(
+            self.accumulation * self.dp_degree * config.training.local_batch_size * config.training.seq_len,
+            ranks=self.world_size,
+            flops_per_token=flops_per_token(self.model_config, config.training.seq_len),
+            peak_flops=peak_flops(self.device, getattr(torch, config.training.mixed_precision_param)),
+        )
         for line in start_lines(
             config,
             self.mesh,
@@ -250,7 +249,7 @@ class Trainer:
 
     def train(self) -> bool:
         """Until training.steps, or a signal to stop (False); saves and measures. Raises TrainingError where it cannot go on."""
-        with self.told_to_others():
+        with self.watchdog.reporting(CompileError, CheckpointError):
             try:
                 return self.loop()
             except ConfigError:
@@ -261,19 +260,6 @@ class Trainer:
     @property
     def loaders(self) -> list[Loader]:
         return [loader for loader in (self.loader, self.validation_loader) if loader is not None]
-
-    @contextmanager
-    def told_to_others(self) -> Iterator[None]:
-        """Within: what ends this rank, the others learn of it, and it of them. Raises TrainingError."""
-        try:
-            yield
-        except Exception as error:
-            cause = self.watchdog.failed(error)
-            if cause or isinstance(error, CompileError | CheckpointError):
-                raise TrainingError(cause or str(error)) from error
-            raise
-        finally:
-            self.watchdog.rest()
 
     def loop(self) -> bool:
         config = self.config
@@ -286,11 +272,12 @@ class Trainer:
         self.watchdog.enter("the first step", "compile_timeout_seconds" if config.compile.enable else "init_timeout_seconds")
         if self.step < config.training.steps:
             preflight(self.loader.peek(), self.tokenizer, self.model_config.vocab_size, self.dp_rank)
-        self.start_window()
+        self.throughput.start(self.step)
         with build_profiler(config.profiling, self.dump_folder, self.rank, self.step) as profiler:
-            if not self.asked_to_stop() and self.validation_due:
-                self.validate()
-            while self.step < config.training.steps and not self.stopping:
+            if not self.stopping.ask() and self.validation_due:
+                with self.throughput.exclude():
+                    self.validate()
+            while self.step < config.training.steps and not self.stopping.asked:
                 self.step += 1
                 events.step = self.step
                 if self.rank == 0:
@@ -315,15 +302,17 @@ class Trainer:
                     self.log(loss, grad_norm, lr)
                 self.metrics.advance()
                 profiler.step()
-                if self.validation_due and not self.stopping:
-                    self.validate()
-                if config.checkpoint.enable and (self.step % config.checkpoint.interval == 0 or last or self.stopping):
-                    self.save(last and not self.unfinished)
-                    self.asked_to_stop()
+                if self.validation_due and not self.stopping.asked:
+                    with self.throughput.exclude():
+                        self.validate()
+                if config.checkpoint.enable and (self.step % config.checkpoint.interval == 0 or last or self.stopping.asked):
+                    with self.throughput.exclude():
+                        self.save(last and not self.unfinished)
+                    self.stopping.ask()
                 self.checkpointer.poll()
         with self.watchdog.within("save", "init_timeout_seconds"):
             self.checkpointer.wait()
-        if self.stopping and self.unfinished:
+        if self.stopping.asked and self.unfinished:
             self.finish("stopped")
             return False
         self.finish("done")
@@ -350,15 +339,11 @@ class Trainer:
         sum_of_flags(ending[1:], self.mesh)
         loss_value, norm_value, asked = torch.stack((ending[0], grad_norm, ending[1])).tolist()
         # Both are sums over all ranks, so every rank decides the same, and before a parameter has changed.
-        if math.isfinite(loss_value) and math.isfinite(norm_value) and not self.spikes.is_spike(self.step, loss_value):
+        if not self.skipped.skips(self.step, loss_value, norm_value):
             self.optimizer.step()
-            self.skipped_in_a_row = 0
-        else:
-            self.skip_step(loss_value, norm_value)
         self.optimizer.zero_grad()
         self.tokens_seen += int(tokens)
-        if asked:
-            self.stop()
+        self.stopping.note(bool(asked))
         return loss_value, norm_value, lr
 
     def forward_backward(self, batches: list[DeviceBatch], tokens: Tensor) -> Tensor:
@@ -380,29 +365,12 @@ class Trainer:
         loss.backward()
         return loss.detach()
 
-    def skip_step(self, loss: float, grad_norm: float) -> None:
-        self.skipped_steps += 1
-        self.skipped_in_a_row += 1
-        limit = self.config.training.max_nonfinite_steps
-        spike = self.spikes.describe(self.step)
-        if self.rank == 0:
-            why = spike or f"loss {loss}, gradient norm {grad_norm}"
-            logger.warning(f"step {self.step} skipped: {why}; {self.skipped_in_a_row} in a row", extra={"event": "skip"})
-        if self.skipped_in_a_row >= limit:
-            raise TrainingError(
-                f"{limit} steps in a row had a non-finite loss or gradient{', or a spike,' if self.spikes.window else ''} "
-                f"(training.max_nonfinite_steps), the last one "
-                f"step {self.step}; parameters are those of step {self.step - limit}. "
-                f"A lower optimizer.lr = {self.config.optimizer.lr} "
-                f'or training.mixed_precision_param = "float32" may help'
-            )
-
     @torch.no_grad()
     def validate(self) -> None:
         """The loss on the first validation.steps global batches of held-out documents, logged with the current step."""
         if self.validation_loader is None:
             return
-        started, beginning = time.perf_counter(), self.validation_loader.state_dict()
+        beginning = self.validation_loader.state_dict()
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
         key = "compile_timeout_seconds" if self.config.compile.enable else "init_timeout_seconds"
         with nullcontext() if self.validated else self.watchdog.within("validation", key):
@@ -412,7 +380,7 @@ class Trainer:
                     batch = self.to_device(next(self.validation_loader))
                     sums[0] += self.evaluate_one(batch)
                     sums[1] += (batch[1] != IGNORE_INDEX).sum()
-                if self.asked_to_stop():
+                if self.stopping.ask():
                     return  # a resumed run begins with it
             sum_of_losses(sums[0], self.mesh)
         self.validated = self.trial is None or bool(self.trial.chosen)
@@ -420,7 +388,6 @@ class Trainer:
         self.validation_loader.load_state_dict(beginning)
         self.metrics.log(self.step, {"validation_loss": float(sums[0] / sums[1])})
         self.validation_due = False
-        self.window_start += time.perf_counter() - started  # throughput is of training alone
 
     def evaluate_one(self, batch: DeviceBatch) -> Tensor:
         if self.pipeline is not None:
@@ -428,37 +395,20 @@ class Trainer:
         input, label, begins = batch
         return self.loss_sum(self.stages[0](input, begins), label)
 
-    def asked_to_stop(self) -> bool:
-        """Whether a signal has asked any rank to stop. All ranks call it together, where no step's end does as much."""
-        asked = torch.tensor(bool(signals.received()), dtype=torch.int32, device=self.device)
-        dist.all_reduce(asked)
-        if asked:
-            self.stop()
-        return self.stopping
-
-    def stop(self) -> None:
-        """All ranks: no step follows this one."""
-        if self.stopping:
-            return
-        self.stopping = True
-        names = [""] * self.world_size
-        dist.all_gather_object(names, signals.received())
-        if not self.config.checkpoint.enable:
-            then = "checkpoint.enable = false, so nothing is saved; exiting"
-        elif self.step == self.checkpointer.newest:
-            then = "exiting"
-        elif self.step == self.checkpointer.tried and self.checkpointer.saving is None:
-            then = f"exiting; the newest step on disk is {self.checkpointer.newest}"
-        else:
-            then = "saving, then exiting"
-        if self.rank == 0:  # a warning, so wherever LOG_RANK points
-            code = f" (code {signals.STOPPED})" if self.unfinished else ", as the run is done"
-            logger.warning(f"{signals.reason(names)} at step {self.step}: {then}{code}", extra={"event": "stop"})
+    def describe_stop(self) -> str:
+        saver = self.checkpointer
+        return what_follows(
+            self.step,
+            saves=self.config.checkpoint.enable,
+            newest=saver.newest,
+            tried=saver.tried,
+            saving=saver.saving is not None,
+            unfinished=self.unfinished,
+        )
 
     def next_batch(self) -> DeviceBatch:
-        started = time.perf_counter()
-        batch = next(self.loader)
-        self.waited_for_data += time.perf_counter() - started
+        with self.throughput.waiting():
+            batch = next(self.loader)
         return self.to_device(batch)
 
     def to_device(self, batch: Batch) -> DeviceBatch:
@@ -469,35 +419,22 @@ class Trainer:
             begins = document_begins(input, self.document_begin)[:, self.positions]
         return input[:, self.positions], label[:, self.positions], begins
 
-    def start_window(self) -> None:
-        """What is logged next is about the time from now on."""
-        self.window_start, self.window_step, self.waited_for_data = time.perf_counter(), self.step, 0.0
-
     def log(self, loss: float, grad_norm: float, lr: float) -> None:
-        now = time.perf_counter()
-        seconds, steps = now - self.window_start, self.step - self.window_step
-        tokens = steps * self.accumulation * self.config.training.local_batch_size * self.config.training.seq_len
-        tps = tokens * self.dp_degree / self.world_size / seconds
         values = {
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": lr,
-            "tps": tps,
-            "tflops": tps * self.flops_per_token / 1e12,
+            **self.throughput.figures(self.step),
             "memory_gib": peak_memory_gib(self.device),
-            "data_wait": 100 * self.waited_for_data / seconds,
-            "step_time": seconds / steps,
             "tokens_seen": self.tokens_seen,
-            "skipped_steps": self.skipped_steps,
+            "skipped_steps": self.skipped.count,
         }
-        if self.peak_flops is not None:
-            values["mfu"] = 100 * tps * self.flops_per_token / self.peak_flops
         values |= self.left_out.gather([loader.take_left_out() for loader in self.loaders])
         self.metrics.log(self.step, values)
         slow = self.stragglers.compare()
         if slow and self.rank == 0:
             logger.warning(f"step {self.step}: {slow}", extra={"event": "slow"})
-        self.start_window()
+        self.throughput.start(self.step)
 
     def state_tensors(self) -> dict[str, Tensor]:
         model = {f"model.{fqn}": parameter.detach() for fqn, parameter in self.parameters.items()}
@@ -505,22 +442,18 @@ class Trainer:
         return {**model, **{f"optimizer.{name}": tensor for name, tensor in optimizer.items()}}
 
     def save(self, last: bool = False) -> None:
-        started = time.perf_counter()
         states: list[dict] = [{} for _ in range(self.world_size)]
         dist.all_gather_object(states, self.loader.state_dict())
         state = {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
-            "skipped_steps": self.skipped_steps,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "spikes": self.spikes.state_dict(),
+            **self.skipped.state_dict(),
             "loader": merge_states(states),
             "validation_due": self.validation_due,
             **self.described,
         }
         with self.watchdog.within("save", "init_timeout_seconds"):
             self.checkpointer.save(self.step, self.state_tensors(), state, last=last)
-        self.window_start += time.perf_counter() - started
 
     def resume(self) -> None:
         """Go on from the newest checkpoint, or from the one that checkpoint.load_step names; otherwise stay at the beginning."""
@@ -539,8 +472,7 @@ class Trainer:
         self.checkpointer.load(step, held)
         self.step, self.tokens_seen = state["step"], state["tokens_seen"]
         self.validation_due = state.get("validation_due", False)
-        self.skipped_steps, self.skipped_in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
-        self.spikes.load_state_dict(state.get("spikes", {}))
+        self.skipped.load_state_dict(state)
         if not restarts_data(differences):
             self.loader.load_state_dict(state["loader"])
 
@@ -574,7 +506,7 @@ class Trainer:
             how,
             step=self.step,
             tokens=self.tokens_seen,
-            skipped=self.skipped_steps,
+            skipped=self.skipped.count,
             left_out=self.left_out.summary(),
             receipts=self.receipts,
             steps_on_disk=self.checkpointer.steps() if self.config.checkpoint.enable else (),

@@ -40,6 +40,7 @@ ROOMS = {
     "faults/verdict": (),
     "metrics": (*PART, "matplotlib", "tqdm", "wandb"),
     "metrics/records": ("titan_lite.config",),  # and no torch, as report
+    "metrics/throughput": (),
     "metrics/lines": (*PART, "titan_lite.compiler", "titan_lite.distributed"),
     "plan": (
         *PART,
