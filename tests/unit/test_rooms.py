@@ -14,11 +14,12 @@ PACKAGE = Path(__file__).parents[2] / "titan_lite"
 
 # module or folder, below titan_lite; a module's own row counts alone
 # -> what it may import beside the standard library and, for a folder, itself
-PART = ("torch", "titan_lite.config", "titan_lite.logging")
+PART = ("torch", "titan_lite.config", "titan_lite.logging", "titan_lite.ranks")
 ROOMS = {
     "__init__": (),
     "logging": (),
     "manifest": (),
+    "ranks": ("torch",),
     "config": ("tomli",),  # the standard library has it from Python 3.11 on
     "config/check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
     "models": ("torch",),
@@ -26,12 +27,11 @@ ROOMS = {
     "optimizer": PART,
     "lr_scheduler": PART,
     "compiler": ("torch", "titan_lite.config", "matplotlib"),
-    "distributed": ("torch", "titan_lite.config", "titan_lite.compiler"),
+    "distributed": ("torch", "titan_lite.config", "titan_lite.compiler", "titan_lite.ranks"),
     "data": (*PART, "titan_lite.manifest", "tiktoken", "tokenizers", "datasets", "pyarrow", "numpy"),
     "data/bad_documents": (*PART, "titan_lite.metrics.records"),
     "data/prepare": (*PART, "titan_lite.manifest", "numpy", "tqdm"),
     "checkpoint": (*PART, "titan_lite.manifest"),
-    "checkpoint/saving": (*PART, "titan_lite.manifest", "titan_lite.faults.watchdog"),
     "checkpoint/weights": (*PART, "safetensors", "titan_lite.manifest", "titan_lite.models"),
     "checkpoint/resume": ("titan_lite.config", "titan_lite.lr_scheduler", "titan_lite.data.dataset.EPOCH"),
     "faults": PART,

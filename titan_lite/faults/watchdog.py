@@ -34,6 +34,7 @@ from titan_lite.config import Comm
 from titan_lite.faults import TrainingError
 from titan_lite.faults.verdict import Note, Record, groups_of, place, standing, verdict
 from titan_lite.logging import logger
+from titan_lite.ranks import is_communication
 
 GRACE = 10.0  # seconds for the records of other ranks, or the limit, where that is shorter
 PATIENCE = 3 * GRACE  # seconds that a collective gets beside the limit of its phase: the verdict comes first
@@ -214,14 +215,6 @@ class Watchdog:
         """This rank's flight recorder; empty where it is off."""
         dump = c10d._dump_nccl_trace_json if torch.cuda.is_available() else c10d._dump_fr_trace_json  # type: ignore[attr-defined]
         return json.loads(dump(entries, False) or "{}")
-
-
-def is_communication(error: BaseException | None) -> bool:
-    """Whether it, or what it came from, is about another rank rather than this one. gloo's are plain RuntimeErrors."""
-    if error is None:
-        return False
-    gloo = type(error) is RuntimeError and "gloo" in str(error)
-    return gloo or isinstance(error, dist.DistError) or is_communication(error.__cause__)
 
 
 def _first_line(error: Exception) -> str:
