@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from titan_lite.faults.signals import STOPPED, received
 from titan_lite.logging import logger
+from titan_lite.ranks import gather_objects
 
 
 class Stopping:
@@ -33,8 +34,7 @@ class Stopping:
         if self.asked or not asked:
             return
         self.asked = True
-        names = [""] * dist.get_world_size()
-        dist.all_gather_object(names, received())
+        names = gather_objects(received())
         if dist.get_rank() == 0:  # a warning, so wherever LOG_RANK points
             logger.warning(f"{reason(names)} at {self.describe()}", extra={"event": "stop"})
 
