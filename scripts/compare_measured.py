@@ -85,8 +85,6 @@ def rank_main(pipe: Connection, rank: int, ranks: int, store: str, overrides: st
         machine = find_machine("", device)
         assert machine is not None
 
-        trainer.start_window()
-
         def step() -> None:
             trainer.step += 1
             trainer.train_step()

@@ -42,6 +42,7 @@ ROOMS = {
     "metrics/records": ("titan_lite.config",),  # and no torch, as report
     "metrics/lines": (*PART, "titan_lite.layout", "titan_lite.compiler", "titan_lite.distributed"),
     "layout": (*PART, "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler"),
+    "metrics/throughput": (),
     "plan": (
         "titan_lite.layout",
         *PART,
