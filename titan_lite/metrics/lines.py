@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_lite.compiler.receipt import Receipt, exposed, milliseconds
 from titan_lite.config import Config
-from titan_lite.distributed.pipeline import bubble_fraction, order_of
+from titan_lite.distributed.pipeline_plan import bubble_fraction, order_of
 from titan_lite.layout import Layout
 from titan_lite.metrics.records import read_metrics
 

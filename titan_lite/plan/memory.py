@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from titan_lite.distributed.pipeline import order_of
+from titan_lite.distributed.pipeline_plan import order_of
 from titan_lite.plan.costs import Figures
 from titan_lite.plan.trace import PlannedLayout
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from titan_lite.compiler.hardware import Machine
-from titan_lite.distributed.pipeline import Run, order_of, run_order
+from titan_lite.distributed.pipeline_plan import Timetable, order_of, run_order
 from titan_lite.plan.costs import Figures
 from titan_lite.plan.trace import PlannedLayout
 
@@ -38,7 +38,7 @@ class Step:
     across: dict[str, float]
     matmul: float
     attention: float
-    run: Run
+    run: Timetable
     ends: Sequence[Mapping[str, float]] = ()
 
 

@@ -7,7 +7,7 @@ import pytest
 from titan_lite.compiler.hardware import load_machine
 from titan_lite.config import ActivationCheckpoint, Compile, Config, ConfigError, Parallelism, Training
 from titan_lite.distributed.mesh import resolve_degrees
-from titan_lite.distributed.pipeline import PipelinePlan, Run
+from titan_lite.distributed.pipeline_plan import PipelinePlan, Timetable
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.plan.changes import best_changes, candidates, grid, ranked
 from titan_lite.plan.memory import GIB, Memory
@@ -40,7 +40,9 @@ def layout(ranks=16, gathers_once=False, compile=True, **parallelism):
 
 def planned(seconds=1.0, memory=70.0, **parts):
     parts = parts or {"compute": seconds, "optimizer": 0.0}
-    steps = [Step(seconds * factor, parts, {"tp": 8e9}, {"tp": 0.0}, 1e14, 1e13, Run({0: ()})) for factor in (1.0, 1.2, 0.9)]
+    steps = [
+        Step(seconds * factor, parts, {"tp": 8e9}, {"tp": 0.0}, 1e14, 1e13, Timetable({0: ()})) for factor in (1.0, 1.2, 0.9)
+    ]
     found = Memory(0, "forward", {"activations": memory * GIB}, 0.0, (memory * GIB,))
     return Plan(layout(), H100, tuple(steps), found, {("output",): (2, 4)}, 1.0)
 

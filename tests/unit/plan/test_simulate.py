@@ -8,7 +8,7 @@ from torch.distributed.pipelining.schedules import _Action
 
 from titan_lite.compiler.hardware import Link, load_machine
 from titan_lite.config import Config, Parallelism, Training
-from titan_lite.distributed.pipeline import order_of, plan_pipeline, run_order
+from titan_lite.distributed.pipeline_plan import order_of, plan_pipeline, run_order
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.plan.memory import SLACK, kept, memory_of, moments
 from titan_lite.plan.simulate import simulate_step
