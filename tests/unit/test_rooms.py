@@ -25,7 +25,7 @@ ROOMS = {
     "loss": PART,
     "optimizer": PART,
     "lr_scheduler": PART,
-    "compiler": ("torch", "titan_lite.config", "matplotlib"),
+    "compiler": ("torch", "titan_lite.config"),
     "distributed": ("torch", "titan_lite.config", "titan_lite.compiler"),
     "data": (*PART, "titan_lite.manifest", "tiktoken", "tokenizers", "datasets", "pyarrow", "numpy"),
     "data/bad_documents": (*PART, "titan_lite.metrics.records"),
@@ -40,6 +40,7 @@ ROOMS = {
     "faults/verdict": (),
     "metrics": (*PART, "matplotlib", "tqdm", "wandb"),
     "metrics/records": ("titan_lite.config",),  # and no torch, as report
+    "metrics/timelines": ("titan_lite.compiler", "matplotlib"),
     "metrics/lines": (*PART, "titan_lite.compiler", "titan_lite.distributed"),
     "plan": (
         *PART,
@@ -49,6 +50,7 @@ ROOMS = {
         "titan_lite.distributed",
         "titan_lite.compiler",
         "titan_lite.loss",
+        "titan_lite.metrics.timelines",
     ),
     "report": ("titan_lite.config", "titan_lite.metrics.records"),  # no torch: a page is made where a run's folder was copied to
     "recipe": ("titan_lite.config", "titan_lite.logging"),
