@@ -25,7 +25,6 @@ from titan_lite.checkpoint.saving import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
 from titan_lite.checkpoint.weights import load_initial
 from titan_lite.compiler.autotune import STEPS, WAYS, Trial
-from titan_lite.compiler.hardware import find_machine, peak_flops
 from titan_lite.compiler.receipt import Receipt, describe, write_receipts
 from titan_lite.compiler.stage import CompileError, compile_function
 from titan_lite.config import Config, ConfigError, flatten
@@ -55,10 +54,11 @@ from titan_lite.lr_scheduler import lr_factor
 from titan_lite.metrics.figures import Metrics, draw_loss, peak_memory_gib
 from titan_lite.metrics.lines import end_lines, start_lines
 from titan_lite.metrics.profiling import build_profiler, set_flight_recorder
+from titan_lite.metrics.timelines import write_timelines
 from titan_lite.models.llama3 import Transformer, flops_per_token
 from titan_lite.optimizer import build_optimizer, clip_grad_norm_, optimizer_state, set_learning_rate
-from titan_lite.plan.measure import Shapes
-from titan_lite.plan.plan_vs_actual import Account
+from titan_lite.plan.measure import Shapes, find_machine, peak_flops
+from titan_lite.plan.plan_vs_actual import PlanVsActual
 
 DeviceBatch = tuple[Tensor, Tensor, Tensor | None]  # input, label and, with training.mask_documents, begins (models/llama3.py)
 
@@ -194,7 +194,7 @@ class Trainer:
             first_step=self.step,
             total_steps=config.training.steps,
         )
-        self.account = Account(config.metrics.compare_plan, self.dump_folder, self.device)
+        self.plan_vs_actual = PlanVsActual(config.metrics.compare_plan, self.dump_folder, self.device)
         self.stragglers = Stragglers(self.rank, self.mesh.mesh.flatten(1).tolist(), self.device)
         self.peak_flops = peak_flops(self.device, getattr(torch, config.training.mixed_precision_param))
         self.flops_per_token = flops_per_token(self.model_config, config.training.seq_len)
@@ -305,7 +305,7 @@ class Trainer:
                     self.validated = self.validated and self.trial is None
                     self.show_receipts()
                     if self.rank == 0 and self.device.type == "cuda":  # elsewhere it would take the run's cores
-                        self.account.start(self.machine or find_machine(config.compile.machine, self.device))
+                        self.plan_vs_actual.start(self.machine or find_machine(config.compile.machine, self.device))
                     self.watchdog.enter(f"step {self.step}", "train_timeout_seconds")  # what takes longer now is no compilation
                 if self.step % config.metrics.log_freq == 0 or last:
                     self.log(loss, grad_norm, lr)
@@ -552,6 +552,7 @@ class Trainer:
             for line in (*(self.trial.describe() if self.trial else ()), *describe(self.receipts)):
                 logger.info(line)
             write_receipts(self.receipts, self.dump_folder)
+            write_timelines(self.receipts, self.dump_folder)
 
     def finish(self, how: str) -> None:
         """A summary; where nobody is in a hurry the loss picture, and how the plan of the run was met; the processes part."""
@@ -581,7 +582,7 @@ class Trainer:
         dtype = getattr(torch, self.config.training.mixed_precision_param)
         shapes = Shapes(self.model_config, self.layout.sequences, len(self.positions), self.mesh["tp"].size(), dtype)
         with self.watchdog.within("comparing with the plan", "init_timeout_seconds"):
-            return self.account.close(self.machine, shapes, peak_memory_gib(self.device))
+            return self.plan_vs_actual.close(self.machine, shapes, peak_memory_gib(self.device))
 
 
 def init_device(config: Config) -> torch.device:

@@ -26,7 +26,7 @@ ROOMS = {
     "loss": PART,
     "optimizer": PART,
     "lr_scheduler": PART,
-    "compiler": ("torch", "titan_lite.config", "matplotlib"),
+    "compiler": ("torch", "titan_lite.config"),
     "distributed": ("torch", "titan_lite.config", "titan_lite.compiler", "titan_lite.ranks"),
     "data": (*PART, "titan_lite.manifest", "tiktoken", "tokenizers", "datasets", "pyarrow", "numpy"),
     "data/bad_documents": (*PART, "titan_lite.metrics.records"),
@@ -43,6 +43,7 @@ ROOMS = {
     "metrics/lines": (*PART, "titan_lite.layout", "titan_lite.compiler", "titan_lite.distributed"),
     "layout": (*PART, "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler"),
     "metrics/throughput": (),
+    "metrics/timelines": ("titan_lite.compiler", "matplotlib"),
     "plan": (
         "titan_lite.layout",
         *PART,
@@ -52,6 +53,7 @@ ROOMS = {
         "titan_lite.distributed",
         "titan_lite.compiler",
         "titan_lite.loss",
+        "titan_lite.metrics.timelines",
     ),
     "report": ("titan_lite.config", "titan_lite.metrics.records"),  # no torch: a page is made where a run's folder was copied to
     "recipe": ("titan_lite.config", "titan_lite.logging"),

@@ -18,7 +18,7 @@ import torch
 from titan_lite.compiler.hardware import Link, Machine, machine_from
 from titan_lite.config import Config, ConfigError
 from titan_lite.config.recipe import load_config
-from titan_lite.plan.measure import RECORD, against, calibrated, to_toml
+from titan_lite.plan.measure import RECORD, against, calibrated, machine_to_toml
 from titan_lite.plan.memory import Memory, memory_of
 from titan_lite.plan.simulate import simulate_step
 from titan_lite.plan.trace import PlannedLayout, finish_trace, kind_of_stage, layers_of, start_trace, start_tracing
@@ -48,7 +48,7 @@ def calibrate_run(folder: Path, lay_out: Callable[[Config, int], PlannedLayout],
     seconds, memory = price(layout, [stated, reached, *(paced(reached, pace) for pace in PACES)])
     pace = pace_of(record["step_seconds"], seconds[2:])
     found = dataclasses.replace(paced(reached, pace), name=f"{stated.name}, calibrated")
-    (folder / PROFILE).write_text(to_toml(found), encoding="utf-8")
+    (folder / PROFILE).write_text(machine_to_toml(found), encoding="utf-8")
     ends = " (the end of what was tried)" if pace in (PACES[0], PACES[-1]) else ""
     return [
         f"{config.model.flavor} on {layout.world_size} {record['device']}, {record['windows']} windows of steps",
