@@ -173,10 +173,9 @@ def _whole(folder: Path, needed: int) -> Iterator[Path]:
         unfinished.mkdir()
         made = True
         yield unfinished
-        for path in (*unfinished.iterdir(), unfinished):
+        for path in unfinished.iterdir():
             manifest.sync(path)
-        unfinished.rename(folder)
-        manifest.sync(folder.parent)
+        manifest.publish(unfinished, folder)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{folder} cannot be written: {error}") from None
     except CheckpointException as failed:

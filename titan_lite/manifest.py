@@ -1,8 +1,15 @@
-"""What makes a step on disk whole: a list of its files, each with size and SHA-256, which is written last.
+"""Files that are whole or absent, and a list of a folder's files, with size and SHA-256 of each, that says so.
 
-write(folder, step=50, files={"__0_0.distcp": digest(folder / "__0_0.distcp"), ...})     # manifest.json
-files = check_sizes(folder, step=50)        # raises Damaged: a file is missing, cut short or foreign; reads no data
-check_bytes(folder, files)                  # raises Damaged: a file was altered; reads all
+    write_whole(folder / "progress.json", text)                     # one file
+    publish(unfinished, folder)                                     # a folder that was filled under another name
+    write_sealed(folder / NAME, {"files": {...}, ...})              # JSON with a SHA-256 of its own
+    described = read_sealed(folder / NAME)                          # raises Damaged: a bit of it is another
+
+The manifest of a step, which is written last:
+
+    write(folder, step=50, files={"__0_0.distcp": digest(folder / "__0_0.distcp"), ...})     # manifest.json
+    files = check_step(folder, step=50)         # raises Damaged: a file is missing, cut short or foreign; reads no data
+    check_bytes(folder, files)                  # raises Damaged: a file was altered; reads all
 """
 
 import hashlib
@@ -17,7 +24,38 @@ NAME = "manifest.json"
 
 
 class Damaged(ValueError):
-    """A step that is not what was saved; the message begins with the file's name."""
+    """A file or step that is not what was saved; the message begins with the file's name."""
+
+
+# Writing
+
+
+def sync(path: Path) -> None:
+    """A file's content, or a folder's list of names, is on disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(unfinished: Path, path: Path) -> None:
+    """Give a file, or a folder whose files are synced, its name: whenever the machine stops, all of it is there or nothing."""
+    sync(unfinished)
+    unfinished.rename(path)
+    sync(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    sync(path)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, or put it in the place of the one before; until then it is called NAME.new."""
+    unfinished = path.with_name(f"{path.name}.new")
+    unfinished.write_text(text, encoding="utf-8")
+    publish(unfinished, path)
 
 
 def digest(path: Path) -> dict[str, Any]:
@@ -30,48 +68,62 @@ def digest(path: Path) -> dict[str, Any]:
     return {"sha256": sha256.hexdigest(), "size": size}
 
 
-def sync(path: Path) -> None:
-    """A file's content, or a folder's list of names, is on disk when this returns."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def sealed(content: Mapping[str, Any]) -> str:
+    """JSON of an object that is not empty, with a SHA-256 of its own, so that an altered one is told from altered files."""
+    body = json.dumps(content, indent=1)
+    return f'{body[:-2]},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
 
-def write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-    sync(path)
+def write_sealed(path: Path, content: Mapping[str, Any]) -> None:
+    write_text(path, sealed(content))
 
 
 def write(folder: Path, step: int, files: Mapping[str, Mapping[str, Any]]) -> None:
-    write_text(folder / NAME, _text(step, files))
+    write_sealed(folder / NAME, {"files": dict(sorted(files.items())), "step": step})
 
 
-def _text(step: int, files: Mapping[str, Mapping[str, Any]]) -> str:
-    """The manifest, with a SHA-256 of its own, so that an altered one is told from an altered file."""
-    body = json.dumps({"files": files, "step": step}, indent=1, sort_keys=True)
-    return f'{body[:-2]},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
+# Reading
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file that is none by another's name. Raises Damaged."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        raise Damaged(f"{path.name} is missing") from None
+    except OSError as error:
+        raise Damaged(f"{path.name}: {error.strerror}") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise Damaged(f"{path.name} is no file")
+    return found.st_size
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """The object that was given to `write_sealed`. Raises Damaged."""
+    _size(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text)
+    except OSError as error:
+        raise Damaged(f"{path.name}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{path.name} is no manifest: {error}") from None
+    if not isinstance(content, dict) or "sha256" not in content:
+        raise Damaged(f"{path.name} is no manifest: it has no SHA-256 of its own")
+    del content["sha256"]
+    if text != sealed(content):
+        raise Damaged(f"{path.name} was altered: its SHA-256 is not the one in it")
+    return content
 
 
 def read(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
     """{name: {"sha256", "size"}} of the files that belong to the step (None: whichever it is). Raises Damaged."""
-    try:
-        if not stat.S_ISREG((folder / NAME).lstat().st_mode):
-            raise Damaged(f"{NAME} is no file")
-        text = (folder / NAME).read_text(encoding="utf-8")
-        found = json.loads(text)
-        written, files = found["step"], found["files"]
-    except OSError as error:
-        raise Damaged(f"{NAME}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise error if isinstance(error, Damaged) else Damaged(f"{NAME} is no manifest: {error}") from None
+    content = read_sealed(folder / NAME)
+    files = content.get("files")
     if not isinstance(files, dict) or not all(_is_entry(name, entry) for name, entry in files.items()):
         raise Damaged(f"{NAME} is no manifest: it lists no files of this folder")
-    if text != _text(written, files):
-        raise Damaged(f"{NAME} was altered: its SHA-256 is not the one in it")
-    if step is not None and written != step:
-        raise Damaged(f"{NAME} is of step {written}")
+    if content.get("step") != step and step is not None:
+        raise Damaged(f"{NAME} is of step {content.get('step')}")
     return files
 
 
@@ -79,25 +131,25 @@ def _is_entry(name: str, entry: Any) -> bool:
     return Path(name).name == name and name.isprintable() and isinstance(entry, dict) and entry.keys() == {"sha256", "size"}
 
 
-def check_sizes(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
-    """The files as in `read`, after a look at their names and sizes. Raises Damaged."""
+def check_step(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
+    """The files as in `read`, after a look at names and sizes of all that is in the folder. Raises Damaged."""
     files = read(folder, step)
     try:
         foreign = sorted(set(os.listdir(folder)) - set(files) - {NAME})
-        if foreign:
-            raise Damaged(f"{foreign[0]} is foreign: {NAME} does not list it")
-        for name, expected in files.items():
-            try:
-                found = (folder / name).lstat()
-            except FileNotFoundError:
-                raise Damaged(f"{name} is missing") from None
-            if not stat.S_ISREG(found.st_mode):
-                raise Damaged(f"{name} is no file")
-            if found.st_size != expected["size"]:
-                raise Damaged(f"{name} has {found.st_size:,} bytes of {expected['size']:,}")
     except OSError as error:
         raise Damaged(f"{error.filename}: {error.strerror}") from None
+    if foreign:
+        raise Damaged(f"{foreign[0]} is foreign: {NAME} does not list it")
+    check_sizes(folder, files)
     return files
+
+
+def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises Damaged for the first of the files that is missing, or that has another size."""
+    for name, expected in files.items():
+        size = _size(folder / name)
+        if size != expected["size"]:
+            raise Damaged(f"{name} has {size:,} bytes of {expected['size']:,}")
 
 
 def check_bytes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from titan_lite.config import Config, ConfigError
 from titan_lite.config.recipe import load_config, to_toml
-from titan_lite.faults import signals
+from titan_lite.faults import TrainingError, signals
 from titan_lite.faults.restart import RepeatedFault, Restarts
 from titan_lite.logging import events, init_logging, show
 from titan_lite.recipe import print_help
@@ -61,7 +61,7 @@ def train(config: Config) -> int:
     except RepeatedFault as error:
         return report(error, signals.REPEATED)
     # torch is imported only now: what is wrong so far is told at once
-    from titan_lite.trainer import Trainer, TrainingError
+    from titan_lite.trainer import Trainer
 
     try:
         with events.failures():

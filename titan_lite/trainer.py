@@ -24,24 +24,22 @@ from titan_lite.checkpoint.resume import compare, explain, git_revision, refuse,
 from titan_lite.checkpoint.saving import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
 from titan_lite.checkpoint.weights import load_initial
-from titan_lite.compiler.autotune import Autotuner, check_steps
-from titan_lite.compiler.hardware import find_machine, peak_flops
+from titan_lite.compiler.autotune import STEPS, WAYS, Trial
 from titan_lite.compiler.receipt import Receipt, describe, write_receipts
 from titan_lite.compiler.stage import CompileError, compile_function
-from titan_lite.config import Config, ConfigError, flatten, gradient_accumulation_steps
-from titan_lite.config.check import check, describe_run, gathers_once
+from titan_lite.config import Config, ConfigError, flatten
+from titan_lite.config.check import check, describe_run, without_effect
 from titan_lite.config.recipe import to_toml
 from titan_lite.data.bad_documents import LeftOutDocuments
 from titan_lite.data.dataset import Split
 from titan_lite.data.loader import Batch, Loader, build_loader, document_begins, merge_states
 from titan_lite.data.preflight import check_first_loss, preflight
 from titan_lite.distributed.accumulation import gathered_for_step
+from titan_lite.distributed.build import build_schedule, build_stages, compile_stages
 from titan_lite.distributed.context_parallel import own_positions
 from titan_lite.distributed.gather import started_last
-from titan_lite.distributed.mesh import build_mesh, data_rank, sum_of_flags, sum_of_losses, sum_over_tokens
-from titan_lite.distributed.parallelize import compile_stages, parallelize
-from titan_lite.distributed.pipeline import Pipeline, keep_modules
-from titan_lite.distributed.pipeline_plan import PipelinePlan
+from titan_lite.distributed.mesh import build_mesh, data_rank, stage_exchange, sum_of_flags, sum_of_losses, sum_over_tokens
+from titan_lite.distributed.pipeline import Pipeline
 from titan_lite.distributed.simple_fsdp import materialize, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.faults import signals
@@ -49,16 +47,18 @@ from titan_lite.faults.restart import Restarts
 from titan_lite.faults.spikes import SpikeGuard
 from titan_lite.faults.stragglers import Stragglers
 from titan_lite.faults.watchdog import PATIENCE, Watchdog
+from titan_lite.layout import make_layout
 from titan_lite.logging import events, logger
 from titan_lite.loss import IGNORE_INDEX, build_loss, own_vocabulary
 from titan_lite.lr_scheduler import lr_factor
 from titan_lite.metrics.figures import Metrics, draw_loss, peak_memory_gib
 from titan_lite.metrics.lines import end_lines, start_lines
 from titan_lite.metrics.profiling import build_profiler, set_flight_recorder
+from titan_lite.metrics.timelines import write_timelines
 from titan_lite.models.llama3 import Transformer, flops_per_token
 from titan_lite.optimizer import build_optimizer, clip_grad_norm_, optimizer_state, set_learning_rate
-from titan_lite.plan.measure import Shapes
-from titan_lite.plan.plan_vs_actual import Account
+from titan_lite.plan.measure import Shapes, find_machine, peak_flops
+from titan_lite.plan.plan_vs_actual import PlanVsActual
 
 DeviceBatch = tuple[Tensor, Tensor, Tensor | None]  # input, label and, with training.mask_documents, begins (models/llama3.py)
 
@@ -74,8 +74,9 @@ class Trainer:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
         # 1. everything that may be wrong with the recipe
-        self.model_config, self.tokenizer, degrees, plan = check(config, self.world_size)
-        self.described = describe_run(config, degrees, self.tokenizer, git_revision() if self.rank == 0 else "")
+        self.layout = make_layout(config, self.world_size)
+        self.tokenizer = check(config, self.layout)
+        self.described = describe_run(config, self.layout, self.tokenizer, git_revision() if self.rank == 0 else "")
         self.checkpointer = Checkpointer(config.checkpoint, self.dump_folder)
         if self.rank == 0 and config.checkpoint.enable:
             self.checkpointer.lock()
@@ -83,10 +84,11 @@ class Trainer:
         set_flight_recorder(config.comm.trace_buf_size, self.dump_folder)
         self.watchdog = Watchdog(config.comm, self.rank, self.world_size, notes=started_last, apart=CHECKPOINT_GROUP)
         with self.told_to_others():
-            self.build(degrees, plan)
+            self.build()
 
-    def build(self, degrees: dict[str, int], plan: PipelinePlan) -> None:
-        config = self.config
+    def build(self) -> None:
+        config, degrees, plan = self.config, self.layout.degrees, self.layout.pipeline
+        self.model_config, self.accumulation = self.layout.model, self.layout.accumulation
 
         # 2. the device, the processes, and how they are arranged
         self.watchdog.enter("start", "init_timeout_seconds")
@@ -104,22 +106,23 @@ class Trainer:
 
         # 3. the model, or this rank's stages of it: on no device, made parallel, given memory, filled
         positions = own_positions(config.training.seq_len, self.mesh["cp"].get_local_rank(), self.mesh["cp"].size())
-        self.stages = []
-        for stage in plan.stages_of(self.mesh["pp"].get_local_rank()):
-            with torch.device("meta"):
-                model = Transformer(self.model_config, positions).to(getattr(torch, config.training.dtype))
-            self.total_parameters = sum(parameter.numel() for parameter in model.parameters())
-            keep_modules(model, plan.modules[stage])
-            self.stages.append(model)
-        parallelize(
-            self.stages,
+        self.stages = build_stages(
+            functools.partial(Transformer, self.model_config),
+            [plan.modules[stage] for stage in plan.stages_of(self.mesh["pp"].get_local_rank())],
             self.mesh,
+            seq_len=config.training.seq_len,
             training=config.training,
             parallelism=config.parallelism,
             activation_checkpoint=config.activation_checkpoint,
         )
-        self.autotune = Autotuner(self.stages, self.compile_as, config.compile, self.device)
         self.receipts: list[Receipt] = []
+        self.trial: Trial | None = None
+        if config.compile.compiles("model"):
+            if config.compile.bucketing == "measured":
+                stage_exchange(self.mesh)  # whose groups are made by all ranks together
+                self.trial = Trial(self.stages, self.compile_as, self.device)
+            else:
+                self.receipts = self.compile_as(config.compile.bucketing)
         self.watchdog.enter("start", "init_timeout_seconds")
         for model in self.stages:
             materialize(model, self.device)
@@ -138,7 +141,7 @@ class Trainer:
                 plan,
                 self.mesh["pp"],
                 config.parallelism,
-                tokens=(sequences := config.training.local_batch_size // plan.microbatches, len(positions)),
+                tokens=(sequences := self.layout.sequences, len(positions)),
                 hidden=(sequences, len(positions) // tp.degree, self.model_config.dim),
                 logits=(sequences, len(positions), len(own_vocabulary(self.model_config.vocab_size, tp.rank, tp.degree))),
                 dtype=getattr(torch, config.training.mixed_precision_param),
@@ -153,8 +156,7 @@ class Trainer:
             self.parameters.values(),
             compile=compile_update if config.compile.compiles("optimizer") else None,
         )
-        self.accumulation = gradient_accumulation_steps(config.training, self.dp_degree)
-        self.gather_once = gathers_once(config.parallelism, self.accumulation * plan.microbatches)
+        self.gather_once = self.layout.gathers_once
         self.loader = self.build_loader("train")
         self.validation_loader = self.build_loader("validation") if config.validation.enable else None
 
@@ -168,7 +170,11 @@ class Trainer:
         self.stopping = False  # asked to by a signal
         self.restarts = Restarts(self.dump_folder)
         self.resume()
-        check_steps(config.compile, done=self.step, steps=config.training.steps)
+        if self.trial is not None and config.training.steps - self.step < STEPS * len(WAYS):
+            raise ConfigError(
+                f'compile.bucketing = "measured" tries {len(WAYS)} ways in {STEPS} steps each, and from step {self.step} on '
+                f'training.steps = {config.training.steps} leaves fewer; more of them, or bucketing = "block", would work'
+            )
 
         # 6. what it says
         if self.rank == 0 and self.step < config.training.steps:  # with nothing to do, the recipe of what was done stays
@@ -188,18 +194,16 @@ class Trainer:
             first_step=self.step,
             total_steps=config.training.steps,
         )
-        self.account = Account(config.metrics.compare_plan, self.dump_folder, self.device)
+        self.plan_vs_actual = PlanVsActual(config.metrics.compare_plan, self.dump_folder, self.device)
         self.stragglers = Stragglers(self.rank, self.mesh.mesh.flatten(1).tolist(), self.device)
         self.peak_flops = peak_flops(self.device, getattr(torch, config.training.mixed_precision_param))
         self.flops_per_token = flops_per_token(self.model_config, config.training.seq_len)
         for line in start_lines(
             config,
-            self.mesh,
+            self.layout,
             device=self.device,
-            total_parameters=self.total_parameters,
             parameters=self.parameters.values(),
-            local_batches=self.accumulation,
-            pipeline=self.pipeline,
+            without_effect=without_effect(config, self.layout),
             priced=self.machine is not None,
         ):
             logger.info(line)
@@ -210,16 +214,17 @@ class Trainer:
     def compile_as(self, bucketing: str) -> list[Receipt]:
         """The model's stages, compiled at their first call; what becomes the receipts."""
         config = self.config
-        return compile_stages(
+        compile = dataclasses.replace(config.compile, bucketing=bucketing)
+        schedule = build_schedule(compile, self.mesh, self.machine, dump_folder=self.dump_folder, must_merge=self.trial is None)
+        compile_stages(
             self.stages,
             self.mesh,
+            schedule,
+            compile=compile,
             parallelism=config.parallelism,
             activation_checkpoint=config.activation_checkpoint,
-            compile=dataclasses.replace(config.compile, bucketing=bucketing),
-            machine=self.machine,
-            dump_folder=self.dump_folder,
-            must_merge=config.compile.bucketing != "measured",
         )
+        return schedule.receipts
 
     def build_loader(self, split: Split) -> Loader:
         data = self.config.data
@@ -231,7 +236,7 @@ class Trainer:
             data,
             self.tokenizer,
             split=split,
-            rows=self.config.training.local_batch_size * self.dp_degree * self.accumulation,
+            rows=self.layout.rows,
             batch_size=self.config.training.local_batch_size,
             seq_len=self.config.training.seq_len,
             dp_rank=self.dp_rank,
@@ -272,6 +277,7 @@ class Trainer:
             logger.info(
                 f"nothing to do: step {self.step} is done, and training.steps = {config.training.steps}; raise it to go on"
             )
+        trying = True  # until everything is compiled, and the way to bucket decided
         gc.disable()  # ranks that collect at different moments wait for each other
         self.watchdog.enter("the first step", "compile_timeout_seconds" if config.compile.enable else "init_timeout_seconds")
         if self.step < config.training.steps:
@@ -290,14 +296,16 @@ class Trainer:
                 self.validation_due = config.validation.enable and (self.step % config.validation.freq == 0 or last)
                 if self.step % config.training.gc_freq == 0:
                     gc.collect(1)
-                with self.autotune.step():
+                with self.trial.step() if trying and self.trial else nullcontext():
                     loss, grad_norm, lr = self.train_step()
                 if self.step == 1 and not config.checkpoint.initial_load_path:
                     check_first_loss(loss, self.model_config.vocab_size)
-                if self.autotune.just_decided:
+                if trying and (self.trial is None or self.trial.chosen):
+                    trying = False
+                    self.validated = self.validated and self.trial is None
                     self.show_receipts()
                     if self.rank == 0 and self.device.type == "cuda":  # elsewhere it would take the run's cores
-                        self.account.start(self.machine or find_machine(config.compile.machine, self.device))
+                        self.plan_vs_actual.start(self.machine or find_machine(config.compile.machine, self.device))
                     self.watchdog.enter(f"step {self.step}", "train_timeout_seconds")  # what takes longer now is no compilation
                 if self.step % config.metrics.log_freq == 0 or last:
                     self.log(loss, grad_norm, lr)
@@ -403,7 +411,7 @@ class Trainer:
                 if self.asked_to_stop():
                     return  # a resumed run begins with it
             sum_of_losses(sums[0], self.mesh)
-        self.validated = self.autotune.decided
+        self.validated = self.trial is None or bool(self.trial.chosen)
         sum_over_tokens(sums[1], self.mesh)
         self.validation_loader.load_state_dict(beginning)
         self.metrics.log(self.step, {"validation_loss": float(sums[0] / sums[1])})
@@ -464,8 +472,7 @@ class Trainer:
     def log(self, loss: float, grad_norm: float, lr: float) -> None:
         now = time.perf_counter()
         seconds, steps = now - self.window_start, self.step - self.window_step
-        tokens = steps * self.accumulation * self.config.training.local_batch_size * self.config.training.seq_len
-        tps = tokens * self.dp_degree / self.world_size / seconds
+        tps = steps * self.layout.tokens / self.world_size / seconds
         values = {
             "loss": loss,
             "grad_norm": grad_norm,
@@ -534,16 +541,18 @@ class Trainer:
 
     def show_receipts(self) -> None:
         """What the compile stage did, now that it is done."""
-        self.receipts = self.autotune.receipts
+        if self.trial is not None:
+            self.receipts = self.trial.receipts[self.trial.chosen]
         if self.pipeline is not None:
             mine = [dataclasses.replace(receipt, pp_rank=self.mesh["pp"].get_local_rank()) for receipt in self.receipts]
             everyone: list[list[Receipt]] = [[]] * self.mesh["pp"].size()
             dist.all_gather_object(everyone, mine, self.mesh.get_group("pp"))
             self.receipts = [receipt for theirs in everyone for receipt in theirs]
         if self.rank == 0 and self.receipts:
-            for line in (*self.autotune.describe(), *describe(self.receipts)):
+            for line in (*(self.trial.describe() if self.trial else ()), *describe(self.receipts)):
                 logger.info(line)
             write_receipts(self.receipts, self.dump_folder)
+            write_timelines(self.receipts, self.dump_folder)
 
     def finish(self, how: str) -> None:
         """A summary; where nobody is in a hurry the loss picture, and how the plan of the run was met; the processes part."""
@@ -570,11 +579,10 @@ class Trainer:
             logger.info(line, extra={"event": how} if line == ending[0] and how == "done" else {})
 
     def hold_plan_to_account(self) -> list[str]:
-        sequences = self.config.training.local_batch_size // (self.pipeline.plan.microbatches if self.pipeline else 1)
         dtype = getattr(torch, self.config.training.mixed_precision_param)
-        shapes = Shapes(self.model_config, sequences, len(self.positions), self.mesh["tp"].size(), dtype)
+        shapes = Shapes(self.model_config, self.layout.sequences, len(self.positions), self.mesh["tp"].size(), dtype)
         with self.watchdog.within("comparing with the plan", "init_timeout_seconds"):
-            return self.account.close(self.machine, shapes, peak_memory_gib(self.device))
+            return self.plan_vs_actual.close(self.machine, shapes, peak_memory_gib(self.device))
 
 
 def init_device(config: Config) -> torch.device:

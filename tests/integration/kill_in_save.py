@@ -36,7 +36,7 @@ POINTS = {
         *[(1, manifest, "digest", 1, when, {2}) for when in ("before", "after")],
         *[(0, manifest, "write_text", 1, when, {2}) for when in ("before", "after")],
         *[(0, manifest, "write", 1, when, {2}) for when in ("before", "after")],
-        (0, manifest, "check_sizes", 1, "before", {2}),
+        (0, manifest, "check_step", 1, "before", {2}),
     ],
     "rename": [  # DCP's own, of .metadata, is the first
         (0, Path, "rename", 2, "before", {2}),

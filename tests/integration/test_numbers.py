@@ -10,8 +10,9 @@ import torch
 from ranks import run_ranks
 
 from titan_lite.config.recipe import load_config
+from titan_lite.faults import TrainingError
 from titan_lite.metrics.records import read_metrics
-from titan_lite.trainer import Trainer, TrainingError
+from titan_lite.trainer import Trainer
 
 DEBUG = Path(__file__).parents[2] / "train_configs/debug_model.toml"
 SMALL = ["--training.seq_len", "32", "--training.steps", "8", "--metrics.log_freq", "4", "--no-validation.enable"]
@@ -42,7 +43,7 @@ def with_faults(folder, options, spoil):
         message = ""
     except TrainingError as error:
         message = str(error)
-    return changed, trainer.spikes.state_dict(), message, parameters()
+    return changed, trainer.skipped.state_dict()["spikes"], message, parameters()
 
 
 def leap(trainer, loss):

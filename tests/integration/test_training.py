@@ -14,9 +14,10 @@ from ranks import run_ranks
 
 from titan_lite import optimizer
 from titan_lite.config.recipe import load_config
+from titan_lite.faults import TrainingError
 from titan_lite.metrics.records import read_metrics, read_run
 from titan_lite.report.page import main
-from titan_lite.trainer import Trainer, TrainingError
+from titan_lite.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "train_configs/debug_model.toml"
@@ -337,7 +338,7 @@ def with_bad_gradients(folder, bad_steps):
         message = ""
     except TrainingError as error:
         message = str(error)
-    return trainer.step, trainer.skipped_steps, changed, message
+    return trainer.step, trainer.skipped.count, changed, message
 
 
 def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(tmp_path):

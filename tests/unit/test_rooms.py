@@ -14,24 +14,24 @@ PACKAGE = Path(__file__).parents[2] / "titan_lite"
 
 # module or folder, below titan_lite; a module's own row counts alone
 # -> what it may import beside the standard library and, for a folder, itself
-PART = ("torch", "titan_lite.config", "titan_lite.logging")
+PART = ("torch", "titan_lite.config", "titan_lite.logging", "titan_lite.ranks")
 ROOMS = {
     "__init__": (),
     "logging": (),
     "manifest": (),
+    "ranks": ("torch",),
     "config": ("tomli",),  # the standard library has it from Python 3.11 on
     "config/check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
     "models": ("torch",),
     "loss": PART,
     "optimizer": PART,
     "lr_scheduler": PART,
-    "compiler": ("torch", "titan_lite.config", "matplotlib"),
-    "distributed": ("torch", "titan_lite.config", "titan_lite.compiler"),
+    "compiler": ("torch", "titan_lite.config"),
+    "distributed": ("torch", "titan_lite.config", "titan_lite.compiler", "titan_lite.ranks"),
     "data": (*PART, "titan_lite.manifest", "tiktoken", "tokenizers", "datasets", "pyarrow", "numpy"),
     "data/bad_documents": (*PART, "titan_lite.metrics.records"),
     "data/prepare": (*PART, "titan_lite.manifest", "numpy", "tqdm"),
     "checkpoint": (*PART, "titan_lite.manifest"),
-    "checkpoint/saving": (*PART, "titan_lite.manifest", "titan_lite.faults.watchdog"),
     "checkpoint/weights": (*PART, "safetensors", "titan_lite.manifest", "titan_lite.models"),
     "checkpoint/resume": ("titan_lite.config", "titan_lite.lr_scheduler", "titan_lite.data.dataset.EPOCH"),
     "faults": PART,
@@ -40,8 +40,12 @@ ROOMS = {
     "faults/verdict": (),
     "metrics": (*PART, "matplotlib", "tqdm", "wandb"),
     "metrics/records": ("titan_lite.config",),  # and no torch, as report
-    "metrics/lines": (*PART, "titan_lite.compiler", "titan_lite.distributed"),
+    "metrics/lines": (*PART, "titan_lite.layout", "titan_lite.compiler", "titan_lite.distributed"),
+    "layout": (*PART, "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler"),
+    "metrics/throughput": (),
+    "metrics/timelines": ("titan_lite.compiler", "matplotlib"),
     "plan": (
+        "titan_lite.layout",
         *PART,
         "matplotlib",
         "tqdm",
@@ -49,6 +53,7 @@ ROOMS = {
         "titan_lite.distributed",
         "titan_lite.compiler",
         "titan_lite.loss",
+        "titan_lite.metrics.timelines",
     ),
     "report": ("titan_lite.config", "titan_lite.metrics.records"),  # no torch: a page is made where a run's folder was copied to
     "recipe": ("titan_lite.config", "titan_lite.logging"),
@@ -64,6 +69,7 @@ WHOLE_CONFIG = {  # the others take their own section, or plain values
     "config/check",
     "recipe",
     "metrics/lines",
+    "layout",
     "trainer",
     "train",
     "verify",
@@ -165,7 +171,7 @@ def test_a_forbidden_import_is_found(module, source, tmp_path):
         ("models/llama3.py", "import torch.nn.functional as F\nfrom torch import nn\nfrom titan_lite.models import hf"),
         ("data/loader.py", "from torch.utils.data import DataLoader\nfrom .dataset import Dataset"),
         ("data/loader.py", "from titan_lite.config import Data, Validation\nfrom titan_lite.logging import logger"),
-        ("distributed/parallelize.py", "from titan_lite.compiler.stage import compile_stage\nimport torch.distributed"),
+        ("distributed/build.py", "from titan_lite.compiler.stage import compile_stage\nimport torch.distributed"),
         ("trainer.py", "from titan_lite import loss\nfrom titan_lite.data.loader import build_loader"),
         ("train.py", "from titan_lite.trainer import Trainer\nfrom titan_lite.config.recipe import load_config"),
     ],

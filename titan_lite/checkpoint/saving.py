@@ -35,9 +35,9 @@ from torch.distributed.checkpoint import CheckpointException
 from titan_lite import manifest
 from titan_lite.checkpoint import tensor_files
 from titan_lite.config import Checkpoint, ConfigError
-from titan_lite.faults.watchdog import is_communication
 from titan_lite.logging import logger
 from titan_lite.manifest import Damaged
+from titan_lite.ranks import gather_objects, is_communication
 
 T = TypeVar("T")
 GROUP = "checkpoint"  # what the process group of saves is called; its time limit is its own
@@ -118,7 +118,7 @@ class Checkpointer:
         or all."""
         path = self.path_of(step)
         try:
-            files = manifest.check_sizes(path, step)
+            files = manifest.check_step(path, step)
             manifest.check_bytes(path, {name: files[name] for name in SMALL if name in files})
         except Damaged as error:
             return str(error)
@@ -197,7 +197,7 @@ class Checkpointer:
         """As `fault`, from every byte of the files that are this rank's to compare."""
         path, rank, world_size = self.path_of(step), dist.get_rank(), dist.get_world_size()
         try:
-            files = manifest.check_sizes(path, step)
+            files = manifest.check_step(path, step)
             manifest.check_bytes(path, {name: files[name] for name in sorted(files)[rank::world_size]})
             if rank == 0:
                 tensor_files.read_metadata(path, files)
@@ -354,13 +354,11 @@ class Checkpointer:
             for name in (tensor_files.NAME, "state.json"):
                 files[name] = manifest.digest(unfinished / name)
             manifest.write(unfinished, step, files)
-            manifest.sync(unfinished)
             try:
-                manifest.check_sizes(unfinished, step)
+                manifest.check_step(unfinished, step)
             except Damaged as error:
                 raise CheckpointError(f"{error}, seen from here; do all nodes share the file system of {self.folder}?") from None
-            unfinished.rename(path)
-            manifest.sync(self.folder)
+            manifest.publish(unfinished, path)
             logger.info(f"checkpoint written to {path}", extra={"event": "checkpoint", "step": step})
 
         self._together(prepare if rank == 0 else None)
@@ -403,9 +401,7 @@ class Checkpointer:
 
     def _gather(self, mine: T) -> list[T]:
         """By rank."""
-        everyone = [mine] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine, self._processes())
-        return everyone
+        return gather_objects(mine, self._processes())
 
     def _together(self, work: Callable[[], T] | None) -> list[T | None]:
         """What `work` returned on each rank. Raises CheckpointError on all where it failed on one."""

@@ -35,6 +35,7 @@ from titan_lite.logging import logger
 from titan_lite.manifest import Damaged
 from titan_lite.models.hf import config_from_hf, from_hf, hf_names, is_number, is_size
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling, Transformer
+from titan_lite.ranks import gather_objects
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 TOKENIZER_FILES = (  # of a Hugging Face folder
@@ -54,7 +55,7 @@ class Step:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.files = manifest.check_sizes(folder, None)
+        self.files = manifest.check_step(folder, None)
         self.metadata = tensor_files.read_metadata(folder, self.files)
         self.state: dict[str, Any] = _read_json(folder / "state.json")
         self.config = self._config()
@@ -319,8 +320,7 @@ def load_initial(path: str, parameters: Mapping[str, Tensor], shard_of: ShardOf)
             weights.check_bytes(dist.get_rank(), dist.get_world_size())
         except Damaged as damage:
             fault = str(damage)
-    seen = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(seen, (str(weights.folder), fault))
+    seen = gather_objects((str(weights.folder), fault))
     for folder, fault in seen:
         if fault:
             raise ConfigError(f"{wrong}: {folder}: {fault}")

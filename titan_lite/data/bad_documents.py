@@ -17,6 +17,7 @@ from titan_lite.config import ConfigError, Data
 from titan_lite.data.loader import LeftOut
 from titan_lite.logging import logger
 from titan_lite.metrics.records import read_lines
+from titan_lite.ranks import gather_objects
 
 
 class LeftOutDocuments:
@@ -38,8 +39,7 @@ class LeftOutDocuments:
         if not skips and not shortens:
             return {}
         own = (self.dp_rank, sum(some.short for some in left_out), [bad for some in left_out for bad in some.bad])
-        everyone = [own] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
+        everyone = gather_objects(own)
         # Ranks that work on the same sequences have read the same documents.
         self.short += sum({dp_rank: short for dp_rank, short, _ in everyone}.values())
         total = [0]

@@ -14,6 +14,7 @@ from torch import Tensor
 from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.logging import logger
+from titan_lite.ranks import gather_objects
 
 SHOWN = 200  # characters of the sample
 FAR = 0.1  # of ln(vocabulary): a fresh model is 1/32 nats above it, one with tied embeddings half a nat or so
@@ -24,10 +25,7 @@ def preflight(batch: tuple[Tensor, Tensor], tokenizer: Tokenizer, vocab_size: in
     input, label = batch
     digest = hashlib.sha256(input.numpy().tobytes() + label.numpy().tobytes()).hexdigest()
     largest = int(max(input.max(), label.max()))
-    own = (dp_rank, digest, largest)
-    everyone = [own] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    compare(everyone, vocab_size)
+    compare(gather_objects((dp_rank, digest, largest)), vocab_size)
     if dist.get_rank() == 0:
         text = tokenizer.decode(input[0, : 2 * SHOWN].tolist())
         logger.info(f"first sequence of {input.shape[1]} tokens: {text[:SHOWN]!r}{'...' if len(text) > SHOWN else ''}")

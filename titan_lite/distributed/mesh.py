@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_lite.config import ConfigError, Parallelism
 from titan_lite.distributed.gloo import gather_without_coalescing
+from titan_lite.ranks import gather_objects
 
 DEGREES = {  # axis: the key of its degree in [parallelism]
     "pp": "pipeline_parallel_degree",
@@ -111,9 +112,7 @@ def stage_exchange(mesh: DeviceMesh) -> Callable[[str], dict[int, str]]:
     )
 
     def exchange(word: str) -> dict[int, str]:
-        words: list[str] = [""] * len(stage)
-        dist.all_gather_object(words, word, group)
-        return dict(zip(stage.tolist(), words, strict=True))
+        return dict(zip(stage.tolist(), gather_objects(word, group), strict=True))
 
     return exchange
 

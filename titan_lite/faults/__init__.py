@@ -1,0 +1,5 @@
+"""Faults of a run: signals, hangs, failures of a rank, slow ranks, steps that are skipped, restarts."""
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on; the message says why and what to change."""

@@ -18,7 +18,6 @@ Exit codes of a run and of `launch.py`:
 import os
 import signal
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
@@ -60,10 +59,3 @@ def tell(line: str) -> None:
     """A line on standard error. A signal may come in the middle of another line, where print and logging must not be called."""
     with suppress(OSError):  # of a terminal or a pipe that is gone
         os.write(2, f"{line}\n".encode())
-
-
-def reason(names: Sequence[str]) -> str:
-    """("", "SIGTERM", "SIGTERM") of three ranks -> SIGTERM received by rank 1 and 1 other."""
-    ranks = [rank for rank, name in enumerate(names) if name]
-    others = len(ranks) - 1
-    return f"{names[ranks[0]]} received by rank {ranks[0]}" + (f" and {others} other{'s' * (others > 1)}" if others else "")

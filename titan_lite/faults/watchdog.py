@@ -6,6 +6,7 @@
     with watchdog.within("save", "init_timeout_seconds"): ...
     watchdog.beat()                                          # progress; so is every collective that is entered or left
     watchdog.rest()                                          # nothing is waited for
+    with watchdog.reporting(CheckpointError): ...            # what ends this rank is told to the others, which lose it
 
 A rank that hangs calls all others, through the store that the process group was made with. Each puts down where it is and what
 its flight recorder has. Who did so first takes what comes within GRACE seconds and prints the verdict (verdict.py); all exit with
@@ -30,8 +31,10 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from titan_lite.config import Comm
+from titan_lite.faults import TrainingError
 from titan_lite.faults.verdict import Note, Record, groups_of, place, standing, verdict
 from titan_lite.logging import logger
+from titan_lite.ranks import is_communication
 
 GRACE = 10.0  # seconds for the records of other ranks, or the limit, where that is shorter
 PATIENCE = 3 * GRACE  # seconds that a collective gets beside the limit of its phase: the verdict comes first
@@ -89,7 +92,23 @@ class Watchdog:
     def hangs(self) -> bool:
         return time.monotonic() - self.last_progress > self.limit
 
-    def failed(self, error: Exception) -> str | None:
+    @contextlib.contextmanager
+    def reporting(self, *explained: type[Exception]) -> Iterator[None]:
+        """Within: the other ranks learn of the error that ends this one, and this one of theirs. Afterwards it rests.
+
+        explained: errors whose message is enough. These, and the failure of another rank, are raised as TrainingError.
+        """
+        try:
+            yield
+        except Exception as error:
+            cause = self._failed(error)
+            if cause or isinstance(error, explained):
+                raise TrainingError(cause or str(error)) from error
+            raise
+        finally:
+            self.rest()
+
+    def _failed(self, error: Exception) -> str | None:
         """Tells the other ranks why they will lose this one. Of an error of communication, what is behind it: the failure of
         another one, in words; where none has told any, a verdict ends the process."""
         if self.store is None:
@@ -196,14 +215,6 @@ class Watchdog:
         """This rank's flight recorder; empty where it is off."""
         dump = c10d._dump_nccl_trace_json if torch.cuda.is_available() else c10d._dump_fr_trace_json  # type: ignore[attr-defined]
         return json.loads(dump(entries, False) or "{}")
-
-
-def is_communication(error: BaseException | None) -> bool:
-    """Whether it, or what it came from, is about another rank rather than this one. gloo's are plain RuntimeErrors."""
-    if error is None:
-        return False
-    gloo = type(error) is RuntimeError and "gloo" in str(error)
-    return gloo or isinstance(error, dist.DistError) or is_communication(error.__cause__)
 
 
 def _first_line(error: Exception) -> str:

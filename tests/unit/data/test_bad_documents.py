@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from titan_lite.config import ConfigError, Data
+from titan_lite.data import bad_documents
 from titan_lite.data.bad_documents import LeftOutDocuments
 from titan_lite.data.loader import LeftOut
 
@@ -21,12 +22,8 @@ def others(monkeypatch):
     """What the other ranks have gathered: (their place among data-parallel ranks, short documents, bad ones)."""
     told = []
 
-    def gather(everyone, own):
-        everyone[:] = [own, *told]
-
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1 + len(told))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(bad_documents, "gather_objects", lambda own: [own, *told])
     monkeypatch.setattr(dist, "broadcast_object_list", lambda values, src: None)
     return told
 

@@ -38,12 +38,8 @@ def other_rank(monkeypatch):
     """A function: what another rank will have gathered."""
     told = []
 
-    def gather(everyone, own):
-        everyone[:] = [own, *told]
-
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(preflight, "gather_objects", lambda own: [own, *told])
     return told.append
 
 

@@ -5,8 +5,6 @@ import sys
 
 import pytest
 
-from titan_lite.faults.signals import reason
-
 SCRIPT = """
 import os, signal
 from titan_lite.faults import signals
@@ -41,9 +39,3 @@ def test_another_one_changes_nothing_and_is_told_unless_it_comes_with_the_first(
 
 def test_a_second_interrupt_ends_the_process():
     assert run(["SIGINT", "SIGINT"]).returncode == -2
-
-
-def test_who_received_it():
-    assert reason(["", "SIGTERM", ""]) == "SIGTERM received by rank 1"
-    assert reason(["SIGUSR1", "SIGTERM"]) == "SIGUSR1 received by rank 0 and 1 other"
-    assert reason(["SIGTERM"] * 8) == "SIGTERM received by rank 0 and 7 others"

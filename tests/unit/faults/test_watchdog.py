@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from titan_lite.config import Comm
-from titan_lite.faults import watchdog
+from titan_lite.faults import TrainingError, watchdog
 from titan_lite.faults.watchdog import RESTING, Watchdog
 
 GLOO = (
@@ -21,7 +21,7 @@ def test_one_rank_alone_has_no_threads_and_tells_nobody():
     alone = Watchdog(Comm(), 0, 1)
     alone.enter("step 1", "train_timeout_seconds")
     assert threading.active_count() == before
-    assert alone.failed(ValueError()) is None
+    assert alone._failed(ValueError()) is None
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,19 @@ def test_a_step_or_microbatch_is_progress_and_a_rest_no_hang(monkeypatch):
     one.rest()
     assert one.limit == RESTING
     assert not one.hangs()
+
+
+def test_what_ends_a_rank_is_reported_in_words_and_the_rest_is_left_as_it_is(monkeypatch):
+    one = Watchdog(Comm(), 0, 1)
+    one.enter("start", "init_timeout_seconds")
+    with pytest.raises(TrainingError, match=r"^no more disk$"), one.reporting(OSError, KeyError):
+        raise OSError("no more disk")
+    assert one.limit == RESTING
+    with pytest.raises(ValueError, match=r"^odd$"), one.reporting(OSError):
+        raise ValueError("odd")
+    monkeypatch.setattr(one, "_failed", lambda error: "stopped, since rank 1 failed")
+    with pytest.raises(TrainingError, match=r"^stopped, since rank 1 failed$"), one.reporting():
+        raise RuntimeError(GLOO)
 
 
 def test_what_cannot_be_known_in_time_is_not_waited_for():

@@ -13,7 +13,7 @@ from titan_lite.plan.changes import best_changes, candidates, grid, ranked
 from titan_lite.plan.memory import GIB, Memory
 from titan_lite.plan.simulate import Step
 from titan_lite.plan.summary import Plan, describe, what_binds
-from titan_lite.plan.trace import Layout
+from titan_lite.plan.trace import PlannedLayout
 
 H100 = load_machine("H100")
 
@@ -27,7 +27,15 @@ def layout(ranks=16, gathers_once=False, compile=True, **parallelism):
     )
     degrees = resolve_degrees(config.parallelism, ranks)
     plan = PipelinePlan((("tok_embeddings",),) * degrees["pp"], tuple(range(degrees["pp"])), 2 if degrees["pp"] > 1 else 1)
-    return Layout(config, ranks, FLAVORS["8B"], degrees, plan, 1, gathers_once)
+    return PlannedLayout(
+        config=config,
+        model=dataclasses.replace(FLAVORS["8B"], max_seq_len=8192),
+        degrees=degrees,
+        pipeline=plan,
+        local_batch_size=2,
+        accumulation=1,
+        gathers_once=gathers_once,
+    )
 
 
 def planned(seconds=1.0, memory=70.0, **parts):

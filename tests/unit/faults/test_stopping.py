@@ -1,0 +1,60 @@
+"""Ranks agree to stop, and one of them says who was asked and what follows."""
+
+import logging
+
+import pytest
+import torch
+
+from titan_lite.faults import stopping
+from titan_lite.faults.stopping import Stopping, reason, what_follows
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """A function that sets what the two ranks have received, of which this process is the first."""
+
+    def received(*names):
+        monkeypatch.setattr(stopping, "received", lambda: names[0])
+        monkeypatch.setattr(stopping.dist, "get_rank", lambda: 0)
+        monkeypatch.setattr(stopping.dist, "all_reduce", lambda tensor: tensor.fill_(sum(map(bool, names))))
+        monkeypatch.setattr(stopping, "gather_objects", lambda own: [*names])
+
+    return received
+
+
+def test_a_signal_of_any_rank_stops_all_and_is_told_once(ranks, caplog):
+    caplog.set_level(logging.WARNING, logger="titan_lite")
+    one = Stopping(torch.device("cpu"), lambda: "step 7: exiting")
+    ranks("", "")
+    assert not one.ask()
+    one.note(False)
+    assert not one.asked
+    ranks("", "SIGUSR1")
+    assert one.ask()
+    ranks("SIGTERM", "SIGUSR1")
+    assert one.ask()
+    one.note(True)
+    assert caplog.messages == ["SIGUSR1 received by rank 1 at step 7: exiting"]
+    assert caplog.records[0].event == "stop"
+
+
+@pytest.mark.parametrize(
+    ("options", "then"),
+    [
+        ({}, "saving, then exiting (code 75)"),
+        ({"saves": False}, "checkpoint.enable = false, so nothing is saved; exiting (code 75)"),
+        ({"newest": 7, "tried": 7}, "exiting (code 75)"),
+        ({"tried": 7}, "exiting; the newest step on disk is 5 (code 75)"),
+        ({"tried": 7, "saving": True}, "saving, then exiting (code 75)"),
+        ({"unfinished": False}, "saving, then exiting, as the run is done"),
+    ],
+)
+def test_what_follows(options, then):
+    values = {"saves": True, "newest": 5, "tried": 5, "saving": False, "unfinished": True, **options}
+    assert what_follows(7, **values) == f"step 7: {then}"
+
+
+def test_who_received_it():
+    assert reason(["", "SIGTERM", ""]) == "SIGTERM received by rank 1"
+    assert reason(["SIGUSR1", "SIGTERM"]) == "SIGUSR1 received by rank 0 and 1 other"
+    assert reason(["SIGTERM"] * 8) == "SIGTERM received by rank 0 and 7 others"

@@ -1,0 +1,63 @@
+"""A run stops on all ranks alike, once a signal (signals.py) has asked any of them to.
+
+stopping = Stopping(device, describe)
+stopping.note(asked)              # at the end of a step, where `asked` has travelled with the loss
+if stopping.ask(): ...            # elsewhere
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from titan_lite.faults.signals import STOPPED, received
+from titan_lite.logging import logger
+from titan_lite.ranks import gather_objects
+
+
+class Stopping:
+    """describe: says at which step the run stops and what follows (what_follows), for the log."""
+
+    def __init__(self, device: torch.device, describe: Callable[[], str]):
+        self.device, self.describe = device, describe
+        self.asked = False
+
+    def ask(self) -> bool:
+        """True once any rank has received a signal. All ranks call it together."""
+        found = torch.tensor(bool(received()), dtype=torch.int32, device=self.device)
+        dist.all_reduce(found)
+        self.note(bool(found))
+        return self.asked
+
+    def note(self, asked: bool) -> None:
+        """All ranks call it with the same value. The first time that it is True, the first rank logs who received what."""
+        if self.asked or not asked:
+            return
+        self.asked = True
+        names = gather_objects(received())
+        if dist.get_rank() == 0:  # a warning, so wherever LOG_RANK points
+            logger.warning(f"{reason(names)} at {self.describe()}", extra={"event": "stop"})
+
+
+def what_follows(step: int, *, saves: bool, newest: int | None, tried: int | None, saving: bool, unfinished: bool) -> str:
+    """The rest of a run that stops after `step`, in words.
+
+    saves: checkpoint.enable; newest: step on disk; tried: last step that a save was begun of, which is still going on if saving;
+    unfinished: it is to be started again.
+    """
+    if not saves:
+        then = "checkpoint.enable = false, so nothing is saved; exiting"
+    elif step == newest:
+        then = "exiting"
+    elif step == tried and not saving:
+        then = f"exiting; the newest step on disk is {newest}"
+    else:
+        then = "saving, then exiting"
+    return f"step {step}: {then}" + (f" (code {STOPPED})" if unfinished else ", as the run is done")
+
+
+def reason(names: Sequence[str]) -> str:
+    """("", "SIGTERM", "SIGTERM") of three ranks -> SIGTERM received by rank 1 and 1 other."""
+    ranks = [rank for rank, name in enumerate(names) if name]
+    others = len(ranks) - 1
+    return f"{names[ranks[0]]} received by rank {ranks[0]}" + (f" and {others} other{'s' * (others > 1)}" if others else "")

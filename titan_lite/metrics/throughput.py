@@ -1,0 +1,53 @@
+"""Throughput of training, in windows from one log line to the next.
+
+throughput = Throughput(tokens, ranks=8, flops_per_token=6e9, peak_flops=989e12)
+throughput.start(step)                          # training begins
+with throughput.waiting(): batch = next(loader)
+with throughput.exclude(): save()               # is no training
+values |= throughput.figures(step)              # {"tps": ..., "tflops": ..., "data_wait": ..., "step_time": ..., "mfu": ...}
+throughput.start(step)                          # of the next window, once those are logged
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Throughput:
+    """tokens: of a step, on all ranks; peak_flops: of one device, a second; None where it is not known, which leaves out mfu."""
+
+    def __init__(self, tokens: int, *, ranks: int, flops_per_token: float, peak_flops: float | None):
+        self.tokens, self.ranks, self.flops_per_token, self.peak_flops = tokens, ranks, flops_per_token, peak_flops
+        self.start(0)
+
+    def start(self, step: int) -> None:
+        """A window begins after `step`."""
+        self.began, self.first, self.waited = time.perf_counter(), step, 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within: time that counts as data_wait."""
+        started = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - started
+
+    @contextmanager
+    def exclude(self) -> Iterator[None]:
+        """Within: time that is not training, such as validation or a save."""
+        started = time.perf_counter()
+        yield
+        self.began += time.perf_counter() - started
+
+    def figures(self, step: int) -> dict[str, float]:
+        """Values of the window's steps, up to and with `step`, under the names of figures.py."""
+        seconds, steps = time.perf_counter() - self.began, step - self.first
+        tps = steps * self.tokens / self.ranks / seconds
+        values = {
+            "tps": tps,
+            "tflops": tps * self.flops_per_token / 1e12,
+            "data_wait": 100 * self.waited / seconds,
+            "step_time": seconds / steps,
+        }
+        if self.peak_flops is not None:
+            values["mfu"] = 100 * tps * self.flops_per_token / self.peak_flops
+        return values
