@@ -167,9 +167,10 @@ def memory(param):
         assert alive(flat, 0) == 0
         step(model, mesh, my_microbatches(mesh, tokens, labels, count=2), (labels != -100).sum(), gradient=False)
         shared = model_of(model)
-        for parameter, plan in shared.plans.items():
-            weights.append(reference(shared.gathered[parameter]))
-            gradients[plan.fqn] = reference(shared.sums.get(parameter, shared.gathered[parameter].grad))
+        for fqn, whole in shared.gathered.items():
+            weights.append(reference(whole))
+            gradients[fqn] = reference(shared.sums.get(fqn, whole.grad))
+        del whole
     assert alive(flat, 0) == 0
     assert len(flat) == 2 * (BUCKETS - 1)
     return most

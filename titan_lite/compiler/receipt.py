@@ -34,7 +34,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Of one graph: "forward", "backward", or "inference" without gradients.
+    """One graph's: "forward", "backward", or "inference" without gradients.
 
     before: how many collectives of parameters of each kind there were; after: those that are left, in order; moved: how many
     stand elsewhere than they did; schedule: a hash of all collectives in their order. timeline: the estimate, None for a machine
@@ -58,7 +58,7 @@ class Receipt:
 
 
 def count_collectives(graph: Graph) -> dict[str, int]:
-    """Those of parameters, by kind."""
+    """The collectives of parameters, by kind."""
     return dict(Counter(map(kind_of, parameter_collectives(graph))))
 
 

@@ -137,7 +137,7 @@ def _aot_eager(reshard: _Pass | None, compiling: Compiling, priced_as: str = "")
 
 
 def _recompute_nothing_else(graph: Graph) -> None:
-    """What no tag says is recomputed is kept, if backward reads it."""
+    """Keep for backward all that no tag says is recomputed."""
     for node in graph.nodes:
         if node.op == "call_function" and not node.meta.get("recompute"):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

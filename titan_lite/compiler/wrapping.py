@@ -123,13 +123,10 @@ def greedy(graph: Graph, machine: Machine, *, memory: int | None = None, fused: 
 
 
 def _is_of(node: Node, earlier: Node) -> bool:
-    """Whether a reduction's input is the result of the earlier one, and of nothing else."""
-    source = node
-    while len(source.all_input_nodes) == 1:
-        source = source.all_input_nodes[0]
-        if source is earlier:
-            return True
-    return False
+    """True where a reduction's input is the result of the earlier one, and of nothing else."""
+    while node is not earlier and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node is earlier
 
 
 def _grow(items: Sequence[_Item], machine: Machine, memory: int) -> list[list[_Item]]:

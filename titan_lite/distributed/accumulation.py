@@ -11,7 +11,7 @@ wrapping of SimpleFSDP (arXiv 2411.00284, section 4.1).
 
 import functools
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from titan_lite.compiler.fqns import block_of
-from titan_lite.distributed.gather import Bucket, GatherPlan, InFlight, local
+from titan_lite.distributed.gather import Bucket, GatherPlan, local
 from titan_lite.distributed.simple_fsdp import as_shard_of, model_of
 
 IN_FLIGHT = 2  # buckets that exist at once, beside the weights or gradients: one travels while another is copied
-Members = list[nn.Parameter]
+Plans = Mapping[nn.Parameter, GatherPlan]
 Started = TypeVar("Started")
 
 
@@ -43,71 +43,63 @@ def gathered_for_step(root: nn.Module, bucket_of: Callable[[str], Hashable] = bl
     finally:
         sums, model.sums = model.sums, {}
         wholes, model.gathered = model.gathered, {}
-    gradients = {p: sums.pop(plan.fqn, wholes.pop(plan.fqn).grad) for p, plan in model.plans.items()}
-    _reduce(gradients, model.plans, bucket_of)
+    found = ((parameter, sums.pop(plan.fqn, wholes.pop(plan.fqn).grad)) for parameter, plan in model.plans.items())
+    _reduce({parameter: gradient for parameter, gradient in found if gradient is not None}, model.plans, bucket_of)
 
 
 @torch.no_grad()
-def _gather(plans: Mapping[nn.Parameter, GatherPlan], bucket_of: Callable[[str], Hashable]) -> dict[str, Tensor]:
+def _gather(plans: Plans, bucket_of: Callable[[str], Hashable]) -> dict[str, Tensor]:
     """The whole weights by FQN, as leaves of autograd."""
-    wholes: dict[str, Tensor] = {}
 
     def travels_with(plan: GatherPlan) -> Hashable:  # or not at all
         return (bucket_of(plan.fqn), plan.shard_group, plan.param_dtype) if plan.shard_degree > 1 else plan
 
-    def start(members: Members, bucket: Bucket) -> InFlight:
-        return bucket.start_gather([local(parameter) for parameter in members])
-
-    def finish(members: Members, bucket: Bucket, started: InFlight) -> None:
-        for parameter, whole in zip(members, bucket.finish_gather(started), strict=True):
+    wholes: dict[str, Tensor] = {}
+    buckets = _buckets(plans, travels_with)
+    started = ((members, bucket, bucket.start_gather([*map(local, members)])) for members, bucket in buckets)
+    for members, bucket, in_flight in _few_at_a_time(started):
+        for parameter, whole in zip(members, bucket.finish_gather(in_flight), strict=True):
             wholes[plans[parameter].fqn] = whole.detach().requires_grad_(parameter.requires_grad)
-
-    _few_at_a_time(plans, travels_with, start, finish)
+        del in_flight, whole  # before the next bucket needs memory
     return wholes
 
 
-def _reduce(
-    gradients: dict[nn.Parameter, Tensor | None],
-    plans: Mapping[nn.Parameter, GatherPlan],
-    bucket_of: Callable[[str], Hashable],
-) -> None:
+def _reduce(gradients: dict[nn.Parameter, Tensor], plans: Plans, bucket_of: Callable[[str], Hashable]) -> None:
     """Gradients of the wholes, which are taken out -> `parameter.grad`."""
 
     def travels_with(plan: GatherPlan) -> Hashable:
         return bucket_of(plan.fqn), plan.shard_group, plan.sum_groups, plan.reduce_dtype
 
-    def start(members: Members, bucket: Bucket) -> Tensor:
-        return bucket.start_reduce([gradients.pop(parameter) for parameter in members])  # type: ignore[misc]
-
-    def finish(members: Members, bucket: Bucket, started: Tensor) -> None:
-        for parameter, rows in zip(members, bucket.finish_reduce(started), strict=True):
+    buckets = _buckets({parameter: plans[parameter] for parameter in gradients}, travels_with)
+    started = ((members, bucket, bucket.start_reduce([*map(gradients.pop, members)])) for members, bucket in buckets)
+    for members, bucket, in_flight in _few_at_a_time(started):
+        for parameter, rows in zip(members, bucket.finish_reduce(in_flight), strict=True):
             parameter.grad = as_shard_of(parameter, rows.to(parameter.dtype))
+        del in_flight, rows
 
-    _few_at_a_time({p: plan for p, plan in plans.items() if gradients[p] is not None}, travels_with, start, finish)
 
-
-def _few_at_a_time(
-    plans: Mapping[nn.Parameter, GatherPlan],
-    travels_with: Callable[[GatherPlan], Hashable],
-    start: Callable[[Members, Bucket], Started],
-    finish: Callable[[Members, Bucket, Started], None],
-) -> None:
-    """Start and finish each bucket, in the order of their first parameters, no more than IN_FLIGHT at once."""
-    together: dict[Hashable, Members] = defaultdict(list)
+def _buckets(plans: Plans, travels_with: Callable[[GatherPlan], Hashable]) -> list[tuple[list[nn.Parameter], Bucket]]:
+    """Parameters that travel together, in the order of the first ones."""
+    together: dict[Hashable, list[nn.Parameter]] = defaultdict(list)
     for parameter, plan in plans.items():
         together[travels_with(plan)].append(parameter)
-    under_way: deque[tuple[Members, Bucket, Started]] = deque()
-    for members in together.values():
-        bucket = Bucket(tuple(plans[parameter] for parameter in members))
-        under_way.append((members, bucket, start(members, bucket)))
+    return [(members, Bucket(tuple(map(plans.__getitem__, members)))) for members in together.values()]
+
+
+def _few_at_a_time(started: Iterable[Started]) -> Iterator[Started]:
+    """Each in its order, once IN_FLIGHT are started and not yet finished; what is yielded is not kept."""
+    under_way: deque[Started] = deque()
+    for each in started:
+        under_way.append(each)
+        del each
         if len(under_way) == IN_FLIGHT:
-            finish(*under_way.popleft())
+            yield under_way.popleft()
     while under_way:
-        finish(*under_way.popleft())
+        yield under_way.popleft()
 
 
 def gradient_leaves(root: nn.Module) -> list[Tensor]:
-    """What autograd accumulates into: the gathered weights within `gathered_for_step`, else the parameters."""
+    """The tensors that autograd accumulates into: the gathered weights within `gathered_for_step`, else the parameters."""
     model = model_of(root)
     return [model.gathered.get(plan.fqn, parameter) for parameter, plan in model.plans.items()]
 

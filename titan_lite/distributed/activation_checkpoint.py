@@ -11,17 +11,17 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-aten = torch.ops.aten
+from titan_lite.compiler.collectives import aten, collectives
+
 # What is expensive to compute again, with all attention kernels that F.scaled_dot_product_attention may choose; and the
 # reduce-scatters of tensor parallelism, whose results are small. What it and context parallelism gather is gathered again.
 EXPENSIVE = frozenset(
     {
         aten.mm.default,
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        collectives.reduce_scatter_tensor.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
@@ -45,7 +45,7 @@ def apply_activation_checkpoint(blocks: nn.ModuleDict, mode: str, option: str = 
 
 
 def recomputes(block: int, mode: str, option: str) -> bool:
-    """Whether the block of that number runs again in backward, at least some of its operators."""
+    """True where at least some operators of the block of that number run again in backward."""
     if mode in ("none", "memory_budget"):
         return False
     return mode == "full" or option in ("op", "op/2") or block % int(option) == 0
@@ -71,7 +71,7 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 
 def _keep_every_second() -> Any:
-    """Of matrix products, as TorchTitan's selective checkpointing by operator does (arXiv 2410.06511)."""
+    """Keep every second matrix product, as TorchTitan's selective checkpointing by operator does (arXiv 2410.06511)."""
     products = {False: 0, True: 0}  # so far, in forward and when it is run again
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

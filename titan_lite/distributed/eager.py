@@ -1,4 +1,4 @@
-"""What eager mode adds to the plain collectives, and graph passes do under torch.compile: resharding and overlap.
+"""Resharding and overlap in eager mode; under torch.compile graph passes do both.
 
     eager = Eager()                                 # one for a model
     with eager.forward(reshard=True):               # what autograd saves of a weight that `remember` was told of is dropped
@@ -23,7 +23,7 @@ from titan_lite.distributed.gather import GatherPlan, InFlight, local
 
 
 class Eager:
-    """What is shared by the reads of one model's weights.
+    """The state that the reads of one model's weights share.
 
     Resharding: whatever autograd would save of a weight that is not kept is dropped, and gathered anew in backward. A read is
     remembered by the address of the gathered weight's storage, so that its views (the transpose that a matrix product saves)
@@ -42,10 +42,8 @@ class Eager:
         self.reads: dict[int, tuple[weakref.ref[Tensor], nn.Parameter, GatherPlan]] | None = None
         self.backward = False
         self.order: list[tuple[Tensor, GatherPlan]] = []  # of the gathers in this forward or backward so far
-        self.last_order: dict[bool, list[tuple[Tensor, GatherPlan]]] = {
-            False: [],
-            True: [],
-        }  # in the last backward (True) or forward
+        # in the last backward (True) or forward
+        self.last_order: dict[bool, list[tuple[Tensor, GatherPlan]]] = {False: [], True: []}
         self.gathering: dict[tuple[GatherPlan, int], InFlight] = {}  # the address tells whether the shard is still the same
         self.reducing: deque[AsyncCollectiveTensor] = deque()
 

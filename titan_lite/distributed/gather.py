@@ -1,4 +1,4 @@
-"""How sharded parameters become whole, and how gradients of the whole become those of the shards; by what collectives.
+"""The collectives that make sharded parameters whole, and gradients of the whole those of the shards.
 
     whole = plan.gather(shard)                                      # as nodes of a graph
     whole = plan.start_gather(shard).wait()                         # in eager mode
@@ -47,7 +47,7 @@ class InFlight(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """How one parameter is gathered and its gradient reduced; plain values only, so that tracing sees constants.
+    """The gathering of one parameter and the reduction of its gradient; plain values only, so that tracing sees constants.
 
     fqn: its name, the first one where weights are tied. rows: length of dimension 0 of the whole; own_rows: of this rank's
     shard. A shard has ceil(rows / shard_degree) rows, the last shards fewer or none: these are padded for the collectives.
@@ -108,7 +108,7 @@ class GatherPlan:
         return collectives.all_reduce(gradient.contiguous(), "sum", self.sum_groups[0]) if self.sum_groups else gradient
 
     def finish_reduce(self, gradient: Tensor) -> Tensor:
-        """What start_reduce gave -> the sum over all groups."""
+        """The result of start_reduce -> the sum over all groups."""
         if self.shard_degree > 1 or self.sum_groups:
             gradient = collectives.wait_tensor(gradient)[: self.own_rows]
         # after the reduce-scatter: only a shard travels between copies

@@ -206,7 +206,7 @@ def _ranks_of_stages(order: Order) -> tuple[int, ...]:
 
 
 def one_stage_order(schedule: str, degree: int, microbatches: int) -> Order:
-    """What "GPipe" or "1F1B" does."""
+    """The order of "GPipe" or "1F1B"."""
     order = {}
     for rank in range(degree):
         ahead = microbatches if schedule == "GPipe" else min(microbatches, degree - rank)  # forwards before the first backward
@@ -216,7 +216,7 @@ def one_stage_order(schedule: str, degree: int, microbatches: int) -> Order:
 
 
 def order_of(parallelism: Parallelism, plan: PipelinePlan) -> Order:
-    """What each pipeline rank does, of a plan that can run; no stage has to be there."""
+    """The actions of each pipeline rank, of a plan that can run; no stage has to be there."""
     degree, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     if plan.order:
         return {rank: [_Action.from_str(action) for action in row] for rank, row in enumerate(plan.order)}

@@ -193,7 +193,7 @@ def model_of(root: nn.Module) -> _Model:
 
 
 def tracing() -> bool:
-    """Whether this code is becoming a graph, under torch.compile or make_fx."""
+    """True while this code is becoming a graph, under torch.compile or make_fx."""
     return torch.compiler.is_compiling() or _are_we_tracing()
 
 

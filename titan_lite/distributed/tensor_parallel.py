@@ -29,7 +29,7 @@ from titan_lite.compiler.collectives import collectives
 
 @dataclass(frozen=True)
 class Style:
-    """What a module does. weight: the dimension of its weight that is split, None for a weight that every rank holds (or for
+    """The part of a module. weight: the dimension of its weight that is split, None for a weight that every rank holds (or for
     none at all); gathers: its input has own tokens, and it wants all; scatters: its output is a sum over ranks of all tokens,
     and own tokens are wanted; vocabulary: it looks up own rows of a table.
     """

@@ -232,9 +232,6 @@ class Transformer(nn.Module):
             return 0.02 / math.sqrt(2 * (int(layer) + 1)), 2.0
         return 0.02, 2.0
 
-    def flops_per_token(self, seq_len: int) -> int:
-        return flops_per_token(self.config, seq_len)
-
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     """Floating-point operations that training on one token needs: forward plus backward, recomputation not counted.

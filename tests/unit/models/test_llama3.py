@@ -365,7 +365,7 @@ def test_flops_per_token_are_those_that_torch_counts():
         model(tokens).sum().backward()
     counts = {operator.__name__: count for operator, count in counter.get_flop_counts()["Global"].items()}
     assert counts.keys() == {"mm", "bmm"}
-    assert model.flops_per_token(length) * rows * length == counts["mm"] + counts["bmm"] / 2
+    assert flops_per_token(model.config, length) * rows * length == counts["mm"] + counts["bmm"] / 2
 
 
 def test_any_length_up_to_the_longest():
