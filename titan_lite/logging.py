@@ -37,6 +37,13 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}\n")
 
 
+def at_least_one(text: str) -> int:
+    """An option's value, for argparse."""
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text}: expected an integer at least 1, such as 5")
+    return int(text)
+
+
 def log_ranks(world_size: int) -> set[int]:
     """The ranks that print. Raises ValueError where LOG_RANK is not a list of ranks that there are."""
     text = os.environ.get("LOG_RANK", "0")

@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 from titan_lite.config import Config, ConfigError
 from titan_lite.config.recipe import load_config, to_toml
@@ -22,7 +23,8 @@ from titan_lite.logging import events, init_logging, show
 from titan_lite.recipe import print_help
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], observe: Any = None) -> int:
+    """observe: as in Trainer."""
     if not arguments or "--help" in arguments or "-h" in arguments:
         return print_help(arguments)
     try:
@@ -33,7 +35,7 @@ def main(arguments: list[str]) -> int:
             return 0
         if config.checkpoint.explain:
             return explain(config)
-        return train(config)
+        return train(config, observe)
     except ConfigError as error:
         return report(error, signals.WRONG_INPUT)
 
@@ -48,7 +50,7 @@ def explain(config: Config) -> int:
     return 0
 
 
-def train(config: Config) -> int:
+def train(config: Config, observe: Any = None) -> int:
     signals.listen()
     set_single_process_environment()
     try:
@@ -65,7 +67,7 @@ def train(config: Config) -> int:
 
     try:
         with events.failures():
-            trained = Trainer(config).train()
+            trained = Trainer(config, observe=observe).train()
     except TrainingError as error:
         return report(error, signals.FAILED)
     # Only now: after a failure the other ranks are in the middle of something, and would be waited for.

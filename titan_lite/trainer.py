@@ -61,10 +61,6 @@ DeviceBatch = tuple[Tensor, Tensor, Tensor | None]  # input, label and, with tra
 Observe = Callable[[str, "Trainer"], None]
 
 
-def unobserved(moment: str, trainer: "Trainer") -> None:
-    """Nobody looks on."""
-
-
 class Trainer:
     """One rank of a run.
 
@@ -73,8 +69,8 @@ class Trainer:
     "backward" (gradients are there), "step" (it is done); "validation" (before each batch), "save" (before it).
     """
 
-    def __init__(self, config: Config, *, model: ModelConfig | None = None, observe: Observe = unobserved):
-        self.config, self.observe = config, observe
+    def __init__(self, config: Config, *, model: ModelConfig | None = None, observe: Observe | None = None):
+        self.config, self.observe = config, observe or (lambda moment, trainer: None)
         self.dump_folder = Path(config.job.dump_folder)
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.layout = make_layout(config, self.world_size, model)
