@@ -28,27 +28,27 @@ from torch import Tensor
 from titan_lite.checkpoint.weights import TOKENIZER_FILES, Weights, check_tokenizer, load, open_weights
 from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from titan_lite.distributed.context_parallel import attend_to_the_past
 from titan_lite.logging import Parser, init_logging, show
-from titan_lite.models.llama3 import Attention, Transformer, rope_tables
+from titan_lite.models.llama3 import Attention, ModelConfig, Transformer, rope_tables
 
 
-class Cache:
-    """Keys and values of the tokens so far, in place of `Attention.attend`."""
+class CachedAttention(Attention):
+    """Keeps keys and values of the tokens so far, at most config.max_seq_len."""
 
-    def __init__(self, attention: Attention, max_tokens: int):
-        self.max_tokens, self.tokens = max_tokens, 0
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.max_tokens, self.tokens = config.max_seq_len, 0
         self.keys = self.values = torch.empty(0)
-        attention.attend = self.attend  # type: ignore[method-assign]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """q (B, t, H, D), k and v (B, t, K, D) of the tokens that follow -> (B, t, H, D)."""
         if not self.tokens:
             self.keys, self.values = (x.new_empty(x.shape[0], self.max_tokens, *x.shape[2:]) for x in (k, v))
-        past = slice(0, self.tokens + k.shape[1])
-        self.keys[:, self.tokens : past.stop], self.values[:, self.tokens : past.stop] = k, v
-        self.tokens = past.stop
-        return attend_to_the_past(q, self.keys[:, past], self.values[:, past])
+        before, self.tokens = self.tokens, self.tokens + k.shape[1]
+        self.keys[:, before : self.tokens], self.values[:, before : self.tokens] = k, v
+        if before:  # without a mask the first query would see the first key alone
+            mask = torch.ones(q.shape[1], self.tokens, dtype=torch.bool, device=q.device).tril(before)
+        return super().attend(q, self.keys[:, : self.tokens], self.values[:, : self.tokens], mask)
 
 
 class Decoder:
@@ -56,8 +56,6 @@ class Decoder:
 
     def __init__(self, model: Transformer):
         self.model, self.tokens = model, 0
-        for layer in model.layers.values():
-            Cache(layer.attention, model.config.max_seq_len)  # type: ignore[arg-type]
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -75,14 +73,18 @@ class Decoder:
 
 
 def build_model(weights: Weights, max_tokens: int, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """A whole model on one device, with room for so many tokens. Raises ConfigError."""
+    """A whole model on one device that remembers up to `max_tokens` tokens. Raises ConfigError."""
     if max_tokens > weights.config.max_seq_len:
         raise ConfigError(
             f"prompt and --max-new-tokens are {max_tokens} tokens together; the {weights.config.max_seq_len} that this model was "
             "made for would work"
         )
+    config = dataclasses.replace(weights.config, max_seq_len=max_tokens)
     with torch.device("meta"):
-        model = Transformer(dataclasses.replace(weights.config, max_seq_len=max_tokens)).to(dtype)
+        model = Transformer(config)
+        for layer in model.layers.values():
+            layer.attention = CachedAttention(config)
+        model.to(dtype)
     model.to_empty(device=device)
     if weights.config.tied_embeddings:
         model.output.weight = model.tok_embeddings.weight  # type: ignore[union-attr]
@@ -153,10 +155,7 @@ def find_tokenizer(weights: Weights, path: str) -> Tokenizer:
     path = path or next(iter(found), "")
     if not path:
         raise ConfigError(f"{weights.folder} has no tokenizer that can be read; --tokenizer FILE would work")
-    try:
-        tokenizer = load_tokenizer(path)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("model.tokenizer_path =", "--tokenizer")) from None
+    tokenizer = load_tokenizer(path, "--tokenizer")
     check_tokenizer(weights, path, tokenizer.vocab_size, tokenizer.sha256)
     return tokenizer
 
