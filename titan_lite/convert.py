@@ -113,7 +113,7 @@ def write_hf(
 def _understand(weights: Weights, path: Path, asked_for: bool) -> Tokenizer | None:
     """None: it is told that it is not understood. Raises ConfigError where it is not the model's."""
     try:
-        tokenizer = load_tokenizer(path, "--tokenizer")
+        tokenizer = load_tokenizer(path, "--tokenizer" if asked_for else "tokenizer")
     except ConfigError as error:
         if asked_for:
             raise

@@ -40,6 +40,9 @@ class CachedAttention(Attention):
         self.max_tokens, self.tokens = config.max_seq_len, 0
         self.keys = self.values = torch.empty(0)
 
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, cos[self.tokens :], sin[self.tokens :], mask)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """q (B, t, H, D), k and v (B, t, K, D) of the tokens that follow -> (B, t, H, D)."""
         if not self.tokens:
@@ -51,46 +54,41 @@ class CachedAttention(Attention):
         return super().attend(q, self.keys[:, : self.tokens], self.values[:, : self.tokens], mask)
 
 
-class Decoder:
-    """The model with a memory: told the tokens that follow, it computes these alone. At most config.max_seq_len in all."""
+class Decoder(Transformer):
+    """The model with a memory: given the tokens that follow, it computes these alone. At most config.max_seq_len in all."""
 
-    def __init__(self, model: Transformer):
-        self.model, self.tokens = model, 0
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        for layer in self.layers.values():
+            layer.attention = CachedAttention(config)
 
     @torch.inference_mode()
-    def __call__(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, begins: Tensor | None = None) -> Tensor:
         """tokens (B, t) -> logits (B, V) of the one after them."""
-        model = self.model
-        assert model.tok_embeddings is not None
-        assert model.norm is not None
-        assert model.output is not None
-        here = slice(self.tokens, self.tokens + tokens.shape[1])
-        self.tokens = here.stop
-        x = model.tok_embeddings(tokens)
-        for layer in model.layers.values():
-            x = layer(x, model.rope_cos[here], model.rope_sin[here])
-        return model.output(model.norm(x[:, -1]))
+        assert self.tok_embeddings is not None
+        assert self.norm is not None
+        assert self.output is not None
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            x = layer(x, self.rope_cos, self.rope_sin)
+        return self.output(self.norm(x[:, -1]))
 
 
-def build_model(weights: Weights, max_tokens: int, device: torch.device, dtype: torch.dtype) -> Transformer:
+def build_decoder(weights: Weights, max_tokens: int, device: torch.device, dtype: torch.dtype) -> Decoder:
     """A whole model on one device that remembers up to `max_tokens` tokens. Raises ConfigError."""
     if max_tokens > weights.config.max_seq_len:
         raise ConfigError(
             f"prompt and --max-new-tokens are {max_tokens} tokens together; the {weights.config.max_seq_len} that this model was "
             "made for would work"
         )
-    config = dataclasses.replace(weights.config, max_seq_len=max_tokens)
     with torch.device("meta"):
-        model = Transformer(config)
-        for layer in model.layers.values():
-            layer.attention = CachedAttention(config)
-        model.to(dtype)
-    model.to_empty(device=device)
+        decoder = Decoder(dataclasses.replace(weights.config, max_seq_len=max_tokens)).to(dtype)
+    decoder.to_empty(device=device)
     if weights.config.tied_embeddings:
-        model.output.weight = model.tok_embeddings.weight  # type: ignore[union-attr]
-    load(weights, dict(model.named_parameters()))
-    model.rope_cos, model.rope_sin = rope_tables(weights.config, range(max_tokens), device)
-    return model
+        decoder.output.weight = decoder.tok_embeddings.weight  # type: ignore[union-attr]
+    load(weights, dict(decoder.named_parameters()))
+    decoder.rope_cos, decoder.rope_sin = rope_tables(weights.config, range(max_tokens), device)
+    return decoder
 
 
 def sample(logits: Tensor, generator: torch.Generator, *, temperature: float, top_k: int, top_p: float) -> int:
@@ -123,7 +121,7 @@ def generate(
     Drawn on the CPU in float32, so that a seed means the same on every device.
     """
     generator = torch.Generator().manual_seed(seed)
-    device, tokens = decoder.model.rope_cos.device, list(prompt)
+    device, tokens = decoder.rope_cos.device, list(prompt)
     for _ in range(max_new_tokens):
         logits = decoder(torch.tensor([tokens], device=device))[0, :vocab_size].float().cpu()
         tokens = [sample(logits, generator, temperature=temperature, top_k=top_k, top_p=top_p)]
@@ -221,19 +219,10 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = find_tokenizer(weights, options.tokenizer)
     prompt = tokenizer.encode(options.prompt, bos=True)
     dtype = getattr(torch, options.dtype) if options.dtype else weights.dtypes["tok_embeddings.weight"]
-    model = build_model(weights, len(prompt) + options.max_new_tokens, device, dtype)
+    decoder = build_decoder(weights, len(prompt) + options.max_new_tokens, device, dtype)
     stop = stop_tokens(weights, tokenizer)
-    tokens = generate(
-        Decoder(model),
-        prompt,
-        max_new_tokens=options.max_new_tokens,
-        stop=stop,
-        vocab_size=tokenizer.vocab_size,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-    )
+    asked = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")}
+    tokens = generate(decoder, prompt, stop=stop, vocab_size=tokenizer.vocab_size, **asked)
     print(f"{weights.folder}, {weights.kind}; {device}, {str(dtype).removeprefix('torch.')}", file=sys.stderr)
     print(options.prompt, end="", flush=True)
     started, drawn = time.perf_counter(), list[int]()

@@ -102,10 +102,9 @@ class HuggingFaceFolder:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        content = manifest.read_json(folder / "config.json")
         try:
-            self.config = config_from_hf(manifest.read_json(folder / "config.json"))
-        except Damaged:
-            raise
+            self.config = config_from_hf(content)
         except ValueError as error:
             raise Damaged(f"config.json: {error}") from None
         self.names = hf_names(self.config)
