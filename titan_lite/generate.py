@@ -159,7 +159,7 @@ def find_tokenizer(weights: Weights, path: str) -> Tokenizer:
 
 
 def stop_tokens(weights: Weights, tokenizer: Tokenizer) -> set[int]:
-    """Those that end a text: our tokenizer's, and what the folder says."""
+    """Tokens that end a text: the tokenizer's, and what the folder says."""
     ends = weights.special_tokens["eos_token_id"]
     return {tokenizer.eos_id} | set(ends if isinstance(ends, list) else [] if ends is None else [ends])
 

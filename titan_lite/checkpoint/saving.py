@@ -100,6 +100,9 @@ class Checkpointer:
     def path_of(self, step: int) -> Path:
         return self.folder / f"step-{step}"
 
+    def _unfinished(self, step: int) -> Path:
+        return self.folder / f"unfinished-step-{step}"
+
     def present(self) -> list[int]:
         """The steps that have a folder, whole or not, oldest first."""
         try:
@@ -294,9 +297,8 @@ class Checkpointer:
 
     def _save(self, step: int, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], state: dict[str, Any]) -> None:
         """Ends with `failure` set alike on all ranks, or a whole step."""
-        unfinished = self.folder / f"unfinished-step-{step}"
         try:
-            self._commit(step, unfinished, tensors, copies, state)
+            self._commit(step, tensors, copies, state)
         except (Exception, CheckpointException) as error:
             self.failure = CheckpointError(f"step {step} was not saved in {self.folder}: {_reasons(error)}")
             self.failure.__cause__ = error
@@ -304,16 +306,14 @@ class Checkpointer:
                 goes_on = self.config.on_failure == "continue" and not is_communication(error)
                 then = '; the run goes on (checkpoint.on_failure = "continue")' if goes_on else ""
                 logger.warning(f"NOTHING WAS SAVED: {self.failure}{then}")
-                shutil.rmtree(unfinished, ignore_errors=True)
+                shutil.rmtree(self._unfinished(step), ignore_errors=True)
         else:
             self.newest = step
             if dist.get_rank() == 0:  # nobody waits for it
                 self._retain()
 
-    def _commit(
-        self, step: int, unfinished: Path, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], state: dict[str, Any]
-    ) -> None:
-        rank, path = dist.get_rank(), self.path_of(step)
+    def _commit(self, step: int, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], state: dict[str, Any]) -> None:
+        rank, path, unfinished = dist.get_rank(), self.path_of(step), self._unfinished(step)
         files: dict[str, dict[str, Any]] = {}
         needed = sum(self._gather(sum(map(tensor_files.share, tensors.values()))))
 
@@ -360,7 +360,7 @@ class Checkpointer:
             logger.warning(f"an old step was not deleted: {error}")
 
     def _remove_leftovers(self) -> None:
-        """What a run that was killed left half written or half deleted."""
+        """Delete steps that a run which was killed left half written or half deleted."""
         for path in (*self.folder.glob("unfinished-step-*"), *self.folder.glob("deleting-step-*")):
             try:
                 shutil.rmtree(path)
@@ -386,7 +386,7 @@ class Checkpointer:
                 raise ConfigError(other)
 
     def _together(self, work: Callable[[], T] | None) -> list[T | None]:
-        """What `work` returned on each rank. Raises CheckpointError on all where it failed on one."""
+        """Returns what `work` did on each rank. Raises CheckpointError on all where it failed on one."""
         result, error = None, ""
         try:
             result = work() if work is not None else None

@@ -43,7 +43,7 @@ _DTYPES = {("torch", name): value for name, value in vars(torch).items() if isin
 
 
 def _admitted() -> dict[tuple[str, str], Any]:
-    """What a file may ask for, made for it alone: subclasses and functions that nobody else has."""
+    """Names that a file may ask for -> things made for it alone: subclasses and functions that nobody else has."""
 
     def memory_format(value: int) -> Any:
         return dcp._MEM_FORMAT_ENCODING(value)

@@ -90,7 +90,7 @@ class StepFolder:
             dcp.load(tensors, storage_reader=tensor_files.Reader(self.folder, self.metadata), no_dist=True)
 
     def tokenizer_files(self) -> list[Path]:
-        """That of the run's recipe, where it still lies there, and what stands beside a tokenizer.json."""
+        """The tokenizer of the run's recipe, where it still lies there, and what stands beside a tokenizer.json."""
         path = self.state.get("recipe", {}).get("model", {}).get("tokenizer_path")
         return tokenizer_files(path) if path and Path(path).is_file() else []
 
@@ -141,7 +141,7 @@ class HuggingFaceFolder:
         return files
 
     def _drop_copies(self, stored: dict[str, tuple[torch.Size, str]]) -> None:
-        """What some folders hold beside the parameters: frequencies that are computed, and tied weights a second time."""
+        """Leaves out what some folders hold beside parameters: frequencies that are computed, tied weights a second time."""
         for name in [name for name in stored if name.endswith("rotary_emb.inv_freq")]:
             del stored[name]
         embedding, output = "model.embed_tokens.weight", "lm_head.weight"
