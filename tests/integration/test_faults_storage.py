@@ -140,7 +140,7 @@ def test_a_run_goes_on_from_the_step_before_an_altered_one_as_if_it_had_not_been
     flip(tmp_path / "checkpoint/step-4" / file)
     again = train(tmp_path, "--training.steps", "4")
     assert again.returncode == 0
-    assert re.search(rf"step-4 is not loaded: {file} (was altered|is no manifest): .*; set aside as invalid-step-4", again.stdout)
+    assert re.search(rf"step-4 is not loaded: {file} (was altered|is no JSON): .*; set aside as invalid-step-4", again.stdout)
     assert "step-2" in re.search(r"resumed from (\S+)", again.stdout)[1]
     found = read_metrics(tmp_path / "metrics.jsonl")
     for step in (3, 4):

@@ -59,7 +59,7 @@ ROOMS = {
     "recipe": ("titan_lite.config", "titan_lite.logging"),
     "launch": ("torch", "titan_lite.faults.signals"),
     "convert": (*PART, "safetensors", "titan_lite.manifest", "titan_lite.models", "titan_lite.checkpoint", "titan_lite.data"),
-    "generate": (*PART, "titan_lite.models", "titan_lite.checkpoint.weights", "titan_lite.data", "titan_lite.distributed"),
+    "generate": (*PART, "titan_lite.models", "titan_lite.checkpoint.weights", "titan_lite.data"),
     "trainer": (*PART, "titan_lite"),  # the assembler
     "train": (*PART, "titan_lite.recipe", "titan_lite.trainer", "titan_lite.faults"),
     "verify": (*PART, "titan_lite"),  # runs the trainer, and looks into it
