@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan_lite.config import ConfigError, Data
-from titan_lite.data.files import BadDocument, Piece, local_files, local_pieces, parse, read_piece, text_of
+from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
+from titan_lite.data.files import Piece, local_files, local_pieces, read_piece, text_of
 from titan_lite.data.prepared import PreparedSource, prepared_fingerprint
 
 logger = logging.getLogger(__name__)
@@ -155,17 +156,9 @@ class PiecewiseSource:
         return _belongs(name, self.split, self.data.validation_fraction)
 
     def _text(self, piece: Piece, place: int, raw: Any) -> str | BadDocument:
-        try:
-            if piece.format == ".txt":
-                place, raw = next(read_piece(piece, self.data))
-            if not self.hub:
-                return text_of(raw, piece, place, self.data)
-            try:
-                return parse(raw, self.data)
-            except ValueError as error:
-                raise BadDocument(piece.file, f"document {place}", str(error)) from None
-        except BadDocument as bad:
-            return bad
+        if piece.format == ".txt":
+            place, raw = next(read_piece(piece, self.data))
+        return text_of(raw, piece, place, self.data)
 
 
 Source = StdlibSource | PiecewiseSource | PreparedSource
@@ -189,6 +182,7 @@ def check_data(data: Data) -> None:
     Raises:
         ConfigError: as `build_source` and reading would.
     """
+    policy = BadDocumentPolicy(data)
     for _, part in data.mixture():
         if part.dataset == "stdlib":
             _stdlib_text(StdlibSource(part, "train", seed=0).names[0])
@@ -198,16 +192,8 @@ def check_data(data: Data) -> None:
                 raise ConfigError(f'data.path = "{part.path}" has no document in it; files with some would work')
             for piece in {piece.format: piece for piece in reversed(pieces)}.values():
                 for place, raw in itertools.islice(read_piece(piece, part), 1):
-                    try:
-                        text_of(raw, piece, place, part)
-                    except BadDocument as bad:
-                        if part.on_bad_document == "error":
-                            raise refusal(bad) from None
-
-
-def refusal(bad: BadDocument) -> ConfigError:
-    """The error that a document is, unless it is to be skipped."""
-    return ConfigError(f'{bad}; repair it or take it out, or data.on_bad_document = "skip" would work')
+                    if isinstance(text := text_of(raw, piece, place, part), BadDocument):
+                        policy.skip(text)
 
 
 def fingerprint(data: Data) -> str:

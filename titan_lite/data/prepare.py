@@ -31,7 +31,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,8 +41,8 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from titan_lite import manifest
 from titan_lite.config import ConfigError, Data
 from titan_lite.config.recipe import load_config
-from titan_lite.data.dataset import NoDocuments, Split, build_source, fingerprint, refusal
-from titan_lite.data.files import BadDocument
+from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
+from titan_lite.data.dataset import NoDocuments, Split, build_source, fingerprint
 from titan_lite.data.prepared import FORMAT, SPLITS, manifest_text, read_manifest
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import Parser, init_logging, logger, show
@@ -58,7 +57,7 @@ _BATCH = 1 << 18  # characters that are encoded together, about a tenth of a sec
 class Batch(NamedTuple):
     next_ordinal: int  # of the document after it
     texts: list[str]
-    bad: list[dict[str, str]]  # documents that are skipped
+    bad: list[BadDocument]  # skipped
 
 
 def prepare(data: Data, tokenizer: Tokenizer, folder: Path, *, workers: int, shard_tokens: int = 1 << 28) -> dict[str, Any]:
@@ -154,10 +153,12 @@ def _short(value: Any) -> str:
 def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, progress: dict[str, Any], workers: int) -> None:
     """The shards of a split that are left to write. A shard ends where a batch does: so a resumed run makes the same batches."""
     about, shards = progress["about"], progress["splits"][split]
-    batches = _batches(dataclasses.replace(data, shuffle=False), split, progress["next"], min(_BATCH, about["shard_tokens"]))
+    policy = BadDocumentPolicy(data, [(bad["file"], bad["place"]) for bad in progress["bad"]])
+    in_order, most = dataclasses.replace(data, shuffle=False), min(_BATCH, about["shard_tokens"])
+    batches = _batches(in_order, split, progress["next"], most, policy)
     dtype = np.dtype(about["dtype"]).newbyteorder("<")
     shard: _Shard | None = None
-    bad: list[dict[str, str]] = []
+    bad: list[BadDocument] = []
 
     def keep(next_ordinal: int) -> None:
         """From now on what is written stays."""
@@ -165,7 +166,7 @@ def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, p
             progress["files"].update(shard.close())
             shards.append({"name": shard.name, "documents": shard.documents, "tokens": shard.tokens})
             logger.info(f"{shard.name}: {shard.documents:,} documents, {shard.tokens:,} tokens")
-        progress["bad"] += bad
+        progress["bad"] += [document._asdict() for document in bad]
         progress["next"] = next_ordinal
         bad.clear()
         _write_progress(folder, progress)
@@ -174,11 +175,6 @@ def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, p
     with logging_redirect_tqdm([logger]), tqdm(desc=split, unit=" tokens", unit_scale=True, initial=done, disable=None) as bar:
         for batch, encoded in _encoded(batches, tokenizer, dtype, workers):
             bad += batch.bad
-            if len(progress["bad"]) + len(bad) > data.max_bad_documents:
-                raise ConfigError(
-                    f"data.max_bad_documents = {data.max_bad_documents}: there are more, the last one {bad[-1]['file']}, "
-                    f"{bad[-1]['place']}: {bad[-1]['reason']}; a higher one, or other documents, would work"
-                )
             if encoded:
                 shard = shard or _Shard(folder, f"{split}-{len(shards):05d}")
                 shard.write(encoded)
@@ -233,7 +229,7 @@ class _Shard:
         }
 
 
-def _batches(data: Data, split: Split, start: int, most: int) -> Iterator[Batch]:
+def _batches(data: Data, split: Split, start: int, most: int, policy: BadDocumentPolicy) -> Iterator[Batch]:
     """The first epoch from ordinal `start` on, in portions of `most` characters, or a document more."""
     batch, characters = Batch(start, [], []), 0
     try:
@@ -242,9 +238,8 @@ def _batches(data: Data, split: Split, start: int, most: int) -> Iterator[Batch]
             if source.epoch(ordinal):
                 break
             if isinstance(document, BadDocument):
-                if data.on_bad_document == "error":
-                    raise refusal(document)
-                batch.bad.append({"file": document.file, "place": document.place, "reason": document.reason})
+                policy.skip(document)
+                batch.bad.append(document)
             else:
                 assert isinstance(document, str)
                 batch.texts.append(document)
@@ -296,7 +291,7 @@ def _start_worker(tokenizer: Tokenizer, dtype: np.dtype) -> None:
 
     def end_with_parent() -> None:
         """Its siblings hold the pipe open that would otherwise tell."""
-        wait([parent.sentinel])
+        parent.join()
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()

@@ -262,7 +262,7 @@ def test_bad_documents_are_an_error_or_skipped_and_listed(tmp_path):
     with pytest.raises(ConfigError, match=r"a.jsonl, line 8: .*on_bad_document"):
         prepare(local(tmp_path / "a.jsonl"), TOKENIZER, tmp_path / "p", workers=0, shard_tokens=99)
     skip = local(tmp_path / "a.jsonl", on_bad_document="skip")
-    with pytest.raises(ConfigError, match=r"data.max_bad_documents = 2: there are more, the last one .*a.jsonl, line"):
+    with pytest.raises(ConfigError, match=r"data.max_bad_documents = 2: there are 3, the last one .*a.jsonl, line"):
         prepare(dataclasses.replace(skip, max_bad_documents=2), TOKENIZER, tmp_path / "q", workers=0, shard_tokens=99)
     # what was advised goes on from there
     described = prepare(skip, TOKENIZER, tmp_path / "q", workers=0, shard_tokens=99)
