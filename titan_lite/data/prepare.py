@@ -43,7 +43,7 @@ from titan_lite.config import ConfigError, Data
 from titan_lite.config.recipe import load_config
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
 from titan_lite.data.dataset import NoDocuments, Split, build_source, fingerprint
-from titan_lite.data.prepared import FORMAT, SPLITS, manifest_text, read_manifest
+from titan_lite.data.prepared import FORMAT, SPLITS, read_manifest
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import Parser, init_logging, logger, show
 
@@ -86,11 +86,9 @@ def prepare(data: Data, tokenizer: Tokenizer, folder: Path, *, workers: int, sha
                 if split in progress["left"]:
                     _write_split(split, data, tokenizer, unfinished, progress, workers)
             described = {**about, **{key: progress[key] for key in ("splits", "bad", "files")}}
-            manifest.write_text(unfinished / manifest.NAME, manifest_text(described))
+            manifest.write_sealed(unfinished / manifest.NAME, described)
             (unfinished / PROGRESS).unlink()
-            manifest.sync(unfinished)
-            unfinished.rename(folder)
-            manifest.sync(folder.parent)
+            manifest.publish(unfinished, folder)
     except BlockingIOError:
         raise ConfigError(f"{unfinished} is being written by another process; wait for that, or name another folder") from None
     except OSError as error:
@@ -132,7 +130,7 @@ def _begun(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
         progress |= {"left": list(SPLITS), "next": 0}  # to write, from which ordinal on
         if not about["data"]["validation_fraction"] and about["data"]["dataset"] != "c4":
             progress["left"].remove("validation")
-        _write_progress(folder, progress)  # by which the folder is known as ours
+        manifest.write_whole(path, json.dumps(progress))  # by which the folder is known as ours
     for suffix in ("tokens", "documents"):
         for file in folder.glob(f"*.{suffix}"):
             if file.name not in progress["files"]:
@@ -169,7 +167,7 @@ def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, p
         progress["bad"] += [document._asdict() for document in bad]
         progress["next"] = next_ordinal
         bad.clear()
-        _write_progress(folder, progress)
+        manifest.write_whole(folder / PROGRESS, json.dumps(progress))
 
     done = sum(shard["tokens"] for shard in shards)
     with logging_redirect_tqdm([logger]), tqdm(desc=split, unit=" tokens", unit_scale=True, initial=done, disable=None) as bar:
@@ -188,13 +186,6 @@ def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, p
     keep(0)
 
 
-def _write_progress(folder: Path, progress: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    manifest.write_text(folder / f"{PROGRESS}.new", json.dumps(progress))
-    os.replace(folder / f"{PROGRESS}.new", folder / PROGRESS)
-    manifest.sync(folder)
-
-
 class _Shard:
     """Two files that grow, and their SHA-256 with them."""
 
@@ -202,7 +193,6 @@ class _Shard:
         self.name, self.documents, self.tokens = name, 0, 0
         self._files = {suffix: (folder / f"{name}.{suffix}").open("wb") for suffix in ("tokens", "documents")}
         self._hashes = {suffix: hashlib.sha256() for suffix in self._files}
-        self._sizes = dict.fromkeys(self._files, 0)
         self._append("documents", np.zeros(1, dtype="<u8"))
 
     def write(self, documents: Sequence[np.ndarray]) -> None:
@@ -215,18 +205,16 @@ class _Shard:
         content = values.tobytes()
         self._files[suffix].write(content)
         self._hashes[suffix].update(content)
-        self._sizes[suffix] += len(content)
 
     def close(self) -> dict[str, dict[str, Any]]:
         """Both are on disk: {name: {"sha256", "size"}}."""
-        for file in self._files.values():
+        written = {}
+        for suffix, file in self._files.items():
             file.flush()
             os.fsync(file.fileno())
+            written[f"{self.name}.{suffix}"] = {"sha256": self._hashes[suffix].hexdigest(), "size": file.tell()}
             file.close()
-        return {
-            f"{self.name}.{suffix}": {"sha256": self._hashes[suffix].hexdigest(), "size": self._sizes[suffix]}
-            for suffix in self._files
-        }
+        return written
 
 
 def _batches(data: Data, split: Split, start: int, most: int, policy: BadDocumentPolicy) -> Iterator[Batch]:
