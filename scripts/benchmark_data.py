@@ -1,4 +1,4 @@
-"""How fast is the data: tokenizing, and reading what is prepared, beside others that are there. See also benchmark_resume.py.
+"""Speed of the data: tokenizing, and reading prepared data, beside other libraries. See also benchmark_resume.py.
 
     python scripts/benchmark_data.py                        # everything, on the standard library's text; a few minutes
     python scripts/benchmark_data.py tokenize --tokenizer Meta-Llama-3/original/tokenizer.model

@@ -12,7 +12,6 @@ import csv
 import gzip
 import io
 import json
-import logging
 import math
 import os
 import zlib
@@ -25,8 +24,7 @@ from typing import Any
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import BadDocument
-
-logger = logging.getLogger(__name__)
+from titan_lite.logging import logger
 
 FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet", ".arrow")
 COMPRESSIONS = ("", ".gz", ".zst")  # the last two formats compress what they hold themselves
@@ -64,7 +62,7 @@ def local_files(data: Data) -> list[tuple[str, str, int]]:
         found = sorted(_files_within(path))
         files = [file for file in found if _format(file)[0] and os.path.isfile(file)]
         if len(files) < len(found):
-            logger.info("%s: %d files of other formats are left out", wrong, len(found) - len(files))
+            logger.info(f"{wrong}: {len(found) - len(files)} files of other formats are left out")
         if not files:
             raise ConfigError(f"{wrong}: none of the {len(found)} files in this folder can be read; {_WORKS}")
     else:
@@ -75,8 +73,7 @@ def local_files(data: Data) -> list[tuple[str, str, int]]:
             if not _format(file)[0]:
                 raise ConfigError(f'{wrong}: {file}: unknown format "{"".join(Path(file).suffixes)}"; {_WORKS}')
         root = os.path.commonpath([os.path.dirname(file) for file in files])
-    begin = len(os.path.join(root, ""))
-    return [(file, file[begin:].replace(os.sep, "/"), os.path.getsize(file)) for file in files]
+    return [(file, os.path.relpath(file, root).replace(os.sep, "/"), os.path.getsize(file)) for file in files]
 
 
 def _files_within(root: str) -> Iterator[str]:
@@ -194,7 +191,7 @@ def _in_words(piece: Piece, place: int) -> str:
 
 
 def _of_the_file(error: BaseException, file: str) -> str:
-    """What is wrong with a file; raises ConfigError where the machine says that it cannot be read now."""
+    """The error in one line; ConfigError where the machine says that it cannot read the file now."""
     if getattr(error, "errno", None) is not None:
         raise ConfigError(f"data.path: {file} cannot be read: {error}") from error
     return " ".join(str(error).split())
@@ -251,11 +248,8 @@ def _first_line(file: Any, piece: Piece) -> int:
 def _json(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
     """One array of objects, or lines as in jsonl, which goes by this name as well."""
     with _open(piece.file) as file:
-        begin = file.read(1)
-        if begin == b"\xef" and file.read(2) == b"\xbb\xbf":  # UTF-8's byte order mark
-            begin = file.read(1)
-        while begin.isspace():
-            begin = file.read(1)
+        while (begin := file.read(1)).isspace() or begin in (b"\xef", b"\xbb", b"\xbf"):  # UTF-8's byte order mark
+            pass
         if begin == b"[":
             yield from enumerate(json.loads((begin + file.read()).decode()), start=1)
             return

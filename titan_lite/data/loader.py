@@ -165,7 +165,7 @@ class _PackedRows(IterableDataset):
                 )
 
     def _documents(self, source: int) -> Iterator[tuple[int, Any]]:
-        """Those of its own rows, from where these stand now."""
+        """The documents of a source for this process's rows, from where these stand now."""
         rows, begins = self.rows, {row: self.places[row, source][0] for row in self.own}
         first = min(begins.values())
         return self.sources[source].documents(first, lambda at: (begin := begins.get(at % rows)) is not None and at >= begin)
@@ -195,10 +195,7 @@ STOPPING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
 @contextmanager
 def _blocking_signals() -> Iterator[None]:
     """Within: a process that is started, and whatever threads its libraries start at once, let the signals of STOPPING wait."""
-    if not hasattr(signal, "sigwaitinfo"):  # macOS
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING if hasattr(signal, "sigtimedwait") else ())  # not on macOS
     try:
         yield
     finally:
@@ -309,10 +306,10 @@ class Loader:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank's rows stand after the last batch that `next` gave: {"rows": {"3": [5, [17, 120]]}, "of": 8}.
+        """The places of this rank's rows after the last batch that `next` gave: {"rows": {"3": [5, [17, 120]]}, "of": 8}.
 
         Windows given, then ordinal and tokens used in each source. Small and made of JSON's types. `merge_states` of all ranks is
-        what another number of ranks can load.
+        a state that another number of ranks can load.
         """
         places = {row: [list(self._places[row, source]) for source in self._sources] for row in self._own}
         return {"rows": {str(row): [self._given[row], *places[row]] for row in self._own}, "of": self._dataset.rows}

@@ -108,7 +108,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _begun(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """What is whole in the folder, which has no other shards then. Raises ConfigError: it is not ours, or of other documents."""
+    """The progress so far; other shards in the folder go. Raises ConfigError: it is not ours, or of other documents."""
     path = folder / PROGRESS
     if path.exists():
         try:
@@ -139,7 +139,7 @@ def _begun(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flat(about: dict[str, Any]) -> dict[str, Any]:
-    """What must be the same when the command is given again; keys of [data] by their names."""
+    """All that must be the same when the command is given again; keys of [data] by their names."""
     data = {f"data.{key}": value for key, value in about["data"].items() if key not in _MAY_CHANGE}
     return {**{key: value for key, value in about.items() if key != "data"}, **data}
 
@@ -247,8 +247,8 @@ def _encoded(
 ) -> Iterator[tuple[Batch, list[np.ndarray]]]:
     """Each batch, in order, with the tokens of its documents."""
     if not workers:
-        for batch in batches:
-            yield batch, _encode(batch.texts, tokenizer, dtype)
+        _of_process[:] = [tokenizer, dtype]
+        yield from ((batch, _encode(batch.texts)) for batch in batches)
         return
     # spawn: a fork would have the locks, but not the threads, of the libraries that read the corpus
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (tokenizer, dtype))
@@ -268,11 +268,11 @@ def _encoded(
         pool.shutdown(cancel_futures=True)
 
 
-_of_worker: list[Any] = []  # tokenizer and dtype, in a worker process
+_of_process: list[Any] = []  # tokenizer and dtype, in the process that tokenizes
 
 
 def _start_worker(tokenizer: Tokenizer, dtype: np.dtype) -> None:
-    _of_worker[:] = [tokenizer, dtype]
+    _of_process[:] = [tokenizer, dtype]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends these
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -285,9 +285,8 @@ def _start_worker(tokenizer: Tokenizer, dtype: np.dtype) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _encode(texts: list[str], tokenizer: Tokenizer | None = None, dtype: np.dtype | None = None) -> list[np.ndarray]:
-    if tokenizer is None:
-        tokenizer, dtype = _of_worker
+def _encode(texts: list[str]) -> list[np.ndarray]:
+    tokenizer, dtype = _of_process
     return [tokenizer.encode_document(text).astype(dtype) for text in texts]
 
 
