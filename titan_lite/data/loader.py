@@ -71,12 +71,13 @@ class _PackedRows(IterableDataset):
     Gives (windows, documents skipped since the last ones); last of all, where it cannot go on, an error in place of windows.
     """
 
-    def __init__(self, data: Data, sources: Sequence[Source], tokenizer: Tokenizer, rows: int, seq_len: int, seed: int):
+    def __init__(
+        self, data: Data, sources: Sequence[Source], tokenizer: Tokenizer, *, rows: int, batch_size: int, seq_len: int, seed: int
+    ):
         self.data, self.sources, self.tokenizer = data, sources, tokenizer
-        self.rows, self.seq_len = rows, seq_len
+        self.rows, self.batch_size, self.seq_len = rows, batch_size, seq_len
         self.shares = list(itertools.accumulate(share for share, _ in data.mixture()))
         self.phase = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:8], "big")
-        self.at_once = 1
         self.given: dict[int, int] = {}  # windows, by row
         self.places: Places = {}
 
@@ -94,8 +95,9 @@ class _PackedRows(IterableDataset):
         self.useless: dict[int, tuple[int, int]] = {}
         try:
             while True:
-                # The rows that are furthest behind: after a whole step, all of them in order.
-                turn = sorted(own, key=lambda row: (self.given[row], row))[: self.at_once]
+                # The rows that are furthest behind: after a whole step, all of them in order. As many from every process, since
+                # all have as many: so none gets ahead.
+                turn = sorted(own, key=lambda row: (self.given[row], row))[: self.batch_size]
                 sources = [self._source_of(row) for row in turn]
                 tokens = np.empty((len(turn), self.seq_len + 1), dtype=np.int32)
                 for row, source, window in zip(turn, sources, tokens, strict=True):
@@ -231,15 +233,13 @@ class Loader:
     it stands after the windows received, not after the batches given, of which one may have windows of several processes.
     """
 
-    def __init__(self, data: Data, windows: _PackedRows, own: range, batch_size: int):
-        self._data, self._dataset, self._own, self._batch_size = data, windows, own, batch_size
-        self._workers = max((n for n in range(1, data.num_workers + 1) if len(own) % n == 0), default=0)
-        if self._workers < data.num_workers:
-            logger.info(
-                f"data.num_workers = {data.num_workers}: a rank's {len(own)} sequences a step are divided among {self._workers}"
-            )
+    def __init__(self, dataset: _PackedRows, own: range):
+        self._dataset, self._own, self._sources = dataset, own, range(len(dataset.sources))
+        asked = dataset.data.num_workers
+        self._workers = max((n for n in range(1, asked + 1) if len(own) % n == 0), default=0)
+        if self._workers < asked:
+            logger.info(f"data.num_workers = {asked}: a rank's {len(own)} sequences a step are divided among {self._workers}")
         self._skipped = SkippedDocuments()
-        self._sources = range(len(windows.sources))
         self._start(dict.fromkeys(own, 0), {(row, source): (row, 0) for row in own for source in self._sources})
 
     def _start(self, given: dict[int, int], places: Places) -> None:
@@ -265,7 +265,7 @@ class Loader:
 
     def _next_turn(self) -> tuple[list[int], Batch]:
         """The rows of the next microbatch, and it."""
-        turn = sorted(self._own, key=lambda row: (self._given[row], row))[: self._batch_size]
+        turn = sorted(self._own, key=lambda row: (self._given[row], row))[: self._dataset.batch_size]
         while not all(self._ready[row] for row in turn):
             self._receive()
         windows = np.stack([self._ready[row][0][0] for row in turn])
@@ -276,8 +276,6 @@ class Loader:
     def _receive(self) -> None:
         if self._iterator is None:
             self._dataset.given, self._dataset.places = self._given, self._places
-            # As many rows from every process at every turn, since all have as many: so none gets ahead.
-            self._dataset.at_once = self._batch_size
             with _blocking_signals(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
                 self._iterator = iter(
@@ -285,7 +283,7 @@ class Loader:
                         self._dataset,
                         batch_size=None,
                         num_workers=self._workers,
-                        prefetch_factor=self._data.prefetch if self._workers else None,
+                        prefetch_factor=self._dataset.data.prefetch if self._workers else None,
                         generator=torch.Generator(),  # torch's own would draw from that of the training process
                         worker_init_fn=_outlive_signals,
                     )
@@ -357,23 +355,16 @@ def build_loader(
 ) -> Loader:
     """Rank `dp_rank`'s share of global batches of `rows` sequences, `batch_size` of them at a time.
 
-    Raises:
-        ConfigError: rows cannot be shared out, or the documents cannot be read.
+    rows: a multiple of batch_size x dp_degree. Raises ConfigError: the documents cannot be read.
     """
     if split == "validation":
         # Short and seldom: not worth a process, nor filling the shuffle buffer of a stream from afar.
         here = all(part.dataset in ("stdlib", "local", "prepared") for _, part in data.mixture())
         data = dataclasses.replace(data, num_workers=0, shuffle=data.shuffle and here)
-    at_once = batch_size * dp_degree
-    if rows % at_once:
-        raise ConfigError(
-            f"training.global_batch_size = {rows} is no multiple of training.local_batch_size = {batch_size} x data-parallel "
-            f"degree {dp_degree}; global_batch_size = {max(1, rows // at_once) * at_once} would work"
-        )
     share = rows // dp_degree
-    own = range(dp_rank * share, (dp_rank + 1) * share)
     sources = [build_source(part, split=split, seed=seed) for _, part in data.mixture()]
-    return Loader(data, _PackedRows(data, sources, tokenizer, rows, seq_len, seed), own, batch_size)
+    dataset = _PackedRows(data, sources, tokenizer, rows=rows, batch_size=batch_size, seq_len=seq_len, seed=seed)
+    return Loader(dataset, own=range(dp_rank * share, (dp_rank + 1) * share))
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
