@@ -26,7 +26,7 @@ from titan_lite.compiler.stage import CompileError, compile_function
 from titan_lite.config import Config, ConfigError, flatten
 from titan_lite.config.check import check, describe_run, without_effect
 from titan_lite.config.recipe import save_recipe
-from titan_lite.data.bad_documents import LeftOutDocuments
+from titan_lite.data.bad_documents import BadDocumentsLog
 from titan_lite.data.loader import Batch, build_loader, document_begins, merge_states
 from titan_lite.data.preflight import preflight
 from titan_lite.distributed.accumulation import gathered_for_step
@@ -171,7 +171,7 @@ class Trainer:
         self.loader = build(split="train")
         self.validation_loader = build(split="validation") if config.validation.enable else None
         self.loaders = [loader for loader in (self.loader, self.validation_loader) if loader is not None]
-        self.left_out = LeftOutDocuments(config.data, self.dump_folder, self.dp_rank)
+        self.bad_documents = BadDocumentsLog(config.data, self.dump_folder, self.dp_rank)
         self.document_begin = self.tokenizer.bos_id
 
     def build_metrics(self) -> None:
@@ -218,7 +218,7 @@ class Trainer:
                 return self.loop()
             except ConfigError:
                 for loader in self.loaders:
-                    self.left_out.list_alone(loader.take_left_out())
+                    self.bad_documents.list_alone(loader.take_skipped())
                 raise
 
     def loop(self) -> bool:
@@ -367,7 +367,7 @@ class Trainer:
             "tokens_seen": self.tokens_seen,
             "skipped_steps": self.skipped.count,
         }
-        values |= self.left_out.gather([loader.take_left_out() for loader in self.loaders])
+        values |= self.bad_documents.gather([loader.take_skipped() for loader in self.loaders])
         self.metrics.log(self.step, values)
         slow = self.stragglers.compare()
         if slow and self.rank == 0:
@@ -453,7 +453,7 @@ class Trainer:
             step=self.step,
             tokens=self.tokens_seen,
             skipped=self.skipped.count,
-            left_out=self.left_out.summary(),
+            left_out=self.bad_documents.summary(),
             receipts=self.receipts,
             steps_on_disk=self.checkpointer.steps() if self.config.checkpoint.enable else (),
         )

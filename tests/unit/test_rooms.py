@@ -28,7 +28,7 @@ ROOMS = {
     "lr_scheduler": PART,
     "compiler": ("torch", "titan_lite.config"),
     "distributed": ("torch", "titan_lite.config", "titan_lite.compiler", "titan_lite.ranks"),
-    "data": (*PART, "titan_lite.manifest", "tiktoken", "tokenizers", "datasets", "pyarrow", "numpy"),
+    "data": (*PART, "torchdata", "titan_lite.manifest", "tiktoken", "tokenizers", "datasets", "pyarrow", "numpy"),
     "data/bad_documents": (*PART, "titan_lite.metrics.records"),
     "data/prepare": (*PART, "titan_lite.manifest", "numpy", "tqdm"),
     "checkpoint": (*PART, "titan_lite.manifest"),

@@ -162,16 +162,14 @@ def load_tiktoken(path: str | os.PathLike, key: str = "model.tokenizer_path =") 
     """Raises ConfigError for a file that cannot be read, or has a line that is not what tiktoken's format asks for."""
     wrong = f'{key} "{os.fspath(path)}"'
     content = _read(path, wrong)
-    for what, is_it in (  # other files that go by such names
-        (
-            "a SentencePiece model, as Llama 2's; the tokenizer.json of such a tokenizer",
-            content[:1] == b"\n" and b"<unk>" in content,
-        ),
-        ("a safetensors file, which has weights; a tokenizer's file", content[8:10] == b'{"'),
-        ("JSON, and its name does not end in .json; one that does", content[:200].lstrip()[:1] == b"{"),
-    ):
-        if is_it:
-            raise ConfigError(f"{wrong} is {what} would work; {_WORKS}")
+    others = {  # that go by such names
+        "a SentencePiece model, as Llama 2's; the tokenizer.json of such a tokenizer": content[:1] == b"\n"
+        and b"<unk>" in content,
+        "a safetensors file, which has weights; a tokenizer's file": content[8:10] == b'{"',
+        "JSON, and its name does not end in .json; one that does": content[:200].lstrip()[:1] == b"{",
+    }
+    for what in (what for what, is_it in others.items() if is_it):
+        raise ConfigError(f"{wrong} is {what} would work; {_WORKS}")
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):
         try:
@@ -252,12 +250,9 @@ def _read(path: str | os.PathLike, wrong: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except IsADirectoryError:
-        inside = [
-            name for name in ("tokenizer.json", "tokenizer.model", "original/tokenizer.model") if Path(path, name).is_file()
-        ]
-        raise ConfigError(
-            f"{wrong} is a folder, and cannot be read as a tokenizer; {f'its {inside[0]} would work' if inside else _WORKS}"
-        ) from None
+        names = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
+        works = next((f"its {name} would work" for name in names if Path(path, name).is_file()), _WORKS)
+        raise ConfigError(f"{wrong} is a folder, and cannot be read as a tokenizer; {works}") from None
     except OSError as error:
         raise ConfigError(f"{wrong}: cannot be read ({error.strerror}); {_WORKS}") from None
 
