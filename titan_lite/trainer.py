@@ -49,7 +49,7 @@ from titan_lite.faults.watchdog import PATIENCE, Watchdog
 from titan_lite.logging import events, logger
 from titan_lite.loss import IGNORE_INDEX, build_loss, own_vocabulary
 from titan_lite.lr_scheduler import lr_factor
-from titan_lite.metrics.figures import Metrics, draw_loss, peak_memory_gib
+from titan_lite.metrics.figures import MetricsWriter, draw_loss, peak_memory_gib
 from titan_lite.metrics.lines import end_lines, start_lines
 from titan_lite.metrics.profiling import build_profiler, set_flight_recorder
 from titan_lite.metrics.throughput import Throughput
@@ -184,7 +184,7 @@ class Trainer:
                 wrong = f'job.dump_folder = "{config.job.dump_folder}": {error.strerror}: {error.filename}'
                 raise ConfigError(f"{wrong}; a folder that can be written would work") from None
         dist.barrier()
-        self.metrics = Metrics(
+        self.metrics = MetricsWriter(
             config.metrics,
             self.dump_folder,
             flatten(config),
