@@ -80,11 +80,11 @@ class MetricsWriter:
         if before:
             # A run that was killed may leave half a line.
             self._write({"resumed_from": first_step}, "" if before.endswith(b"\n") else "\n")
-        recipe = json.loads(json.dumps(recipe, default=dataclasses.asdict))  # sources of documents are dataclasses
+        plain = json.loads(json.dumps(recipe, default=dataclasses.asdict))  # sources of documents are dataclasses
         if config.enable_tensorboard:
-            self.tensorboard = start_tensorboard(dump_folder / "tb", recipe, first_step + 1 if before else None)
+            self.tensorboard = start_tensorboard(dump_folder / "tb", plain, first_step + 1 if before else None)
         if config.enable_wandb:
-            self.wandb = start_wandb(dump_folder, recipe)
+            self.wandb = start_wandb(dump_folder, plain)
         if self.colour:
             from tqdm import tqdm
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_lite.config import KEYS
-from titan_lite.metrics.records import RecordError, Run, as_written, read_run
+from titan_lite.metrics.records import RecordError, RunRecord, as_written, read_run
 
 MOST_ROWS = 4000  # of a run that are drawn; of more, windows of them keep their extremes
 EXTREMES = ("loss", "grad_norm", "tps", "step_time", "memory_gib", "data_wait")
@@ -71,7 +71,7 @@ def thin(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     return [rows[place] for place in sorted(kept)]
 
 
-def drawn(run: Run, number: int) -> dict[str, Any]:
+def drawn(run: RunRecord, number: int) -> dict[str, Any]:
     rows = thin(run.rows)
     names = {name for row in rows for name, value in row.items() if value is not None}
     names -= {"step", "time", "tokens", "hours"}
@@ -98,7 +98,7 @@ def _round(value: Any) -> Any:
 # What is on the page without the script
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[RunRecord]) -> str:
     parts = [
         f"<h1>{_text(', '.join(run.name for run in runs))}</h1>",
         f'<div class="muted">titan_lite report, written {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}</div>',
@@ -119,7 +119,7 @@ def page(runs: Sequence[Run]) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], frame)
 
 
-def _card(run: Run, number: int) -> str:
+def _card(run: RunRecord, number: int) -> str:
     """What a run came to, in figures."""
     last = run.rows[-1]
     steps = run.recipe.get("training.steps")
@@ -165,7 +165,7 @@ def exposed_share(receipts: Iterable[Mapping[str, Any]]) -> str:
     return f"{1e3 * exposed:.3g} of {1e3 * seconds:.3g} ms" if communication else ""
 
 
-def _events(runs: Sequence[Run]) -> str:
+def _events(runs: Sequence[RunRecord]) -> str:
     several = len(runs) > 1
     rows = []
     for run in runs:
@@ -188,7 +188,7 @@ def _events(runs: Sequence[Run]) -> str:
     return f"<h2>Starts, faults and resumes</h2>{table}" + "".join(f'<p class="muted">{line}</p>' for line in saved)
 
 
-def _buckets(runs: Sequence[Run]) -> str:
+def _buckets(runs: Sequence[RunRecord]) -> str:
     parts = []
     for number, run in enumerate(runs):
         if not run.receipts:
@@ -232,7 +232,7 @@ def _receipt(receipt: Mapping[str, Any]) -> str:
     return f"<details><summary>{_text(summary)}</summary>{table}</details>"
 
 
-def _recipes(runs: Sequence[Run]) -> str:
+def _recipes(runs: Sequence[RunRecord]) -> str:
     """Where they differ, or where one differs from the defaults; then all of it."""
     given = [run for run in runs if run.recipe]
     if not given:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from titan_lite.config.recipe import load_config, to_toml
-from titan_lite.metrics.records import RecordError, read_events, read_rows, read_run
+from titan_lite.metrics.records import RecordError, read_events, read_rows, read_run, step_seconds
 from titan_lite.report import page as report
 from titan_lite.report.page import drawn, exposed_share, main, name_runs, page, thin
 
@@ -198,6 +198,13 @@ def test_a_resume_is_marked_and_what_it_repeats_counts(run):
     (resume,) = [each for each in found.events if each["event"] == "resume"]
     assert (resume["step"], resume["text"]) == (10, "resumed from step 10; steps 11 to 30 of before do not count")
     assert found.rows[-1]["hours"] == pytest.approx(40 / 3600)
+
+
+def test_step_times_are_those_of_the_last_start_without_its_first_window(run):
+    lines = [row(10), row(20), {"resumed_from": 10}, row(20, step_time=9.0), row(30, step_time=3.0), {"step": 30, "loss": 1.0}]
+    folder = run(metrics=[*lines, "[1]\n", row(40, step_time=4.0), '{"st'])
+    assert step_seconds(folder / "metrics.jsonl") == [3.0, 4.0]
+    assert step_seconds(run("never_resumed") / "metrics.jsonl") == [2.0, 2.0, 2.0]
 
 
 def test_lines_torn_by_a_kill_are_left_out_and_told(run):
