@@ -26,7 +26,7 @@ MENDED = 600  # where they can be started again when the network is back, as lon
 
 
 def exit_code(codes: Iterable[int], asked: bool) -> int:
-    """Of processes that ended with these codes, negative where a signal killed them. asked: whether they were told to stop."""
+    """The launcher's, where processes ended with these, negative where a signal killed them. asked: they were told to stop."""
     ended = set(codes)
     for code in (WRONG_INPUT, REPEATED):  # told by one rank perhaps; the others lost their connection to it
         if code in ended:

@@ -1,4 +1,4 @@
-"""Whether a run that torchrun has started again gets any further: `restarts.json` in the dump folder.
+"""A run that torchrun starts again and again goes on as long as it gets further: `restarts.json` in the dump folder.
 
     restarts = Restarts(dump_folder)
     restarts.check()          # RepeatedFault: the last two attempts that began a step ended in the same one
@@ -30,9 +30,8 @@ class Restarts:
     def check(self) -> None:
         """To be called before a process group is made: no rank writes before all have read. Raises RepeatedFault."""
         if self.attempt == 0:
-            if os.environ.get("RANK", "0") == "0":
-                with suppress(OSError):  # that there is none, or no such folder, which is told elsewhere
-                    self.path.unlink()
+            with suppress(OSError):  # that there is none, or no such folder, which is told elsewhere
+                self.path.unlink()
             return
         last = self.steps.get(str(self.attempt - 1))
         logger.info(
@@ -40,7 +39,7 @@ class Restarts:
             + ("before its first step" if last is None else f"in step {last}"),
             extra={"event": "restart", "step": last or 0},
         )
-        # Those that began a step: an attempt that did not, is no news of the fault.
+        # An attempt that did not begin a step is no news of the fault.
         begun = [self.steps[str(attempt)] for attempt in range(self.attempt) if str(attempt) in self.steps]
         if len(begun) > 1 and begun[-1] == begun[-2]:
             raise RepeatedFault(
@@ -49,10 +48,9 @@ class Restarts:
             )
 
     def _read(self) -> dict[str, int]:
-        try:
-            return {str(attempt): int(step) for attempt, step in json.loads(self.path.read_text()).items()}
-        except (OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError):
-            return {}  # no attempt came to its first step
+        with suppress(OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError):
+            return {attempt: int(step) for attempt, step in json.loads(self.path.read_text()).items()}
+        return {}  # no attempt came to its first step
 
     def begin(self, step: int) -> None:
         if self.most:

@@ -1,4 +1,4 @@
-"""Which rank is slow, told by the ranks that wait for it.
+"""Names a slow rank, by the time that the others wait for it.
 
     stragglers = Stragglers(rank, stages=[[0, 1, 2, 3]], device)
     line = stragglers.compare()              # all ranks together, every so many steps; what is to be said, on all ranks alike
@@ -92,7 +92,7 @@ def find_slower(work: Mapping[int, float]) -> dict[int, float]:
 
 
 def is_waiting(frame: FrameType | None) -> bool:
-    """Whether a thread waits for other ranks, by its innermost Python function: one of torch, or ours that calls one."""
+    """True where a thread waits for other ranks, by its innermost Python function: one of torch, or ours that calls one."""
     if frame is None:
         return False
     name, path = frame.f_code.co_name, frame.f_code.co_filename

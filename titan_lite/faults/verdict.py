@@ -132,7 +132,7 @@ def verdict(records: Mapping[int, Record], world_size: int) -> str:
 
 
 def standing(rank: int, record: Record) -> str:
-    """Where one rank is."""
+    """A line on the place of one rank."""
     at = _first_waiting(record)
     return f"rank {rank}, in {record['phase']}: {record['place']}{f', waits in {at}' if at else ''}"
 

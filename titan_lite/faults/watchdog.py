@@ -21,9 +21,10 @@ import re
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -44,10 +45,10 @@ RESTING = float("inf")
 
 
 class Watchdog:
-    """One in each process. Alone, it does nothing: nobody waits for it.
+    """One in each process; a rank that is alone has no others to wait for it, and no threads. Between enter and rest the process
+    may end at any moment.
 
-    notes: of collectives, kept up to date by who starts them; apart: description of the process group whose time limit is its
-    own. Between enter and rest the process may end at any moment.
+    notes: of collectives, kept up to date by who starts them; apart: description of a process group with a limit of its own.
     """
 
     def __init__(self, comm: Comm, rank: int, world_size: int, *, notes: Iterable[Note] = (), apart: str = ""):
@@ -56,7 +57,7 @@ class Watchdog:
         self.phase, self.limit, self.key = "start", RESTING, ""
         self.last_progress, self.collectives = time.monotonic(), ""
         self.thread = threading.get_ident()  # whose place is told
-        self.failed_at: TracebackType | None = None  # where a collective failed, if one did
+        self.failed_in: FrameType | None = None  # where a collective failed, if one did
         self.store: Any = None
         self.ending = threading.Lock()
         if world_size > 1:
@@ -109,8 +110,8 @@ class Watchdog:
             self.rest()
 
     def _failed(self, error: Exception) -> str | None:
-        """Tells the other ranks why they will lose this one. Of an error of communication, what is behind it: the failure of
-        another one, in words; where none has told any, a verdict ends the process."""
+        """Tell the other ranks why they will lose this one. For an error of communication, return the failure of another rank
+        that is behind it; where none has told any, a verdict ends the process."""
         if self.store is None:
             return None
         if not is_communication(error):
@@ -120,7 +121,7 @@ class Watchdog:
         cause = _within(2 * GONE, lambda: self._wait_for("cause", GONE))
         if cause:
             return f"stopped, since {cause}"
-        self.failed_at = error.__traceback__
+        self.failed_in = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
         self._end(f"a collective of rank {self.rank} failed in {self.phase}: {_first_line(error)}", GONE)
 
     def _watch(self) -> NoReturn:
@@ -140,15 +141,10 @@ class Watchdog:
                 self._end(f"hang: rank {self.rank} has made no progress for {limit}", min(GRACE, self.limit))
 
     def _listen(self) -> None:
-        """For the call of another rank. Apart from the clock, since a store that is gone may not answer for ever."""
+        """Waits for the call of another rank. Apart from the clock, since a store that is gone may not answer for ever."""
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         try:
-            store = dist.TCPStore(
-                os.environ["MASTER_ADDR"],
-                int(os.environ["MASTER_PORT"]),
-                is_master=False,
-                timeout=timedelta(days=1),
-                wait_for_workers=False,
-            )
+            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(days=1), wait_for_workers=False)
             # The store of torchrun lives on when it starts the ranks again.
             self.store = dist.PrefixStore(f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
             while self.limit == RESTING or not self.store.check(["call"]):
@@ -194,7 +190,7 @@ class Watchdog:
         return text
 
     def _wait_for(self, key: str, seconds: float) -> str:
-        """What another rank has put down, or nothing."""
+        """The word of another rank under this key, or nothing after so long."""
         deadline = time.monotonic() + seconds
         while not self.store.check([key]):  # the store's own wait would print warnings when it is over
             if time.monotonic() > deadline:
@@ -207,7 +203,7 @@ class Watchdog:
         members = {str(name): sorted(dist.get_process_group_ranks(group)) for group, name in groups.items()}
         return {
             "phase": self.phase,
-            "place": place(sys._current_frames().get(self.thread) if self.failed_at is None else _innermost(self.failed_at)),
+            "place": place(self.failed_in or sys._current_frames().get(self.thread)),
             "groups": groups_of(self._trace(entries=True), members, self.notes),
         }
 
@@ -218,19 +214,12 @@ class Watchdog:
 
 
 def _first_line(error: Exception) -> str:
-    """Of its message; of gloo's, what is neither a place in its sources nor advice."""
-    line = str(error).partition("\n")[0]
-    return re.sub(r"^\[\S+:\d+\] |\. This is typically caused .*", "", line)
-
-
-def _innermost(traceback: TracebackType) -> FrameType:
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback.tb_frame
+    """The message's first line; of gloo's without a place in its sources and advice."""
+    return re.sub(r"^\[\S+:\d+\] |\. This is typically caused .*", "", str(error).partition("\n")[0])
 
 
 def _within(seconds: float, function: Callable[[], Any]) -> Any:
-    """What it returns; None where it fails, or is not done in time."""
+    """Its result; None where it fails, or is not done in time."""
     results: list[Any] = []
 
     def run() -> None:
