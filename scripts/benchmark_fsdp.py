@@ -38,7 +38,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from titan_lite.compiler.hardware import Machine, find_machine
+from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import compile_function, compile_model
@@ -47,6 +47,7 @@ from titan_lite.distributed.mesh import build_mesh, parameter_mesh, resolve_degr
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, materialize, shard_of
 from titan_lite.loss import cross_entropy_sum
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
+from titan_lite.plan.measure import find_machine
 
 SEQ_LEN = 512
 MODELS = {  # name: (shape, sequences a rank)

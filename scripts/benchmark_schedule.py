@@ -59,7 +59,7 @@ from benchmark_fsdp import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_lite.compiler.hardware import Machine, find_machine, load_machine
+from titan_lite.compiler.hardware import Machine, load_machine
 from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import CompileError, check_backend, compile_model
@@ -67,6 +67,7 @@ from titan_lite.config import Compile, ConfigError, Parallelism
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh, resolve_degrees
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, materialize
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
+from titan_lite.plan.measure import find_machine
 
 MODES = ("none", "block", "auto", "greedy")
 BACKENDS = ("aot_eager", "inductor")

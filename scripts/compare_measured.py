@@ -5,7 +5,7 @@
     python scripts/compare_measured.py --keep found.json      # measured once, and read from there when it is planned again
 
 Each layout is a world of fresh processes that build the trainer of the debug recipe and run its steps, over gloo with one thread
-each. In turn with the steps, the same processes measure what this machine reaches meanwhile (planner/measure.py): large
+each. In turn with the steps, the same processes measure what this machine reaches meanwhile (plan/measure.py): large
 products, attention, memory, links. From these numbers and the recipe alone the step is then planned; nothing is fitted to a step.
 
     seconds    of a step: planned, as stated; measured, the mean over all rounds
@@ -33,10 +33,10 @@ import torch
 import torch.distributed as dist
 from benchmark_fsdp import peak_memory, start_world
 
-from titan_lite.compiler.hardware import Machine, find_machine, machine_from
+from titan_lite.compiler.hardware import Machine, machine_from
 from titan_lite.config.recipe import load_config
 from titan_lite.plan.command import lay_out
-from titan_lite.plan.measure import Shapes, calibrated, measure
+from titan_lite.plan.measure import Shapes, calibrated, find_machine, measure
 from titan_lite.plan.summary import make_plan
 from titan_lite.trainer import Trainer
 

@@ -36,6 +36,7 @@ from titan_lite.config import ActivationCheckpoint, Checkpoint, Compile, Config,
 from titan_lite.config.check import check
 from titan_lite.config.recipe import load_config
 from titan_lite.distributed.mesh import AXES, DEGREES
+from titan_lite.layout import make_layout
 from titan_lite.logging import show
 from titan_lite.metrics.records import read_metrics
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
@@ -371,7 +372,7 @@ def _enough_layers(config: Config, flavor: ModelConfig, processes: int) -> Model
         for layers in range(LAYERS, 4 * processes + 8):
             FLAVORS[config.model.flavor] = twin_model(flavor, layers)
             try:
-                check(config, processes)
+                check(config, make_layout(config, processes))
                 break
             except ConfigError as error:
                 if "stages for" not in str(error) or layers == 4 * processes + 7:

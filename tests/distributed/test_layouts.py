@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from titan_lite.config.recipe import load_config
-from titan_lite.distributed.pipeline import one_stage_order
+from titan_lite.distributed.pipeline_plan import one_stage_order
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.verify import compare, parse_layout, reference, run, twin, twin_model
 

@@ -18,6 +18,7 @@ from titan_lite.config.recipe import load_config
 from titan_lite.convert import write_step
 from titan_lite.data.loader import build_loader
 from titan_lite.data.tokenizer import load_tokenizer
+from titan_lite.layout import make_layout
 from titan_lite.loss import IGNORE_INDEX
 from titan_lite.metrics.figures import read_metrics
 from titan_lite.models.hf import config_to_hf
@@ -161,6 +162,6 @@ def test_weights_that_do_not_fit_are_told_before_anything_starts(folder, tmp_pat
     (copy / "config.json").write_text(json.dumps(config | change))
     recipe, _ = load_config(DEBUG, ["--job.dump_folder", str(tmp_path / "run"), f"--checkpoint.initial_load_path={copy}"])
     with pytest.raises(ConfigError, match=words) as error:
-        check(recipe, 2)
+        check(recipe, make_layout(recipe, 2))
     assert str(error.value).startswith(f'checkpoint.initial_load_path = "{copy}"')
     assert not (tmp_path / "run").exists()

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from titan_lite.config import Config, gradient_accumulation_steps
 from titan_lite.config.recipe import load_config, to_toml
 from titan_lite.distributed.mesh import resolve_degrees
-from titan_lite.distributed.pipeline import plan_pipeline
+from titan_lite.distributed.pipeline_plan import plan_pipeline
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.trainer import Trainer
 

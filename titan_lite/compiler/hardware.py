@@ -13,19 +13,16 @@ are the vendors' datasheets; latencies those of NCCL's tuning tables (src/graph/
 import dataclasses
 import math
 import operator
-import os
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.fx import Node
 
-from titan_lite.compiler.collectives import KINDS, all_gather_single, aten, collective_bytes, kind_of, nbytes_of, ranks_of
+from titan_lite.compiler.collectives import KINDS, aten, collective_bytes, kind_of, nbytes_of, ranks_of
 from titan_lite.config import ConfigError
 from titan_lite.config.toml import read_toml
 
@@ -324,86 +321,3 @@ def profile_of(device_name: str) -> Machine | None:
     if "MIG " in device_name:
         return None
     return next((machine for name, machine in PROFILES.items() if re.search(rf"\b{name}\b", device_name)), None)
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s of dense matrix products of one device; None for a device that is not known. A CPU is measured (0.2 s)."""
-    if device.type == "cpu":
-        return _measured_cpu_flops(dtype)
-    machine = profile_of(torch.cuda.get_device_name(device))
-    return None if machine is None else machine.flops(dtype)
-
-
-def find_machine(name: str, device: torch.device) -> Machine | None:
-    """The one that a recipe names, else this rank's own: None for a GPU that is not known.
-
-    A CPU is measured (half a second), by all ranks together, who then have the same figures.
-    """
-    if name:
-        return load_machine(name)
-    if device.type == "cuda":
-        return profile_of(torch.cuda.get_device_name(device))
-    link = _measured_link() if dist.is_initialized() and dist.get_world_size() > 1 else Link(1.0, 1.0)
-    figures = torch.tensor(
-        [_measured_cpu_flops(torch.float32), _measured_cpu_flops(torch.bfloat16), _measured_copy(), link.bandwidth, link.latency],
-        dtype=torch.float64,
-    )
-    if dist.is_initialized():
-        dist.broadcast(figures, src=0)
-    # Of one digit: another run on this machine finds the same schedule, and its code in Inductor's cache.
-    float32, bfloat16, copy, bandwidth, latency = (float(f"{figure:.0e}") for figure in figures.tolist())
-    link = Link(bandwidth, latency)
-    return Machine(
-        name="CPU, measured",
-        tflops={"float32": float32 / 1e12, "bfloat16": bfloat16 / 1e12},
-        memory=_physical_memory() / GIB,
-        memory_bandwidth=copy / GB,
-        intra_node=link,
-        inter_node=link,
-        launch=5.0,
-        collective_launch=latency,
-        matmul_efficiency=1.0,  # measured, and not promised
-        attention_efficiency=0.3,  # FlashAttention for CPU on one core, at head dimensions of 16 to 64
-        memory_efficiency=1.0,
-        link_efficiency=1.0,
-    )
-
-
-def _measured_cpu_flops(dtype: torch.dtype, size: int = 1024) -> float:
-    """The best of several matrix products with the threads that this process has."""
-    a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
-    return 2 * size**3 / _best(lambda: torch.mm(a, b), 0.2)
-
-
-def _measured_copy(size: int = 2**24) -> float:
-    """Bytes a second, read and written."""
-    source, target = torch.empty(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-    return 2 * size / _best(lambda: target.copy_(source), 0.05)
-
-
-def _measured_link() -> Link:
-    """From all-gathers of 4 KiB and of 4 MiB a rank."""
-    ranks, seconds = dist.get_world_size(), []
-    for size in (2**12, 2**22):
-        shard, whole = torch.zeros(size, dtype=torch.uint8), torch.zeros(ranks * size, dtype=torch.uint8)
-        times = []
-        for _ in range(5):
-            start = time.perf_counter()
-            all_gather_single(whole, shard)
-            times.append(time.perf_counter() - start)
-        seconds.append(min(times))
-    small, large = seconds
-    return Link(bandwidth=(ranks - 1) * 2**22 / max(large - small, 1e-6) / GB, latency=small / ranks * 1e6)
-
-
-def _best(work: Any, seconds: float) -> float:
-    best, end = math.inf, time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
-def _physical_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,6 +1,6 @@
 """The receipt: what the compile stage did to a graph's collectives and what that should cost, in words and as JSON.
 
-write_receipts(receipts, dump_folder)                  # compile.json, timeline.png, timeline.json
+write_receipts(receipts, dump_folder)                  # compile.json
 for line in describe(receipts): logger.info(line)        # forward: 57 all_gather -> 8, ...
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from torch.fx import Graph
 
 from titan_lite.compiler.collectives import collective_bytes, kind_of, parameter_collectives, parameters_of, ranks_of
-from titan_lite.compiler.timeline import Timeline, draw, write_trace
+from titan_lite.compiler.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -109,17 +109,9 @@ def milliseconds(seconds: float) -> str:
 
 
 def write_receipts(receipts: Sequence[Receipt], folder: Path) -> None:
-    """compile.json: a list of objects with the fields of Receipt, of the timeline its sums.
-
-    Where times are estimated and anything communicates also timeline.png and timeline.json, in a pipeline of its first rank.
-    """
+    """compile.json: a list of objects with the fields of Receipt, of the timeline its sums."""
     text = json.dumps([_as_object(receipt) for receipt in receipts], indent=1) + "\n"
     (folder / "compile.json").write_text(text, encoding="utf-8")
-    own = [receipt for receipt in receipts if not receipt.pp_rank and receipt.graph != "inference"]
-    step = [receipt.timeline for receipt in own if receipt.timeline is not None]
-    if any(timeline.communication for timeline in step):
-        draw(step, folder / "timeline.png")
-        write_trace(step, folder / "timeline.json")
 
 
 def _as_object(receipt: Receipt) -> dict:

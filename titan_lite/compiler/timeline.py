@@ -2,8 +2,6 @@
 
     timeline = simulate(graph, machine)
     timeline.exposed, timeline.peak_bytes          # seconds in which nothing computes; bytes beside the parameters
-    draw([forward, backward], Path("timeline.png"))
-    write_trace([forward, backward], Path("timeline.json"))    # for chrome://tracing and Perfetto
 
 Computation runs node by node in the graph's order; a parameter's collective starts where it stands in it, once the one before
 it among the same ranks is done, and the wait for it holds computation up. Each group of ranks has a lane of its own, as NCCL
@@ -12,13 +10,10 @@ arXiv 2411.00284, section 4.2).
 """
 
 import dataclasses
-import itertools
-import json
 import math
 import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch.fx import Graph, Node
 
@@ -230,54 +225,3 @@ def _is_part(node: Node) -> bool:
 def _own_bytes(node: Node) -> int:
     """What a node allocates; of several tensors, those that are taken out (`getitem`) count for themselves."""
     return 0 if isinstance(node.meta.get("val"), list | tuple) else nbytes_of(node)
-
-
-def write_trace(timelines: Sequence[Timeline], path: Path) -> None:
-    """A Chrome trace, one graph after another: a process of two threads, times in microseconds."""
-    lanes = {"compute": 0, "communication": 1}
-    names = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": lane}} for lane, number in lanes.items()
-    ]
-    events = [
-        {
-            "name": span.name,
-            "cat": timeline.graph,
-            "ph": "X",
-            "pid": 0,
-            "tid": lanes[span.lane],
-            "ts": 1e6 * (offset + span.start),
-            "dur": 1e6 * span.seconds,
-            "args": {"graph": timeline.graph, "exposed_us": 1e6 * span.exposed},
-        }
-        for timeline, offset in _one_after_another(timelines)
-        for span in timeline.spans
-    ]
-    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": names + events}) + "\n", encoding="utf-8")
-
-
-def draw(timelines: Sequence[Timeline], path: Path) -> None:
-    """Two lanes over milliseconds; in red what of communication nothing computes under, a line where a graph ends."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 3), layout="constrained")
-    axes = figure.subplots()
-    for timeline, offset in _one_after_another(timelines):
-        for lane, height, color in (("compute", 1.1, "tab:blue"), ("communication", 0.0, "tab:orange")):
-            bars = [(1e3 * (offset + span.start), 1e3 * span.seconds) for span in timeline.spans if span.lane == lane]
-            axes.broken_barh(bars, (height, 0.8), facecolors=color, edgecolors="white", linewidth=0.3)
-        held_up = [span for span in timeline.collectives() if span.exposed]
-        bars = [(1e3 * (offset + span.start + span.seconds - span.exposed), 1e3 * span.exposed) for span in held_up]
-        axes.broken_barh(bars, (0.0, 0.8), facecolors="tab:red")
-        axes.axvline(1e3 * (offset + timeline.seconds), color="black", linewidth=0.8)
-        middle = 1e3 * (offset + timeline.seconds / 2)
-        axes.text(middle, 2.0, f"{timeline.graph}: {1e3 * timeline.exposed:.3g} ms exposed", ha="center", va="bottom")
-    axes.set(
-        xlabel="milliseconds, as estimated", yticks=(0.4, 1.5), yticklabels=("communication", "computation"), ylim=(-0.1, 2.3)
-    )
-    figure.savefig(path, dpi=120)
-
-
-def _one_after_another(timelines: Sequence[Timeline]) -> list[tuple[Timeline, float]]:
-    """Each with the seconds before it."""
-    starts = itertools.accumulate((timeline.seconds for timeline in timelines), initial=0.0)
-    return list(zip(timelines, starts, strict=False))

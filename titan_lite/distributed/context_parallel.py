@@ -12,6 +12,7 @@ has the r-th from the beginning and the r-th from the end, so that under a causa
 
 import fnmatch
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titan_lite.distributed.tensor_parallel import Axis, GatherTokens, axis_of
 
 ATTENTION = "layers.*.attention"  # modules with a method `attend`
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # as `attend_to_the_past`
 
 
 def own_positions(seq_len: int, rank: int, degree: int) -> list[int]:
@@ -31,13 +33,15 @@ def own_positions(seq_len: int, rank: int, degree: int) -> list[int]:
     return [*range(head, head + chunk), *range(tail, tail + chunk)] if degree > 1 else [*range(seq_len)]
 
 
-def apply_context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """In place, over the one-axis `mesh`: before tensor parallelism, whose tokens are then parts of what this rank has."""
+def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, attend: Attend | None = None) -> None:
+    """In place, over the one-axis `mesh`: before tensor parallelism, whose tokens are then parts of what this rank has.
+
+    attend: in place of `attend_to_the_past`."""
     if mesh.size() == 1:
         return
     for fqn, module in model.named_modules():
         if fnmatch.fnmatchcase(fqn, ATTENTION):
-            module.__dict__["_cp"] = axis_of(mesh)
+            module.__dict__.update(_cp=axis_of(mesh), _attend_to_the_past=attend or attend_to_the_past)
             cls: Any = type(module)
             module.__class__ = _parallel_class(cls)
 
@@ -50,6 +54,7 @@ def _parallel_class(cls: Any) -> Any:
 def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """q (B, t, H, D), k and v (B, t, K, D) of own tokens -> (B, t, H, D). mask: (B, 1, t, T) with all tokens."""
     axis: Axis = module._cp  # type: ignore[assignment]
+    attend: Attend = module._attend_to_the_past  # type: ignore[assignment]
     k, v = in_order(GatherTokens.apply(torch.cat((k, v), dim=2), axis), axis.degree).chunk(2, dim=2)
     head, tail = q.chunk(2, dim=1)
     chunk = head.shape[1]
@@ -57,8 +62,8 @@ def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | N
     heads, tails = (None, None) if mask is None else mask.chunk(2, dim=2)
     return torch.cat(
         (
-            attend_to_the_past(head, k[:, :before_head], v[:, :before_head], heads),
-            attend_to_the_past(tail, k[:, :before_tail], v[:, :before_tail], tails),
+            attend(head, k[:, :before_head], v[:, :before_head], heads),
+            attend(tail, k[:, :before_tail], v[:, :before_tail], tails),
         ),
         dim=1,
     )

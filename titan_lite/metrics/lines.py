@@ -1,6 +1,6 @@
 """What a run says of itself before its first step and after its last one, a line each.
 
-for line in start_lines(config, mesh, device=device, ...): logger.info(line)
+for line in start_lines(config, layout, device=device, ...): logger.info(line)
 for line in end_lines(dump_folder, "done", ...): logger.info(line)
 """
 
@@ -12,13 +12,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titan_lite.compiler.receipt import Receipt, exposed, milliseconds
 from titan_lite.config import Config
-from titan_lite.config.check import gathers_once, without_effect
-from titan_lite.distributed.pipeline import Pipeline
+from titan_lite.distributed.pipeline_plan import bubble_fraction, order_of
+from titan_lite.layout import Layout
 from titan_lite.metrics.records import read_metrics
 
 ROWS, BOXES, IN_A_BOX, IN_THE_ONLY_BOX = 4, 4, 4, 16  # of the picture; more are left out in the middle
@@ -26,50 +25,44 @@ ROWS, BOXES, IN_A_BOX, IN_THE_ONLY_BOX = 4, 4, 4, 16  # of the picture; more are
 
 def start_lines(
     config: Config,
-    mesh: DeviceMesh,
+    layout: Layout,
     *,
     device: torch.device,
-    total_parameters: int,
     parameters: Iterable[Tensor],
-    local_batches: int,
-    pipeline: Pipeline | None,
+    without_effect: Sequence[str],
     priced: bool,
 ) -> list[str]:
-    """total_parameters: of the model; parameters: of this rank's stages; local_batches: of a rank in a step; priced: whether the
-    compile stage knows the machine."""
-    training, parallelism = config.training, config.parallelism
-    degrees = {axis: mesh[axis].size() for axis in mesh.mesh_dim_names or ()}
+    """parameters: of this rank's stages; without_effect: lines about keys that do nothing here; priced: whether the compile stage
+    knows the machine."""
+    training, parallelism, degrees, plan = config.training, config.parallelism, layout.degrees, layout.pipeline
     threads = torch.get_num_threads()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads} thread{'s' * (threads > 1)}"
-    rows = training.local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"] * local_batches
     how = f"{config.compile.backend} ({', '.join(config.compile.components)})" if config.compile.enable else "eager"
-    microbatches = local_batches * (pipeline.plan.microbatches if pipeline else 1)
     axes = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
-    stages = [pipeline.plan.stages_of(rank) for rank in range(degrees["pp"])] if pipeline else []
-    notes = ["; ".join(short_names(pipeline.plan.modules[stage]) for stage in own) for own in stages if pipeline]
+    notes = ["; ".join(short_names(plan.modules[stage]) for stage in plan.stages_of(rank)) for rank in range(degrees["pp"])]
     lines = [
         *([config.job.description] if config.job.description else []),
-        *without_effect(config, microbatches),
-        f"model: {config.model.name} {config.model.flavor}, {total_parameters:,} parameters; torch {torch.__version__}, {how}",
-        f"layout: {mesh.size()} rank{'s' * (mesh.size() > 1)}{f' = {axes}' if axes else ''}, each one {name}",
+        *without_effect,
+        f"model: {config.model.name} {config.model.flavor}, {layout.parameters:,} parameters; torch {torch.__version__}, {how}",
+        f"layout: {layout.world_size} rank{'s' * (layout.world_size > 1)}{f' = {axes}' if axes else ''}, each one {name}",
         *mesh_picture(degrees, notes),
-        f"batch: {rows * training.seq_len:,} tokens a step = {rows} sequences of {training.seq_len}, "
-        f"in {local_batches} local batch{'es' * (local_batches > 1)} of {training.local_batch_size} a rank",
+        f"batch: {layout.tokens:,} tokens a step = {layout.rows} sequences of {layout.seq_len}, "
+        f"in {layout.accumulation} local batch{'es' * (layout.accumulation > 1)} of {layout.local_batch_size} a rank",
     ]
     if config.compile.compiles("model") and not priced:
         lines.append(f"no prices for {name}: what communication costs is not estimated (compile.machine)")
-    if pipeline is not None:
+    if degrees["pp"] > 1:
         schedule = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
         lines.append(
-            f"pipeline: {len(pipeline.plan.modules)} stages, {schedule}, {pipeline.plan.microbatches} microbatches of "
-            f"{parallelism.pipeline_parallel_microbatch_size}; ranks wait {100 * pipeline.bubble:.1f}% of the time (the "
+            f"pipeline: {len(plan.modules)} stages, {schedule}, {plan.microbatches} microbatches of "
+            f"{layout.sequences}; ranks wait {100 * bubble_fraction(order_of(parallelism, plan)):.1f}% of the time (the "
             "bubble), if all stages are equally fast"
         )
     own = list(parameters)
     shards = sum((each.to_local() if isinstance(each, DTensor) else each).numel() for each in own)
     size = getattr(torch, training.dtype).itemsize
     memory = f"memory: {4 * size * shards / 2**30:.2f} GiB a rank for parameters, gradients and optimizer state"
-    if gathers_once(parallelism, microbatches):
+    if layout.gathers_once:
         dtypes = (getattr(torch, name).itemsize for name in (training.mixed_precision_param, training.mixed_precision_reduce))
         held = sum(each.numel() for each in own) / degrees["tp"] * sum(dtypes) / 2**30
         memory += f", {held:.2f} GiB for weights and gradients that are whole for a step"

@@ -18,16 +18,16 @@ import torch
 from titan_lite.compiler.hardware import Link, Machine, machine_from
 from titan_lite.config import Config, ConfigError
 from titan_lite.config.recipe import load_config
-from titan_lite.plan.measure import RECORD, against, calibrated, to_toml
+from titan_lite.plan.measure import RECORD, against, calibrated, machine_to_toml
 from titan_lite.plan.memory import Memory, memory_of
 from titan_lite.plan.simulate import simulate_step
-from titan_lite.plan.trace import Layout, finish_trace, kind_of_stage, layers_of, start_trace, start_tracing
+from titan_lite.plan.trace import PlannedLayout, finish_trace, kind_of_stage, layers_of, start_trace, start_tracing
 
 PROFILE = "hardware.toml"  # in the run's folder: what is made of it
 PACES = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.6, 2.0, 4.0, 10.0)  # at which computation is tried
 
 
-def calibrate_run(folder: Path, lay_out: Callable[[Config, int], Layout], profile: Machine | None = None) -> list[str]:
+def calibrate_run(folder: Path, lay_out: Callable[[Config, int], PlannedLayout], profile: Machine | None = None) -> list[str]:
     """Fits the profile that a run was planned with, or another one, to its measurements; writes it to the run's folder, and says
     by how much each number moved. Raises ConfigError where the run has none.
 
@@ -48,7 +48,7 @@ def calibrate_run(folder: Path, lay_out: Callable[[Config, int], Layout], profil
     seconds, memory = price(layout, [stated, reached, *(paced(reached, pace) for pace in PACES)])
     pace = pace_of(record["step_seconds"], seconds[2:])
     found = dataclasses.replace(paced(reached, pace), name=f"{stated.name}, calibrated")
-    (folder / PROFILE).write_text(to_toml(found), encoding="utf-8")
+    (folder / PROFILE).write_text(machine_to_toml(found), encoding="utf-8")
     ends = " (the end of what was tried)" if pace in (PACES[0], PACES[-1]) else ""
     return [
         f"{config.model.flavor} on {layout.world_size} {record['device']}, {record['windows']} windows of steps",
@@ -62,7 +62,7 @@ def calibrate_run(folder: Path, lay_out: Callable[[Config, int], Layout], profil
     ]
 
 
-def price(layout: Layout, machines: Sequence[Machine]) -> tuple[list[float], Memory]:
+def price(layout: PlannedLayout, machines: Sequence[Machine]) -> tuple[list[float], Memory]:
     """Seconds of a step on each machine, of one trace; and its memory."""
     with start_tracing(layout.world_size) as processes:
         traced = finish_trace(start_trace(processes, layout, machines))

@@ -12,13 +12,13 @@ from titan_lite.compiler.hardware import Machine
 from titan_lite.config import KEYS, ConfigError
 from titan_lite.plan.memory import GIB
 from titan_lite.plan.summary import Plan, what_binds
-from titan_lite.plan.trace import Layout
+from titan_lite.plan.trace import PlannedLayout
 
 Change = dict[str, str]  # {"section.key": value as on a command line}
 CHECKPOINTING = ("none", "selective", "full")
 
 
-def candidates(layout: Layout, machine: Machine) -> list[Change]:
+def candidates(layout: PlannedLayout, machine: Machine) -> list[Change]:
     """One step away from the recipe, each; some may be refused when they are laid out."""
     config, degrees = layout.config, layout.degrees
     parallelism, compile = config.parallelism, config.compile

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_lite.config import Config, ConfigError, gradient_accumulation_steps
+from titan_lite.config import Config, ConfigError
 from titan_lite.config.recipe import load_config
 from titan_lite.logging import Parser, show
 
@@ -174,7 +174,7 @@ def search(recipe: Recipe, machine: Any, options: argparse.Namespace) -> list[st
     sequences = recipe.config.training.global_batch_size
     if sequences == -1:
         try:
-            sequences = recipe.lay_out().tokens // recipe.config.training.seq_len
+            sequences = recipe.lay_out().rows
         except ConfigError as error:
             raise ConfigError(
                 f"--search keeps the tokens of a step, which --set training.global_batch_size=N says: {error}"
@@ -234,10 +234,10 @@ def shown(each: Iterable[Any], count: int, done: str) -> Iterator[Any]:
 
 def lay_out(config: Config, world_size: int) -> Any:
     """The recipe in such a world. Raises ConfigError where it could not run, or cannot be planned."""
-    from titan_lite.config.check import check_layout, gathers_once
-    from titan_lite.plan.trace import Layout
+    from titan_lite.layout import make_layout
+    from titan_lite.plan.trace import PlannedLayout
 
-    model, degrees, pipeline = check_layout(config, world_size)
+    layout = make_layout(config, world_size)
     if config.parallelism.enable_async_tensor_parallel:
         raise ConfigError(
             "parallelism.enable_async_tensor_parallel = true is not planned: Inductor's pass needs GPUs; --set "
@@ -247,9 +247,7 @@ def lay_out(config: Config, world_size: int) -> Any:
         raise ConfigError(
             'compile.bucketing = "measured" is decided by a run; --set compile.bucketing=greedy, or block, would work'
         )
-    accumulation = gradient_accumulation_steps(config.training, degrees["dp_replicate"] * degrees["dp_shard"])
-    once = gathers_once(config.parallelism, accumulation * pipeline.microbatches)
-    return Layout(config, world_size, model, degrees, pipeline, accumulation, once)
+    return PlannedLayout(**vars(layout), config=config)
 
 
 def find_hardware(name: str) -> Any:

@@ -1,16 +1,19 @@
-"""What a machine really reaches, measured by the ranks of a run together; and a profile with that in it.
+"""The machine that a run is on: the profile of its GPU, or its CPU measured; and, by all ranks together, what it reaches of it.
 
+    machine = find_machine("", device)                     # a CPU is measured, in half a second
     reached = measure(shapes, device)                      # {"matmul": 4.1e10, ...}
-    machine = calibrated(profile, reached, dtype)          # the profile, with what was measured in it
-    Path("mine.toml").write_text(to_toml(machine))         # for --hardware and compile.machine
+    machine = calibrated(machine, reached, dtype)          # what was measured, in the profile
+    Path("mine.toml").write_text(machine_to_toml(machine))         # for --hardware and compile.machine
 
 A profile's peaks are a datasheet's and stay; what moves is how much of them is reached.
 """
 
 import dataclasses
 import functools
+import os
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_lite.compiler.collectives import all_gather_single
-from titan_lite.compiler.hardware import GB, GIB, Link, Machine
+from titan_lite.compiler.hardware import GB, GIB, Link, Machine, load_machine, profile_of
 from titan_lite.models.llama3 import ModelConfig
 
 RECORD = "measured.json"  # in a run's folder: what the trainer writes of it
@@ -30,13 +33,63 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of what a rank computes at once: sequences of `tokens` tokens, tp-th parts of a model's matrices and heads, in `dtype`."""
+    """What a rank computes at once: sequences of `tokens` tokens, tp-th parts of a model's matrices and heads, in `dtype`."""
 
     model: ModelConfig
     sequences: int
     tokens: int
     tp: int
     dtype: torch.dtype
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s of dense matrix products of one device; None for a device that is not known. A CPU is measured (0.2 s)."""
+    if device.type == "cpu":
+        return _cpu_flops(dtype)
+    machine = profile_of(torch.cuda.get_device_name(device))
+    return None if machine is None else machine.flops(dtype)
+
+
+def find_machine(name: str, device: torch.device) -> Machine | None:
+    """The one that a recipe names, else this rank's own: None for a GPU that is not known.
+
+    A CPU is measured (half a second), by all ranks together, who then have the same figures.
+    """
+    if name:
+        return load_machine(name)
+    if device.type == "cuda":
+        return profile_of(torch.cuda.get_device_name(device))
+    source, target = (torch.empty(2**24, dtype=torch.uint8) for _ in range(2))
+    copy = 2 * source.nbytes / _time(lambda: target.copy_(source), device, 0.05, min)  # bytes a second, read and written
+    link = {"latency": 1e-6, "bandwidth": GB}
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        link = _line(_times_of(all_gather_single, device, rounds=1, best_of=5))
+    measured = [_cpu_flops(torch.float32) / 1e12, _cpu_flops(torch.bfloat16) / 1e12, copy / GB]
+    figures = torch.tensor([*measured, link["bandwidth"] / GB, 1e6 * link["latency"]], dtype=torch.float64)
+    if dist.is_initialized():
+        dist.broadcast(figures, src=0)
+    # Of one digit: another run on this machine finds the same schedule, and its code in Inductor's cache.
+    float32, bfloat16, copy, bandwidth, latency = (float(f"{figure:.0e}") for figure in figures.tolist())
+    return Machine(
+        name="CPU, measured",
+        tflops={"float32": float32, "bfloat16": bfloat16},
+        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
+        memory_bandwidth=copy,
+        intra_node=Link(bandwidth, latency),
+        inter_node=Link(bandwidth, latency),
+        launch=5.0,
+        collective_launch=latency,
+        matmul_efficiency=1.0,  # measured, and not promised
+        attention_efficiency=0.3,  # FlashAttention for CPU on one core, at head dimensions of 16 to 64
+        memory_efficiency=1.0,
+        link_efficiency=1.0,
+    )
+
+
+def _cpu_flops(dtype: torch.dtype, size: int = 1024) -> float:
+    """The best of several matrix products with the threads that this process has."""
+    a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
+    return 2 * size**3 / _time(lambda: torch.mm(a, b), torch.device("cpu"), 0.2, min)
 
 
 def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> dict[str, float]:
@@ -77,40 +130,45 @@ def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> dict
         dist.all_reduce(figures, dist.ReduceOp.MIN)
     found = dict(zip(found, figures.tolist(), strict=True))
     found["launch"] *= -1
-    return found | (_measure_links(device) if dist.get_world_size() > 1 else {})
+    if dist.get_world_size() == 1:
+        return found
+    gathers = _times_of(all_gather_single, device)
+    reduces = _times_of(lambda whole, part: reduce_scatter_single(part, whole), device)
+    return found | _line(gathers) | {"reduction": sum(reduces) / sum(gathers)}
 
 
-def _measure_links(device: torch.device) -> dict[str, float]:
-    ranks = dist.get_world_size()
-
-    def times(collective: Callable[[Tensor, Tensor], Any]) -> list[float]:
-        """Of SMALL and LARGE."""
-        pairs = [tuple(torch.zeros(count * size // 4, device=device) for count in (ranks, 1)) for size in (SMALL, LARGE)]
-        return [_time_together(functools.partial(collective, whole, part), device) for whole, part in pairs]
-
-    gathers = times(all_gather_single)
-    reduces = times(lambda whole, part: reduce_scatter_single(part, whole))
-    small, large = gathers
-    return {
-        "latency": small / ranks,  # a launch, which takes as long, and as many hops as there are other ranks
-        "bandwidth": (ranks - 1) * (LARGE - SMALL) / max(large - small, 1e-7),
-        "reduction": sum(reduces) / sum(gathers),
-    }
+def _line(gathers: Sequence[float]) -> dict[str, float]:
+    """A launch, which takes as long as a hop, and as many hops as there are other ranks; and bytes a second."""
+    ranks, (small, large) = dist.get_world_size(), gathers
+    return {"latency": small / ranks, "bandwidth": (ranks - 1) * (LARGE - SMALL) / max(large - small, 1e-7)}
 
 
-def _time(work: Callable[[], Any], device: torch.device, seconds: float) -> float:
-    """Of one call, the mean of as many as fit: what a step sees, others beside it included."""
+def _times_of(
+    collective: Callable[[Tensor, Tensor], Any], device: torch.device, rounds: int = 15, best_of: int = 1
+) -> list[float]:
+    """Seconds at SMALL and at LARGE: the slowest rank's mean over `rounds`, and the best of so many of these."""
+    counts = (dist.get_world_size(), 1)
+    pairs = [[torch.zeros(count * size // 4, device=device) for count in counts] for size in (SMALL, LARGE)]
+    return [min(_time_together(functools.partial(collective, *pair), device, rounds) for _ in range(best_of)) for pair in pairs]
+
+
+def _time(
+    work: Callable[[], Any], device: torch.device, seconds: float, of: Callable[[list[float]], float] = statistics.fmean
+) -> float:
+    """Of one call, of as many as fit: the mean is what a step sees, others beside it included."""
     work()
     _synchronize(device)
-    calls, start = 0, time.perf_counter()
-    while calls < 3 or time.perf_counter() - start < seconds:
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
         work()
         _synchronize(device)
-        calls += 1
-    return (time.perf_counter() - start) / calls
+        times.append(time.perf_counter() - start)
+    return of(times)
 
 
-def _time_together(work: Callable[[], Any], device: torch.device, rounds: int = 15) -> float:
+def _time_together(work: Callable[[], Any], device: torch.device, rounds: int) -> float:
     """Of one collective, the mean; of all ranks the slowest's."""
     work()
     _synchronize(device)
@@ -159,7 +217,7 @@ def calibrated(machine: Machine, reached: Mapping[str, float], dtype: torch.dtyp
     return dataclasses.replace(machine, **found)
 
 
-def to_toml(machine: Machine) -> str:
+def machine_to_toml(machine: Machine) -> str:
     """As load_machine reads it."""
 
     def table(values: Mapping[str, float]) -> str:
@@ -167,10 +225,8 @@ def to_toml(machine: Machine) -> str:
 
     lines = [f'name = "{machine.name}"']
     for name, value in vars(machine).items():
-        if isinstance(value, Link):
-            lines.append(f"{name} = {table(vars(value))}")
-        elif isinstance(value, Mapping):
-            lines.append(f"{name} = {table(value)}")
+        if isinstance(value, Link | Mapping):
+            lines.append(f"{name} = {table(vars(value) if isinstance(value, Link) else value)}")
         elif name != "name":
             lines.append(f"{name} = {value!r}")
     return "\n".join(lines) + "\n"

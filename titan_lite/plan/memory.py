@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from titan_lite.distributed.pipeline import order_of
+from titan_lite.distributed.pipeline_plan import order_of
 from titan_lite.plan.costs import Figures
-from titan_lite.plan.trace import Layout
+from titan_lite.plan.trace import PlannedLayout
 
 GIB = 2**30
 # Of what comes and goes: CUDA's caching allocator keeps blocks whose sizes nothing fits.
@@ -46,7 +46,7 @@ class Memory:
         return self.reserved + OUTSIDE
 
 
-def memory_of(layout: Layout, stages: Sequence[Figures]) -> Memory:
+def memory_of(layout: PlannedLayout, stages: Sequence[Figures]) -> Memory:
     """Liveness does not depend on a machine: the figures may be for any."""
     found = [
         max(moments(layout, stages, rank), key=lambda moment: sum(moment[1].values())) for rank in range(layout.degrees["pp"])
@@ -58,7 +58,7 @@ def memory_of(layout: Layout, stages: Sequence[Figures]) -> Memory:
     return Memory(rank, moment, {name: value for name, value in rows.items() if value}, SLACK * (peaks[rank] - steady), peaks)
 
 
-def moments(layout: Layout, stages: Sequence[Figures], rank: int) -> list[tuple[str, dict[str, float]]]:
+def moments(layout: PlannedLayout, stages: Sequence[Figures], rank: int) -> list[tuple[str, dict[str, float]]]:
     """Each moment of a step in which pipeline rank `rank` may need most: its name, and what there is, in bytes."""
     training = layout.config.training
     held_as, computed, summed = (
@@ -124,13 +124,13 @@ def peak(figures: Figures, graph: str) -> float:
     return max(figures[f"{graph}.peak.start"], figures[f"{graph}.peak.end"])
 
 
-def kept(layout: Layout, figures: Figures) -> float:
+def kept(layout: PlannedLayout, figures: Figures) -> float:
     """Bytes of a microbatch between its forward and its backward."""
     logits = figures.get("activations.logits", 0.0) + figures.get("loss_forward.saved", 0.0)
     return figures["forward.saved"] + logits + _held_by_pipeline(layout, figures)
 
 
-def _held_by_pipeline(layout: Layout, figures: Figures) -> float:
+def _held_by_pipeline(layout: PlannedLayout, figures: Figures) -> float:
     """What torch's stages keep of a microbatch: what came in and, but for logits, what went out."""
     if layout.degrees["pp"] == 1:
         return 0.0

@@ -6,16 +6,14 @@
 The step is whole. Graphs are of the deepest stage that was traced, which may have fewer blocks than the one it stands for.
 """
 
-import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from titan_lite.compiler.timeline import Span, Timeline
 from titan_lite.distributed.mesh import AXES
+from titan_lite.metrics.timelines import TraceSpan, draw_bars, draw_graphs, graph_spans, write_trace
 from titan_lite.plan.summary import WORDS, Plan
-from titan_lite.plan.trace import Kind
 
 COLORS = {"F": "tab:blue", "B": "tab:green", "I": "tab:green", "W": "tab:olive"}
 ENDS = {"gather": "tab:orange", "reduce": "tab:orange", "optimizer": "tab:gray"}
@@ -40,29 +38,25 @@ def step_spans(plan: Plan) -> list[tuple[int, str, str, float, float]]:
     return [each for each in found if each[-1] > 0]
 
 
-def deepest(plan: Plan) -> tuple[Kind, Sequence[Timeline]]:
-    """Of the kinds of stages, the one whose stages have most blocks."""
+def deepest(plan: Plan) -> tuple[str, Sequence[Timeline], list[str]]:
+    """The graphs of the kind of stages whose stages have most blocks: a title, timelines, and the names of their lanes."""
     kind = max(plan.timelines, key=lambda kind: plan.depths[kind][-1])
-    return kind, plan.timelines[kind]
+    beside = f" with {', '.join(kind)}" if kind else ""
+    title = f"one microbatch: a stage of {plan.depths[kind][-1]} blocks{beside}, as traced"
+    groups = {span.group for timeline in plan.timelines[kind] for span in timeline.spans}
+    return title, plan.timelines[kind], ["computation", *(WORDS[axis] for axis in AXES if axis in groups)]
 
 
 def lane_of(span: Span) -> str:
     return WORDS[span.group] if span.group else "computation"
 
 
-def title_of(plan: Plan, kind: Kind) -> str:
-    blocks = plan.depths[kind][-1]
-    beside = f" with {', '.join(kind)}" if kind else ""
-    return f"one microbatch: a stage of {blocks} blocks{beside}, as traced"
-
-
 def draw_plan(plan: Plan, path: Path) -> None:
     """A PNG: bars over milliseconds; what of communication nothing computes under is red."""
     from matplotlib.figure import Figure
 
-    kind, timelines = deepest(plan)
+    title, timelines, lanes = deepest(plan)
     degree = plan.layout.degrees["pp"]
-    lanes = lanes_of(timelines)
     sizes = [1.2 + 0.25 * degree, 0.8 + 0.5 * len(lanes)]
     figure = Figure(figsize=(14, sum(sizes) + 1), layout="constrained")
     step, graphs = figure.subplots(2, gridspec_kw={"height_ratios": sizes})
@@ -78,61 +72,16 @@ def draw_plan(plan: Plan, path: Path) -> None:
         xlim=(0, 1e3 * plan.steps[0].seconds),
         ylim=(0, degree),
     )
-    offset = 0.0
-    bars = defaultdict(list)
-    for timeline in timelines:
-        for span in timeline.spans:
-            height = len(lanes) - 0.9 - lanes.index(lane_of(span))
-            waited = span.seconds if span.group and span.lane == "compute" else span.exposed
-            start = 1e3 * (offset + span.start)
-            bars[height, "tab:orange" if span.group else "tab:blue"].append((start, 1e3 * span.seconds))
-            bars[height, "tab:red"].append((start + 1e3 * (span.seconds - waited), 1e3 * waited))
-        if timeline.seconds > 0.08 * sum(each.seconds for each in timelines):  # else there is no room for a name
-            middle = 1e3 * (offset + timeline.seconds / 2)
-            graphs.text(middle, len(lanes), timeline.graph.replace("_", ": "), ha="center", va="bottom")
-        offset += timeline.seconds
-        graphs.axvline(1e3 * offset, color="black", linewidth=0.8)
-    draw_bars(graphs, bars)
-    graphs.set(
-        xlabel="milliseconds, as estimated; red: nothing computes meanwhile",
-        yticks=[len(lanes) - 0.5 - number for number in range(len(lanes))],
-        yticklabels=lanes,
-        xlim=(0, 1e3 * offset),
-        ylim=(0, len(lanes) + 0.6),
-    )
-    graphs.set_title(title_of(plan, kind), pad=12)
+    room = 0.08 * sum(each.seconds for each in timelines)  # that a name needs
+    names = [timeline.graph.replace("_", ": ") if timeline.seconds > room else "" for timeline in timelines]
+    draw_graphs(graphs, timelines, lanes, lane_of, names)
+    graphs.set_title(title, pad=12)
     figure.savefig(path, dpi=120)
 
 
-def draw_bars(axes: Any, bars: Mapping[tuple[float, str], Sequence[tuple[float, float]]], edge: str = "none") -> None:
-    """bars: by height and color, (start, length) each; what is drawn later covers what was before."""
-    for (height, color), spans in bars.items():
-        axes.broken_barh([span for span in spans if span[1]], (height, 0.8), facecolors=color, edgecolors=edge, linewidth=0.2)
-
-
-def lanes_of(timelines: Sequence[Timeline]) -> list[str]:
-    groups = {span.group for timeline in timelines for span in timeline.spans}
-    return ["computation", *(WORDS[axis] for axis in AXES if axis in groups)]
-
-
 def write_plan_trace(plan: Plan, path: Path) -> None:
-    """A Chrome trace, in microseconds: process 0 is the step, a thread a pipeline rank; process 1 the graphs, a thread a lane."""
-    kind, timelines = deepest(plan)
-    lanes = lanes_of(timelines)
+    """A Chrome trace: process 0 is the step, a thread a pipeline rank; process 1 the graphs, a thread a lane."""
+    title, timelines, lanes = deepest(plan)
     ranks = [f"pipeline rank {rank}" for rank in range(plan.layout.degrees["pp"])]
-    events: list[dict[str, Any]] = []
-    for pid, title, threads in ((0, "the step, as stated", ranks), (1, title_of(plan, kind), lanes)):
-        events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": title}})
-        events += [
-            {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}} for tid, name in enumerate(threads)
-        ]
-    for rank, what, name, start, seconds in step_spans(plan):
-        events.append({"name": name, "cat": what, "ph": "X", "pid": 0, "tid": rank, "ts": 1e6 * start, "dur": 1e6 * seconds})
-    offset = 0.0
-    for timeline in timelines:
-        for span in timeline.spans:
-            place = {"pid": 1, "tid": lanes.index(lane_of(span)), "ts": 1e6 * (offset + span.start), "dur": 1e6 * span.seconds}
-            args = {"graph": timeline.graph, "exposed_us": 1e6 * span.exposed}
-            events.append({"name": span.name, "cat": timeline.graph, "ph": "X", **place, "args": args})
-        offset += timeline.seconds
-    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n", encoding="utf-8")
+    step: list[TraceSpan] = [(*span, {}) for span in step_spans(plan)]
+    write_trace(path, ("the step, as stated", ranks, step), (title, lanes, graph_spans(timelines, lanes, lane_of)))

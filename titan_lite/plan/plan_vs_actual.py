@@ -1,8 +1,8 @@
-"""At the end of a run: what was planned against what was measured, so that the plan is held to account.
+"""At the end of a run: what was planned against what was measured.
 
-    account = Account("auto", dump_folder, device)
-    account.start(machine)                                     # first rank, on GPUs: planned in a process beside the run
-    for line in account.close(machine, shapes, bytes): ...      # all ranks; the first one's lines
+    compared = PlanVsActual("auto", dump_folder, device)
+    compared.start(machine)                                    # first rank, on GPUs: planned in a process beside the run
+    for line in compared.close(machine, shapes, peak): ...      # all ranks; the first one's lines
 
 Planning takes about as long as a start, so on GPUs it goes on while the run does, and on CPUs, whose cores it would take from the
 run, after it and only where it is asked for. The run's folder keeps plan.json and measured.json, from which
@@ -22,13 +22,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_lite.compiler.hardware import GIB, Machine, find_machine
-from titan_lite.plan.measure import RECORD, Shapes, against, calibrated, measure, to_toml
+from titan_lite.compiler.hardware import GIB, Machine
+from titan_lite.plan.measure import RECORD, Shapes, against, calibrated, find_machine, machine_to_toml, measure
 
 LONGEST = 180  # seconds that the end of a run waits for its plan
 
 
-class Account:
+class PlanVsActual:
     """mode: "auto", "always" or "never", as metrics.compare_plan says."""
 
     def __init__(self, mode: str, folder: Path, device: torch.device):
@@ -46,7 +46,7 @@ class Account:
         if not self.wanted or machine is None or self.planning is not None:
             return
         profile = self.folder / "profile.toml"
-        profile.write_text(to_toml(machine), encoding="utf-8")
+        profile.write_text(machine_to_toml(machine), encoding="utf-8")
         command = [sys.executable, "-m", "titan_lite.plan", str(self.folder / "config.toml"), "--json"]
         command += ["--world-size", str(dist.get_world_size()), "--hardware", str(profile)]
         # without a GPU, of which it would take memory

@@ -20,7 +20,7 @@ from titan_lite.models.llama3 import FLAVORS, ModelConfig
 from titan_lite.plan.changes import CHECKPOINTING, Change
 from titan_lite.plan.memory import GIB, OUTSIDE
 from titan_lite.plan.summary import Plan, name_of
-from titan_lite.plan.trace import Layout, layers_of
+from titan_lite.plan.trace import PlannedLayout, layers_of
 
 LONG = 32768  # tokens, from which on sequences are worth splitting
 
@@ -106,7 +106,7 @@ def _local_batches(rows: int, pp: int) -> list[int]:
     return [rows // part for part in (1, 2, 4) if rows % part == 0 and rows // part >= pp]
 
 
-def guess(layout: Layout, machine: Machine) -> Guess:
+def guess(layout: PlannedLayout, machine: Machine) -> Guess:
     model, degrees, config = layout.model, layout.degrees, layout.config
     tp, pp, m = degrees["tp"], degrees["pp"], layout.pipeline.microbatches
     computed, summed, held = (

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from titan_lite.compiler.hardware import Machine
-from titan_lite.distributed.pipeline import Run, order_of, run_order
+from titan_lite.distributed.pipeline_plan import Timetable, order_of, run_order
 from titan_lite.plan.costs import Figures
-from titan_lite.plan.trace import Layout
+from titan_lite.plan.trace import PlannedLayout
 
 FORWARD, BACKWARD = ("forward.", "loss_forward."), ("backward.", "loss_backward.")
 ROUND = ("gather.", "reduce.")
@@ -38,11 +38,11 @@ class Step:
     across: dict[str, float]
     matmul: float
     attention: float
-    run: Run
+    run: Timetable
     ends: Sequence[Mapping[str, float]] = ()
 
 
-def simulate_step(layout: Layout, stages: Sequence[Figures], machine: Machine) -> Step:
+def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Machine) -> Step:
     """Of `stages`, in their order, all with the figures for `machine`."""
     degree, itemsize = layout.degrees["pp"], getattr(torch, layout.config.training.dtype).itemsize
     forward = [seconds_of(figures, FORWARD) for figures in stages]
@@ -118,7 +118,7 @@ def seconds_of(figures: Figures, prefixes: Sequence[str]) -> float:
     return sum(waits_of(figures, prefixes).values())
 
 
-def accumulate(layout: Layout, figures: Figures, machine: Machine) -> float:
+def accumulate(layout: PlannedLayout, figures: Figures, machine: Machine) -> float:
     """Seconds in which a microbatch's gradients are added to those before: of whole weights, or of shards."""
     if layout.microbatches == 1:
         return 0.0

@@ -25,7 +25,7 @@ from titan_lite.config import ConfigError
 from titan_lite.models.llama3 import flops_per_token
 from titan_lite.plan.memory import GIB, OUTSIDE, Memory, memory_of
 from titan_lite.plan.simulate import Step, simulate_step
-from titan_lite.plan.trace import Kind, Layout, Traced, finish_trace, kind_of_stage, layers_of, start_trace, start_tracing
+from titan_lite.plan.trace import Kind, PlannedLayout, Traced, finish_trace, kind_of_stage, layers_of, start_trace, start_tracing
 
 WORDS = {
     "compute": "computation",
@@ -44,7 +44,7 @@ class Plan:
     """steps: as stated, slow, fast; seconds: that planning took; depths: blocks that were traced, by kind of stage; timelines: of
     the graphs with most blocks."""
 
-    layout: Layout
+    layout: PlannedLayout
     machine: Machine
     steps: tuple[Step, Step, Step]
     memory: Memory
@@ -80,7 +80,7 @@ class Plan:
         return self.machine.flops(getattr(torch, self.layout.config.training.mixed_precision_param))
 
 
-def make_plan(layout: Layout, machine: Machine, full: bool = False) -> Plan:
+def make_plan(layout: PlannedLayout, machine: Machine, full: bool = False) -> Plan:
     """full: every block is traced. Raises CompileError for what cannot be planned."""
     (plan,) = make_plans([layout], machine, full)
     if isinstance(plan, CompileError):
@@ -88,7 +88,7 @@ def make_plan(layout: Layout, machine: Machine, full: bool = False) -> Plan:
     return plan
 
 
-def make_plans(layouts: Sequence[Layout], machine: Machine, full: bool = False) -> Iterator[Plan | CompileError]:
+def make_plans(layouts: Sequence[PlannedLayout], machine: Machine, full: bool = False) -> Iterator[Plan | CompileError]:
     """Of each, in one world, one after another as they are ready."""
     started = time.perf_counter()
     machines = (machine, machine.scaled(-1), machine.scaled(1))
@@ -107,7 +107,7 @@ def make_plans(layouts: Sequence[Layout], machine: Machine, full: bool = False) 
                 ) from None
 
 
-def put_together(layout: Layout, machines: Sequence[Machine], traced: dict[Kind, Traced], seconds: float = 0.0) -> Plan:
+def put_together(layout: PlannedLayout, machines: Sequence[Machine], traced: dict[Kind, Traced], seconds: float = 0.0) -> Plan:
     """machines: as stated, slow, fast."""
     of_machine = [
         [traced[kind_of_stage(modules)].figures(layers_of(modules), number) for modules in layout.pipeline.modules]
@@ -133,7 +133,7 @@ def describe(plan: Plan, token_budget: float = 0.0) -> list[str]:
     lines = [
         f"{config.model.flavor} on {layout.world_size} {machine.name} ({axes}); {compiled}, "
         f"activation checkpointing {config.activation_checkpoint.mode}",
-        f"batch: {layout.tokens // training.seq_len:,} sequences of {training.seq_len:,} tokens a step = {layout.tokens:,} "
+        f"batch: {layout.rows:,} sequences of {training.seq_len:,} tokens a step = {layout.tokens:,} "
         f"tokens, {layout.microbatches} microbatch{'es' * (layout.microbatches > 1)} of {layout.sequences} a rank",
         "",
         f"  step time        {span(fast.seconds, slow.seconds, '{:.3g}')} s",

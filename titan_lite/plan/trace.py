@@ -11,6 +11,7 @@ the largest.
 """
 
 import dataclasses
+import functools
 import gc
 import logging
 from collections import defaultdict
@@ -19,7 +20,6 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -36,17 +35,16 @@ from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import compile_model
 from titan_lite.compiler.timeline import Timeline
 from titan_lite.config import Config, Parallelism
-from titan_lite.distributed import context_parallel
 from titan_lite.distributed.accumulation import read_wholes
-from titan_lite.distributed.context_parallel import attend_to_the_past, own_positions
+from titan_lite.distributed.build import build_stages, compile_stages
+from titan_lite.distributed.context_parallel import attend_to_the_past
 from titan_lite.distributed.gather import GatherPlan, local
 from titan_lite.distributed.mesh import build_mesh
-from titan_lite.distributed.parallelize import compile_stages, parallelize
-from titan_lite.distributed.pipeline import PipelinePlan, keep_modules
 from titan_lite.distributed.simple_fsdp import materialize, model_of
 from titan_lite.distributed.tensor_parallel import axis_of
+from titan_lite.layout import Layout
 from titan_lite.loss import build_loss, own_vocabulary
-from titan_lite.models.llama3 import ModelConfig, Transformer
+from titan_lite.models.llama3 import Transformer
 from titan_lite.plan.costs import Axes, Figures, axes_of, by_axis, bytes_of, figures_of, held_figures, round_figures
 from titan_lite.plan.eager_order import run_ahead
 
@@ -55,39 +53,16 @@ GRAPHS = ("forward", "loss_forward", "loss_backward", "backward")
 Kind = tuple[str, ...]  # the modules of a stage beside its blocks
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A recipe that can run in a world of so many ranks (check.py). accumulation: local batches of a step; gathers_once: whether
-    weights are gathered and gradients reduced once a step."""
+@dataclass(frozen=True, kw_only=True)
+class PlannedLayout(Layout):
+    """A layout with the recipe that it is of."""
 
     config: Config
-    world_size: int
-    model: ModelConfig
-    degrees: dict[str, int]
-    pipeline: PipelinePlan
-    accumulation: int
-    gathers_once: bool
-
-    @property
-    def microbatches(self) -> int:
-        """Of one optimizer step."""
-        return self.accumulation * self.pipeline.microbatches
-
-    @property
-    def sequences(self) -> int:
-        """Of one microbatch."""
-        return self.config.training.local_batch_size // self.pipeline.microbatches
 
     @property
     def fused(self) -> bool:
         """Whether Inductor makes kernels of the model."""
         return self.config.compile.compiles("model") and self.config.compile.backend == "inductor"
-
-    @property
-    def tokens(self) -> int:
-        """Of one optimizer step, over all ranks."""
-        rows = self.config.training.local_batch_size * self.degrees["dp_replicate"] * self.degrees["dp_shard"]
-        return self.accumulation * rows * self.config.training.seq_len
 
 
 @dataclass(frozen=True)
@@ -140,7 +115,7 @@ def start_fake_world(world_size: int) -> None:
 
 def start_trace(
     processes: ProcessPoolExecutor,
-    layout: Layout,
+    layout: PlannedLayout,
     machines: Sequence[Machine],
     full: bool = False,
     shared: dict[Any, Future[Sample]] | None = None,
@@ -162,7 +137,7 @@ def start_trace(
     return started
 
 
-def traced_by(layout: Layout) -> tuple[Any, ...]:
+def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
     """What a stage's graphs depend on, beside its modules: not on how many microbatches there are, and in which order."""
     config = layout.config
     of_pipeline: dict[str, Any] = {
@@ -211,13 +186,23 @@ def layers_of(modules: Sequence[str]) -> int:
     return len(modules) - len(kind_of_stage(modules))
 
 
-def trace_stage(layout: Layout, kind: Kind, n_layers: int, machines: Sequence[Machine]) -> Sample:
+def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequence[Machine]) -> Sample:
     """In a fake world: a stage of `kind` with so many blocks, on each machine."""
     torch._dynamo.reset()
     gc.collect()  # the graphs before
     config = layout.config
     mesh = build_mesh(layout.degrees, "cpu")
-    model = build_stage(layout, mesh, kind, n_layers)
+    shape = dataclasses.replace(layout.model, n_layers=max(n_layers, 1))
+    (model,) = build_stages(
+        functools.partial(Transformer, shape),
+        [[*kind, *(f"layers.{number}" for number in range(n_layers))]],
+        mesh,
+        seq_len=layout.seq_len,
+        training=config.training,
+        parallelism=config.parallelism,
+        activation_checkpoint=config.activation_checkpoint,
+        attend=attend_as_on_gpus,
+    )
     plans = [(plan, local(parameter).numel()) for parameter, plan in model_of(model).plans.items()]
     priced = _Priced(
         config.compile if config.compile.compiles("model") else dataclasses.replace(config.compile, reordering=False),
@@ -231,25 +216,22 @@ def trace_stage(layout: Layout, kind: Kind, n_layers: int, machines: Sequence[Ma
     )
     dtype = getattr(torch, config.training.mixed_precision_param)
     tokens, tp = len(model.positions), axis_of(mesh["tp"])
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        mock.patch.object(context_parallel, "attend_to_the_past", attend_as_on_gpus),
-    ):
+    with FakeTensorMode(allow_non_fake_inputs=True):
         materialize(model, torch.device("cpu"))
         if layout.gathers_once:
             read_wholes(model, {parameter: _whole(plan) for parameter, plan in model_of(model).plans.items()})
         compile_stages(
             [model],
             mesh,
+            priced,
+            compile=dataclasses.replace(config.compile, backend="aot_eager"),
             parallelism=config.parallelism,
             activation_checkpoint=config.activation_checkpoint,
-            compile=dataclasses.replace(config.compile, backend="aot_eager"),
-            schedule=priced,
             priced_as=priced_as(layout, "model"),
         )
-        shape = (layout.sequences, tokens // tp.degree, layout.model.dim)
+        between = (layout.sequences, tokens // tp.degree, layout.model.dim)
         ids = torch.zeros(layout.sequences, tokens, dtype=torch.long)
-        given = ids if "tok_embeddings" in kind else torch.zeros(shape, dtype=dtype, requires_grad=True)
+        given = ids if "tok_embeddings" in kind else torch.zeros(between, dtype=dtype, requires_grad=True)
         model(given, ids if config.training.mask_documents else None)
         if "output" in kind:
             loss = _Loss(build_loss(layout.model.vocab_size, tp.rank, tp.degree, tp.group))
@@ -261,7 +243,7 @@ def trace_stage(layout: Layout, kind: Kind, n_layers: int, machines: Sequence[Ma
             logits = torch.zeros(layout.sequences, tokens, vocabulary, dtype=dtype, requires_grad=True)
             loss(logits, torch.zeros(layout.sequences, tokens, dtype=torch.long))
     held = held_figures(plans, [buffer.numel() * buffer.element_size() for buffer in model.buffers()])
-    held["activations.between"] = float(dtype.itemsize * torch.Size(shape).numel())
+    held["activations.between"] = float(dtype.itemsize * torch.Size(between).numel())
     if "output" in kind:
         held["activations.logits"] = float(logits.numel() * logits.element_size())
     found = []
@@ -275,29 +257,11 @@ def trace_stage(layout: Layout, kind: Kind, n_layers: int, machines: Sequence[Ma
     return Sample(found, [priced.timelines[name] for name in sorted(priced.timelines, key=GRAPHS.index)])
 
 
-def priced_as(layout: Layout, component: str) -> str:
+def priced_as(layout: PlannedLayout, component: str) -> str:
     """How a component runs, as in compile_model."""
     if not layout.config.compile.compiles(component):
         return "eager"
     return "inductor" if layout.config.compile.backend == "inductor" else ""
-
-
-def build_stage(layout: Layout, mesh: DeviceMesh, kind: Kind, n_layers: int) -> Transformer:
-    """As the trainer builds it, on no device."""
-    config = layout.config
-    positions = own_positions(config.training.seq_len, 0, mesh["cp"].size())
-    with torch.device("meta"):
-        shape = dataclasses.replace(layout.model, n_layers=max(n_layers, 1))
-        model = Transformer(shape, positions).to(getattr(torch, config.training.dtype))
-    keep_modules(model, [*kind, *(f"layers.{number}" for number in range(n_layers))])
-    parallelize(
-        [model],
-        mesh,
-        training=config.training,
-        parallelism=config.parallelism,
-        activation_checkpoint=config.activation_checkpoint,
-    )
-    return model
 
 
 def attend_as_on_gpus(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -7,8 +7,11 @@ import torch
 from torch import nn
 
 from titan_lite.compiler import autotune as module
-from titan_lite.compiler.autotune import STEPS, WAYS, Trial
+from titan_lite.compiler.autotune import STEPS, WAYS, Autotuner, check_steps
 from titan_lite.compiler.receipt import Collective, Receipt
+from titan_lite.config import Compile, ConfigError
+
+MEASURED = Compile(enable=True, bucketing="measured")
 
 
 class Clock:
@@ -35,30 +38,30 @@ def run(clock, seconds, compiles=5.0):
         model._compiled_call_impl = way
         return [Receipt("forward", {"all_gather": 6}, (Collective("all_gather", ("a",), 8, 2),), 0, "")]
 
-    trial = Trial([model], compile_as, torch.device("cpu"))
+    autotune = Autotuner([model], compile_as, MEASURED, torch.device("cpu"))
     steps = 0
-    while not trial.chosen:
+    while not autotune.decided:
         way, first = WAYS[steps // STEPS], steps % STEPS == 0
-        with trial.step():
+        with autotune.step():
             clock.now += seconds[way] + (compiles if first else 0.0)
         steps += 1
-    return trial, model, compiled, steps
+    return autotune, model, compiled, steps
 
 
 @pytest.mark.parametrize("fastest", WAYS)
 def test_the_fastest_stays(fastest, clock):
-    trial, model, compiled, steps = run(clock, {way: 1.0 + (way != fastest) for way in WAYS})
-    assert trial.chosen == model._compiled_call_impl == fastest
+    autotune, model, compiled, steps = run(clock, {way: 1.0 + (way != fastest) for way in WAYS})
+    assert autotune.chosen == model._compiled_call_impl == fastest
     assert compiled == list(WAYS)
     assert steps == STEPS * len(WAYS)
-    lines = trial.describe()
+    lines = autotune.describe()
     assert [line.endswith("; it stays") for line in lines] == [way == fastest for way in WAYS]
     assert lines[WAYS.index(fastest)].startswith(f'bucketing "{fastest}": 1.000 s a step, 6 collectives -> 1')
 
 
 def test_what_takes_longest_to_compile_may_still_be_fastest(clock):
-    trial, *_ = run(clock, {"none": 2.0, "block": 2.0, "greedy": 1.0, "auto": 2.0}, compiles=100.0)
-    assert trial.chosen == "greedy"
+    autotune, *_ = run(clock, {"none": 2.0, "block": 2.0, "greedy": 1.0, "auto": 2.0}, compiles=100.0)
+    assert autotune.chosen == "greedy"
 
 
 def test_ranks_decide_on_the_slowest(clock, monkeypatch):
@@ -70,12 +73,44 @@ def test_ranks_decide_on_the_slowest(clock, monkeypatch):
 
     monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(module.dist, "all_reduce", slower_elsewhere)
-    trial, *_ = run(clock, {"none": 3.0, "block": 1.0, "greedy": 2.0, "auto": 2.5})
-    assert trial.chosen == "greedy"
+    autotune, *_ = run(clock, {"none": 3.0, "block": 1.0, "greedy": 2.0, "auto": 2.5})
+    assert autotune.chosen == "greedy"
 
 
 def test_a_step_that_fails_decides_nothing(clock):
-    trial = Trial([], lambda way: [], torch.device("cpu"))
-    with contextlib.suppress(ZeroDivisionError), trial.step():
+    autotune = Autotuner([], lambda way: [], MEASURED, torch.device("cpu"))
+    with contextlib.suppress(ZeroDivisionError), autotune.step():
         raise ZeroDivisionError
-    assert (trial.steps, trial.chosen) == (0, "")
+    assert (autotune.steps, autotune.chosen) == (0, "")
+
+
+def test_any_other_way_is_compiled_at_once_and_decided_after_one_step():
+    receipts = [Receipt("forward", {}, (), 0, "")]
+    autotune = Autotuner([], {"block": receipts}.__getitem__, Compile(enable=True, bucketing="block"), torch.device("cpu"))
+    assert autotune.receipts is receipts
+    decided = []
+    for _ in range(3):
+        assert autotune.decided == bool(decided)
+        with autotune.step():
+            pass
+        decided.append(autotune.just_decided)
+    assert decided == [True, False, False]
+    assert autotune.describe() == []
+
+
+def test_without_a_compiled_model_nothing_is_compiled():
+    autotune = Autotuner([], {}.__getitem__, Compile(bucketing="measured"), torch.device("cpu"))
+    with autotune.step():
+        pass
+    assert autotune.just_decided
+    assert autotune.receipts == autotune.describe() == []
+
+
+def test_every_way_needs_its_steps():
+    most = STEPS * len(WAYS)
+    check_steps(MEASURED, done=5, steps=5 + most)
+    check_steps(MEASURED, done=5, steps=5)  # nothing to do
+    check_steps(Compile(enable=True), done=5, steps=6)
+    check_steps(Compile(bucketing="measured"), done=5, steps=6)
+    with pytest.raises(ConfigError, match=f"from step 5 on training.steps = {4 + most} .* training.steps = {5 + most} or more"):
+        check_steps(MEASURED, done=5, steps=4 + most)

@@ -1,13 +1,11 @@
 """Two lanes by hand: a gather of two floats a rank takes 16 seconds, and so on; what is exposed, and what must be."""
 
-import json
-
 import pytest
 import torch
 from hand import GATHER, Hand, aten, collectives, places, priced, two_ranks  # noqa: F401
 
 from titan_lite.compiler.reordering import overlap, wait_for_reductions_late
-from titan_lite.compiler.timeline import draw, lower_bound, peak_bytes, simulate, write_trace
+from titan_lite.compiler.timeline import lower_bound, peak_bytes, simulate
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
 
@@ -104,18 +102,6 @@ def test_memory_is_what_is_alive_at_once():
     hand.output(hand.call(aten.neg.default, part))  # 40
     assert peak_bytes(hand.graph) == 400 + 800
     assert peak_bytes(Hand().output()) == 0
-
-
-def test_picture_and_trace(tmp_path):
-    timelines = [simulate(two_products(), priced(), name=name) for name in ("forward", "backward")]
-    draw(timelines, tmp_path / "timeline.png")
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    write_trace(timelines, tmp_path / "timeline.json")
-    events = [event for event in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] if event["ph"] == "X"]
-    assert len(events) == 2 * 4
-    first_of_backward = next(event for event in events if event["cat"] == "backward")
-    assert first_of_backward["ts"] == 26e6
-    assert {event["tid"] for event in events} == {0, 1}
 
 
 @pytest.mark.parametrize("machine", [None, priced()])

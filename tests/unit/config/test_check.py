@@ -1,6 +1,7 @@
 """Layouts that cannot be: refused before a process group starts, with key and value and what would work, which does."""
 
 import importlib
+import re
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import pytest
 from titan_lite.config import ConfigError
 from titan_lite.config.check import check, without_effect
 from titan_lite.config.recipe import load_config
+from titan_lite.layout import make_layout
 
 ROOT = Path(__file__).parents[3]
 DEBUG = ROOT / "train_configs/debug_model.toml"  # 6 layers, 8 heads, 4 key/value heads, 256 tokens, batches of 2 of 8
@@ -218,7 +220,7 @@ def checked(ranks, *keys):
     pairs = dict(pair.split("=", 1) for part in keys for pair in part.split())
     options = [f"--{SHORT[key]}={value}" for key, value in pairs.items()]
     config, _ = load_config(DEBUG, [*options, f"--model.tokenizer_path={ROOT / 'assets/tokenizer/debug.model'}"])
-    return check(config, ranks)
+    return check(config, make_layout(config, ranks))
 
 
 def test_the_table_is_long_enough():
@@ -311,22 +313,26 @@ def test_layouts_that_can_be(ranks, keys):
     ],
 )
 def test_a_key_without_effect_is_told(options, line):
-    config, _ = load_config(DEBUG, [f"--{option}" for option in options.split()])
-    (found,) = without_effect(config, microbatches=1)
+    (found,) = idle_keys(["--training.global_batch_size=-1", *(f"--{option}" for option in options.split())])
     assert line in found
+
+
+def idle_keys(options, recipe=DEBUG, ranks=2):
+    config, _ = load_config(recipe, options)
+    return without_effect(config, make_layout(config, ranks))
 
 
 def test_what_is_kept_is_told_to_be_kept_anyway_where_all_weights_are_for_a_step():
     options = ["--parallelism.fsdp_keep_gathered=layers.5", "--activation_checkpoint.mode=full"]
-    (found,) = without_effect(load_config(DEBUG, options)[0], microbatches=2)
+    (found,) = idle_keys(options)
     assert 'has no effect: fsdp_communication = "step" keeps all weights gathered for the 2 microbatches' in found
-    config, _ = load_config(DEBUG, [*options[:1], "--parallelism.fsdp_communication=microbatch"])
-    assert without_effect(config, microbatches=2) == []
+    assert idle_keys([*options[:1], "--parallelism.fsdp_communication=microbatch"]) == []
 
 
 def test_a_plain_recipe_has_no_key_without_effect():
     for recipe in (ROOT / "train_configs").glob("*.toml"):
-        assert without_effect(load_config(recipe)[0], microbatches=2) == []
+        ranks = re.search(r"# world_size: (\d+)", recipe.read_text())
+        assert idle_keys([], recipe, int(ranks[1]) if ranks else 2) == []
 
 
 def test_weights_and_biases_must_be_installed_where_they_are_asked_for(monkeypatch, tmp_path):
@@ -335,7 +341,7 @@ def test_weights_and_biases_must_be_installed_where_they_are_asked_for(monkeypat
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     config, _ = load_config(DEBUG, ["--metrics.enable_wandb", "--job.dump_folder", str(tmp_path / "out")])
     with pytest.raises(ConfigError, match=r"metrics.enable_wandb = true: .* pip install wandb, or enable_wandb = false"):
-        check(config, 1)
+        check(config, make_layout(config, 1))
     (tmp_path / "wandb/__init__.py").write_text("")
     importlib.invalidate_caches()
-    check(config, 1)
+    check(config, make_layout(config, 1))

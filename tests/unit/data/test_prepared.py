@@ -28,6 +28,7 @@ from titan_lite.data.loader import build_loader, merge_states
 from titan_lite.data.prepare import prepare
 from titan_lite.data.prepared import PreparedSource, check_prepared, manifest_text, read_manifest, shuffled
 from titan_lite.data.tokenizer import load_tokenizer
+from titan_lite.layout import make_layout
 
 datasets = pytest.importorskip("datasets")
 ROOT = Path(__file__).parents[3]
@@ -250,8 +251,8 @@ def test_a_corpus_with_nothing_to_train_on_is_an_error(tmp_path):
     assert read(PreparedSource(prepared(tmp_path / "q"), "train", 0), 0, 1) == [(0, TOKENIZER.encode("x", bos=True, eos=True))]
     more = ["--data.dataset=prepared", f"--data.path={tmp_path}/q", f"--job.dump_folder={tmp_path}"]
     with pytest.raises(ConfigError, match=r"has no validation document; prepared with another .*\(it was 0.1\)"):
-        check(load_config(RECIPE, more)[0], world_size=1)
-    check(load_config(RECIPE, [*more, "--no-validation.enable"])[0], world_size=1)
+        checked(load_config(RECIPE, more)[0])
+    checked(load_config(RECIPE, [*more, "--no-validation.enable"])[0])
 
 
 def test_bad_documents_are_an_error_or_skipped_and_listed(tmp_path):
@@ -324,14 +325,18 @@ def test_another_tokenizer_is_an_error(folder):
         check_prepared(prepared(folder), "f" * 64)
 
 
+def checked(config):
+    return check(config, make_layout(config, 1))
+
+
 def test_check_finds_it_before_anything_starts(folder, tmp_path):
     more = ["--data.dataset=prepared", f"--data.path={folder}", f"--job.dump_folder={tmp_path}"]
-    check(load_config(RECIPE, more)[0], world_size=1)
+    checked(load_config(RECIPE, more)[0])
     (tmp_path / "other.model").write_text("".join(f"{b64encode(bytes([i])).decode()} {i}\n" for i in range(256)))
     with pytest.raises(ConfigError, match="was made by another tokenizer"):
-        check(load_config(RECIPE, [*more, f"--model.tokenizer_path={tmp_path}/other.model"])[0], world_size=1)
+        checked(load_config(RECIPE, [*more, f"--model.tokenizer_path={tmp_path}/other.model"])[0])
     with pytest.raises(ConfigError, match=r"manifest.json: No such file"):
-        check(load_config(RECIPE, [*more, f"--data.path={tmp_path}"])[0], world_size=1)
+        checked(load_config(RECIPE, [*more, f"--data.path={tmp_path}"])[0])
 
 
 def test_it_is_told_by_its_bytes_wherever_it_lies(folder, tmp_path):

@@ -1,9 +1,7 @@
 """What a run says of itself before and after: the picture of its mesh, the figures at its end."""
 
 import json
-import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ import torch
 from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.timeline import Timeline
 from titan_lite.config.recipe import load_config
-from titan_lite.distributed.pipeline import PipelinePlan
+from titan_lite.layout import make_layout
 from titan_lite.metrics.lines import end_lines, mesh_picture, short_names, start_lines
 
 DEBUG = Path(__file__).parents[3] / "train_configs/debug_model.toml"
@@ -73,29 +71,14 @@ def test_short_names():
     assert short_names(()) == ""
 
 
-class Mesh:
-    """As much of a DeviceMesh as is asked."""
-
-    def __init__(self, **sizes):
-        self.sizes, self.mesh_dim_names = degrees(**sizes), AXES
-
-    def __getitem__(self, axis):
-        return SimpleNamespace(size=lambda: self.sizes[axis])
-
-    def size(self):
-        return math.prod(self.sizes.values())
-
-
-def said(*overrides, mesh=None, pipeline=None, local_batches=2, parameters=2**26):
+def said(*overrides, ranks=2):
     config, _ = load_config(DEBUG, overrides)
     return start_lines(
         config,
-        mesh or Mesh(dp_shard=2),
+        make_layout(config, ranks),
         device=torch.device("cpu"),
-        total_parameters=5_770_496,
-        parameters=[torch.empty(parameters, device="meta")],
-        local_batches=local_batches,
-        pipeline=pipeline,
+        parameters=[torch.empty(2**26, device="meta")],
+        without_effect=[],
         priced=True,
     )
 
@@ -116,7 +99,9 @@ def test_the_start_says_what_will_run():
 
 
 def test_the_start_of_other_runs():
-    lines = said("--compile.enable", "--no-checkpoint.enable", "--training.dtype", "bfloat16", mesh=Mesh(), local_batches=1)
+    lines = said(
+        "--compile.enable", "--no-checkpoint.enable", "--training.dtype=bfloat16", "--training.global_batch_size=2", ranks=1
+    )
     assert lines[1].endswith("inductor (model, loss)")
     assert lines[2].startswith("layout: 1 rank, each one CPU")
     assert lines[3].endswith("512 tokens a step = 2 sequences of 256, in 1 local batch of 2 a rank")
@@ -125,12 +110,12 @@ def test_the_start_of_other_runs():
         "checkpoints: none (checkpoint.enable = false)",
         "compiling comes first: the first step and the first validation take longer",
     ]
-    plan = PipelinePlan((("tok_embeddings", "layers.0"), ("layers.1",), ("layers.2",), ("layers.3", "norm")), (0, 1, 0, 1), 2)
-    lines = said(mesh=Mesh(pp=2), pipeline=SimpleNamespace(plan=plan, bubble=0.2))
+    lines = said("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=Interleaved1F1B")
     assert lines[4:6] == [
-        "  pp 0  | 0 |  tok_embeddings, layer 0; layer 2",
-        "  pp 1  | 1 |  layer 1; layer 3, norm",
+        "  pp 0  | 0 |  tok_embeddings, layer 0; layers 3-4",
+        "  pp 1  | 1 |  layers 1-2; layer 5, norm, output",
     ]
+    assert "pipeline: 4 stages, Interleaved1F1B, 2 microbatches of 1; ranks wait 20.0% of the time" in lines[8]
 
 
 def test_the_end_is_told_in_figures_of_the_whole_run(tmp_path):

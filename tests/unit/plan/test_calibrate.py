@@ -14,8 +14,8 @@ from titan_lite.compiler.hardware import Link, load_machine
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.plan.calibrate import PACES, moved, pace_of, paced
 from titan_lite.plan.command import main
-from titan_lite.plan.measure import Shapes, calibrated, measure, to_toml
-from titan_lite.plan.plan_vs_actual import Account, step_seconds
+from titan_lite.plan.measure import Shapes, calibrated, machine_to_toml, measure
+from titan_lite.plan.plan_vs_actual import PlanVsActual, step_seconds
 
 H100 = load_machine("H100")
 REACHED = {"matmul": 494.7e12, "attention": 300e12, "memory": 2345e9, "launch": 5e-6}
@@ -54,7 +54,7 @@ def test_a_cpu_has_no_peaks_but_what_it_reached():
 
 def test_a_profile_goes_through_a_file(tmp_path):
     found = dataclasses.replace(calibrated(H100, REACHED | LINKS, torch.bfloat16), inter_node=Link(12.5, 7.0))
-    (tmp_path / "mine.toml").write_text(to_toml(found))
+    (tmp_path / "mine.toml").write_text(machine_to_toml(found))
     assert load_machine(str(tmp_path / "mine.toml")) == found
 
 
@@ -90,9 +90,9 @@ def test_windows_of_steps_are_those_since_the_last_start_but_the_first(tmp_path)
 
 def test_on_a_cpu_a_plan_is_compared_only_where_it_is_asked_for(tmp_path):
     shapes = Shapes(FLAVORS["debug"], 1, 128, 1, torch.float32)
-    (line,) = Account("auto", tmp_path, torch.device("cpu")).close(None, shapes, 1.0)
+    (line,) = PlanVsActual("auto", tmp_path, torch.device("cpu")).close(None, shapes, 1.0)
     assert "metrics.compare_plan" in line
-    assert Account("never", tmp_path, torch.device("cpu")).close(None, shapes, 1.0) == []
+    assert PlanVsActual("never", tmp_path, torch.device("cpu")).close(None, shapes, 1.0) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -101,10 +101,10 @@ RECORD = {"step_seconds": 1.6, "memory_bytes": 4 * 2**30, "memory_is": "reserved
 
 
 def planning(tmp_path, *command):
-    """An account whose plan is made by this command."""
-    account = Account("always", tmp_path, torch.device("cpu"))
-    account.planning = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    return account
+    """One whose plan is made by this command."""
+    compared = PlanVsActual("always", tmp_path, torch.device("cpu"))
+    compared.planning = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    return compared
 
 
 def test_planned_and_measured_are_told_together(tmp_path):
@@ -121,9 +121,9 @@ def test_a_plan_that_failed_is_told(tmp_path):
 
 def test_a_plan_that_does_not_come_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr("titan_lite.plan.plan_vs_actual.LONGEST", 0.1)
-    account = planning(tmp_path, "sleep", "60")
-    assert "not there" in account.compare(RECORD)[0]
-    assert account.planning.wait(10) != 0
+    compared = planning(tmp_path, "sleep", "60")
+    assert "not there" in compared.compare(RECORD)[0]
+    assert compared.planning.wait(10) != 0
 
 
 @pytest.mark.slow

@@ -7,13 +7,13 @@ import pytest
 from titan_lite.compiler.hardware import load_machine
 from titan_lite.config import ActivationCheckpoint, Compile, Config, ConfigError, Parallelism, Training
 from titan_lite.distributed.mesh import resolve_degrees
-from titan_lite.distributed.pipeline import PipelinePlan, Run
+from titan_lite.distributed.pipeline_plan import PipelinePlan, Timetable
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.plan.changes import best_changes, candidates, grid, ranked
 from titan_lite.plan.memory import GIB, Memory
 from titan_lite.plan.simulate import Step
 from titan_lite.plan.summary import Plan, describe, what_binds
-from titan_lite.plan.trace import Layout
+from titan_lite.plan.trace import PlannedLayout
 
 H100 = load_machine("H100")
 
@@ -27,12 +27,22 @@ def layout(ranks=16, gathers_once=False, compile=True, **parallelism):
     )
     degrees = resolve_degrees(config.parallelism, ranks)
     plan = PipelinePlan((("tok_embeddings",),) * degrees["pp"], tuple(range(degrees["pp"])), 2 if degrees["pp"] > 1 else 1)
-    return Layout(config, ranks, FLAVORS["8B"], degrees, plan, 1, gathers_once)
+    return PlannedLayout(
+        config=config,
+        model=dataclasses.replace(FLAVORS["8B"], max_seq_len=8192),
+        degrees=degrees,
+        pipeline=plan,
+        local_batch_size=2,
+        accumulation=1,
+        gathers_once=gathers_once,
+    )
 
 
 def planned(seconds=1.0, memory=70.0, **parts):
     parts = parts or {"compute": seconds, "optimizer": 0.0}
-    steps = [Step(seconds * factor, parts, {"tp": 8e9}, {"tp": 0.0}, 1e14, 1e13, Run({0: ()})) for factor in (1.0, 1.2, 0.9)]
+    steps = [
+        Step(seconds * factor, parts, {"tp": 8e9}, {"tp": 0.0}, 1e14, 1e13, Timetable({0: ()})) for factor in (1.0, 1.2, 0.9)
+    ]
     found = Memory(0, "forward", {"activations": memory * GIB}, 0.0, (memory * GIB,))
     return Plan(layout(), H100, tuple(steps), found, {("output",): (2, 4)}, 1.0)
 

@@ -9,7 +9,7 @@ from test_simulate import AT_ONCE, layout, stages_of
 
 from titan_lite.compiler.timeline import Span, Timeline
 from titan_lite.plan.memory import memory_of
-from titan_lite.plan.picture import draw_plan, lanes_of, step_spans, write_plan_trace
+from titan_lite.plan.picture import deepest, draw_plan, step_spans, write_plan_trace
 from titan_lite.plan.simulate import simulate_step
 from titan_lite.plan.summary import Plan
 
@@ -70,4 +70,4 @@ def test_a_trace_has_a_thread_for_each_rank_and_lane(plan, tmp_path):
 def test_a_picture_is_drawn(plan, tmp_path):
     draw_plan(plan, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    assert lanes_of([GRAPH]) == ["computation", "FSDP", "tensor parallelism"]
+    assert deepest(plan)[2] == ["computation", "FSDP", "tensor parallelism"]

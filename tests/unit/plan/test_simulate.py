@@ -8,11 +8,11 @@ from torch.distributed.pipelining.schedules import _Action
 
 from titan_lite.compiler.hardware import Link, load_machine
 from titan_lite.config import Config, Parallelism, Training
-from titan_lite.distributed.pipeline import order_of, plan_pipeline, run_order
+from titan_lite.distributed.pipeline_plan import order_of, plan_pipeline, run_order
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.plan.memory import SLACK, kept, memory_of, moments
 from titan_lite.plan.simulate import simulate_step
-from titan_lite.plan.trace import Layout
+from titan_lite.plan.trace import PlannedLayout
 
 H100 = load_machine("H100")
 AT_ONCE = dataclasses.replace(H100, collective_launch=0.0, intra_node=Link(450, 0.0), inter_node=Link(50, 0.0))
@@ -30,8 +30,16 @@ def layout(degree=1, microbatches=1, schedule="1F1B", accumulation=1, gathers_on
     )
     config = Config(parallelism=parallelism, training=Training(local_batch_size=microbatches, seq_len=64))
     degrees = {"pp": degree, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}
-    model = dataclasses.replace(FLAVORS["debug"], n_layers=n_layers)
-    return Layout(config, degree, model, degrees, plan, accumulation, gathers_once)
+    model = dataclasses.replace(FLAVORS["debug"], n_layers=n_layers, max_seq_len=64)
+    return PlannedLayout(
+        config=config,
+        model=model,
+        degrees=degrees,
+        pipeline=plan,
+        local_batch_size=microbatches,
+        accumulation=accumulation,
+        gathers_once=gathers_once,
+    )
 
 
 def stage(forward=1.0, backward=2.0, **others):

@@ -6,11 +6,10 @@ import pytest
 
 from titan_lite.compiler.hardware import load_machine
 from titan_lite.config import ActivationCheckpoint, Compile, Config, Parallelism, Training
-from titan_lite.distributed.mesh import resolve_degrees
-from titan_lite.distributed.pipeline import PipelinePlan, module_fqns
+from titan_lite.layout import make_layout
 from titan_lite.models.llama3 import ModelConfig, flops_per_token
 from titan_lite.plan.simulate import simulate_step
-from titan_lite.plan.trace import Layout, Traced, depths_to_trace, start_tracing, trace_stage
+from titan_lite.plan.trace import PlannedLayout, Traced, depths_to_trace, start_tracing, trace_stage
 
 RANKS, TOKENS, DEPTH = 8, 1024, 6
 MODEL = ModelConfig(dim=1024, n_layers=DEPTH, n_heads=16, n_kv_heads=8, hidden_dim=3072, vocab_size=16384, max_seq_len=TOKENS)
@@ -28,8 +27,9 @@ def layout(accumulation=1, mode="none", **parallelism):
         activation_checkpoint=ActivationCheckpoint(mode=mode),
         compile=Compile(enable=True),
     )
-    plan = PipelinePlan((tuple(module_fqns(DEPTH)),), (0,), 1)
-    return Layout(config, RANKS, MODEL, resolve_degrees(config.parallelism, RANKS), plan, accumulation, accumulation > 1)
+    training = dataclasses.replace(config.training, global_batch_size=accumulation * make_layout(config, RANKS, MODEL).rows)
+    config = dataclasses.replace(config, training=training)
+    return PlannedLayout(**vars(make_layout(config, RANKS, MODEL)), config=config)
 
 
 FSDP, TP, RECOMPUTED = layout(), layout(2, tensor_parallel_degree=2), layout(mode="full")

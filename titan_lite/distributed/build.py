@@ -1,0 +1,120 @@
+"""A rank's pipeline stages, built in the one order that works; for the trainer, the planner, tests and benchmarks.
+
+    stages = build_stages(functools.partial(Transformer, layout.model), modules, mesh, ...)     # on the meta device
+    compile_stages(stages, mesh, schedule, ...)
+    for model in stages:
+        materialize(model, device)
+        model.init_weights(seed, shard_of)
+
+The order matters: context and tensor parallelism decide which tokens and weights a rank has; activation checkpointing lies inside
+of what SimpleFSDP makes of a block, so that recomputing a block gathers its weights again; the compiler comes last and sees
+everything.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_lite.compiler.hardware import Machine
+from titan_lite.compiler.schedule import Schedule
+from titan_lite.compiler.stage import compile_model
+from titan_lite.config import ActivationCheckpoint, Compile, Parallelism, Training
+from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
+from titan_lite.distributed.context_parallel import Attend, apply_context_parallel, attend_to_the_past, own_positions
+from titan_lite.distributed.mesh import AXES, parameter_mesh, stage_exchange
+from titan_lite.distributed.pipeline import keep_modules
+from titan_lite.distributed.simple_fsdp import apply_simple_fsdp
+from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def build_stages(
+    make_model: Callable[[Sequence[int]], Model],
+    modules: Sequence[Sequence[str]],
+    mesh: DeviceMesh,
+    *,
+    seq_len: int,
+    training: Training,
+    parallelism: Parallelism,
+    activation_checkpoint: ActivationCheckpoint,
+    attend: Attend = attend_to_the_past,
+) -> list[Model]:
+    """One model on the meta device for each entry of `modules`, which are the modules it keeps, made parallel; FQNs stay.
+
+    make_model: (positions of this rank's tokens within a sequence) -> the model, whose blocks are the children of `layers`.
+    attend: the attention of context parallelism.
+    """
+    positions = own_positions(seq_len, mesh["cp"].get_local_rank(), mesh["cp"].size())
+    reshard, keep = _resharding(parallelism)
+    parameters = parameter_mesh(mesh)
+    stages = []
+    for fqns in modules:
+        with torch.device("meta"):
+            model = make_model(positions).to(getattr(torch, training.dtype))
+        keep_modules(model, fqns)
+        apply_context_parallel(model, mesh["cp"], attend)
+        apply_tensor_parallel(model, mesh["tp"])
+        blocks = model.get_submodule("layers")
+        assert isinstance(blocks, nn.ModuleDict)
+        apply_activation_checkpoint(blocks, activation_checkpoint.mode, activation_checkpoint.selective_ac_option)
+        apply_simple_fsdp(
+            model,
+            parameters,
+            param_dtype=getattr(torch, training.mixed_precision_param),
+            reduce_dtype=getattr(torch, training.mixed_precision_reduce),
+            reshard_after_forward=reshard,
+            keep_gathered=keep,
+        )
+        stages.append(model)
+    return stages
+
+
+def build_schedule(
+    compile: Compile, mesh: DeviceMesh, machine: Machine | None, *, dump_folder: Path | None = None, must_merge: bool = True
+) -> Schedule:
+    """The passes on this rank's graphs. machine: what they price with; dump_folder: where compile.dump_graphs writes; must_merge:
+    as in Schedule. It may make process groups, which all ranks do together."""
+    dump = None
+    if dump_folder and compile.dump_graphs and all(mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp"):
+        dump = dump_folder / "graphs" / f"pp_{mesh['pp'].get_local_rank()}_{compile.bucketing}"  # other ranks' are the same
+    fused = compile.backend == "inductor"
+    return Schedule(compile, machine, fused=fused, exchange=stage_exchange(mesh), dump=dump, must_merge=must_merge)
+
+
+def compile_stages(
+    stages: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    schedule: Schedule,
+    *,
+    compile: Compile,
+    parallelism: Parallelism,
+    activation_checkpoint: ActivationCheckpoint,
+    priced_as: str = "",
+) -> None:
+    """Each stage as one graph, in place, at its first call; the receipts are then schedule.receipts. priced_as: as in
+    compile_model."""
+    reshard, keep = _resharding(parallelism)
+    for model in stages:
+        # a stage without blocks has no matrix product to overlap with
+        overlaps = parallelism.enable_async_tensor_parallel and any(True for _ in model.get_submodule("layers").children())
+        compile_model(
+            model,
+            compile,
+            reshard_after_forward=reshard,
+            keep_gathered=keep,
+            memory_budget=activation_checkpoint.memory_budget if activation_checkpoint.mode == "memory_budget" else 1.0,
+            async_tensor_parallel=mesh.get_group("tp").group_name if overlaps else "",
+            schedule=schedule,
+            priced_as=priced_as,
+        )
+
+
+def _resharding(parallelism: Parallelism) -> tuple[bool, tuple[str, ...]]:
+    """(whether gathered weights are dropped after forward, the modules that keep theirs)"""
+    mode = parallelism.fsdp_reshard_after_forward
+    return mode != "never", parallelism.fsdp_keep_gathered if mode == "default" else ()

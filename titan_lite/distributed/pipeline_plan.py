@@ -1,0 +1,292 @@
+"""The plan of a pipeline: the modules and the rank of each stage, and the order of actions. It needs no process group.
+
+plan = plan_pipeline(config.parallelism, n_layers=32, tied=False, local_batch_size=8, ...)
+plan.modules[0]                                # ("tok_embeddings", "layers.0", ..., "layers.6")
+order = order_of(config.parallelism, plan)     # {0: [0F0, 0F1, ...], 1: ...}: stage, kind, microbatch
+bubble_fraction(order)                         # the share of time that ranks wait
+"""
+
+import csv
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from torch.distributed.pipelining.schedules import _Action, _validate_schedule, get_schedule_class
+
+from titan_lite.config import ConfigError, Parallelism
+
+Order = Mapping[int, Sequence[_Action | None]]  # what each pipeline rank does, one after the other
+STAGES_PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}  # Interleaved1F1B: or more
+SPLITS_BACKWARD = ("ZBVZeroBubble",)
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """modules: FQNs of each stage, in order; rank_of: the pipeline rank of each stage; microbatches: of one local batch; order:
+    the actions of each rank where they are from a file, such as "0F0"."""
+
+    modules: tuple[tuple[str, ...], ...]
+    rank_of: tuple[int, ...]
+    microbatches: int
+    order: tuple[tuple[str, ...], ...] = ()
+
+    def stages_of(self, rank: int) -> list[int]:
+        return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
+
+
+def plan_pipeline(
+    parallelism: Parallelism, *, n_layers: int, tied: bool, local_batch_size: int, compiled: bool, checkpointed: bool
+) -> PipelinePlan:
+    """Which stage has what, and which rank has which stage. Raises ConfigError for what cannot be run.
+
+    compiled: whether stages are; checkpointed: whether activations are.
+    """
+    degree = parallelism.pipeline_parallel_degree
+    wrong = f"parallelism.pipeline_parallel_degree = {degree}"
+    modules = module_fqns(n_layers)
+    if degree == 1:
+        return PipelinePlan((tuple(modules),), (0,), 1)
+    if tied:
+        raise ConfigError(
+            f"{wrong}: this flavor's embedding and output are one weight, which the first and the last stage would both need; "
+            "pipeline_parallel_degree = 1, or an untied flavor such as 8B, would work"
+        )
+    size = parallelism.pipeline_parallel_microbatch_size
+    if local_batch_size % size:
+        works = [str(n) for n in range(1, local_batch_size + 1) if local_batch_size % n == 0]
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_microbatch_size = {size} does not divide training.local_batch_size = "
+            f"{local_batch_size}; {', '.join(works)} would work"
+        )
+    microbatches = local_batch_size // size
+    order: Order = {}
+    if parallelism.pipeline_parallel_schedule_csv:
+        key, others = (
+            f'parallelism.pipeline_parallel_schedule_csv = "{parallelism.pipeline_parallel_schedule_csv}"',
+            "B instead of I and W",
+        )
+        order = read_schedule(Path(parallelism.pipeline_parallel_schedule_csv), degree, microbatches)
+        rank_of = _ranks_of_stages(order)
+        halves = any("I" in str(action) for actions in order.values() for action in actions)
+    else:
+        key, others = f'parallelism.pipeline_parallel_schedule = "{parallelism.pipeline_parallel_schedule}"', '"Interleaved1F1B"'
+        rank_of = _named_schedule(parallelism, microbatches)
+        halves = parallelism.pipeline_parallel_schedule in SPLITS_BACKWARD
+    if halves and compiled:
+        raise ConfigError(
+            f"{key} cuts backward in two, which a compiled graph cannot be (compile.enable = true); compile.enable = false, or "
+            f"{others}, would work"
+        )
+    if halves and checkpointed:
+        raise ConfigError(
+            f"{key} cuts backward in two, and each half would recompute every block, the second one once for each weight "
+            f'(activation_checkpoint.mode); mode = "none", or {others}, would work'
+        )
+    written = tuple(tuple(map(str, actions)) for _, actions in sorted(order.items()))
+    return PipelinePlan(tuple(map(tuple, _split(modules, len(rank_of), parallelism))), rank_of, microbatches, written)
+
+
+def module_fqns(n_layers: int) -> list[str]:
+    """The modules that a model is cut between, in the order of its forward."""
+    return ["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]
+
+
+def _named_schedule(parallelism: Parallelism, microbatches: int) -> tuple[int, ...]:
+    """The rank of each stage, where schedule, microbatches and degree go together."""
+    degree, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    given, usual = parallelism.pipeline_parallel_stages_per_rank, STAGES_PER_RANK[name]
+    per_rank = usual if given == -1 else given
+    if per_rank != usual and (name != "Interleaved1F1B" or per_rank < 2):
+        raise ConfigError(
+            f'parallelism.pipeline_parallel_stages_per_rank = {given}: pipeline_parallel_schedule = "{name}" has {usual}'
+            f"{' or more' if name == 'Interleaved1F1B' else ''}; -1 or {usual} would work"
+            + ("" if name == "Interleaved1F1B" else ', or "Interleaved1F1B"' if per_rank > 1 else ', or "1F1B"')
+        )
+    key = f'parallelism.pipeline_parallel_schedule = "{name}"'
+    batch = f"training.local_batch_size / pipeline_parallel_microbatch_size = {microbatches} microbatches"
+    if name == "1F1B" and microbatches < degree:
+        raise ConfigError(
+            f'{key} needs as many microbatches as stages, {degree}, but {batch}; {degree} of them, or "GPipe", would work'
+        )
+    rounds = max(1, microbatches // degree)
+    if name == "Interleaved1F1B" and microbatches % rounds:
+        raise ConfigError(
+            f"{key} with {degree} ranks goes in {rounds} rounds, which do not divide {batch}; "
+            f"{microbatches // degree * degree} or {(microbatches // degree + 1) * degree} of them would work"
+        )
+    if name == "ZBVZeroBubble":
+        return (*range(degree), *reversed(range(degree)))
+    return tuple(range(degree)) * per_rank
+
+
+def _split(modules: list[str], stages: int, parallelism: Parallelism) -> list[list[str]]:
+    """`modules` in `stages` consecutive parts: at split points, or with layers shared out evenly."""
+    points = parallelism.pipeline_parallel_split_points
+    if points:
+        key = f"parallelism.pipeline_parallel_split_points = [{', '.join(points)}]"
+        unknown = [point for point in points if point not in modules[1:]]
+        if unknown:
+            raise ConfigError(
+                f"{key}: there is no module {unknown[0]} to begin a stage with; {modules[1]} to {modules[-3]}, norm or output are"
+            )
+        if len(points) != stages - 1:
+            raise ConfigError(
+                f"{key} makes {len(points) + 1} stages, but the schedule has {stages}; {stages - 1} points would work"
+            )
+        starts = [modules.index(point) for point in points]
+        if starts != sorted(set(starts)):
+            raise ConfigError(f"{key} are not in the order of the model; {', '.join(sorted(set(points), key=modules.index))} are")
+        return [modules[start:end] for start, end in zip([0, *starts], [*starts, len(modules)], strict=True)]
+    layers = modules[1:-2]
+    less = [0] * stages
+    less[0] += parallelism.pipeline_parallel_first_stage_less_layers
+    less[-1] += parallelism.pipeline_parallel_last_stage_less_layers
+    share, more = divmod(len(layers) + sum(less), stages)
+    # What is left over goes to late stages, which have fewer microbatches in flight.
+    counts = [share + (stage >= stages - more) - less[stage] for stage in range(stages)]
+    if min(counts) < 0 or 0 in counts[1:-1]:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}: {stages} stages for {len(layers)} "
+            f"layers give {', '.join(map(str, counts))}; fewer stages, smaller pipeline_parallel_first_stage_less_layers and "
+            "pipeline_parallel_last_stage_less_layers, or pipeline_parallel_split_points would work"
+        )
+    parts, start = [], 0
+    for count in counts:
+        parts.append(layers[start : start + count])
+        start += count
+    parts[0] = ["tok_embeddings", *parts[0]]
+    parts[-1] = [*parts[-1], "norm", "output"]
+    return parts
+
+
+def read_schedule(path: Path, degree: int, microbatches: int) -> Order:
+    """A CSV file of actions, a row a pipeline rank, blanks where it waits. Raises ConfigError with the row and the action."""
+    key = f'parallelism.pipeline_parallel_schedule_csv = "{path}"'
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.reader(file) if any(map(str.strip, row))]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key} cannot be read ({error}); name a CSV file with {degree} rows") from None
+    order: dict[int, list[_Action | None]] = {}
+    seen: set[str] = set()
+    for rank, row in enumerate(rows):
+        order[rank] = []
+        for text in filter(None, map(str.strip, row)):
+            known = re.fullmatch(r"\d+[FBIW](\d+)", text)
+            if known is None or int(known[1]) >= microbatches or text in seen:
+                why = "given twice" if text in seen else f"no action of microbatches 0 to {microbatches - 1}"
+                raise ConfigError(f"{key}, row {rank + 1}: {text!r} is {why}; such as 0F0, 1B0, 1I0 or 1W0 are")
+            seen.add(text)
+            order[rank].append(_Action.from_str(text))
+    if len(order) != degree:
+        raise ConfigError(
+            f"{key} has {len(order)} rows, but parallelism.pipeline_parallel_degree = {degree}; "
+            f"a row a rank, or pipeline_parallel_degree = {len(order)}, would work"
+        )
+    try:
+        stages = len({action.stage_index for actions in order.values() for action in actions if action is not None})
+        _validate_schedule(order, degree, stages, microbatches)
+        bubble_fraction(order)
+    except (AssertionError, KeyError) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{key} is no schedule for {microbatches} microbatches (training.local_batch_size / "
+            f"pipeline_parallel_microbatch_size): {why}; every stage needs F and B, or I and W, of microbatches 0 to "
+            f"{microbatches - 1}, on one rank"
+        ) from None
+    return order
+
+
+def _ranks_of_stages(order: Order) -> tuple[int, ...]:
+    owner = {action.stage_index: rank for rank, actions in order.items() for action in actions if action is not None}
+    return tuple(owner[stage] for stage in range(len(owner)))
+
+
+def one_stage_order(schedule: str, degree: int, microbatches: int) -> Order:
+    """What "GPipe" or "1F1B" does."""
+    order = {}
+    for rank in range(degree):
+        ahead = microbatches if schedule == "GPipe" else min(microbatches, degree - rank)  # forwards before the first backward
+        kinds = "F" * ahead + "BF" * (microbatches - ahead) + "B" * ahead
+        order[rank] = [_Action.from_str(f"{rank}{kind}{kinds[:i].count(kind)}") for i, kind in enumerate(kinds)]
+    return order
+
+
+def order_of(parallelism: Parallelism, plan: PipelinePlan) -> Order:
+    """What each pipeline rank does, of a plan that can run; no stage has to be there."""
+    degree, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
+    if plan.order:
+        return {rank: [_Action.from_str(action) for action in row] for rank, row in enumerate(plan.order)}
+    if degree == 1:
+        return one_stage_order("GPipe", 1, plan.microbatches)
+    if STAGES_PER_RANK[name] == 1:  # whose classes miscount the last stage's microbatches (torch 2.13), and do not run by it
+        return one_stage_order(name, degree, plan.microbatches)
+    counts = dict(num_stages=len(plan.rank_of), group_size=degree, group_rank=0, submod=None, is_last=False)
+    stages: Any = [SimpleNamespace(stage_index=stage, **counts) for stage in plan.stages_of(0)]
+    schedule: Any = get_schedule_class(name)
+    order: Order = schedule(stages, plan.microbatches).pipeline_order
+    return order
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """The begin and end of each action of a schedule, by rank in its order, in seconds; computations alone."""
+
+    actions: Mapping[int, Sequence[tuple[str, int, int, float, float]]]  # (F, B, I or W; stage; microbatch; begin; end)
+
+    @property
+    def seconds(self) -> float:
+        return max((end for row in self.actions.values() for *_, end in row), default=0.0)
+
+    def busy(self, rank: int) -> float:
+        return sum(end - begin for *_, begin, end in self.actions[rank])
+
+
+def run_order(order: Order, seconds: Callable[[str, int], float], travel: float = 0.0) -> Timetable:
+    """The schedule action by action. seconds: of a kind of action (F, B, or B's halves I and W) of a stage; travel: until what a
+    stage gives is on the rank of its neighbour, which computes nothing else while it waits for it.
+
+    Raises AssertionError where actions wait for each other, or for one that never comes.
+    """
+    queues = {rank: [action for action in actions if action is not None] for rank, actions in order.items()}
+    queues = {rank: [a for action in queue for a in action.sub_actions or (action,)] for rank, queue in queues.items()}
+    queues = {rank: [a for a in queue if a.computation_type.value in "FBIW"] for rank, queue in queues.items()}
+    owner = {action.stage_index: rank for rank, queue in queues.items() for action in queue}
+    last = max(owner, default=0)
+    done: dict[tuple[int, str, int | None], float] = {}  # (stage, F, B or W, microbatch) -> when; I serves the stage before as B
+    free = dict.fromkeys(queues, 0.0)
+    found: dict[int, list] = {rank: [] for rank in queues}
+    while any(queues.values()):
+        progress = False
+        for rank, queue in queues.items():
+            while queue:
+                stage, kind, microbatch = queue[0].stage_index, queue[0].computation_type.value, queue[0].microbatch_index
+                needs: list[tuple[int, str, int | None]] = []
+                if kind == "F" and stage > 0:
+                    needs = [(stage - 1, "F", microbatch)]
+                elif kind in "BI":
+                    needs = [(stage, "F", microbatch), *([(stage + 1, "B", microbatch)] if stage < last else [])]
+                elif kind == "W":
+                    needs = [(stage, "B", microbatch)]
+                if any(need not in done for need in needs):
+                    break
+                begin = max([free[rank], *(done[need] + (travel if owner[need[0]] != rank else 0.0) for need in needs)])
+                free[rank] = done[stage, "B" if kind == "I" else kind, microbatch] = begin + seconds(kind, stage)
+                found[rank].append((kind, stage, microbatch, begin, free[rank]))
+                queue.pop(0)
+                progress = True
+        stuck = ", ".join(f"rank {rank} at {queue[0]}" for rank, queue in queues.items() if queue)
+        assert progress or not stuck, f"actions wait for each other: {stuck}"
+    return Timetable(found)
+
+
+def bubble_fraction(order: Order) -> float:
+    """The share of time that ranks wait, where forward costs 1, backward 2, each of its halves 1, and sending nothing.
+
+    Raises AssertionError as `run_order` does.
+    """
+    timetable = run_order(order, lambda kind, stage: 2.0 if kind == "B" else 1.0)
+    return 1 - sum(map(timetable.busy, order)) / (timetable.seconds * len(order))
