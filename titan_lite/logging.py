@@ -65,7 +65,7 @@ def init_logging(rank: int, world_size: int, stream: TextIO | None = None, *, al
 
 
 class Console(logging.StreamHandler):
-    """to: None is standard output; around: a context for each line, for who draws on the terminal as well."""
+    """to: None is standard output; around: makes a context for each line, where something else is drawn on the terminal too."""
 
     to: TextIO | None = None
     around: Callable[[], AbstractContextManager] = staticmethod(nullcontext)
@@ -77,13 +77,13 @@ class Console(logging.StreamHandler):
 
 
 class Events(logging.Handler):
-    """Writes nothing before `keep`. step: of the loop, for events that do not say theirs."""
+    """Writes events.jsonl once `keep` was called. step: the loop's, for events that do not say theirs."""
 
     path: Path | None = None
     step = 0
 
     def keep(self, folder: Path, rank: int) -> None:
-        """One rank keeps everything; the others errors alone, such as a verdict, which one of them has for all."""
+        """The first rank writes every event; the others write errors alone, such as a verdict, which one of them has for all."""
         self.path = folder / "events.jsonl"
         self.setLevel(logging.INFO if rank == 0 else logging.ERROR)
 

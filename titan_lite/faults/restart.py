@@ -2,10 +2,10 @@
 
     restarts = Restarts(dump_folder)
     restarts.check()          # RepeatedFault: the last two attempts that began a step ended in the same one
-    restarts.begin(13)        # rank 0, at the start of every step
+    restarts.begin(13)        # at the start of every step
 
-It holds the last step that each attempt began, {"0": 13, "1": 13}, and so outlives a process that is killed. Written only where
-torchrun may restart (`--max-restarts`), and begun anew with its first attempt.
+The file holds the last step that each attempt began, {"0": 13, "1": 13}, and so outlives a process that is killed. The first rank
+writes it, where torchrun may restart (`--max-restarts`); the first attempt begins it anew.
 """
 
 import json
@@ -25,6 +25,7 @@ class Restarts:
         self.path = dump_folder / "restarts.json"
         self.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+        self.writes = self.most and os.environ.get("RANK", "0") == "0"
         self.steps: dict[str, int] = self._read() if self.attempt else {}
 
     def check(self) -> None:
@@ -53,7 +54,7 @@ class Restarts:
         return {}  # no attempt came to its first step
 
     def begin(self, step: int) -> None:
-        if self.most:
+        if self.writes:
             self.steps[str(self.attempt)] = step
             new = self.path.with_name("restarts.json.new")
             with suppress(OSError):  # on a full disk the run can go on

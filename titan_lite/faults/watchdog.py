@@ -6,11 +6,12 @@
     with watchdog.within("save", "init_timeout_seconds"): ...
     watchdog.beat()                                          # progress; so is every collective that is entered or left
     watchdog.rest()                                          # nothing is waited for
-    with watchdog.reporting(CheckpointError): ...            # what ends this rank is told to the others, which lose it
+    with watchdog.reporting(CheckpointError): ...            # an error that ends this rank is told to the others, which lose it
 
-A rank that hangs calls all others, through the store that the process group was made with. Each puts down where it is and what
-its flight recorder has. Who did so first takes what comes within GRACE seconds and prints the verdict (verdict.py); all exit with
-code 1. A process where nothing can run, since some library holds the interpreter, is ended by faulthandler, which tells where.
+A rank that hangs calls all others through the store that the process group was made with. Each rank writes its place in the code
+and its flight recorder's entries there. The first one collects the records that come within GRACE seconds and prints the verdict
+(verdict.py); then all exit with code 1. Where a library holds the interpreter and no thread can run, faulthandler prints the
+place and ends the process.
 """
 
 import contextlib
