@@ -160,17 +160,6 @@ def test_a_resumed_run_goes_on_in_the_same_file_and_what_it_repeats_counts(run):
     assert "tps" not in found[30]  # nothing of the run that was not gone on from
 
 
-def test_a_step_may_be_told_in_two_lines_and_steps_come_in_order(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    lines = [{"step": 20, "loss": 2.0}, {"step": 10, "loss": 1.0}, {"step": 20, "validation_loss": 2.5}]
-    lines.append({"step": 10, "loss": 0.5})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert list(read_metrics(path).items()) == [
-        (10, {"step": 10, "loss": 0.5}),
-        (20, {"step": 20, "loss": 2.0, "validation_loss": 2.5}),
-    ]
-
-
 @pytest.mark.parametrize("torn", ['{"step": 20, "lo', "{", ""])
 def test_a_torn_last_line_is_left_out(torn, run):
     folder = run({10: {"loss": 1.0}})
