@@ -4,8 +4,8 @@
 
 torchrun itself dies of SIGUSR1 and leaves its processes behind, kills a run that needs more than 30 s to save after SIGTERM,
 exits with 1 whatever happened, and starts again what has stopped on purpose. Here SIGTERM, SIGUSR1 and SIGINT go to the
-processes of this node, and nothing has a limit: who sent the signal has one. A second SIGINT kills them. Exit codes are those
-of `faults/signals.py`, and 130 after a second SIGINT; only a run that failed with 1, or was killed, is restarted.
+processes of this node, and there is no time limit, since the sender of the signal has one. A second SIGINT kills them. Exit codes
+are those of `faults/signals.py`, and 130 after a second SIGINT; only a run that failed with 1, or was killed, is restarted.
 """
 
 import logging

@@ -90,7 +90,7 @@ class Stragglers:
 
 
 def find_slower(work: Mapping[int, float]) -> dict[int, float]:
-    """{rank: how many times the work of the others} for who is slower. work: share of the time in which a rank does not wait."""
+    """{rank: how many times the work of the others} of slow ranks. work: share of the time in which a rank does not wait."""
     slower = {}
     for rank, share in work.items():
         others = statistics.median(work[other] for other in work if other != rank)

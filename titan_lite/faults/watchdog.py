@@ -39,7 +39,7 @@ from titan_lite.logging import logger
 from titan_lite.ranks import is_communication
 
 GRACE = 10.0  # seconds for the records of other ranks, or the limit, where that is shorter
-PATIENCE = 3 * GRACE  # seconds that a collective gets beside the limit of its phase: the verdict comes first
+PATIENCE = 3 * GRACE  # seconds that a collective gets after the limit of its phase, so that the verdict comes first
 GONE = 3.0  # seconds for those of ranks that have lost a connection, as all do when one dies
 HOST = 1.0  # seconds that a rank goes on after it has seen the verdict: where it hosts the store, the others must see it too
 RESTING = float("inf")
@@ -49,7 +49,8 @@ class Watchdog:
     """One in each process; a rank that is alone has no others to wait for it, and no threads. Between enter and rest the process
     may end at any moment.
 
-    notes: of collectives, kept up to date by who starts them; apart: description of a process group with a limit of its own.
+    notes: of collectives, kept up to date by the code that starts them; apart: description of a process group that has a limit of
+    its own.
     """
 
     def __init__(self, comm: Comm, rank: int, world_size: int, *, notes: Iterable[Note] = (), apart: str = ""):
@@ -57,7 +58,7 @@ class Watchdog:
         self.rank, self.world_size, self.notes = rank, world_size, notes
         self.phase, self.limit, self.key = "start", RESTING, ""
         self.last_progress, self.collectives = time.monotonic(), ""
-        self.thread = threading.get_ident()  # whose place is told
+        self.thread = threading.get_ident()  # the one whose place in the code is recorded
         self.failed_in: FrameType | None = None  # where a collective failed, if one did
         self.store: Any = None
         self.ending = threading.Lock()
@@ -151,12 +152,12 @@ class Watchdog:
             while self.limit == RESTING or not self.store.check(["call"]):
                 time.sleep(1)
         except dist.DistError:
-            return  # who hosts it has ended
+            return  # the process that hosts the store has ended
         self._end("", GRACE)
 
     def _end(self, why: str, grace: float) -> NoReturn:
         """Agree on the verdict, print it, exit. why: what made this rank call, empty where it was called."""
-        self.ending.acquire()  # and never released: whoever comes second waits for the end
+        self.ending.acquire()  # and never released: the second thread that comes here waits for the end
         faulthandler.dump_traceback_later(2 * PATIENCE, exit=True, file=sys.__stderr__ or 2)
         told = _within(grace + GRACE, lambda: self._exchange(why, grace))
         if told is None:
@@ -175,7 +176,7 @@ class Watchdog:
         first = self.store.add("arrived", 1) == 1
         why = self.store.compare_set("call", "", why or "called").decode()
         if not first:
-            with contextlib.suppress(dist.DistError):  # who hosts the store has ended: the verdict is out
+            with contextlib.suppress(dist.DistError):  # the process that hosts the store has ended, after the verdict
                 self._wait_for("verdict", grace + GRACE / 2)
                 time.sleep(HOST)
             return ""

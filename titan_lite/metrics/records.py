@@ -19,7 +19,7 @@ ENDS = {"done", "stop", "failed", "error"}  # events of an attempt that ended wi
 
 
 class RecordError(ValueError):
-    """A folder that is no run, or damaged; the message names the file, and the line, and what would work."""
+    """A folder without a run, or with a damaged one; the message names the file, the line, and what to do."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ def as_written(path: Path) -> Iterator[None]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
-    """(number, object) of each line that is not empty; None for what is no object, such as a line torn when a run was killed."""
+    """(number, object) of each line that is not empty; None for a line that is not an object, as a kill may leave one."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():

@@ -1,4 +1,4 @@
-"""A run, or several beside each other, as one HTML page: curves, faults, buckets, recipes. It needs no network, and no torch.
+"""A run, or several side by side, as one HTML page: curves, faults, buckets, recipes. It needs neither a network nor torch.
 
     python -m titan_lite.report RUN_FOLDER [RUN_FOLDER ...] [--output FILE]
 
@@ -7,7 +7,7 @@ RUN_FOLDER is a run's job.dump_folder; the page is written to report.html in the
     metrics.jsonl    every curve; resumes                 events.jsonl     checkpoints, skipped steps, warnings, failures
     config.toml      the recipe, as it was resolved       compile.json     buckets; timeline.json: when each travels
 
-Works while the run goes on. report.html beside this file is the page's frame, its style and its script.
+It may be made while the run goes on. page.html has the frame of the page, its style and its script.
 """
 
 import argparse
