@@ -1,8 +1,13 @@
-"""Ranks among themselves: objects gathered over all of them, and errors that are about another one."""
+"""This process as one of several: its device, the process group, objects gathered over all ranks, errors about another one."""
 
+import datetime
+import os
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
+
+from titan_lite.config import Debug
 
 T = TypeVar("T")
 
@@ -22,3 +27,25 @@ def is_communication(error: BaseException | None) -> bool:
         return False
     gloo = type(error) is RuntimeError and "gloo" in str(error)
     return gloo or isinstance(error, dist.DistError) or is_communication(error.__cause__)
+
+
+def init_device(debug: Debug) -> torch.device:
+    """This rank's GPU, or the CPU with a fair share of its cores; seeds and determinism set."""
+    torch.manual_seed(debug.seed)
+    if debug.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        return device
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
+    return torch.device("cpu")
+
+
+def init_process_group(device: torch.device, seconds: float, *, connect: bool) -> None:
+    """NCCL for GPUs, else gloo. seconds: limit of a collective; connect: NCCL's ranks connect at once."""
+    cuda = device.type == "cuda"
+    timeout = datetime.timedelta(seconds=seconds)
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda and connect else None)

@@ -19,7 +19,7 @@ ROOMS = {
     "__init__": (),
     "logging": (),
     "manifest": (),
-    "ranks": ("torch",),
+    "ranks": ("torch", "titan_lite.config"),
     "config": ("tomli",),  # the standard library has it from Python 3.11 on
     "config/check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
     "models": ("torch",),

@@ -201,7 +201,10 @@ def _nothing_is_random() -> Any:
 
 
 def compile_function(function: Callable, config: Compile, component: str) -> Callable:
-    """`function` of tensors, or lists of them, as one graph for each of their shapes. component: its name in the recipe."""
+    """`function` of tensors, or lists of them, as one graph for each of their shapes; as it is where the recipe does not compile
+    `component`."""
+    if not config.compiles(component):
+        return function
 
     def unchanged(graph: GraphModule, name: str) -> AbstractContextManager:
         """No pass has anything to do: collectives stay where they are, each waited for at once."""

@@ -59,6 +59,17 @@ def to_toml(config: Config, origins: dict[str, str] | None = None) -> str:
     return "\n".join(lines)
 
 
+def save_recipe(config: Config, folder: Path) -> None:
+    """Write the resolved recipe to folder/config.toml. Raises ConfigError."""
+    saved = dataclasses.replace(config, job=dataclasses.replace(config.job, dump_folder=str(folder.resolve())))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(to_toml(saved), encoding="utf-8")
+    except OSError as error:
+        wrong = f'job.dump_folder = "{config.job.dump_folder}": {error.strerror}: {error.filename}'
+        raise ConfigError(f"{wrong}; a folder that can be written would work") from None
+
+
 def _from_folder(field: dataclasses.Field, value: Any, folder: Path) -> Any:
     """A value with its relative paths, or those of its tables, made absolute."""
     if field.metadata["table"]:

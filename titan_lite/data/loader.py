@@ -19,6 +19,7 @@ window's number in the run: so shares hold in tokens, need no state, and may cha
 """
 
 import bisect
+import dataclasses
 import hashlib
 import itertools
 import os
@@ -394,6 +395,10 @@ def build_loader(
     Raises:
         ConfigError: rows cannot be shared out, or the documents cannot be read.
     """
+    if split == "validation":
+        # Short and seldom: not worth a process, nor filling the shuffle buffer of a stream from afar.
+        here = all(part.dataset in ("stdlib", "local", "prepared") for _, part in data.mixture())
+        data = dataclasses.replace(data, num_workers=0, shuffle=data.shuffle and here)
     at_once = batch_size * dp_degree
     if rows % at_once:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """A rank's pipeline stages, built in the one order that works; for the trainer, the planner, tests and benchmarks.
 
     stages = build_stages(functools.partial(Transformer, layout.model), modules, mesh, ...)     # on the meta device
-    compile_stages(stages, mesh, schedule, ...)
+    compile_stages(stages, mesh, "block", ...)
     for model in stages:
         materialize(model, device)
         model.init_weights(seed, shard_of)
@@ -12,23 +12,27 @@ everything.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_lite.compiler.hardware import Machine
+from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import compile_model
 from titan_lite.config import ActivationCheckpoint, Compile, Parallelism, Training
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_lite.distributed.context_parallel import Attend, apply_context_parallel, attend_to_the_past, own_positions
 from titan_lite.distributed.mesh import AXES, parameter_mesh, stage_exchange
-from titan_lite.distributed.pipeline import keep_modules
+from titan_lite.distributed.pipeline import Pipeline, SingleStage, keep_modules
+from titan_lite.distributed.pipeline_plan import PipelinePlan
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
+from titan_lite.ranks import gather_objects
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -74,30 +78,32 @@ def build_stages(
     return stages
 
 
-def build_schedule(
-    compile: Compile, mesh: DeviceMesh, machine: Machine | None, *, dump_folder: Path | None = None, must_merge: bool = True
-) -> Schedule:
-    """The passes on this rank's graphs. machine: what they price with; dump_folder: where compile.dump_graphs writes; must_merge:
-    as in Schedule. It may make process groups, which all ranks do together."""
-    dump = None
-    if dump_folder and compile.dump_graphs and all(mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp"):
-        dump = dump_folder / "graphs" / f"pp_{mesh['pp'].get_local_rank()}_{compile.bucketing}"  # other ranks' are the same
-    fused = compile.backend == "inductor"
-    return Schedule(compile, machine, fused=fused, exchange=stage_exchange(mesh), dump=dump, must_merge=must_merge)
-
-
 def compile_stages(
     stages: Sequence[nn.Module],
     mesh: DeviceMesh,
-    schedule: Schedule,
+    bucketing: str,
     *,
     compile: Compile,
     parallelism: Parallelism,
     activation_checkpoint: ActivationCheckpoint,
+    machine: Machine | None = None,
+    dump_folder: Path | None = None,
+    schedule: Schedule | None = None,
     priced_as: str = "",
-) -> None:
-    """Each stage as one graph, in place, at its first call; the receipts are then schedule.receipts. priced_as: as in
-    compile_model."""
+) -> list[Receipt]:
+    """Each stage as one graph, in place. Returns what becomes its receipts once graphs are compiled, at the first call.
+
+    bucketing: in place of compile.bucketing. machine: what the passes price with; dump_folder: where compile.dump_graphs writes;
+    schedule: passes of one's own in their place; priced_as: as in compile_model. It may make process groups, which all ranks do
+    together.
+    """
+    if schedule is None:
+        must_merge, compile = compile.bucketing != "measured", replace(compile, bucketing=bucketing)
+        dump = None
+        if dump_folder and compile.dump_graphs and all(mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp"):
+            dump = dump_folder / "graphs" / f"pp_{mesh['pp'].get_local_rank()}_{bucketing}"  # other ranks' are the same
+        fused = compile.backend == "inductor"
+        schedule = Schedule(compile, machine, fused=fused, exchange=stage_exchange(mesh), dump=dump, must_merge=must_merge)
     reshard, keep = _resharding(parallelism)
     for model in stages:
         # a stage without blocks has no matrix product to overlap with
@@ -112,6 +118,46 @@ def compile_stages(
             schedule=schedule,
             priced_as=priced_as,
         )
+    return schedule.receipts
+
+
+def build_runner(
+    stages: Sequence[nn.Module],
+    plan: PipelinePlan,
+    mesh: DeviceMesh,
+    parallelism: Parallelism,
+    loss_sum: Callable[[Tensor, Tensor], Tensor],
+    *,
+    sequences: int,
+    tokens: int,
+    vocabulary: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> SingleStage | Pipeline:
+    """The plain model, or this rank's part of the pipeline. sequences, tokens: of a microbatch, on this rank; vocabulary: of its
+    logits; dtype: of what travels between stages."""
+    if mesh["pp"].size() == 1:
+        return SingleStage(stages[0], loss_sum)
+    return Pipeline(
+        stages,
+        plan,
+        mesh["pp"],
+        parallelism,
+        tokens=(sequences, tokens),
+        hidden=(sequences, tokens // mesh["tp"].size(), stages[0].config.dim),  # type: ignore[arg-type]
+        logits=(sequences, tokens, vocabulary),
+        dtype=dtype,
+        loss_sum=loss_sum,
+        device=device,
+    )
+
+
+def gather_receipts(receipts: list[Receipt], mesh: DeviceMesh) -> list[Receipt]:
+    """The receipts of all pipeline ranks, each with its rank; called by all together."""
+    if mesh["pp"].size() == 1:
+        return receipts
+    mine = [replace(receipt, pp_rank=mesh["pp"].get_local_rank()) for receipt in receipts]
+    return [receipt for theirs in gather_objects(mine, mesh.get_group("pp")) for receipt in theirs]
 
 
 def _resharding(parallelism: Parallelism) -> tuple[bool, tuple[str, ...]]:

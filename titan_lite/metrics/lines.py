@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_lite.compiler.receipt import Receipt, exposed, milliseconds
+from titan_lite.compiler.receipt import Receipt, describe, exposed, milliseconds, write_receipts
 from titan_lite.config import Config
 from titan_lite.distributed.pipeline_plan import bubble_fraction, order_of
 from titan_lite.layout import Layout
+from titan_lite.logging import logger
 from titan_lite.metrics.records import read_metrics
+from titan_lite.metrics.timelines import write_timelines
 
 ROWS, BOXES, IN_A_BOX, IN_THE_ONLY_BOX = 4, 4, 4, 16  # of the picture; more are left out in the middle
 
@@ -73,6 +75,16 @@ def start_lines(
         f"checkpoints: {saves} (checkpoint.{'interval' if config.checkpoint.enable else 'enable = false'})",
         *(["compiling comes first: the first step and the first validation take longer"] if config.compile.enable else []),
     ]
+
+
+def show_receipts(receipts: Sequence[Receipt], tried: Sequence[str], folder: Path) -> None:
+    """Log what the compile stage did, and write compile.json and the timelines. tried: lines about ways to bucket."""
+    if not receipts:
+        return
+    for line in (*tried, *describe(receipts)):
+        logger.info(line)
+    write_receipts(receipts, folder)
+    write_timelines(receipts, folder)
 
 
 def mesh_picture(degrees: Mapping[str, int], notes: Sequence[str] = ()) -> list[str]:

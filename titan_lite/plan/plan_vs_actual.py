@@ -1,8 +1,8 @@
 """At the end of a run: what was planned against what was measured.
 
-    compared = PlanVsActual("auto", dump_folder, device)
-    compared.start(machine)                                    # first rank, on GPUs: planned in a process beside the run
-    for line in compared.close(machine, shapes, peak): ...      # all ranks; the first one's lines
+    compared = PlanVsActual("auto", dump_folder, device, machine, shapes)
+    compared.start()                                           # once compiled; on GPUs a process beside the run plans it
+    for line in compared.close(peak): ...                       # all ranks; the first one's lines
 
 Planning takes about as long as a start, so on GPUs it goes on while the run does, and on CPUs, whose cores it would take from the
 run, after it and only where it is asked for. The run's folder keeps plan.json and measured.json, from which
@@ -29,10 +29,11 @@ LONGEST = 180  # seconds that the end of a run waits for its plan
 
 
 class PlanVsActual:
-    """mode: "auto", "always" or "never", as metrics.compare_plan says."""
+    """mode: "auto", "always" or "never", as metrics.compare_plan says. machine: what the compile stage prices with, if anything;
+    shapes: of what a rank computes at once."""
 
-    def __init__(self, mode: str, folder: Path, device: torch.device):
-        self.folder, self.device = folder, device
+    def __init__(self, mode: str, folder: Path, device: torch.device, machine: Machine | None, shapes: Shapes):
+        self.folder, self.device, self.machine, self.shapes = folder, device, machine, shapes
         self.wanted = mode == "always" or (mode == "auto" and device.type == "cuda")
         self.planning: subprocess.Popen | None = None
         self.skipped = []
@@ -41,9 +42,13 @@ class PlanVsActual:
                 'no plan to compare with: on CPUs only with metrics.compare_plan = "always", which takes a quarter of a minute'
             ]
 
-    def start(self, machine: Machine | None) -> None:
-        """One rank, once config.toml is in the folder."""
-        if not self.wanted or machine is None or self.planning is not None:
+    def start(self) -> None:
+        """Once config.toml is in the folder; called by all ranks, the first one plans. On a CPU it would take the run's cores."""
+        if self.wanted and self.device.type == "cuda" and dist.get_rank() == 0:
+            self._plan(self.machine or find_machine("", self.device))
+
+    def _plan(self, machine: Machine | None) -> None:
+        if machine is None or self.planning is not None:
             return
         profile = self.folder / "profile.toml"
         profile.write_text(machine_to_toml(machine), encoding="utf-8")
@@ -55,11 +60,12 @@ class PlanVsActual:
             self.planning = subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True, env=environment)
         os.setpriority(os.PRIO_PROCESS, self.planning.pid, 10)
 
-    def close(self, machine: Machine | None, shapes: Shapes, peak: float) -> list[str]:
+    def close(self, peak: float) -> list[str]:
         """All ranks together, after the last step. peak: GiB, of this rank's device. The lines are the first rank's."""
         if not self.wanted:
             return self.skipped
-        if self.device.type == "cpu":
+        machine, shapes = self.machine, self.shapes
+        if machine is None or self.device.type == "cpu":
             machine = find_machine("", self.device)
         if machine is None:
             return ["no plan to compare with: no prices for this GPU; compile.machine names a profile, or a file with one"]
@@ -88,7 +94,7 @@ class PlanVsActual:
         }
         (self.folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         if self.device.type == "cpu":  # of which no profile says anything: as it was just measured
-            self.start(calibrated(machine, reached, shapes.dtype, nodes))
+            self._plan(calibrated(machine, reached, shapes.dtype, nodes))
         return self.compare(record)
 
     def compare(self, record: dict) -> list[str]:

@@ -223,10 +223,11 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
         compile_stages(
             [model],
             mesh,
-            priced,
+            "",
             compile=dataclasses.replace(config.compile, backend="aot_eager"),
             parallelism=config.parallelism,
             activation_checkpoint=config.activation_checkpoint,
+            schedule=priced,
             priced_as=priced_as(layout, "model"),
         )
         between = (layout.sequences, tokens // tp.degree, layout.model.dim)
