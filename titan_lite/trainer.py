@@ -265,8 +265,7 @@ class Trainer:
     def begin_step(self) -> None:
         self.step += 1
         events.step = self.step
-        if self.rank == 0:
-            self.restarts.begin(self.step)
+        self.restarts.begin(self.step)
         self.watchdog.beat(f"step {self.step}")
         training, validation = self.config.training, self.config.validation
         self.validation_due = validation.enable and (self.step % validation.freq == 0 or self.step == training.steps)
