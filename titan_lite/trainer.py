@@ -45,7 +45,7 @@ from titan_lite.layout import make_layout
 from titan_lite.logging import events, logger
 from titan_lite.loss import IGNORE_INDEX, build_loss, own_vocabulary
 from titan_lite.lr_scheduler import lr_factor
-from titan_lite.metrics.figures import Metrics, draw_loss, peak_memory_gib
+from titan_lite.metrics.figures import MetricsWriter, draw_loss, peak_memory_gib
 from titan_lite.metrics.lines import end_lines, show_receipts, start_lines
 from titan_lite.metrics.profiling import build_profiler, set_flight_recorder
 from titan_lite.metrics.throughput import Throughput
@@ -180,7 +180,7 @@ class Trainer:
         if self.rank == 0 and self.step < config.training.steps:  # with nothing to do, the recipe of what was done stays
             save_recipe(config, self.dump_folder)
         dist.barrier()
-        self.metrics = Metrics(
+        self.metrics = MetricsWriter(
             config.metrics,
             self.dump_folder,
             flatten(config),
@@ -261,8 +261,7 @@ class Trainer:
     def begin_step(self) -> None:
         self.step += 1
         events.step = self.step
-        if self.rank == 0:
-            self.restarts.begin(self.step)
+        self.restarts.begin(self.step)
         self.watchdog.beat(f"step {self.step}")
         training, validation = self.config.training, self.config.validation
         self.validation_due = validation.enable and (self.step % validation.freq == 0 or self.step == training.steps)
@@ -369,9 +368,7 @@ class Trainer:
         }
         values |= self.bad_documents.gather([loader.take_skipped() for loader in self.loaders])
         self.metrics.log(self.step, values)
-        slow = self.stragglers.compare()
-        if slow and self.rank == 0:
-            logger.warning(f"step {self.step}: {slow}", extra={"event": "slow"})
+        self.stragglers.warn(self.step)
         self.throughput.start(self.step)
 
     @property

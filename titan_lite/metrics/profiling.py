@@ -52,7 +52,7 @@ class Profiler:
 
 @contextmanager
 def build_profiler(config: Profiling, dump_folder: Path, rank: int, first_step: int = 0) -> Iterator[Profiler]:
-    """A Profiler to be told of every step. first_step: steps already done when it starts."""
+    """A Profiler whose `step` is called after every step. first_step: steps already done when it starts."""
     profiler = Profiler(config, dump_folder, rank, first_step)
     if config.enable_memory_snapshot:
         torch.cuda.memory._record_memory_history(max_entries=100_000)
@@ -60,14 +60,9 @@ def build_profiler(config: Profiling, dump_folder: Path, rank: int, first_step: 
         if not config.enable_profiling:
             yield profiler
             return
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
         period = torch.profiler.schedule(wait=config.profile_freq - 2, warmup=1, active=1)
         with torch.profiler.profile(
-            activities=activities,
-            schedule=lambda done: period(first_step + done),
-            on_trace_ready=profiler.save_trace,
+            schedule=lambda done: period(first_step + done), on_trace_ready=profiler.save_trace
         ) as profiler.torch_profiler:
             yield profiler
     except torch.OutOfMemoryError:
