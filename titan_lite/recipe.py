@@ -26,6 +26,7 @@ RECIPE is a TOML file, such as train_configs/debug_model.toml. A key of it, in [
   --section.key value, --section.key=value     lists with commas: --parallelism.fsdp_keep_gathered norm,output
   --section.key, --no-section.key              true and false
   --print-config                               print the resolved recipe, and where each value is from
+  --checkpoint.explain                         only say which step a run would load, and what has changed since
   --help [SECTION]                             print this, or one section of it
 
 The command line counts more than the recipe, that more than the one it extends, and that more than the defaults.
@@ -43,6 +44,14 @@ nodes; MAX_RESTARTS after a failure. Of any run: LOG_RANK, the ranks that print,
 Exit codes: 0 trained, 1 could not go on, 2 wrong recipe, option or data, 3 the same step failed again after a restart, 75 stopped
 by a signal and saved.
 """
+
+
+FLAGS = ("--print-config", "--checkpoint.explain")  # options that are no key
+
+
+def without_flags(arguments: Sequence[str]) -> list[str]:
+    """The options that are keys of the recipe."""
+    return [argument for argument in arguments if argument not in FLAGS]
 
 
 def help_text(arguments: Sequence[str] = ()) -> str:
@@ -88,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or "--help" in arguments or "-h" in arguments:
         return print_help(arguments)
     try:
-        config, origins = load_config(arguments[0], [a for a in arguments[1:] if a != "--print-config"])
+        config, origins = load_config(arguments[0], without_flags(arguments[1:]))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

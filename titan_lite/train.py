@@ -19,19 +19,19 @@ from titan_lite.config.recipe import load_config, to_toml
 from titan_lite.faults import TrainingError, signals
 from titan_lite.faults.restart import RepeatedFault, Restarts
 from titan_lite.logging import events, init_logging, show
-from titan_lite.recipe import print_help
+from titan_lite.recipe import print_help, without_flags
 
 
 def main(arguments: list[str]) -> int:
     if not arguments or "--help" in arguments or "-h" in arguments:
         return print_help(arguments)
     try:
-        config, origins = load_config(arguments[0], [argument for argument in arguments[1:] if argument != "--print-config"])
+        config, origins = load_config(arguments[0], without_flags(arguments[1:]))
         if "--print-config" in arguments:
             if os.environ.get("RANK", "0") == "0":
                 show(to_toml(config, origins))
             return 0
-        if config.checkpoint.explain:
+        if "--checkpoint.explain" in arguments:
             return explain(config)
         return train(config)
     except ConfigError as error:

@@ -20,6 +20,7 @@ All carry the same names. `metrics.jsonl` has one object a line; a resumed run a
 
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -66,7 +67,7 @@ class Metrics:
     ):
         self.config, self.dump_folder, self.writes = config, dump_folder, writes
         self.start, self.lost = time.perf_counter(), False
-        on_terminal = config.enable_color and sys.stdout.isatty()
+        on_terminal = not os.environ.get("NO_COLOR") and sys.stdout.isatty()
         self.colour = on_terminal
         self.bar = None
         self.tensorboard = None

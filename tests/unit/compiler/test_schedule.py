@@ -27,7 +27,7 @@ def scheduled(graph_module, machine=None, **options):
     return schedule.receipts[0]
 
 
-KEYS = ("bucketing", "reordering", "buckets", "bucket_memory")
+KEYS = ("bucketing", "reordering", "buckets")
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ KEYS = ("bucketing", "reordering", "buckets", "bucket_memory")
         (dict(bucketing="none"), 4),
         (dict(bucketing="block"), 2),
         (dict(bucketing="plan", buckets=("layers.0 layers.1.a",)), 2),
-        (dict(bucketing="greedy", bucket_memory=1.0), 1),
+        (dict(bucketing="greedy"), 1),
     ],
 )
 def test_each_way_to_bucket(options, after):
@@ -60,7 +60,7 @@ def test_without_reordering_everything_stays_where_it_is_needed():
 
 def test_buckets_that_merge_nothing_are_an_error():
     with pytest.raises(ConfigError, match=r'compile.bucketing = "greedy" merged none of the 4 collectives of the forward graph'):
-        scheduled(layers(), priced(), bucketing="greedy", bucket_memory=1e-9)
+        scheduled(layers(), priced(), bucketing="greedy")
     with pytest.raises(ConfigError, match=r"prices collectives, which needs compile.machine"):
         scheduled(layers(), bucketing="greedy")
 
