@@ -11,12 +11,14 @@ from titan_lite.config import Compile, ConfigError
 pytestmark = pytest.mark.usefixtures("two_ranks")
 
 
-def layers(count=2, name="layers.{}.{}.weight"):
+def layers(count=2, name="layers.{}.{}.weight", seconds=0.0):
+    """seconds: of a computation with each parameter."""
     hand = Hand()
     shards = {name.format(layer, part): hand.input(4) for layer in range(count) for part in "ab"}
     x = hand.input(8)
     for fqn, shard in shards.items():
         x = hand.call(aten.mul.Tensor, x, hand.gather(shard, fqn))
+        x = hand.compute(fqn, seconds, x) if seconds else x
     return GraphModule(torch.nn.Module(), hand.output(x))
 
 
@@ -60,7 +62,7 @@ def test_without_reordering_everything_stays_where_it_is_needed():
 
 def test_buckets_that_merge_nothing_are_an_error():
     with pytest.raises(ConfigError, match=r'compile.bucketing = "greedy" merged none of the 4 collectives of the forward graph'):
-        scheduled(layers(), priced(), bucketing="greedy")
+        scheduled(layers(seconds=0.1), priced(), bucketing="greedy")  # too short to hide anything
     with pytest.raises(ConfigError, match=r"prices collectives, which needs compile.machine"):
         scheduled(layers(), bucketing="greedy")
 
