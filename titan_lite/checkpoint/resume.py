@@ -1,4 +1,4 @@
-"""What going on from a checkpoint means under a recipe that may have changed since, by consequence.
+"""Consequences for a run that goes on from a checkpoint, under a recipe that may have changed since.
 
     differences = compare(state, described)       # state.json of the step, and what this run says of itself (check.py)
     refuse(differences, "step-50", config.checkpoint)           # ConfigError for what cannot work
@@ -22,22 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from titan_lite.config import (
-    CANNOT,
-    DATA,
-    DROPPED,
-    FRESH,
-    KEYS,
-    LEARNING,
-    NOTHING,
-    PLACE,
-    ROUNDING,
-    SECTIONS,
-    Checkpoint,
-    ConfigError,
-    LRScheduler,
-    without_need,
-)
+from titan_lite.config import DROPPED, KEYS, SECTIONS, Checkpoint, ConfigError, LRScheduler, without_need
+from titan_lite.config.row import CANNOT, FRESH, LEARNING, NOTHING, PLACE, ROUNDING, WORST_FIRST
 from titan_lite.data.dataset import EPOCH
 from titan_lite.lr_scheduler import lr_factor
 
@@ -70,7 +56,7 @@ class Difference:
 
 
 def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[Difference]:
-    """What differs between a step's state.json and this run: keys of the recipe, then FACTS. Raises ConfigError."""
+    """The differences between a step's state.json and this run: keys of the recipe, then FACTS. Raises ConfigError."""
     if not {"recipe", "run", "tensors"} <= state.keys() or not {"data", "optimizer", "lr_scheduler"} <= state["recipe"].keys():
         raise ConfigError(
             "checkpoint.folder: state.json of the step does not say by what recipe it was made (recipe, run, tensors); "
@@ -123,7 +109,7 @@ def refuse(differences: Sequence[Difference], where: Path | str, config: Checkpo
 
 
 def restarts_data(differences: Sequence[Difference]) -> bool:
-    """Whether the recipe's data begins anew, where checkpoint.restart_data accepts that.
+    """True: the recipe's data begins anew, where checkpoint.restart_data accepts that.
 
     Only at the first resume with other data: the steps saved since then have its position, from which later resumes go on.
     """
@@ -133,7 +119,7 @@ def restarts_data(differences: Sequence[Difference]) -> bool:
 def explain(differences: Sequence[Difference], state: Mapping[str, Any], described: Mapping[str, Any]) -> list[str]:
     """The differences in lines, those with the worst consequence first."""
     lines = []
-    for consequence in (CANNOT, PLACE, FRESH, DATA, LEARNING, ROUNDING, NOTHING):
+    for consequence in WORST_FIRST:
         texts = [difference.text for difference in differences if difference.consequence == consequence]
         more = _learning_rates(state, described) if texts and consequence == LEARNING else ""
         if texts and consequence in ACCEPTED_BY:
@@ -144,7 +130,7 @@ def explain(differences: Sequence[Difference], state: Mapping[str, Any], describ
 
 
 def position(state: Mapping[str, Any]) -> str:
-    """Where the data of a step stands, in words."""
+    """The place of a step in its data, in words."""
     rows = list(state["loader"]["rows"].values())
     places = []
     for source in range(1, len(rows[0])):
@@ -185,7 +171,7 @@ def _changes(was: Any, new: Any, path: str = "") -> list[tuple[str, Any, Any]]:
 
 
 def _learning_rates(state: Mapping[str, Any], described: Mapping[str, Any]) -> str:
-    """What the next step's learning rate is and would have been; empty where that is the same."""
+    """The next step's learning rate, and the one that it would have had; empty where they are the same."""
     step, rates = state["step"] + 1, []
     for which in (state, described):
         recipe = which["recipe"]["lr_scheduler"]

@@ -1,4 +1,4 @@
-"""What a recipe can say: one frozen dataclass per TOML section, each key with its row (row.py).
+"""All that a recipe can say: one frozen dataclass per TOML section, each key with its row (row.py).
 
     config.training.steps            # of a Config, which recipe.py reads from a TOML file and the command line
     KEYS["training.steps"].metadata["unit"]

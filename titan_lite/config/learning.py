@@ -63,19 +63,12 @@ class Training:
     mixed_precision_reduce: str = setting(
         "float32", "gradient reduction and accumulation, its traffic", choices=("float32", "bfloat16"), resume=ROUNDING
     )
-    gc_freq: int = setting(
-        50, "Python's garbage is collected every so often, on all ranks together", "steps >= 1", resume=NOTHING
-    )
+    gc_freq: int = setting(50, "Python's garbage is collected every so often on all ranks together", "steps >= 1", resume=NOTHING)
     max_nonfinite_steps: int = setting(
-        10,
-        "steps with a non-finite loss or gradient are skipped; after this many in a row the run stops",
-        "steps >= 1",
-        resume=NOTHING,
+        10, "steps with a non-finite loss or gradient are skipped; so many in a row stop the run", "steps >= 1", resume=NOTHING
     )
     spike_window: int = setting(
-        0,
-        "a loss far above those of the last so many steps is a spike: its step is skipped as a non-finite one is; 0: off",
-        "steps >= 2 or 0",
+        0, "a loss far above the last so many is a spike: its step is skipped like a non-finite one; 0: off", "steps >= 2 or 0"
     )
     spike_sigmas: float = setting(6.0, "how far above their mean a spike is", "standard deviations > 0", needs=SPIKES)
 
@@ -90,9 +83,7 @@ class Optimizer:
     beta1: float = setting(0.9, "decay of the first moment", "per step >= 0 < 1")
     beta2: float = setting(0.95, "decay of the second moment", "per step >= 0 < 1")
     eps: float = setting(1e-8, "added to the denominator", "gradient > 0")
-    weight_decay: float = setting(
-        0.1, "decoupled weight decay, times the learning rate, of all but RMSNorm weights", "per step >= 0"
-    )
+    weight_decay: float = setting(0.1, "decoupled decay, times the learning rate, of all but RMSNorm weights", "per step >= 0")
 
 
 @dataclass(frozen=True)
@@ -102,10 +93,7 @@ class LRScheduler:
     resume = LEARNING
     warmup_steps: int = setting(200, "linear warm-up from zero", "steps >= 0")
     total_steps: int = setting(
-        -1,
-        "length of the schedule, if the run ends before it or is to go on; -1: training.steps",
-        "steps >= 1 or -1",
-        fact="total_steps",
+        -1, "its length, for a run that ends early or goes on; -1: training.steps", "steps >= 1 or -1", fact="total_steps"
     )
     decay_ratio: float = setting(
         1.0,
@@ -119,7 +107,7 @@ class LRScheduler:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where documents come from: keys of [data], and of each table of data.sources."""
+    """The source of documents: keys of [data], and of each table of data.sources."""
 
     resume = PLACE
     dataset: str = setting(
@@ -163,10 +151,7 @@ class Data(Corpus):
     )
     shuffle: bool = setting(True, "a new seeded order of documents every epoch")
     shuffle_buffer: int = setting(
-        10_000,
-        "documents (of 4 KiB) shuffled at once, from pieces of all files",
-        "documents >= 1",
-        needs=(READS_FILES, SHUFFLES),
+        10_000, "documents (of 4 KiB) shuffled at once, of all files' pieces", "documents >= 1", needs=(READS_FILES, SHUFFLES)
     )
     min_document_tokens: int = setting(
         0, "documents with fewer tokens, BOS and EOS not counted, are left out", "tokens >= 0", resume=LEARNING
@@ -181,19 +166,11 @@ class Data(Corpus):
         needs=READS_FILES,
     )
     max_bad_documents: int = setting(
-        100,
-        "more different bad documents end the run all the same",
-        "documents >= 0",
-        resume=NOTHING,
-        needs=(READS_FILES, SKIPS),
+        100, "more bad documents than this end the run all the same", "documents >= 0", resume=NOTHING, needs=(READS_FILES, SKIPS)
     )
     num_workers: int = setting(1, "loader processes a rank; 0 reads in the training process", "processes >= 0", resume=NOTHING)
     prefetch: int = setting(
-        4,
-        "microbatches prepared ahead by each loader process",
-        "microbatches >= 1",
-        resume=NOTHING,
-        needs=WORKERS,
+        4, "microbatches prepared ahead by each loader process", "microbatches >= 1", resume=NOTHING, needs=WORKERS
     )
 
     def mixture(self) -> "list[tuple[float, Data]]":

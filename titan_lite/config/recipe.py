@@ -4,33 +4,22 @@
     config.training.steps            # 20
     origins["training.steps"]        # "command line"
 
-Precedence: command line > recipe > the recipe it `extends` > default. Every mistake (unknown section or key, wrong
-type, value out of range, impossible combination) is one `ConfigError` that names the place, the key, the value and
-something that would work. Standard library only, as in config.py:
-
-    python -m titan_lite.recipe RECIPE [--section.key value ...] [--print-config]
+Precedence: command line > recipe > the recipe it `extends` > default. Every mistake (unknown section or key, wrong type, value
+out of range, impossible combination) is one `ConfigError` that names the place, the key, the value and something that would work.
+Standard library only.
 """
 
 import dataclasses
 import math
+import operator
 import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_lite.config import (
-    DROPPED,
-    KEYS,
-    SECTIONS,
-    Config,
-    ConfigError,
-    Corpus,
-    Parallelism,
-    flatten,
-    gradient_accumulation_steps,
-    without_need,
-)
+from titan_lite.config import DROPPED, KEYS, SECTIONS, Config, ConfigError, Corpus, Parallelism
+from titan_lite.config.keys import flatten, gradient_accumulation_steps, without_need
 from titan_lite.config.toml import did_you_mean, files_beside, in_toml, parse_value, read_toml
 
 
@@ -63,8 +52,9 @@ def to_toml(config: Config, origins: dict[str, str] | None = None) -> str:
     for name, cls in SECTIONS.items():
         lines.append(f"[{name}]")
         for field in dataclasses.fields(cls):
+            origin = "" if origins is None else f"  # {origins[f'{name}.{field.name}']}"
             line = f"{field.name} = {in_toml(getattr(getattr(config, name), field.name))}"
-            lines.append(line if origins is None else f"{line}  # {_one_line(origins[f'{name}.{field.name}'])}")
+            lines.append(line + "".join(c if c.isprintable() else "?" for c in origin))
         lines.append("")
     return "\n".join(lines)
 
@@ -143,11 +133,7 @@ def _parse_overrides(arguments: Sequence[str]) -> dict[str, str]:
         if negated:
             key = key.removeprefix("no_")
         if key not in KEYS:
-            section, _, last = key.partition(".")
-            if section in SECTIONS:
-                raise ConfigError(f"command line: unknown option {argument}{_nearest_key(section, last)}")
-            near = did_you_mean(key, KEYS if last else (), otherwise=nearest_section(section))
-            raise ConfigError(f"command line: unknown option {argument}{near}")
+            raise ConfigError(f"command line: unknown option {argument}{_nearest_key(*key.partition('.')[::2])}")
         is_bool = KEYS[key].type is bool
         if negated and (equals or not is_bool):
             raise ConfigError(f"command line: {argument}: --no- is for booleans and takes no value; write --{key}=VALUE")
@@ -194,29 +180,25 @@ def _check_value(key: str, value: Any, place: str, field: dataclasses.Field | No
     if field.type is tuple and isinstance(value, list) and all(isinstance(word, str) for word in value):
         value = tuple(value)
     section, _, name = key.rpartition(".")
-    wrong = f"{place}: [{section}] {name} = {in_toml(value) if isinstance(value, str | bool | int | float | tuple) else value}"
+    shown = in_toml(value) if isinstance(value, str | bool | int | float | tuple) else value
+    rule, expected, wrong = field.metadata, _expected(field), ""
     if type(value) is not field.type:
-        raise ConfigError(f"{wrong}: expected {_expected(field)}, such as {name} = {in_toml(field.default)}")
-    rule = field.metadata
-    if isinstance(value, str) and not value.isascii() and value.encode(errors="ignore").decode() != value:
-        raise ConfigError(f"{wrong}: not valid UTF-8, which a recipe is; such as {name} = {in_toml(field.default)}")
-    if isinstance(value, str) and "\0" in value:
-        raise ConfigError(f"{wrong}: has a NUL character; such as {name} = {in_toml(field.default)}")
-    words = value if isinstance(value, tuple) else (value,)
-    form = re.compile(rule["or_like"][1] or r"(?!)")
+        wrong = f"expected {expected}"
+    elif isinstance(value, str) and not value.isascii() and value.encode(errors="ignore").decode() != value:
+        wrong = "not valid UTF-8, which a recipe is"
+    elif isinstance(value, str) and "\0" in value:
+        wrong = "has a NUL character"
+    elif isinstance(value, int | float) and not isinstance(value, bool) and value != rule["also"]:
+        compare = {"least": operator.ge, "above": operator.gt, "most": operator.le, "below": operator.lt}
+        inside = all(rule[bound] is None or holds(value, rule[bound]) for bound, holds in compare.items())
+        wrong = "" if inside and math.isfinite(value) else f"out of range: expected {expected}"
+    if wrong:
+        raise ConfigError(f"{place}: [{section}] {name} = {shown}: {wrong}, such as {name} = {in_toml(field.default)}")
+    words, form = value if isinstance(value, tuple) else (value,), re.compile(rule["or_like"][1] or r"(?!)")
     unknown = [word for word in words if word not in rule["choices"] and not form.fullmatch(word)] if rule["choices"] else []
     if unknown:
-        raise ConfigError(f"{wrong}: expected {_expected(field)}{did_you_mean(unknown[0], rule['choices'])}")
-    if isinstance(value, int | float) and not isinstance(value, bool) and value != rule["also"]:
-        inside = (
-            math.isfinite(value)
-            and (rule["least"] is None or value >= rule["least"])
-            and (rule["above"] is None or value > rule["above"])
-            and (rule["most"] is None or value <= rule["most"])
-            and (rule["below"] is None or value < rule["below"])
-        )
-        if not inside:
-            raise ConfigError(f"{wrong}: out of range: expected {_expected(field)}, such as {name} = {in_toml(field.default)}")
+        near = did_you_mean(unknown[0], rule["choices"])
+        raise ConfigError(f"{place}: [{section}] {name} = {shown}: expected {expected}{near}")
     return value
 
 
@@ -341,7 +323,7 @@ def admitted_values(field: dataclasses.Field) -> str:
 
 
 def nearest_section(section: str) -> str:
-    """Where the key lives that was written where a section belongs, else the nearest section, else all of them."""
+    """The home of a key that was written where a section belongs, else the nearest section, else all of them."""
     homes = [key for key in KEYS if key.endswith(f".{section}")]
     if homes:
         return f"; {section} is a key: {' or '.join(homes)}"
@@ -349,15 +331,12 @@ def nearest_section(section: str) -> str:
 
 
 def _nearest_key(section: str, name: str) -> str:
-    """Where a key of this very name went or lives, else the nearest key of the section, else all its keys."""
+    """The home of a key of this very name, or what became of it, else the nearest key of the section, else all its keys."""
+    if section not in SECTIONS:
+        return did_you_mean(f"{section}.{name}", KEYS if name else (), otherwise=nearest_section(section))
     if f"{section}.{name}" in DROPPED:
         return f"; {DROPPED[f'{section}.{name}'][1]}"
     elsewhere = [key for key in KEYS if key.endswith(f".{name}")]
-    if elsewhere:
-        return f"; did you mean {' or '.join(elsewhere)}?"
     names = [f.name for f in dataclasses.fields(SECTIONS[section])]
-    return did_you_mean(name, names, within=f"{section}.", otherwise=f"; [{section}] has {', '.join(names)}")
-
-
-def _one_line(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)
+    near = did_you_mean(name, names, within=f"{section}.", otherwise=f"; [{section}] has {', '.join(names)}")
+    return f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else near

@@ -17,7 +17,7 @@ class ConfigError(ValueError):
     """A recipe or command line that cannot be run; the message names the key, the value and what would work."""
 
 
-# Consequences of a change for a run that goes on from a saved step, the worst first.
+# Consequences of a change for a run that goes on from a saved step.
 CANNOT = "it cannot work"
 PLACE = "the data cannot go on where it was"
 FRESH = "the optimizer starts anew"
@@ -25,6 +25,7 @@ DATA = "the data goes on at the same token, in sequences of another length"
 LEARNING = "how it learns changes"
 ROUNDING = "numbers change by rounding"
 NOTHING = "no number of the training changes"
+WORST_FIRST = (CANNOT, PLACE, FRESH, DATA, LEARNING, ROUNDING, NOTHING)
 
 
 @dataclass(frozen=True)

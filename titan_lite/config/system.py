@@ -25,11 +25,9 @@ class Parallelism:
     """how many ranks share what; their product is the number of ranks"""
 
     resume = ROUNDING
-    data_parallel_replicate_degree: int = setting(
-        1, "copies of the sharded model (HSDP; DDP when shard degree is 1)", "ranks >= 1"
-    )
+    data_parallel_replicate_degree: int = setting(1, "copies of the sharded model (HSDP; DDP if shard degree is 1)", "ranks >= 1")
     data_parallel_shard_degree: int = setting(
-        -1, "ranks one copy is sharded over (FSDP); -1: all that are left", "ranks >= 1 or -1"
+        -1, "ranks a copy is sharded over (FSDP); -1: all that are left", "ranks >= 1 or -1"
     )
     tensor_parallel_degree: int = setting(1, "ranks each matrix product is split over", "ranks >= 1")
     enable_async_tensor_parallel: bool = setting(
@@ -53,37 +51,22 @@ class Parallelism:
         needs=(PIPELINE, NO_CSV),
     )
     pipeline_parallel_schedule_csv: str = setting(
-        "",
-        "a schedule of your own instead: a row of actions a pipeline rank, such as 0F0,1F0,1B0,0B0 (stage, action, microbatch)",
-        path=True,
-        needs=PIPELINE,
+        "", "your own schedule: a row a pipeline rank, such as 0F0,1F0,1B0 (stage, action, microbatch)", path=True, needs=PIPELINE
     )
     pipeline_parallel_microbatch_size: int = setting(
-        1,
-        "sequences that go through the pipeline at once, cut from local_batch_size",
-        "sequences >= 1",
-        needs=PIPELINE,
+        1, "sequences that go through the pipeline at once, cut from local_batch_size", "sequences >= 1", needs=PIPELINE
     )
     pipeline_parallel_stages_per_rank: int = setting(
-        -1,
-        "stages of a pipeline rank; -1: the least that the schedule has",
-        "stages >= 1 or -1",
-        needs=(PIPELINE, NO_CSV),
+        -1, "stages of a pipeline rank; -1: the least that the schedule has", "stages >= 1 or -1", needs=(PIPELINE, NO_CSV)
     )
     pipeline_parallel_first_stage_less_layers: int = setting(
-        1,
-        "layers that the first stage has less, for its embedding",
-        "layers >= 0",
-        needs=(PIPELINE, NO_POINTS),
+        1, "layers that the first stage has less, for its embedding", "layers >= 0", needs=(PIPELINE, NO_POINTS)
     )
     pipeline_parallel_last_stage_less_layers: int = setting(
         1, "layers that the last stage has less, for norm, output and loss", "layers >= 0", needs=(PIPELINE, NO_POINTS)
     )
     pipeline_parallel_split_points: tuple = setting(
-        (),
-        "the module that each stage but the first begins with, such as layers.2,layers.4; empty: layers are split automatically",
-        "FQNs",
-        needs=PIPELINE,
+        (), "modules that the later stages begin with, such as layers.2,layers.4; empty: automatic", "FQNs", needs=PIPELINE
     )
     fsdp_reshard_after_forward: str = setting(
         "default",
@@ -155,10 +138,7 @@ class Compile:
         needs=COMPILES,
     )
     backend: str = setting(
-        "inductor",
-        "inductor generates kernels; aot_eager only traces (quick, for tests)",
-        choices=("inductor", "aot_eager"),
-        needs=COMPILES,
+        "inductor", "inductor makes kernels; aot_eager only traces, for tests", choices=("inductor", "aot_eager"), needs=COMPILES
     )
     bucketing: str = setting(
         "block",
@@ -185,15 +165,10 @@ class Compile:
         needs=COMPILES_MODEL,
     )
     dump_graphs: bool = setting(
-        False,
-        "write every graph before and after each pass to job.dump_folder/graphs",
-        resume=NOTHING,
-        needs=COMPILES_MODEL,
+        False, "write every graph before and after each pass to graphs/", resume=NOTHING, needs=COMPILES_MODEL
     )
     reordering: bool = setting(
-        True,
-        "start an all-gather before the wait for the one in use, and wait for a reduction when the next starts",
-        needs=COMPILES_MODEL,
+        True, "gather before the wait for what is in use, and wait for a reduction when the next starts", needs=COMPILES_MODEL
     )
 
     def compiles(self, component: str) -> bool:
@@ -209,9 +184,7 @@ class Checkpoint:
     folder: str = setting("checkpoint", "folder of the steps, inside job.dump_folder", "path")
     interval: int = setting(500, "a step is saved every so often, and at the end", "steps >= 1")
     keep_latest_k: int = setting(3, "older steps are deleted; 0 keeps all", "checkpoints >= 0")
-    load_step: int = setting(
-        -1, "step to resume from; -1: the newest whole one", "step >= 1 or -1", needs=CHECKPOINTS, refused=True
-    )
+    load_step: int = setting(-1, "step to resume from; -1: the newest whole", "step >= 1 or -1", needs=CHECKPOINTS, refused=True)
     initial_load_path: str = setting(
         "",
         "weights that a run without a step of its own starts from, on any layout: a step, a run's folder (its newest step), or a "
@@ -225,12 +198,9 @@ class Checkpoint:
         "is pinned and kept, quicker on GPUs",
         choices=("disabled", "async", "async_with_pinned_mem"),
     )
-    on_failure: str = setting(
-        "stop", "when a step cannot be saved: stop, or continue with a warning", choices=("stop", "continue")
-    )
+    on_failure: str = setting("stop", "if a step cannot be saved: stop, or continue with a warning", choices=("stop", "continue"))
     last_save_model_only: bool = setting(
-        False,
-        "at training.steps the model is saved without optimizer state: smaller, and to go on from it takes accept_model_only",
+        False, "at training.steps save the model without optimizer state; to go on from that takes accept_model_only"
     )
     restart_data: bool = setting(
         False,
@@ -239,9 +209,7 @@ class Checkpoint:
         needs=CHECKPOINTS,
     )
     accept_model_only: bool = setting(
-        False,
-        "start with a new optimizer where the step has the model alone; otherwise it is refused",
-        needs=CHECKPOINTS,
+        False, "start with a new optimizer where the step has the model alone; otherwise it is refused", needs=CHECKPOINTS
     )
 
 
@@ -252,12 +220,9 @@ class Metrics:
     resume = NOTHING
     log_freq: int = setting(10, "a line in the log, metrics.jsonl and TensorBoard every so often", "steps >= 1")
     enable_tensorboard: bool = setting(True, "write TensorBoard events to tb/")
-    enable_wandb: bool = setting(
-        False, "log to Weights & Biases as well, to the project that WANDB_PROJECT names", package="wandb"
-    )
+    enable_wandb: bool = setting(False, "log to Weights & Biases as well, to the project of WANDB_PROJECT", package="wandb")
     show_all_warnings: bool = setting(
-        False,
-        "show what libraries warn of as they print it, on every rank; otherwise once, and without what is known to be harmless",
+        False, "show libraries' warnings as they print them, on every rank; else once, and without those known to be harmless"
     )
     compare_plan: str = setting(
         "auto",
@@ -272,12 +237,10 @@ class Profiling:
     """traces and memory snapshots"""
 
     resume = NOTHING
-    enable_profiling: bool = setting(False, "write torch.profiler traces, to job.dump_folder/profile_traces")
+    enable_profiling: bool = setting(False, "write torch.profiler traces to profile_traces/")
     profile_freq: int = setting(10, "steps from one trace to the next (the last of them is traced)", "steps >= 3")
     enable_memory_snapshot: bool = setting(
-        False,
-        "write CUDA memory snapshots every trace period and on out-of-memory, to job.dump_folder/memory_snapshots",
-        gpu="snapshots are of CUDA memory",
+        False, "CUDA memory, every trace period and on out-of-memory, to memory_snapshots/", gpu="snapshots are of CUDA memory"
     )
 
 
@@ -293,14 +256,9 @@ class Comm:
         "seconds >= 1",
     )
     compile_timeout_seconds: int = setting(
-        900,
-        "the same in the first step and the first validation, if these compile",
-        "seconds >= 1",
-        needs=COMPILES,
+        900, "the same in the first step and the first validation, if these compile", "seconds >= 1", needs=COMPILES
     )
-    train_timeout_seconds: int = setting(
-        100, "the same afterwards; a step or microbatch that is done counts as well", "seconds >= 1"
-    )
+    train_timeout_seconds: int = setting(100, "the same afterwards; a finished step or microbatch counts as well", "seconds >= 1")
     trace_buf_size: int = setting(
         2000,
         "entries in the flight recorder, which tells where a run hangs; NCCL's dumps into job.dump_folder on a timeout; 0: off, "

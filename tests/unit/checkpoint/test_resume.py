@@ -11,25 +11,10 @@ from pathlib import Path
 import pytest
 
 from titan_lite.checkpoint import resume
-from titan_lite.checkpoint.resume import (
-    CANNOT,
-    DATA,
-    FACTS,
-    FRESH,
-    LEARNING,
-    NOTHING,
-    PLACE,
-    ROUNDING,
-    compare,
-    consequence_of,
-    explain,
-    git_revision,
-    position,
-    refuse,
-    restarts_data,
-)
+from titan_lite.checkpoint.resume import FACTS, compare, consequence_of, explain, git_revision, position, refuse, restarts_data
 from titan_lite.config import DROPPED, KEYS, SECTIONS, Checkpoint, ConfigError
 from titan_lite.config.recipe import load_config
+from titan_lite.config.row import CANNOT, DATA, LEARNING, NOTHING, PLACE, ROUNDING, WORST_FIRST
 from titan_lite.data.dataset import EPOCH
 
 DEBUG = Path(__file__).parents[3] / "train_configs/debug_model.toml"
@@ -69,7 +54,7 @@ def differences(*overrides, was=(), **facts):
 
 def test_every_key_has_one_consequence():
     for key in KEYS:
-        assert consequence_of(key) in (CANNOT, PLACE, FRESH, DATA, LEARNING, ROUNDING, NOTHING)
+        assert consequence_of(key) in WORST_FIRST
     assert {field.metadata["fact"] for field in KEYS.values()} - {""} <= FACTS.keys() == RUN.keys()
 
 

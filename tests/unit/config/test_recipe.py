@@ -647,7 +647,7 @@ def test_only_the_standard_library_is_imported():
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
     names -= {f"titan_lite.{name}" for name in ("config", "logging")}
-    names -= {f"titan_lite.config.{name}" for name in ("learning", "recipe", "row", "system", "toml")}
+    names -= {f"titan_lite.config.{name}" for name in ("keys", "learning", "recipe", "row", "system", "toml")}
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names | {"tomli"}  # tomli: before Python 3.11
 
 
