@@ -66,7 +66,8 @@ def help_text(arguments: Sequence[str] = ()) -> str:
         lines += [f"[{name}]  {SECTIONS[name].__doc__}", ""]
         for field in dataclasses.fields(SECTIONS[name]):
             lines.append(f"  {_help_line(f'{name}.{field.name}')}")
-            lines += textwrap.wrap(field.metadata["doc"], 114, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            package = field.metadata["package"] and f" (pip install {field.metadata['package']})"
+            lines += textwrap.wrap(field.metadata["doc"] + package, 114, initial_indent=" " * 6, subsequent_indent=" " * 6)
         lines.append("")
     return "\n".join(lines).rstrip()
 

@@ -177,14 +177,14 @@ class Compile:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """saving, and going on from what was saved, of which --checkpoint.explain says what that would mean"""
+    """saving, and going on from what was saved; the flag --checkpoint.explain says what that would mean"""
 
     resume = NOTHING
     enable: bool = setting(False, "save, and resume from the newest step found")
     folder: str = setting("checkpoint", "folder of the steps, inside job.dump_folder", "path")
     interval: int = setting(500, "a step is saved every so often, and at the end", "steps >= 1")
     keep_latest_k: int = setting(3, "older steps are deleted; 0 keeps all", "checkpoints >= 0")
-    load_step: int = setting(-1, "step to resume from; -1: the newest whole", "step >= 1 or -1", needs=CHECKPOINTS, refused=True)
+    load_step: int = setting(-1, "step to resume from; -1: newest whole one", "step >= 1 or -1", needs=CHECKPOINTS, refused=True)
     initial_load_path: str = setting(
         "",
         "weights that a run without a step of its own starts from, on any layout: a step, a run's folder (its newest step), or a "
