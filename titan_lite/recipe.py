@@ -83,21 +83,12 @@ def _help_line(key: str) -> str:
     return f"--{key} ({'; '.join(words)})"
 
 
-def print_help(arguments: Sequence[str]) -> int:
-    """Exit code 2 where it was not asked for, or of a section that there is not."""
-    try:
-        show(help_text(arguments))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0 if arguments else 2
-
-
 def main(arguments: Sequence[str]) -> int:
-    """Check a recipe, or print it resolved; exit code 2 and one line on stderr where it is wrong."""
-    if not arguments or "--help" in arguments or "-h" in arguments:
-        return print_help(arguments)
+    """Check a recipe, print it resolved, or print the help; exit code 2 and one line on stderr where something is wrong."""
     try:
+        if not arguments or "--help" in arguments or "-h" in arguments:
+            show(help_text(arguments))
+            return 0 if arguments else 2
         config, origins = load_config(arguments[0], without_flags(arguments[1:]))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
