@@ -93,7 +93,7 @@ class LRScheduler:
     resume = LEARNING
     warmup_steps: int = setting(200, "linear warm-up from zero", "steps >= 0")
     total_steps: int = setting(
-        -1, "its length, for a run that ends early or goes on; -1: training.steps", "steps >= 1 or -1", fact="total_steps"
+        -1, "schedule's length if the run ends early or goes on; -1: training.steps", "steps >= 1 or -1", fact="total_steps"
     )
     decay_ratio: float = setting(
         1.0,
