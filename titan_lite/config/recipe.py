@@ -181,24 +181,24 @@ def _check_value(key: str, value: Any, place: str, field: dataclasses.Field | No
         value = tuple(value)
     section, _, name = key.rpartition(".")
     shown = in_toml(value) if isinstance(value, str | bool | int | float | tuple) else value
-    rule, expected, wrong = field.metadata, _expected(field), ""
+    rule, wrong, instead = field.metadata, "", f", such as {name} = {in_toml(field.default)}"
     if type(value) is not field.type:
-        wrong = f"expected {expected}"
+        wrong = f"expected {_expected(field)}"
     elif isinstance(value, str) and not value.isascii() and value.encode(errors="ignore").decode() != value:
         wrong = "not valid UTF-8, which a recipe is"
     elif isinstance(value, str) and "\0" in value:
         wrong = "has a NUL character"
-    elif isinstance(value, int | float) and not isinstance(value, bool) and value != rule["also"]:
+    elif rule["choices"]:
+        admitted = [*map(re.escape, rule["choices"]), *filter(None, rule["or_like"][1:])]
+        unknown = [word for word in ([value] if field.type is str else value) if not re.fullmatch("|".join(admitted), word)]
+        if unknown:
+            wrong, instead = f"expected {_expected(field)}", did_you_mean(unknown[0], rule["choices"])
+    elif field.type in (int, float) and value != rule["also"]:
         compare = {"least": operator.ge, "above": operator.gt, "most": operator.le, "below": operator.lt}
         inside = all(rule[bound] is None or holds(value, rule[bound]) for bound, holds in compare.items())
-        wrong = "" if inside and math.isfinite(value) else f"out of range: expected {expected}"
+        wrong = "" if inside and math.isfinite(value) else f"out of range: expected {_expected(field)}"
     if wrong:
-        raise ConfigError(f"{place}: [{section}] {name} = {shown}: {wrong}, such as {name} = {in_toml(field.default)}")
-    words, form = value if isinstance(value, tuple) else (value,), re.compile(rule["or_like"][1] or r"(?!)")
-    unknown = [word for word in words if word not in rule["choices"] and not form.fullmatch(word)] if rule["choices"] else []
-    if unknown:
-        near = did_you_mean(unknown[0], rule["choices"])
-        raise ConfigError(f"{place}: [{section}] {name} = {shown}: expected {expected}{near}")
+        raise ConfigError(f"{place}: [{section}] {name} = {shown}: {wrong}{instead}")
     return value
 
 
@@ -246,19 +246,13 @@ def _check_combinations(config: Config, origins: dict[str, str]) -> None:
         works = 'expected "op", "op/2", or a number of blocks in quotes, such as "2"'
         raise wrong("activation_checkpoint.selective_ac_option", f": {works}")
     if config.activation_checkpoint.mode == "memory_budget" and not stage.compiles("model"):
-        raise wrong(
-            "activation_checkpoint.mode",
-            ' needs compile.enable = true and "model" in compile.components, since the compiler chooses; set that, or '
-            'mode = "selective" would work',
-        )
+        works = 'compile.enable = true and "model" in compile.components, or mode = "selective", would work'
+        raise wrong("activation_checkpoint.mode", f" lets the compiler choose, and the model is not compiled; {works}")
     layout, training = config.parallelism, config.training
     # the default one stands in every saved recipe, and asks for nothing
     if layout.fsdp_reshard_after_forward == "always" and layout.fsdp_keep_gathered not in ((), Parallelism.fsdp_keep_gathered):
-        raise wrong(
-            "parallelism.fsdp_keep_gathered",
-            ': nothing is kept with parallelism.fsdp_reshard_after_forward = "always"; with "default" these are, and with '
-            "fsdp_keep_gathered = [] nothing is",
-        )
+        works = 'with "default" these are, and with fsdp_keep_gathered = [] nothing is'
+        raise wrong("parallelism.fsdp_keep_gathered", f': nothing is with fsdp_reshard_after_forward = "always"; {works}')
     if layout.data_parallel_shard_degree != -1 and training.global_batch_size != -1:
         gradient_accumulation_steps(training, layout.data_parallel_replicate_degree * layout.data_parallel_shard_degree)
     _check_sources(config, origins["data.sources"], wrong)
@@ -269,9 +263,8 @@ def _check_sources(config: Config, origin: str, wrong: Callable[[str, str], Conf
     sources = config.data.sources
     for field in dataclasses.fields(Corpus) if sources else ():
         if getattr(config.data, field.name) != field.default:
-            raise wrong(
-                f"data.{field.name}", " stands beside data.sources, which take its place; write it into these, or remove it"
-            )
+            works = "write it into these, or remove it"
+            raise wrong(f"data.{field.name}", f" stands beside data.sources, which take its place; {works}")
     again: dict[Corpus, int] = {}
     for number, source in enumerate(sources, start=1):
         first = again.setdefault(dataclasses.replace(source, weight=1.0), number)
