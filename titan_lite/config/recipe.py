@@ -251,8 +251,8 @@ def _check_combinations(config: Config, origins: dict[str, str]) -> None:
     layout, training = config.parallelism, config.training
     # the default one stands in every saved recipe, and asks for nothing
     if layout.fsdp_reshard_after_forward == "always" and layout.fsdp_keep_gathered not in ((), Parallelism.fsdp_keep_gathered):
-        works = 'with "default" these are, and with fsdp_keep_gathered = [] nothing is'
-        raise wrong("parallelism.fsdp_keep_gathered", f': nothing is with fsdp_reshard_after_forward = "always"; {works}')
+        works = '"default" keeps these, and fsdp_keep_gathered = [] nothing'
+        raise wrong("parallelism.fsdp_keep_gathered", f': parallelism.fsdp_reshard_after_forward = "always" keeps none; {works}')
     if layout.data_parallel_shard_degree != -1 and training.global_batch_size != -1:
         gradient_accumulation_steps(training, layout.data_parallel_replicate_degree * layout.data_parallel_shard_degree)
     _check_sources(config, origins["data.sources"], wrong)
