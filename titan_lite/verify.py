@@ -174,7 +174,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
         checkpoint=Checkpoint(),
         data=dataclasses.replace(config.data, dataset="stdlib", path="", num_workers=0, validation_fraction=0.05),
         validation=dataclasses.replace(config.validation, enable=True, freq=steps, steps=1),
-        metrics=dataclasses.replace(config.metrics, log_freq=1, enable_tensorboard=False, enable_color=False),
+        metrics=dataclasses.replace(config.metrics, log_freq=1, enable_tensorboard=False),
         profiling=dataclasses.replace(config.profiling, enable_profiling=False, enable_memory_snapshot=False),
     )
 
@@ -230,6 +230,7 @@ def _process(rank: int, processes: int, port: int, config: Config, model: ModelC
         LOCAL_WORLD_SIZE=str(processes),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        NO_COLOR="1",
     )
     # of a whole gradient put together from two axes, which only this program does
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

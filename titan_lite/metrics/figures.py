@@ -21,6 +21,7 @@ All carry the same names. `metrics.jsonl` has one object a line; a resumed run a
 import dataclasses
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -70,7 +71,7 @@ class MetricsWriter:
     ):
         self.dump_folder, self.writes = dump_folder, writes
         self.start, self.lost = time.perf_counter(), False
-        self.colour = config.enable_color and sys.stdout.isatty()
+        self.colour = not os.environ.get("NO_COLOR") and sys.stdout.isatty()
         self.bar = self.tensorboard = self.wandb = None
         if not writes:
             return

@@ -35,12 +35,12 @@ class Profiler:
     def save_trace(self, profiler: Any) -> None:
         if self.done % self.config.profile_freq:
             return  # the run has ended within a period, and nothing was traced
-        path = self._path(self.config.save_traces_folder, "trace", "json")
+        path = self._path("profile_traces", "trace", "json")
         profiler.export_chrome_trace(str(path))
         logger.info(f"profile of step {self.done} written to {path}")
 
     def save_memory_snapshot(self, kind: str) -> None:
-        path = self._path(self.config.save_memory_snapshot_folder, kind, "pickle")
+        path = self._path("memory_snapshots", kind, "pickle")
         torch.cuda.memory._dump_snapshot(str(path))
         logger.info(f"memory snapshot written to {path} (view it at pytorch.org/memory_viz)")
 

@@ -83,12 +83,13 @@ def test_mfu_of_an_unknown_device_is_said_to_be_not_available(run, said):
 
 
 @pytest.mark.parametrize(
-    ("terminal", "enable_color", "writes", "coloured"),
-    [(True, True, True, True), (True, True, False, True), (True, False, True, False), (False, True, True, False)],
+    ("terminal", "no_color", "writes", "coloured"),
+    [(True, "", True, True), (True, "", False, True), (True, "1", True, False), (False, "", True, False)],
 )
-def test_colours_only_on_a_terminal(terminal, enable_color, writes, coloured, run, said, monkeypatch):
+def test_colours_only_on_a_terminal(terminal, no_color, writes, coloured, run, said, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    run({1: VALUES}, Metrics(enable_tensorboard=False, enable_color=enable_color), writes=writes)
+    run({1: VALUES}, Metrics(enable_tensorboard=False), writes=writes)
     (line,) = said.messages
     assert ("\033[32mloss 6.9315\033[0m" in line) is coloured
     assert line.count("\033[0m") == (4 if coloured else 0)
