@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from titan_lite.compiler.autotune import STEPS, WAYS
+from titan_lite.compiler.fqns import parameters_within
 from titan_lite.compiler.hardware import PROFILES, load_machine, profile_of
-from titan_lite.compiler.resharding import parameters_within
 from titan_lite.config import Config, ConfigError, gradient_accumulation_steps
 from titan_lite.distributed.mesh import check_context_parallel, check_tensor_parallel, resolve_degrees
 from titan_lite.distributed.pipeline_plan import PipelinePlan, plan_pipeline

@@ -32,18 +32,14 @@ MODELS = {
 @contextmanager
 def each_alone(root):
     """What gathered_for_step has to agree with: every parameter is gathered and reduced by its plan, without buckets."""
-    model, wholes = model_of(root), {}
+    model = model_of(root)
     for parameter, plan in model.plans.items():
-        wholes[parameter] = plan.start_gather(local(parameter)).wait().detach().requires_grad_(parameter.requires_grad)
-    model.gathered, model.sums = wholes, {}
+        whole = plan.start_gather(local(parameter)).wait().detach()
+        model.gathered[plan.fqn] = whole.requires_grad_(parameter.requires_grad)
     accumulation._sum_in_reduce_dtype(root)
-    for module in root.modules():
-        module._fsdp.wholes.update({name: wholes[p] for name, p in module._parameters.items() if p is not None})
     yield
-    for module in root.modules():
-        module._fsdp.wholes.clear()
     for parameter, plan in model.plans.items():
-        gradient = model.sums.get(parameter, wholes[parameter].grad)
+        gradient = model.sums.get(plan.fqn, model.gathered[plan.fqn].grad)
         if gradient is not None:
             rows = plan.finish_reduce(plan.start_reduce(gradient))
             parameter.grad = as_shard_of(parameter, rows.to(parameter.dtype))

@@ -11,7 +11,7 @@ A collective costs a latency however small it is, and a block of Llama has nine 
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,18 @@ from torch import Tensor
 from torch._dynamo.utils import detect_fake_mode
 from torch.fx import Graph, Node
 
-from titan_lite.compiler.collectives import aten, collectives, group_of, group_size, parameters_of, preparation
+from titan_lite.compiler.collectives import (
+    aten,
+    collectives,
+    descendants,
+    group_of,
+    group_size,
+    is_all_gather,
+    kind_of,
+    move_before,
+    parameters_of,
+    preparation,
+)
 
 
 def merge(graph: Graph, plan: Mapping[Node, Hashable]) -> int:
@@ -29,13 +40,12 @@ def merge(graph: Graph, plan: Mapping[Node, Hashable]) -> int:
     """
     members: dict[tuple, list[Node]] = defaultdict(list)
     for node, bucket in plan.items():
-        reduction = node.args[1] if node.target in REDUCES else None
+        reduction = None if is_all_gather(node) else node.args[1]
         members[bucket, node.target, group_of(node), node.meta["val"].dtype, reduction].append(node)
     for nodes in members.values():
         if len(nodes) > 1:
-            order = {node: place for place, node in enumerate(graph.nodes)}  # merging others may have moved these
-            merge: Callable = MERGE[nodes[0].target]  # type: ignore[index]
-            merge(graph, sorted(nodes, key=lambda node: order[node]))
+            # sorted here, since merging others may have moved these
+            (_merge_all_gathers if is_all_gather(nodes[0]) else _merge_reductions)(graph, sorted(nodes))
             for node in nodes:
                 graph.erase_node(node)
     graph.eliminate_dead_code()
@@ -48,7 +58,7 @@ def _merge_all_gathers(graph: Graph, nodes: list[Node]) -> None:
     ranks = group_size(nodes[0])
     shards = [node.all_input_nodes[0] for node in nodes]
     first = nodes[0]
-    _move_before(first, {leading for node in nodes for leading in preparation(node) or ()})
+    move_before(first, {leading for node in nodes for leading in preparation(node) or ()})
     with graph.inserting_before(first):
         flat = _call(graph, aten.cat.default, [_flat(graph, shard) for shard in shards])
         gathered = _call(graph, first.target, flat, *first.args[1:], bucket=nodes)
@@ -62,68 +72,32 @@ def _merge_all_gathers(graph: Graph, nodes: list[Node]) -> None:
             start += numbers
 
 
-def _merge_reduce_scatters(graph: Graph, nodes: list[Node]) -> None:
-    """At the last one, where all gradients are there."""
-    ranks, last = group_size(nodes[0]), nodes[-1]
-    gradients = [node.all_input_nodes[0] for node in nodes]
+def _merge_reductions(graph: Graph, nodes: list[Node]) -> None:
+    """At the last one, where all gradients are there; the users of each part, which is no copy, come after all of them."""
+    last, gradients = nodes[-1], [node.all_input_nodes[0] for node in nodes]
     with graph.inserting_before(last):
-        rows = [_call(graph, aten.reshape.default, gradient, [ranks, -1]) for gradient in gradients]
-        reduced = _call(graph, last.target, _call(graph, aten.cat.default, rows, 1), *last.args[1:], bucket=nodes)
-        _give_back(graph, nodes, _call(graph, collectives.wait_tensor.default, reduced))
-
-
-def _merge_all_reduces(graph: Graph, nodes: list[Node]) -> None:
-    last = nodes[-1]
-    with graph.inserting_before(last):
-        flat = _call(graph, aten.cat.default, [_flat(graph, node.all_input_nodes[0]) for node in nodes])
-        reduced = _call(graph, last.target, flat, *last.args[1:], bucket=nodes)
-        _give_back(graph, nodes, _call(graph, collectives.wait_tensor.default, reduced))
-
-
-def _give_back(graph: Graph, nodes: list[Node], bucket: Node) -> None:
-    """The parts of a reduced bucket, without a copy, to who waited for each; their users come after all of them."""
-    flat, start = _flat(graph, bucket), 0
-    for node in nodes:
-        numbers = node.meta["val"].numel()
-        part = _call(graph, aten.slice.Tensor, flat, 0, start, start + numbers)
-        _take_the_place_of(node, _call(graph, aten.view.default, part, list(node.meta["val"].shape)), after=nodes[-1])
-        start += numbers
-
-
-MERGE = {
-    collectives.all_gather_into_tensor.default: _merge_all_gathers,
-    collectives.reduce_scatter_tensor.default: _merge_reduce_scatters,
-    collectives.all_reduce.default: _merge_all_reduces,
-}
-REDUCES = (collectives.reduce_scatter_tensor.default, collectives.all_reduce.default)
+        if kind_of(last) == "all_reduce":
+            bucket = _call(graph, aten.cat.default, [_flat(graph, gradient) for gradient in gradients])
+        else:  # a row a rank
+            rows = [_call(graph, aten.reshape.default, gradient, [group_size(last), -1]) for gradient in gradients]
+            bucket = _call(graph, aten.cat.default, rows, 1)
+        reduced = _call(graph, last.target, bucket, *last.args[1:], bucket=nodes)
+        flat, start = _flat(graph, _call(graph, collectives.wait_tensor.default, reduced)), 0
+        for node in nodes:
+            numbers = node.meta["val"].numel()
+            part = _call(graph, aten.slice.Tensor, flat, 0, start, start + numbers)
+            _take_the_place_of(node, _call(graph, aten.view.default, part, list(node.meta["val"].shape)), after=last)
+            start += numbers
 
 
 def _take_the_place_of(node: Node, part: Node, after: Node | None = None) -> None:
     """Whoever used the wait of `node` uses `part`; with `after`, they are moved behind that node where they were before it."""
     (wait,) = node.users
     if after is not None:
-        _move_after(after, wait)
+        for late in sorted((user for user in descendants(wait) if user < after), reverse=True):
+            after.append(late)
     wait.replace_all_uses_with(part)
     part.graph.erase_node(wait)  # and not `node`, before which others may be inserted yet
-
-
-def _move_before(place: Node, nodes: set[Node]) -> None:
-    order = {node: number for number, node in enumerate(place.graph.nodes)}
-    for node in sorted((node for node in nodes if order[node] > order[place]), key=lambda node: order[node]):
-        place.prepend(node)
-
-
-def _move_after(place: Node, start: Node) -> None:
-    """Everything that comes from `start` and lies before `place` is moved behind it, in its order."""
-    order = {node: number for number, node in enumerate(place.graph.nodes)}
-    found, open_nodes = {start}, [start]
-    while open_nodes:
-        for user in open_nodes.pop().users:
-            if user not in found and order[user] < order[place]:
-                found.add(user)
-                open_nodes.append(user)
-    for node in sorted(found, key=lambda node: order[node], reverse=True):
-        place.append(node)
 
 
 def _flat(graph: Graph, node: Node) -> Node:

@@ -1,6 +1,6 @@
 """Questions about an FX graph's collectives."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ KINDS = {
 
 
 def kind_of(node: Node) -> str:
-    """Of a node whose target is one of KINDS."""
+    """The kind of a node whose target is one of KINDS."""
     return KINDS[node.target]  # type: ignore[index]
 
 
@@ -60,7 +60,7 @@ def parameter_collectives(graph: Graph) -> list[Node]:
 
 
 def collective_bytes(node: Node) -> int:
-    """Of the whole that one of KINDS gathers or reduces."""
+    """The size of the whole that one of KINDS gathers or reduces."""
     return nbytes_of(node if is_all_gather(node) else node.all_input_nodes[0])
 
 
@@ -81,7 +81,7 @@ def wait_of(node: Node) -> Node:
 
 
 def nbytes_of(node: Node) -> int:
-    """Of the tensor, or all tensors, that a node gives."""
+    """The size of the tensor, or of all tensors, that a node gives."""
     values = node.meta.get("val")
     tensors = values if isinstance(values, list | tuple) else (values,)
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
@@ -113,3 +113,22 @@ def preparation(gather: Node) -> list[Node] | None:
         found.append(node)
         open_nodes += node.all_input_nodes
     return found
+
+
+def descendants(start: Node) -> list[Node]:
+    """start and all that is computed from it, but for the graph's output."""
+    found, open_nodes = {start}, [start]
+    while open_nodes:
+        for user in open_nodes.pop().users:
+            if user.op != "output" and user not in found:
+                found.add(user)
+                open_nodes.append(user)
+    return list(found)
+
+
+def move_before(place: Node, nodes: Iterable[Node]) -> bool:
+    """Move those that stand behind `place` before it, in their order; returns whether there were any."""
+    behind = sorted(node for node in nodes if node > place)
+    for node in behind:
+        place.prepend(node)
+    return bool(behind)

@@ -20,7 +20,10 @@ from torch.fx import Graph, Node
 from titan_lite.compiler.collectives import (
     collective_bytes,
     collectives,
+    descendants,
     is_all_gather,
+    move_before,
+    parameter_all_gathers,
     parameter_collectives,
     parameters_of,
     preparation,
@@ -42,7 +45,7 @@ def start_gathers_early(graph: Graph, machine: Machine | None = None, *, fused: 
 
     With a machine: or as much earlier as it takes to be done when it is waited for, as estimated.
     """
-    gathers = [node for node in parameter_collectives(graph) if is_all_gather(node) and preparation(node) is not None]
+    gathers = [node for node in parameter_all_gathers(graph) if parameters_of(node)]
     in_time = {} if machine is None else _places_in_time(graph, gathers, machine, fused)  # before anything moves
     moved = {following for current, following in itertools.pairwise(gathers) if move_gather_before(following, wait_of(current))}
     without = shards_of(graph)
@@ -67,8 +70,7 @@ def start_gathers_early(graph: Graph, machine: Machine | None = None, *, fused: 
 def _prepare_meanwhile(gathers: Sequence[Node], machine: Machine, fused: bool) -> None:
     """While the first gather travels, with nothing to compute yet, shards of the next ones are cast and put into buckets."""
     graph, wait = gathers[0].graph, wait_of(gathers[0])
-    order = {node: number for number, node in enumerate(graph.nodes)}
-    between = [node for node in graph.nodes if order[gathers[0]] < order[node] < order[wait]]
+    between = [node for node in graph.nodes if gathers[0] < node < wait]
     idle = machine.cost(gathers[0]) - sum(machine.cost(node, fused) for node in between if not parameters_of(node))
     most = peak_bytes(graph)
     for gather in gathers[1:]:
@@ -92,16 +94,10 @@ def _put_back(nodes: Sequence[Node], before: Sequence[Node]) -> None:
 
 def move_gather_before(gather: Node, place: Node) -> bool:
     """With what leads to it; whether it stood behind that place."""
-    order = {node: number for number, node in enumerate(gather.graph.nodes)}
     leading = preparation(gather) or []
     while place in leading:
         place = place.next
-    if order[gather] <= order[place]:
-        return False
-    for node in sorted((*leading, gather), key=lambda node: order[node]):
-        if order[node] > order[place]:
-            place.prepend(node)
-    return True
+    return gather > place and move_before(place, (*leading, gather))
 
 
 def _places_in_time(graph: Graph, gathers: Sequence[Node], machine: Machine, fused: bool) -> dict[Node, Node]:
@@ -136,21 +132,19 @@ def wait_for_reductions_late(graph: Graph, machine: Machine | None = None, *, fu
         machine = None
     moved = 0
     for target in (collectives.reduce_scatter_tensor.default, collectives.all_reduce.default):
-        order = {node: place for place, node in enumerate(graph.nodes)}
         reductions = [node for node in graph.nodes if node.target is target and parameters_of(node)]
         for current, following in _waiting_places(graph, reductions, machine, fused):
-            late = [node for node in _descendants(wait_of(current)) if order[node] < order[following]]
-            if not late or following in _descendants(current):
-                continue
-            for node in sorted(late, key=lambda node: order[node]):
-                following.prepend(node)
-            moved += 1
+            late = sorted(node for node in descendants(wait_of(current)) if node < following)
+            if late and following not in descendants(current):
+                for node in late:
+                    following.prepend(node)
+                moved += 1
     return moved
 
 
 def _reduces_again(node: Node) -> bool:
-    """Whether another reduction takes what comes of this one."""
-    return any(parameters_of(later) for later in _descendants(node) if later is not node)
+    """True where another reduction takes the result of this one."""
+    return any(parameters_of(later) for later in descendants(node) if later is not node)
 
 
 def _waiting_places(
@@ -181,14 +175,3 @@ def _waiting_places(
             stalled += max(0.0, arrival[node.args[0]] - now)
     for reduction in travelling:
         yield reduction, output
-
-
-def _descendants(start: Node) -> list[Node]:
-    """start and all that is computed from it, but for the graph's output."""
-    found, open_nodes = {start}, [start]
-    while open_nodes:
-        for user in open_nodes.pop().users:
-            if user.op != "output" and user not in found:
-                found.add(user)
-                open_nodes.append(user)
-    return list(found)

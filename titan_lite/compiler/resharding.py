@@ -10,7 +10,6 @@ forward uses last are what backward needs first.
 
 from collections.abc import Collection
 
-from torch import nn
 from torch.fx import Graph
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -30,20 +29,6 @@ VIEWS = frozenset(
         collectives.wait_tensor.default,
     }
 )
-
-
-def parameters_within(model: nn.Module, prefixes: Collection[str]) -> tuple[str, ...]:
-    """FQNs of the parameters that lie within one of `prefixes`: "layers.3" has layers.3.ffn_norm.weight, and none of layers.31.
-
-    Tied weights lie where any of their names does; their FQN is the first one.
-    """
-    first: dict[nn.Parameter, str] = {}
-    within: dict[str, None] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        fqn = first.setdefault(parameter, name)
-        if any(f"{name}.".startswith(f"{prefix}.") for prefix in prefixes):
-            within[fqn] = None
-    return tuple(within)
 
 
 def recompute_parameter_all_gathers(graph: Graph, keep_gathered: Collection[str] = ()) -> int:

@@ -124,7 +124,7 @@ class Schedule:
             self.dump.mkdir(parents=True, exist_ok=True)
             (self.dump / f"{len(self.receipts)}_{name}_{what}.txt").write_text(readable(graph), encoding="utf-8")
 
-    def of_first_rank(self, plan: wrapping.Plan) -> wrapping.Plan:
+    def of_first_rank(self, plan: wrapping.Buckets) -> wrapping.Buckets:
         """`plan` as the first rank made it: ranks of tensor parallelism, who reduce norms together, may have other sizes."""
         names = wrapping.name_all(plan)
         words = self.show(json.dumps({name: str(plan[node]) for node, name in names.items()}))

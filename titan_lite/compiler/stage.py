@@ -34,6 +34,7 @@ from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_lite.compiler import collectives, resharding
+from titan_lite.compiler.fqns import parameters_within
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.config import Compile, ConfigError
 
@@ -86,7 +87,7 @@ def compile_model(
     """
     reshard = None
     if reshard_after_forward:
-        kept = resharding.parameters_within(model, keep_gathered)
+        kept = parameters_within(model, keep_gathered)
         reshard = _Pass(resharding.recompute_parameter_all_gathers, keep_gathered=kept)
     compiling = (schedule or Schedule(config)).compiling
     if config.backend == "inductor":

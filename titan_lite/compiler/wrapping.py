@@ -1,4 +1,4 @@
-"""Wrapping: which parameters' collectives share a bucket. A plan is {collective: the bucket it belongs to}.
+"""Wrapping: which parameters' collectives share a bucket.
 
     by_block(graph)                                # one bucket a transformer block
     by_names(graph, ["layers.0 layers.1", ...])    # as a recipe says
@@ -24,35 +24,28 @@ from titan_lite.compiler.collectives import (
     parameters_of,
     ranks_of,
 )
+from titan_lite.compiler.fqns import block_of, lies_within
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.timeline import computed_before
 
-Plan = dict[Node, object]
+Buckets = dict[Node, object]  # collective -> the bucket it belongs to
 
 
-def block_of(fqn: str) -> str:
-    """ "layers.3.attention.wq.weight" -> "layers.3"; "norm.weight" and "output.weight" -> "norm output"."""
-    parts = fqn.split(".")
-    if parts[0] == "layers":
-        return ".".join(parts[:2])
-    return "norm output" if parts[0] in ("norm", "output") else parts[0]
-
-
-def by_block(graph: Graph) -> Plan:
+def by_block(graph: Graph) -> Buckets:
     """One bucket a transformer block, one for the embedding, one for last norm and output."""
     return {node: (block_of(parameters_of(node)[0]), time) for node, time in _times(graph).items()}
 
 
-def by_names(graph: Graph, buckets: Sequence[str]) -> Plan:
+def by_names(graph: Graph, buckets: Sequence[str]) -> Buckets:
     """buckets: each the names of modules or parameters, with spaces between; what none names stays alone."""
 
     def bucket_of(fqn: str) -> object:
-        return next((bucket for bucket in buckets if any(f"{fqn}.".startswith(f"{name}.") for name in bucket.split())), (fqn,))
+        return next((bucket for bucket in buckets if lies_within(fqn, bucket.split())), (fqn,))
 
     return {node: (bucket_of(parameters_of(node)[0]), time) for node, time in _times(graph).items()}
 
 
-def name_all(plan: Plan) -> dict[Node, str]:
+def name_all(plan: Buckets) -> dict[Node, str]:
     """A name of each collective, the same on ranks with other groups and sizes: kind, parameter, and the how manieth of these."""
     seen: Counter = Counter()
     result = {}
@@ -84,7 +77,7 @@ class _Item:
     busy: float = 0.0
 
 
-def greedy(graph: Graph, machine: Machine, *, memory: int | None = None, fused: bool = True) -> Plan:
+def greedy(graph: Graph, machine: Machine, *, memory: int | None = None, fused: bool = True) -> Buckets:
     """Buckets grow in the order in which weights are read, while they hide under the computation of the bucket before.
 
     The rule: the next parameter joins while gathering the bucket takes no longer than what the previous bucket computes, less
@@ -121,7 +114,7 @@ def greedy(graph: Graph, machine: Machine, *, memory: int | None = None, fused: 
         _Item(tuple(chain), gap, _moving(machine, [gather_of[fqn]] if fqn in gather_of else []))
         for chain, gap, fqn in zip(chains, making, following, strict=True)
     ]
-    plan: Plan = {}
+    plan: Buckets = {}
     for name, items in (("gather", gather_items), ("reduce", reduce_items[::-1])):
         limit = _bytes_of_two_blocks(items) if memory is None else memory
         for number, bucket in enumerate(_grow(items, machine, limit)):

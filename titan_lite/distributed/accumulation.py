@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from titan_lite.compiler.wrapping import block_of
+from titan_lite.compiler.fqns import block_of
 from titan_lite.distributed.gather import Bucket, GatherPlan, InFlight, local
 from titan_lite.distributed.simple_fsdp import as_shard_of, model_of
 
@@ -36,32 +36,21 @@ def gathered_for_step(root: nn.Module, bucket_of: Callable[[str], Hashable] = bl
     an order that depends on where they lie in a bucket.
     """
     model = model_of(root)
-    wholes = _gather(model.plans, bucket_of)
-    model.gathered, model.sums = wholes, {}
+    model.gathered = _gather(model.plans, bucket_of)  # which modules read from now on
     _sum_in_reduce_dtype(root)
-    read_wholes(root, wholes)
     try:
         yield
     finally:
-        sums, model.gathered, model.sums = model.sums, {}, {}
-        for module in root.modules():
-            module._fsdp.wholes.clear()  # type: ignore[union-attr, operator]
-    gradients = {parameter: sums.pop(parameter, wholes.pop(parameter).grad) for parameter in model.plans}
+        sums, model.sums = model.sums, {}
+        wholes, model.gathered = model.gathered, {}
+    gradients = {p: sums.pop(plan.fqn, wholes.pop(plan.fqn).grad) for p, plan in model.plans.items()}
     _reduce(gradients, model.plans, bucket_of)
 
 
-def read_wholes(root: nn.Module, wholes: Mapping[nn.Parameter, Tensor]) -> None:
-    """From now on modules read these weights, and gather none."""
-    for module in root.modules():
-        names: list[str] = list(module._fsdp.plans)  # type: ignore[union-attr, arg-type]
-        gathered = {name: wholes[module._parameters[name]] for name in names}  # type: ignore[index]
-        module._fsdp.wholes.update(gathered)  # type: ignore[union-attr, operator]
-
-
 @torch.no_grad()
-def _gather(plans: Mapping[nn.Parameter, GatherPlan], bucket_of: Callable[[str], Hashable]) -> dict[nn.Parameter, Tensor]:
-    """The whole weights, as leaves of autograd."""
-    wholes: dict[nn.Parameter, Tensor] = {}
+def _gather(plans: Mapping[nn.Parameter, GatherPlan], bucket_of: Callable[[str], Hashable]) -> dict[str, Tensor]:
+    """The whole weights by FQN, as leaves of autograd."""
+    wholes: dict[str, Tensor] = {}
 
     def travels_with(plan: GatherPlan) -> Hashable:  # or not at all
         return (bucket_of(plan.fqn), plan.shard_group, plan.param_dtype) if plan.shard_degree > 1 else plan
@@ -71,7 +60,7 @@ def _gather(plans: Mapping[nn.Parameter, GatherPlan], bucket_of: Callable[[str],
 
     def finish(members: Members, bucket: Bucket, started: InFlight) -> None:
         for parameter, whole in zip(members, bucket.finish_gather(started), strict=True):
-            wholes[parameter] = whole.detach().requires_grad_(parameter.requires_grad)
+            wholes[plans[parameter].fqn] = whole.detach().requires_grad_(parameter.requires_grad)
 
     _few_at_a_time(plans, travels_with, start, finish)
     return wholes
@@ -120,32 +109,32 @@ def _few_at_a_time(
 def gradient_leaves(root: nn.Module) -> list[Tensor]:
     """What autograd accumulates into: the gathered weights within `gathered_for_step`, else the parameters."""
     model = model_of(root)
-    return [model.gathered.get(parameter, parameter) for parameter in model.plans]
+    return [model.gathered.get(plan.fqn, parameter) for parameter, plan in model.plans.items()]
 
 
 def fold_gradients(root: nn.Module) -> None:
     """Within `gathered_for_step`, after a backward that ran no hooks: what is in `.grad` joins the sums in reduce_dtype."""
     model = model_of(root)
-    for parameter, whole in model.gathered.items():
-        dtype = model.plans[parameter].reduce_dtype
-        if whole.grad is not None and whole.dtype != dtype:
-            _fold(model.sums, parameter, dtype, whole)
+    for plan in model.plans.values():
+        whole = model.gathered.get(plan.fqn)
+        if whole is not None and whole.grad is not None and whole.dtype != plan.reduce_dtype:
+            _fold(model.sums, plan, whole)
 
 
 def _sum_in_reduce_dtype(root: nn.Module) -> None:
     """Every backward's gradients, where it is another dtype than they are computed in."""
     model = model_of(root)
-    for parameter, whole in model.gathered.items():
-        plan = model.plans[parameter]
+    for plan in model.plans.values():
+        whole = model.gathered[plan.fqn]
         if whole.requires_grad and plan.param_dtype != plan.reduce_dtype:
-            whole.register_post_accumulate_grad_hook(functools.partial(_fold, model.sums, parameter, plan.reduce_dtype))
+            whole.register_post_accumulate_grad_hook(functools.partial(_fold, model.sums, plan))
 
 
-def _fold(sums: dict[nn.Parameter, Tensor], parameter: nn.Parameter, dtype: torch.dtype, whole: Tensor) -> None:
-    """Add a microbatch's gradient to the sum in `dtype`, which is not the one it was computed in."""
+def _fold(sums: dict[str, Tensor], plan: GatherPlan, whole: Tensor) -> None:
+    """Add a microbatch's gradient to the sum in reduce_dtype, which is not the dtype it was computed in."""
     assert whole.grad is not None
-    if parameter in sums:
-        sums[parameter] += whole.grad
+    if plan.fqn in sums:
+        sums[plan.fqn] += whole.grad
     else:
-        sums[parameter] = whole.grad.to(dtype)
+        sums[plan.fqn] = whole.grad.to(plan.reduce_dtype)
     whole.grad = None

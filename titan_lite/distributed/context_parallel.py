@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_lite.distributed.tensor_parallel import Axis, GatherTokens, axis_of
+from titan_lite.distributed.tensor_parallel import Axis, axis_of, gather_tokens
 
 ATTENTION = "layers.*.attention"  # modules with a method `attend`
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # as `attend_to_the_past`
@@ -55,7 +55,7 @@ def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | N
     """q (B, t, H, D), k and v (B, t, K, D) of own tokens -> (B, t, H, D). mask: (B, 1, t, T) with all tokens."""
     axis: Axis = module._cp  # type: ignore[assignment]
     attend: Attend = module._attend_to_the_past  # type: ignore[assignment]
-    k, v = in_order(GatherTokens.apply(torch.cat((k, v), dim=2), axis), axis.degree).chunk(2, dim=2)
+    k, v = in_order(gather_tokens(torch.cat((k, v), dim=2), axis), axis.degree).chunk(2, dim=2)
     head, tail = q.chunk(2, dim=1)
     chunk = head.shape[1]
     before_head, before_tail = (axis.rank + 1) * chunk, (2 * axis.degree - axis.rank) * chunk

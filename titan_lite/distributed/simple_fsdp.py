@@ -21,8 +21,7 @@ are *summed* over ranks: the loss is already divided by the number of tokens of 
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.traceback import annotate
 
-from titan_lite.compiler.resharding import parameters_within
+from titan_lite.compiler.fqns import parameters_within
 from titan_lite.distributed.eager import Eager
 from titan_lite.distributed.gather import GatherPlan, local
 
@@ -55,28 +54,26 @@ class _Gather(torch.autograd.Function):
 
 
 class _Model:
-    """What the modules of one sharded model share. plans: one entry for tied weights; parameters hash by identity. resharded:
-    FQNs of the weights that are dropped after forward.
+    """The state that the modules of one sharded model share. plans: one entry for tied weights; parameters hash by identity.
+    resharded: FQNs of the weights that are dropped after forward.
 
-    Only within `gathered_for_step`, gathered: the whole weights; sums: of their gradients, where these are added up in another
-    dtype than they are computed in.
+    Only within `gathered_for_step`, by FQN: gathered, the whole weights; sums, of their gradients where these are added up in
+    another dtype than they are computed in.
     """
 
     def __init__(self, resharded: frozenset[str]):
         self.resharded = resharded
         self.eager = Eager()
         self.plans: dict[nn.Parameter, GatherPlan] = {}
-        self.gathered: dict[nn.Parameter, Tensor] = {}
-        self.sums: dict[nn.Parameter, Tensor] = {}
+        self.gathered: dict[str, Tensor] = {}
+        self.sums: dict[str, Tensor] = {}
 
 
-@dataclass
-class _Module:
-    """What a sharded module carries as `_fsdp`. wholes: weights by name while they stay gathered for a step."""
+class _Module(NamedTuple):
+    """The attribute `_fsdp` of a sharded module; plans: of its own parameters, by name."""
 
     model: _Model
     plans: dict[str, GatherPlan]
-    wholes: dict[str, Tensor]
 
 
 def apply_simple_fsdp(
@@ -110,7 +107,7 @@ def apply_simple_fsdp(
                 shared.plans[shards[parameter]] = plan
             module._parameters[name] = shards[parameter]
             plans[name] = shared.plans[shards[parameter]]
-        module.__dict__["_fsdp"] = _Module(shared, plans, wholes={})
+        module.__dict__["_fsdp"] = _Module(shared, plans)
         cls: Any = type(module)
         module.__class__ = _sharded_class(cls, tuple(plans), module is model)
 
@@ -165,9 +162,9 @@ def _sharded_class(cls: Any, names: tuple[str, ...], is_root: bool) -> Any:
 def _read(module: nn.Module, name: str) -> Tensor:
     """`module.weight`: the whole weight, in param_dtype."""
     fsdp: _Module = module._fsdp  # type: ignore[assignment]
-    if name in fsdp.wholes:
-        return fsdp.wholes[name]
     parameter, plan = module._parameters[name], fsdp.plans[name]
+    if plan.fqn in fsdp.model.gathered:
+        return fsdp.model.gathered[plan.fqn]
     assert parameter is not None
     shard = local(parameter)
     if tracing():

@@ -13,6 +13,7 @@ ever holds those of the whole vocabulary. Modules compute on plain tensors: a gr
 
 import fnmatch
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-collectives = torch.ops._c10d_functional
+from titan_lite.compiler.collectives import collectives
 
 
 @dataclass(frozen=True)
@@ -115,12 +116,12 @@ def _parallel_class(cls: Any, style: Style) -> Any:
     def forward(self: nn.Module, x: Tensor, *others: Any) -> Tensor:
         axis: Axis = self._tp  # type: ignore[assignment]
         if style.gathers:
-            x = GatherTokens.apply(x, axis)
+            x = gather_tokens(x, axis)
         if style.vocabulary:
             x = _look_up(x, self.weight, self.num_embeddings, axis)  # type: ignore[arg-type]
         else:
             x = cls.forward(self, x, *others)
-        return ScatterTokens.apply(x, axis) if style.scatters else x
+        return scatter_tokens(x, axis) if style.scatters else x
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
@@ -132,38 +133,35 @@ def _look_up(tokens: Tensor, weight: Tensor, vocabulary: int, axis: Axis) -> Ten
     return F.embedding(own.where(inside, 0), weight) * inside.unsqueeze(-1)
 
 
-class GatherTokens(torch.autograd.Function):
+def gather_tokens(x: Tensor, axis: Axis) -> Tensor:
     """(B, t, C) -> (B, T, C); the gradient of all tokens is summed over ranks, and each keeps that of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_gather_tokens(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter_tokens(gradient, ctx.axis), None
+    return _Tokens.apply(x, axis, _all_gather, _reduce_scatter)
 
 
-class ScatterTokens(torch.autograd.Function):
+def scatter_tokens(x: Tensor, axis: Axis) -> Tensor:
     """(B, T, C), to be summed over ranks -> (B, t, C)."""
+    return _Tokens.apply(x, axis, _reduce_scatter, _all_gather)
+
+
+class _Tokens(torch.autograd.Function):
+    """A collective, and the one that is its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return reduce_scatter_tokens(x, axis)
+    def forward(ctx: Any, x: Tensor, axis: Axis, move: Callable, move_back: Callable) -> Tensor:
+        ctx.axis, ctx.move_back = axis, move_back
+        return move(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_gather_tokens(gradient, ctx.axis), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.move_back(gradient, ctx.axis), None, None, None
 
 
 # Pieces put together and cut with cat and chunk: what Inductor's pass for asynchronous tensor parallelism recognises.
-def all_gather_tokens(x: Tensor, axis: Axis) -> Tensor:
+def _all_gather(x: Tensor, axis: Axis) -> Tensor:
     parts = collectives.wait_tensor(collectives.all_gather_into_tensor(x.contiguous(), axis.degree, axis.group))
     return torch.cat(parts.chunk(axis.degree), dim=1)
 
 
-def reduce_scatter_tokens(x: Tensor, axis: Axis) -> Tensor:
+def _reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     parts = torch.cat(x.chunk(axis.degree, dim=1))
     return collectives.wait_tensor(collectives.reduce_scatter_tensor(parts, "sum", axis.degree, axis.group))

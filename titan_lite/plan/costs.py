@@ -17,9 +17,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx import Graph
 
 from titan_lite.compiler.collectives import KINDS, collective_bytes, kind_of, parameter_collectives, ranks_of
+from titan_lite.compiler.fqns import block_of
 from titan_lite.compiler.hardware import Machine, flops_of
 from titan_lite.compiler.timeline import Span, Timeline, alive_bytes, saved_bytes, saved_input_bytes, simulate
-from titan_lite.compiler.wrapping import block_of
 from titan_lite.distributed.gather import GatherPlan
 from titan_lite.distributed.mesh import AXES
 

@@ -35,7 +35,6 @@ from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import compile_model
 from titan_lite.compiler.timeline import Timeline
 from titan_lite.config import Config, Parallelism
-from titan_lite.distributed.accumulation import read_wholes
 from titan_lite.distributed.build import build_stages, compile_stages
 from titan_lite.distributed.context_parallel import attend_to_the_past
 from titan_lite.distributed.gather import GatherPlan, local
@@ -219,7 +218,7 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     with FakeTensorMode(allow_non_fake_inputs=True):
         materialize(model, torch.device("cpu"))
         if layout.gathers_once:
-            read_wholes(model, {parameter: _whole(plan) for parameter, plan in model_of(model).plans.items()})
+            model_of(model).gathered = {plan.fqn: _whole(plan) for plan in model_of(model).plans.values()}
         compile_stages(
             [model],
             mesh,

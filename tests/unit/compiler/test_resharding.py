@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from torch import nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_lite.compiler.collectives import collectives, is_all_gather
-from titan_lite.compiler.resharding import parameters_within, recompute_parameter_all_gathers
+from titan_lite.compiler.resharding import recompute_parameter_all_gathers
 from titan_lite.compiler.stage import _Pass
 
 aten = torch.ops.aten
@@ -81,20 +80,6 @@ def test_what_is_kept_is_left_alone():
     assert recompute_parameter_all_gathers(graph, keep_gathered=("layers.3.wq.weight", "norm.weight")) == 1
     tagged = [node for node in graph.nodes if "recompute" in node.meta]
     assert tagged == [gathers["layers.31.wq.weight"], *gathers["layers.31.wq.weight"].users]
-
-
-def test_prefixes_are_of_whole_names_and_tied_weights_have_two():
-    model = nn.Module()
-    model.layers = nn.ModuleDict({str(i): nn.Linear(2, 2) for i in (3, 31)})
-    model.tok_embeddings, model.output = nn.Embedding(2, 2), nn.Linear(2, 2, bias=False)
-    model.output.weight = model.tok_embeddings.weight
-    model.scale = nn.Parameter(torch.ones(()))
-    assert parameters_within(model, ["layers.3"]) == ("layers.3.weight", "layers.3.bias")
-    assert parameters_within(model, ["layers.31.bias", "layers.3.bias"]) == ("layers.3.bias", "layers.31.bias")
-    assert parameters_within(model, ["output"]) == parameters_within(model, ["tok_embeddings"]) == ("tok_embeddings.weight",)
-    assert parameters_within(model, ["scale"]) == ("scale",)
-    assert len(parameters_within(model, ["layers", "output", "tok_embeddings", "scale"])) == 6
-    assert parameters_within(model, ["", "layer", "layers.", "3", "weight", "layers.3.weigh"]) == ()
 
 
 def test_inductors_cache_tells_apart_what_is_kept():

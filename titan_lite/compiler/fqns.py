@@ -1,0 +1,35 @@
+"""Questions about parameters' names, the same for eager mode and for graphs.
+
+block_of("layers.3.attention.wq.weight")            # "layers.3", the bucket that it travels in
+parameters_within(model, ["layers.3", "output"])    # FQNs of the parameters of these modules
+"""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+
+def block_of(fqn: str) -> str:
+    """ "layers.3.attention.wq.weight" -> "layers.3"; "norm.weight" and "output.weight" -> "norm output"."""
+    parts = fqn.split(".")
+    if parts[0] == "layers":
+        return ".".join(parts[:2])
+    return "norm output" if parts[0] in ("norm", "output") else parts[0]
+
+
+def lies_within(fqn: str, prefixes: Iterable[str]) -> bool:
+    """True where a prefix is the name, or that of a module around it: "layers.3.w" is within "layers.3", "layers.31.w" is not."""
+    return any(f"{fqn}.".startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def parameters_within(model: nn.Module, prefixes: Iterable[str]) -> tuple[str, ...]:
+    """FQNs of the parameters that lie within one of `prefixes`.
+
+    Tied weights lie where any of their names does; their FQN is the first one.
+    """
+    prefixes, first, within = tuple(prefixes), dict[nn.Parameter, str](), dict[str, None]()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        fqn = first.setdefault(parameter, name)
+        if lies_within(name, prefixes):
+            within[fqn] = None
+    return tuple(within)
