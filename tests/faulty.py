@@ -1,88 +1,89 @@
-"""Trains as `python -m titan_lite.train` does, but for one rank with something wrong:
+"""titan_lite.train with one rank to which something happens at a chosen moment.
 
-FAULT="in_layer 1 2 3 60" python tests/faulty.py RECIPE [options]     # the function below, and its numbers: the rank first
+FAULT='{"rank": 1, "at": "validation", "step": 3, "signal": "SIGTERM", "to": "launcher"}' python tests/faulty.py RECIPE [options]
+
+at      device, before the process group is made; model, when it gets its memory; compile; start, when the data is opened;
+        data, layer (with its number in "layer") and step, within a step; validation or save, after one
+step    in that one alone, and once; from: in every one from it on
+sleep   what happens: seconds; or hold, seconds in a library that lets no other Python thread run; or raise, a message;
+        or signal, that the rank sends to itself, or "to" the "launcher" that started it
+every   attempt of the launcher, not the first alone
 """
 
 import ctypes
+import functools
+import json
 import os
+import signal
 import sys
 import time
 
 from titan_lite import train, trainer
 from titan_lite.compiler import stage
+from titan_lite.trainer import Trainer
+
+FAULT = json.loads(os.environ["FAULT"])
+MOMENTS = {
+    "device": (trainer, "init_device"),
+    "model": (trainer, "materialize"),
+    "compile": (stage, "min_cut_rematerialization_partition"),
+    "start": (Trainer, "build_loader"),
+    "data": (Trainer, "next_batch"),
+    "step": (Trainer, "forward_backward"),
+    "validation": (Trainer, "evaluate_one"),
+    "save": (Trainer, "state_tensors"),
+}
+happened = []  # steps, of this process
 
 
-def at_start(seconds):
-    """Before the process group is made."""
-    init_device = trainer.init_device
-
-    def late(config):
-        time.sleep(seconds)
-        return init_device(config)
-
-    trainer.init_device = late
-
-
-def in_compile(seconds):
-    partition = stage.min_cut_rematerialization_partition
-
-    def slow(*args, **kwargs):
-        time.sleep(seconds)
-        return partition(*args, **kwargs)
-
-    stage.min_cut_rematerialization_partition = slow
+def happen():
+    print(f"fault: {FAULT}", flush=True)
+    if "sleep" in FAULT:
+        time.sleep(FAULT["sleep"])
+    elif "hold" in FAULT:
+        ctypes.PyDLL(None).usleep(int(FAULT["hold"] * 1e6))
+    elif "raise" in FAULT:
+        raise ValueError(FAULT["raise"])
+    else:
+        os.kill(os.getppid() if FAULT.get("to") == "launcher" else os.getpid(), getattr(signal, FAULT["signal"]))
 
 
-def in_layer(layer, step, seconds):
-    """From that step on, before the layer reads its weights."""
-    before_layer(layer, step, lambda: time.sleep(seconds))
+def happen_if_due(step):
+    if step >= FAULT["from"] if "from" in FAULT else not happened and FAULT.get("step") in (None, step):
+        happened.append(step)
+        happen()
 
 
-def holding_the_interpreter(step, seconds):
-    """In a library that lets no other Python thread run."""
-    before_layer(0, step, lambda: ctypes.PyDLL(None).usleep(int(seconds * 1e6)))
+def change(owner, name):
+    """Have the function call happen_if_due() before it does its work."""
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def changed(*arguments, **options):
+        happen_if_due(getattr(arguments[0], "step", None) if owner is Trainer else None)
+        return function(*arguments, **options)
+
+    setattr(owner, name, changed)
 
 
-def fail(*arguments):
-    raise ValueError("a fault of this rank alone\nand more lines")
+def change_layer(number):
+    """Have one layer call it before it reads its weights."""
+    loop = Trainer.loop
 
-
-def raising(step):
-    before_layer(0, step, fail)
-
-
-def raising_at_start():
-    """When the model gets its memory."""
-    trainer.materialize = fail
-
-
-def in_data(step, seconds):
-    next_batch = trainer.Trainer.next_batch
-
-    def slow(self):
-        if self.step >= step:
-            time.sleep(seconds)
-        return next_batch(self)
-
-    trainer.Trainer.next_batch = slow
-
-
-def before_layer(layer, step, function):
-    def loop(self):
-        def hook(module, inputs):
-            if self.step >= step:
-                function()
-
+    def changed(self):
         for model in self.stages:
-            if str(int(layer)) in model.layers:
-                model.layers[str(int(layer))].register_forward_pre_hook(hook)
-        return run(self)
+            if str(number) in model.layers:
+                model.layers[str(number)].register_forward_pre_hook(lambda *inputs: happen_if_due(self.step))
+        return loop(self)
 
-    run, trainer.Trainer.loop = trainer.Trainer.loop, loop
+    Trainer.loop = changed
 
 
 if __name__ == "__main__":
-    name, rank, *numbers = os.environ["FAULT"].split()
-    if os.environ["RANK"] == rank:
-        globals()[name](*map(float, numbers))
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if os.environ["RANK"] == str(FAULT["rank"]) and (first or FAULT.get("every")):
+        if FAULT["at"] == "layer":
+            change_layer(FAULT["layer"])
+        else:
+            change(*MOMENTS[FAULT["at"]])
     sys.exit(train.main(sys.argv[1:]))

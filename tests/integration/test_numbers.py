@@ -3,26 +3,24 @@
 import json
 import math
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
+from tiny import DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, steps
 
 from titan_lite.config.recipe import load_config
 from titan_lite.faults import TrainingError
 from titan_lite.metrics.records import read_metrics
 from titan_lite.trainer import Trainer
 
-DEBUG = Path(__file__).parents[2] / "train_configs/debug_model.toml"
-SMALL = ["--training.seq_len", "32", "--training.steps", "8", "--metrics.log_freq", "4", "--no-validation.enable"]
-SMALL += ["--no-metrics.enable_tensorboard", "--lr_scheduler.total_steps", "20", "--data.num_workers", "0"]
+OPTIONS = [*SMALL, "--metrics.log_freq=4", *steps(8, schedule=20), *NO_VALIDATION, *NO_WORKERS]
 
 
 def with_faults(folder, options, spoil):
     """Train; spoil(trainer, loss) sees every step before its update, and returns its loss. What is left of the run:
     ({step: whether parameters changed}, losses seen by the guard, why it ended, the parameters)."""
-    config, _ = load_config(DEBUG, ["--job.dump_folder", str(folder), *SMALL, *options])
+    config, _ = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])
     trainer = Trainer(config)
     forward_backward, train_step = trainer.forward_backward, trainer.train_step
     changed = {}
@@ -55,7 +53,7 @@ GUARD = ["--training.spike_window", "3", "--training.spike_sigmas", "50"]
 
 
 def test_a_step_whose_loss_leaps_is_skipped_on_all_ranks_and_a_resumed_run_knows(tmp_path):
-    options = [*GUARD, "--training.steps", "9", "--checkpoint.interval", "7"]
+    options = [*GUARD, *steps(9), "--checkpoint.interval", "7"]
     whole = run_ranks(2, with_faults, tmp_path / "whole", options, leap, init=False)
     for changed, state, message, _ in whole:
         assert [step for step, did in changed.items() if not did] == [6]
@@ -74,7 +72,7 @@ def test_a_step_whose_loss_leaps_is_skipped_on_all_ranks_and_a_resumed_run_knows
 
 @pytest.mark.slow
 def test_a_loss_that_stays_up_ends_the_run(tmp_path):
-    options = [*GUARD, "--training.steps", "20", "--training.max_nonfinite_steps", "3"]
+    options = [*GUARD, *steps(20), "--training.max_nonfinite_steps", "3"]
     for changed, _, message, _ in run_ranks(2, with_faults, tmp_path, options, leap, init=False):
         assert [step for step, did in changed.items() if not did] == [6, 11, 12]
         assert "3 steps in a row had a non-finite loss or gradient, or a spike, (training.max_nonfinite_steps)" in message
@@ -90,7 +88,7 @@ def not_a_number(trainer, loss):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pipeline_parallel", "tensor_parallel", "context_parallel", "data_parallel_replicate"])
 def test_a_gradient_of_one_rank_that_is_no_number_skips_the_step_everywhere(kind, tmp_path):
-    options = [f"--parallelism.{kind}_degree", "2", "--training.steps", "4"]
+    options = [f"--parallelism.{kind}_degree", "2", *steps(4)]
     for changed, _, message, parameters in run_ranks(4, with_faults, tmp_path, options, not_a_number, init=False):
         assert changed == {1: True, 2: False, 3: True, 4: True}
         assert message == ""

@@ -1,28 +1,20 @@
 """`python -m titan_lite.verify`: what agrees, what does not and is named, and what cannot be asked."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from commands import python, run
+from tiny import DEBUG, RECIPES
 
 from titan_lite import verify
 from titan_lite.config.recipe import load_config
 from titan_lite.distributed.gather import Bucket
 from titan_lite.verify import every_layout, layout_of, name_of, parse_layout, twin
 
-ROOT = Path(__file__).parents[2]
-RECIPES = ROOT / "train_configs"
-DEBUG = RECIPES / "debug_model.toml"
-
 
 def command(*arguments):
-    words = [sys.executable, "-m", "titan_lite.verify", *map(str, arguments)]
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    print(result.stdout, result.stderr)
-    return result
+    return run(*python("-m", "titan_lite.verify", *arguments), seconds=900)
 
 
 def test_a_recipe_that_is_right_exits_with_0():

@@ -1,0 +1,28 @@
+"""What is small enough for a test: options that shrink the debug recipe.
+
+options = [*SMALL, *steps(6, schedule=12), *every(2), *NO_VALIDATION]
+"""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "train_configs"
+DEBUG = RECIPES / "debug_model.toml"
+DEBUG_TOKENIZER = ROOT / "assets/tokenizer/debug.model"
+
+SMALL = ["--training.seq_len=32", "--metrics.log_freq=1", "--no-metrics.enable_tensorboard"]
+NO_VALIDATION = ["--no-validation.enable"]
+NO_CHECKPOINT = ["--no-checkpoint.enable"]
+NO_WORKERS = ["--data.num_workers=0"]
+AOT_EAGER = ["--compile.enable", "--compile.backend=aot_eager"]  # the passes without Inductor's minute of code generation
+
+
+def steps(count: int, schedule: int | None = None) -> list[str]:
+    """schedule: the steps of the learning rate's, where the run is a part of it."""
+    return [f"--training.steps={count}", *([f"--lr_scheduler.total_steps={schedule}"] if schedule else [])]
+
+
+def every(saved: int, validated: int | None = None, batches: int = 1) -> list[str]:
+    """Steps from one checkpoint to the next, and from one validation, of so many batches, to the next."""
+    checks = [f"--validation.freq={validated}", f"--validation.steps={batches}"] if validated else []
+    return [f"--checkpoint.interval={saved}", *checks]
