@@ -3,11 +3,12 @@
 import json
 import math
 import shutil
+from functools import partial
 
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, steps
+from tiny import DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, every, steps
 
 from titan_lite.config.recipe import load_config
 from titan_lite.faults import TrainingError
@@ -76,6 +77,34 @@ def test_a_loss_that_stays_up_ends_the_run(tmp_path):
     for changed, _, message, _ in run_ranks(2, with_faults, tmp_path, options, leap, init=False):
         assert [step for step, did in changed.items() if not did] == [6, 11, 12]
         assert "3 steps in a row had a non-finite loss or gradient, or a spike, (training.max_nonfinite_steps)" in message
+
+
+def infinite(steps, trainer, loss):
+    """Make one gradient of rank 1 infinite in these steps."""
+    if trainer.step in steps and trainer.rank == 1:
+        next(iter(trainer.parameters.values())).grad.to_local()[0, 0] = math.inf
+    return loss
+
+
+INFINITE = [*steps(6), "--metrics.log_freq=1", *every(50, validated=3), "--validation.enable", "--training.max_nonfinite_steps=2"]
+
+
+def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(tmp_path):
+    for changed, _, message, _ in run_ranks(2, with_faults, tmp_path, INFINITE, partial(infinite, {2, 4}), init=False):
+        assert changed == {1: True, 2: False, 3: True, 4: False, 5: True, 6: True}
+        assert message == ""
+    metrics = read_metrics(tmp_path / "metrics.jsonl")
+    assert metrics[2]["grad_norm"] is None  # JSON has no infinity
+    assert [metrics[step]["skipped_steps"] for step in range(1, 7)] == [0, 1, 1, 2, 2, 2]
+    assert math.isfinite(metrics[6]["validation_loss"])
+
+
+def test_too_many_of_them_in_a_row_end_the_run(tmp_path):
+    for changed, _, message, _ in run_ranks(2, with_faults, tmp_path, INFINITE, partial(infinite, {3, 4, 5}), init=False):
+        assert changed == {1: True, 2: True, 3: False}
+        assert "2 steps in a row" in message
+        assert "training.max_nonfinite_steps" in message
+        assert "parameters are those of step 2" in message
 
 
 def not_a_number(trainer, loss):

@@ -285,59 +285,6 @@ def test_a_broken_document_is_told_by_the_rank_that_read_it(tmp_path):
     assert re.search(told, result.stdout)
 
 
-def with_bad_gradients(folder, bad_steps):
-    """Steps whose gradient is infinite on rank 1 alone; returns what is left of the run."""
-    overrides = ["--job.dump_folder", str(folder), *OPTIONS, "--training.max_nonfinite_steps", "2"]
-    config, _ = load_config(DEBUG, overrides)
-    trainer = Trainer(config)
-    forward_backward = trainer.forward_backward
-
-    def broken(batches, tokens):
-        loss = forward_backward(batches, tokens)
-        if trainer.step in bad_steps and trainer.rank == 1:
-            next(iter(trainer.parameters.values())).grad.to_local()[0, 0] = math.inf
-        return loss
-
-    def parameters():
-        return torch.cat([p.detach().to_local().flatten() for p in trainer.parameters.values()]).clone()
-
-    changed = {}
-    train_step = trainer.train_step
-
-    def watched():
-        before = parameters()
-        result = train_step()
-        changed[trainer.step] = not torch.equal(before, parameters())
-        return result
-
-    trainer.forward_backward, trainer.train_step = broken, watched
-    try:
-        trainer.train()
-        message = ""
-    except TrainingError as error:
-        message = str(error)
-    return trainer.step, trainer.skipped.count, changed, message
-
-
-def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(tmp_path):
-    for step, skipped, changed, message in run_ranks(2, with_bad_gradients, tmp_path, {2, 4}, init=False):
-        assert (step, skipped, message) == (6, 2, "")
-        assert changed == {1: True, 2: False, 3: True, 4: False, 5: True, 6: True}
-    metrics = read_metrics(tmp_path / "metrics.jsonl")
-    assert metrics[2]["grad_norm"] is None  # JSON has no infinity
-    assert [metrics[step]["skipped_steps"] for step in range(1, 7)] == [0, 1, 1, 2, 2, 2]
-    assert math.isfinite(metrics[6]["validation_loss"])
-
-
-def test_too_many_of_them_in_a_row_end_the_run(tmp_path):
-    for step, skipped, changed, message in run_ranks(2, with_bad_gradients, tmp_path, {3, 4, 5}, init=False):
-        assert (step, skipped) == (4, 2)
-        assert changed == {1: True, 2: True, 3: False}
-        assert "2 steps in a row" in message
-        assert "training.max_nonfinite_steps" in message
-        assert "parameters are those of step 2" in message
-
-
 def bfloat16(folder):
     config, _ = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, "--training.mixed_precision_param", "bfloat16"])
     Trainer(config).train()
