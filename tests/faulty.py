@@ -1,13 +1,15 @@
 """titan_lite.train with one rank to which something happens at a chosen moment.
 
-FAULT='{"rank": 1, "at": "validation", "step": 3, "signal": "SIGTERM", "to": "launcher"}' python tests/faulty.py RECIPE [options]
+    FAULT='{"rank": 1, "at": "validation", "step": 3, "signal": "SIGTERM"}' python tests/faulty.py RECIPE [options]
 
-at      device, before the process group is made; model, when it gets its memory; compile; start, when the data is opened;
-        data, layer (with its number in "layer") and step, within a step; validation or save, after one
-step    in that one alone, and once; from: in every one from it on
-sleep   what happens: seconds; or hold, seconds in a library that lets no other Python thread run; or raise, a message;
-        or signal, that the rank sends to itself, or "to" the "launcher" that started it
-every   attempt of the launcher, not the first alone
+The fault is a JSON object:
+
+    rank    to which it happens
+    at      the moment: one that the trainer's observer is told, or "compile", or "layer" with the layer's number in "layer"
+    step    in this step alone, and once; from: in every step from this one on
+    sleep   seconds; or hold: seconds in a library that lets no other Python thread run; or raise: an error's message; or
+            signal: one that the rank sends to itself, or "to" the "launcher" that started it
+    every   true: in every attempt of the launcher, not in the first alone
 """
 
 import ctypes
@@ -20,20 +22,9 @@ import time
 
 from titan_lite import train, trainer
 from titan_lite.compiler import stage
-from titan_lite.trainer import Trainer
 
 FAULT = json.loads(os.environ["FAULT"])
-MOMENTS = {
-    "device": (trainer, "init_device"),
-    "model": (trainer, "materialize"),
-    "compile": (stage, "min_cut_rematerialization_partition"),
-    "start": (Trainer, "build_loader"),
-    "data": (Trainer, "next_batch"),
-    "step": (Trainer, "forward_backward"),
-    "validation": (Trainer, "evaluate_one"),
-    "save": (Trainer, "state_tensors"),
-}
-happened = []  # steps, of this process
+happened = []  # the steps, in this process
 
 
 def happen():
@@ -54,36 +45,29 @@ def happen_if_due(step):
         happen()
 
 
-def change(owner, name):
-    """Have the function call happen_if_due() before it does its work."""
-    function = getattr(owner, name)
+def observe(moment, trainer):
+    if moment == FAULT["at"]:
+        happen_if_due(getattr(trainer, "step", 0))
+    if moment == "built" and FAULT["at"] == "layer":
+        for model in trainer.stages:
+            if str(FAULT["layer"]) in model.layers:
+                layer = model.layers[str(FAULT["layer"])]
+                layer.register_forward_pre_hook(lambda *inputs: happen_if_due(trainer.step))
 
+
+def before(function):
     @functools.wraps(function)
     def changed(*arguments, **options):
-        happen_if_due(getattr(arguments[0], "step", None) if owner is Trainer else None)
+        happen()
         return function(*arguments, **options)
 
-    setattr(owner, name, changed)
-
-
-def change_layer(number):
-    """Have one layer call it before it reads its weights."""
-    loop = Trainer.loop
-
-    def changed(self):
-        for model in self.stages:
-            if str(number) in model.layers:
-                model.layers[str(number)].register_forward_pre_hook(lambda *inputs: happen_if_due(self.step))
-        return loop(self)
-
-    Trainer.loop = changed
+    return changed
 
 
 if __name__ == "__main__":
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if os.environ["RANK"] == str(FAULT["rank"]) and (first or FAULT.get("every")):
-        if FAULT["at"] == "layer":
-            change_layer(FAULT["layer"])
-        else:
-            change(*MOMENTS[FAULT["at"]])
+        trainer.Trainer = functools.partial(trainer.Trainer, observe=observe)
+        if FAULT["at"] == "compile":  # in the middle of which nobody looks on
+            stage.min_cut_rematerialization_partition = before(stage.min_cut_rematerialization_partition)
     sys.exit(train.main(sys.argv[1:]))

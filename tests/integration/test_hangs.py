@@ -88,7 +88,7 @@ def test_a_compilation_that_takes_too_long_has_its_own_limit(tmp_path):
 @pytest.mark.slow
 def test_a_start_that_never_completes(tmp_path):
     limits = [*LIMIT, "--comm.init_timeout_seconds", "10"]
-    with Ranks(2, tmp_path, *limits, fault={"rank": 1, "at": "device", "sleep": 1000}) as jobs:
+    with Ranks(2, tmp_path, *limits, fault={"rank": 1, "at": "start", "sleep": 1000}) as jobs:
         text = all_ended(jobs)
     assert re.search(r"no progress for 10 s in start \(comm.init_timeout_seconds = 10\)", text)
     assert re.search(r"rank \d, in start: happen \(tests/faulty.py:\d+\)", text)
@@ -136,7 +136,7 @@ def test_torchrun_ends_the_stopped_rank_too(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", [{"at": "layer", "layer": 2}, {"at": "data"}], ids=["layer", "data"])
+@pytest.mark.parametrize("moment", [{"at": "layer", "layer": 2}, {"at": "batch"}], ids=["layer", "data"])
 def test_a_slow_rank_is_named(moment, tmp_path):
     fault = {"rank": 1, "from": 3, "sleep": 0.3, **moment}
     with Ranks(2, tmp_path, *steps(40), "--metrics.log_freq", "4", fault=fault) as jobs:

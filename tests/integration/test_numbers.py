@@ -18,25 +18,23 @@ from titan_lite.trainer import Trainer
 OPTIONS = [*SMALL, "--metrics.log_freq=4", *steps(8, schedule=20), *NO_VALIDATION, *NO_WORKERS]
 
 
-def with_faults(folder, options, spoil):
-    """Train; spoil(trainer, loss) sees every step before its update, and returns its loss. What is left of the run:
-    ({step: whether parameters changed}, losses seen by the guard, why it ended, the parameters)."""
-    config, _ = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])
-    trainer = Trainer(config)
-    forward_backward, train_step = trainer.forward_backward, trainer.train_step
-    changed = {}
+def with_faults(folder, options, fault):
+    """Train, observed by fault(moment, trainer). Returns what is left of the run: ({step: whether parameters changed}, losses
+    seen by the guard, why it ended, the parameters)."""
+    before, changed = [], {}
 
     def parameters():
         return torch.cat([parameter.detach().to_local().flatten() for parameter in trainer.parameters.values()]).clone()
 
-    def watched():
-        before = parameters()
-        result = train_step()
-        changed[trainer.step] = not torch.equal(before, parameters())
-        return result
+    def observe(moment, trainer):
+        if moment == "forward":
+            before[:] = [parameters()]
+        if moment == "step":
+            changed[trainer.step] = not torch.equal(before[0], parameters())
+        fault(moment, trainer)
 
-    trainer.forward_backward = lambda batches, tokens: spoil(trainer, forward_backward(batches, tokens))
-    trainer.train_step = watched
+    config, _ = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])
+    trainer = Trainer(config, observe=observe)
     try:
         trainer.train()
         message = ""
@@ -45,9 +43,20 @@ def with_faults(folder, options, spoil):
     return changed, trainer.skipped.state_dict()["spikes"], message, parameters()
 
 
-def leap(trainer, loss):
-    """On rank 1 alone, in step 6, and in those after 10."""
-    return loss + 100 if trainer.rank == 1 and (trainer.step == 6 or trainer.step > 10) else loss
+class Leaping:
+    """A runner whose loss leaps on rank 1 alone, in step 6, and in those after 10."""
+
+    def __init__(self, trainer):
+        self.trainer, self.runner = trainer, trainer.runner
+
+    def forward_backward(self, *batch):
+        loss, step = self.runner.forward_backward(*batch), self.trainer.step
+        return loss + 100 if self.trainer.rank == 1 and (step == 6 or step > 10) else loss
+
+
+def leap(moment, trainer):
+    if moment == "built":
+        trainer.runner = Leaping(trainer)
 
 
 GUARD = ["--training.spike_window", "3", "--training.spike_sigmas", "50"]
@@ -79,11 +88,10 @@ def test_a_loss_that_stays_up_ends_the_run(tmp_path):
         assert "3 steps in a row had a non-finite loss or gradient, or a spike, (training.max_nonfinite_steps)" in message
 
 
-def infinite(steps, trainer, loss):
+def infinite(steps, moment, trainer):
     """Make one gradient of rank 1 infinite in these steps."""
-    if trainer.step in steps and trainer.rank == 1:
+    if moment == "backward" and trainer.step in steps and trainer.rank == 1:
         next(iter(trainer.parameters.values())).grad.to_local()[0, 0] = math.inf
-    return loss
 
 
 INFINITE = [*steps(6), "--metrics.log_freq=1", *every(50, validated=3), "--validation.enable", "--training.max_nonfinite_steps=2"]
@@ -107,11 +115,10 @@ def test_too_many_of_them_in_a_row_end_the_run(tmp_path):
         assert "parameters are those of step 2" in message
 
 
-def not_a_number(trainer, loss):
+def not_a_number(moment, trainer):
     """In one gradient of one rank, of the pipeline's last stage, in a step that is not logged."""
-    if trainer.step == 2 and trainer.rank == trainer.world_size - 1:
+    if moment == "backward" and trainer.step == 2 and trainer.rank == trainer.world_size - 1:
         next(iter(trainer.parameters.values())).grad.to_local()[0] = math.nan
-    return loss
 
 
 @pytest.mark.slow

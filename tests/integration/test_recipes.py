@@ -49,18 +49,15 @@ def test_a_recipe_loads_and_fits_the_cluster_of_its_header(recipe, tmp_path):
 
 
 def train_shrunk(config: Config) -> tuple[int, list[float]]:
-    trainer = Trainer(config)
     losses = []
-    train_step = trainer.train_step
 
-    def recorded():
-        result = train_step()
-        losses.append(result[0])
-        return result
+    def observe(moment: str, trainer: Trainer) -> None:
+        if moment == "step":
+            losses.append(trainer.last_step[0])
 
-    trainer.train_step = recorded
+    trainer = Trainer(config, observe=observe)
     trainer.train()
-    return trainer.accumulation, losses
+    return trainer.layout.accumulation, losses
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_a_run_that_is_stopped_twice_and_killed_once_is_the_run_left_alone(alone
     assert stopped in range(5, 10)
     assert saved_steps(folder)[-1] == stopped
 
-    run = with_fault(folder, fault={"at": "step", "step": 10, "rank": 0, "signal": "SIGKILL"}, restarts=1)
+    run = with_fault(folder, fault={"at": "forward", "step": 10, "rank": 0, "signal": "SIGKILL"}, restarts=1)
     assert run.ended() == 0
     assert "restart 1 of 1: the attempt before ended in step 10" in run.output
     same(folder, alone)
@@ -95,7 +95,7 @@ def test_a_run_that_is_stopped_twice_and_killed_once_is_the_run_left_alone(alone
 
 @pytest.mark.slow
 def test_a_fault_that_repeats_at_the_same_step_is_not_restarted_again(tmp_path):
-    fault = {"at": "step", "step": 2, "rank": 1, "raise": "a fault", "every": True}
+    fault = {"at": "forward", "step": 2, "rank": 1, "raise": "a fault", "every": True}
     run = with_fault(tmp_path / "run", *NO_VALIDATION, *NO_CHECKPOINT, fault=fault, restarts=3)
     assert run.ended() == 3
     assert run.output.count("\nfault: {") == 2
@@ -107,15 +107,15 @@ def fault(at, step, signal, *, rank=1, to="rank"):
 
 
 FAULTS = [  # and the step that is saved last
-    (fault("step", 2, "SIGTERM"), 2),
-    (fault("step", 2, "SIGINT", to="launcher"), 2),
+    (fault("forward", 2, "SIGTERM"), 2),
+    (fault("forward", 2, "SIGINT", to="launcher"), 2),
     (fault("save", 4, "SIGTERM"), 4),
     (fault("save", 4, "SIGUSR1", to="launcher"), 4),
     (fault("validation", 4, "SIGTERM", to="launcher"), 4),
     (fault("validation", 12, "SIGTERM"), 12),  # the last one of the run
     (fault("validation", 0, "SIGTERM"), 0),
-    (fault("start", None, "SIGTERM"), 0),
-    (fault("start", None, "SIGUSR1", to="launcher"), 0),
+    (fault("built", None, "SIGTERM"), 0),
+    (fault("built", None, "SIGUSR1", to="launcher"), 0),
 ]
 
 
@@ -127,9 +127,9 @@ def test_at_every_moment_it_stops_saved_and_goes_on_exactly(fault, saved, alone,
     assert run.ended() == 75
     assert "restart" not in run.output
     last = max(saved_steps(folder), default=0)
-    assert last in ((saved, saved + 1) if fault["to"] == "launcher" and fault["at"] == "step" else (saved,))
+    assert last in ((saved, saved + 1) if fault["to"] == "launcher" and fault["at"] == "forward" else (saved,))
     if fault["to"] == "rank":
-        then = "saving, then exiting" if fault["at"] in ("step", "validation") and saved else "exiting"
+        then = "saving, then exiting" if fault["at"] in ("forward", "validation") and saved else "exiting"
         assert f"{fault['signal']} received by rank 1 at step {saved}: {then} (code 75)" in run.output
     assert run.output.count("(code 75)") == 1
     assert run.output.count(f"checkpoint written to {folder}/checkpoint/step-{saved}\n") == bool(saved)
@@ -141,7 +141,7 @@ def test_at_every_moment_it_stops_saved_and_goes_on_exactly(fault, saved, alone,
 @pytest.mark.slow
 def test_in_its_last_step_a_run_ends_as_it_would_have(tmp_path):
     folder = tmp_path / "run"
-    run = with_fault(folder, *NO_VALIDATION, fault={"at": "step", "step": STEPS, "rank": 1, "signal": "SIGTERM"})
+    run = with_fault(folder, *NO_VALIDATION, fault={"at": "forward", "step": STEPS, "rank": 1, "signal": "SIGTERM"})
     assert run.ended() == 0
     assert f"SIGTERM received by rank 1 at step {STEPS}: saving, then exiting, as the run is done" in run.output
     assert f"done: step {STEPS}" in run.output
@@ -151,7 +151,7 @@ def test_in_its_last_step_a_run_ends_as_it_would_have(tmp_path):
 @pytest.mark.slow
 def test_while_it_compiles(alone, tmp_path):
     folder = tmp_path / "run"
-    run = with_fault(folder, *AOT_EAGER, fault={"at": "step", "step": 1, "rank": 0, "signal": "SIGTERM"})
+    run = with_fault(folder, *AOT_EAGER, fault={"at": "forward", "step": 1, "rank": 0, "signal": "SIGTERM"})
     assert run.ended() == 75
     assert "SIGTERM received by rank 0 at step 1: saving, then exiting (code 75)" in run.output
     assert started(folder, *AOT_EAGER).ended() == 0
@@ -164,7 +164,7 @@ def test_ranks_of_every_kind_of_parallelism_agree(kind, tmp_path):
     layout = [f"--parallelism.{kind}_parallel_degree", "2", *NO_VALIDATION]
     for rank in (1, 2, 3):
         folder = tmp_path / str(rank)
-        run = with_fault(folder, *layout, fault={"at": "step", "step": 2, "rank": rank, "signal": "SIGUSR1"}, ranks=4)
+        run = with_fault(folder, *layout, fault={"at": "forward", "step": 2, "rank": rank, "signal": "SIGUSR1"}, ranks=4)
         assert run.ended() == 75
         assert f"SIGUSR1 received by rank {rank} at step 2: saving, then exiting (code 75)" in run.output
         assert saved_steps(folder) == [2]
@@ -173,7 +173,7 @@ def test_ranks_of_every_kind_of_parallelism_agree(kind, tmp_path):
 @pytest.mark.slow
 def test_torchrun_itself_forwards_sigterm_though_its_exit_code_is_another(alone, tmp_path):
     folder = tmp_path / "run"
-    fault = {"at": "step", "step": 2, "rank": 1, "signal": "SIGTERM", "to": "launcher"}
+    fault = {"at": "forward", "step": 2, "rank": 1, "signal": "SIGTERM", "to": "launcher"}
     run = with_fault(folder, fault=fault, module=TORCHRUN)
     assert run.ended() == 1
     assert saved_steps(folder)[-1] in (2, 3)
@@ -183,7 +183,7 @@ def test_torchrun_itself_forwards_sigterm_though_its_exit_code_is_another(alone,
 
 @pytest.mark.slow
 def test_without_checkpoints_it_says_so(tmp_path):
-    fault = {"at": "step", "step": 2, "rank": 1, "signal": "SIGTERM"}
+    fault = {"at": "forward", "step": 2, "rank": 1, "signal": "SIGTERM"}
     run = with_fault(tmp_path / "run", *NO_CHECKPOINT, fault=fault)
     assert run.ended() == 75
     assert "at step 2: checkpoint.enable = false, so nothing is saved; exiting (code 75)" in run.output
