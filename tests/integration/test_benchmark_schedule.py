@@ -46,7 +46,7 @@ def test_two_blocks_of_8B_are_predicted_without_hardware():
         ([], "predict | measure"),
     ],
 )
-def test_what_cannot_be_asked_is_one_line_and_2(arguments, message, capsys, monkeypatch):
+def test_wrong_arguments_end_with_one_line_and_exit_code_2(arguments, message, capsys, monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     import benchmark_schedule
 

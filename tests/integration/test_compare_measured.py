@@ -6,7 +6,7 @@ from tiny import ROOT
 
 
 @pytest.mark.slow
-def test_tensors_take_what_was_planned():
+def test_measured_bytes_of_tensors_are_those_planned():
     command = python(ROOT / "scripts/compare_measured.py", "--rounds", "1", "--steps", "1")
     result = run(*command, seconds=1200, PYTHONSAFEPATH=None)  # it imports its neighbour
     assert result.returncode == 0

@@ -59,7 +59,7 @@ def test_of_a_stopped_rank_the_other_one_tells(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [1, 3])
-def test_of_a_stopped_rank_the_others_tell(stopped, tmp_path):
+def test_one_of_the_other_ranks_names_a_stopped_rank(stopped, tmp_path):
     text = stop_a_rank(4, tmp_path, stopped, "--parallelism.tensor_parallel_degree", "2")
     assert len(re.findall("hang: ", text)) == 1  # one tells for all
     assert f"rank {stopped} gives no sign of life (stopped, dead, or cut off)" in text
@@ -147,7 +147,7 @@ def test_a_slow_rank_is_named(moment, tmp_path):
 
 
 @pytest.mark.slow
-def test_of_ranks_that_are_equally_fast_none_is_named(tmp_path):
+def test_no_rank_is_named_where_all_are_equally_fast(tmp_path):
     with Ranks(2, tmp_path, *steps(40), "--metrics.log_freq", "4") as jobs:
         assert [job.ended() for job in jobs] == [0, 0]
     assert "slower" not in jobs[0].output

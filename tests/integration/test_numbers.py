@@ -107,7 +107,7 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(tmp_p
     assert math.isfinite(metrics[6]["validation_loss"])
 
 
-def test_too_many_of_them_in_a_row_end_the_run(tmp_path):
+def test_max_nonfinite_steps_in_a_row_end_the_run(tmp_path):
     for changed, _, message, _ in run_ranks(2, with_faults, tmp_path, INFINITE, partial(infinite, {3, 4, 5}), init=False):
         assert changed == {1: True, 2: True, 3: False}
         assert "2 steps in a row" in message

@@ -39,12 +39,12 @@ def on_prepared(tmp_path, corpus):
     return losses(tmp_path / "on prepared", *data)
 
 
-def test_prepared_with_a_tokenizer_json_it_trains(tmp_path, corpus):
+def test_the_loss_falls_on_prepared_data_with_a_tokenizer_json(tmp_path, corpus):
     found = on_prepared(tmp_path, corpus)
     assert list(found) == [1, 2, 3]
     assert found[3] < found[1] < 7.8  # ln 2,048 is 7.6
 
 
 @pytest.mark.slow
-def test_it_trains_as_on_the_text(tmp_path, corpus):
+def test_prepared_data_has_the_losses_of_its_text(tmp_path, corpus):
     assert on_prepared(tmp_path, corpus) == losses(tmp_path / "on text", "--data.dataset", "local", "--data.path", corpus[0])

@@ -102,7 +102,7 @@ def same_run(parts, folder, uninterrupted, **tolerance):
     assert losses(folder) == pytest.approx({step: whole[step] for step in expected}, **tolerance)
 
 
-def test_on_1_and_then_4_ranks_it_sees_the_samples_of_the_uninterrupted_run_on_2(uninterrupted, at_step_2):
+def test_resumed_on_1_and_then_4_ranks_it_reads_the_samples_of_2_ranks(uninterrupted, at_step_2):
     parts = [train("1 ranks", at_step_2, *steps(4))[0], train("4 ranks", at_step_2)[0]]
     same_run(parts, at_step_2, uninterrupted, rel=1e-4)
 
@@ -147,7 +147,7 @@ def test_another_layout_goes_on_without_the_optimizer(before, after, uninterrupt
 
 
 @pytest.mark.slow
-def test_a_new_optimizer_is_accepted_only_once(uninterrupted, at_step_2):
+def test_accept_model_only_loads_the_optimizer_of_a_step_that_has_one(uninterrupted, at_step_2):
     """The recipe that accepts it loads the optimizer of a step that has one."""
     state = at_step_2 / "checkpoint/step-2/state.json"
     samples, parameters = train("2 ranks", at_step_2, "--checkpoint.accept_model_only")
@@ -157,7 +157,7 @@ def test_a_new_optimizer_is_accepted_only_once(uninterrupted, at_step_2):
 
 
 @pytest.mark.slow
-def test_other_data_begins_anew_and_goes_on_from_there(uninterrupted, at_step_2, tmp_path_factory):
+def test_restart_data_begins_anew_only_once(uninterrupted, at_step_2, tmp_path_factory):
     """restart_data stays in the recipe, and a later resume does not begin once more."""
     other = ["--debug.seed=7", "--checkpoint.restart_data"]
     expected, _ = train("2 ranks", tmp_path_factory.mktemp("other"), "--debug.seed=7")
@@ -168,7 +168,7 @@ def test_other_data_begins_anew_and_goes_on_from_there(uninterrupted, at_step_2,
     assert not found[3].keys() & uninterrupted[1][3].keys()
 
 
-def test_a_checkpoint_says_of_itself_what_made_it(uninterrupted):
+def test_a_checkpoint_records_its_recipe_and_run(uninterrupted):
     folder, *_ = uninterrupted
     state = json.loads((folder / "checkpoint/step-6/state.json").read_text())
     config, _ = load_config(folder / "config.toml")

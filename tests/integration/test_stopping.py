@@ -139,7 +139,7 @@ def test_at_every_moment_it_stops_saved_and_goes_on_exactly(fault, saved, alone,
 
 
 @pytest.mark.slow
-def test_in_its_last_step_a_run_ends_as_it_would_have(tmp_path):
+def test_a_signal_in_the_last_step_leaves_the_exit_code_0(tmp_path):
     folder = tmp_path / "run"
     run = with_fault(folder, *NO_VALIDATION, fault={"at": "forward", "step": STEPS, "rank": 1, "signal": "SIGTERM"})
     assert run.ended() == 0
@@ -160,7 +160,7 @@ def test_while_it_compiles(alone, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensor", "pipeline", "context"])
-def test_ranks_of_every_kind_of_parallelism_agree(kind, tmp_path):
+def test_ranks_of_every_kind_of_parallelism_stop_at_the_same_step(kind, tmp_path):
     layout = [f"--parallelism.{kind}_parallel_degree", "2", *NO_VALIDATION]
     for rank in (1, 2, 3):
         folder = tmp_path / str(rank)
@@ -171,7 +171,7 @@ def test_ranks_of_every_kind_of_parallelism_agree(kind, tmp_path):
 
 
 @pytest.mark.slow
-def test_torchrun_itself_forwards_sigterm_though_its_exit_code_is_another(alone, tmp_path):
+def test_torchrun_forwards_sigterm_and_exits_with_1(alone, tmp_path):
     folder = tmp_path / "run"
     fault = {"at": "forward", "step": 2, "rank": 1, "signal": "SIGTERM", "to": "launcher"}
     run = with_fault(folder, fault=fault, module=TORCHRUN)
@@ -182,7 +182,7 @@ def test_torchrun_itself_forwards_sigterm_though_its_exit_code_is_another(alone,
 
 
 @pytest.mark.slow
-def test_without_checkpoints_it_says_so(tmp_path):
+def test_a_signal_without_checkpoints_says_that_nothing_is_saved(tmp_path):
     fault = {"at": "forward", "step": 2, "rank": 1, "signal": "SIGTERM"}
     run = with_fault(tmp_path / "run", *NO_CHECKPOINT, fault=fault)
     assert run.ended() == 75
@@ -191,7 +191,7 @@ def test_without_checkpoints_it_says_so(tmp_path):
 
 
 @pytest.mark.slow
-def test_wrong_input_is_not_tried_again(tmp_path):
+def test_a_wrong_recipe_is_not_restarted(tmp_path):
     run = started(tmp_path / "run", "--model.flavor", "7B", MAX_RESTARTS=3)
     assert run.ended() == 2
     assert run.output.count('error: model.flavor = "7B"') == 1

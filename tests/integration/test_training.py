@@ -187,7 +187,7 @@ def test_what_cannot_be_compiled_ends_the_run_with_the_keys_to_change(tmp_path):
     assert cause == "Unsupported"
 
 
-def test_another_seed_is_another_run(uninterrupted, tmp_path):
+def test_another_seed_has_another_loss_and_gradient_norm(uninterrupted, tmp_path):
     metrics = trained(2, DEBUG, tmp_path, *OPTIONS, "--debug.seed", "1", *steps(1))
     of_another, of_this = ([step["loss"], step["grad_norm"]] for step in (metrics[1], uninterrupted[1][1]))
     assert of_another != pytest.approx(of_this, rel=1e-6)  # which are those of one seed on any layout, and near ln(vocabulary)
@@ -251,7 +251,7 @@ WRONG_FOR_THIS_RUN = [
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG_FOR_THIS_RUN)
-def test_what_only_model_data_and_ranks_show_to_be_wrong_is_told_in_one_line(options, message, tmp_path):
+def test_a_recipe_wrong_for_its_model_data_or_ranks_ends_with_one_line(options, message, tmp_path):
     folder = tmp_path / "out"
     result = train(1, DEBUG, folder, *options)
     assert result.returncode == 2
@@ -270,7 +270,7 @@ def test_one_process_needs_no_launcher_and_profiles(tmp_path):
     assert json.loads((tmp_path / traces[0]).read_text())["traceEvents"]
 
 
-def test_a_broken_document_is_told_by_the_rank_that_read_it(tmp_path):
+def test_a_broken_document_is_reported_by_the_rank_that_read_it(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     lines = [json.dumps({"text": f"document {i}: " + "words and more words " * 10}) for i in range(40)]
     lines[33] = json.dumps({"txt": "no text"})
@@ -290,13 +290,13 @@ def bfloat16(folder):
     Trainer(config).train()
 
 
-def test_bfloat16_learns_as_float32_does(uninterrupted, tmp_path):
+def test_bfloat16_has_the_losses_of_float32_within_two_thousandths(uninterrupted, tmp_path):
     run_ranks(2, bfloat16, tmp_path, init=False)
     metrics = read_metrics(tmp_path / "metrics.jsonl")
     same(metrics, {step: v for step, v in uninterrupted[1].items() if step <= 6}, names=("loss", "validation_loss"), rel=2e-3)
 
 
-def test_a_checkpoint_of_another_flavor_is_told_and_a_longer_schedule_said(uninterrupted, tmp_path):
+def test_resuming_refuses_another_flavor_and_reports_a_longer_schedule(uninterrupted, tmp_path):
     trained(1, DEBUG, tmp_path, *OPTIONS, *steps(1))
     result = train(1, DEBUG, tmp_path, *OPTIONS, *steps(2, schedule=40))
     assert result.returncode == 0
@@ -318,7 +318,7 @@ def test_a_checkpoint_of_another_flavor_is_told_and_a_longer_schedule_said(unint
         ({"CONFIG_FILE": "train_configs/debug.toml"}, "did you mean"),
     ],
 )
-def test_what_the_environment_says_wrongly_is_one_line(environment, said):
+def test_a_wrong_environment_variable_ends_with_one_line(environment, said):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     result = run(ROOT / "run_train.sh", **environment, PATH=path)
     assert result.returncode == 2

@@ -101,7 +101,7 @@ def test_the_exit_code_is_that_of_the_verdict(monkeypatch):
         (["nowhere.toml"], r"nowhere.toml: no such recipe"),
     ],
 )
-def test_what_cannot_be_asked_is_one_line_and_2(arguments, message, capsys):
+def test_wrong_arguments_end_with_one_line_and_exit_code_2(arguments, message, capsys):
     assert verify.main([str(argument) for argument in arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
