@@ -10,10 +10,10 @@ from titan_lite.ranks import gather_objects
 
 
 def process_and_modules():
-    return os.getpid(), gather_objects(os.getpid()), {"torch._inductor.compile_fx", "titan_lite.trainer"} <= sys.modules.keys()
+    return os.getpid(), gather_objects(os.getpid()), "torch._inductor.compile_fx" in sys.modules
 
 
-def test_a_rank_is_a_new_process_that_has_imported_the_package():
+def test_a_rank_is_a_new_process_that_has_imported_torch():
     worlds = [run_ranks(2, process_and_modules) for _ in range(2)]
     for world in worlds:
         assert [everyone for _, everyone, _ in world] == [[process for process, *_ in world]] * 2
