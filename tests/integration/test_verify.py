@@ -1,28 +1,20 @@
 """`python -m titan_lite.verify`: what agrees, what does not and is named, and what cannot be asked."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from commands import python, run
+from tiny import DEBUG, RECIPES
 
 from titan_lite import verify
 from titan_lite.config.recipe import load_config
 from titan_lite.distributed.gather import Bucket
 from titan_lite.verify import every_layout, layout_of, name_of, parse_layout, twin
 
-ROOT = Path(__file__).parents[2]
-RECIPES = ROOT / "train_configs"
-DEBUG = RECIPES / "debug_model.toml"
-
 
 def command(*arguments):
-    words = [sys.executable, "-m", "titan_lite.verify", *map(str, arguments)]
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    print(result.stdout, result.stderr)
-    return result
+    return run(*python("-m", "titan_lite.verify", *arguments), seconds=900)
 
 
 def test_a_recipe_that_is_right_exits_with_0():
@@ -116,7 +108,7 @@ def exit_code(arguments):
         (["nowhere.toml"], r"nowhere.toml: no such recipe"),
     ],
 )
-def test_what_cannot_be_asked_is_one_line_and_2(arguments, message, capsys):
+def test_wrong_arguments_end_with_one_line_and_exit_code_2(arguments, message, capsys):
     assert exit_code([str(argument) for argument in arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
