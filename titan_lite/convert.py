@@ -146,14 +146,13 @@ def _whole(folder: Path, needed: int) -> Iterator[Path]:
     """
     if folder.exists():
         raise ConfigError(f"{folder} is there, and nothing is overwritten; name a folder that is not there yet")
-    unfinished, made = folder.with_name(f"unfinished-{folder.name}-{secrets.token_hex(4)}"), False
+    unfinished = folder.with_name(f"unfinished-{folder.name}-{secrets.token_hex(8)}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder.parent).free
         if free < needed:
             raise ConfigError(f"{folder} needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
         unfinished.mkdir()
-        made = True
         yield unfinished
         for path in unfinished.iterdir():
             manifest.sync(path)
@@ -161,8 +160,7 @@ def _whole(folder: Path, needed: int) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{folder} cannot be written: {error}") from None
     finally:
-        if made:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -23,6 +23,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_lite.checkpoint.weights import TOKENIZER_FILES, Weights, check_tokenizer, load, open_weights
@@ -49,9 +50,12 @@ class CachedAttention(Attention):
             self.keys, self.values = (x.new_empty(x.shape[0], self.max_tokens, *x.shape[2:]) for x in (k, v))
         before, self.tokens = self.tokens, self.tokens + k.shape[1]
         self.keys[:, before : self.tokens], self.values[:, before : self.tokens] = k, v
-        if before:  # without a mask the first query would see the first key alone
+        if not before:
+            return super().attend(q, k, v, mask)
+        if q.shape[1] > 1:  # one token alone looks at all of them
             mask = torch.ones(q.shape[1], self.tokens, dtype=torch.bool, device=q.device).tril(before)
-        return super().attend(q, self.keys[:, : self.tokens], self.values[:, : self.tokens], mask)
+        q, k, v = (x.transpose(1, 2) for x in (q, self.keys[:, : self.tokens], self.values[:, : self.tokens]))
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
 
 
 class Decoder(Transformer):
