@@ -38,7 +38,7 @@ from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.faults import TrainingError, signals
 from titan_lite.faults.restart import Restarts
 from titan_lite.faults.skipped_steps import SkippedSteps
-from titan_lite.faults.stopping import Stopping, what_follows
+from titan_lite.faults.stopping import Stopping
 from titan_lite.faults.stragglers import Stragglers
 from titan_lite.faults.watchdog import PATIENCE, Watchdog
 from titan_lite.layout import make_layout
@@ -94,13 +94,13 @@ class Trainer:
 
     def build_mesh(self) -> None:
         """The device, the processes, and how they are arranged."""
-        config, layout = self.config, self.layout
+        config, degrees = self.config, self.layout.degrees
         self.watchdog.enter("start", "init_timeout_seconds")
         self.observe("start", self)
         self.device = init_device(config.debug)
         # A pipeline's sends and receives would wait for each other on a communicator that is made at once.
-        init_process_group(self.device, config.comm.init_timeout_seconds + PATIENCE, connect=layout.degrees["pp"] == 1)
-        self.mesh = build_mesh(layout.degrees, self.device.type)
+        init_process_group(self.device, config.comm.init_timeout_seconds + PATIENCE, connect=degrees["pp"] == 1)
+        self.mesh = build_mesh(degrees, self.device.type)
         self.dp_rank, self.dp_degree = data_rank(self.mesh)
         self.machine = find_machine(config.compile.machine, self.device) if config.compile.enable else None
 
@@ -420,15 +420,8 @@ class Trainer:
             self.loader.load_state_dict(state["loader"])
 
     def describe_stop(self) -> str:
-        saver = self.checkpointer
-        return what_follows(
-            self.step,
-            saves=self.config.checkpoint.enable,
-            newest=saver.newest,
-            tried=saver.tried,
-            saving=saver.saving is not None,
-            unfinished=self.unfinished,
-        )
+        ending = f"exiting (code {signals.STOPPED})" if self.unfinished else "exiting, as the run is done"
+        return f"step {self.step}: {self.checkpointer.before_exit(self.step)}{ending}"
 
     def finish(self, how: str) -> None:
         """how: "done" or "stopped". A summary; after "done" also the loss picture, and how the plan of the run was met."""
@@ -439,11 +432,8 @@ class Trainer:
                 planned = self.plan_vs_actual.close(peak_memory_gib(self.device))
         if self.rank != 0:
             return
-        try:
-            if how == "done":
-                draw_loss(self.dump_folder)
-        except OSError as error:
-            logger.warning(f"no loss curve: {self.dump_folder} cannot be written: {error.strerror}")
+        if how == "done":
+            draw_loss(self.dump_folder)
         ending = end_lines(
             self.dump_folder,
             how,

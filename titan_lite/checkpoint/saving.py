@@ -271,6 +271,14 @@ class Checkpointer:
             if done:
                 self.wait()
 
+    def before_exit(self, step: int) -> str:
+        """The part of a sentence that says what a run does about this step before it exits; empty: nothing is left to do."""
+        if not self.config.enable:
+            return "checkpoint.enable = false, so nothing is saved; "
+        if step == self.newest:
+            return ""
+        return "saving, then " if step != self.tried or self.saving else f"the newest step on disk is {self.newest}; "
+
     def wait(self) -> None:
         """Until no save is in flight; raises as `save` does."""
         if self.saving is not None:

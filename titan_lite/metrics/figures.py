@@ -190,7 +190,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def draw_loss(dump_folder: Path) -> Path:
-    """`metrics.jsonl` -> `loss.png` beside it: training and validation loss over steps."""
+    """`metrics.jsonl` -> `loss.png` beside it: training and validation loss over steps; a warning where it cannot be written."""
     from matplotlib.figure import Figure
 
     entries = read_metrics(dump_folder / "metrics.jsonl")
@@ -205,5 +205,8 @@ def draw_loss(dump_folder: Path) -> Path:
     if axes.lines:
         axes.legend()
     path = dump_folder / "loss.png"
-    figure.savefig(path, dpi=120)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        logger.warning(f"no loss curve: {path} cannot be written: {error.strerror}")
     return path

@@ -612,3 +612,18 @@ def test_ranks_agree_on_what_failed_and_on_what_is_whole(mode, tmp_path):
         assert "(rank 0: 1, rank 1: none)" in elsewhere
     state = json.loads((tmp_path / "checkpoint/step-1/state.json").read_text())
     assert state == {"tensors": ["model", "optimizer"]}
+
+
+@pytest.mark.parametrize(
+    ("newest", "tried", "enable", "words"),
+    [
+        (5, 5, True, "saving, then "),
+        (7, 7, True, ""),
+        (5, 7, True, "the newest step on disk is 5; "),
+        (5, 5, False, "checkpoint.enable = false, so nothing is saved; "),
+    ],
+)
+def test_a_run_that_stops_says_what_becomes_of_its_step(newest, tried, enable, words, tmp_path):
+    checkpointer = checkpoint.Checkpointer(Checkpoint(enable=enable), tmp_path)
+    checkpointer.newest, checkpointer.tried = newest, tried
+    assert checkpointer.before_exit(7) == words
