@@ -24,7 +24,8 @@ from titan_lite.compiler.autotune import Autotuner, check_steps
 from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.stage import CompileError, compile_function
 from titan_lite.config import Config, ConfigError, flatten
-from titan_lite.config.check import check, describe_run, without_effect
+from titan_lite.config.check import check, describe_run
+from titan_lite.config.describe import start_lines
 from titan_lite.config.recipe import save_recipe
 from titan_lite.data.bad_documents import BadDocumentsLog
 from titan_lite.data.loader import Batch, build_loader, document_begins, merge_states
@@ -46,7 +47,7 @@ from titan_lite.logging import events, logger
 from titan_lite.loss import IGNORE_INDEX, build_loss, own_vocabulary
 from titan_lite.lr_scheduler import lr_factor
 from titan_lite.metrics.figures import MetricsWriter, draw_loss, peak_memory_gib
-from titan_lite.metrics.lines import end_lines, show_receipts, start_lines
+from titan_lite.metrics.lines import end_lines, show_receipts
 from titan_lite.metrics.profiling import build_profiler, set_flight_recorder
 from titan_lite.metrics.throughput import Throughput
 from titan_lite.models.llama3 import ModelConfig, Transformer, flops_per_token
@@ -203,7 +204,6 @@ class Trainer:
             layout,
             device=self.device,
             parameters=self.parameters.values(),
-            without_effect=without_effect(config, layout),
             priced=self.machine is not None,
         ):
             logger.info(line)

@@ -17,11 +17,10 @@ from titan_lite.checkpoint.resume import compare, explain, git_revision, positio
 from titan_lite.checkpoint.saving import Checkpointer
 from titan_lite.checkpoint.weights import check_fit, open_weights
 from titan_lite.compiler.stage import check_backend
-from titan_lite.config import KEYS, Config, ConfigError, flatten, without_need
+from titan_lite.config import KEYS, Config, ConfigError, flatten
 from titan_lite.data.dataset import check_data, fingerprint
 from titan_lite.data.prepared import SPLITS, PreparedSource, check_prepared
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from titan_lite.distributed.activation_checkpoint import recomputes
 from titan_lite.layout import Layout, make_layout
 from titan_lite.logging import logger
 
@@ -116,31 +115,6 @@ def check_machine(config: Config) -> None:
         if value and package and not is_installed(package):
             name = key.partition(".")[2]
             raise ConfigError(f"{key} = true: {package} is not installed here; pip install {package}, or {name} = false")
-
-
-def without_effect(config: Config, layout: Layout) -> list[str]:
-    """The keys that a recipe sets and that do nothing in it, each with the reason."""
-    recipe, values = dataclasses.asdict(config), flatten(config)
-    recipe["parallelism"]["microbatches_gathered_once"] = layout.microbatches if layout.gathers_once else 1
-    idle = without_need(recipe)
-    lines = [f"{key} = {values[key]} has no effect: {idle[key][0]}" for key in idle if values[key] != KEYS[key].default]
-    for prefix in () if "parallelism.fsdp_keep_gathered" in idle else config.parallelism.fsdp_keep_gathered:
-        if why := _not_kept(prefix, config, layout):
-            lines.append(f"parallelism.fsdp_keep_gathered: {prefix} has no effect: {why}")
-    return lines
-
-
-def _not_kept(prefix: str, config: Config, layout: Layout) -> str:
-    """Why backward does not find weights that forward was to keep; empty: it does."""
-    name, *inside = prefix.split(".")
-    if name == "tok_embeddings" and not layout.model.tied_embeddings:
-        return "backward of a look-up needs no weight"
-    if name == "layers":
-        mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
-        blocks = [int(inside[0])] if inside else [0, 1]  # where both are recomputed, all are
-        if all(recomputes(block, mode, option) for block in blocks):
-            return f'activation_checkpoint.mode = "{mode}" reads its weights again in backward, and so gathers them again'
-    return ""
 
 
 def check_writable(folder: Path) -> None:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import pytest
 
 from titan_lite.config import ConfigError
-from titan_lite.config.check import check, without_effect
+from titan_lite.config.check import check
+from titan_lite.config.describe import without_effect
 from titan_lite.config.recipe import load_config
 from titan_lite.layout import make_layout
 
