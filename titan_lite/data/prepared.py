@@ -107,8 +107,8 @@ def read_manifest(folder: Path, every_byte: bool = False) -> dict[str, Any]:
     try:
         described = manifest.read_sealed((folder / manifest.NAME).resolve())  # files may be links, as in a cache of the hub
         if described.get("format") != FORMAT:
-            found = described.get("format", "none of prepared data")
-            raise manifest.Damaged(f"{manifest.NAME} is in format {found}, and this version reads format {FORMAT}")
+            found = f"format {described['format']}" if "format" in described else "no format of prepared data"
+            raise manifest.Damaged(f"{manifest.NAME} is in {found}, and this version reads format {FORMAT}")
         for name, expected in described["files"].items():
             if (size := (folder / name).stat().st_size) != expected["size"]:
                 raise manifest.Damaged(f"{name} has {size:,} bytes of {expected['size']:,}")

@@ -297,6 +297,7 @@ def alter(folder, change):
         (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing; prepared anew with"),
         (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json is no manifest"),
         (lambda f: (f / "manifest.json").write_text("[" * 9), "manifest.json is no manifest"),
+        (lambda f: manifest.write(f, step=1, files={}), "manifest.json is in no format of prepared data"),
         (lambda f: (f / "train-00001.tokens").unlink(), "train-00001.tokens: No such file"),
         (lambda f: os.truncate(f / "train-00001.documents", 8), "train-00001.documents has 8 bytes of "),
         (lambda f: alter(f, lambda d: d.update(format=2)), "is in format 2, and this version reads format 1"),
@@ -317,6 +318,13 @@ def test_what_is_not_whole_is_named_before_a_run_starts(folder, tmp_path, damage
         check_prepared(prepared(copy), TOKENIZER.sha256)
     assert str(error.value).startswith(f'data.path = "{copy}"')
     assert words in str(error.value)
+
+
+def test_a_folder_of_links_is_whole(folder, tmp_path):
+    """As in a cache of the hub."""
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    assert read_manifest(tmp_path, every_byte=True) == read_manifest(folder)
 
 
 def test_another_tokenizer_is_an_error(folder):
