@@ -24,7 +24,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from titan_lite.config import KEYS
+from titan_lite.config import DROPPED, KEYS
 from titan_lite.metrics.records import RecordError, RunRecord, as_written, read_run
 
 MOST_ROWS = 4000  # of a run that are drawn; of more, windows of them keep their extremes
@@ -232,7 +232,8 @@ def _recipes(runs: Sequence[RunRecord]) -> str:
     keys = [key for key in keys if any(key in run.recipe for run in given)]
 
     def defaults(key: str) -> Any:
-        return list(value) if isinstance(value := KEYS[key].default if key in KEYS else None, tuple) else value
+        value = KEYS[key].default if key in KEYS else DROPPED.get(key, (None,))[0]
+        return list(value) if isinstance(value, tuple) else value
 
     if len(given) > 1:
         own = [key for key in keys if key != "job.dump_folder" and len({_value(run.recipe.get(key)) for run in given}) > 1]
