@@ -32,7 +32,10 @@ check_recipe() { # PYTHON ARGUMENT...
     PYTHONSAFEPATH=1 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$1" -m titan_lite.recipe "$recipe" "${@:2}" || exit $?
     local argument
     for argument in "${@:2}"; do
-        case $argument in --print-config | --help | -h) exit 0 ;; esac
+        case $argument in
+            --print-config | --help | -h) exit 0 ;;
+            --checkpoint.explain) explain=yes ;;
+        esac
     done
 }
 
@@ -64,7 +67,7 @@ if [[ $nodes != 1 ]]; then
 fi
 
 find_python
-checked=
+checked= explain=
 if "$base" -c 'import tomllib' 2>/dev/null; then # Python 3.10 has no TOML reader before the set-up
     check_recipe "$base" "$@"
     checked=yes
@@ -89,7 +92,7 @@ fi
 export LOG_RANK=${LOG_RANK:-0}
 
 # What a run would load is said by one process, in the place of all.
-if [[ $("$python" -m titan_lite.recipe "$recipe" "$@" --print-config) == *$'\n'"explain = true"* ]]; then
+if [[ -n $explain ]]; then
     export RANK=0 LOCAL_RANK=0 WORLD_SIZE=$((${nodes##*:} * processes))
     exec "$python" -m titan_lite.train "$recipe" "$@"
 fi

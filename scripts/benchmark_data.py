@@ -1,4 +1,4 @@
-"""How fast is the data: tokenizing, and reading what is prepared, beside others that are there. See also benchmark_resume.py.
+"""Speed of the data: tokenizing, and reading prepared data, beside other libraries. See also benchmark_resume.py.
 
     python scripts/benchmark_data.py                        # everything, on the standard library's text; a few minutes
     python scripts/benchmark_data.py tokenize --tokenizer Meta-Llama-3/original/tokenizer.model
@@ -35,9 +35,9 @@ from titan_lite.config import Data
 from titan_lite.data.dataset import StdlibSource
 from titan_lite.data.loader import build_loader
 from titan_lite.data.prepare import prepare
-from titan_lite.data.prepared import FORMAT, manifest_text, read_manifest
+from titan_lite.data.prepared import FORMAT, read_manifest
 from titan_lite.data.tokenizer import TiktokenTokenizer, load_tokenizer
-from titan_lite.manifest import digest
+from titan_lite.manifest import NAME, digest, write_sealed
 
 ROOT = Path(__file__).parents[1]
 Variant = Callable[[], float]  # runs once; tokens a second, or seconds
@@ -142,7 +142,7 @@ def synthetic(folder: Path, tokens: int, mean: int) -> Path:
     data = {"dataset": "local", "validation_fraction": 0.0}
     about = {"format": FORMAT, "tokenizer": "", "vocab_size": 128_256, "dtype": "uint32", "data": data, "documents": ""}
     described = {**about, "shard_tokens": 0, "splits": {"train": shards, "validation": []}, "files": files}
-    (path / "manifest.json").write_text(manifest_text(described))
+    write_sealed(path / NAME, described)
     return path
 
 

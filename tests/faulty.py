@@ -1,88 +1,73 @@
-"""Trains as `python -m titan_lite.train` does, but for one rank with something wrong:
+"""titan_lite.train with one rank to which something happens at a chosen moment.
 
-FAULT="in_layer 1 2 3 60" python tests/faulty.py RECIPE [options]     # the function below, and its numbers: the rank first
+    FAULT='{"rank": 1, "at": "validation", "step": 3, "signal": "SIGTERM"}' python tests/faulty.py RECIPE [options]
+
+The fault is a JSON object:
+
+    rank    to which it happens
+    at      the moment: one that the trainer's observer is told, or "compile", or "layer" with the layer's number in "layer"
+    step    in this step alone, and once; from: in every step from this one on
+    sleep   seconds; or hold: seconds in a library that lets no other Python thread run; or raise: an error's message; or
+            signal: one that the rank sends to itself, or "to" the "launcher" that started it
+    every   true: in every attempt of the launcher, not in the first alone
 """
 
 import ctypes
+import functools
+import json
 import os
+import signal
 import sys
 import time
 
 from titan_lite import train, trainer
 from titan_lite.compiler import stage
 
-
-def at_start(seconds):
-    """Before the process group is made."""
-    init_device = trainer.init_device
-
-    def late(config):
-        time.sleep(seconds)
-        return init_device(config)
-
-    trainer.init_device = late
+FAULT = json.loads(os.environ["FAULT"])
+happened = []  # the steps, in this process
 
 
-def in_compile(seconds):
-    partition = stage.min_cut_rematerialization_partition
-
-    def slow(*args, **kwargs):
-        time.sleep(seconds)
-        return partition(*args, **kwargs)
-
-    stage.min_cut_rematerialization_partition = slow
-
-
-def in_layer(layer, step, seconds):
-    """From that step on, before the layer reads its weights."""
-    before_layer(layer, step, lambda: time.sleep(seconds))
+def happen():
+    print(f"fault: {FAULT}", flush=True)
+    if "sleep" in FAULT:
+        time.sleep(FAULT["sleep"])
+    elif "hold" in FAULT:
+        ctypes.PyDLL(None).usleep(int(FAULT["hold"] * 1e6))
+    elif "raise" in FAULT:
+        raise ValueError(FAULT["raise"])
+    else:
+        os.kill(os.getppid() if FAULT.get("to") == "launcher" else os.getpid(), getattr(signal, FAULT["signal"]))
 
 
-def holding_the_interpreter(step, seconds):
-    """In a library that lets no other Python thread run."""
-    before_layer(0, step, lambda: ctypes.PyDLL(None).usleep(int(seconds * 1e6)))
+def happen_if_due(step):
+    if step >= FAULT["from"] if "from" in FAULT else not happened and FAULT.get("step") in (None, step):
+        happened.append(step)
+        happen()
 
 
-def fail(*arguments):
-    raise ValueError("a fault of this rank alone\nand more lines")
+def observe(moment, trainer):
+    if moment == FAULT["at"]:
+        happen_if_due(getattr(trainer, "step", 0))
+    if moment == "built" and FAULT["at"] == "layer":
+        for model in trainer.stages:
+            if str(FAULT["layer"]) in model.layers:
+                layer = model.layers[str(FAULT["layer"])]
+                layer.register_forward_pre_hook(lambda *inputs: happen_if_due(trainer.step))
 
 
-def raising(step):
-    before_layer(0, step, fail)
+def before(function):
+    @functools.wraps(function)
+    def changed(*arguments, **options):
+        happen()
+        return function(*arguments, **options)
 
-
-def raising_at_start():
-    """When the model gets its memory."""
-    trainer.materialize = fail
-
-
-def in_data(step, seconds):
-    next_batch = trainer.Trainer.next_batch
-
-    def slow(self):
-        if self.step >= step:
-            time.sleep(seconds)
-        return next_batch(self)
-
-    trainer.Trainer.next_batch = slow
-
-
-def before_layer(layer, step, function):
-    def loop(self):
-        def hook(module, inputs):
-            if self.step >= step:
-                function()
-
-        for model in self.stages:
-            if str(int(layer)) in model.layers:
-                model.layers[str(int(layer))].register_forward_pre_hook(hook)
-        return run(self)
-
-    run, trainer.Trainer.loop = trainer.Trainer.loop, loop
+    return changed
 
 
 if __name__ == "__main__":
-    name, rank, *numbers = os.environ["FAULT"].split()
-    if os.environ["RANK"] == rank:
-        globals()[name](*map(float, numbers))
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if os.environ["RANK"] == str(FAULT["rank"]) and (first or FAULT.get("every")):
+        trainer.Trainer = functools.partial(trainer.Trainer, observe=observe)
+        if FAULT["at"] == "compile":  # in the middle of which nobody looks on
+            stage.min_cut_rematerialization_partition = before(stage.min_cut_rematerialization_partition)
     sys.exit(train.main(sys.argv[1:]))

@@ -2,91 +2,116 @@
 
     results = run_ranks(2, worker, argument)       # worker(argument) in two processes; results[rank]
 
-The function lives in a test module (it is pickled by name). One thread a rank; a world is made once in a process.
+A rank is a new process, and so is every world: a process that has been in one keeps caches of its meshes. It is forked from a
+server that lives as long as the tests do and has imported torch and the package, five seconds of work that no rank repeats.
+The function lives in a test module (it is pickled by name). One thread a rank.
 """
 
 import datetime
-import io
+import functools
+import multiprocessing
 import os
 import socket
 import sys
+import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 TIMEOUT = 240  # seconds; a hang is a failure
+# Not what starts threads when it is imported (pyarrow): a fork has the locks of a library's threads, and not the threads.
+PRELOADED = ["torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.profiler"]
+PRELOADED += ["titan_lite.train", "titan_lite.trainer", "titan_lite.verify", "matplotlib.pyplot", "pytest", "ranks"]
 
 
 def run_ranks(world_size: int, function: Callable, *args: Any, init: bool = True) -> list[Any]:
-    """What function(*args) returned on each rank. Fails the test with the tracebacks of the ranks that failed.
+    """Return what function(*args) returned on each rank. Fails the test with the traceback of the rank that failed.
 
-    init: whether the process group is up when function is called, or that is left to it.
+    init: have the process group up when function is called; else function, such as a Trainer, makes it.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        processes = start_ranks(world_size, _rank_main, Path(folder), function, args, init)
+        codes = end_ranks(processes, TIMEOUT)
+        if any(codes):
+            told = [file.read_text() for file in sorted(Path(folder).glob("*.txt"))]
+            pytest.fail("\n".join([*told, f"exit codes of the ranks, None where one was ended: {codes}"]), pytrace=False)
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def start_ranks(world_size: int, function: Callable, *args: Any, **environment: str) -> list[BaseProcess]:
+    """function(*args) in new processes, which have the environment of a launcher's."""
+    _start_server()
+    context = multiprocessing.get_context("forkserver")
+    world = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    processes: list[BaseProcess] = []
+    for rank in range(world_size):
+        own = {key: str(value) for key, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        processes.append(context.Process(target=_enter, args=({**os.environ, **own, **environment}, function, args)))
+        processes[-1].start()
+    return processes
+
+
+def end_ranks(processes: Sequence[BaseProcess], seconds: float, patience: float = 0) -> list[int | None]:
+    """Wait for all ranks; return their exit codes. Where one fails, the others have `patience` seconds, then they are killed.
+
+    None: a rank that was killed, since another failed or the time was over.
+    """
+    until, failed = time.monotonic() + seconds, False
+    while running := [process for process in processes if process.exitcode is None]:
+        wait([process.sentinel for process in running], max(0, until - time.monotonic()))
+        if not failed and any(process.exitcode for process in processes):
+            failed, until = True, time.monotonic() + patience
+        if time.monotonic() >= until:
+            break
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    return codes
+
+
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = mp.get_context("spawn")
-    queue = context.SimpleQueue()
-    processes = [
-        context.Process(target=_rank_main, args=(rank, world_size, port, queue, function, args, init))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    results: dict[int, Any] = {}
-    failures = []
-    while len(results) + len(failures) < world_size:
-        _wait_for_answer(queue, processes)
-        rank, failure, result = queue.get()
-        if failure:
-            failures.append(f"rank {rank}: {failure}")
-            break  # the others wait for it
-        results[rank] = torch.load(io.BytesIO(result), weights_only=False)
-    for process in processes:
-        process.join(30 if not failures else 0.1)
-        process.kill()
-    if failures:
-        pytest.fail("\n".join(failures), pytrace=False)
-    return [results[rank] for rank in range(world_size)]
+        return free.getsockname()[1]
 
 
-def _wait_for_answer(queue: Any, processes: list[Any]) -> None:
-    waited = 0.0
-    while queue.empty():
-        dead = [(rank, p.exitcode) for rank, p in enumerate(processes) if p.exitcode not in (None, 0)]
-        processes[0].join(0.1)
-        waited += 0.1
-        if (dead and queue.empty()) or waited > TIMEOUT:
-            for process in processes:
-                process.kill()
-            pytest.fail(f"ranks that died (rank, exit code): {dead}; waited {waited:.0f} s", pytrace=False)
+@functools.cache
+def _start_server() -> None:
+    """With one thread a library, which each reads from the environment when it is imported."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # where it finds the package and this module
+        forkserver.ensure_running()
 
 
-def _rank_main(rank: int, world_size: int, port: int, queue: Any, function: Callable, args: tuple, init: bool) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+def _enter(environment: Mapping[str, str], function: Callable, args: tuple) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
+    function(*args)
+
+
+def _rank_main(folder: Path, function: Callable, args: tuple, init: bool) -> None:
+    rank = os.environ["RANK"]
     try:
         if init:
             dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
         result = function(*args)
         dist.barrier()
         dist.destroy_process_group()
-        buffer = io.BytesIO()  # and not tensors, which the queue would share with a process that ends
-        torch.save(result, buffer)
-        queue.put((rank, None, buffer.getvalue()))
+        torch.save(result, folder / f"{rank}.pt")
     except BaseException:
-        queue.put((rank, traceback.format_exc(), None))
-        sys.stdout.flush()
-        os._exit(1)
+        (folder / f"{rank}.txt").write_text(f"rank {rank}: {traceback.format_exc()}")
+        os._exit(1)  # without waiting for threads that wait for other ranks

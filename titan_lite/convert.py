@@ -18,7 +18,6 @@ import json
 import secrets
 import shutil
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,11 +28,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
 
 from titan_lite import manifest
 from titan_lite.checkpoint import tensor_files
-from titan_lite.checkpoint.weights import TOKENIZER_FILES, Step, Weights, check_tokenizer, open_weights, tokenizer_files
+from titan_lite.checkpoint.weights import TOKENIZER_FILES, StepFolder, Weights, check_tokenizer, open_weights, tokenizer_files
 from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import TiktokenTokenizer, Tokenizer, load_tokenizer
 from titan_lite.data.tokenizer_json import to_json, tokenizer_config
@@ -52,39 +50,23 @@ def write_step(folder: Path, weights: Weights, dtype: torch.dtype | None = None)
         "run": {"model": dataclasses.asdict(weights.config)},
         "special_tokens": weights.special_tokens,
     }
-    with _whole(folder, sum(tensor.nbytes for tensor in planned.values())) as unfinished:
-        with warnings.catch_warnings():  # that it is for one process
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            writer = tensor_files.Writer(unfinished)
-            writer.per_thread_copy_ahead = 0  # beside a GPU, too, a tensor is asked for when the one before is written
-            dcp.save(
-                planned,
-                storage_writer=writer,
-                planner=tensor_files.FromHost(_AsRead(weights, dtypes)),
-                no_dist=True,
-            )
-        manifest.write_text(unfinished / "state.json", json.dumps(state, indent=1) + "\n")
-        manifest.write(unfinished, 0, {path.name: manifest.digest(path) for path in sorted(unfinished.iterdir())})
+    last = torch.empty(0)
 
-
-class _AsRead(Mapping[str, Tensor]):
-    """{"model.FQN": tensor}, each read when it is asked for, and emptied when the next is, as torch keeps what it has written."""
-
-    def __init__(self, weights: Weights, dtypes: Mapping[str, torch.dtype]):
-        self.weights, self.dtypes = weights, dtypes
-        self.last = torch.empty(0)
-
-    def __getitem__(self, name: str) -> Tensor:
+    def read(name: str) -> Tensor:
+        """The tensor is emptied when the next one is asked for, as torch keeps what it has written."""
+        nonlocal last
         fqn = name.removeprefix("model.")
-        self.last.untyped_storage().resize_(0)
-        self.last = self.weights.read(fqn).to(self.dtypes[fqn], copy=True)  # what is mapped from a file cannot be emptied
-        return self.last
+        last.untyped_storage().resize_(0)
+        last = weights.read(fqn).to(dtypes[fqn], copy=True)  # what is mapped from a file cannot be emptied
+        return last
 
-    def __iter__(self) -> Iterator[str]:
-        return (f"model.{fqn}" for fqn in self.dtypes)
-
-    def __len__(self) -> int:
-        return len(self.dtypes)
+    with _whole(folder, sum(tensor.nbytes for tensor in planned.values())) as unfinished:
+        writer = tensor_files.Writer(unfinished)
+        writer.per_thread_copy_ahead = 0  # beside a GPU, too, a tensor is asked for when the one before is written
+        with tensor_files.alone(f"{folder} cannot be written"):
+            dcp.save(planned, storage_writer=writer, planner=tensor_files.FromHost(read), no_dist=True)
+        manifest.write_text(unfinished / "state.json", json.dumps(state, indent=1) + "\n")
+        manifest.write(unfinished, 0, {path.name: manifest.digest(path) for path in unfinished.iterdir()})
 
 
 def write_hf(
@@ -131,10 +113,10 @@ def write_hf(
 def _understand(weights: Weights, path: Path, asked_for: bool) -> Tokenizer | None:
     """None: it is told that it is not understood. Raises ConfigError where it is not the model's."""
     try:
-        tokenizer = load_tokenizer(path)
+        tokenizer = load_tokenizer(path, "--tokenizer" if asked_for else "tokenizer")
     except ConfigError as error:
         if asked_for:
-            raise ConfigError(str(error).replace("model.tokenizer_path =", "--tokenizer")) from None
+            raise
         logger.warning(f"the tokenizer is copied as it is, and not understood: {error}")  # such as SentencePiece's
         return None
     check_tokenizer(weights, path, tokenizer.vocab_size, tokenizer.sha256)
@@ -164,26 +146,21 @@ def _whole(folder: Path, needed: int) -> Iterator[Path]:
     """
     if folder.exists():
         raise ConfigError(f"{folder} is there, and nothing is overwritten; name a folder that is not there yet")
-    unfinished, made = folder.with_name(f"unfinished-{folder.name}-{secrets.token_hex(4)}"), False
+    unfinished = folder.with_name(f"unfinished-{folder.name}-{secrets.token_hex(8)}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder.parent).free
         if free < needed:
             raise ConfigError(f"{folder} needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
         unfinished.mkdir()
-        made = True
         yield unfinished
         for path in unfinished.iterdir():
             manifest.sync(path)
         manifest.publish(unfinished, folder)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{folder} cannot be written: {error}") from None
-    except CheckpointException as failed:
-        reasons = "; ".join(str(cause) for cause, _ in failed.failures.values())
-        raise ConfigError(f"{folder} cannot be written: {reasons}") from None
     finally:
-        if made:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -205,7 +182,7 @@ def main(arguments: Sequence[str]) -> int:
         weights = open_weights(options.source, every_byte=True)
         dtype = getattr(torch, options.dtype) if options.dtype else None
         logger.info(f"{weights.folder}: {weights.kind}, {sum(s.numel() for s in weights.shapes.values()):,} parameters")
-        if (options.to or ("hf" if isinstance(weights, Step) else "step")) == "step":
+        if (options.to or ("hf" if isinstance(weights, StepFolder) else "step")) == "step":
             if options.tokenizer:
                 raise ConfigError("--tokenizer: a step holds none, the recipe names it (model.tokenizer_path); leave it out")
             if options.max_shard_size is not None:

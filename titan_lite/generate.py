@@ -23,72 +23,76 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_lite.checkpoint.weights import TOKENIZER_FILES, Weights, check_tokenizer, load, open_weights
 from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from titan_lite.distributed.context_parallel import attend_to_the_past
 from titan_lite.logging import Parser, init_logging, show
-from titan_lite.models.llama3 import Attention, Transformer, rope_tables
+from titan_lite.models.llama3 import Attention, ModelConfig, Transformer, rope_tables
 
 
-class Cache:
-    """Keys and values of the tokens so far, in place of `Attention.attend`."""
+class CachedAttention(Attention):
+    """Keeps keys and values of the tokens so far, at most config.max_seq_len."""
 
-    def __init__(self, attention: Attention, max_tokens: int):
-        self.max_tokens, self.tokens = max_tokens, 0
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.max_tokens, self.tokens = config.max_seq_len, 0
         self.keys = self.values = torch.empty(0)
-        attention.attend = self.attend  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, cos[self.tokens :], sin[self.tokens :], mask)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """q (B, t, H, D), k and v (B, t, K, D) of the tokens that follow -> (B, t, H, D)."""
         if not self.tokens:
             self.keys, self.values = (x.new_empty(x.shape[0], self.max_tokens, *x.shape[2:]) for x in (k, v))
-        past = slice(0, self.tokens + k.shape[1])
-        self.keys[:, self.tokens : past.stop], self.values[:, self.tokens : past.stop] = k, v
-        self.tokens = past.stop
-        return attend_to_the_past(q, self.keys[:, past], self.values[:, past])
+        before, self.tokens = self.tokens, self.tokens + k.shape[1]
+        self.keys[:, before : self.tokens], self.values[:, before : self.tokens] = k, v
+        if not before:
+            return super().attend(q, k, v, mask)
+        if q.shape[1] > 1:  # one token alone looks at all of them
+            mask = torch.ones(q.shape[1], self.tokens, dtype=torch.bool, device=q.device).tril(before)
+        q, k, v = (x.transpose(1, 2) for x in (q, self.keys[:, : self.tokens], self.values[:, : self.tokens]))
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
 
 
-class Decoder:
-    """The model with a memory: told the tokens that follow, it computes these alone. At most config.max_seq_len in all."""
+class Decoder(Transformer):
+    """The model with a memory: given the tokens that follow, it computes these alone. At most config.max_seq_len in all."""
 
-    def __init__(self, model: Transformer):
-        self.model, self.tokens = model, 0
-        for layer in model.layers.values():
-            Cache(layer.attention, model.config.max_seq_len)  # type: ignore[arg-type]
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        for layer in self.layers.values():
+            layer.attention = CachedAttention(config)
 
     @torch.inference_mode()
-    def __call__(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, begins: Tensor | None = None) -> Tensor:
         """tokens (B, t) -> logits (B, V) of the one after them."""
-        model = self.model
-        assert model.tok_embeddings is not None
-        assert model.norm is not None
-        assert model.output is not None
-        here = slice(self.tokens, self.tokens + tokens.shape[1])
-        self.tokens = here.stop
-        x = model.tok_embeddings(tokens)
-        for layer in model.layers.values():
-            x = layer(x, model.rope_cos[here], model.rope_sin[here])
-        return model.output(model.norm(x[:, -1]))
+        assert self.tok_embeddings is not None
+        assert self.norm is not None
+        assert self.output is not None
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            x = layer(x, self.rope_cos, self.rope_sin)
+        return self.output(self.norm(x[:, -1]))
 
 
-def build_model(weights: Weights, max_tokens: int, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """A whole model on one device, with room for so many tokens. Raises ConfigError."""
+def build_decoder(weights: Weights, max_tokens: int, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """A whole model on one device that remembers up to `max_tokens` tokens. Raises ConfigError."""
     if max_tokens > weights.config.max_seq_len:
         raise ConfigError(
             f"prompt and --max-new-tokens are {max_tokens} tokens together; the {weights.config.max_seq_len} that this model was "
             "made for would work"
         )
     with torch.device("meta"):
-        model = Transformer(dataclasses.replace(weights.config, max_seq_len=max_tokens)).to(dtype)
-    model.to_empty(device=device)
+        decoder = Decoder(dataclasses.replace(weights.config, max_seq_len=max_tokens)).to(dtype)
+    decoder.to_empty(device=device)
     if weights.config.tied_embeddings:
-        model.output.weight = model.tok_embeddings.weight  # type: ignore[union-attr]
-    load(weights, dict(model.named_parameters()))
-    model.rope_cos, model.rope_sin = rope_tables(weights.config, range(max_tokens), device)
-    return model
+        decoder.output.weight = decoder.tok_embeddings.weight  # type: ignore[union-attr]
+    load(weights, dict(decoder.named_parameters()))
+    decoder.rope_cos, decoder.rope_sin = rope_tables(weights.config, range(max_tokens), device)
+    return decoder
 
 
 def sample(logits: Tensor, generator: torch.Generator, *, temperature: float, top_k: int, top_p: float) -> int:
@@ -121,7 +125,7 @@ def generate(
     Drawn on the CPU in float32, so that a seed means the same on every device.
     """
     generator = torch.Generator().manual_seed(seed)
-    device, tokens = decoder.model.rope_cos.device, list(prompt)
+    device, tokens = decoder.rope_cos.device, list(prompt)
     for _ in range(max_new_tokens):
         logits = decoder(torch.tensor([tokens], device=device))[0, :vocab_size].float().cpu()
         tokens = [sample(logits, generator, temperature=temperature, top_k=top_k, top_p=top_p)]
@@ -153,16 +157,13 @@ def find_tokenizer(weights: Weights, path: str) -> Tokenizer:
     path = path or next(iter(found), "")
     if not path:
         raise ConfigError(f"{weights.folder} has no tokenizer that can be read; --tokenizer FILE would work")
-    try:
-        tokenizer = load_tokenizer(path)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("model.tokenizer_path =", "--tokenizer")) from None
+    tokenizer = load_tokenizer(path, "--tokenizer")
     check_tokenizer(weights, path, tokenizer.vocab_size, tokenizer.sha256)
     return tokenizer
 
 
 def stop_tokens(weights: Weights, tokenizer: Tokenizer) -> set[int]:
-    """Those that end a text: our tokenizer's, and what the folder says."""
+    """Tokens that end a text: the tokenizer's, and what the folder says."""
     ends = weights.special_tokens["eos_token_id"]
     return {tokenizer.eos_id} | set(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
@@ -222,19 +223,10 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = find_tokenizer(weights, options.tokenizer)
     prompt = tokenizer.encode(options.prompt, bos=True)
     dtype = getattr(torch, options.dtype) if options.dtype else weights.dtypes["tok_embeddings.weight"]
-    model = build_model(weights, len(prompt) + options.max_new_tokens, device, dtype)
+    decoder = build_decoder(weights, len(prompt) + options.max_new_tokens, device, dtype)
     stop = stop_tokens(weights, tokenizer)
-    tokens = generate(
-        Decoder(model),
-        prompt,
-        max_new_tokens=options.max_new_tokens,
-        stop=stop,
-        vocab_size=tokenizer.vocab_size,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-    )
+    asked = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")}
+    tokens = generate(decoder, prompt, stop=stop, vocab_size=tokenizer.vocab_size, **asked)
     print(f"{weights.folder}, {weights.kind}; {device}, {str(dtype).removeprefix('torch.')}", file=sys.stderr)
     print(options.prompt, end="", flush=True)
     started, drawn = time.perf_counter(), list[int]()

@@ -4,8 +4,8 @@
 
 torchrun itself dies of SIGUSR1 and leaves its processes behind, kills a run that needs more than 30 s to save after SIGTERM,
 exits with 1 whatever happened, and starts again what has stopped on purpose. Here SIGTERM, SIGUSR1 and SIGINT go to the
-processes of this node, and nothing has a limit: who sent the signal has one. A second SIGINT kills them. Exit codes are those
-of `faults/signals.py`, and 130 after a second SIGINT; only a run that failed with 1, or was killed, is restarted.
+processes of this node, and there is no time limit, since the sender of the signal has one. A second SIGINT kills them. Exit codes
+are those of `faults/signals.py`, and 130 after a second SIGINT; only a run that failed with 1, or was killed, is restarted.
 """
 
 import logging
@@ -26,7 +26,7 @@ MENDED = 600  # where they can be started again when the network is back, as lon
 
 
 def exit_code(codes: Iterable[int], asked: bool) -> int:
-    """Of processes that ended with these codes, negative where a signal killed them. asked: whether they were told to stop."""
+    """The launcher's, where processes ended with these, negative where a signal killed them. asked: they were told to stop."""
     ended = set(codes)
     for code in (WRONG_INPUT, REPEATED):  # told by one rank perhaps; the others lost their connection to it
         if code in ended:

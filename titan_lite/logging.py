@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 logger = logging.getLogger("titan_lite")
 
@@ -35,6 +35,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line, without the usage."""
         self.exit(2, f"error: {message}\n")
+
+
+def at_least_one(text: str) -> int:
+    """An option's value, for argparse."""
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text}: expected an integer at least 1, such as 5")
+    return int(text)
 
 
 def log_ranks(world_size: int) -> set[int]:
@@ -65,7 +72,7 @@ def init_logging(rank: int, world_size: int, stream: TextIO | None = None, *, al
 
 
 class Console(logging.StreamHandler):
-    """to: None is standard output; around: a context for each line, for who draws on the terminal as well."""
+    """to: None is standard output; around: makes a context for each line, where something else is drawn on the terminal too."""
 
     to: TextIO | None = None
     around: Callable[[], AbstractContextManager] = staticmethod(nullcontext)
@@ -77,26 +84,22 @@ class Console(logging.StreamHandler):
 
 
 class Events(logging.Handler):
-    """Writes nothing before `keep`. step: of the loop, for events that do not say theirs."""
+    """Writes events.jsonl once `keep` was called. step: the loop's, for events that do not say theirs."""
 
     path: Path | None = None
     step = 0
 
     def keep(self, folder: Path, rank: int) -> None:
-        """One rank keeps everything; the others errors alone, such as a verdict, which one of them has for all."""
+        """The first rank writes every event; the others write errors alone, such as a verdict, which one of them has for all."""
         self.path = folder / "events.jsonl"
         self.setLevel(logging.INFO if rank == 0 else logging.ERROR)
 
     def emit(self, record: logging.LogRecord) -> None:
         event = getattr(record, "event", None if record.levelno < logging.WARNING else record.levelname.lower())
-        if event:
-            self.write(event, record.getMessage(), getattr(record, "step", self.step))
-
-    def write(self, event: str, text: str, step: int | None = None) -> None:
-        if self.path is None:
+        if not event or self.path is None:
             return
         time = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        entry = {"time": time, "event": event, "step": self.step if step is None else step, "text": text}
+        entry = {"time": time, "event": event, "step": getattr(record, "step", self.step), "text": record.getMessage()}
         with suppress(OSError), self.path.open("ab", buffering=0) as file:  # with no folder, or a full disk, the run can go on
             file.write(json.dumps(entry).encode() + b"\n")  # at once, since ranks share the file
 
@@ -107,43 +110,33 @@ class Events(logging.Handler):
             yield
         except Exception as error:
             if self.level == logging.INFO:
-                self.write("failed", f"{type(error).__name__}: {error}")
+                text = f"{type(error).__name__}: {error}"
+                self.emit(logging.makeLogRecord({"msg": text, "event": "failed", "levelno": logging.ERROR}))
             raise
 
 
 console, events = Console(sys.stdout), Events()
 
-HARMLESS = (  # what libraries warn of, category and message word for word, and a run need not care about
-    (  # each trace has a file of its own
-        "UserWarning",
-        "Warning: Profiler clears events at the end of each cycle. Only events from the current cycle will be reported. To keep "
-        "events across cycles, set acc_events=True.",
-    ),
-    (  # which is this rank's own, as the trainer sets it
-        "UserWarning",
-        "barrier(): using the device under current context. You can specify `device_id` in `init_process_group` to mute this "
-        "warning.",
-    ),
+HARMLESS = (  # warnings of libraries that a run need not care about, word for word
+    # each trace has a file of its own
+    "UserWarning: Warning: Profiler clears events at the end of each cycle. Only events from the current cycle will be reported. "
+    "To keep events across cycles, set acc_events=True.",
+    # which is this rank's own, as the trainer sets it
+    "UserWarning: barrier(): using the device under current context. You can specify `device_id` in `init_process_group` to mute "
+    "this warning.",
 )
 
 
 def hush(shown: bool) -> None:
     """Python's warnings become lines of the log, each once, where shown; elsewhere torch's loggers have errors alone."""
-    told: set[str] = set()
+    told = set(HARMLESS)
     if not shown:
         os.environ.setdefault("TORCH_LOGS", "-all")  # read when torch is imported
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def show_once(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any) -> None:
         text = f"{category.__name__}: {message}"
-        if shown and text not in told and (category.__name__, str(message)) not in HARMLESS:
+        if shown and text not in told:
             logger.warning(f"{text} ({filename}:{lineno})", extra={"event": ""})  # of a library, and not of the run
         told.add(text)
 
-    warnings.showwarning = show
+    warnings.showwarning = show_once

@@ -1,15 +1,13 @@
-"""Files that are whole or absent, and a list of a folder's files, with size and SHA-256 of each, that says so.
+"""Files that are whole or absent, and manifests: JSON with a SHA-256 of its own that lists size and SHA-256 of a folder's files.
 
-    write_whole(folder / "progress.json", text)                     # one file
-    publish(unfinished, folder)                                     # a folder that was filled under another name
-    write_sealed(folder / NAME, {"files": {...}, ...})              # JSON with a SHA-256 of its own
-    described = read_sealed(folder / NAME)                          # raises Damaged: a bit of it is another
+write_whole(folder / "progress.json", text)                 # one file
+publish(unfinished, folder)                                 # a folder that was filled under another name
+write_sealed(folder / NAME, {"files": {...}, ...})
+content = read_sealed(folder / NAME)                        # raises Damaged: a bit of it is another
 
-The manifest of a step, which is written last:
-
-    write(folder, step=50, files={"__0_0.distcp": digest(folder / "__0_0.distcp"), ...})     # manifest.json
-    files = check_step(folder, step=50)         # raises Damaged: a file is missing, cut short or foreign; reads no data
-    check_bytes(folder, files)                  # raises Damaged: a file was altered; reads all
+write(folder, step=50, files={"__0_0.distcp": digest(folder / "__0_0.distcp"), ...})     # of a step, written last
+files = check_step(folder, step=50)         # raises Damaged: a file is missing, cut short or foreign; reads no data
+check_bytes(folder, files)                  # raises Damaged: a file was altered; reads all
 """
 
 import hashlib
@@ -25,9 +23,6 @@ NAME = "manifest.json"
 
 class Damaged(ValueError):
     """A file or step that is not what was saved; the message begins with the file's name."""
-
-
-# Writing
 
 
 def sync(path: Path) -> None:
@@ -82,11 +77,8 @@ def write(folder: Path, step: int, files: Mapping[str, Mapping[str, Any]]) -> No
     write_sealed(folder / NAME, {"files": dict(sorted(files.items())), "step": step})
 
 
-# Reading
-
-
 def _size(path: Path) -> int:
-    """Bytes of a file that is none by another's name. Raises Damaged."""
+    """Bytes of a file, which a link is not. Raises Damaged."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -98,20 +90,24 @@ def _size(path: Path) -> int:
     return found.st_size
 
 
-def read_sealed(path: Path) -> dict[str, Any]:
-    """The object that was given to `write_sealed`. Raises Damaged."""
-    _size(path)
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises Damaged."""
     try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text)
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise Damaged(f"{path.name}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path.name} is no manifest: {error}") from None
-    if not isinstance(content, dict) or "sha256" not in content:
-        raise Damaged(f"{path.name} is no manifest: it has no SHA-256 of its own")
-    del content["sha256"]
-    if text != sealed(content):
+        raise Damaged(f"{path.name} is no JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise Damaged(f"{path.name} is no JSON object")
+    return content
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """The object that was given to `write_sealed`. Raises Damaged."""
+    _size(path)
+    content = read_json(path)
+    if content.pop("sha256", None) is None or path.read_text(encoding="utf-8") != sealed(content):
         raise Damaged(f"{path.name} was altered: its SHA-256 is not the one in it")
     return content
 

@@ -22,12 +22,12 @@ def build_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW, fused: one kernel for all parameters; with `compile`, an update that this has compiled, of the same state.
 
-    Norm weights decay only with config.decay_norms.
+    Norm weights do not decay.
     """
     decaying: list[nn.Parameter] = []
     steady: list[nn.Parameter] = []
     for parameter in parameters:
-        (decaying if parameter.dim() > 1 or config.decay_norms else steady).append(parameter)
+        (decaying if parameter.dim() > 1 else steady).append(parameter)
     groups: list[dict] = [{"params": decaying, "weight_decay": config.weight_decay}, {"params": steady, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     settings: dict[str, Any] = dict(lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)

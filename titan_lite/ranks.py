@@ -22,7 +22,7 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def is_communication(error: BaseException | None) -> bool:
-    """Whether it, or what it came from, is about another rank rather than this one. gloo's are plain RuntimeErrors."""
+    """True where the error, or its cause, is about another rank rather than this one. gloo's are plain RuntimeErrors."""
     if error is None:
         return False
     gloo = type(error) is RuntimeError and "gloo" in str(error)

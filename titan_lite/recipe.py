@@ -26,6 +26,7 @@ RECIPE is a TOML file, such as train_configs/debug_model.toml. A key of it, in [
   --section.key value, --section.key=value     lists with commas: --parallelism.fsdp_keep_gathered norm,output
   --section.key, --no-section.key              true and false
   --print-config                               print the resolved recipe, and where each value is from
+  --checkpoint.explain                         only say which step a run would load, and what has changed since
   --help [SECTION]                             print this, or one section of it
 
 The command line counts more than the recipe, that more than the one it extends, and that more than the defaults.
@@ -45,6 +46,14 @@ by a signal and saved.
 """
 
 
+FLAGS = ("--print-config", "--checkpoint.explain")  # options that are no key
+
+
+def without_flags(arguments: Sequence[str]) -> list[str]:
+    """The options that are keys of the recipe."""
+    return [argument for argument in arguments if argument not in FLAGS]
+
+
 def help_text(arguments: Sequence[str] = ()) -> str:
     """How a run is started, and every key with its default, admitted values, unit and purpose; or the section that follows --help
     in the arguments. Raises ConfigError where there is no such section."""
@@ -57,7 +66,8 @@ def help_text(arguments: Sequence[str] = ()) -> str:
         lines += [f"[{name}]  {SECTIONS[name].__doc__}", ""]
         for field in dataclasses.fields(SECTIONS[name]):
             lines.append(f"  {_help_line(f'{name}.{field.name}')}")
-            lines += textwrap.wrap(field.metadata["doc"], 114, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            package = field.metadata["package"] and f" (pip install {field.metadata['package']})"
+            lines += textwrap.wrap(field.metadata["doc"] + package, 114, initial_indent=" " * 6, subsequent_indent=" " * 6)
         lines.append("")
     return "\n".join(lines).rstrip()
 
@@ -73,22 +83,13 @@ def _help_line(key: str) -> str:
     return f"--{key} ({'; '.join(words)})"
 
 
-def print_help(arguments: Sequence[str]) -> int:
-    """Exit code 2 where it was not asked for, or of a section that there is not."""
-    try:
-        show(help_text(arguments))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0 if arguments else 2
-
-
 def main(arguments: Sequence[str]) -> int:
-    """Check a recipe, or print it resolved; exit code 2 and one line on stderr where it is wrong."""
-    if not arguments or "--help" in arguments or "-h" in arguments:
-        return print_help(arguments)
+    """Check a recipe, print it resolved, or print the help; exit code 2 and one line on stderr where something is wrong."""
     try:
-        config, origins = load_config(arguments[0], [a for a in arguments[1:] if a != "--print-config"])
+        if not arguments or "--help" in arguments or "-h" in arguments:
+            show(help_text(arguments))
+            return 0 if arguments else 2
+        config, origins = load_config(arguments[0], without_flags(arguments[1:]))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

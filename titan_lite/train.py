@@ -13,27 +13,25 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
+from titan_lite import recipe
 from titan_lite.config import Config, ConfigError
-from titan_lite.config.recipe import load_config, to_toml
+from titan_lite.config.recipe import load_config
 from titan_lite.faults import TrainingError, signals
 from titan_lite.faults.restart import RepeatedFault, Restarts
-from titan_lite.logging import events, init_logging, show
-from titan_lite.recipe import print_help
+from titan_lite.logging import events, init_logging
 
 
-def main(arguments: list[str]) -> int:
-    if not arguments or "--help" in arguments or "-h" in arguments:
-        return print_help(arguments)
+def main(arguments: list[str], observe: Any = None) -> int:
+    """observe: as in Trainer."""
+    if not arguments or {"--help", "-h", "--print-config"} & set(arguments):
+        return recipe.main(arguments) if os.environ.get("RANK", "0") == "0" else 0
     try:
-        config, origins = load_config(arguments[0], [argument for argument in arguments[1:] if argument != "--print-config"])
-        if "--print-config" in arguments:
-            if os.environ.get("RANK", "0") == "0":
-                show(to_toml(config, origins))
-            return 0
-        if config.checkpoint.explain:
+        config, _ = load_config(arguments[0], recipe.without_flags(arguments[1:]))
+        if "--checkpoint.explain" in arguments:
             return explain(config)
-        return train(config)
+        return train(config, observe)
     except ConfigError as error:
         return report(error, signals.WRONG_INPUT)
 
@@ -48,7 +46,7 @@ def explain(config: Config) -> int:
     return 0
 
 
-def train(config: Config) -> int:
+def train(config: Config, observe: Any = None) -> int:
     signals.listen()
     set_single_process_environment()
     try:
@@ -65,7 +63,7 @@ def train(config: Config) -> int:
 
     try:
         with events.failures():
-            trained = Trainer(config).train()
+            trained = Trainer(config, observe=observe).train()
     except TrainingError as error:
         return report(error, signals.FAILED)
     # Only now: after a failure the other ranks are in the middle of something, and would be waited for.

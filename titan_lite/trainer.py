@@ -24,9 +24,10 @@ from titan_lite.compiler.autotune import Autotuner, check_steps
 from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.stage import CompileError, compile_function
 from titan_lite.config import Config, ConfigError, flatten
-from titan_lite.config.check import check, describe_run, without_effect
+from titan_lite.config.check import check, describe_run
+from titan_lite.config.describe import start_lines
 from titan_lite.config.recipe import save_recipe
-from titan_lite.data.bad_documents import LeftOutDocuments
+from titan_lite.data.bad_documents import BadDocumentsLog
 from titan_lite.data.loader import Batch, build_loader, document_begins, merge_states
 from titan_lite.data.preflight import preflight
 from titan_lite.distributed.accumulation import gathered_for_step
@@ -38,15 +39,15 @@ from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.faults import TrainingError, signals
 from titan_lite.faults.restart import Restarts
 from titan_lite.faults.skipped_steps import SkippedSteps
-from titan_lite.faults.stopping import Stopping, what_follows
+from titan_lite.faults.stopping import Stopping
 from titan_lite.faults.stragglers import Stragglers
 from titan_lite.faults.watchdog import PATIENCE, Watchdog
 from titan_lite.layout import make_layout
 from titan_lite.logging import events, logger
 from titan_lite.loss import IGNORE_INDEX, build_loss, own_vocabulary
 from titan_lite.lr_scheduler import lr_factor
-from titan_lite.metrics.figures import Metrics, draw_loss, peak_memory_gib
-from titan_lite.metrics.lines import end_lines, show_receipts, start_lines
+from titan_lite.metrics.figures import MetricsWriter, draw_loss, peak_memory_gib
+from titan_lite.metrics.lines import end_lines, show_receipts
 from titan_lite.metrics.profiling import build_profiler, set_flight_recorder
 from titan_lite.metrics.throughput import Throughput
 from titan_lite.models.llama3 import ModelConfig, Transformer, flops_per_token
@@ -61,10 +62,6 @@ DeviceBatch = tuple[Tensor, Tensor, Tensor | None]  # input, label and, with tra
 Observe = Callable[[str, "Trainer"], None]
 
 
-def unobserved(moment: str, trainer: "Trainer") -> None:
-    """Nobody looks on."""
-
-
 class Trainer:
     """One rank of a run.
 
@@ -73,8 +70,8 @@ class Trainer:
     "backward" (gradients are there), "step" (it is done); "validation" (before each batch), "save" (before it).
     """
 
-    def __init__(self, config: Config, *, model: ModelConfig | None = None, observe: Observe = unobserved):
-        self.config, self.observe = config, observe
+    def __init__(self, config: Config, *, model: ModelConfig | None = None, observe: Observe | None = None):
+        self.config, self.observe = config, observe or (lambda moment, trainer: None)
         self.dump_folder = Path(config.job.dump_folder)
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.layout = make_layout(config, self.world_size, model)
@@ -98,13 +95,13 @@ class Trainer:
 
     def build_mesh(self) -> None:
         """The device, the processes, and how they are arranged."""
-        config, layout = self.config, self.layout
+        config, degrees = self.config, self.layout.degrees
         self.watchdog.enter("start", "init_timeout_seconds")
         self.observe("start", self)
         self.device = init_device(config.debug)
         # A pipeline's sends and receives would wait for each other on a communicator that is made at once.
-        init_process_group(self.device, config.comm.init_timeout_seconds + PATIENCE, connect=layout.degrees["pp"] == 1)
-        self.mesh = build_mesh(layout.degrees, self.device.type)
+        init_process_group(self.device, config.comm.init_timeout_seconds + PATIENCE, connect=degrees["pp"] == 1)
+        self.mesh = build_mesh(degrees, self.device.type)
         self.dp_rank, self.dp_degree = data_rank(self.mesh)
         self.machine = find_machine(config.compile.machine, self.device) if config.compile.enable else None
 
@@ -175,7 +172,7 @@ class Trainer:
         self.loader = build(split="train")
         self.validation_loader = build(split="validation") if config.validation.enable else None
         self.loaders = [loader for loader in (self.loader, self.validation_loader) if loader is not None]
-        self.left_out = LeftOutDocuments(config.data, self.dump_folder, self.dp_rank)
+        self.bad_documents = BadDocumentsLog(config.data, self.dump_folder, self.dp_rank)
         self.document_begin = self.tokenizer.bos_id
 
     def build_metrics(self) -> None:
@@ -184,7 +181,7 @@ class Trainer:
         if self.rank == 0 and self.step < config.training.steps:  # with nothing to do, the recipe of what was done stays
             save_recipe(config, self.dump_folder)
         dist.barrier()
-        self.metrics = Metrics(
+        self.metrics = MetricsWriter(
             config.metrics,
             self.dump_folder,
             flatten(config),
@@ -207,7 +204,6 @@ class Trainer:
             layout,
             device=self.device,
             parameters=self.parameters.values(),
-            without_effect=without_effect(config, layout),
             priced=self.machine is not None,
         ):
             logger.info(line)
@@ -222,7 +218,7 @@ class Trainer:
                 return self.loop()
             except ConfigError:
                 for loader in self.loaders:
-                    self.left_out.list_alone(loader.take_left_out())
+                    self.bad_documents.list_alone(loader.take_skipped())
                 raise
 
     def loop(self) -> bool:
@@ -265,8 +261,7 @@ class Trainer:
     def begin_step(self) -> None:
         self.step += 1
         events.step = self.step
-        if self.rank == 0:
-            self.restarts.begin(self.step)
+        self.restarts.begin(self.step)
         self.watchdog.beat(f"step {self.step}")
         training, validation = self.config.training, self.config.validation
         self.validation_due = validation.enable and (self.step % validation.freq == 0 or self.step == training.steps)
@@ -371,11 +366,9 @@ class Trainer:
             "tokens_seen": self.tokens_seen,
             "skipped_steps": self.skipped.count,
         }
-        values |= self.left_out.gather([loader.take_left_out() for loader in self.loaders])
+        values |= self.bad_documents.gather([loader.take_skipped() for loader in self.loaders])
         self.metrics.log(self.step, values)
-        slow = self.stragglers.compare()
-        if slow and self.rank == 0:
-            logger.warning(f"step {self.step}: {slow}", extra={"event": "slow"})
+        self.stragglers.warn(self.step)
         self.throughput.start(self.step)
 
     @property
@@ -427,15 +420,8 @@ class Trainer:
             self.loader.load_state_dict(state["loader"])
 
     def describe_stop(self) -> str:
-        saver = self.checkpointer
-        return what_follows(
-            self.step,
-            saves=self.config.checkpoint.enable,
-            newest=saver.newest,
-            tried=saver.tried,
-            saving=saver.saving is not None,
-            unfinished=self.unfinished,
-        )
+        ending = f"exiting (code {signals.STOPPED})" if self.unfinished else "exiting, as the run is done"
+        return f"step {self.step}: {self.checkpointer.before_exit(self.step)}{ending}"
 
     def finish(self, how: str) -> None:
         """how: "done" or "stopped". A summary; after "done" also the loss picture, and how the plan of the run was met."""
@@ -446,18 +432,15 @@ class Trainer:
                 planned = self.plan_vs_actual.close(peak_memory_gib(self.device))
         if self.rank != 0:
             return
-        try:
-            if how == "done":
-                draw_loss(self.dump_folder)
-        except OSError as error:
-            logger.warning(f"no loss curve: {self.dump_folder} cannot be written: {error.strerror}")
+        if how == "done":
+            draw_loss(self.dump_folder)
         ending = end_lines(
             self.dump_folder,
             how,
             step=self.step,
             tokens=self.tokens_seen,
             skipped=self.skipped.count,
-            left_out=self.left_out.summary(),
+            left_out=self.bad_documents.summary(),
             receipts=self.receipts,
             steps_on_disk=self.checkpointer.steps() if self.config.checkpoint.enable else (),
         )

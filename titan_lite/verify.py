@@ -14,6 +14,7 @@ the first step, and what every module gave in its forward.
 Exit code 0: all layouts agree; 1: one does not; 2: wrong recipe or command line.
 """
 
+import argparse
 import dataclasses
 import itertools
 import logging
@@ -36,8 +37,9 @@ from titan_lite.config import ActivationCheckpoint, Checkpoint, Compile, Config,
 from titan_lite.config.check import check
 from titan_lite.config.recipe import load_config
 from titan_lite.distributed.mesh import AXES, DEGREES
-from titan_lite.layout import make_layout
-from titan_lite.logging import show
+from titan_lite.distributed.pipeline_plan import TooFewLayers
+from titan_lite.layout import flavor_of, make_layout
+from titan_lite.logging import Parser, at_least_one
 from titan_lite.metrics.records import read_metrics
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
 from titan_lite.trainer import Trainer
@@ -49,12 +51,12 @@ ROWS, SEQ_LEN = 16, 32  # sequences and tokens of one step, on every layout
 LOSS_TOLERANCE = 1e-4  # relative, over all steps: rounding grows with training
 GRADIENT_TOLERANCE = 1e-4  # norm of the difference relative to the norm, of one parameter
 ACTIVATION_TOLERANCE = 1e-4  # of a module's sum of squares, relative
-Layout = dict[str, int]  # degree by axis
+Degrees = dict[str, int]  # by axis
 Prepare = Callable[[Trainer], None]
 
 
 @dataclass
-class Run:
+class Observed:
     """What one run did. losses: {(rank, step): (loss, gradient norm)}; activations: {FQN: (numbers, sum, sum of squares)}."""
 
     losses: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
@@ -77,7 +79,7 @@ class Comparison:
         return self.loss <= LOSS_TOLERANCE and self.gradient <= GRADIENT_TOLERANCE and not self.module
 
 
-def layout_of(config: Config) -> Layout:
+def layout_of(config: Config) -> Degrees:
     """The degrees of a recipe's twin: 2 for every kind it has, then data and context parallelism doubled while they are larger in
     the recipe and MOST_PROCESSES are enough."""
     wanted = {axis: getattr(config.parallelism, key) for axis, key in DEGREES.items()}
@@ -93,7 +95,7 @@ def layout_of(config: Config) -> Layout:
         layout[largest] *= 2
 
 
-def every_layout() -> list[Layout]:
+def every_layout() -> list[Degrees]:
     """Every composition of degrees 1 and 2 that needs 2 to MOST_PROCESSES processes, small ones first."""
     layouts = [dict(zip(AXES, degrees, strict=True)) for degrees in itertools.product((1, 2), repeat=len(AXES))]
     return sorted(
@@ -102,7 +104,7 @@ def every_layout() -> list[Layout]:
     )
 
 
-def parse_layout(text: str) -> Layout:
+def parse_layout(text: str) -> Degrees:
     """ "dp_shard=2,tp=2" -> degrees of all axes. Raises ConfigError."""
     layout = dict.fromkeys(AXES, 1)
     for part in text.split(","):
@@ -116,7 +118,7 @@ def parse_layout(text: str) -> Layout:
     return layout
 
 
-def name_of(layout: Layout) -> str:
+def name_of(layout: Degrees) -> str:
     return ",".join(f"{axis}={degree}" for axis, degree in layout.items() if degree > 1) or "one process"
 
 
@@ -131,7 +133,7 @@ def twin_model(flavor: ModelConfig, stages: int) -> ModelConfig:
     )
 
 
-def twin(config: Config, layout: Layout, steps: int) -> Config:
+def twin(config: Config, layout: Degrees, steps: int) -> Config:
     """`config`, small, on `layout`."""
     dp = layout["dp_replicate"] * layout["dp_shard"]
     shard = config.parallelism.data_parallel_shard_degree
@@ -172,7 +174,7 @@ def twin(config: Config, layout: Layout, steps: int) -> Config:
         checkpoint=Checkpoint(),
         data=dataclasses.replace(config.data, dataset="stdlib", path="", num_workers=0, validation_fraction=0.05),
         validation=dataclasses.replace(config.validation, enable=True, freq=steps, steps=1),
-        metrics=dataclasses.replace(config.metrics, log_freq=1, enable_tensorboard=False, enable_color=False),
+        metrics=dataclasses.replace(config.metrics, log_freq=1, enable_tensorboard=False),
         profiling=dataclasses.replace(config.profiling, enable_profiling=False, enable_memory_snapshot=False),
     )
 
@@ -198,7 +200,7 @@ def reference(config: Config) -> Config:
     return dataclasses.replace(config, parallelism=plain, compile=Compile(), activation_checkpoint=ActivationCheckpoint())
 
 
-def run(config: Config, flavor: ModelConfig, *, prepare: Prepare | None = None) -> Run:
+def run(config: Config, model: ModelConfig, *, prepare: Prepare | None = None) -> Observed:
     """Train `config` on as many new CPU processes as it needs. prepare: called on each with its Trainer, before training."""
     processes = math.prod(getattr(config.parallelism, key) for key in DEGREES.values())
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
@@ -206,10 +208,10 @@ def run(config: Config, flavor: ModelConfig, *, prepare: Prepare | None = None) 
         port = free.getsockname()[1]
         free.close()
         config = dataclasses.replace(config, job=dataclasses.replace(config.job, dump_folder=folder))
-        mp.start_processes(_process, (processes, port, config, flavor, prepare), processes, start_method="spawn")
-        result = Run()
+        mp.start_processes(_process, (processes, port, config, model, prepare), processes, start_method="spawn")
+        result = Observed()
         for rank in range(processes):
-            part: Run = torch.load(Path(folder) / f"rank-{rank}.pt", weights_only=False)
+            part: Observed = torch.load(Path(folder) / f"rank-{rank}.pt", weights_only=False)
             result.losses.update(part.losses)
             result.gradients.update(part.gradients)
             for fqn, sums in part.activations.items():
@@ -220,7 +222,7 @@ def run(config: Config, flavor: ModelConfig, *, prepare: Prepare | None = None) 
         return result
 
 
-def _process(rank: int, processes: int, port: int, config: Config, flavor: ModelConfig, prepare: Prepare | None) -> None:
+def _process(rank: int, processes: int, port: int, config: Config, model: ModelConfig, prepare: Prepare | None) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -228,55 +230,47 @@ def _process(rank: int, processes: int, port: int, config: Config, flavor: Model
         LOCAL_WORLD_SIZE=str(processes),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        NO_COLOR="1",
     )
     # of a whole gradient put together from two axes, which only this program does
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    FLAVORS[config.model.flavor] = flavor
-    trainer = Trainer(config)
-    # A twin's sequences are shorter than documents: each full stop begins one, as far as training.mask_documents is concerned.
-    trainer.document_begin = trainer.tokenizer.encode(".")[0]
-    result = Run()
-    _record(trainer, result)
-    if prepare is not None:
-        prepare(trainer)
-    trainer.train()
-    torch.save(result, Path(config.job.dump_folder) / f"rank-{rank}.pt")
+    recorder = _Recorder(prepare)
+    Trainer(config, model=model, observe=recorder).train()
+    torch.save(recorder.observed, Path(config.job.dump_folder) / f"rank-{rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def _record(trainer: Trainer, result: Run) -> None:
-    """Have `trainer` write down what it computes; of the first step gradients, and in eager mode what modules give."""
-    train_step, forward_backward = trainer.train_step, trainer.forward_backward
-    hooks: list[Any] = []
+class _Recorder:
+    """Observes a trainer: losses of every step; of the first one gradients and, in eager mode, what modules give."""
 
-    def recorded_step() -> tuple[float, float, float]:
-        loss, norm, lr = train_step()
-        result.losses[trainer.rank, trainer.step] = (loss, norm)
-        return loss, norm, lr
+    def __init__(self, prepare: Prepare | None):
+        self.prepare, self.observed, self.hooks = prepare, Observed(), list[Any]()
 
-    def recorded_backward(batches: list, tokens: Tensor) -> Tensor:
-        if trainer.step > 1:
-            return forward_backward(batches, tokens)
-        if not trainer.config.compile.compiles("model"):
+    def __call__(self, moment: str, trainer: Trainer) -> None:
+        if moment == "built":
+            # A twin's sequences are shorter than documents: each full stop begins one, as far as training.mask_documents goes.
+            trainer.document_begin = trainer.tokenizer.encode(".")[0]
+            if self.prepare is not None:
+                self.prepare(trainer)
+        elif moment == "step":
+            self.observed.losses[trainer.rank, trainer.step] = trainer.last_step[:2]
+        elif moment == "forward" and trainer.step == 1 and not trainer.config.compile.compiles("model"):
             for model in trainer.stages:
                 for fqn, module in model.named_modules():
                     if fqn not in ("", "layers"):
-                        hooks.append(module.register_forward_hook(_summing(fqn, result)))
-        loss = forward_backward(batches, tokens)
-        for hook in hooks:
-            hook.remove()
-        one_copy = all(trainer.mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp")
-        for fqn, parameter in trainer.parameters.items():
-            gradient = parameter.grad.full_tensor().clone()  # type: ignore[union-attr]
-            if one_copy:
-                result.gradients[fqn] = gradient
-        return loss
-
-    trainer.train_step, trainer.forward_backward = recorded_step, recorded_backward  # type: ignore[method-assign]
+                        self.hooks.append(module.register_forward_hook(_summing(fqn, self.observed)))
+        elif moment == "backward" and trainer.step == 1:
+            for hook in self.hooks:
+                hook.remove()
+            one_copy = all(trainer.mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp")
+            for fqn, parameter in trainer.parameters.items():
+                gradient = parameter.grad.full_tensor().clone()  # type: ignore[union-attr]
+                if one_copy:
+                    self.observed.gradients[fqn] = gradient
 
 
-def _summing(fqn: str, result: Run) -> Callable:
+def _summing(fqn: str, result: Observed) -> Callable:
     def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
         if torch._C._current_graph_task_id() != -1:
             return  # activation checkpointing computes it again
@@ -287,7 +281,7 @@ def _summing(fqn: str, result: Run) -> Callable:
     return hook
 
 
-def compare(found: Run, expected: Run) -> Comparison:
+def compare(found: Observed, expected: Observed) -> Comparison:
     def apart(one: float, other: float) -> float:
         difference = abs(one - other) / max(abs(other), 1e-30)
         return difference if math.isfinite(difference) else math.inf
@@ -320,12 +314,10 @@ def _diverges(found: Tensor | None, expected: Tensor) -> bool:
     return float(found[0]) != numbers or not off <= ACTIVATION_TOLERANCE
 
 
-def verify(config: Config, layouts: Sequence[Layout], *, steps: int = 5, prepare: Prepare | None = None) -> bool:
+def verify(config: Config, layouts: Sequence[Degrees], *, steps: int = 5, prepare: Prepare | None = None) -> bool:
     """Print a line a layout; whether all agree. Raises ConfigError where the only layout cannot be run."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before any process asks
-    if config.model.flavor not in FLAVORS:
-        raise ConfigError(f'model.flavor = "{config.model.flavor}": known flavors are {", ".join(FLAVORS)}')
-    flavor = FLAVORS[config.model.flavor]
+    flavor = flavor_of(config.model.flavor)
     print(
         f"twin of {config.model.flavor}: {twin_model(flavor, 1).n_layers} layers or more, dim {FLAVORS['debug'].dim}, float32, "
         f"{ROWS} sequences of {SEQ_LEN} tokens a step, {steps} steps; expected: one eager process\n"
@@ -333,7 +325,7 @@ def verify(config: Config, layouts: Sequence[Layout], *, steps: int = 5, prepare
     )
     width = max(len("layout"), *(len(name_of(layout)) for layout in layouts))
     print(f"{'layout':<{width}}  processes  loss     gradient  {'of':<31}  {'first to diverge':<24}  verdict")
-    expected: dict[tuple, Run] = {}
+    expected: dict[tuple, Observed] = {}
     agree = True
     for layout in layouts:
         start = f"{name_of(layout):<{width}}  {math.prod(layout.values()):>9}"
@@ -367,58 +359,37 @@ def verify(config: Config, layouts: Sequence[Layout], *, steps: int = 5, prepare
 
 def _enough_layers(config: Config, flavor: ModelConfig, processes: int) -> ModelConfig:
     """The twin's model with as few layers as its stages need. Raises ConfigError where the layout is wrong in other ways."""
-    known = FLAVORS[config.model.flavor]
-    try:
-        for layers in range(LAYERS, 4 * processes + 8):
-            FLAVORS[config.model.flavor] = twin_model(flavor, layers)
-            try:
-                check(config, make_layout(config, processes))
-                break
-            except ConfigError as error:
-                if "stages for" not in str(error) or layers == 4 * processes + 7:
-                    raise
-        return FLAVORS[config.model.flavor]
-    finally:
-        FLAVORS[config.model.flavor] = known
+    for layers in range(LAYERS, most := 4 * processes + 8):
+        model = twin_model(flavor, layers)
+        try:
+            check(config, make_layout(config, processes, model))
+            break
+        except TooFewLayers:
+            if layers == most - 1:
+                raise
+    return model
 
 
 def main(arguments: Sequence[str]) -> int:
-    if not arguments or "--help" in arguments or "-h" in arguments:
-        show(__doc__)
-        return 0 if arguments else 2
+    parser = Parser(
+        prog="python -m titan_lite.verify",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", help="a TOML file; options of the form --section.key value change it")
+    parser.add_argument("--layouts", nargs="+", default=["recipe"], metavar="LAYOUT", help="what to verify (default: recipe)")
+    parser.add_argument("--steps", type=at_least_one, default=5, metavar="N", help="steps of each run (default: 5)")
+    options, overrides = parser.parse_known_args(arguments)
     try:
-        config, layouts, steps = _parse(list(arguments))
-        return 0 if verify(config, layouts, steps=steps) else 1
+        config, _ = load_config(options.recipe, overrides)
+        layouts: list[Degrees] = []
+        for name in options.layouts:
+            layouts += every_layout() if name == "all" else [layout_of(config) if name == "recipe" else parse_layout(name)]
+        return 0 if verify(config, layouts, steps=options.steps) else 1
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-
-
-def _parse(arguments: list[str]) -> tuple[Config, list[Layout], int]:
-    names, steps, rest = [], 5, []
-    recipe = arguments.pop(0)
-    while arguments:
-        option, equals, value = arguments.pop(0).partition("=")
-        if option == "--layouts":
-            names += [value] if equals else []
-            while arguments and not arguments[0].startswith("--"):
-                names.append(arguments.pop(0))
-            if not names:
-                raise ConfigError("--layouts has no value; write recipe, all, or degrees such as dp_shard=2,tp=2")
-        elif option == "--steps":
-            value = value if equals else arguments.pop(0) if arguments else ""
-            if not (value.isascii() and value.isdigit() and int(value) > 0):
-                raise ConfigError(f"--steps {value or 'without a value'}: expected an integer at least 1, such as 5")
-            steps = int(value)
-        else:
-            rest.append(option + equals + value)
-            if arguments and not arguments[0].startswith("--"):
-                rest.append(arguments.pop(0))
-    config, _ = load_config(recipe, rest)
-    layouts: list[Layout] = []
-    for name in names or ["recipe"]:
-        layouts += every_layout() if name == "all" else [layout_of(config) if name == "recipe" else parse_layout(name)]
-    return config, layouts, steps
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
 """One process, and ranks of any layout: the same batch, the loss over it, every gradient, and the collectives it took."""
 
+import functools
 from collections import Counter
 from contextlib import contextmanager
 
 import torch
 
 from titan_lite.compiler.schedule import Schedule
-from titan_lite.compiler.stage import compile_model
-from titan_lite.config import Compile
-from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
-from titan_lite.distributed.mesh import build_mesh, data_rank, parameter_mesh, stage_exchange, sum_over_tokens
-from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, materialize, shard_of
-from titan_lite.distributed.tensor_parallel import apply_tensor_parallel, axis_of
+from titan_lite.config import ActivationCheckpoint, Compile, Parallelism, Training
+from titan_lite.distributed.build import build_stages, compile_stages
+from titan_lite.distributed.mesh import build_mesh, data_rank, stage_exchange, sum_over_tokens
+from titan_lite.distributed.pipeline_plan import module_fqns
+from titan_lite.distributed.simple_fsdp import materialize, shard_of
+from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.loss import build_loss, cross_entropy_sum
 from titan_lite.models.llama3 import Transformer
 
@@ -52,20 +53,27 @@ def build(
     machine=None,
     receipts=None,
 ):
-    with torch.device("meta"):
-        model = Transformer(config)
-    apply_tensor_parallel(model, mesh["tp"])
-    apply_activation_checkpoint(model.layers, checkpointing)
-    resharding = dict(reshard_after_forward=reshard, keep_gathered=keep)
-    apply_simple_fsdp(model, parameter_mesh(mesh), param_dtype=param, reduce_dtype=torch.float32, **resharding)
-    materialize(model, torch.device("cpu"))
-    model.init_weights(0, shard_of)
+    """The model as the trainer builds it, without a recipe. compiled: a backend; receipts: a list that gets the schedule's."""
+    parallelism = Parallelism(fsdp_reshard_after_forward="default" if reshard else "never", fsdp_keep_gathered=keep)
+    checkpoint = ActivationCheckpoint(mode=checkpointing, memory_budget=0.3)
+    (model,) = build_stages(
+        functools.partial(Transformer, config),
+        [module_fqns(config.n_layers)],
+        mesh,
+        seq_len=config.max_seq_len,
+        training=Training(mixed_precision_param=str(param).removeprefix("torch."), mixed_precision_reduce="float32"),
+        parallelism=parallelism,
+        activation_checkpoint=checkpoint,
+    )
     if compiled:
         torch._dynamo.reset()
         stage = Compile(enable=True, backend=compiled, bucketing=bucketing)
-        schedule = Schedule(stage, machine, exchange=stage_exchange(mesh), receipts=[] if receipts is None else receipts)
-        budget = 0.3 if checkpointing == "memory_budget" else 1.0
-        compile_model(model, stage, **resharding, memory_budget=budget, schedule=schedule)
+        schedule = Schedule(stage, machine, fused=compiled == "inductor", exchange=stage_exchange(mesh))
+        schedule.receipts = [] if receipts is None else receipts
+        rest = dict(compile=stage, parallelism=parallelism, activation_checkpoint=checkpoint)
+        compile_stages([model], mesh, bucketing, schedule=schedule, **rest)
+    materialize(model, torch.device("cpu"))
+    model.init_weights(0, shard_of)
     return model
 
 

@@ -3,6 +3,7 @@ little memory."""
 
 import time
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,9 +19,8 @@ from titan_lite.distributed.accumulation import IN_FLIGHT, gathered_for_step, gr
 from titan_lite.distributed.gather import GatherPlan, local
 from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, as_shard_of, model_of
-from titan_lite.models.llama3 import ModelConfig
 
-TIED = ModelConfig(**{**vars(CONFIG), "tied_embeddings": True})
+TIED = replace(CONFIG, tied_embeddings=True)
 MODELS = {
     "untied": (CONFIG, torch.float32),
     "tied": (TIED, torch.float32),

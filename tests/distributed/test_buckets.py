@@ -1,17 +1,17 @@
 """Buckets change how numbers travel, and not one of them: losses and parameters over ten steps, to the bit."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from parity import batch, build, counted, make_mesh, my_microbatches, step
 from ranks import run_ranks
+from tiny import HEADS
 
 from titan_lite.compiler.hardware import load_machine
-from titan_lite.models.llama3 import ModelConfig
 
-# 30 hidden units and 61 tokens: not every shard has as many rows
-CONFIG = ModelConfig(dim=32, n_layers=3, n_heads=8, n_kv_heads=4, hidden_dim=30, vocab_size=61, max_seq_len=16)
+CONFIG = replace(HEADS, n_layers=3)
 LAYOUTS = {"FSDP-2": (1, 2, 1), "FSDP-4": (1, 4, 1), "HSDP-2x2": (2, 2, 1), "DDP-2": (2, 1, 1), "dp2tp2": (1, 2, 2)}
 PARAMETERS, BUCKETS = 30, 5  # nine a layer and three; a bucket a layer, one for the embedding, one for norm and output
 MODES = ("none", "block", "greedy", "auto")

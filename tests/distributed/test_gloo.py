@@ -30,7 +30,7 @@ def test_collectives_in_flight_leave_the_heap_whole(ranks):
             assert part.unique().tolist() == [float(sum(expected))]
 
 
-def test_the_result_is_what_it_was_by_another_operation():
+def test_gathering_without_coalescing_has_the_same_result_by_another_operation():
     """If torch's own is no longer the coalesced one, the module is not needed any more."""
     for before, after in run_ranks(2, compare):
         assert torch.equal(before[0], after[0])

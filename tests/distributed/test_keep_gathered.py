@@ -4,13 +4,10 @@ import pytest
 import torch
 from parity import assert_same, batch, build, counted, gradients, make_mesh, my_microbatches
 from ranks import run_ranks
+from tiny import TIED, UNTIED
 
 from titan_lite.loss import cross_entropy_sum
-from titan_lite.models.llama3 import ModelConfig
 
-# 30 hidden units and 61 tokens: not every shard has as many rows
-UNTIED = ModelConfig(dim=20, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=30, vocab_size=61, max_seq_len=16)
-TIED = ModelConfig(**{**vars(UNTIED), "tied_embeddings": True})
 EAGER, APART = dict(), dict(compiled="aot_eager")
 BUCKETS = dict(compiled="aot_eager", bucketing="block")
 INDUCTOR = dict(compiled="inductor", bucketing="block")

@@ -6,17 +6,15 @@ weights against float32 ones: 2e-3 and 5e-2.
 
 import dataclasses
 import functools
-from pathlib import Path
 
 import pytest
+from tiny import DEBUG, DEBUG_TOKENIZER
 
 from titan_lite.config.recipe import load_config
 from titan_lite.distributed.pipeline_plan import one_stage_order
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.verify import compare, parse_layout, reference, run, twin, twin_model
 
-ROOT = Path(__file__).parents[2]
-DEBUG = ROOT / "train_configs/debug_model.toml"
 STEPS = 10
 NOTHING: list[str] = []
 FULL, SELECTIVE, SECOND, HALF = (
@@ -66,7 +64,7 @@ SLOW = [
 
 
 def twin_of(layout, options, **training):
-    config, _ = load_config(DEBUG, [f"--model.tokenizer_path={ROOT / 'assets/tokenizer/debug.model'}", *options])
+    config, _ = load_config(DEBUG, [f"--model.tokenizer_path={DEBUG_TOKENIZER}", *options])
     small = twin(config, parse_layout(layout), STEPS)
     return dataclasses.replace(small, training=dataclasses.replace(small.training, **training))
 

@@ -3,12 +3,14 @@
 import functools
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from parity import assert_same, batch, build, counted, gradients, make_mesh, my_microbatches, one_process, step
 from ranks import run_ranks
+from tiny import TIED, UNTIED
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,11 +25,8 @@ from titan_lite.distributed.gather import GatherPlan
 from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, shard_of
 from titan_lite.loss import cross_entropy_sum
-from titan_lite.models.llama3 import ModelConfig, Transformer
+from titan_lite.models.llama3 import Transformer
 
-# 61, 30 and 10 rows: no world size here divides all of them
-UNTIED = ModelConfig(dim=20, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=30, vocab_size=61, max_seq_len=16)
-TIED = ModelConfig(**{**vars(UNTIED), "tied_embeddings": True})
 F32 = torch.float32
 LAYOUTS = {"FSDP-2": (1, 2), "FSDP-4": (1, 4), "HSDP-2x2": (2, 2), "DDP-2": (2, 1)}
 SLOW = pytest.mark.slow
@@ -262,7 +261,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def no_rank_holds_the_full_model():
-    config = ModelConfig(**{**vars(UNTIED), "dim": 256, "vocab_size": 16_384})  # weights of 16 MiB, filled in blocks of 4 MiB
+    config = replace(UNTIED, dim=256, vocab_size=16_384)  # weights of 16 MiB, filled in blocks of 4 MiB
     mesh = make_mesh(1, 4)
     with LargestTensor() as seen:
         model = build(config, mesh)
@@ -356,9 +355,7 @@ def stress():
     mine = my_microbatches(mesh, tokens, labels)
     losses = []
     for reshard in (True, False):
-        model = build(
-            ModelConfig(**{**vars(UNTIED), "n_layers": 8, "dim": 128, "hidden_dim": 512}), make_mesh(1, 2), reshard=reshard
-        )
+        model = build(replace(UNTIED, n_layers=8, dim=128, hidden_dim=512), mesh, reshard=reshard)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for _ in range(300):
             loss, _ = step(model, mesh, mine, (labels != -100).sum(), whole=False)

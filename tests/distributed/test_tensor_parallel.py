@@ -7,6 +7,7 @@ import pytest
 import torch
 from parity import assert_same, batch, build, gradients, make_mesh, my_microbatches, one_process, step
 from ranks import run_ranks
+from tiny import HEADS
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -15,12 +16,10 @@ from titan_lite.config import Optimizer
 from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.distributed.tensor_parallel import PLAN, apply_tensor_parallel, axis_of
 from titan_lite.loss import build_loss, cross_entropy_sum
-from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
+from titan_lite.models.llama3 import FLAVORS, Transformer
 from titan_lite.optimizer import build_optimizer
 
-# 30 hidden units and 61 tokens: the last of four ranks has fewer
-UNTIED = ModelConfig(dim=32, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=30, vocab_size=61, max_seq_len=16)
-TIED = ModelConfig(**{**vars(UNTIED), "tied_embeddings": True})
+TIED = dataclasses.replace(HEADS, tied_embeddings=True)
 DEBUG = dataclasses.replace(FLAVORS["debug"], max_seq_len=16)
 FLAVOR_PARAMETERS = 5_770_496
 LAYOUTS = {  # dp_replicate, dp_shard, tp
@@ -46,16 +45,16 @@ def compare(layout):
     mesh = make_mesh(*LAYOUTS[layout])
     tokens, labels = batch()
     counted_tokens = (labels != -100).sum()
-    plain = Transformer(UNTIED)
+    plain = Transformer(HEADS)
     plain.init_weights(seed=0)
     found = {}
     for variant, options in VARIANTS.items():
-        model = build(TIED if "tied" in variant else UNTIED, mesh, **options)
+        model = build(TIED if "tied" in variant else HEADS, mesh, **options)
         if variant == "eager":
             for fqn, parameter in plain.named_parameters():
                 assert torch.equal(dict(model.named_parameters())[fqn].full_tensor(), parameter), fqn
         found[variant] = step(model, mesh, my_microbatches(mesh, tokens, labels), counted_tokens)
-    model = build(UNTIED, mesh)
+    model = build(HEADS, mesh)
     with gathered_for_step(model):
         loss, _ = step(model, mesh, my_microbatches(mesh, tokens, labels, count=2), counted_tokens, gradient=False)
     found["step"] = loss, gradients(model)
@@ -71,7 +70,7 @@ def compared(layout):
 @pytest.mark.parametrize("layout", PARAMS)
 @pytest.mark.parametrize("variant", [*VARIANTS, "step"])
 def test_the_loss_and_every_gradient_are_those_of_one_process(layout, variant):
-    loss, grads = one_process(TIED if "tied" in variant else UNTIED, *batch())
+    loss, grads = one_process(TIED if "tied" in variant else HEADS, *batch())
     for found_loss, found in (found[variant] for found in compared(layout)):
         if "bfloat16" in variant:
             assert found_loss == pytest.approx(loss, rel=2e-3)
@@ -99,9 +98,9 @@ def what_a_rank_holds():
     mesh = make_mesh(1, 1, 2)
     tokens, labels = batch()
     tp = axis_of(mesh["tp"])
-    model = build(UNTIED, mesh)
+    model = build(HEADS, mesh)
     with Shapes() as shapes:
-        build_loss(UNTIED.vocab_size, tp.rank, tp.degree, tp.group)(model(tokens), labels).backward()
+        build_loss(HEADS.vocab_size, tp.rank, tp.degree, tp.group)(model(tokens), labels).backward()
     held = {fqn: parameter.to_local().numel() for fqn, parameter in model.named_parameters()}
     return shapes.seen, held, {fqn: parameter.numel() for fqn, parameter in model.named_parameters()}
 
@@ -173,7 +172,7 @@ def test_the_loss_of_split_logits_is_that_of_whole_ones():
 
 
 def a_module_that_the_plan_does_not_know():
-    model = Transformer(UNTIED)
+    model = Transformer(HEADS)
     model.layers["0"].attention.gate = nn.Linear(4, 4)
     with pytest.raises(ValueError, match=r"layers\.0\.attention\.gate\.weight: .* no style for layers\.0\.attention\.gate"):
         apply_tensor_parallel(model, make_mesh(1, 1, 2)["tp"])
@@ -184,5 +183,5 @@ def test_a_parameter_without_a_style_is_an_error():
 
 
 def test_the_plan_names_modules_of_the_model():
-    names = [name.replace(".1.", ".*.") for name, _ in Transformer(UNTIED).named_modules()]
+    names = [name.replace(".1.", ".*.") for name, _ in Transformer(HEADS).named_modules()]
     assert set(PLAN) <= set(names)

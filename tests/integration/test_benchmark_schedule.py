@@ -1,30 +1,12 @@
 """`scripts/benchmark_schedule.py`: what it predicts of a small part of 8B, and what cannot be asked."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from commands import python, run
+from tiny import ROOT
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/benchmark_schedule.py"
-
-
-def command(*arguments):
-    result = subprocess.run(
-        [sys.executable, SCRIPT, *arguments],
-        cwd=ROOT,
-        env={
-            **{k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"},
-            "PYTHONPATH": str(ROOT),
-        },  # it imports its neighbour
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    print(result.stdout, result.stderr)
-    return result
 
 
 def table(text):
@@ -35,7 +17,8 @@ def table(text):
 
 @pytest.mark.slow
 def test_two_blocks_of_8B_are_predicted_without_hardware():
-    result = command("predict", "--layers=2", "--world-sizes=8", "--batch-sizes=1", "--modes", "none", "block", "greedy")
+    options = ["--layers=2", "--world-sizes=8", "--batch-sizes=1", "--modes", "none", "block", "greedy"]
+    result = run(*python(SCRIPT, "predict", *options), PYTHONSAFEPATH=None)  # it imports its neighbour
     assert result.returncode == 0
     assert "8B (2 of 32 layers): 8 ranks of H100 (80 GiB), estimated, each 1 x 8192 tokens" in result.stdout
     modes = table(result.stdout)
@@ -63,7 +46,7 @@ def test_two_blocks_of_8B_are_predicted_without_hardware():
         ([], "predict | measure"),
     ],
 )
-def test_what_cannot_be_asked_is_one_line_and_2(arguments, message, capsys, monkeypatch):
+def test_wrong_arguments_end_with_one_line_and_exit_code_2(arguments, message, capsys, monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     import benchmark_schedule
 

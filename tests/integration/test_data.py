@@ -4,7 +4,9 @@ import json
 import re
 
 import pytest
-from test_training import DEBUG, SMALL, torchrun
+from commands import train
+from test_training import OPTIONS
+from tiny import DEBUG, NO_VALIDATION, steps
 
 from titan_lite.metrics.figures import read_metrics
 
@@ -20,17 +22,17 @@ def options(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("\n".join(lines) + "\n")
     sources = f'[{{dataset = "local", path = "{corpus}", weight = 0.7}}, {{weight = 0.3}}]'
-    options = [*SMALL, "--no-validation.enable", "--data.sources", sources, "--data.min_document_tokens", "10"]
+    options = [*OPTIONS, *NO_VALIDATION, "--data.sources", sources, "--data.min_document_tokens", "10"]
     return [*options, "--data.num_workers", "2", "--training.local_batch_size", "4", "--data.on_bad_document", "skip"]
 
 
 def test_a_mix_with_bad_documents_trains_and_goes_on(options, tmp_path):
     folder = tmp_path / "out"
-    first = torchrun(2, DEBUG, folder, *options, "--training.steps", "3")
+    first = train(2, DEBUG, folder, *options, *steps(3))
     assert first.returncode == 0
     assert re.search(r"first sequence of 64 tokens: '.*words and more|first sequence of 64 tokens: '", first.stdout)
     assert "far from ln" not in first.stdout
-    second = torchrun(1, DEBUG, folder, *options, "--training.steps", "12", "--training.local_batch_size", "8")
+    second = train(1, DEBUG, folder, *options, *steps(12), "--training.local_batch_size", "8")
     assert second.returncode == 0
     metrics = read_metrics(folder / "metrics.jsonl")
     assert metrics[12]["bad_documents"] == 3
@@ -43,7 +45,7 @@ def test_a_mix_with_bad_documents_trains_and_goes_on(options, tmp_path):
 
 @pytest.mark.slow
 def test_more_bad_documents_than_allowed_end_the_run_on_all_ranks(options, tmp_path):
-    result = torchrun(2, DEBUG, tmp_path / "out", *options, "--training.steps", "12", "--data.max_bad_documents", "2")
+    result = train(2, DEBUG, tmp_path / "out", *options, *steps(12), "--data.max_bad_documents", "2")
     assert result.returncode != 0
     assert re.search(r"error: \[rank \d\] data.max_bad_documents = 2: ", result.stdout)
     listed = [json.loads(line)["place"] for line in (tmp_path / "out/bad_documents.jsonl").read_text().splitlines()]
@@ -53,8 +55,8 @@ def test_more_bad_documents_than_allowed_end_the_run_on_all_ranks(options, tmp_p
 def test_what_ends_a_run_before_its_first_step_is_named_and_listed(tmp_path):
     (tmp_path / "bad.jsonl").write_text("bad\n" * 9)
     more = ["--data.dataset", "local", "--data.path", tmp_path / "bad.jsonl", "--data.validation_fraction", "0"]
-    more += ["--no-validation.enable", "--data.on_bad_document", "skip"]
-    result = torchrun(1, DEBUG, tmp_path / "out", *SMALL, *more)
+    more += [*NO_VALIDATION, "--data.on_bad_document", "skip"]
+    result = train(1, DEBUG, tmp_path / "out", *OPTIONS, *more)
     assert re.search(
         r"error: \[rank 0\] source 1: \d+ documents in a row.* are bad, such as .*bad.jsonl, line \d: not JSON", result.stdout
     )
@@ -65,8 +67,8 @@ def test_what_ends_a_run_before_its_first_step_is_named_and_listed(tmp_path):
 def test_ranks_that_read_the_same_are_named_before_a_step(tmp_path):
     corpus = tmp_path / "one.txt"
     corpus.write_text("the only document there is " * 50)
-    more = ["--data.dataset", "local", "--data.path", corpus, "--data.validation_fraction", "0", "--no-validation.enable"]
-    result = torchrun(2, DEBUG, tmp_path / "out", *SMALL, *more)
+    more = ["--data.dataset", "local", "--data.path", corpus, "--data.validation_fraction", "0", *NO_VALIDATION]
+    result = train(2, DEBUG, tmp_path / "out", *OPTIONS, *more)
     assert result.returncode != 0
     assert "ranks 0, 1 have read the same first batch: [data] has too few different documents" in result.stdout
     assert "step    1" not in result.stdout

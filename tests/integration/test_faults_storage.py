@@ -1,9 +1,9 @@
 """Faults of storage, injected: a rank killed in a save, a full disk, a read-only folder, a flipped bit, two runs in a folder."""
 
-import os
 import re
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,36 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from commands import Job, python, run, train
+from tiny import DEBUG, NO_VALIDATION, SMALL, every, steps
 
 from titan_lite.checkpoint import saving as checkpoint
 from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.metrics.records import read_metrics
 
-ROOT = Path(__file__).parents[2]
-DEBUG = ROOT / "train_configs/debug_model.toml"
-SMALL = ["--training.seq_len", "64", "--lr_scheduler.total_steps", "12", "--metrics.log_freq", "1", "--no-validation.enable"]
-SMALL += ["--checkpoint.interval", "2", "--no-metrics.enable_tensorboard", "--training.local_batch_size", "2"]
-SMALL += ["--training.global_batch_size", "2", "--training.steps", "6"]
+OPTIONS = [*SMALL, *steps(6, schedule=12), *every(2), *NO_VALIDATION, "--training.global_batch_size=2"]
 STEP = 5_770_496 * 3 * 4  # bytes: parameters and two moments
 
 
-def launch(*command):
-    result = subprocess.run(
-        [*map(str, command)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=500,
-    )
-    print(result.stdout)
-    return result
-
-
-def train(folder, *options):
-    return launch(sys.executable, "-m", "titan_lite.train", DEBUG, "--job.dump_folder", folder, *SMALL, *options)
+def trained(folder, *options):
+    return train(1, DEBUG, folder, *OPTIONS, *options)
 
 
 @contextmanager
@@ -65,7 +49,7 @@ def world_of_one():
 
 def killed(folder, count, *cases):
     """How `count` kills in each of these cases ended."""
-    result = launch(sys.executable, Path(__file__).with_name("kill_in_save.py"), folder, count, *cases)
+    result = run(*python(Path(__file__).with_name("kill_in_save.py"), folder, count, *cases), seconds=500)
     return re.findall(r"^(ok|WRONG): ", result.stdout, re.MULTILINE)
 
 
@@ -134,13 +118,13 @@ FILES = ["state.json", *(pytest.param(name, marks=pytest.mark.slow) for name in 
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_run_goes_on_from_the_step_before_an_altered_one_as_if_it_had_not_been(file, tmp_path):
-    first = train(tmp_path, "--training.steps", "4", "--checkpoint.async_mode", "async")
+    first = trained(tmp_path, *steps(4), "--checkpoint.async_mode", "async")
     assert first.returncode == 0
     expected = read_metrics(tmp_path / "metrics.jsonl")
     flip(tmp_path / "checkpoint/step-4" / file)
-    again = train(tmp_path, "--training.steps", "4")
+    again = trained(tmp_path, *steps(4))
     assert again.returncode == 0
-    assert re.search(rf"step-4 is not loaded: {file} (was altered|is no manifest): .*; set aside as invalid-step-4", again.stdout)
+    assert re.search(rf"step-4 is not loaded: {file} (was altered|is no JSON): .*; set aside as invalid-step-4", again.stdout)
     assert "step-2" in re.search(r"resumed from (\S+)", again.stdout)[1]
     found = read_metrics(tmp_path / "metrics.jsonl")
     for step in (3, 4):
@@ -153,9 +137,9 @@ def test_a_run_goes_on_from_the_step_before_an_altered_one_as_if_it_had_not_been
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize("on_failure", ["stop", "continue"])
 def test_a_run_whose_disk_is_full_stops_or_goes_on_as_its_recipe_says(mode, on_failure, tmp_path):
-    options = ["--training.steps", "6", "--checkpoint.async_mode", mode, "--checkpoint.on_failure", on_failure]
+    options = ["--checkpoint.async_mode", mode, "--checkpoint.on_failure", on_failure]
     with file_system(tmp_path / "disk", int(1.5 * STEP) // 1024) as disk:
-        result = train(tmp_path / "out", *options, "--checkpoint.folder", disk)
+        result = trained(tmp_path / "out", *options, "--checkpoint.folder", disk)
         reason = r"step 4 was not saved in .*: it needs 0.064 GiB, and 0.03\d GiB are free"
         if on_failure == "stop":
             assert result.returncode == 1
@@ -171,24 +155,14 @@ def test_a_run_whose_disk_is_full_stops_or_goes_on_as_its_recipe_says(mode, on_f
 @pytest.mark.slow
 def test_a_run_whose_whole_folder_is_on_a_full_disk_goes_on_as_its_recipe_says(tmp_path):
     with file_system(tmp_path / "disk", int(1.5 * STEP) // 1024) as disk:
-        options = ["--training.steps", "30", "--lr_scheduler.total_steps", "30", "--checkpoint.on_failure", "continue"]
-        command = [sys.executable, "-m", "titan_lite.train", DEBUG, "--job.dump_folder", disk / "out", *SMALL, *options]
-        environment = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        said = ""
-        with subprocess.Popen(
-            [*map(str, command)],
-            cwd=ROOT,
-            env={**os.environ, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        ) as process:
-            for line in process.stdout:
-                said += line
-                if "checkpoint written" in line:
-                    fill(disk / "another")
-        print(said)
-        assert process.returncode == 0
+        options = [*OPTIONS, *steps(30, schedule=30), "--checkpoint.on_failure", "continue"]
+        job = Job(tmp_path / "log", *python("-m", "titan_lite.train", DEBUG, "--job.dump_folder", disk / "out", *options))
+        while job.process.poll() is None:
+            if "checkpoint written" in job.output:
+                fill(disk / "another")
+            time.sleep(0.02)
+        assert job.ended() == 0
+        said = job.output
         assert said.count("METRICS ARE LOST, the run goes on") == 1
         assert "NOTHING WAS SAVED: step 30" in said
         assert "no loss curve" in said
@@ -205,12 +179,12 @@ def fill(path):
 
 @pytest.mark.slow
 def test_a_run_that_is_done_and_has_the_model_alone_has_nothing_to_do(tmp_path):
-    options = ["--checkpoint.last_save_model_only", "--lr_scheduler.total_steps", "12"]
-    assert train(tmp_path, *options).returncode == 0
-    again = train(tmp_path, *options)
+    options = ["--checkpoint.last_save_model_only"]
+    assert trained(tmp_path, *options).returncode == 0
+    again = trained(tmp_path, *options)
     assert again.returncode == 0
     assert "nothing to do: step 6 is done" in again.stdout
-    longer = train(tmp_path, *options, "--training.steps", "8")
+    longer = trained(tmp_path, *options, *steps(8))
     assert longer.returncode == 2
     assert "the step has the model alone" in longer.stdout
 
@@ -225,7 +199,7 @@ def test_a_second_run_in_one_folder_ends_before_it_begins(tmp_path):
     with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "checkpoint/lock"], stdin=subprocess.PIPE) as holder:
         while not (tmp_path / "checkpoint/lock").exists() or not (tmp_path / "checkpoint/lock").read_text():
             assert holder.poll() is None
-        result = train(tmp_path)
+        result = run(*python("-m", "titan_lite.train", DEBUG, "--job.dump_folder", tmp_path, *OPTIONS))
         holder.kill()
     assert result.returncode == 2
     (line,) = result.stdout.splitlines()
@@ -233,7 +207,7 @@ def test_a_second_run_in_one_folder_ends_before_it_begins(tmp_path):
 
 
 def test_a_recipe_that_must_resume_does_not_begin(tmp_path):
-    result = train(tmp_path, "--checkpoint.must_resume")
+    result = trained(tmp_path, "--checkpoint.must_resume")
     assert result.returncode == 2
     assert "checkpoint.must_resume = true: there is no step in" in result.stdout
     assert not (tmp_path / "checkpoint").exists()

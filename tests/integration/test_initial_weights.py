@@ -6,8 +6,9 @@ import shutil
 
 import pytest
 import torch
+from commands import train
 from safetensors.torch import load_file
-from test_training import DEBUG, ROOT, torchrun
+from tiny import DEBUG, DEBUG_TOKENIZER, SMALL, every, steps
 
 from titan_lite import convert
 from titan_lite import generate as generate_command
@@ -24,10 +25,8 @@ from titan_lite.metrics.figures import read_metrics
 from titan_lite.models.hf import config_to_hf
 from titan_lite.models.llama3 import FLAVORS
 
-DEBUG_TOKENIZER = ROOT / "assets/tokenizer/debug.model"
-SHORT = ["--training.seq_len=64", "--training.local_batch_size=2", "--training.global_batch_size=4", "--training.steps=1"]
-SHORT += ["--training.mixed_precision_param=float32", "--validation.steps=1", "--validation.freq=1", "--metrics.log_freq=1"]
-SHORT += ["--no-metrics.enable_tensorboard", "--lr_scheduler.warmup_steps=0", "--lr_scheduler.total_steps=100"]
+OPTIONS = [*SMALL, *steps(1, schedule=100), *every(50, validated=1), "--lr_scheduler.warmup_steps=0", "--training.seq_len=64"]
+OPTIONS += ["--training.global_batch_size=4"]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +46,7 @@ def their_losses(folder):
     """Of transformers, on the first global batch of training and of validation."""
     import transformers
 
-    config, _ = load_config(DEBUG, SHORT)
+    config, _ = load_config(DEBUG, OPTIONS)
     model, losses = transformers.AutoModelForCausalLM.from_pretrained(folder), []
     for split in ("train", "validation"):
         loader = build_loader(
@@ -69,7 +68,7 @@ def their_losses(folder):
 
 def test_a_run_goes_on_from_transformers_weights_and_transformers_from_the_runs(folder, tmp_path, capsys):
     run = tmp_path / "run"
-    result = torchrun(2, DEBUG, run, *SHORT, f"--checkpoint.initial_load_path={folder}")
+    result = train(2, DEBUG, run, *OPTIONS, f"--checkpoint.initial_load_path={folder}")
     assert result.returncode == 0
     assert f"weights from {folder}, a Hugging Face folder in float32" in result.stdout
     metrics = read_metrics(run / "metrics.jsonl")
@@ -116,14 +115,14 @@ def test_every_layout_starts_from_the_same_weights(folder, tmp_path, ranks, layo
     batch = ["--training.global_batch_size=12"] if ranks == 3 else []
     if "replicate" in layout:  # four data-parallel ranks
         batch = ["--training.local_batch_size=1"]
-    options = [*SHORT, *batch, *([f"--parallelism.{layout}"] if layout else []), f"--checkpoint.initial_load_path={initial}"]
-    assert torchrun(ranks, DEBUG, tmp_path / "run", *options).returncode == 0
+    options = [*OPTIONS, *batch, *([f"--parallelism.{layout}"] if layout else []), f"--checkpoint.initial_load_path={initial}"]
+    assert train(ranks, DEBUG, tmp_path / "run", *options).returncode == 0
     metrics = read_metrics(tmp_path / "run/metrics.jsonl")
     if ranks != 3:  # of which the first global batch is another
         assert [metrics[1]["loss"], metrics[0]["validation_loss"]] == pytest.approx(their_losses(folder), rel=1e-5)
     # What is saved again with a learning rate of nothing is what was there, to the bit.
     options += ["--optimizer.lr=1e-30", "--optimizer.weight_decay=0"]
-    assert torchrun(ranks, DEBUG, tmp_path / "still", *options).returncode == 0
+    assert train(ranks, DEBUG, tmp_path / "still", *options).returncode == 0
     assert convert.main([str(tmp_path / "still"), str(tmp_path / "exported")]) == 0
     expected = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
     found = load_file(tmp_path / "exported/model.safetensors")
@@ -133,15 +132,15 @@ def test_every_layout_starts_from_the_same_weights(folder, tmp_path, ranks, layo
 
 @pytest.mark.slow
 def test_a_run_with_steps_of_its_own_goes_on_from_these(folder, tmp_path):
-    options = [*SHORT, f"--checkpoint.initial_load_path={folder}"]
-    assert torchrun(1, DEBUG, tmp_path / "run", *options).returncode == 0
-    more = torchrun(1, DEBUG, tmp_path / "run", *options, "--training.steps=2")
+    options = [*OPTIONS, f"--checkpoint.initial_load_path={folder}"]
+    assert train(1, DEBUG, tmp_path / "run", *options).returncode == 0
+    more = train(1, DEBUG, tmp_path / "run", *options, *steps(2))
     assert more.returncode == 0
     assert "has no effect: the run goes on from its own step 1" in more.stdout
     assert "weights from" not in more.stdout
     # Another run's folder will do, and is not written to.
     before = sorted(path.name for path in (tmp_path / "run").rglob("*"))
-    other = torchrun(1, DEBUG, tmp_path / "other", *SHORT, f"--checkpoint.initial_load_path={tmp_path / 'run'}")
+    other = train(1, DEBUG, tmp_path / "other", *OPTIONS, f"--checkpoint.initial_load_path={tmp_path / 'run'}")
     assert f"weights from {tmp_path / 'run'}/checkpoint/step-2, a step of titan_lite in float32" in other.stdout
     assert before == sorted(path.name for path in (tmp_path / "run").rglob("*"))
     first, second = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "other"))

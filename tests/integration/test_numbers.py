@@ -3,41 +3,38 @@
 import json
 import math
 import shutil
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 from ranks import run_ranks
+from tiny import DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, every, steps
 
 from titan_lite.config.recipe import load_config
 from titan_lite.faults import TrainingError
 from titan_lite.metrics.records import read_metrics
 from titan_lite.trainer import Trainer
 
-DEBUG = Path(__file__).parents[2] / "train_configs/debug_model.toml"
-SMALL = ["--training.seq_len", "32", "--training.steps", "8", "--metrics.log_freq", "4", "--no-validation.enable"]
-SMALL += ["--no-metrics.enable_tensorboard", "--lr_scheduler.total_steps", "20", "--data.num_workers", "0"]
+OPTIONS = [*SMALL, "--metrics.log_freq=4", *steps(8, schedule=20), *NO_VALIDATION, *NO_WORKERS]
 
 
-def with_faults(folder, options, spoil):
-    """Train; spoil(trainer, loss) sees every step before its update, and returns its loss. What is left of the run:
-    ({step: whether parameters changed}, losses seen by the guard, why it ended, the parameters)."""
-    config, _ = load_config(DEBUG, ["--job.dump_folder", str(folder), *SMALL, *options])
-    trainer = Trainer(config)
-    forward_backward, train_step = trainer.forward_backward, trainer.train_step
-    changed = {}
+def with_faults(folder, options, fault):
+    """Train, observed by fault(moment, trainer). Returns what is left of the run: ({step: whether parameters changed}, losses
+    seen by the guard, why it ended, the parameters)."""
+    before, changed = [], {}
 
     def parameters():
         return torch.cat([parameter.detach().to_local().flatten() for parameter in trainer.parameters.values()]).clone()
 
-    def watched():
-        before = parameters()
-        result = train_step()
-        changed[trainer.step] = not torch.equal(before, parameters())
-        return result
+    def observe(moment, trainer):
+        if moment == "forward":
+            before[:] = [parameters()]
+        if moment == "step":
+            changed[trainer.step] = not torch.equal(before[0], parameters())
+        fault(moment, trainer)
 
-    trainer.forward_backward = lambda batches, tokens: spoil(trainer, forward_backward(batches, tokens))
-    trainer.train_step = watched
+    config, _ = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])
+    trainer = Trainer(config, observe=observe)
     try:
         trainer.train()
         message = ""
@@ -46,16 +43,27 @@ def with_faults(folder, options, spoil):
     return changed, trainer.skipped.state_dict()["spikes"], message, parameters()
 
 
-def leap(trainer, loss):
-    """On rank 1 alone, in step 6, and in those after 10."""
-    return loss + 100 if trainer.rank == 1 and (trainer.step == 6 or trainer.step > 10) else loss
+class Leaping:
+    """A runner whose loss leaps on rank 1 alone, in step 6, and in those after 10."""
+
+    def __init__(self, trainer):
+        self.trainer, self.runner = trainer, trainer.runner
+
+    def forward_backward(self, *batch):
+        loss, step = self.runner.forward_backward(*batch), self.trainer.step
+        return loss + 100 if self.trainer.rank == 1 and (step == 6 or step > 10) else loss
+
+
+def leap(moment, trainer):
+    if moment == "built":
+        trainer.runner = Leaping(trainer)
 
 
 GUARD = ["--training.spike_window", "3", "--training.spike_sigmas", "50"]
 
 
 def test_a_step_whose_loss_leaps_is_skipped_on_all_ranks_and_a_resumed_run_knows(tmp_path):
-    options = [*GUARD, "--training.steps", "9", "--checkpoint.interval", "7"]
+    options = [*GUARD, *steps(9), "--checkpoint.interval", "7"]
     whole = run_ranks(2, with_faults, tmp_path / "whole", options, leap, init=False)
     for changed, state, message, _ in whole:
         assert [step for step, did in changed.items() if not did] == [6]
@@ -74,23 +82,49 @@ def test_a_step_whose_loss_leaps_is_skipped_on_all_ranks_and_a_resumed_run_knows
 
 @pytest.mark.slow
 def test_a_loss_that_stays_up_ends_the_run(tmp_path):
-    options = [*GUARD, "--training.steps", "20", "--training.max_nonfinite_steps", "3"]
+    options = [*GUARD, *steps(20), "--training.max_nonfinite_steps", "3"]
     for changed, _, message, _ in run_ranks(2, with_faults, tmp_path, options, leap, init=False):
         assert [step for step, did in changed.items() if not did] == [6, 11, 12]
         assert "3 steps in a row had a non-finite loss or gradient, or a spike, (training.max_nonfinite_steps)" in message
 
 
-def not_a_number(trainer, loss):
+def infinite(steps, moment, trainer):
+    """Make one gradient of rank 1 infinite in these steps."""
+    if moment == "backward" and trainer.step in steps and trainer.rank == 1:
+        next(iter(trainer.parameters.values())).grad.to_local()[0, 0] = math.inf
+
+
+INFINITE = [*steps(6), "--metrics.log_freq=1", *every(50, validated=3), "--validation.enable", "--training.max_nonfinite_steps=2"]
+
+
+def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(tmp_path):
+    for changed, _, message, _ in run_ranks(2, with_faults, tmp_path, INFINITE, partial(infinite, {2, 4}), init=False):
+        assert changed == {1: True, 2: False, 3: True, 4: False, 5: True, 6: True}
+        assert message == ""
+    metrics = read_metrics(tmp_path / "metrics.jsonl")
+    assert metrics[2]["grad_norm"] is None  # JSON has no infinity
+    assert [metrics[step]["skipped_steps"] for step in range(1, 7)] == [0, 1, 1, 2, 2, 2]
+    assert math.isfinite(metrics[6]["validation_loss"])
+
+
+def test_max_nonfinite_steps_in_a_row_end_the_run(tmp_path):
+    for changed, _, message, _ in run_ranks(2, with_faults, tmp_path, INFINITE, partial(infinite, {3, 4, 5}), init=False):
+        assert changed == {1: True, 2: True, 3: False}
+        assert "2 steps in a row" in message
+        assert "training.max_nonfinite_steps" in message
+        assert "parameters are those of step 2" in message
+
+
+def not_a_number(moment, trainer):
     """In one gradient of one rank, of the pipeline's last stage, in a step that is not logged."""
-    if trainer.step == 2 and trainer.rank == trainer.world_size - 1:
+    if moment == "backward" and trainer.step == 2 and trainer.rank == trainer.world_size - 1:
         next(iter(trainer.parameters.values())).grad.to_local()[0] = math.nan
-    return loss
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pipeline_parallel", "tensor_parallel", "context_parallel", "data_parallel_replicate"])
 def test_a_gradient_of_one_rank_that_is_no_number_skips_the_step_everywhere(kind, tmp_path):
-    options = [f"--parallelism.{kind}_degree", "2", "--training.steps", "4"]
+    options = [f"--parallelism.{kind}_degree", "2", *steps(4)]
     for changed, _, message, parameters in run_ranks(4, with_faults, tmp_path, options, not_a_number, init=False):
         assert changed == {1: True, 2: False, 3: True, 4: True}
         assert message == ""

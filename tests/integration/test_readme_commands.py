@@ -4,25 +4,25 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
+from commands import run
+from tiny import DEBUG, ROOT
 
 from titan_lite.config.recipe import load_config
 from titan_lite.metrics.records import read_metrics
 from titan_lite.models.llama3 import FLAVORS, Transformer
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 SHORT = "--training.steps 4 --training.seq_len 64 --checkpoint.interval 2 --metrics.log_freq 1 --validation.freq 4"
 SHORT += " --validation.steps 1"
-DEBUG = "--model.flavor debug --model.tokenizer_path assets/tokenizer/debug.model --data.dataset stdlib --no-compile.enable"
-SMALL = f"{DEBUG} {SHORT} --training.steps 1 --training.local_batch_size 1 --training.global_batch_size 2"
+SHRUNK = "--model.flavor debug --model.tokenizer_path assets/tokenizer/debug.model --data.dataset stdlib --no-compile.enable"
+ONE_STEP = f"{SHRUNK} {SHORT} --training.steps 1 --training.local_batch_size 1 --training.global_batch_size 2"
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,20 @@ HERE = {
     ),
     "./run_train.sh --training.steps 1": Run("done: step 1", f"{SHORT} --training.steps 1 --job.dump_folder outputs/one"),
     "NGPU=4 ./run_train.sh": Run("layout: 4 ranks", f"{SHORT} --training.steps 1 --job.dump_folder outputs/four"),
-    "CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh": Run("done: step 1", f"{SMALL} --job.dump_folder outputs/shrunk"),
+    "CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh": Run(
+        "done: step 1", f"{ONE_STEP} --job.dump_folder outputs/shrunk"
+    ),
     "./run_train.sh --print-config": Run("steps = 100  # train_configs/debug_model.toml", quick=True),
     "./run_train.sh --help": Run("--training.steps", quick=True),
     "./run_train.sh --help checkpoint": Run("--checkpoint.interval", quick=True),
     "torchrun --nproc-per-node 8 -m titan_lite.train train_configs/llama3_8b.toml": Run(
-        "done: step 1", f"{SMALL} --job.dump_folder outputs/torchrun", {"--nproc-per-node 8": "--nproc-per-node 2"}
+        "done: step 1", f"{ONE_STEP} --job.dump_folder outputs/torchrun", {"--nproc-per-node 8": "--nproc-per-node 2"}
     ),
     f"{PREPARE} train_configs/llama3_8b.toml {BOOKS}": Run(
         "train: 189 documents", "--model.tokenizer_path assets/tokenizer/debug.model --workers 1"
     ),
     "CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --data.dataset prepared --data.path prepared/books": Run(
-        "done: step 1", f"{SMALL.replace('--data.dataset stdlib', '')} --job.dump_folder outputs/prepared"
+        "done: step 1", f"{ONE_STEP.replace('--data.dataset stdlib', '')} --job.dump_folder outputs/prepared"
     ),
     f"{PREPARE} --verify prepared/books": Run("every byte is as written"),
     "python -m titan_lite.convert outputs/debug_model exported": Run("exported"),
@@ -131,21 +133,10 @@ def test_every_command_of_the_readme_is_run_here_or_by_the_test_that_is_named():
     assert all(f"def {test}(" in sources for test in ELSEWHERE.values())
 
 
-def run(folder, command):
+def typed(folder, command):
     """As typed in a shell whose Python has what is needed, and which finds this checkout's package there."""
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
-    environment |= {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTHONSAFEPATH", None)  # of the tests
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,
-    )
-    print(f"$ {command}\n{done.stdout}")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = run("bash", "-c", command, cwd=folder, seconds=900, PATH=path, PYTHONPATH=folder, PYTHONSAFEPATH=None)
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
 
@@ -167,15 +158,15 @@ def checkout(tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(checkout):
     """After the README's first command; with the other folders that its commands name."""
-    assert "done: step 4" in run(checkout, f"{FIRST} {SHORT} --metrics.compare_plan always")
+    assert "done: step 4" in typed(checkout, f"{FIRST} {SHORT} --metrics.compare_plan always")
     outputs = checkout / "outputs"
     assert len(read_metrics(outputs / "debug_model/metrics.jsonl")) >= 4
     for name in ("a", "b", "llama3_8b"):
         shutil.copytree(outputs / "debug_model", outputs / name)
-    run(checkout, "python -m titan_lite.convert outputs/debug_model Llama-3.1-8B")
+    typed(checkout, "python -m titan_lite.convert outputs/debug_model Llama-3.1-8B")
     meta = checkout / "Llama-3.1-8B/original"
     meta.mkdir()
-    shape = FLAVORS[load_config(ROOT / "train_configs/debug_model.toml")[0].model.flavor]
+    shape = FLAVORS[load_config(DEBUG)[0].model.flavor]
     model = Transformer(shape)
     model.init_weights(seed=0)
     torch.save(model.state_dict(), meta / "consolidated.00.pth")
@@ -183,19 +174,19 @@ def trained(checkout):
     parameters = {name: getattr(shape, name) for name in names} | {"multiple_of": 1, "ffn_dim_multiplier": 1.0}
     parameters["ffn_dim_multiplier"] = shape.hidden_dim / int(8 * shape.dim / 3)
     (meta / "params.json").write_text(json.dumps(parameters))
-    run(checkout, f"{PREPARE} train_configs/debug_model.toml {BOOKS}")
+    typed(checkout, f"{PREPARE} train_configs/debug_model.toml {BOOKS}")
     return checkout
 
 
-@pytest.mark.parametrize("command", [pytest.param(c, marks=() if run.quick else pytest.mark.slow) for c, run in HERE.items()])
+@pytest.mark.parametrize("command", [pytest.param(c, marks=() if here.quick else pytest.mark.slow) for c, here in HERE.items()])
 def test_a_command_of_the_readme_does_what_it_says(command, checkout, request):
     wanted = HERE[command]
     if not wanted.quick:
         request.getfixturevalue("trained")
     if "data.prepare train_configs" in command:
         shutil.rmtree(checkout / "prepared")
-    typed = command
-    for words, here in wanted.instead.items():
-        assert words in typed
-        typed = typed.replace(words, here)
-    assert wanted.told in run(checkout, f"{typed} {wanted.added}")
+    words = command
+    for written, here in wanted.instead.items():
+        assert written in words
+        words = words.replace(written, here)
+    assert wanted.told in typed(checkout, f"{words} {wanted.added}")

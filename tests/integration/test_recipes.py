@@ -2,10 +2,11 @@
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 from ranks import run_ranks
+from tiny import DEBUG_TOKENIZER
+from tiny import RECIPES as FOLDER
 
 from titan_lite.config import Config, gradient_accumulation_steps
 from titan_lite.config.recipe import load_config, to_toml
@@ -14,8 +15,7 @@ from titan_lite.distributed.pipeline_plan import plan_pipeline
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.trainer import Trainer
 
-ROOT = Path(__file__).parents[2]
-RECIPES = sorted((ROOT / "train_configs").glob("*.toml"))
+RECIPES = sorted(FOLDER.glob("*.toml"))
 
 
 def test_there_is_a_recipe_for_every_flavor():
@@ -49,18 +49,15 @@ def test_a_recipe_loads_and_fits_the_cluster_of_its_header(recipe, tmp_path):
 
 
 def train_shrunk(config: Config) -> tuple[int, list[float]]:
-    trainer = Trainer(config)
     losses = []
-    train_step = trainer.train_step
 
-    def recorded():
-        result = train_step()
-        losses.append(result[0])
-        return result
+    def observe(moment: str, trainer: Trainer) -> None:
+        if moment == "step":
+            losses.append(trainer.last_step[0])
 
-    trainer.train_step = recorded
+    trainer = Trainer(config, observe=observe)
     trainer.train()
-    return trainer.accumulation, losses
+    return trainer.layout.accumulation, losses
 
 
 @pytest.mark.parametrize(
@@ -84,7 +81,7 @@ def test_a_recipe_shrunk_to_the_debug_flavor_trains(recipe, tmp_path):
     config = dataclasses.replace(
         config,
         job=dataclasses.replace(config.job, dump_folder=str(tmp_path)),
-        model=dataclasses.replace(config.model, flavor="debug", tokenizer_path=str(ROOT / "assets/tokenizer/debug.model")),
+        model=dataclasses.replace(config.model, flavor="debug", tokenizer_path=str(DEBUG_TOKENIZER)),
         training=dataclasses.replace(config.training, **small),
         lr_scheduler=dataclasses.replace(config.lr_scheduler, warmup_steps=0),
         parallelism=dataclasses.replace(

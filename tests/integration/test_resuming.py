@@ -7,21 +7,20 @@ import hashlib
 import json
 import re
 import shutil
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from commands import TORCHRUN, launcher, python, run, script
 from ranks import run_ranks
-from test_training import DEBUG, ROOT, launch
+from tiny import DEBUG, NO_CHECKPOINT, NO_VALIDATION, SMALL, every, steps
 
 from titan_lite.config.recipe import load_config
 from titan_lite.metrics.records import read_metrics
 from titan_lite.trainer import Trainer
 
-SMALL = ["--training.seq_len=32", "--training.steps=6", "--lr_scheduler.total_steps=12", "--lr_scheduler.warmup_steps=2"]
-SMALL += ["--metrics.log_freq=1", "--checkpoint.interval=2", "--no-validation.enable", "--no-metrics.enable_tensorboard"]
+OPTIONS = [*SMALL, *steps(6, schedule=12), "--lr_scheduler.warmup_steps=2", *every(2), *NO_VALIDATION]
 KINDS = {
     "tp": "--parallelism.tensor_parallel_degree=2",
     "pp": "--parallelism.pipeline_parallel_degree=2",
@@ -38,7 +37,7 @@ def layout_of(words):
 
 def watched(folder, options, saves_model_alone):
     """One rank's part of a run: the hashes of the sequences it took by step, and one of its parameters at the end."""
-    config, _ = load_config(DEBUG, ["--job.dump_folder", str(folder), *SMALL, *options])
+    config, _ = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])
     trainer = Trainer(config)
     samples: dict[int, list[str]] = {}
     next_batch, state_tensors = trainer.next_batch, trainer.state_tensors
@@ -103,14 +102,14 @@ def same_run(parts, folder, uninterrupted, **tolerance):
     assert losses(folder) == pytest.approx({step: whole[step] for step in expected}, **tolerance)
 
 
-def test_on_1_and_then_4_ranks_it_sees_the_samples_of_the_uninterrupted_run_on_2(uninterrupted, at_step_2):
-    parts = [train("1 ranks", at_step_2, "--training.steps=4")[0], train("4 ranks", at_step_2)[0]]
+def test_resumed_on_1_and_then_4_ranks_it_reads_the_samples_of_2_ranks(uninterrupted, at_step_2):
+    parts = [train("1 ranks", at_step_2, *steps(4))[0], train("4 ranks", at_step_2)[0]]
     same_run(parts, at_step_2, uninterrupted, rel=1e-4)
 
 
 def test_resumed_twice_it_is_bitwise_the_uninterrupted_run(uninterrupted, at_step_2):
     """From step 2 to 3, and from there to the end."""
-    first, _ = train("2 ranks", at_step_2, "--training.steps=3")
+    first, _ = train("2 ranks", at_step_2, *steps(3))
     second, parameters = train("2 ranks", at_step_2)
     same_run([first, second], at_step_2, uninterrupted, rel=0, abs=0)
     assert parameters == uninterrupted[2]
@@ -122,7 +121,7 @@ LAYOUTS = [("4 ranks", "2 ranks"), ("4 ranks tp", "4 ranks pp"), ("4 ranks", "4 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), LAYOUTS)
 def test_another_layout_goes_on_with_the_samples_and_losses(before, after, uninterrupted, tmp_path):
-    parts = [train(before, tmp_path, "--training.steps=4")[0], train(after, tmp_path)[0]]
+    parts = [train(before, tmp_path, *steps(4))[0], train(after, tmp_path)[0]]
     assert {step: samples for part in parts for step, samples in part.items()} == uninterrupted[1]
     assert losses(tmp_path) == pytest.approx(losses(uninterrupted[0]), rel=1e-4)
 
@@ -131,7 +130,7 @@ def test_another_layout_goes_on_with_the_samples_and_losses(before, after, unint
 def with_a_new_optimizer(tmp_path_factory):
     """As the uninterrupted run, but that the optimizer starts anew after step 4."""
     folder = tmp_path_factory.mktemp("new_optimizer")
-    train("2 ranks", folder, "--training.steps=4", saves_model_alone=True)
+    train("2 ranks", folder, *steps(4), saves_model_alone=True)
     train("2 ranks", folder, "--checkpoint.accept_model_only")
     return losses(folder)
 
@@ -139,7 +138,7 @@ def with_a_new_optimizer(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), LAYOUTS)
 def test_another_layout_goes_on_without_the_optimizer(before, after, uninterrupted, with_a_new_optimizer, tmp_path):
-    first, _ = train(before, tmp_path, "--training.steps=4", saves_model_alone=True)
+    first, _ = train(before, tmp_path, *steps(4), saves_model_alone=True)
     second, _ = train(after, tmp_path, "--checkpoint.accept_model_only")
     assert {**first, **second} == uninterrupted[1]
     found = losses(tmp_path)
@@ -148,7 +147,7 @@ def test_another_layout_goes_on_without_the_optimizer(before, after, uninterrupt
 
 
 @pytest.mark.slow
-def test_a_new_optimizer_is_accepted_only_once(uninterrupted, at_step_2):
+def test_accept_model_only_loads_the_optimizer_of_a_step_that_has_one(uninterrupted, at_step_2):
     """The recipe that accepts it loads the optimizer of a step that has one."""
     state = at_step_2 / "checkpoint/step-2/state.json"
     samples, parameters = train("2 ranks", at_step_2, "--checkpoint.accept_model_only")
@@ -158,18 +157,18 @@ def test_a_new_optimizer_is_accepted_only_once(uninterrupted, at_step_2):
 
 
 @pytest.mark.slow
-def test_other_data_begins_anew_and_goes_on_from_there(uninterrupted, at_step_2, tmp_path_factory):
+def test_restart_data_begins_anew_only_once(uninterrupted, at_step_2, tmp_path_factory):
     """restart_data stays in the recipe, and a later resume does not begin once more."""
     other = ["--debug.seed=7", "--checkpoint.restart_data"]
     expected, _ = train("2 ranks", tmp_path_factory.mktemp("other"), "--debug.seed=7")
-    parts = [train("2 ranks", at_step_2, *other, "--training.steps=4")[0], train("1 ranks", at_step_2, *other)[0]]
+    parts = [train("2 ranks", at_step_2, *other, *steps(4))[0], train("1 ranks", at_step_2, *other)[0]]
     found = {step: samples for part in parts for step, samples in part.items()}
     assert list(found) == [3, 4, 5, 6]
     assert [found[step] for step in found] == [expected[step - 2] for step in found]
     assert not found[3].keys() & uninterrupted[1][3].keys()
 
 
-def test_a_checkpoint_says_of_itself_what_made_it(uninterrupted):
+def test_a_checkpoint_records_its_recipe_and_run(uninterrupted):
     folder, *_ = uninterrupted
     state = json.loads((folder / "checkpoint/step-6/state.json").read_text())
     config, _ = load_config(folder / "config.toml")
@@ -187,7 +186,7 @@ def test_a_checkpoint_says_of_itself_what_made_it(uninterrupted):
 
 
 def explained(*command, **environment):
-    result = launch(*command, "--checkpoint.explain", **environment)
+    result = run(*command, "--checkpoint.explain", **environment)
     assert "MASTER_ADDR" not in result.stdout
     return result
 
@@ -195,9 +194,8 @@ def explained(*command, **environment):
 def test_explain_says_what_would_be_loaded_and_what_differs_and_starts_nothing(uninterrupted):
     folder, *_ = uninterrupted
     before = sorted(folder.rglob("*")), (folder / "metrics.jsonl").read_bytes()
-    options = ["--job.dump_folder", folder, *SMALL]
     # of four processes one speaks, and counts them
-    longer = explained(ROOT / "run_train.sh", *options, "--lr_scheduler.total_steps=24", NGPU="4")
+    longer = explained(*script(folder, *OPTIONS, *steps(6, schedule=24)), NGPU=4)
     assert longer.returncode == 0
     loaded, position, *lines = longer.stdout.splitlines()
     whole = "if every byte of its tensors is as it was saved"
@@ -212,7 +210,8 @@ def test_explain_says_what_would_be_loaded_and_what_differs_and_starts_nothing(u
         "  ranks along dp_shard: 4, was 2",
     ]
 
-    other = explained(sys.executable, "-m", "titan_lite.train", DEBUG, *options, "--no-data.shuffle")
+    options = ["--job.dump_folder", folder, *OPTIONS, "--no-data.shuffle"]
+    other = explained(*python("-m", "titan_lite.train", DEBUG, *options))
     assert other.returncode == 2
     assert re.search(r"^  data.shuffle = false, was true$", other.stdout, re.MULTILINE)
     assert re.search(r"^error: .*step-6: the data cannot go on .*checkpoint.restart_data = true", other.stdout, re.MULTILINE)
@@ -221,20 +220,19 @@ def test_explain_says_what_would_be_loaded_and_what_differs_and_starts_nothing(u
 
 @pytest.mark.slow
 def test_explain_under_torchrun_speaks_once_and_without_a_checkpoint_says_so(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    torchrun += ["--rdzv-endpoint", "localhost:0", "-m", "titan_lite.train", DEBUG, "--job.dump_folder", tmp_path / "out"]
-    result = explained(*torchrun)
+    command = launcher(2, "-m", "titan_lite.train", DEBUG, "--job.dump_folder", tmp_path / "out", module=TORCHRUN)
+    result = explained(*command)
     assert result.returncode == 0
     assert result.stdout.count(f"no step is loaded ({tmp_path}/out/checkpoint has none): the run starts from the") == 1
-    result = explained(*torchrun, "--no-checkpoint.enable")
+    result = explained(*command, *NO_CHECKPOINT)
     assert "no step is loaded (checkpoint.enable = false)" in result.stdout
     assert not (tmp_path / "out").exists()
 
 
 def test_a_recipe_that_cannot_go_on_is_told_in_one_line_before_anything_starts(uninterrupted):
     folder, *_ = uninterrupted
-    options = ["--job.dump_folder", folder, *SMALL, "--training.steps=8", "--training.global_batch_size=4"]
-    result = launch(sys.executable, "-m", "titan_lite.train", DEBUG, *options)
+    options = ["--job.dump_folder", folder, *OPTIONS, *steps(8), "--training.global_batch_size=4"]
+    result = run(*python("-m", "titan_lite.train", DEBUG, *options))
     assert result.returncode == 2
     (line,) = result.stdout.splitlines()
     assert "sequences a step (training.global_batch_size): 4, was 8" in line

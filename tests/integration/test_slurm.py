@@ -13,12 +13,14 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from test_stopping import ENVIRONMENT, ROOT, SMALL, same, steps
+from commands import ENVIRONMENT
+from test_stopping import OPTIONS, same, saved_steps
+from tiny import ROOT, every, steps
 
 pytestmark = pytest.mark.slurm
 
 STEPS = 40
-OPTIONS = [*SMALL, "--training.steps", str(STEPS), "--checkpoint.interval", "20", "--validation.freq", "20"]
+LONGER = [*OPTIONS, *steps(STEPS), *every(20, validated=20, batches=2)]
 CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -140,7 +142,7 @@ class Job:
         ]
         variables = {"LOGS": f"{folder}/logs", **variables}
         command += [f"--export={','.join(['ALL', *(f'{name}={value}' for name, value in variables.items())])}"]
-        command += [f"{ROOT}/scripts/train.slurm", "train_configs/debug_model.toml", *OPTIONS, *options]
+        command += [f"{ROOT}/scripts/train.slurm", "train_configs/debug_model.toml", *LONGER, *options]
         self.number = cluster.run(*command, "--job.dump_folder", f"{folder}/run").strip()
 
     def __getitem__(self, key):
@@ -208,7 +210,7 @@ def test_two_nodes_train_to_the_end_and_a_signal_requeues_the_job_which_goes_on_
     job.goes_on()
     told = r"SIGUSR1 received by rank \d(?: and 1 other)? at step (\d+): saving, then exiting \(code 75\)"
     stopped = int(re.search(told, job.output)[1])
-    assert steps(job.folder / "run")[-1] == stopped < STEPS
+    assert saved_steps(job.folder / "run")[-1] == stopped < STEPS
     assert job.ends() == ("COMPLETED", "0:0")
     assert "stopped by a signal: back into the queue" in job.output
     assert f"job {job.number}, start 2, on n0 n1" in job.output
@@ -235,18 +237,18 @@ def test_a_job_that_somebody_cancels_is_saved_and_not_requeued(cluster, tmp_path
     assert "saving, then exiting (code 75)" in job.output
     assert "back into the queue" not in job.output
     assert job["Restarts"] == "0"
-    assert steps(job.folder / "run")[-1] >= 5
+    assert saved_steps(job.folder / "run")[-1] >= 5
 
 
 @pytest.mark.slow
 def test_a_job_whose_time_is_nearly_over_is_requeued(alone, cluster, tmp_path):
     # Slurm counts in minutes, and looks at times now and then
-    slow = ["--training.steps", "20000", "--lr_scheduler.total_steps", "-1", "--checkpoint.keep_latest_k", "2"]
+    slow = [*steps(20_000, schedule=-1), "--checkpoint.keep_latest_k", "2"]
     job = cluster.sbatch(tmp_path / "job", *slow, slurm=["--time=1", "--signal=USR1@50"])
     until(lambda: "back into the queue" in job.output, job.told, 180)
     until(lambda: job["Restarts"] == "1" and job["JobState"] == "PENDING", job.told)
     assert "SIGUSR1 received by" in job.output
-    assert steps(job.folder / "run")
+    assert saved_steps(job.folder / "run")
     cluster.run("scancel", job.number)
 
 
@@ -265,7 +267,7 @@ def test_a_node_that_is_lost_requeues_the_job_which_goes_on_exactly(fate, alone,
     lost.wait()
     until(lambda: job["Restarts"] == "1" and job["JobState"] == "PENDING", job.told)
     assert "Node failure on n1" in job.output
-    assert steps(job.folder / "run")[-1] >= 4
+    assert saved_steps(job.folder / "run")[-1] >= 4
     for pid in left:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

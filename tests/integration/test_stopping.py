@@ -5,70 +5,36 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from commands import TORCHRUN, Job, launcher, script, train
+from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, ROOT, SMALL, every, steps
 
 from titan_lite.metrics.records import read_metrics
 
-ROOT = Path(__file__).parents[2]
-DEBUG = ROOT / "train_configs/debug_model.toml"
 STEPS = 12
-SMALL = ["--training.seq_len", "32", "--training.global_batch_size", "4", "--training.steps", str(STEPS)]
-SMALL += ["--metrics.log_freq", "1", "--no-metrics.enable_tensorboard", "--validation.freq", "4", "--validation.steps", "2"]
-SMALL += ["--checkpoint.interval", "4", "--checkpoint.keep_latest_k", "0"]
-ENVIRONMENT = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "NGPU": "2"}
+OPTIONS = [*SMALL, *steps(STEPS), *every(4, validated=4, batches=2), "--training.global_batch_size=4"]
+OPTIONS += ["--checkpoint.keep_latest_k=0"]
 
 
-class Run:
-    """A job that may be looked at and signalled while it runs. Its output is what all its processes print."""
-
-    def __init__(self, folder, *command, **environment):
-        self.folder, self.log = Path(folder), Path(f"{folder}.log")
-        with open(self.log, "w") as log:
-            self.process = subprocess.Popen(
-                [*map(str, command), "--job.dump_folder", str(folder)],
-                cwd=ROOT,
-                env={**os.environ, **ENVIRONMENT, **environment},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-
-    @property
-    def output(self):
-        return self.log.read_text()
-
-    def logged(self, step):
-        """Waits until a step is logged."""
-        while self.process.poll() is None and not re.search(rf"step +{step}  loss", self.output):
-            time.sleep(0.02)
-
-    def ended(self):
-        """The exit code; the whole output is in pytest's report where a test fails."""
-        code = self.process.wait(300)
-        print(self.output)
-        return code
+def started(folder, *options, **environment):
+    """A run of ./run_train.sh."""
+    return Job(f"{folder}.log", *script(folder, *OPTIONS, *options), **{"NGPU": 2, **environment})
 
 
-def script(folder, *options, **environment):
-    return Run(folder, ROOT / "run_train.sh", *SMALL, *options, **environment)
-
-
-def launcher(folder, *options, fault, ranks=2, restarts=0, module="titan_lite.launch"):
-    """A run in which `fault` happens, see faulty_train.py."""
-    command = [sys.executable, "-m", module, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    command += ["--nproc-per-node", ranks, "--max-restarts", restarts, Path(__file__).with_name("faulty_train.py"), DEBUG]
-    return Run(folder, *command, *SMALL, *options, FAULT=json.dumps(fault))
+def with_fault(folder, *options, fault, ranks=2, restarts=0, module="titan_lite.launch"):
+    """A run in which `fault` happens, see tests/faulty.py."""
+    program = [ROOT / "tests/faulty.py", DEBUG, "--job.dump_folder", folder, *OPTIONS, *options]
+    return Job(f"{folder}.log", *launcher(ranks, *program, module=module, restarts=restarts), FAULT=json.dumps(fault))
 
 
 def tensors(folder):
     """Every parameter and optimizer state of the last step, by name."""
-    reader = dcp.FileSystemReader(Path(folder) / f"checkpoint/step-{steps(folder)[-1]}")
+    reader = dcp.FileSystemReader(Path(folder) / f"checkpoint/step-{saved_steps(folder)[-1]}")
     found = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in reader.read_metadata().state_dict_metadata.items()
@@ -90,7 +56,7 @@ def same(folder, expected):
     assert all(torch.equal(found[name], trained[name]) for name in trained)
 
 
-def steps(folder):
+def saved_steps(folder):
     return sorted(int(path.name.removeprefix("step-")) for path in (Path(folder) / "checkpoint").glob("step-*"))
 
 
@@ -98,20 +64,20 @@ def steps(folder):
 def alone(tmp_path_factory):
     """The run that nobody disturbed."""
     folder = tmp_path_factory.mktemp("alone")
-    assert script(folder).ended() == 0
+    assert train(2, DEBUG, folder, *OPTIONS).returncode == 0
     return folder
 
 
 def test_a_run_that_is_stopped_twice_and_killed_once_is_the_run_left_alone(alone, tmp_path):
     folder = tmp_path / "run"
     # one rank, before the first of two validation batches
-    run = launcher(folder, fault={"at": "validation", "step": 4, "rank": 1, "signal": "SIGUSR1"})
+    run = with_fault(folder, fault={"at": "validation", "step": 4, "rank": 1, "signal": "SIGUSR1"})
     assert run.ended() == 75
     assert "SIGUSR1 received by rank 1 at step 4: saving, then exiting (code 75)" in run.output
     assert "step    4  validation loss" not in run.output
-    assert steps(folder) == [4]
+    assert saved_steps(folder) == [4]
 
-    run = script(folder)
+    run = started(folder)
     run.logged(5)
     run.process.send_signal(signal.SIGTERM)  # to the script, somewhere in a step
     assert run.ended() == 75
@@ -119,9 +85,9 @@ def test_a_run_that_is_stopped_twice_and_killed_once_is_the_run_left_alone(alone
     told = r"SIGTERM received by rank \d( and 1 other)? at step (\d+): saving, then exiting \(code 75\)"
     (stopped,) = (int(step) for _, step in re.findall(told, run.output))
     assert stopped in range(5, 10)
-    assert steps(folder)[-1] == stopped
+    assert saved_steps(folder)[-1] == stopped
 
-    run = launcher(folder, fault={"at": "step", "step": 10, "rank": 0, "signal": "SIGKILL"}, restarts=1)
+    run = with_fault(folder, fault={"at": "forward", "step": 10, "rank": 0, "signal": "SIGKILL"}, restarts=1)
     assert run.ended() == 0
     assert "restart 1 of 1: the attempt before ended in step 10" in run.output
     same(folder, alone)
@@ -129,8 +95,8 @@ def test_a_run_that_is_stopped_twice_and_killed_once_is_the_run_left_alone(alone
 
 @pytest.mark.slow
 def test_a_fault_that_repeats_at_the_same_step_is_not_restarted_again(tmp_path):
-    fault = {"at": "step", "step": 2, "rank": 1, "signal": "raise", "every": True}
-    run = launcher(tmp_path / "run", "--no-validation.enable", "--no-checkpoint.enable", fault=fault, restarts=3)
+    fault = {"at": "forward", "step": 2, "rank": 1, "raise": "a fault", "every": True}
+    run = with_fault(tmp_path / "run", *NO_VALIDATION, *NO_CHECKPOINT, fault=fault, restarts=3)
     assert run.ended() == 3
     assert run.output.count("\nfault: {") == 2
     assert "error: step 2 failed twice in a row, the second time after a restart, so there is no further one" in run.output
@@ -141,15 +107,15 @@ def fault(at, step, signal, *, rank=1, to="rank"):
 
 
 FAULTS = [  # and the step that is saved last
-    (fault("step", 2, "SIGTERM"), 2),
-    (fault("step", 2, "SIGINT", to="launcher"), 2),
+    (fault("forward", 2, "SIGTERM"), 2),
+    (fault("forward", 2, "SIGINT", to="launcher"), 2),
     (fault("save", 4, "SIGTERM"), 4),
     (fault("save", 4, "SIGUSR1", to="launcher"), 4),
     (fault("validation", 4, "SIGTERM", to="launcher"), 4),
     (fault("validation", 12, "SIGTERM"), 12),  # the last one of the run
     (fault("validation", 0, "SIGTERM"), 0),
-    (fault("start", None, "SIGTERM"), 0),
-    (fault("start", None, "SIGUSR1", to="launcher"), 0),
+    (fault("built", None, "SIGTERM"), 0),
+    (fault("built", None, "SIGUSR1", to="launcher"), 0),
 ]
 
 
@@ -157,76 +123,76 @@ FAULTS = [  # and the step that is saved last
 @pytest.mark.parametrize(("fault", "saved"), [pytest.param(*f.values, saved, id=f.id) for f, saved in FAULTS])
 def test_at_every_moment_it_stops_saved_and_goes_on_exactly(fault, saved, alone, tmp_path):
     folder = tmp_path / "run"
-    run = launcher(folder, fault=fault, restarts=2)
+    run = with_fault(folder, fault=fault, restarts=2)
     assert run.ended() == 75
     assert "restart" not in run.output
-    last = max(steps(folder), default=0)
-    assert last in ((saved, saved + 1) if fault["to"] == "launcher" and fault["at"] == "step" else (saved,))
+    last = max(saved_steps(folder), default=0)
+    assert last in ((saved, saved + 1) if fault["to"] == "launcher" and fault["at"] == "forward" else (saved,))
     if fault["to"] == "rank":
-        then = "saving, then exiting" if fault["at"] in ("step", "validation") and saved else "exiting"
+        then = "saving, then exiting" if fault["at"] in ("forward", "validation") and saved else "exiting"
         assert f"{fault['signal']} received by rank 1 at step {saved}: {then} (code 75)" in run.output
     assert run.output.count("(code 75)") == 1
     assert run.output.count(f"checkpoint written to {folder}/checkpoint/step-{saved}\n") == bool(saved)
-    again = script(folder)
+    again = started(folder)
     assert again.ended() == 0
     same(folder, alone)
 
 
 @pytest.mark.slow
-def test_in_its_last_step_a_run_ends_as_it_would_have(tmp_path):
+def test_a_signal_in_the_last_step_leaves_the_exit_code_0(tmp_path):
     folder = tmp_path / "run"
-    run = launcher(folder, "--no-validation.enable", fault={"at": "step", "step": STEPS, "rank": 1, "signal": "SIGTERM"})
+    run = with_fault(folder, *NO_VALIDATION, fault={"at": "forward", "step": STEPS, "rank": 1, "signal": "SIGTERM"})
     assert run.ended() == 0
     assert f"SIGTERM received by rank 1 at step {STEPS}: saving, then exiting, as the run is done" in run.output
     assert f"done: step {STEPS}" in run.output
-    assert steps(folder)[-1] == STEPS
+    assert saved_steps(folder)[-1] == STEPS
 
 
 @pytest.mark.slow
 def test_while_it_compiles(alone, tmp_path):
-    folder, compiled = tmp_path / "run", ["--compile.enable", "--compile.backend", "aot_eager"]
-    run = launcher(folder, *compiled, fault={"at": "step", "step": 1, "rank": 0, "signal": "SIGTERM"})
+    folder = tmp_path / "run"
+    run = with_fault(folder, *AOT_EAGER, fault={"at": "forward", "step": 1, "rank": 0, "signal": "SIGTERM"})
     assert run.ended() == 75
     assert "SIGTERM received by rank 0 at step 1: saving, then exiting (code 75)" in run.output
-    assert script(folder, *compiled).ended() == 0
+    assert started(folder, *AOT_EAGER).ended() == 0
     same(folder, alone)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensor", "pipeline", "context"])
-def test_ranks_of_every_kind_of_parallelism_agree(kind, tmp_path):
-    layout = [f"--parallelism.{kind}_parallel_degree", "2", "--no-validation.enable"]
+def test_ranks_of_every_kind_of_parallelism_stop_at_the_same_step(kind, tmp_path):
+    layout = [f"--parallelism.{kind}_parallel_degree", "2", *NO_VALIDATION]
     for rank in (1, 2, 3):
         folder = tmp_path / str(rank)
-        run = launcher(folder, *layout, fault={"at": "step", "step": 2, "rank": rank, "signal": "SIGUSR1"}, ranks=4)
+        run = with_fault(folder, *layout, fault={"at": "forward", "step": 2, "rank": rank, "signal": "SIGUSR1"}, ranks=4)
         assert run.ended() == 75
         assert f"SIGUSR1 received by rank {rank} at step 2: saving, then exiting (code 75)" in run.output
-        assert steps(folder) == [2]
+        assert saved_steps(folder) == [2]
 
 
 @pytest.mark.slow
-def test_torchrun_itself_forwards_sigterm_though_its_exit_code_is_another(alone, tmp_path):
+def test_torchrun_forwards_sigterm_and_exits_with_1(alone, tmp_path):
     folder = tmp_path / "run"
-    fault = {"at": "step", "step": 2, "rank": 1, "signal": "SIGTERM", "to": "launcher"}
-    run = launcher(folder, fault=fault, module="torch.distributed.run")
+    fault = {"at": "forward", "step": 2, "rank": 1, "signal": "SIGTERM", "to": "launcher"}
+    run = with_fault(folder, fault=fault, module=TORCHRUN)
     assert run.ended() == 1
-    assert steps(folder)[-1] in (2, 3)
-    assert script(folder).ended() == 0
+    assert saved_steps(folder)[-1] in (2, 3)
+    assert started(folder).ended() == 0
     same(folder, alone)
 
 
 @pytest.mark.slow
-def test_without_checkpoints_it_says_so(tmp_path):
-    fault = {"at": "step", "step": 2, "rank": 1, "signal": "SIGTERM"}
-    run = launcher(tmp_path / "run", "--no-checkpoint.enable", fault=fault)
+def test_a_signal_without_checkpoints_says_that_nothing_is_saved(tmp_path):
+    fault = {"at": "forward", "step": 2, "rank": 1, "signal": "SIGTERM"}
+    run = with_fault(tmp_path / "run", *NO_CHECKPOINT, fault=fault)
     assert run.ended() == 75
     assert "at step 2: checkpoint.enable = false, so nothing is saved; exiting (code 75)" in run.output
-    assert steps(tmp_path / "run") == []
+    assert saved_steps(tmp_path / "run") == []
 
 
 @pytest.mark.slow
-def test_wrong_input_is_not_tried_again(tmp_path):
-    run = script(tmp_path / "run", "--model.flavor", "7B", MAX_RESTARTS="3")
+def test_a_wrong_recipe_is_not_restarted(tmp_path):
+    run = started(tmp_path / "run", "--model.flavor", "7B", MAX_RESTARTS=3)
     assert run.ended() == 2
     assert run.output.count('error: model.flavor = "7B"') == 1
 
@@ -237,10 +203,10 @@ def ranks_of(process):
 
 @pytest.mark.slow
 def test_killed_at_twenty_random_moments_it_is_the_run_left_alone(tmp_path):
-    options = ["--training.steps", "120", "--validation.freq", "40"]
-    assert script(tmp_path / "alone", *options, "--checkpoint.interval", "120").ended() == 0
+    options = [*steps(120), "--validation.freq", "40"]
+    assert started(tmp_path / "alone", *options, "--checkpoint.interval", "120").ended() == 0
     folder, chance = tmp_path / "run", random.Random(0)
-    run = script(folder, *options, "--checkpoint.interval", "1", "--checkpoint.keep_latest_k", "3", MAX_RESTARTS="20")
+    run = started(folder, *options, "--checkpoint.interval", "1", "--checkpoint.keep_latest_k", "3", MAX_RESTARTS=20)
     reached = 0
     for _ in range(20):
         run.logged(reached + 2)  # further than the last kill, which would look like a fault that repeats

@@ -4,13 +4,14 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import ROOT, python, run, script, torchrun, train
 from ranks import run_ranks
+from tiny import AOT_EAGER, DEBUG, SMALL, every, steps
 
 from titan_lite import optimizer
 from titan_lite.config.recipe import load_config
@@ -19,35 +20,12 @@ from titan_lite.metrics.records import read_metrics, read_run
 from titan_lite.report.page import main
 from titan_lite.trainer import Trainer
 
-ROOT = Path(__file__).parents[2]
-DEBUG = ROOT / "train_configs/debug_model.toml"
-SMALL = ["--training.seq_len", "64", "--training.steps", "6", "--lr_scheduler.total_steps", "12", "--metrics.log_freq", "1"]
-SMALL += ["--validation.freq", "3", "--validation.steps", "1", "--checkpoint.interval", "3", "--no-metrics.enable_tensorboard"]
+OPTIONS = [*SMALL, "--training.seq_len=64", *steps(6, schedule=12), *every(3, validated=3)]
 
 
-def launch(*command, **environment):
-    result = subprocess.run(
-        [*map(str, command)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-    print(result.stdout)
-    return result
-
-
-def torchrun(ranks, recipe, folder, *overrides):
-    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    command += ["--nproc-per-node", ranks, "-m", "titan_lite.train", recipe, "--job.dump_folder", folder, *overrides]
-    return launch(*command, OMP_NUM_THREADS="1")
-
-
-def trained(ranks, recipe, folder, *overrides):
-    """Train in `folder`; {step: metrics} of all that it then holds."""
-    assert torchrun(ranks, recipe, folder, *overrides).returncode == 0
+def trained(ranks, recipe, folder, *options, start=train):
+    """Train in `folder`; return {step: metrics} of all that it then holds."""
+    assert start(ranks, recipe, folder, *options).returncode == 0
     return read_metrics(Path(folder) / "metrics.jsonl")
 
 
@@ -64,17 +42,17 @@ def same(found, expected, names=("loss", "grad_norm", "validation_loss"), **tole
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """Twelve steps on two ranks in one go."""
+    """Twelve steps on two ranks in one go, by torchrun."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    return folder, trained(2, DEBUG, folder, *SMALL, "--training.steps", "12")
+    return folder, trained(2, DEBUG, folder, *OPTIONS, *steps(12), start=torchrun)
 
 
 def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_path):
     def files():
         return {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*") if path.is_file()}
 
-    options = [*SMALL[:-1], "--job.dump_folder", tmp_path]
-    first = launch(ROOT / "run_train.sh", *options)
+    command = script(tmp_path, *OPTIONS, "--metrics.enable_tensorboard")
+    first = run(*command)
     assert first.returncode == 0
     assert files() == {"config.toml", "metrics.jsonl", "events.jsonl", "tb", "checkpoint", "loss.png"}
     assert "layout: 2 ranks = dp_shard 2, each one CPU" in first.stdout
@@ -97,13 +75,13 @@ def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_pa
     assert {"loss", "grad_norm", "lr", "tps", "tflops", "mfu", "memory_gib", "data_wait"} <= metrics[6].keys()
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["lock", "step-3", "step-6"]
 
-    more = launch(ROOT / "run_train.sh", *options, "--training.steps", "8")
+    more = run(*command, *steps(8))
     assert more.returncode == 0
     assert "resumed from" in more.stdout
     assert list(read_metrics(tmp_path / "metrics.jsonl")) == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     assert json.loads((tmp_path / "checkpoint/step-8/state.json").read_text())["step"] == 8
 
-    done = launch(ROOT / "run_train.sh", *options)
+    done = run(*command)
     assert done.returncode == 0
     assert "nothing to do: step 8 is done" in done.stdout
 
@@ -130,15 +108,15 @@ LAYOUTS = {  # of other kinds: tests/distributed/test_layouts.py
 def test_every_layout_has_the_same_loss_curve(layout, uninterrupted, tmp_path):
     ranks, options = LAYOUTS[layout]
     expected = {step: values for step, values in uninterrupted[1].items() if step <= 6}
-    same(trained(ranks, DEBUG, tmp_path, *SMALL, *options), expected, rel=2e-5)
+    same(trained(ranks, DEBUG, tmp_path, *OPTIONS, *options), expected, rel=2e-5)
 
 
-COMPONENTS = ["--compile.enable", "--compile.backend", "aot_eager", "--compile.components"]
+COMPONENTS = [*AOT_EAGER, "--compile.components"]
 
 
 @pytest.mark.slow
 def test_model_and_loss_compiled_are_bitwise_the_eager_ones_and_the_optimizer_but_for_rounding(uninterrupted, tmp_path):
-    options = [*SMALL, "--training.steps", "3"]
+    options = [*OPTIONS, *steps(3)]
     expected = {step: values for step, values in uninterrupted[1].items() if step <= 3}
     same(trained(2, DEBUG, tmp_path / "two", *options, *COMPONENTS, "model,loss"), expected)
     found = trained(2, DEBUG, tmp_path / "three", *options, *COMPONENTS, "model,loss,optimizer")
@@ -149,17 +127,17 @@ def test_model_and_loss_compiled_are_bitwise_the_eager_ones_and_the_optimizer_bu
 
 @pytest.mark.slow
 def test_all_components_compiled_by_inductor_train_as_the_eager_ones(uninterrupted, tmp_path):
-    options = [*SMALL, "--training.steps", "3", "--compile.enable", "--compile.components", "model,loss,optimizer"]
+    options = [*OPTIONS, *steps(3), "--compile.enable", "--compile.components", "model,loss,optimizer"]
     expected = {step: values for step, values in uninterrupted[1].items() if step <= 3}
     same(trained(2, DEBUG, tmp_path, *options), expected, rel=2e-5)
 
 
 @pytest.mark.slow
 def test_measured_bucketing_changes_no_number_and_leaves_its_receipt(tmp_path):
-    options = [*SMALL, "--training.steps", "12", "--training.local_batch_size", "4", "--no-validation.enable"]
+    options = [*OPTIONS, *steps(12), "--training.local_batch_size", "4", "--no-validation.enable"]
     eager = trained(2, DEBUG, tmp_path / "eager", *options)
-    compiled = ["--compile.enable", "--compile.backend", "aot_eager", "--compile.bucketing", "measured", "--compile.dump_graphs"]
-    result = torchrun(2, DEBUG, tmp_path / "measured", *options, *compiled)
+    compiled = [*AOT_EAGER, "--compile.bucketing", "measured", "--compile.dump_graphs"]
+    result = train(2, DEBUG, tmp_path / "measured", *options, *compiled)
     assert result.returncode == 0
     same(read_metrics(tmp_path / "measured/metrics.jsonl"), eager)
     ways = re.findall(r'bucketing "(\w+)": [\d.]+ s a step, 168 collectives -> (\d+)(; it stays)?', result.stdout)
@@ -177,12 +155,12 @@ def test_measured_bucketing_changes_no_number_and_leaves_its_receipt(tmp_path):
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_buckets_change_no_number_in_a_pipeline(checkpointing, tmp_path):
     layout = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.fsdp_communication", "microbatch"]
-    options = [*SMALL, *layout, "--activation_checkpoint.mode", checkpointing, "--training.steps", "10"]
+    options = [*OPTIONS, *layout, "--activation_checkpoint.mode", checkpointing, *steps(10)]
     eager = trained(4, DEBUG, tmp_path / "eager", *options)
     machine = tmp_path / "machine.toml"  # slow enough for Inductor's scheduler to hide, and so to merge, anything
     machine.write_text('like = "H100"\nlaunch = 100\n')
     for bucketing in ("none", "block", "greedy", "auto"):
-        compiled = ["--compile.enable", "--compile.backend", "aot_eager", "--compile.bucketing", bucketing]
+        compiled = [*AOT_EAGER, "--compile.bucketing", bucketing]
         compiled += ["--compile.machine", machine]
         same(trained(4, DEBUG, tmp_path / bucketing, *options, *compiled), eager)
         receipts = json.loads((tmp_path / bucketing / "compile.json").read_text())
@@ -193,8 +171,8 @@ def test_buckets_change_no_number_in_a_pipeline(checkpointing, tmp_path):
 
 def with_a_broken_optimizer(folder):
     """A run whose compiled update cannot be traced; returns how it ended."""
-    options = ["--compile.enable", "--compile.backend", "aot_eager", "--compile.components", "optimizer"]
-    config, _ = load_config(DEBUG, ["--job.dump_folder", str(folder), *SMALL, *options])
+    options = [*AOT_EAGER, "--compile.components", "optimizer"]
+    config, _ = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])
     optimizer._update = lambda *lists, **numbers: torch._dynamo.graph_break()
     with pytest.raises(TrainingError) as failure:
         Trainer(config).train()
@@ -209,15 +187,15 @@ def test_what_cannot_be_compiled_ends_the_run_with_the_keys_to_change(tmp_path):
     assert cause == "Unsupported"
 
 
-def test_another_seed_is_another_run(uninterrupted, tmp_path):
-    metrics = trained(2, DEBUG, tmp_path, *SMALL, "--debug.seed", "1", "--training.steps", "1")
+def test_another_seed_has_another_loss_and_gradient_norm(uninterrupted, tmp_path):
+    metrics = trained(2, DEBUG, tmp_path, *OPTIONS, "--debug.seed", "1", *steps(1))
     of_another, of_this = ([step["loss"], step["grad_norm"]] for step in (metrics[1], uninterrupted[1][1]))
     assert of_another != pytest.approx(of_this, rel=1e-6)  # which are those of one seed on any layout, and near ln(vocabulary)
 
 
 def test_the_saved_recipe_trains_the_same_run_again(uninterrupted, tmp_path):
     folder, expected = uninterrupted
-    metrics = trained(2, folder / "config.toml", tmp_path, "--training.steps", "6")
+    metrics = trained(2, folder / "config.toml", tmp_path, *steps(6))
     same(metrics, {step: values for step, values in expected.items() if step <= 6})
 
 
@@ -227,10 +205,10 @@ KINDS = {"tp": "tensor_parallel_degree", "pp": "pipeline_parallel_degree", "cp":
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("4 tp", "2 pp"), ("2 pp", "2 cp")])  # data parallel: test_resuming.py
 def test_a_checkpoint_goes_on_with_other_ranks(before, after, uninterrupted, tmp_path):
-    for layout, steps in ((before, "3"), (after, "6")):
+    for layout, at_end in ((before, 3), (after, 6)):
         ranks, kind = layout.split()
         degree = [f"--parallelism.{KINDS[kind]}", "2"] if kind in KINDS else []
-        metrics = trained(ranks, DEBUG, tmp_path, *SMALL, *degree, "--training.steps", steps)
+        metrics = trained(int(ranks), DEBUG, tmp_path, *OPTIONS, *degree, *steps(at_end))
     same(metrics, {step: values for step, values in uninterrupted[1].items() if step <= 6}, rel=2e-5)
 
 
@@ -238,12 +216,12 @@ def test_a_checkpoint_goes_on_with_other_ranks(before, after, uninterrupted, tmp
     ("options", "message"),
     [
         (["--training.stepz", "3"], r"unknown option --training.stepz; did you mean training.steps\?"),
-        (["--training.steps", "0"], r"steps = 0: out of range"),
+        ([*steps(0)], r"steps = 0: out of range"),
         (["--data.dataset", "local"], r"needs data.path"),
     ],
 )
 def test_a_wrong_recipe_ends_before_anything_starts(options, message, tmp_path):
-    result = launch(ROOT / "run_train.sh", "--job.dump_folder", tmp_path / "out", *options)
+    result = run(*script(tmp_path / "out", *options))
     assert result.returncode == 2
     assert re.search(message, result.stdout)
     assert len(result.stdout.splitlines()) == 1
@@ -273,9 +251,9 @@ WRONG_FOR_THIS_RUN = [
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG_FOR_THIS_RUN)
-def test_what_only_model_data_and_ranks_show_to_be_wrong_is_told_in_one_line(options, message, tmp_path):
+def test_a_recipe_wrong_for_its_model_data_or_ranks_ends_with_one_line(options, message, tmp_path):
     folder = tmp_path / "out"
-    result = launch(sys.executable, "-m", "titan_lite.train", DEBUG, "--job.dump_folder", folder, *options)
+    result = train(1, DEBUG, folder, *options)
     assert result.returncode == 2
     (line,) = result.stdout.splitlines()
     assert line.startswith("error: ")
@@ -284,22 +262,22 @@ def test_what_only_model_data_and_ranks_show_to_be_wrong_is_told_in_one_line(opt
 
 
 def test_one_process_needs_no_launcher_and_profiles(tmp_path):
-    options = ["--job.dump_folder", tmp_path, *SMALL, "--profiling.enable_profiling", "--profiling.profile_freq", "3"]
-    result = launch(sys.executable, "-m", "titan_lite.train", DEBUG, *options)
+    options = ["--job.dump_folder", tmp_path, *OPTIONS, "--profiling.enable_profiling", "--profiling.profile_freq", "3"]
+    result = run(*python("-m", "titan_lite.train", DEBUG, *options))
     assert result.returncode == 0
     traces = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("rank-0.json"))
     assert traces == [f"profile_traces/trace-step-{step}/rank-0.json" for step in (3, 6)]
     assert json.loads((tmp_path / traces[0]).read_text())["traceEvents"]
 
 
-def test_a_broken_document_is_told_by_the_rank_that_read_it(tmp_path):
+def test_a_broken_document_is_reported_by_the_rank_that_read_it(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     lines = [json.dumps({"text": f"document {i}: " + "words and more words " * 10}) for i in range(40)]
     lines[33] = json.dumps({"txt": "no text"})
     corpus.write_text("\n".join(lines) + "\n")
     options = ["--data.dataset", "local", "--data.path", corpus, "--no-data.shuffle", "--no-validation.enable"]
     options += ["--data.validation_fraction", "0"]  # else it might be held out
-    result = torchrun(2, DEBUG, tmp_path / "out", *SMALL, *options, "--training.steps", "12")
+    result = train(2, DEBUG, tmp_path / "out", *OPTIONS, *options, *steps(12))
     assert result.returncode != 0
     told = (
         r"error: \[rank \d\] .*corpus.jsonl, line 34: data.text_field = \"text\" is not a field of it; its fields with text: txt"
@@ -307,77 +285,24 @@ def test_a_broken_document_is_told_by_the_rank_that_read_it(tmp_path):
     assert re.search(told, result.stdout)
 
 
-def with_bad_gradients(folder, bad_steps):
-    """Steps whose gradient is infinite on rank 1 alone; returns what is left of the run."""
-    overrides = ["--job.dump_folder", str(folder), *SMALL, "--training.max_nonfinite_steps", "2"]
-    config, _ = load_config(DEBUG, overrides)
-    trainer = Trainer(config)
-    forward_backward = trainer.forward_backward
-
-    def broken(batches, tokens):
-        loss = forward_backward(batches, tokens)
-        if trainer.step in bad_steps and trainer.rank == 1:
-            next(iter(trainer.parameters.values())).grad.to_local()[0, 0] = math.inf
-        return loss
-
-    def parameters():
-        return torch.cat([p.detach().to_local().flatten() for p in trainer.parameters.values()]).clone()
-
-    changed = {}
-    train_step = trainer.train_step
-
-    def watched():
-        before = parameters()
-        result = train_step()
-        changed[trainer.step] = not torch.equal(before, parameters())
-        return result
-
-    trainer.forward_backward, trainer.train_step = broken, watched
-    try:
-        trainer.train()
-        message = ""
-    except TrainingError as error:
-        message = str(error)
-    return trainer.step, trainer.skipped.count, changed, message
-
-
-def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(tmp_path):
-    for step, skipped, changed, message in run_ranks(2, with_bad_gradients, tmp_path, {2, 4}, init=False):
-        assert (step, skipped, message) == (6, 2, "")
-        assert changed == {1: True, 2: False, 3: True, 4: False, 5: True, 6: True}
-    metrics = read_metrics(tmp_path / "metrics.jsonl")
-    assert metrics[2]["grad_norm"] is None  # JSON has no infinity
-    assert [metrics[step]["skipped_steps"] for step in range(1, 7)] == [0, 1, 1, 2, 2, 2]
-    assert math.isfinite(metrics[6]["validation_loss"])
-
-
-def test_too_many_of_them_in_a_row_end_the_run(tmp_path):
-    for step, skipped, changed, message in run_ranks(2, with_bad_gradients, tmp_path, {3, 4, 5}, init=False):
-        assert (step, skipped) == (4, 2)
-        assert changed == {1: True, 2: True, 3: False}
-        assert "2 steps in a row" in message
-        assert "training.max_nonfinite_steps" in message
-        assert "parameters are those of step 2" in message
-
-
 def bfloat16(folder):
-    config, _ = load_config(DEBUG, ["--job.dump_folder", str(folder), *SMALL, "--training.mixed_precision_param", "bfloat16"])
+    config, _ = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, "--training.mixed_precision_param", "bfloat16"])
     Trainer(config).train()
 
 
-def test_bfloat16_learns_as_float32_does(uninterrupted, tmp_path):
+def test_bfloat16_has_the_losses_of_float32_within_two_thousandths(uninterrupted, tmp_path):
     run_ranks(2, bfloat16, tmp_path, init=False)
     metrics = read_metrics(tmp_path / "metrics.jsonl")
     same(metrics, {step: v for step, v in uninterrupted[1].items() if step <= 6}, names=("loss", "validation_loss"), rel=2e-3)
 
 
-def test_a_checkpoint_of_another_flavor_is_told_and_a_longer_schedule_said(uninterrupted, tmp_path):
-    trained(1, DEBUG, tmp_path, *SMALL, "--training.steps", "1")
-    result = torchrun(1, DEBUG, tmp_path, *SMALL, "--training.steps", "2", "--lr_scheduler.total_steps", "40")
+def test_resuming_refuses_another_flavor_and_reports_a_longer_schedule(uninterrupted, tmp_path):
+    trained(1, DEBUG, tmp_path, *OPTIONS, *steps(1))
+    result = train(1, DEBUG, tmp_path, *OPTIONS, *steps(2, schedule=40))
     assert result.returncode == 0
     assert "how it learns changes" in result.stdout
     assert "steps of the schedule (lr_scheduler.total_steps): 40, was 12" in result.stdout
-    result = torchrun(1, DEBUG, tmp_path, *SMALL, "--model.flavor", "1B")
+    result = train(1, DEBUG, tmp_path, *OPTIONS, "--model.flavor", "1B")
     assert result.returncode != 0
     assert re.search(r'error: .*it cannot work: .*model.flavor = "1B", was "debug"; .* another job.dump_folder', result.stdout)
 
@@ -393,9 +318,9 @@ def test_a_checkpoint_of_another_flavor_is_told_and_a_longer_schedule_said(unint
         ({"CONFIG_FILE": "train_configs/debug.toml"}, "did you mean"),
     ],
 )
-def test_what_the_environment_says_wrongly_is_one_line(environment, said):
+def test_a_wrong_environment_variable_ends_with_one_line(environment, said):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    result = launch(ROOT / "run_train.sh", **environment, PATH=path)
+    result = run(ROOT / "run_train.sh", **environment, PATH=path)
     assert result.returncode == 2
     (line,) = result.stdout.splitlines()
     assert line.startswith("error: ")

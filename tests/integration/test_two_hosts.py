@@ -5,16 +5,16 @@ import re
 import shutil
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
-from test_stopping import ENVIRONMENT, ROOT, SMALL, same, script, steps
+from commands import Job, script
+from test_stopping import OPTIONS, same, saved_steps, started
+from tiny import every, steps
 
 pytestmark = pytest.mark.slow
 
 STEPS, LIMIT = 60, 4
-OPTIONS = [*SMALL, "--training.steps", str(STEPS), "--checkpoint.interval", "4", "--validation.freq", "60"]
-OPTIONS += ["--comm.train_timeout_seconds", str(LIMIT)]
+LONGER = [*OPTIONS, *steps(STEPS), *every(4, validated=60), f"--comm.train_timeout_seconds={LIMIT}"]
 
 
 def ip(*command):
@@ -47,35 +47,12 @@ class Hosts:
         """One launcher on each, with one rank."""
         launchers = []
         for number, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
-            command = ["ip", "netns", "exec", name, f"{ROOT}/run_train.sh", *OPTIONS, *options, "--job.dump_folder", str(folder)]
-            nodes = {"NNODES": "2", "NGPU": "1", "RDZV_ENDPOINT": f"{self.addresses[0]}:29500", "LOCAL_ADDR": address}
-            nodes |= {"NODE_RANK": str(number), "MAX_RESTARTS": str(restarts)}
-            launchers.append(Launcher(command, nodes, Path(f"{folder}-{number}.log")))
+            command = ["ip", "netns", "exec", name, *script(folder, *LONGER, *options)]
+            nodes = {"NNODES": 2, "NGPU": 1, "NODE_RANK": number, "RDZV_ENDPOINT": f"{self.addresses[0]}:29500"}
+            nodes |= {"LOCAL_ADDR": address, "MAX_RESTARTS": restarts}
+            # gloo asks the host name for an address, which is this machine's for both
+            launchers.append(Job(f"{folder}-{number}.log", *command, **nodes, GLOO_SOCKET_IFNAME="cable"))
         return launchers
-
-
-class Launcher:
-    def __init__(self, command, nodes, log):
-        self.log = log
-        # gloo asks the host name for an address, which is this machine's for both
-        environment = {**os.environ, **ENVIRONMENT, **nodes, "GLOO_SOCKET_IFNAME": "cable"}
-        with open(log, "a") as output:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
-
-    @property
-    def output(self):
-        return self.log.read_text()
-
-    def logged(self, step):
-        while self.process.poll() is None and not re.search(rf"step +{step}  loss", self.output):
-            time.sleep(0.02)
-
-    def ended(self):
-        try:
-            return self.process.wait(200)
-        finally:
-            print(f"== {self.log.name}\n{self.output}")
-            self.process.kill()
 
 
 @pytest.fixture
@@ -95,7 +72,7 @@ def hosts():
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    assert script(folder, *OPTIONS).ended() == 0
+    assert started(folder, *LONGER).ended() == 0
     return folder
 
 
@@ -111,7 +88,7 @@ def test_a_cable_that_is_cut_ends_both_with_a_message_and_another_start_goes_on_
         assert re.search(r"error: (rank \d .* was the first to end, with|the other nodes .* with) exit code 1", launcher.output)
     assert "rank 1 gives no sign of life" in first.output
     assert "the store at 10.231.7.1:" in second.output  # which rank 0 has, and nobody can reach
-    saved = steps(folder)[-1]
+    saved = saved_steps(folder)[-1]
     assert 4 <= saved < STEPS
 
     hosts.cable("up")

@@ -1,28 +1,20 @@
 """`python -m titan_lite.verify`: what agrees, what does not and is named, and what cannot be asked."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from commands import python, run
+from tiny import DEBUG, RECIPES
 
 from titan_lite import verify
 from titan_lite.config.recipe import load_config
 from titan_lite.distributed.gather import Bucket
 from titan_lite.verify import every_layout, layout_of, name_of, parse_layout, twin
 
-ROOT = Path(__file__).parents[2]
-RECIPES = ROOT / "train_configs"
-DEBUG = RECIPES / "debug_model.toml"
-
 
 def command(*arguments):
-    words = [sys.executable, "-m", "titan_lite.verify", *map(str, arguments)]
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    print(result.stdout, result.stderr)
-    return result
+    return run(*python("-m", "titan_lite.verify", *arguments), seconds=900)
 
 
 def test_a_recipe_that_is_right_exits_with_0():
@@ -94,32 +86,39 @@ def test_the_exit_code_is_that_of_the_verdict(monkeypatch):
         assert verify.main([str(DEBUG)]) == code
 
 
+def exit_code(arguments):
+    try:
+        return verify.main(arguments)
+    except SystemExit as stop:  # as argparse ends a program
+        return stop.code
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([DEBUG, "--layouts", "dp=2"], r"--layouts dp=2: 'dp=2' is no degree; write recipe, all, or degrees of pp, dp_replicate"),
         ([DEBUG, "--layouts", "tp=two"], r"'tp=two' is no degree"),
         ([DEBUG, "--layouts", "tp=0"], r"'tp=0' is no degree"),
-        ([DEBUG, "--layouts"], r"--layouts has no value"),
-        ([DEBUG, "--steps", "none"], r"--steps none: expected an integer at least 1"),
-        ([DEBUG, "--steps"], r"--steps without a value"),
+        ([DEBUG, "--layouts"], r"argument --layouts: expected at least one argument"),
+        ([DEBUG, "--steps", "none"], r"argument --steps: none: expected an integer at least 1"),
+        ([DEBUG, "--steps"], r"argument --steps: expected one argument"),
         ([DEBUG, "--layouts=tp=3"], r"tensor_parallel_degree = 3 does not divide the 8 attention heads"),
         ([DEBUG, "--training.stepz=3"], r"unknown option --training.stepz=3; did you mean"),
         ([DEBUG, "--model.flavor=7B"], r'model.flavor = "7B": known flavors are debug'),
         (["nowhere.toml"], r"nowhere.toml: no such recipe"),
     ],
 )
-def test_what_cannot_be_asked_is_one_line_and_2(arguments, message, capsys):
-    assert verify.main([str(argument) for argument in arguments]) == 2
+def test_wrong_arguments_end_with_one_line_and_exit_code_2(arguments, message, capsys):
+    assert exit_code([str(argument) for argument in arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert re.search(message, line)
 
 
 def test_help_is_what_the_module_says(capsys):
-    assert verify.main(["--help"]) == 0
+    assert exit_code(["--help"]) == 0
     assert "--layouts LAYOUT" in capsys.readouterr().out
-    assert verify.main([]) == 2
+    assert exit_code([]) == 2
 
 
 @pytest.mark.parametrize(
@@ -161,14 +160,14 @@ def test_all_layouts_are_all_that_eight_processes_can_have():
 
 
 def test_a_comparison_sees_what_is_not_finite_and_what_is_missing():
-    one = verify.Run({(0, 1): (2.0, 1.0)}, {1: 2.0}, {"w": torch.ones(3)}, {"a": torch.ones(3), "b": torch.ones(3)})
+    one = verify.Observed({(0, 1): (2.0, 1.0)}, {1: 2.0}, {"w": torch.ones(3)}, {"a": torch.ones(3), "b": torch.ones(3)})
     assert verify.compare(one, one).agrees
-    nan = verify.Run({(0, 1): (2.0, 1.0)}, {1: 2.0}, {"w": torch.full((3,), torch.nan)}, one.activations)
+    nan = verify.Observed({(0, 1): (2.0, 1.0)}, {1: 2.0}, {"w": torch.full((3,), torch.nan)}, one.activations)
     assert not verify.compare(nan, one).agrees
-    assert not verify.compare(verify.Run({(0, 1): (torch.nan, 1.0)}, {1: 2.0}, one.gradients, one.activations), one).agrees
-    other_rank = verify.Run({**one.losses, (1, 1): (-1.0, 1.0)}, one.validation, one.gradients, one.activations)
+    assert not verify.compare(verify.Observed({(0, 1): (torch.nan, 1.0)}, {1: 2.0}, one.gradients, one.activations), one).agrees
+    other_rank = verify.Observed({**one.losses, (1, 1): (-1.0, 1.0)}, one.validation, one.gradients, one.activations)
     assert verify.compare(other_rank, one).loss > 1
-    missing = verify.Run(one.losses, one.validation, one.gradients, {"a": torch.ones(3)})
+    missing = verify.Observed(one.losses, one.validation, one.gradients, {"a": torch.ones(3)})
     assert verify.compare(missing, one).module == "b"
 
 

@@ -40,13 +40,12 @@ def take_steps(model, optimizer, steps):
 # Groups and steps
 
 
-@pytest.mark.parametrize("decay_norms", [False, True])
-def test_norms_decay_only_when_asked_for(decay_norms):
+def test_norms_do_not_decay():
     model = build_model()
-    optimizer = build_optimizer(Optimizer(weight_decay=0.3, decay_norms=decay_norms), model.parameters())
+    optimizer = build_optimizer(Optimizer(weight_decay=0.3), model.parameters())
     names = {parameter: name for name, parameter in model.named_parameters()}
     decay = {names[p]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    assert decay == {name: 0.0 if name in NORMS and not decay_norms else 0.3 for name in names.values()}
+    assert decay == {name: 0.0 if name in NORMS else 0.3 for name in names.values()}
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(names)  # none of them twice
 
 

@@ -21,6 +21,7 @@ ROOMS = {
     "manifest": (),
     "ranks": ("torch", "titan_lite.config"),
     "config": ("tomli",),  # the standard library has it from Python 3.11 on
+    "config/describe": (*PART, "titan_lite.layout", "titan_lite.distributed"),
     "config/check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
     "models": ("torch",),
     "loss": PART,
@@ -28,7 +29,7 @@ ROOMS = {
     "lr_scheduler": PART,
     "compiler": ("torch", "titan_lite.config"),
     "distributed": ("torch", "titan_lite.config", "titan_lite.compiler", "titan_lite.ranks"),
-    "data": (*PART, "titan_lite.manifest", "tiktoken", "tokenizers", "datasets", "pyarrow", "numpy"),
+    "data": (*PART, "torchdata", "titan_lite.manifest", "tiktoken", "tokenizers", "datasets", "pyarrow", "numpy"),
     "data/bad_documents": (*PART, "titan_lite.metrics.records"),
     "data/prepare": (*PART, "titan_lite.manifest", "numpy", "tqdm"),
     "checkpoint": (*PART, "titan_lite.manifest"),
@@ -40,7 +41,7 @@ ROOMS = {
     "faults/verdict": (),
     "metrics": (*PART, "matplotlib", "tqdm", "wandb"),
     "metrics/records": ("titan_lite.config",),  # and no torch, as report
-    "metrics/lines": (*PART, "titan_lite.layout", "titan_lite.compiler", "titan_lite.distributed"),
+    "metrics/lines": (*PART, "titan_lite.compiler"),
     "layout": (*PART, "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler"),
     "metrics/throughput": (),
     "metrics/timelines": ("titan_lite.compiler", "matplotlib"),
@@ -59,7 +60,7 @@ ROOMS = {
     "recipe": ("titan_lite.config", "titan_lite.logging"),
     "launch": ("torch", "titan_lite.faults.signals"),
     "convert": (*PART, "safetensors", "titan_lite.manifest", "titan_lite.models", "titan_lite.checkpoint", "titan_lite.data"),
-    "generate": (*PART, "titan_lite.models", "titan_lite.checkpoint.weights", "titan_lite.data", "titan_lite.distributed"),
+    "generate": (*PART, "titan_lite.models", "titan_lite.checkpoint.weights", "titan_lite.data"),
     "trainer": (*PART, "titan_lite"),  # the assembler
     "train": (*PART, "titan_lite.recipe", "titan_lite.trainer", "titan_lite.faults"),
     "verify": (*PART, "titan_lite"),  # runs the trainer, and looks into it
@@ -67,8 +68,8 @@ ROOMS = {
 WHOLE_CONFIG = {  # the others take their own section, or plain values
     "config",
     "config/check",
+    "config/describe",
     "recipe",
-    "metrics/lines",
     "layout",
     "trainer",
     "train",
@@ -181,3 +182,44 @@ def test_an_allowed_import_is_not(module, source, tmp_path):
     path.parent.mkdir(exist_ok=True)
     path.write_text(source)
     assert forbidden_imports(tmp_path) == []
+
+
+LAYOUT = {"layout.py", "config/keys.py", "config/recipe.py", "verify.py"}  # recipe: an early check; verify: makes other recipes
+
+
+def derived_again(package):
+    """A line for every place but LAYOUT that works out accumulation, rows or whether weights are gathered once a step."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        if str(path.relative_to(package)) in LAYOUT:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            parts = []
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.FloorDiv | ast.Mod):
+                parts = [part.attr for part in (node.left, node.right) if isinstance(part, ast.Attribute)]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                parts = [node.func.id]
+            elif isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute):
+                parts = [node.left.attr]
+            derived = {"local_batch_size", "global_batch_size", "gradient_accumulation_steps", "fsdp_communication"}
+            if derived & {*parts} and not (isinstance(node, ast.Compare) and parts == ["global_batch_size"]):
+                found.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_only_the_layout_derives_accumulation_rows_and_gathering_once():
+    assert derived_again(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "rows = training.local_batch_size * dp_degree",
+        "n = gradient_accumulation_steps(config.training, 2)",
+        'once = n > 1 and parallelism.fsdp_communication == "step"',
+        "n = config.training.global_batch_size // rows",
+    ],
+)
+def test_a_value_derived_again_is_found(source, tmp_path):
+    (tmp_path / "part.py").write_text(source)
+    assert len(derived_again(tmp_path)) == 1

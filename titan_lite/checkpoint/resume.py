@@ -1,4 +1,4 @@
-"""What going on from a checkpoint means under a recipe that may have changed since, by consequence.
+"""Consequences for a run that goes on from a checkpoint, under a recipe that may have changed since.
 
     differences = compare(state, described)       # state.json of the step, and what this run says of itself (check.py)
     refuse(differences, "step-50", config.checkpoint)           # ConfigError for what cannot work
@@ -11,81 +11,25 @@
 
 A step's state.json has the whole resolved recipe, and under "run" what a recipe does not say: the model's shape, hashes of the
 tokenizer and of the documents, the ranks, versions. Two recipes are compared by these where they decide: another
-`data.path` with the same documents is no other data. Every key has one row in CONSEQUENCES, or its section has.
+`data.path` with the same documents is no other data. The consequence of a key stands in its row (config/row.py).
 """
 
 import json
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from titan_lite.config import KEYS, Checkpoint, ConfigError, LRScheduler
+from titan_lite.config import DROPPED, KEYS, SECTIONS, Checkpoint, ConfigError, LRScheduler, without_need
+from titan_lite.config.row import CANNOT, FRESH, LEARNING, NOTHING, PLACE, ROUNDING, WORST_FIRST
 from titan_lite.data.dataset import EPOCH
 from titan_lite.lr_scheduler import lr_factor
-
-CANNOT = "it cannot work"
-PLACE = "the data cannot go on where it was"
-FRESH = "the optimizer starts anew"
-DATA = "the data goes on at the same token, in sequences of another length"
-LEARNING = "how it learns changes"
-ROUNDING = "numbers change by rounding"
-NOTHING = "no number of the training changes"
 
 ACCEPTED_BY = {  # what is refused unless the recipe says so, and what it then does
     PLACE: ("restart_data", "begins the recipe's data at its first document"),
     FRESH: ("accept_model_only", "starts with moments of zero"),
-}
-
-CONSEQUENCES = {  # key or section of a recipe: what its change does, unless DECIDED_BY says otherwise
-    "job": NOTHING,
-    "model.name": NOTHING,
-    "model.flavor": NOTHING,
-    "model.tokenizer_path": NOTHING,
-    "training.local_batch_size": ROUNDING,
-    "training.global_batch_size": NOTHING,
-    "training.seq_len": DATA,
-    "training.mask_documents": LEARNING,
-    "training.max_norm": LEARNING,
-    "training.steps": NOTHING,
-    "training.dtype": ROUNDING,
-    "training.mixed_precision_param": ROUNDING,
-    "training.mixed_precision_reduce": ROUNDING,
-    "training.gc_freq": NOTHING,
-    "training.max_nonfinite_steps": NOTHING,
-    "training.spike_window": LEARNING,
-    "training.spike_sigmas": LEARNING,
-    "optimizer": LEARNING,
-    "lr_scheduler": LEARNING,
-    "lr_scheduler.total_steps": NOTHING,
-    "parallelism": ROUNDING,
-    "activation_checkpoint": ROUNDING,
-    "compile": ROUNDING,
-    "compile.dump_graphs": NOTHING,
-    "checkpoint": NOTHING,
-    "data.dataset": PLACE,
-    "data.path": NOTHING,
-    "data.subset": PLACE,
-    "data.split": PLACE,
-    "data.text_field": PLACE,
-    "data.sources": NOTHING,
-    "data.validation_fraction": PLACE,
-    "data.shuffle": PLACE,
-    "data.shuffle_buffer": PLACE,
-    "data.min_document_tokens": LEARNING,
-    "data.max_document_mib": LEARNING,
-    "data.on_bad_document": NOTHING,
-    "data.max_bad_documents": NOTHING,
-    "data.num_workers": NOTHING,
-    "data.prefetch": NOTHING,
-    "validation": NOTHING,
-    "metrics": NOTHING,
-    "profiling": NOTHING,
-    "comm": NOTHING,
-    "debug.seed": PLACE,
-    "debug.deterministic": ROUNDING,
 }
 
 FACTS = {  # what is compared beside the recipe: how it is called, and what its change does
@@ -102,18 +46,6 @@ FACTS = {  # what is compared beside the recipe: how it is called, and what its 
     "git": ("git revision", ROUNDING),
 }
 
-DECIDED_BY = {  # keys whose change does what that of the fact does, and nothing where the fact is the same
-    "model.name": "model",
-    "model.flavor": "model",
-    "model.tokenizer_path": "tokenizer",
-    "training.local_batch_size": "rows",
-    "training.global_batch_size": "rows",
-    "training.steps": "total_steps",
-    "lr_scheduler.total_steps": "total_steps",
-    "data.path": "documents",
-    "data.sources": "documents",
-}
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -124,7 +56,7 @@ class Difference:
 
 
 def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[Difference]:
-    """What differs between a step's state.json and this run: keys of the recipe, then FACTS. Raises ConfigError."""
+    """The differences between a step's state.json and this run: keys of the recipe, then FACTS. Raises ConfigError."""
     if not {"recipe", "run", "tensors"} <= state.keys() or not {"data", "optimizer", "lr_scheduler"} <= state["recipe"].keys():
         raise ConfigError(
             "checkpoint.folder: state.json of the step does not say by what recipe it was made (recipe, run, tensors); "
@@ -134,17 +66,17 @@ def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[Diff
     known = [fact for fact in FACTS if state["run"].get(fact) and now["run"].get(fact)]  # of others one of both says nothing
     facts = [(fact, *change) for fact in known for change in _changes(state["run"][fact], now["run"][fact])]
     changed = {fact for fact, *_ in facts}
+    idle = without_need(state["recipe"], resuming=True).keys() & without_need(now["recipe"], resuming=True).keys()
     differences = []
-    idle = _idle(state["recipe"]) & _idle(now["recipe"])
     for key, was, new in _changes(state["recipe"], now["recipe"]):
-        if key not in KEYS:  # of another version
-            differences.append(Difference(NOTHING, f"{key} was {json.dumps(was)}, and is no key of this version"))
-            continue
-        if was is None:
-            was = json.loads(json.dumps(KEYS[key].default))
-        if was != new:
-            consequence = NOTHING if key in idle else consequence_of(key, changed)
-            differences.append(Difference(consequence, f"{key} = {json.dumps(new)}, was {json.dumps(was)}"))
+        if key in KEYS:
+            was = json.loads(json.dumps(KEYS[key].default)) if was is None else was
+            if was != new:
+                consequence = NOTHING if key in idle else consequence_of(key, changed)
+                differences.append(Difference(consequence, f"{key} = {json.dumps(new)}, was {json.dumps(was)}"))
+        elif key not in DROPPED or was != DROPPED[key][0]:
+            consequence = SECTIONS[key.partition(".")[0]].resume if key in DROPPED else NOTHING
+            differences.append(Difference(consequence, f"{key} was {json.dumps(was)}, and is no key of this version"))
     for fact, path, was, new in facts:
         words, consequence = FACTS[fact]
         differences.append(Difference(consequence, f"{words.format(path)}: {_short(new)}, was {_short(was)}"))
@@ -153,11 +85,10 @@ def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[Diff
     return differences
 
 
-def consequence_of(key: str, changed_facts: set[str] | frozenset[str] = frozenset()) -> str:
-    """What a change of this key does where these facts have changed as well."""
-    if DECIDED_BY.get(key) in changed_facts:
-        return FACTS[DECIDED_BY[key]][1]
-    return CONSEQUENCES[key] if key in CONSEQUENCES else CONSEQUENCES[key.partition(".")[0]]
+def consequence_of(key: str, changed_facts: Set[str] = frozenset()) -> str:
+    """The consequence of a change of this key where these facts have changed as well."""
+    row = KEYS[key].metadata
+    return FACTS[row["fact"]][1] if row["fact"] in changed_facts else row["resume"] or SECTIONS[key.partition(".")[0]].resume
 
 
 def refuse(differences: Sequence[Difference], where: Path | str, config: Checkpoint, *, done: bool = False) -> None:
@@ -178,7 +109,7 @@ def refuse(differences: Sequence[Difference], where: Path | str, config: Checkpo
 
 
 def restarts_data(differences: Sequence[Difference]) -> bool:
-    """Whether the recipe's data begins anew, where checkpoint.restart_data accepts that.
+    """True: the recipe's data begins anew, where checkpoint.restart_data accepts that.
 
     Only at the first resume with other data: the steps saved since then have its position, from which later resumes go on.
     """
@@ -188,7 +119,7 @@ def restarts_data(differences: Sequence[Difference]) -> bool:
 def explain(differences: Sequence[Difference], state: Mapping[str, Any], described: Mapping[str, Any]) -> list[str]:
     """The differences in lines, those with the worst consequence first."""
     lines = []
-    for consequence in (CANNOT, PLACE, FRESH, DATA, LEARNING, ROUNDING, NOTHING):
+    for consequence in WORST_FIRST:
         texts = [difference.text for difference in differences if difference.consequence == consequence]
         more = _learning_rates(state, described) if texts and consequence == LEARNING else ""
         if texts and consequence in ACCEPTED_BY:
@@ -199,10 +130,8 @@ def explain(differences: Sequence[Difference], state: Mapping[str, Any], describ
 
 
 def position(state: Mapping[str, Any]) -> str:
-    """Where the data of a step stands, in words."""
+    """The place of a step in its data, in words."""
     rows = list(state["loader"]["rows"].values())
-    if isinstance(rows[0][-1], int):  # of a version that had one source
-        rows = [[windows, [ordinal, used]] for ordinal, used, windows in rows]
     places = []
     for source in range(1, len(rows[0])):
         ordinals = [row[source][0] for row in rows]
@@ -241,23 +170,8 @@ def _changes(was: Any, new: Any, path: str = "") -> list[tuple[str, Any, Any]]:
     return [] if was == new else [(path, was, new)]
 
 
-def _idle(recipe: Mapping[str, Any]) -> set[str]:
-    """Keys of the data that do nothing in this recipe."""
-    data, idle = recipe["data"], set()
-    datasets = {source["dataset"] for source in data.get("sources") or [data]}
-    if datasets <= {"stdlib", "prepared"} or data.get("sources"):
-        idle |= {"data.text_field"}
-    if datasets <= {"c4", "prepared"}:  # which have a validation split of their own
-        idle |= {"data.validation_fraction"}
-    if datasets <= {"stdlib", "prepared"} or not data["shuffle"]:
-        idle |= {"data.shuffle_buffer"}
-    if not data["shuffle"]:
-        idle |= {"debug.seed"}
-    return idle
-
-
 def _learning_rates(state: Mapping[str, Any], described: Mapping[str, Any]) -> str:
-    """What the next step's learning rate is and would have been; empty where that is the same."""
+    """The next step's learning rate, and the one that it would have had; empty where they are the same."""
     step, rates = state["step"] + 1, []
     for which in (state, described):
         recipe = which["recipe"]["lr_scheduler"]

@@ -1,15 +1,22 @@
-"""Save and resume: tensors through torch.distributed.checkpoint, everything else as JSON. A step is whole or absent.
+"""Save and resume: tensors through torch.distributed.checkpoint (DCP), everything else as JSON.
+
+Problem. A run may be killed at any moment, a disk may fill up or lose bits, another run may write to the same folder, and
+training stands still for as long as a step takes to reach a disk.
+
+Solution. A step is whole or absent: it is written under another name, which is changed when all of it is on disk.
 
     checkpoint/step-50/              .metadata, *.distcp      every parameter and optimizer state under its FQN, resharded on load
                                      state.json               step, tokens, position of the data
                                      manifest.json            size and SHA-256 of each of these, written last
-    checkpoint/unfinished-step-60/   being written: has its name when all of it is on disk
+    checkpoint/unfinished-step-60/   being written
     checkpoint/deleting-step-20/     older than the newest checkpoint.keep_latest_k
-    checkpoint/invalid-step-40/      was not loaded, and set aside, since the run comes to its step again
+    checkpoint/invalid-step-40/      damaged, and set aside, since the run comes to its step again
     checkpoint/lock                  held by the run that writes here
 
-With checkpoint.async_mode the loop waits for a copy in host memory alone. A thread on each rank writes it; these have a process
-group of their own, since collectives of two threads on one group would meet each other.
+With checkpoint.async_mode the loop waits for a copy in host memory alone. A thread on each rank writes it; these threads have a
+process group of their own, since collectives of two threads on one group would meet each other.
+
+Open point. A resume reads a step twice: all files are hashed, split over the ranks, before the first tensor is loaded.
 """
 
 import datetime
@@ -55,6 +62,7 @@ class Checkpointer:
     def __init__(self, config: Checkpoint, dump_folder: Path):
         self.config = config
         self.folder = dump_folder / config.folder
+        self.key = f'checkpoint.folder = "{config.folder}"'  # begins errors
         self.group: dist.ProcessGroup | None = None
         self.saving: threading.Thread | None = None
         self.failure: CheckpointError | None = None  # of the save that has ended
@@ -68,25 +76,19 @@ class Checkpointer:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.locked = (self.folder / "lock").open("a+", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(
-                f'checkpoint.folder = "{self.config.folder}": {error.filename}: {error.strerror}; a folder that can be written '
-                "would work, or checkpoint.enable = false"
-            ) from None
+            works = "a folder that can be written would work, or checkpoint.enable = false"
+            raise ConfigError(f"{self.key}: {error.filename}: {error.strerror}; {works}") from None
         try:
             # POSIX's lock and not BSD's, which a data loader's process would inherit and hold after this one was killed.
             fcntl.lockf(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                logger.warning(
-                    f"{self.folder} has no locks ({error.strerror}): a second run that writes there would not be noticed"
-                )
+                logger.warning(f"{self.folder} has no locks ({error.strerror}): a second run that writes there is not noticed")
                 return
             self.locked.seek(0)
             holder = self.locked.read().strip() or "another process"
-            raise ConfigError(
-                f'checkpoint.folder = "{self.config.folder}": {self.folder} is in use by {holder}; end that run, or name another '
-                "job.dump_folder"
-            ) from None
+            works = "end that run, or name another job.dump_folder"
+            raise ConfigError(f"{self.key}: {self.folder} is in use by {holder}; {works}") from None
         with suppress(OSError):  # on a full disk a second run is refused all the same, and told less of this one
             self.locked.truncate(0)
             self.locked.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -98,29 +100,41 @@ class Checkpointer:
     def path_of(self, step: int) -> Path:
         return self.folder / f"step-{step}"
 
+    def _unfinished(self, step: int) -> Path:
+        return self.folder / f"unfinished-step-{step}"
+
     def present(self) -> list[int]:
         """The steps that have a folder, whole or not, oldest first."""
         try:
             names = os.listdir(self.folder)
         except FileNotFoundError:
-            names = []
+            return []
         except OSError as error:  # of which a new run must not come
-            wrong = f'checkpoint.folder = "{self.config.folder}": {self.folder} cannot be read: {error.strerror}'
-            raise ConfigError(f"{wrong}; a folder that can be would work") from None
+            works = "a folder that can be read would work"
+            raise ConfigError(f"{self.key}: {self.folder} cannot be read: {error.strerror}; {works}") from None
         return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-(0|[1-9]\d*)", name))
 
     def steps(self) -> list[int]:
         """The steps that can be loaded, as far as `fault` tells, oldest first. For one rank or all."""
         return [step for step in self.present() if not self.fault(step)]
 
-    def fault(self, step: int) -> str:
-        """Why a step cannot be loaded, by names and sizes of its files and what the small ones say; empty: it can. For one rank
-        or all."""
+    def fault(self, step: int, *, share: bool = False) -> str:
+        """Why a step cannot be loaded; empty: it can. For one rank or all.
+
+        Looks at names and sizes of its files and at what the small ones say; share: at every byte of this rank's share of the
+        files, in which case no rank alone can tell.
+        """
         path = self.path_of(step)
         try:
             files = manifest.check_step(path, step)
-            manifest.check_bytes(path, {name: files[name] for name in SMALL if name in files})
-        except Damaged as error:
+            names = (
+                sorted(files)[dist.get_rank() :: dist.get_world_size()] if share else [name for name in SMALL if name in files]
+            )
+            manifest.check_bytes(path, {name: files[name] for name in names})
+            if share and dist.get_rank() == 0:
+                tensor_files.read_metadata(path, files)
+                self.read_state(step)
+        except (Damaged, ConfigError) as error:
             return str(error)
         return ""
 
@@ -140,11 +154,9 @@ class Checkpointer:
         whole = [step for step in present if step not in faults]
         have = f"it has {', '.join(map(str, whole))}" if whole else "it has none"
         if wanted == -1 and present:
-            raise ConfigError(
-                f'checkpoint.folder = "{self.config.folder}": none of the steps in {self.folder} is whole '
-                f"({'; '.join(f'step-{step}: {fault}' for step, fault in faults.items())}); to begin again, move them away, or "
-                "name another job.dump_folder"
-            )
+            each = "; ".join(f"step-{step}: {fault}" for step, fault in faults.items())
+            works = "to begin again, move them away, or name another job.dump_folder"
+            raise ConfigError(f"{self.key}: none of the steps in {self.folder} is whole ({each}); {works}")
         if wanted == -1 and self.config.must_resume:
             raise ConfigError(f"checkpoint.must_resume = true: there is no step in {self.folder}; false would begin a new run")
         if wanted == -1:
@@ -173,38 +185,19 @@ class Checkpointer:
                 step = self.step_to_load(damaged)
             except ConfigError as wrong:
                 error = str(wrong)
-            seen = self._gather((step, error))
-            for _, theirs in seen:
-                if theirs:
-                    raise ConfigError(theirs)
+            self._agree(error)
+            seen = self._gather(step)
             if len(set(seen)) > 1:
-                each = ", ".join(
-                    f"rank {r}: {found or 'none'}" for r, (found, _) in enumerate(seen) if (found, "") != seen[r - 1]
-                )
-                raise ConfigError(
-                    f"checkpoint.folder: ranks see different newest steps in {self.folder} ({each}); "
-                    "job.dump_folder on a file system that all nodes share would work"
-                )
+                each = ", ".join(f"rank {rank}: {found or 'none'}" for rank, found in enumerate(seen) if found != seen[rank - 1])
+                works = "job.dump_folder on a file system that all nodes share would work"
+                raise ConfigError(f"checkpoint.folder: ranks see different newest steps in {self.folder} ({each}); {works}")
             if step is None:
                 return None
-            faults = [fault for fault in self._gather(self._fault_of_share(step)) if fault]
+            faults = [fault for fault in self._gather(self.fault(step, share=True)) if fault]
             if not faults:
                 self._set_aside(step, damaged)
                 return step
             damaged[step] = faults[0]
-
-    def _fault_of_share(self, step: int) -> str:
-        """As `fault`, from every byte of the files that are this rank's to compare."""
-        path, rank, world_size = self.path_of(step), dist.get_rank(), dist.get_world_size()
-        try:
-            files = manifest.check_step(path, step)
-            manifest.check_bytes(path, {name: files[name] for name in sorted(files)[rank::world_size]})
-            if rank == 0:
-                tensor_files.read_metadata(path, files)
-                self.read_state(step)
-        except (Damaged, ConfigError) as error:
-            return str(error)
-        return ""
 
     def _set_aside(self, step: int, damaged: Mapping[int, str]) -> None:
         """Newer steps get another name: they are not loaded, and the run would meet them. Older ones are told."""
@@ -221,31 +214,25 @@ class Checkpointer:
             try:
                 self.path_of(other).rename(aside)
             except OSError as wrong:
-                error = f'checkpoint.folder = "{self.config.folder}": {self.path_of(other)} cannot be renamed: {wrong.strerror}'
-        if error := self._gather(error)[0]:
-            raise ConfigError(error)
+                error = f"{self.key}: {self.path_of(other)} cannot be renamed: {wrong.strerror}"
+        self._agree(error)
 
     def read_state(self, step: int) -> dict[str, Any]:
-        """What was saved beside the tensors. For one rank or all. Raises ConfigError."""
-        path = self.path_of(step) / "state.json"
+        """Read what was saved beside the tensors. For one rank or all. Raises ConfigError."""
         try:
-            state = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}; load another step with checkpoint.load_step") from None
-        if not isinstance(state, dict):
-            raise ConfigError(f"{path} is no JSON object; load another step with checkpoint.load_step")
-        return state
+            return manifest.read_json(self.path_of(step) / "state.json")
+        except Damaged as error:
+            raise ConfigError(f"{self.path_of(step)}/{error}; load another step with checkpoint.load_step") from None
 
     def load(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Fill the tensors in place, on this rank's layout. Raises ConfigError, on all ranks."""
-        path, error, reader = self.path_of(step), "", None
+        path, reader = self.path_of(step), None
         try:
             metadata = tensor_files.read_metadata(path, manifest.read(path, step))
             reader, error = tensor_files.Reader(path, metadata), tensor_files.misfit(metadata, tensors)
         except Damaged as damage:
             error = str(damage)
-        if errors := [error for error in self._gather(error) if error]:
-            raise ConfigError(f"{path} cannot be loaded: {errors[0]}")
+        self._agree(error and f"{path} cannot be loaded: {error}")
         try:
             dcp.load(dict(tensors), storage_reader=reader, process_group=self._processes())
         except CheckpointException as failed:
@@ -268,7 +255,7 @@ class Checkpointer:
         state = {**state, "tensors": sorted({name.partition(".")[0] for name in tensors})}  # ["model", "optimizer"]
         if self.config.async_mode == "disabled":
             self._save(step, tensors, {name: tensor_files.local_part(tensor) for name, tensor in tensors.items()}, state)
-            self._settle()
+            self.wait()
             self._gather(None)  # until rank 0 has deleted older steps, which the limit of a training step is not for
         else:
             copies = self._copy(tensors)
@@ -284,14 +271,19 @@ class Checkpointer:
             if done:
                 self.wait()
 
+    def before_exit(self, step: int) -> str:
+        """The part of a sentence that says what a run does about this step before it exits; empty: nothing is left to do."""
+        if not self.config.enable:
+            return "checkpoint.enable = false, so nothing is saved; "
+        if step == self.newest:
+            return ""
+        return "saving, then " if step != self.tried or self.saving else f"the newest step on disk is {self.newest}; "
+
     def wait(self) -> None:
         """Until no save is in flight; raises as `save` does."""
         if self.saving is not None:
             self.saving.join()
             self.saving = None
-        self._settle()
-
-    def _settle(self) -> None:
         failure, self.failure = self.failure, None
         if failure is not None and (self.config.on_failure == "stop" or is_communication(failure)):
             raise failure
@@ -313,9 +305,8 @@ class Checkpointer:
 
     def _save(self, step: int, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], state: dict[str, Any]) -> None:
         """Ends with `failure` set alike on all ranks, or a whole step."""
-        unfinished = self.folder / f"unfinished-step-{step}"
         try:
-            self._commit(step, unfinished, tensors, copies, state)
+            self._commit(step, tensors, copies, state)
         except (Exception, CheckpointException) as error:
             self.failure = CheckpointError(f"step {step} was not saved in {self.folder}: {_reasons(error)}")
             self.failure.__cause__ = error
@@ -323,16 +314,14 @@ class Checkpointer:
                 goes_on = self.config.on_failure == "continue" and not is_communication(error)
                 then = '; the run goes on (checkpoint.on_failure = "continue")' if goes_on else ""
                 logger.warning(f"NOTHING WAS SAVED: {self.failure}{then}")
-                shutil.rmtree(unfinished, ignore_errors=True)
+                shutil.rmtree(self._unfinished(step), ignore_errors=True)
         else:
             self.newest = step
             if dist.get_rank() == 0:  # nobody waits for it
                 self._retain()
 
-    def _commit(
-        self, step: int, unfinished: Path, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], state: dict[str, Any]
-    ) -> None:
-        rank, path = dist.get_rank(), self.path_of(step)
+    def _commit(self, step: int, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], state: dict[str, Any]) -> None:
+        rank, path, unfinished = dist.get_rank(), self.path_of(step), self._unfinished(step)
         files: dict[str, dict[str, Any]] = {}
         needed = sum(self._gather(sum(map(tensor_files.share, tensors.values()))))
 
@@ -351,8 +340,7 @@ class Checkpointer:
 
         def finish() -> None:
             manifest.write_text(unfinished / "state.json", json.dumps(state, indent=1) + "\n")
-            for name in (tensor_files.NAME, "state.json"):
-                files[name] = manifest.digest(unfinished / name)
+            files.update({name: manifest.digest(unfinished / name) for name in SMALL})
             manifest.write(unfinished, step, files)
             try:
                 manifest.check_step(unfinished, step)
@@ -362,12 +350,8 @@ class Checkpointer:
             logger.info(f"checkpoint written to {path}", extra={"event": "checkpoint", "step": step})
 
         self._together(prepare if rank == 0 else None)
-        dcp.save(
-            dict(tensors),
-            storage_writer=tensor_files.Writer(unfinished),
-            planner=tensor_files.FromHost(copies),
-            process_group=self.group,
-        )
+        writer, planner = tensor_files.Writer(unfinished), tensor_files.FromHost(copies.__getitem__)
+        dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=self.group)
         for theirs in self._together(written):
             files.update(theirs or {})
         self._together(finish if rank == 0 else None)
@@ -384,7 +368,7 @@ class Checkpointer:
             logger.warning(f"an old step was not deleted: {error}")
 
     def _remove_leftovers(self) -> None:
-        """What a run that was killed left half written or half deleted."""
+        """Delete steps that a run which was killed left half written or half deleted."""
         for path in (*self.folder.glob("unfinished-step-*"), *self.folder.glob("deleting-step-*")):
             try:
                 shutil.rmtree(path)
@@ -403,8 +387,14 @@ class Checkpointer:
         """By rank."""
         return gather_objects(mine, self._processes())
 
+    def _agree(self, error: str) -> None:
+        """Raises ConfigError on all ranks where one has an error."""
+        for other in self._gather(error):
+            if other:
+                raise ConfigError(other)
+
     def _together(self, work: Callable[[], T] | None) -> list[T | None]:
-        """What `work` returned on each rank. Raises CheckpointError on all where it failed on one."""
+        """Returns what `work` did on each rank. Raises CheckpointError on all where it failed on one."""
         result, error = None, ""
         try:
             result = work() if work is not None else None

@@ -2,7 +2,7 @@
 
     metadata = read_metadata(folder, files)            # raises Damaged
     dcp.load(tensors, storage_reader=Reader(folder, metadata))
-    dcp.save(tensors, storage_writer=Writer(folder), planner=FromHost(copies))
+    dcp.save(tensors, storage_writer=Writer(folder), planner=FromHost(copies.__getitem__))
 
 `.metadata` is a pickle, and a pickle can call anything, and set attributes of what it is given, classes too. The unpickler of
 torch 2.11 to 2.13 would let it; so would theirs of entries that are no tensors, which are refused here.
@@ -11,7 +11,8 @@ torch 2.11 to 2.13 would let it; so would theirs of entries that are no tensors,
 import math
 import pickle
 import re
-from collections.abc import Collection, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -19,60 +20,47 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.tensor import DTensor
 from torch.serialization import _get_layout
 
+from titan_lite.config import ConfigError
 from titan_lite.manifest import Damaged
 
 NAME = ".metadata"
 _CLASSES = (
     _StorageInfo,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
+    dcp.ChunkStorageMetadata,
+    dcp.Metadata,
+    dcp.MetadataIndex,
+    dcp.StorageMeta,
+    dcp.TensorProperties,
+    dcp.TensorStorageMetadata,
 )
 _DTYPES = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
 def _admitted() -> dict[tuple[str, str], Any]:
-    """What a file may ask for, made for it alone: subclasses and functions that nobody else has."""
+    """Names that a file may ask for -> things made for it alone: subclasses and functions that nobody else has."""
 
     def memory_format(value: int) -> Any:
-        return _MEM_FORMAT_ENCODING(value)
+        return dcp._MEM_FORMAT_ENCODING(value)
 
-    def member(kind: Any, name: str) -> Any:  # as which Python up to 3.11.3 writes what is of an enumeration
+    def member(kind: Any, name: str) -> Any:  # as which Python up to 3.11.3 writes a member of an enumeration
         if kind is not memory_format:
             raise Damaged(f"{NAME} asks for builtins.getattr of {kind}, which DCP does not write for tensors")
-        return _MEM_FORMAT_ENCODING[name]
-
-    def layout(name: str) -> Any:  # torch.strided by its name, from a table
-        return _get_layout(name)
-
-    def folder(*parts: str) -> None:  # that it was written into
-        return None
+        return dcp._MEM_FORMAT_ENCODING[name]
 
     return {
         **_DTYPES,
         **{(kind.__module__, kind.__qualname__): type(kind.__name__, (kind,), {}) for kind in _CLASSES},
-        (_MEM_FORMAT_ENCODING.__module__, _MEM_FORMAT_ENCODING.__qualname__): memory_format,
+        (dcp.__name__, "_MEM_FORMAT_ENCODING"): memory_format,
         ("torch", "Size"): torch.Size,
-        ("torch.serialization", "_get_layout"): layout,
-        ("pathlib", "PosixPath"): folder,
-        ("pathlib._local", "PosixPath"): folder,  # from Python 3.13 on
+        ("torch.serialization", "_get_layout"): lambda name: _get_layout(name),  # torch.strided by its name, from a table
+        ("pathlib", "PosixPath"): lambda *parts: None,  # the folder that it was written into
+        ("pathlib._local", "PosixPath"): lambda *parts: None,  # from Python 3.13 on
         ("builtins", "getattr"): member,
     }
 
@@ -88,22 +76,21 @@ class _Unpickler(pickle.Unpickler):
         return self.admitted[module, name]
 
 
-def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
+def read_metadata(folder: Path, files: Collection[str]) -> dcp.Metadata:
     """Names, shapes and places of all tensors, each place in one of `files`. Raises Damaged."""
     try:
         with (folder / NAME).open("rb") as file:
             metadata = _Unpickler(file).load()
-        for tensor in metadata.state_dict_metadata.values():
-            if not isinstance(tensor, TensorStorageMetadata):
-                raise Damaged(f"{NAME} has an entry that is no tensor")
+        if not all(isinstance(tensor, dcp.TensorStorageMetadata) for tensor in metadata.state_dict_metadata.values()):
+            raise Damaged(f"{NAME} has an entry that is no tensor")
         for place in metadata.storage_data.values():
             # A path that leads out of the folder, or a transformation to undo, is not of our making.
             if place.relative_path not in files or place.transform_descriptors:
                 raise Damaged(f"{NAME} has a tensor in {place.relative_path}, which is not of this step")
-        metadata.storage_meta = StorageMeta()
+        metadata.storage_meta = dcp.StorageMeta()
         # By the class itself, whose instances are equal to no subclass's.
         places = metadata.storage_data.items()
-        metadata.storage_data = {MetadataIndex(index.fqn, index.offset, index.index): place for index, place in places}
+        metadata.storage_data = {dcp.MetadataIndex(index.fqn, index.offset, index.index): place for index, place in places}
     except Damaged:
         raise
     except Exception as error:  # what a pickle of arbitrary bytes raises
@@ -136,11 +123,11 @@ class _Files(FileSystem):
 class Reader(FileSystemReader):
     """Tensors of a step whose metadata are known; torch reads its tensors with weights_only=True."""
 
-    def __init__(self, folder: Path, metadata: Metadata):
+    def __init__(self, folder: Path, metadata: dcp.Metadata):
         super().__init__(folder)
         self.fs, self.metadata = _Files(), metadata
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         return self.metadata
 
 
@@ -153,14 +140,25 @@ class Writer(FileSystemWriter):
 
 
 class FromHost(DefaultSavePlanner):
-    """Plans by the tensors, and writes what was copied of them: {name: this rank's part, on the host}."""
+    """Plans by the tensors, and writes what `copy_of` has under their names: this rank's part, on the host."""
 
-    def __init__(self, copies: Mapping[str, Tensor]):
+    def __init__(self, copy_of: Callable[[str], Tensor]):
         super().__init__()
-        self.copies = copies
+        self.copy_of = copy_of
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.copies[index.fqn]
+    def lookup_object(self, index: dcp.MetadataIndex) -> Any:
+        return self.copy_of(index.fqn)
+
+
+@contextmanager
+def alone(fault: str) -> Iterator[None]:
+    """Within, DCP works for this process alone (no_dist), and does not say so. Raises ConfigError that begins with `fault`."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as failed:
+        raise ConfigError(f"{fault}: {'; '.join(str(cause) for cause, _ in failed.failures.values())}") from None
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -176,7 +174,7 @@ def share(tensor: Tensor) -> int:
     return math.ceil(local_part(tensor).numel() * tensor.itemsize / copies)
 
 
-def misfit(metadata: Metadata, tensors: Mapping[str, Tensor]) -> str:
+def misfit(metadata: dcp.Metadata, tensors: Mapping[str, Tensor]) -> str:
     """Why these tensors cannot be filled from a checkpoint with these metadata; empty: they can."""
     stored = metadata.state_dict_metadata
     missing = [name for name in tensors if name not in stored]

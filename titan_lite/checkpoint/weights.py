@@ -10,12 +10,10 @@ could run code.
 """
 
 import dataclasses
-import json
 import math
 import pickle
 import re
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_lite import manifest
@@ -33,7 +30,7 @@ from titan_lite.checkpoint import tensor_files
 from titan_lite.config import ConfigError
 from titan_lite.logging import logger
 from titan_lite.manifest import Damaged
-from titan_lite.models.hf import config_from_hf, from_hf, hf_names, is_number, is_size
+from titan_lite.models.hf import config_from_hf, from_hf, hf_names, is_size, misread
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling, Transformer
 from titan_lite.ranks import gather_objects
 
@@ -48,35 +45,34 @@ TOKENIZER_FILES = (  # of a Hugging Face folder
 )
 
 
-class Step:
-    """A step as a run saves it or `convert` writes it; of its tensors the model's."""
+class StepFolder:
+    """A step as a run saves it or `convert` writes it; of its tensors the model's. every_byte: compared when it is opened."""
 
     kind = "a step of titan_lite"
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, every_byte: bool = False):
         self.folder = folder
         self.files = manifest.check_step(folder, None)
+        if every_byte:
+            self.check_bytes()
         self.metadata = tensor_files.read_metadata(folder, self.files)
-        self.state: dict[str, Any] = _read_json(folder / "state.json")
-        self.config = self._config()
+        self.state = manifest.read_json(folder / "state.json")
+        try:
+            shape = self.state["run"]["model"]
+            scaling = shape["rope_scaling"] and RopeScaling(**shape["rope_scaling"])
+            self.config = ModelConfig(**{**shape, "rope_scaling": scaling})
+        except (TypeError, KeyError):
+            raise Damaged("state.json does not say which model this is (run.model)") from None
         stored = {
             name.removeprefix("model."): tensor
             for name, tensor in self.metadata.state_dict_metadata.items()
             if name.startswith("model.") and isinstance(tensor, TensorStorageMetadata)  # as all are, says tensor_files
         }
         self.shapes = shapes(self.config)
-        _must_fit(self.shapes, {fqn: tensor.size for fqn, tensor in stored.items()})
+        _refuse(misfits(self.shapes, {fqn: tensor.size for fqn, tensor in stored.items()}))
         self.dtypes = {fqn: tensor.properties.dtype for fqn, tensor in stored.items()}
         # Of what was imported; of a run its tokenizer knows them.
         self.special_tokens = self.state.get("special_tokens") or {"bos_token_id": None, "eos_token_id": None}
-
-    def _config(self) -> ModelConfig:
-        try:
-            shape = self.state["run"]["model"]
-            scaling = shape["rope_scaling"]
-            return ModelConfig(**{**shape, "rope_scaling": scaling and RopeScaling(**scaling)})
-        except (TypeError, KeyError):
-            raise Damaged("state.json does not say which model this is (run.model)") from None
 
     def check_bytes(self, part: int = 0, of: int = 1) -> None:
         """Compares every part-th file with its SHA-256. Raises Damaged."""
@@ -90,31 +86,27 @@ class Step:
     def read_into(self, parameters: Mapping[str, Tensor]) -> None:
         """Fill tensors or DTensors, each rank for itself. Raises ConfigError."""
         tensors: dict[str, Any] = {f"model.{fqn}": parameter.detach() for fqn, parameter in parameters.items()}
-        try:
-            with warnings.catch_warnings():  # that it is for one process
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load(tensors, storage_reader=tensor_files.Reader(self.folder, self.metadata), no_dist=True)
-        except CheckpointException as failed:
-            reasons = "; ".join(str(cause) for cause, _ in failed.failures.values())
-            raise ConfigError(f"{self.folder} cannot be read: {reasons}") from None
+        with tensor_files.alone(f"{self.folder} cannot be read"):
+            dcp.load(tensors, storage_reader=tensor_files.Reader(self.folder, self.metadata), no_dist=True)
 
     def tokenizer_files(self) -> list[Path]:
-        """That of the run's recipe, where it still lies there, and what stands beside a tokenizer.json."""
+        """The tokenizer of the run's recipe, where it still lies there, and what stands beside a tokenizer.json."""
         path = self.state.get("recipe", {}).get("model", {}).get("tokenizer_path")
         return tokenizer_files(path) if path and Path(path).is_file() else []
 
 
-class HuggingFace:
+class HuggingFaceFolder:
     """A folder with config.json and safetensors files, of transformers or of `convert`."""
 
     kind = "a Hugging Face folder"
 
     def __init__(self, folder: Path):
         self.folder = folder
+        content = manifest.read_json(folder / "config.json")
         try:
-            self.config = config_from_hf(_read_json(folder / "config.json"))
+            self.config = config_from_hf(content)
         except ValueError as error:
-            raise error if isinstance(error, Damaged) else Damaged(f"config.json: {error}") from None
+            raise Damaged(f"config.json: {error}") from None
         self.names = hf_names(self.config)
         self.file_of: dict[str, Path] = {}
         stored: dict[str, tuple[torch.Size, str]] = {}
@@ -129,10 +121,8 @@ class HuggingFace:
         self._drop_copies(stored)
         self.shapes = shapes(self.config)
         expected = {self.names[fqn]: shape for fqn, shape in self.shapes.items()}
-        _must_fit(expected, {name: shape for name, (shape, _) in stored.items()})
-        unknown = [f"{name} is of dtype {dtype}" for name, (_, dtype) in stored.items() if dtype not in DTYPES]
-        if unknown:
-            raise Damaged(_list(unknown))
+        _refuse(misfits(expected, {name: shape for name, (shape, _) in stored.items()}))
+        _refuse([f"{name} is of dtype {dtype}" for name, (_, dtype) in stored.items() if dtype not in DTYPES])
         self.dtypes = {fqn: DTYPES[stored[name][1]] for fqn, name in self.names.items()}
         self.special_tokens = self._special_tokens()
 
@@ -143,17 +133,15 @@ class HuggingFace:
             if not found:
                 raise Damaged("there is no .safetensors file; transformers writes one with save_pretrained")
             return found
-        named = _read_json(index).get("weight_map")
+        named = manifest.read_json(index).get("weight_map")
         if not isinstance(named, dict) or any(Path(str(name)).name != name for name in named.values()):
             raise Damaged(f"{index.name} lists no files of this folder")
         files = [self.folder / name for name in sorted(set(named.values()))]
-        missing = [f"{path.name} is missing, which {index.name} lists" for path in files if not path.is_file()]
-        if missing:
-            raise Damaged(_list(missing))
+        _refuse([f"{path.name} is missing, which {index.name} lists" for path in files if not path.is_file()])
         return files
 
     def _drop_copies(self, stored: dict[str, tuple[torch.Size, str]]) -> None:
-        """What some folders hold beside the parameters: frequencies that are computed, and tied weights a second time."""
+        """Leaves out what some folders hold beside parameters: frequencies that are computed, tied weights a second time."""
         for name in [name for name in stored if name.endswith("rotary_emb.inv_freq")]:
             del stored[name]
         embedding, output = "model.embed_tokens.weight", "lm_head.weight"
@@ -166,7 +154,7 @@ class HuggingFace:
         found: dict[str, Any] = {}
         for name in ("config.json", "generation_config.json"):  # the latter knows more that end a text
             if (self.folder / name).is_file():
-                found |= {key: id for key, id in _read_json(self.folder / name).items() if id is not None}
+                found |= {key: id for key, id in manifest.read_json(self.folder / name).items() if id is not None}
         return {key: found.get(key) for key in ("bos_token_id", "eos_token_id")}
 
     def _open(self, name: str) -> Tensor:
@@ -181,57 +169,54 @@ class HuggingFace:
         return tokenizer_files(self.folder)
 
 
-class Meta:
+class MetaFolder:
     """Llama 3 as Meta releases it: params.json and one consolidated.*.pth for each rank of tensor parallelism."""
 
     kind = "Meta's consolidated files"
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.parts: list[dict[str, Tensor]] = []
         paths = sorted(folder.glob("consolidated.*.pth"))
         for number, path in enumerate(paths):
             if path.name != f"consolidated.{number:02d}.pth":
                 raise Damaged(f"consolidated.{number:02d}.pth is missing, and {path.name} is there")
-        for path in paths:
-            try:
-                part = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except pickle.UnpicklingError:  # torch's advice is to admit anything
-                raise Damaged(f"{path.name} holds something else than tensors, which may run code") from None
-            except (OSError, RuntimeError, ValueError, EOFError) as error:
-                raise Damaged(f"{path.name} cannot be read: {' '.join(str(error).split())}") from None
-            if not isinstance(part, dict) or not all(isinstance(tensor, Tensor) for tensor in part.values()):
-                raise Damaged(f"{path.name} has no tensors by name")
-            part.pop("rope.freqs", None)
-            unknown = [
-                f"{name} is of dtype {tensor.dtype}" for name, tensor in part.items() if tensor.dtype not in DTYPES.values()
-            ]
-            if unknown:
-                raise Damaged(f"{path.name}: {_list(unknown)}")
-            self.parts.append(part)
-        first = self.parts[0]
+        self.parts = [self._read_part(path) for path in paths]
         tied = all(
             "output.weight" not in part or torch.equal(part["output.weight"], part["tok_embeddings.weight"])
             for part in self.parts
             if "tok_embeddings.weight" in part
         )
-        self.config = config_from_meta(_read_json(folder / "params.json"), tied)
+        self.config = config_from_meta(manifest.read_json(folder / "params.json"), tied)
         for part in self.parts if tied else ():
             part.pop("output.weight", None)
         self.shapes = expected = shapes(self.config)
         self._check_count()
         faults = []
-        for number, part in enumerate(self.parts):
+        for path, part in zip(paths, self.parts, strict=True):
             found = {
                 fqn: expected[fqn] if fqn in expected and self._axis(tensor, expected[fqn]) is not None else tensor.shape
                 for fqn, tensor in part.items()
             }
-            faults += [f"consolidated.{number:02d}.pth: {fault}" for fault in misfits(expected, found)]
-        if faults:
-            raise Damaged(_list(faults))
-        self.dtypes = {fqn: first[fqn].dtype for fqn in expected}
+            faults += [f"{path.name}: {fault}" for fault in misfits(expected, found)]
+        _refuse(faults)
+        self.dtypes = {fqn: self.parts[0][fqn].dtype for fqn in expected}
         bos = self.config.vocab_size - 256  # special tokens end Llama 3's vocabulary
         self.special_tokens = {"bos_token_id": bos, "eos_token_id": bos + 1}
+
+    def _read_part(self, path: Path) -> dict[str, Tensor]:
+        """Tensors by name, mapped from the file."""
+        try:
+            part = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError:  # torch's advice is to admit anything
+            raise Damaged(f"{path.name} holds something else than tensors, which may run code") from None
+        except (OSError, RuntimeError, ValueError, EOFError) as error:
+            raise Damaged(f"{path.name} cannot be read: {' '.join(str(error).split())}") from None
+        if not isinstance(part, dict) or not all(isinstance(tensor, Tensor) for tensor in part.values()):
+            raise Damaged(f"{path.name} has no tensors by name")
+        part.pop("rope.freqs", None)
+        unknown = {name: tensor.dtype for name, tensor in part.items() if tensor.dtype not in DTYPES.values()}
+        _refuse([f"{path.name}: {name} is of dtype {dtype}" for name, dtype in unknown.items()])
+        return part
 
     def _check_count(self) -> None:
         """Raises Damaged where a part is the part of a whole, and there are not as many: a line, and not one for every tensor."""
@@ -261,7 +246,7 @@ class Meta:
         return tokenizer_files(self.folder / "tokenizer.model")
 
 
-Weights = Step | HuggingFace | Meta
+Weights = StepFolder | HuggingFaceFolder | MetaFolder
 ShardOf = Callable[[Tensor], tuple[Tensor, tuple[int, ...]]]
 
 
@@ -271,25 +256,18 @@ def open_weights(path: str | Path, key: str = "", *, every_byte: bool = False) -
     key: the recipe's, which an error then names. every_byte: compare all of a step with its manifest, and not sizes alone.
     Raises ConfigError with all names and shapes that do not fit.
     """
-
-    def open_step(folder: Path) -> Step:
-        step = Step(folder)
-        if every_byte:
-            step.check_bytes()
-        return step
-
     folder, wrong = Path(path), f'{key} = "{path}"' if key else f"{path}"
     try:
         if (folder / manifest.NAME).is_file():
-            return open_step(folder)
+            return StepFolder(folder, every_byte=every_byte)
         if (folder / "config.json").is_file():
-            return HuggingFace(folder)
+            return HuggingFaceFolder(folder)
         if any(folder.glob("consolidated.*.pth")):
-            return Meta(folder)
+            return MetaFolder(folder)
         steps = _steps(folder)
         for step in steps:
             try:
-                return open_step(step)
+                return StepFolder(step, every_byte=every_byte)
             except Damaged as damage:
                 logger.warning(f"{step} is passed over: {damage}")
     except (Damaged, ConfigError) as error:
@@ -315,7 +293,7 @@ def load_initial(path: str, parameters: Mapping[str, Tensor], shard_of: ShardOf)
         return
     wrong, started, fault = f'checkpoint.initial_load_path = "{path}"', time.perf_counter(), ""
     weights = open_weights(path, "checkpoint.initial_load_path")
-    if isinstance(weights, Step):
+    if isinstance(weights, StepFolder):
         try:
             weights.check_bytes(dist.get_rank(), dist.get_world_size())
         except Damaged as damage:
@@ -340,7 +318,7 @@ def load(weights: Weights, parameters: Mapping[str, Tensor], shard_of: ShardOf |
 
     shard_of: parameter -> (the tensor this rank holds of it, its offset in the whole); default: the whole. Raises ConfigError.
     """
-    if isinstance(weights, Step):
+    if isinstance(weights, StepFolder):
         weights.read_into(parameters)
         return
     for fqn, parameter in parameters.items():
@@ -375,7 +353,7 @@ def tokenizer_files(path: str | Path) -> list[Path]:
 
 def check_tokenizer(weights: Weights, path: str | Path, vocab_size: int, sha256: str) -> None:
     """Raises ConfigError where it is not the run's, as far as a step knows that, or has more tokens than the model."""
-    trained_with = weights.state["run"].get("tokenizer") if isinstance(weights, Step) else None
+    trained_with = weights.state["run"].get("tokenizer") if isinstance(weights, StepFolder) else None
     if trained_with not in (None, sha256):
         raise ConfigError(
             f"tokenizer {path} has SHA-256 {sha256[:12]}, and {weights.folder} was trained with {str(trained_with)[:12]}; "
@@ -408,41 +386,29 @@ def misfits(expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size])
     ]
 
 
-def _must_fit(expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size]) -> None:
-    if faults := misfits(expected, found):
-        raise Damaged(_list(faults))
-
-
-def _list(faults: list[str]) -> str:
-    return faults[0] if len(faults) == 1 else "\n  ".join((f"{len(faults)} things do not fit:", *faults))
+def _refuse(faults: list[str]) -> None:
+    """Raises Damaged with all faults, if there are any."""
+    if faults:
+        raise Damaged(faults[0] if len(faults) == 1 else "\n  ".join((f"{len(faults)} things do not fit:", *faults)))
 
 
 def config_from_meta(params: Mapping[str, Any], tied: bool) -> ModelConfig:
     """The shape of the model that a params.json describes. Raises Damaged."""
-    given = {name: value for name, value in params.items() if value is not None}
-    sizes = ("dim", "n_layers", "n_heads", "multiple_of", "vocab_size", *({"n_kv_heads"} & given.keys()))
-    numbers = ("norm_eps", *(name for name in ("ffn_dim_multiplier", "rope_theta", "rope_scaling_factor") if name in given))
-    wrong = [
-        f"{name} = {given.get(name)!r}, where a {'whole ' * (name in sizes)}number above 0 is what works"
-        for name, fits in (*((name, is_size) for name in sizes), *((name, is_number) for name in numbers))
-        if not fits(given.get(name))
-    ]
-    if wrong:  # Llama 2's vocab_size is -1: its program asked the tokenizer
+    absent = {"n_kv_heads": params.get("n_heads", 1), "rope_theta": 10_000.0, "ffn_dim_multiplier": 1.0}
+    given = {**absent, **{name: value for name, value in params.items() if value is not None}}
+    sizes = ("dim", "n_layers", "n_heads", "multiple_of", "vocab_size", "n_kv_heads")
+    numbers = ("norm_eps", "ffn_dim_multiplier", "rope_theta", *({"rope_scaling_factor"} & given.keys()))
+    if wrong := misread(given, sizes, numbers):  # Llama 2's vocab_size is -1: its program asked the tokenizer
         raise Damaged(f"params.json does not describe a Llama 3: {'; '.join(wrong)}")
-    dim, heads, unit = given["dim"], given["n_heads"], given["multiple_of"]
-    hidden = math.ceil(int(given.get("ffn_dim_multiplier", 1.0) * (8 * dim // 3)) / unit) * unit
+    unit = given["multiple_of"]
+    hidden = math.ceil(int(given["ffn_dim_multiplier"] * (8 * given["dim"] // 3)) / unit) * unit
     if not is_size(hidden):
-        raise Damaged(f"params.json: ffn_dim_multiplier = {given.get('ffn_dim_multiplier')} makes feed_forward of {hidden} rows")
+        raise Damaged(f"params.json: ffn_dim_multiplier = {given['ffn_dim_multiplier']} makes feed_forward of {hidden} rows")
     config = ModelConfig(
-        dim=dim,
-        n_layers=given["n_layers"],
-        n_heads=heads,
-        n_kv_heads=given.get("n_kv_heads", heads),
+        **{name: given[name] for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "norm_eps")},
         hidden_dim=hidden,
-        vocab_size=given["vocab_size"],
         tied_embeddings=tied,
-        rope_theta=float(given.get("rope_theta", 10_000.0)),
-        norm_eps=given["norm_eps"],
+        rope_theta=float(given["rope_theta"]),
         max_seq_len=8192,
     )
     if not params.get("use_scaled_rope"):
@@ -451,15 +417,3 @@ def config_from_meta(params: Mapping[str, Any], tied: bool) -> ModelConfig:
     same = [flavor.rope_scaling.factor for flavor in FLAVORS.values() if flavor.rope_scaling and shapes(flavor) == shapes(config)]
     factor = given.get("rope_scaling_factor", (same or [8.0])[0])
     return dataclasses.replace(config, rope_scaling=RopeScaling(factor=float(factor)), max_seq_len=131_072)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Damaged(f"{path.name}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path.name} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise Damaged(f"{path.name} is no JSON object")
-    return found

@@ -102,10 +102,7 @@ class Schedule:
         elif config.bucketing == "plan":
             merged = bucketing.merge(graph, wrapping.by_names(graph, config.buckets))
         elif config.bucketing == "greedy":
-            memory = None if config.bucket_memory == -1 else int(config.bucket_memory * 2**30)
-            merged = bucketing.merge(
-                graph, self.of_first_rank(wrapping.greedy(graph, self.priced(), memory=memory, fused=self.fused))
-            )
+            merged = bucketing.merge(graph, self.of_first_rank(wrapping.greedy(graph, self.priced(), fused=self.fused)))
         elif config.bucketing == "auto":
             schedule_by_inductor(module, self.priced(), fused=self.fused)
             merged = sum(mergeable.values()) - len(parameter_collectives(graph))

@@ -17,11 +17,10 @@ from titan_lite.checkpoint.resume import compare, explain, git_revision, positio
 from titan_lite.checkpoint.saving import Checkpointer
 from titan_lite.checkpoint.weights import check_fit, open_weights
 from titan_lite.compiler.stage import check_backend
-from titan_lite.config import KEYS, Config, ConfigError, Parallelism
+from titan_lite.config import KEYS, Config, ConfigError, flatten
 from titan_lite.data.dataset import check_data, fingerprint
 from titan_lite.data.prepared import SPLITS, PreparedSource, check_prepared
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from titan_lite.distributed.activation_checkpoint import recomputes
 from titan_lite.layout import Layout, make_layout
 from titan_lite.logging import logger
 
@@ -40,14 +39,8 @@ def check(config: Config, layout: Layout) -> Tokenizer:
             check_prepared(part, tokenizer.sha256)
             for split in SPLITS if config.validation.enable else SPLITS[:1]:
                 PreparedSource(part, split, seed=0)
-    check_async_tensor_parallel(config)
+    check_machine(config)
     check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
-    if config.profiling.enable_memory_snapshot and not torch.cuda.is_available():
-        raise ConfigError("profiling.enable_memory_snapshot = true: snapshots are of CUDA memory, and there is none; set false")
-    if config.metrics.enable_wandb and not is_installed("wandb"):
-        raise ConfigError(
-            "metrics.enable_wandb = true: Weights & Biases is not installed here; pip install wandb, or enable_wandb = false"
-        )
     check_writable(Path(config.job.dump_folder))
     checkpointer = Checkpointer(config.checkpoint, Path(config.job.dump_folder))
     step = checkpointer.step_to_load()
@@ -87,7 +80,6 @@ def describe_run(config: Config, layout: Layout, tokenizer: Tokenizer, git: str 
 
 def explain_resume(config: Config, world_size: int) -> None:
     """Print which step a run on so many ranks would load, and what that means; ConfigError where it cannot work."""
-    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, explain=False))
     checkpointer = Checkpointer(config.checkpoint, Path(config.job.dump_folder))
     step = checkpointer.step_to_load()
     if step is None:
@@ -114,112 +106,15 @@ def is_installed(module: str) -> bool:
     return found is not None and found.origin is not None
 
 
-def check_async_tensor_parallel(config: Config) -> None:
-    """Raises ConfigError where it is asked for and there is nothing to overlap, or nothing that would do it."""
-    if not config.parallelism.enable_async_tensor_parallel:
-        return
-    wrong = "parallelism.enable_async_tensor_parallel = true"
-    if config.parallelism.tensor_parallel_degree == 1:
-        raise ConfigError(f"{wrong} needs tensor_parallel_degree of 2 or more (it is 1); set that, or false")
-    if not config.compile.compiles("model") or config.compile.backend != "inductor":
-        raise ConfigError(
-            f'{wrong} is a pass of Inductor on the model: set compile.enable = true, compile.backend = "inductor" and "model" in '
-            "compile.components, or false"
-        )
-    if not torch.cuda.is_available():
-        raise ConfigError(f"{wrong} needs GPUs that reach each other's memory, and this machine has none; set false")
-
-
-def without_effect(config: Config, layout: Layout) -> list[str]:
-    """The keys that a recipe sets and that do nothing in it, each with the reason."""
-    parallelism, checkpointing = config.parallelism, config.activation_checkpoint
-    pipeline = [f"parallelism.{f.name}" for f in dataclasses.fields(Parallelism) if f.name.startswith("pipeline_parallel_")]
-    passes = [f"compile.{name}" for name in ("bucketing", "buckets", "bucket_memory", "reordering", "machine", "dump_graphs")]
-    kinds = {part.dataset for _, part in config.data.mixture()}
-    idle: list[tuple[bool, str, list[str]]] = [
-        (parallelism.pipeline_parallel_degree == 1, "pipeline_parallel_degree = 1", pipeline),
-        (
-            bool(parallelism.pipeline_parallel_split_points),
-            "pipeline_parallel_split_points are given",
-            ["parallelism.pipeline_parallel_first_stage_less_layers", "parallelism.pipeline_parallel_last_stage_less_layers"],
-        ),
-        (
-            bool(parallelism.pipeline_parallel_schedule_csv),
-            "pipeline_parallel_schedule_csv is given",
-            ["parallelism.pipeline_parallel_schedule", "parallelism.pipeline_parallel_stages_per_rank"],
-        ),
-        (
-            parallelism.fsdp_reshard_after_forward == "never",
-            'fsdp_reshard_after_forward = "never"',
-            ["parallelism.fsdp_keep_gathered"],
-        ),
-        (
-            layout.gathers_once and parallelism.fsdp_reshard_after_forward == "default",
-            f'fsdp_communication = "step" keeps all weights gathered for the {layout.microbatches} microbatches of a step',
-            ["parallelism.fsdp_keep_gathered"],
-        ),
-        (
-            checkpointing.mode != "selective",
-            f'mode = "{checkpointing.mode}"',
-            ["activation_checkpoint.selective_ac_option"],
-        ),
-        (checkpointing.mode != "memory_budget", f'mode = "{checkpointing.mode}"', ["activation_checkpoint.memory_budget"]),
-        (
-            not config.compile.enable,
-            "compile.enable = false",
-            ["compile.backend", "compile.components", "comm.compile_timeout_seconds", *passes],
-        ),
-        (config.compile.enable and not config.compile.compiles("model"), "the model is not in compile.components", passes),
-        (
-            config.compile.compiles("model") and config.compile.bucketing != "plan",
-            f'bucketing = "{config.compile.bucketing}"',
-            ["compile.buckets"],
-        ),
-        (
-            config.compile.compiles("model") and config.compile.bucketing not in ("greedy", "measured"),
-            f'bucketing = "{config.compile.bucketing}"',
-            ["compile.bucket_memory"],
-        ),
-        (kinds == {"prepared"}, 'dataset = "prepared"', ["data.validation_fraction"]),
-        (
-            kinds <= {"stdlib", "prepared"},
-            "dataset = " + " and ".join(f'"{kind}"' for kind in sorted(kinds)),
-            ["data.text_field", "data.shuffle_buffer", "data.max_document_mib", "data.on_bad_document", "data.max_bad_documents"],
-        ),
-        (
-            config.data.on_bad_document == "error" and not kinds <= {"stdlib", "prepared"},
-            'on_bad_document = "error"',
-            ["data.max_bad_documents"],
-        ),
-        (config.training.spike_window == 0, "spike_window = 0", ["training.spike_sigmas"]),
-        (config.data.num_workers == 0, "num_workers = 0", ["data.prefetch"]),
-        (not config.checkpoint.enable, "checkpoint.enable = false", ["checkpoint.restart_data", "checkpoint.accept_model_only"]),
-    ]
-    lines = []
-    for applies, why, keys in idle:
-        for key in keys if applies else ():
-            section, _, name = key.partition(".")
-            value = getattr(getattr(config, section), name)
-            if value != KEYS[key].default:
-                lines.append(f"{key} = {value} has no effect: {why}")
-    if parallelism.fsdp_reshard_after_forward == "default" and not layout.gathers_once:
-        for prefix in parallelism.fsdp_keep_gathered:
-            if why := _not_kept(prefix, config, layout):
-                lines.append(f"parallelism.fsdp_keep_gathered: {prefix} has no effect: {why}")
-    return lines
-
-
-def _not_kept(prefix: str, config: Config, layout: Layout) -> str:
-    """Why backward does not find weights that forward was to keep; empty: it does."""
-    name, *inside = prefix.split(".")
-    if name == "tok_embeddings" and not layout.model.tied_embeddings:
-        return "backward of a look-up needs no weight"
-    if name == "layers":
-        mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
-        blocks = [int(inside[0])] if inside else [0, 1]  # where both are recomputed, all are
-        if all(recomputes(block, mode, option) for block in blocks):
-            return f'activation_checkpoint.mode = "{mode}" reads its weights again in backward, and so gathers them again'
-    return ""
+def check_machine(config: Config) -> None:
+    """Raises ConfigError where a key asks for a GPU or a package that is not here."""
+    for key, value in flatten(config).items():
+        gpu, package = KEYS[key].metadata["gpu"], KEYS[key].metadata["package"]
+        if value and gpu and not torch.cuda.is_available():
+            raise ConfigError(f"{key} = true: {gpu}, and there is none here; set false")
+        if value and package and not is_installed(package):
+            name = key.partition(".")[2]
+            raise ConfigError(f"{key} = true: {package} is not installed here; pip install {package}, or {name} = false")
 
 
 def check_writable(folder: Path) -> None:

@@ -4,24 +4,23 @@
     config.training.steps            # 20
     origins["training.steps"]        # "command line"
 
-Precedence: command line > recipe > the recipe it `extends` > default. Every mistake (unknown section or key, wrong
-type, value out of range, impossible combination) is one `ConfigError` that names the place, the key, the value and
-something that would work. Standard library only, as in config.py:
-
-    python -m titan_lite.recipe RECIPE [--section.key value ...] [--print-config]
+Precedence: command line > recipe > the recipe it `extends` > default. Every mistake (unknown section or key, wrong type, value
+out of range, impossible combination) is one `ConfigError` that names the place, the key, the value and something that would work.
+Standard library only.
 """
 
 import dataclasses
-import difflib
 import math
+import operator
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_lite.config import KEYS, SECTIONS, Config, ConfigError, Corpus, Parallelism, gradient_accumulation_steps
-from titan_lite.config.toml import files_beside, in_toml, parse_value, read_toml
+from titan_lite.config import DROPPED, KEYS, SECTIONS, Config, ConfigError, Corpus, Parallelism
+from titan_lite.config.keys import flatten, gradient_accumulation_steps, without_need
+from titan_lite.config.toml import did_you_mean, files_beside, in_toml, parse_value, read_toml
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, dict[str, str]]:
@@ -53,8 +52,9 @@ def to_toml(config: Config, origins: dict[str, str] | None = None) -> str:
     for name, cls in SECTIONS.items():
         lines.append(f"[{name}]")
         for field in dataclasses.fields(cls):
+            origin = "" if origins is None else f"  # {origins[f'{name}.{field.name}']}"
             line = f"{field.name} = {in_toml(getattr(getattr(config, name), field.name))}"
-            lines.append(line if origins is None else f"{line}  # {_one_line(origins[f'{name}.{field.name}'])}")
+            lines.append(line + "".join(c if c.isprintable() else "?" for c in origin))
         lines.append("")
     return "\n".join(lines)
 
@@ -108,6 +108,8 @@ def _read_recipe(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], d
             raise ConfigError(f"{path}: {section} = {table!r} should be a section: write [{section}] and its keys below")
         for name, value in table.items():
             key = f"{section}.{name}"
+            if key in DROPPED and value == DROPPED[key][0]:
+                continue  # a saved recipe of an earlier version, which says what holds
             if key not in KEYS:
                 raise ConfigError(f"{path}: unknown key {name} = {value!r} in [{section}]{_nearest_key(section, name)}")
             values[key] = _from_folder(KEYS[key], _check_value(key, value, str(path)), path.parent)
@@ -131,11 +133,7 @@ def _parse_overrides(arguments: Sequence[str]) -> dict[str, str]:
         if negated:
             key = key.removeprefix("no_")
         if key not in KEYS:
-            section, _, last = key.partition(".")
-            if section in SECTIONS:
-                raise ConfigError(f"command line: unknown option {argument}{_nearest_key(section, last)}")
-            near = _nearest(key, list(KEYS)) if last else ""
-            raise ConfigError(f"command line: unknown option {argument}{near or nearest_section(section)}")
+            raise ConfigError(f"command line: unknown option {argument}{_nearest_key(*key.partition('.')[::2])}")
         is_bool = KEYS[key].type is bool
         if negated and (equals or not is_bool):
             raise ConfigError(f"command line: {argument}: --no- is for booleans and takes no value; write --{key}=VALUE")
@@ -182,29 +180,25 @@ def _check_value(key: str, value: Any, place: str, field: dataclasses.Field | No
     if field.type is tuple and isinstance(value, list) and all(isinstance(word, str) for word in value):
         value = tuple(value)
     section, _, name = key.rpartition(".")
-    wrong = f"{place}: [{section}] {name} = {in_toml(value) if isinstance(value, str | bool | int | float | tuple) else value}"
+    shown = in_toml(value) if isinstance(value, str | bool | int | float | tuple) else value
+    rule, wrong, instead = field.metadata, "", f", such as {name} = {in_toml(field.default)}"
     if type(value) is not field.type:
-        raise ConfigError(f"{wrong}: expected {_expected(field)}, such as {name} = {in_toml(field.default)}")
-    rule = field.metadata
-    if isinstance(value, str) and not value.isascii() and value.encode(errors="ignore").decode() != value:
-        raise ConfigError(f"{wrong}: not valid UTF-8, which a recipe is; such as {name} = {in_toml(field.default)}")
-    if isinstance(value, str) and "\0" in value:
-        raise ConfigError(f"{wrong}: has a NUL character; such as {name} = {in_toml(field.default)}")
-    words = value if isinstance(value, tuple) else (value,)
-    form = re.compile(rule["or_like"][1] or r"(?!)")
-    unknown = [word for word in words if word not in rule["choices"] and not form.fullmatch(word)] if rule["choices"] else []
-    if unknown:
-        raise ConfigError(f"{wrong}: expected {_expected(field)}{_nearest(unknown[0], list(rule['choices']))}")
-    if isinstance(value, int | float) and not isinstance(value, bool) and value not in rule["also"]:
-        inside = (
-            math.isfinite(value)
-            and (rule["least"] is None or value >= rule["least"])
-            and (rule["above"] is None or value > rule["above"])
-            and (rule["most"] is None or value <= rule["most"])
-            and (rule["below"] is None or value < rule["below"])
-        )
-        if not inside:
-            raise ConfigError(f"{wrong}: out of range: expected {_expected(field)}, such as {name} = {in_toml(field.default)}")
+        wrong = f"expected {_expected(field)}"
+    elif isinstance(value, str) and not value.isascii() and value.encode(errors="ignore").decode() != value:
+        wrong = "not valid UTF-8, which a recipe is"
+    elif isinstance(value, str) and "\0" in value:
+        wrong = "has a NUL character"
+    elif rule["choices"]:
+        admitted = [*map(re.escape, rule["choices"]), *filter(None, rule["or_like"][1:])]
+        unknown = [word for word in ([value] if field.type is str else value) if not re.fullmatch("|".join(admitted), word)]
+        if unknown:
+            wrong, instead = f"expected {_expected(field)}", did_you_mean(unknown[0], rule["choices"])
+    elif field.type in (int, float) and value != rule["also"]:
+        compare = {"least": operator.ge, "above": operator.gt, "most": operator.le, "below": operator.lt}
+        inside = all(rule[bound] is None or holds(value, rule[bound]) for bound, holds in compare.items())
+        wrong = "" if inside and math.isfinite(value) else f"out of range: expected {_expected(field)}"
+    if wrong:
+        raise ConfigError(f"{place}: [{section}] {name} = {shown}: {wrong}{instead}")
     return value
 
 
@@ -215,114 +209,88 @@ def _check_table(key: str, number: int, table: Any, place: str, cls: type) -> An
         raise ConfigError(f"{place}: {key} = [... {table!r} ...]: expected tables: write [[{key}]] and the keys of each below")
     for name, value in table.items():
         if name not in fields:
-            near = _nearest(name, list(fields)) or f"; it has {', '.join(fields)}"
+            near = did_you_mean(name, fields, otherwise=f"; it has {', '.join(fields)}")
             raise ConfigError(f"{place}: unknown key {name} = {value!r} in [[{key}]], table {number}{near}")
     return cls(**{name: _check_value(f"{key}.{name}", value, place, fields[name]) for name, value in table.items()})
 
 
 def _check_combinations(config: Config, origins: dict[str, str]) -> None:
-    """What no single value shows."""
+    """Raises ConfigError for what no single value shows."""
+    values = flatten(config)
 
-    def at(key: str) -> str:
-        section, _, name = key.partition(".")
-        return f"{origins[key]}: [{section}] {name} = {in_toml(getattr(getattr(config, section), name))}"
+    def wrong(key: str, why: str) -> ConfigError:
+        return ConfigError(f"{origins[key]}: [{key.replace('.', '] ', 1)} = {in_toml(values[key])}{why}")
 
-    if -1 < config.lr_scheduler.total_steps < config.lr_scheduler.warmup_steps:
-        raise ConfigError(
-            f"{at('lr_scheduler.warmup_steps')} is longer than lr_scheduler.total_steps = {config.lr_scheduler.total_steps}; "
-            f"warmup_steps = {max(1, config.lr_scheduler.total_steps // 10)} would work"
-        )
-    if config.lr_scheduler.total_steps != -1 and config.lr_scheduler.total_steps < config.training.steps:
-        raise ConfigError(
-            f"{at('lr_scheduler.total_steps')} ends before training.steps = {config.training.steps}; use -1 or at least that many"
-        )
-    replaced = [f"data.{f.name}" for f in dataclasses.fields(Corpus) if origins[f"data.{f.name}"] != "default"]
-    replaced = [key for key in replaced if getattr(config.data, key.partition(".")[2]) != KEYS[key].default]
-    if config.data.sources and replaced:
-        raise ConfigError(
-            f"{at(replaced[0])} stands beside data.sources, which take its place; write it into these, or remove it"
-        )
+    for key, (why, need) in without_need(dataclasses.asdict(config)).items():
+        if KEYS[key].metadata["refused"] and values[key] != KEYS[key].default:
+            raise wrong(key, f" has no effect: {why}; {need.fix} would work")
+    schedule, steps, stage = config.lr_scheduler, config.training.steps, config.compile
+    if -1 < schedule.total_steps < schedule.warmup_steps:
+        works = f"warmup_steps = {max(1, schedule.total_steps // 10)} would work"
+        raise wrong("lr_scheduler.warmup_steps", f" is longer than lr_scheduler.total_steps = {schedule.total_steps}; {works}")
+    if -1 < schedule.total_steps < steps:
+        raise wrong("lr_scheduler.total_steps", f" ends before training.steps = {steps}; use -1 or at least that many")
+    if not config.model.tokenizer_path:
+        raise wrong("model.tokenizer_path", ' is empty: name a tokenizer file, such as "../assets/tokenizer/debug.model"')
+    if stage.enable and not stage.components:
+        works = 'components = ["model", "loss"], or compile.enable = false, would work'
+        raise wrong("compile.components", f" leaves nothing to compile, but compile.enable = true; {works}")
+    if stage.enable and stage.bucketing == "plan" and not stage.buckets:
+        works = 'such as buckets = ["tok_embeddings", "layers.0 layers.1"]; bucketing = "block" would work without'
+        raise wrong("compile.bucketing", f" needs compile.buckets, {works}")
+    if stage.enable and stage.bucketing in ("auto", "measured") and not stage.reordering:
+        works = 'reordering = true or bucketing = "block" would work'
+        raise wrong("compile.reordering", f': compile.bucketing = "{stage.bucketing}" orders what it buckets; {works}')
+    option = config.activation_checkpoint.selective_ac_option
+    if option not in ("op", "op/2") and not (option.isascii() and option.isdigit() and int(option) > 0):
+        works = 'expected "op", "op/2", or a number of blocks in quotes, such as "2"'
+        raise wrong("activation_checkpoint.selective_ac_option", f": {works}")
+    if config.activation_checkpoint.mode == "memory_budget" and not stage.compiles("model"):
+        works = 'compile.enable = true and "model" in compile.components, or mode = "selective", would work'
+        raise wrong("activation_checkpoint.mode", f" lets the compiler choose, and the model is not compiled; {works}")
+    layout, training = config.parallelism, config.training
+    # the default one stands in every saved recipe, and asks for nothing
+    if layout.fsdp_reshard_after_forward == "always" and layout.fsdp_keep_gathered not in ((), Parallelism.fsdp_keep_gathered):
+        works = '"default" keeps these, and fsdp_keep_gathered = [] nothing'
+        raise wrong("parallelism.fsdp_keep_gathered", f': parallelism.fsdp_reshard_after_forward = "always" keeps none; {works}')
+    if layout.data_parallel_shard_degree != -1 and training.global_batch_size != -1:
+        gradient_accumulation_steps(training, layout.data_parallel_replicate_degree * layout.data_parallel_shard_degree)
+    _check_sources(config, origins["data.sources"], wrong)
+
+
+def _check_sources(config: Config, origin: str, wrong: Callable[[str, str], ConfigError]) -> None:
+    """The same for where documents come from. origin: of data.sources. wrong: makes the error of a key from the reason."""
+    sources = config.data.sources
+    for field in dataclasses.fields(Corpus) if sources else ():
+        if getattr(config.data, field.name) != field.default:
+            works = "write it into these, or remove it"
+            raise wrong(f"data.{field.name}", f" stands beside data.sources, which take its place; {works}")
     again: dict[Corpus, int] = {}
-    for number, source in enumerate(config.data.sources, start=1):
+    for number, source in enumerate(sources, start=1):
         first = again.setdefault(dataclasses.replace(source, weight=1.0), number)
         if first != number:
             raise ConfigError(
-                f"{origins['data.sources']}: [[data.sources]] {first} and {number} have the same documents, which would be read "
-                "twice; one of them with the sum of both weights would work"
+                f"{origin}: [[data.sources]] {first} and {number} have the same documents, which would be read twice; "
+                "one of them with the sum of both weights would work"
             )
-    for source in config.data.sources or (config.data,):
-        table = "" if source is config.data else f"{origins['data.sources']}: [[data.sources]] "
+    for source in sources or (config.data,):
 
-        def of(name: str, source: Corpus = source, table: str = table) -> str:
-            return f"{table}{name} = {in_toml(getattr(source, name))}" if table else at(f"data.{name}")
+        def of(name: str, why: str, source: Corpus = source) -> ConfigError:
+            value = in_toml(getattr(source, name))
+            return ConfigError(f"{origin}: [[data.sources]] {name} = {value}{why}") if sources else wrong(f"data.{name}", why)
 
-        if source.dataset == "local" and not source.path:
-            raise ConfigError(f'{of("dataset")} needs data.path, such as path = "corpus/*.jsonl"')
-        if source.dataset == "prepared" and not source.path:
-            raise ConfigError(f'{of("dataset")} needs data.path, such as path = "prepared/books"')
-        if source.dataset not in ("local", "prepared") and source.path:
-            raise ConfigError(
-                f'{of("path")} is only read with data.dataset = "local" or "prepared" (it is "{source.dataset}"); '
-                "set that or remove path"
-            )
+        here = {"local": "corpus/*.jsonl", "prepared": "prepared/books"}.get(source.dataset)
+        if here and not source.path:
+            raise of("dataset", f' needs data.path, such as path = "{here}"')
+        if source.path and not here:
+            works = f'with data.dataset = "local" or "prepared" (it is "{source.dataset}"); set that or remove path'
+            raise of("path", f" is only read {works}")
         if (source.subset or source.split != "train") and "/" not in source.dataset:
-            raise ConfigError(
-                f"{of('subset' if source.subset else 'split')} is of datasets of the hub, such as dataset = "
-                f'"HuggingFaceFW/fineweb" (it is "{source.dataset}"); name one or remove it'
-            )
+            works = f'such as dataset = "HuggingFaceFW/fineweb" (it is "{source.dataset}"); name one or remove it'
+            raise of("subset" if source.subset else "split", f" is of datasets of the hub, {works}")
         if config.validation.enable and config.data.validation_fraction == 0 and source.dataset not in ("c4", "prepared"):
-            raise ConfigError(
-                f"{at('validation.enable')} needs held-out documents: set data.validation_fraction = 0.05, "
-                "or validation.enable = false"
-            )
-    if not config.model.tokenizer_path:
-        raise ConfigError(
-            f'{at("model.tokenizer_path")} is empty: name a tokenizer file, such as "../assets/tokenizer/debug.model"'
-        )
-    if config.compile.enable and not config.compile.components:
-        raise ConfigError(
-            f'{at("compile.components")} leaves nothing to compile, but compile.enable = true; components = ["model", "loss"], '
-            "or compile.enable = false, would work"
-        )
-    if config.compile.enable and config.compile.bucketing == "plan" and not config.compile.buckets:
-        raise ConfigError(
-            f'{at("compile.bucketing")} needs compile.buckets, such as buckets = ["tok_embeddings", "layers.0 layers.1"]; '
-            'bucketing = "block" would work without'
-        )
-    if config.compile.enable and config.compile.bucketing in ("auto", "measured") and not config.compile.reordering:
-        raise ConfigError(
-            f'{at("compile.reordering")}: compile.bucketing = "{config.compile.bucketing}" orders what it buckets; '
-            'reordering = true or bucketing = "block" would work'
-        )
-    checkpointing = config.activation_checkpoint
-    option = checkpointing.selective_ac_option
-    if option not in ("op", "op/2") and not (option.isascii() and option.isdigit() and int(option) > 0):
-        raise ConfigError(
-            f'{at("activation_checkpoint.selective_ac_option")}: expected "op", "op/2", or a number of blocks in quotes, '
-            'such as "2"'
-        )
-    if checkpointing.mode == "memory_budget" and not config.compile.compiles("model"):
-        raise ConfigError(
-            f'{at("activation_checkpoint.mode")} needs compile.enable = true and "model" in compile.components, since the '
-            'compiler chooses; set that, or mode = "selective" would work'
-        )
-    keep = config.parallelism.fsdp_keep_gathered  # the default one stands in every saved recipe, and asks for nothing
-    if config.parallelism.fsdp_reshard_after_forward == "always" and keep not in ((), Parallelism.fsdp_keep_gathered):
-        raise ConfigError(
-            f'{at("parallelism.fsdp_keep_gathered")}: nothing is kept with parallelism.fsdp_reshard_after_forward = "always"; '
-            'with "default" these are, and with fsdp_keep_gathered = [] nothing is'
-        )
-    replicate, shard = config.parallelism.data_parallel_replicate_degree, config.parallelism.data_parallel_shard_degree
-    if config.checkpoint.load_step != -1 and not config.checkpoint.enable:
-        raise ConfigError(
-            f"{at('checkpoint.load_step')} has no effect while checkpoint.enable = false; set checkpoint.enable = true"
-        )
-    if config.checkpoint.must_resume and not config.checkpoint.enable:
-        raise ConfigError(
-            f"{at('checkpoint.must_resume')}: with checkpoint.enable = false nothing resumes; set checkpoint.enable = true"
-        )
-    if shard != -1 and config.training.global_batch_size != -1:
-        gradient_accumulation_steps(config.training, replicate * shard)
+            works = "set data.validation_fraction = 0.05, or validation.enable = false"
+            raise wrong("validation.enable", f" needs held-out documents: {works}")
 
 
 def _expected(field: dataclasses.Field) -> str:
@@ -343,32 +311,25 @@ def admitted_values(field: dataclasses.Field) -> str:
         return "a list of tables of " + ", ".join(part.name for part in dataclasses.fields(rule["table"]))
     words = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
     bounds = " and ".join(f"{word} {rule[name]}" for name, word in words.items() if rule[name] is not None)
-    also = "".join(f", or {value}" for value in rule["also"])
+    also = f", or {rule['also']}" if rule["also"] is not None else ""
     return f"{kinds[field.type]}{' ' + bounds if bounds else ''}{also}"  # type: ignore[index]
 
 
-def _nearest(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
 def nearest_section(section: str) -> str:
-    """Where the key lives that was written where a section belongs, else the nearest section, else all of them."""
+    """The home of a key that was written where a section belongs, else the nearest section, else all of them."""
     homes = [key for key in KEYS if key.endswith(f".{section}")]
     if homes:
         return f"; {section} is a key: {' or '.join(homes)}"
-    return _nearest(section, list(SECTIONS)) or f"; known sections: {', '.join(SECTIONS)}"
+    return did_you_mean(section, SECTIONS, otherwise=f"; known sections: {', '.join(SECTIONS)}")
 
 
 def _nearest_key(section: str, name: str) -> str:
-    """Where a key of this very name lives, else the nearest key of the section, else all its keys."""
+    """The home of a key of this very name, or what became of it, else the nearest key of the section, else all its keys."""
+    if section not in SECTIONS:
+        return did_you_mean(f"{section}.{name}", KEYS if name else (), otherwise=nearest_section(section))
+    if f"{section}.{name}" in DROPPED:
+        return f"; {DROPPED[f'{section}.{name}'][1]}"
     elsewhere = [key for key in KEYS if key.endswith(f".{name}")]
-    if elsewhere:
-        return f"; did you mean {' or '.join(elsewhere)}?"
     names = [f.name for f in dataclasses.fields(SECTIONS[section])]
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {section}.{close[0]}?" if close else f"; [{section}] has {', '.join(names)}"
-
-
-def _one_line(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)
+    near = did_you_mean(name, names, within=f"{section}.", otherwise=f"; [{section}] has {', '.join(names)}")
+    return f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else near

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,14 @@ def read_toml(path: Path, what: str = "file") -> dict[str, Any]:
 def files_beside(path: Path) -> str:
     """For the end of a message about a file that is not there."""
     found = sorted(p.name for p in path.parent.glob("*.toml") if p.name != "pyproject.toml") if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, found, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean {path.parent / close[0]}?"
-    return f"; {path.parent} has {', '.join(found)}" if found else "; the shipped recipes are in train_configs/"
+    known = f"; {path.parent} has {', '.join(found)}" if found else "; the shipped recipes are in train_configs/"
+    return did_you_mean(path.name, found, within=f"{path.parent}/", otherwise=known)
+
+
+def did_you_mean(word: str, known: Iterable[str], *, within: str = "", otherwise: str = "") -> str:
+    """For the end of a message about a word that is not one of those known: the nearest of them, or `otherwise`."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {within}{close[0]}?" if close else otherwise
 
 
 def parse_value(text: str) -> Any:

@@ -1,86 +1,130 @@
-"""Documents that the loaders of all ranks have left out: told, counted, listed in `bad_documents.jsonl`, and not too many.
+"""One policy for documents without text: an error at once, or skipped, counted, listed, and not too many.
 
-    left_out = LeftOutDocuments(config.data, dump_folder, dp_rank)
-    values = left_out.gather(loader.take_left_out())     # all ranks together, every so many steps; ConfigError on all of them
+    policy = BadDocumentPolicy(data)
+    policy.skip(BadDocument("a.jsonl", "line 34", "not JSON (...)"))     # or ConfigError, naming file and line
 
-A line of the file is one document: {"file": "a.jsonl", "place": "line 34", "reason": "not JSON (...)"}. It is listed once, in
-however many epochs and by however many ranks it is read, and a run that goes on counts on from there.
+    log = BadDocumentsLog(config.data, dump_folder, dp_rank)
+    values = log.gather([loader.take_skipped()])     # all ranks together, every so many steps; ConfigError on all of them
+
+A line of `bad_documents.jsonl` is one document: {"file": "a.jsonl", "place": "line 34", "reason": "not JSON (...)"}. It is listed
+once, in however many epochs and by however many ranks it is read, and a resumed run counts on from there.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch.distributed as dist
+from typing import NamedTuple
 
 from titan_lite.config import ConfigError, Data
-from titan_lite.data.loader import LeftOut
 from titan_lite.logging import logger
 from titan_lite.metrics.records import read_lines
-from titan_lite.ranks import gather_objects
 
 
-class LeftOutDocuments:
-    """bad: different ones, over the whole run. short: documents shorter than data.min_document_tokens, since this start."""
+class BadDocument(NamedTuple):
+    """In place of a document's text: where it is, and why it has none."""
+
+    file: str
+    place: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}, {self.place}: {self.reason}"
+
+
+@dataclass
+class SkippedDocuments:
+    """Documents that a loader has skipped since it was last asked: bad ones, and how many were too short."""
+
+    bad: list[BadDocument] = field(default_factory=list)
+    short: int = 0
+
+
+class BadDocumentPolicy:
+    """data.on_bad_document and data.max_bad_documents; known: (file, place) of every bad document so far; last: of them."""
+
+    last: BadDocument | None = None
+
+    def __init__(self, data: Data, known: Iterable[tuple[str, str]] = ()):
+        self.data, self.known = data, set(known)
+
+    def skip(self, bad: BadDocument) -> None:
+        """Raises ConfigError: a bad document is an error, or this is one too many."""
+        if self.data.on_bad_document == "error":
+            raise ConfigError(f'{bad}; repair it or take it out, or data.on_bad_document = "skip" would work')
+        self.last = bad
+        self.known.add(bad[:2])
+        self.check(len(self.known), f"the last one {bad}")
+
+    def check(self, count: int, which: str) -> None:
+        """Raises ConfigError: more different bad documents than data.max_bad_documents."""
+        if count > self.data.max_bad_documents:
+            raise ConfigError(
+                f"data.max_bad_documents = {self.data.max_bad_documents}: there are {count}, {which}; a higher one, or other "
+                "documents, would work"
+            )
+
+
+class BadDocumentsLog:
+    """bad: different documents, over the whole run. short: documents below data.min_document_tokens, since this start."""
 
     def __init__(self, data: Data, dump_folder: Path, dp_rank: int):
         self.data, self.dp_rank = data, dp_rank
         self.path = dump_folder / "bad_documents.jsonl"
+        self.policy = BadDocumentPolicy(data, self._listed())
         self.bad = self.short = 0
-        entries = [entry for _, entry in read_lines(self.path) if entry] if dist.get_rank() == 0 and self.path.exists() else []
-        self.known = {(entry.get("file"), entry.get("place")) for entry in entries}
 
-    def gather(self, left_out: Sequence[LeftOut]) -> dict[str, float]:
-        """The counts under their names in metrics.jsonl, where the recipe lets documents be left out.
+    def gather(self, skipped: Sequence[SkippedDocuments]) -> dict[str, float]:
+        """The counts under their names in metrics.jsonl, where the recipe lets documents be skipped.
 
-        left_out: of each loader of this rank. Raises ConfigError on all ranks, where there are more than data.max_bad_documents.
+        skipped: of each loader of this rank. Raises ConfigError on all ranks, where there are more than data.max_bad_documents.
         """
+        import torch.distributed as dist  # here: prepare's processes need the policy, and do without torch
+
+        from titan_lite.ranks import gather_objects
+
         skips, shortens = self.data.on_bad_document == "skip", self.data.min_document_tokens > 0
         if not skips and not shortens:
             return {}
-        own = (self.dp_rank, sum(some.short for some in left_out), [bad for some in left_out for bad in some.bad])
+        own = (self.dp_rank, sum(some.short for some in skipped), [bad for some in skipped for bad in some.bad])
         everyone = gather_objects(own)
         # Ranks that work on the same sequences have read the same documents.
         self.short += sum({dp_rank: short for dp_rank, short, _ in everyone}.values())
-        total = [0]
         if dist.get_rank() == 0:
             self._list([document for _, _, bad in everyone for document in bad])
-            total[0] = len(self.known)
-        dist.broadcast_object_list(total, src=0)
-        self.bad = total[0]
-        if self.bad > self.data.max_bad_documents:
-            raise ConfigError(
-                f"data.max_bad_documents = {self.data.max_bad_documents}: {self.bad} bad documents, listed in {self.path}; "
-                "a higher one, or other documents, would work"
-            )
+        self.bad = gather_objects(len(self.policy.known))[0]
+        self.policy.check(self.bad, f"listed in {self.path}")
         return {**({"bad_documents": self.bad} if skips else {}), **({"short_documents": self.short} if shortens else {})}
 
-    def list_alone(self, left_out: LeftOut) -> None:
-        """Of a rank that cannot go on, and so does not meet the others again: what it has left out is listed all the same."""
-        if self.path.exists():
-            self.known |= {(entry.get("file"), entry.get("place")) for _, entry in read_lines(self.path) if entry}
-        self._list(left_out.bad)
+    def list_alone(self, skipped: SkippedDocuments) -> None:
+        """List what a rank has skipped that cannot go on, and so does not meet the others again."""
+        self.policy.known.update(self._listed())
+        self._list(skipped.bad)
 
     def summary(self) -> str:
-        """For the end of a run; empty where nothing was left out."""
+        """For the end of a run; empty where nothing was skipped."""
         bad = f", {_documents(self.bad)} left out, listed in {self.path}" if self.bad else ""
         least = self.data.min_document_tokens
         return bad + (f", {self.short} times a document left out that is shorter than {least} tokens" if self.short else "")
 
-    def _list(self, documents: Sequence[dict[str, str]]) -> None:
-        new = {(document["file"], document["place"]): document for document in documents}
-        new = {place: document for place, document in new.items() if place not in self.known}
+    def _listed(self) -> set[tuple[str, str]]:
+        if not self.path.exists():
+            return set()
+        return {(entry.get("file", ""), entry.get("place", "")) for _, entry in read_lines(self.path) if entry}
+
+    def _list(self, documents: Sequence[BadDocument]) -> None:
+        known = self.policy.known
+        new = {document[:2]: document for document in documents if document[:2] not in known}
         if not new:
             return
-        self.known |= new.keys()
-        first = next(iter(new.values()))
+        known.update(new)
         logger.warning(
-            f"{_documents(len(new))} left out, {len(self.known)} in all; {first['file']}, {first['place']}: {first['reason']}"
+            f"{_documents(len(new))} left out, {len(known)} in all; {next(iter(new.values()))}"
             + (f"; all are listed in {self.path}" if len(new) > 1 else "")
         )
         try:
             with open(self.path, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(document) + "\n" for document in new.values())
+                file.writelines(json.dumps(document._asdict()) + "\n" for document in new.values())
         except OSError as error:  # a list is not worth the run
             logger.warning(f"{self.path} cannot be written, and lacks these: {error.strerror}")
 

@@ -11,7 +11,6 @@ hash of its name: the split stays when documents are added, and no rank needs to
 
 import hashlib
 import itertools
-import logging
 import os
 import random
 import sysconfig
@@ -20,10 +19,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan_lite.config import ConfigError, Data
-from titan_lite.data.files import BadDocument, Piece, local_files, local_pieces, parse, read_piece, text_of
+from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
+from titan_lite.data.files import Piece, local_files, local_pieces, read_piece, text_of
 from titan_lite.data.prepared import PreparedSource, prepared_fingerprint
-
-logger = logging.getLogger(__name__)
+from titan_lite.logging import logger
 
 Split = Literal["train", "validation"]
 _STDLIB = Path(sysconfig.get_path("stdlib"))
@@ -72,9 +71,8 @@ class PiecewiseSource:
 
     def __init__(self, data: Data, split: Split, seed: int):
         self.data, self.split, self.seed = data, split, seed
-        self.hub = data.dataset != "local"
-        self.stream: Any = _open_hub(data, split) if self.hub else None
-        self.pieces = _shards(self.stream, data) if self.hub else local_pieces(data)
+        self.stream: Any = None if data.dataset == "local" else _open_hub(data, split)
+        self.pieces = local_pieces(data) if self.stream is None else _shards(self.stream, data)
         self.limit = SHUFFLED_BYTES * data.shuffle_buffer
 
     def epoch(self, ordinal: int) -> int:
@@ -102,10 +100,10 @@ class PiecewiseSource:
         pieces = list(self.pieces)
         if self.data.shuffle:
             random.Random(f"{self.seed} {epoch}").shuffle(pieces)
-        groups: list[list[Piece]] = []
-        size = self.limit
+        groups: list[list[Piece]] = [[]]
+        size = 0
         for piece in pieces:
-            if size + piece.size > self.limit or not groups:
+            if groups[-1] and size + piece.size > self.limit:
                 groups.append([])
                 size = 0
             groups[-1].append(piece)
@@ -117,10 +115,7 @@ class PiecewiseSource:
         if not self.data.shuffle:
             yield from documents
             return
-        for part in itertools.count():
-            some = self._take(documents)
-            if not some:
-                return
+        for part, some in enumerate(iter(lambda: self._take(documents), [])):
             random.Random(f"{seed} {part}").shuffle(some)
             yield from some
 
@@ -140,7 +135,7 @@ class PiecewiseSource:
         if piece.format == ".txt":  # one document, whoever wants it will read it
             yield 0, None
             return
-        if not self.hub:
+        if self.stream is None:
             yield from read_piece(piece, self.data)
             return
         shard = self.stream.shard(num_shards=len(self.pieces), index=piece.start)
@@ -155,17 +150,9 @@ class PiecewiseSource:
         return _belongs(name, self.split, self.data.validation_fraction)
 
     def _text(self, piece: Piece, place: int, raw: Any) -> str | BadDocument:
-        try:
-            if piece.format == ".txt":
-                place, raw = next(read_piece(piece, self.data))
-            if not self.hub:
-                return text_of(raw, piece, place, self.data)
-            try:
-                return parse(raw, self.data)
-            except ValueError as error:
-                raise BadDocument(piece.file, f"document {place}", str(error)) from None
-        except BadDocument as bad:
-            return bad
+        if piece.format == ".txt":
+            place, raw = next(read_piece(piece, self.data))
+        return text_of(raw, piece, place, self.data)
 
 
 Source = StdlibSource | PiecewiseSource | PreparedSource
@@ -189,6 +176,7 @@ def check_data(data: Data) -> None:
     Raises:
         ConfigError: as `build_source` and reading would.
     """
+    policy = BadDocumentPolicy(data)
     for _, part in data.mixture():
         if part.dataset == "stdlib":
             _stdlib_text(StdlibSource(part, "train", seed=0).names[0])
@@ -198,42 +186,33 @@ def check_data(data: Data) -> None:
                 raise ConfigError(f'data.path = "{part.path}" has no document in it; files with some would work')
             for piece in {piece.format: piece for piece in reversed(pieces)}.values():
                 for place, raw in itertools.islice(read_piece(piece, part), 1):
-                    try:
-                        text_of(raw, piece, place, part)
-                    except BadDocument as bad:
-                        if part.on_bad_document == "error":
-                            raise refusal(bad) from None
-
-
-def refusal(bad: BadDocument) -> ConfigError:
-    """The error that a document is, unless it is to be skipped."""
-    return ConfigError(f'{bad}; repair it or take it out, or data.on_bad_document = "skip" would work')
+                    if isinstance(text := text_of(raw, piece, place, part), BadDocument):
+                        policy.skip(text)
 
 
 def fingerprint(data: Data) -> str:
-    """SHA-256 of what documents there are, as far as can be told without reading them.
+    """SHA-256 of the documents there are, as far as can be told without reading them.
 
-    Of local files and the standard library the names and sizes, of the hub the name, and which field has the text; of prepared
-    data every byte.
+    Names and sizes of local files and the standard library, the name of a dataset of the hub, and which field has the text;
+    every byte of prepared data.
     """
     known = [_fingerprint(part) for _, part in data.mixture()]
     return known[0] if len(known) == 1 else _sha256(known)
 
 
 def _fingerprint(data: Data) -> str:
-    if data.dataset == "prepared":
-        return prepared_fingerprint(data)
-    if data.dataset == "stdlib":
-        topics = _topics()
-        return _sha256(
-            [
-                (name, os.path.getsize(_STDLIB / name) if name.endswith(".py") else len(topics[name.removeprefix("topics/")]))
-                for name in _stdlib_names()
-            ]
-        )
-    if data.dataset != "local":
-        return _sha256([data.dataset, data.subset, data.split, data.text_field])
-    return _sha256(["by pieces", data.text_field, *((name, size) for _, name, size in local_files(data))])
+    match data.dataset:
+        case "prepared":
+            return prepared_fingerprint(data)
+        case "stdlib":
+            topics = {f"topics/{name}": len(text) for name, text in _topics().items()}
+            return _sha256(
+                [(name, topics[name] if name in topics else os.path.getsize(_STDLIB / name)) for name in _stdlib_names()]
+            )
+        case "local":
+            return _sha256(["by pieces", data.text_field, *((name, size) for _, name, size in local_files(data))])
+        case name:
+            return _sha256([name, data.subset, data.split, data.text_field])
 
 
 def _sha256(what: list) -> str:
@@ -241,7 +220,7 @@ def _sha256(what: list) -> str:
 
 
 def _belongs(name: str, split: Split, validation_fraction: float) -> bool:
-    """Whether the document of this name is in the split; over all names, validation has its fraction of them."""
+    """A document is in validation or training by the hash of its name; over all names, validation has its fraction of them."""
     hashed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
     return (hashed < validation_fraction) == (split == "validation")
 
@@ -268,12 +247,11 @@ def _stdlib_names() -> list[str]:
     names = [f"topics/{topic}" for topic in _topics()]
     for folder, subfolders, files in os.walk(_STDLIB):
         subfolders[:] = [name for name in subfolders if name not in _NOT_OURS]
-        for file in files:
-            path = Path(folder, file)
+        for path in (Path(folder, file) for file in files if file.endswith(".py")):
             name = path.relative_to(_STDLIB).as_posix()
             # _sysconfigdata differs between builds of one Python, and the topics are in already.
-            left_out = file.startswith("_sysconfigdata") or name == "pydoc_data/topics.py"
-            if path.suffix == ".py" and not left_out and path.is_file() and path.stat().st_size:
+            unfit = path.name.startswith("_sysconfigdata") or name == "pydoc_data/topics.py"
+            if not unfit and path.is_file() and path.stat().st_size:
                 names.append(name)
     if len(names) < 100:
         raise ConfigError(

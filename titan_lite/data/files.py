@@ -2,18 +2,17 @@
 
     for piece in local_pieces(data):                            # 1 MiB of a jsonl file, a row group, or a whole file
         for place, raw in read_piece(piece, data):              # place: of a line, row or byte in its file
-            text = text_of(raw, piece, place, data)             # or raises BadDocument, which names file and line
+            text = text_of(raw, piece, place, data)             # or a BadDocument, which names file and line
 
 A raw document is what can be had without parsing it, so that who wants one in eight parses one in eight. Reading never fails:
-what cannot be read from some place on is one document there, whose text is a BadDocument.
+what cannot be read from some place on is one document there, whose raw form is a ValueError with the reason.
 """
 
 import csv
 import gzip
 import io
-import itertools
 import json
-import logging
+import math
 import os
 import zlib
 from collections.abc import Iterator
@@ -24,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_lite.config import ConfigError, Data
-
-logger = logging.getLogger(__name__)
+from titan_lite.data.bad_documents import BadDocument
+from titan_lite.logging import logger
 
 FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet", ".arrow")
 COMPRESSIONS = ("", ".gz", ".zst")  # the last two formats compress what they hold themselves
@@ -35,25 +34,8 @@ _WORKS = (
     f"name a file, a folder or a glob of {', '.join(FORMATS)} files (all but the last two also .gz and .zst), "
     'such as path = "corpus/*.jsonl"'
 )
-
-
 # what reading raises; pyarrow's errors are of these
 BROKEN = (OSError, EOFError, ValueError, NotImplementedError, RecursionError, zlib.error)
-
-
-class BadDocument(ValueError):
-    """A document that has no text: where it is, and why."""
-
-    def __init__(self, file: str, place: str, reason: str):
-        super().__init__(f"{file}, {place}: {reason}")
-        self.file, self.place, self.reason = file, place, reason
-
-
-@dataclass(frozen=True)
-class Unreadable:
-    """In place of a raw document, where there is none to be had."""
-
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -80,7 +62,7 @@ def local_files(data: Data) -> list[tuple[str, str, int]]:
         found = sorted(_files_within(path))
         files = [file for file in found if _format(file)[0] and os.path.isfile(file)]
         if len(files) < len(found):
-            logger.info("%s: %d files of other formats are left out", wrong, len(found) - len(files))
+            logger.info(f"{wrong}: {len(found) - len(files)} files of other formats are left out")
         if not files:
             raise ConfigError(f"{wrong}: none of the {len(found)} files in this folder can be read; {_WORKS}")
     else:
@@ -91,8 +73,7 @@ def local_files(data: Data) -> list[tuple[str, str, int]]:
             if not _format(file)[0]:
                 raise ConfigError(f'{wrong}: {file}: unknown format "{"".join(Path(file).suffixes)}"; {_WORKS}')
         root = os.path.commonpath([os.path.dirname(file) for file in files])
-    begin = len(os.path.join(root, ""))
-    return [(file, file[begin:].replace(os.sep, "/"), os.path.getsize(file)) for file in files]
+    return [(file, os.path.relpath(file, root).replace(os.sep, "/"), os.path.getsize(file)) for file in files]
 
 
 def _files_within(root: str) -> Iterator[str]:
@@ -131,38 +112,36 @@ def read_piece(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
         for place, raw in readers[piece.format](piece, data):
             yield place, raw
     except BROKEN as error:
-        yield place + 1, Unreadable(f"cannot be read from here on ({type(error).__name__}: {_of_the_file(error, piece.file)})")
+        yield place + 1, ValueError(f"cannot be read from here on ({type(error).__name__}: {_of_the_file(error, piece.file)})")
 
 
-def text_of(raw: Any, piece: Piece, place: int, data: Data) -> str:
-    """The text of a raw document. Raises BadDocument."""
+def text_of(raw: Any, piece: Piece, place: int, data: Data) -> str | BadDocument:
+    """The text of a raw document."""
     try:
-        return parse(raw, data, is_json=piece.format in (".jsonl", ".json"))
+        return _parse(raw, data, is_json=piece.format in (".jsonl", ".json"))
     except ValueError as error:
-        raise BadDocument(piece.file, _in_words(piece, place), str(error)) from None
+        return BadDocument(piece.file, _in_words(piece, place), str(error))
 
 
-def parse(raw: Any, data: Data, *, is_json: bool = False) -> str:
-    """The text of bytes, a line of JSON, an example with fields, or a value. Raises ValueError with what is wrong."""
+def _parse(raw: Any, data: Data, is_json: bool) -> str:
+    """The text of bytes, a line of JSON, an example with fields, or a value. Raises ValueError: why it has none."""
     limit, field = data.max_document_mib * 2**20, data.text_field
-    if isinstance(raw, Unreadable):
-        raise ValueError(raw.reason)
+    if isinstance(raw, ValueError):
+        raise raw
     if isinstance(raw, bytes):
         if len(raw) > limit:
             raise ValueError(f"more than data.max_document_mib = {data.max_document_mib}")
         try:
             raw = raw.decode().removeprefix("\ufeff")  # four times as fast as "utf-8-sig"
+            raw = json.loads(raw) if is_json else raw
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8 (byte {error.start}: {error.reason})") from None
-        if is_json:
-            try:
-                raw = json.loads(raw)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"not JSON ({error.msg}, column {error.colno})") from None
-            except RecursionError:
-                raise ValueError("not JSON (nested too deeply)") from None
-            if not isinstance(raw, dict):
-                raise ValueError(f"no JSON object, but a {type(raw).__name__}")
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not JSON ({error.msg}, column {error.colno})") from None
+        except RecursionError:
+            raise ValueError("not JSON (nested too deeply)") from None
+        if is_json and not isinstance(raw, dict):
+            raise ValueError(f"no JSON object, but a {type(raw).__name__}")
     if isinstance(raw, dict):
         if raw.get(field) is None:
             others = ", ".join(name for name, value in raw.items() if isinstance(value, str)) or "none"
@@ -195,28 +174,26 @@ def _format(file: str) -> tuple[str, str]:
 
 
 def _in_words(piece: Piece, place: int) -> str:
-    """ "line 34" of a file that has lines. Of a piece of one, only its bytes before are known: they are counted now."""
-    if piece.format in (".parquet", ".arrow"):
-        return f"row {place}"
-    if piece.format == ".txt":
-        return "whole"
+    """ "line 34" of a file with lines. In a piece of one a place is an offset: the lines before it are counted now."""
+    match piece.format:
+        case ".txt":
+            return "whole"
+        case ".parquet" | ".arrow":
+            return f"row {place}"
+        case "":  # a shard of the hub
+            return f"document {place}"
     if piece.end >= 0:
         with open(piece.file, "rb") as file:
-            lines = 1
-            while block := file.read(min(PIECE, place - file.tell())):
-                lines += block.count(b"\n")
-            return f"line {lines}"
+            offset, place = place, 1
+            while block := file.read(min(PIECE, offset - file.tell())):
+                place += block.count(b"\n")
     return f"line {place}"
 
 
 def _of_the_file(error: BaseException, file: str) -> str:
-    """What is wrong with a file; raises ConfigError where the machine says that it cannot be read now."""
+    """The error in one line; ConfigError where the machine says that it cannot read the file now."""
     if getattr(error, "errno", None) is not None:
         raise ConfigError(f"data.path: {file} cannot be read: {error}") from error
-    return _one_line(error)
-
-
-def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
@@ -238,54 +215,41 @@ def _txt(piece: Piece, data: Data) -> Iterator[tuple[int, bytes]]:
 
 
 def _lines(piece: Piece, data: Data) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, cut where they are too long: by number, or by offset those that begin within the piece."""
+    """Lines that are not blank, cut where they are too long: by number, or by offset those that begin within a piece."""
     limit = data.max_document_mib * 2**20
-
     with _open(piece.file) as file:
-        if piece.end < 0:
-            for number in itertools.count(1):
-                line, length = _line(file, limit)
-                if not length:
-                    return
-                if not line.isspace():
-                    yield number, line
-        offset = max(0, piece.start - 1)
-        file.seek(offset)
-        skipped = b"" if piece.start else b"\n"  # up to the end of the line that the piece before ends in
-        while offset < piece.end and not skipped.endswith(b"\n"):
-            skipped = file.readline(min(PIECE, piece.end - offset))
-            if not skipped:
-                return  # it has become shorter
-            offset += len(skipped)
-        while offset < piece.end:
-            line, length = _line(file, limit)
-            if not length:
+        place, end = (1, math.inf) if piece.end < 0 else (_first_line(file, piece), piece.end)
+        while place < end:
+            line = file.readline(limit + 1)
+            if not line:
                 return
             if not line.isspace():
-                yield offset, line
-            offset += length
+                yield place, line
+            length, rest = len(line), line
+            while len(line) > limit and rest and not rest.endswith(b"\n"):
+                rest = file.readline(PIECE)
+                length += len(rest)
+            place += length if piece.end >= 0 else 1
 
 
-def _line(file: Any, limit: int) -> tuple[bytes, int]:
-    """The next line, or the beginning of one that is longer than the limit, and its length."""
-    line = file.readline(limit + 1)
-    length = len(line)
-    if length > limit and not line.endswith(b"\n"):
-        while rest := file.readline(PIECE):
-            length += len(rest)
-            if rest.endswith(b"\n"):
-                break
-    return line, length
+def _first_line(file: Any, piece: Piece) -> int:
+    """The offset of the first line that begins within the piece, where the file is read next; at or after its end: of none."""
+    offset = max(0, piece.start - 1)
+    file.seek(offset)
+    skipped = b"" if piece.start else b"\n"  # up to the end of the line that the piece before ends in
+    while offset < piece.end and not skipped.endswith(b"\n"):
+        skipped = file.readline(min(PIECE, piece.end - offset))
+        if not skipped:  # the file has become shorter
+            return piece.end
+        offset += len(skipped)
+    return offset
 
 
 def _json(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
     """One array of objects, or lines as in jsonl, which goes by this name as well."""
     with _open(piece.file) as file:
-        begin = file.read(1)
-        if begin == b"\xef" and file.read(2) == b"\xbb\xbf":  # UTF-8's byte order mark
-            begin = file.read(1)
-        while begin.isspace():
-            begin = file.read(1)
+        while (begin := file.read(1)).isspace() or begin in (b"\xef", b"\xbb", b"\xbf"):  # UTF-8's byte order mark
+            pass
         if begin == b"[":
             yield from enumerate(json.loads((begin + file.read()).decode()), start=1)
             return
@@ -299,14 +263,14 @@ def _csv(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
         rows = csv.reader(io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline=""), strict=True)
         header = next(rows, None)
         if header is not None and header.count(data.text_field) != 1:
-            yield 1, Unreadable(_no_column(data, header))
+            yield 1, _no_column(data, header)
             return
         while header is not None:
             line = rows.line_num + 1
             try:
                 row = next(rows, None)
             except csv.Error as error:
-                yield line, Unreadable(str(error))
+                yield line, ValueError(str(error))
                 continue
             if row is None:
                 return
@@ -322,24 +286,20 @@ def _row_groups(file: str, name: str, size: int) -> list[Piece]:
     except BROKEN as error:
         _of_the_file(error, file)
         return [Piece(file, name, size)]  # whose reading tells
-    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
-    firsts = itertools.accumulate((group.num_rows for group in groups), initial=0)
-    return [
-        Piece(file, name, group.total_byte_size, index, index + 1, first)
-        for index, (group, first) in enumerate(zip(groups, firsts, strict=False))
-    ]
+    pieces, first = [], 0
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        pieces.append(Piece(file, name, group.total_byte_size, index, index + 1, first))
+        first += group.num_rows
+    return pieces
 
 
 def _parquet(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
     from pyarrow import parquet
 
     with parquet.ParquetFile(piece.file) as file:
-        names = file.schema_arrow.names
-        if names.count(data.text_field) != 1:
-            yield piece.first, Unreadable(_no_column(data, names))
-            return
         batches = file.iter_batches(batch_size=1024, row_groups=[piece.start], columns=[data.text_field])
-        yield from _rows(batches, piece, data)
+        yield from _rows(file.schema_arrow.names, batches, piece, data)
 
 
 def _arrow(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
@@ -352,17 +312,17 @@ def _arrow(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
         else:
             file.seek(0)
             batches = reader = pyarrow.ipc.open_stream(file)
-        if reader.schema.names.count(data.text_field) != 1:
-            yield 0, Unreadable(_no_column(data, reader.schema.names))
-            return
-        yield from _rows(batches, piece, data)
+        yield from _rows(reader.schema.names, batches, piece, data)
 
 
-def _rows(batches: Any, piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
+def _rows(names: list[str], batches: Any, piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
     """(row, bytes of the text or None) of record batches; as bytes, since a string that is not UTF-8 would fail a whole batch."""
     import pyarrow
 
     row = piece.first
+    if names.count(data.text_field) != 1:
+        yield row, _no_column(data, names)
+        return
     for batch in batches:
         column = batch.column(data.text_field)
         if as_bytes := {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}.get(column.type):
@@ -371,12 +331,12 @@ def _rows(batches: Any, piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
         try:
             values = column.cast(pyarrow.large_binary()).to_pylist()
         except pyarrow.ArrowNotImplementedError:
-            yield row, Unreadable(f'data.text_field = "{data.text_field}" is a column of {column.type}, not of text')
+            yield row, ValueError(f'data.text_field = "{data.text_field}" is a column of {column.type}, not of text')
             return
         yield from enumerate(values, start=row)
         row += len(values)
 
 
-def _no_column(data: Data, names: Any) -> str:
+def _no_column(data: Data, names: list[str]) -> ValueError:
     what = "several columns" if data.text_field in names else "no column"
-    return f'data.text_field = "{data.text_field}" is {what} of it; its columns: {", ".join(names) or "none"}'
+    return ValueError(f'data.text_field = "{data.text_field}" is {what} of it; its columns: {", ".join(names) or "none"}')

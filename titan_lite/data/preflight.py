@@ -1,4 +1,4 @@
-"""What is looked at before the first step, and after it: that the ranks train on what the recipe's author thinks they do.
+"""Checks before the first step and after it: that the ranks train on what the recipe's author thinks they do.
 
 preflight(loader.peek(), tokenizer, vocab_size, dp_rank)           # all ranks together, before the first step
 check_first_loss(loss, vocab_size)                                 # after it, of a model that knows nothing yet

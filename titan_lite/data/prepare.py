@@ -31,7 +31,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,9 +41,9 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from titan_lite import manifest
 from titan_lite.config import ConfigError, Data
 from titan_lite.config.recipe import load_config
-from titan_lite.data.dataset import NoDocuments, Split, build_source, fingerprint, refusal
-from titan_lite.data.files import BadDocument
-from titan_lite.data.prepared import FORMAT, SPLITS, manifest_text, read_manifest
+from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
+from titan_lite.data.dataset import NoDocuments, Split, build_source, fingerprint
+from titan_lite.data.prepared import FORMAT, SPLITS, read_manifest
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import Parser, init_logging, logger, show
 
@@ -58,7 +57,7 @@ _BATCH = 1 << 18  # characters that are encoded together, about a tenth of a sec
 class Batch(NamedTuple):
     next_ordinal: int  # of the document after it
     texts: list[str]
-    bad: list[dict[str, str]]  # documents that are skipped
+    bad: list[BadDocument]  # skipped
 
 
 def prepare(data: Data, tokenizer: Tokenizer, folder: Path, *, workers: int, shard_tokens: int = 1 << 28) -> dict[str, Any]:
@@ -87,11 +86,9 @@ def prepare(data: Data, tokenizer: Tokenizer, folder: Path, *, workers: int, sha
                 if split in progress["left"]:
                     _write_split(split, data, tokenizer, unfinished, progress, workers)
             described = {**about, **{key: progress[key] for key in ("splits", "bad", "files")}}
-            manifest.write_text(unfinished / manifest.NAME, manifest_text(described))
+            manifest.write_sealed(unfinished / manifest.NAME, described)
             (unfinished / PROGRESS).unlink()
-            manifest.sync(unfinished)
-            unfinished.rename(folder)
-            manifest.sync(folder.parent)
+            manifest.publish(unfinished, folder)
     except BlockingIOError:
         raise ConfigError(f"{unfinished} is being written by another process; wait for that, or name another folder") from None
     except OSError as error:
@@ -111,7 +108,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _begun(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """What is whole in the folder, which has no other shards then. Raises ConfigError: it is not ours, or of other documents."""
+    """The progress so far; other shards in the folder go. Raises ConfigError: it is not ours, or of other documents."""
     path = folder / PROGRESS
     if path.exists():
         try:
@@ -133,7 +130,7 @@ def _begun(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
         progress |= {"left": list(SPLITS), "next": 0}  # to write, from which ordinal on
         if not about["data"]["validation_fraction"] and about["data"]["dataset"] != "c4":
             progress["left"].remove("validation")
-        _write_progress(folder, progress)  # by which the folder is known as ours
+        manifest.write_whole(path, json.dumps(progress))  # by which the folder is known as ours
     for suffix in ("tokens", "documents"):
         for file in folder.glob(f"*.{suffix}"):
             if file.name not in progress["files"]:
@@ -142,7 +139,7 @@ def _begun(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flat(about: dict[str, Any]) -> dict[str, Any]:
-    """What must be the same when the command is given again; keys of [data] by their names."""
+    """All that must be the same when the command is given again; keys of [data] by their names."""
     data = {f"data.{key}": value for key, value in about["data"].items() if key not in _MAY_CHANGE}
     return {**{key: value for key, value in about.items() if key != "data"}, **data}
 
@@ -154,10 +151,12 @@ def _short(value: Any) -> str:
 def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, progress: dict[str, Any], workers: int) -> None:
     """The shards of a split that are left to write. A shard ends where a batch does: so a resumed run makes the same batches."""
     about, shards = progress["about"], progress["splits"][split]
-    batches = _batches(dataclasses.replace(data, shuffle=False), split, progress["next"], min(_BATCH, about["shard_tokens"]))
+    policy = BadDocumentPolicy(data, [(bad["file"], bad["place"]) for bad in progress["bad"]])
+    in_order, most = dataclasses.replace(data, shuffle=False), min(_BATCH, about["shard_tokens"])
+    batches = _batches(in_order, split, progress["next"], most, policy)
     dtype = np.dtype(about["dtype"]).newbyteorder("<")
     shard: _Shard | None = None
-    bad: list[dict[str, str]] = []
+    bad: list[BadDocument] = []
 
     def keep(next_ordinal: int) -> None:
         """From now on what is written stays."""
@@ -165,20 +164,15 @@ def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, p
             progress["files"].update(shard.close())
             shards.append({"name": shard.name, "documents": shard.documents, "tokens": shard.tokens})
             logger.info(f"{shard.name}: {shard.documents:,} documents, {shard.tokens:,} tokens")
-        progress["bad"] += bad
+        progress["bad"] += [document._asdict() for document in bad]
         progress["next"] = next_ordinal
         bad.clear()
-        _write_progress(folder, progress)
+        manifest.write_whole(folder / PROGRESS, json.dumps(progress))
 
     done = sum(shard["tokens"] for shard in shards)
     with logging_redirect_tqdm([logger]), tqdm(desc=split, unit=" tokens", unit_scale=True, initial=done, disable=None) as bar:
         for batch, encoded in _encoded(batches, tokenizer, dtype, workers):
             bad += batch.bad
-            if len(progress["bad"]) + len(bad) > data.max_bad_documents:
-                raise ConfigError(
-                    f"data.max_bad_documents = {data.max_bad_documents}: there are more, the last one {bad[-1]['file']}, "
-                    f"{bad[-1]['place']}: {bad[-1]['reason']}; a higher one, or other documents, would work"
-                )
             if encoded:
                 shard = shard or _Shard(folder, f"{split}-{len(shards):05d}")
                 shard.write(encoded)
@@ -192,13 +186,6 @@ def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, p
     keep(0)
 
 
-def _write_progress(folder: Path, progress: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    manifest.write_text(folder / f"{PROGRESS}.new", json.dumps(progress))
-    os.replace(folder / f"{PROGRESS}.new", folder / PROGRESS)
-    manifest.sync(folder)
-
-
 class _Shard:
     """Two files that grow, and their SHA-256 with them."""
 
@@ -206,7 +193,6 @@ class _Shard:
         self.name, self.documents, self.tokens = name, 0, 0
         self._files = {suffix: (folder / f"{name}.{suffix}").open("wb") for suffix in ("tokens", "documents")}
         self._hashes = {suffix: hashlib.sha256() for suffix in self._files}
-        self._sizes = dict.fromkeys(self._files, 0)
         self._append("documents", np.zeros(1, dtype="<u8"))
 
     def write(self, documents: Sequence[np.ndarray]) -> None:
@@ -219,21 +205,19 @@ class _Shard:
         content = values.tobytes()
         self._files[suffix].write(content)
         self._hashes[suffix].update(content)
-        self._sizes[suffix] += len(content)
 
     def close(self) -> dict[str, dict[str, Any]]:
         """Both are on disk: {name: {"sha256", "size"}}."""
-        for file in self._files.values():
+        written = {}
+        for suffix, file in self._files.items():
             file.flush()
             os.fsync(file.fileno())
+            written[f"{self.name}.{suffix}"] = {"sha256": self._hashes[suffix].hexdigest(), "size": file.tell()}
             file.close()
-        return {
-            f"{self.name}.{suffix}": {"sha256": self._hashes[suffix].hexdigest(), "size": self._sizes[suffix]}
-            for suffix in self._files
-        }
+        return written
 
 
-def _batches(data: Data, split: Split, start: int, most: int) -> Iterator[Batch]:
+def _batches(data: Data, split: Split, start: int, most: int, policy: BadDocumentPolicy) -> Iterator[Batch]:
     """The first epoch from ordinal `start` on, in portions of `most` characters, or a document more."""
     batch, characters = Batch(start, [], []), 0
     try:
@@ -242,9 +226,8 @@ def _batches(data: Data, split: Split, start: int, most: int) -> Iterator[Batch]
             if source.epoch(ordinal):
                 break
             if isinstance(document, BadDocument):
-                if data.on_bad_document == "error":
-                    raise refusal(document)
-                batch.bad.append({"file": document.file, "place": document.place, "reason": document.reason})
+                policy.skip(document)
+                batch.bad.append(document)
             else:
                 assert isinstance(document, str)
                 batch.texts.append(document)
@@ -264,8 +247,8 @@ def _encoded(
 ) -> Iterator[tuple[Batch, list[np.ndarray]]]:
     """Each batch, in order, with the tokens of its documents."""
     if not workers:
-        for batch in batches:
-            yield batch, _encode(batch.texts, tokenizer, dtype)
+        _of_process[:] = [tokenizer, dtype]
+        yield from ((batch, _encode(batch.texts)) for batch in batches)
         return
     # spawn: a fork would have the locks, but not the threads, of the libraries that read the corpus
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (tokenizer, dtype))
@@ -285,26 +268,25 @@ def _encoded(
         pool.shutdown(cancel_futures=True)
 
 
-_of_worker: list[Any] = []  # tokenizer and dtype, in a worker process
+_of_process: list[Any] = []  # tokenizer and dtype, in the process that tokenizes
 
 
 def _start_worker(tokenizer: Tokenizer, dtype: np.dtype) -> None:
-    _of_worker[:] = [tokenizer, dtype]
+    _of_process[:] = [tokenizer, dtype]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends these
     parent = multiprocessing.parent_process()
     assert parent is not None
 
     def end_with_parent() -> None:
         """Its siblings hold the pipe open that would otherwise tell."""
-        wait([parent.sentinel])
+        parent.join()
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _encode(texts: list[str], tokenizer: Tokenizer | None = None, dtype: np.dtype | None = None) -> list[np.ndarray]:
-    if tokenizer is None:
-        tokenizer, dtype = _of_worker
+def _encode(texts: list[str]) -> list[np.ndarray]:
+    tokenizer, dtype = _of_process
     return [tokenizer.encode_document(text).astype(dtype) for text in texts]
 
 

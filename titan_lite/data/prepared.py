@@ -14,7 +14,6 @@ kept. numpy's permutation would be 8 bytes a document on every rank, seconds of 
 
 import hashlib
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +26,6 @@ from titan_lite.config import ConfigError, Data
 FORMAT = 1
 SPLITS: tuple[Literal["train"], Literal["validation"]] = ("train", "validation")
 _AT_ONCE = 1024  # documents whose place in the order is computed together
-_WORKS = "a folder that `python -m titan_lite.data.prepare` wrote would work"
 
 
 class PreparedSource:
@@ -105,41 +103,23 @@ def _mixed(bits: np.ndarray) -> np.ndarray:
 
 
 def read_manifest(folder: Path, every_byte: bool = False) -> dict[str, Any]:
-    """What `prepare` said of the folder, after a look at the size of each file, or at all its bytes. Raises ConfigError."""
-    wrong = f'data.path = "{folder}"'
+    """The description that `prepare` wrote, after a look at the size of each file, or at all its bytes. Raises ConfigError."""
     try:
-        text = (folder / manifest.NAME).read_text(encoding="utf-8")
-        described = json.loads(text)
-        whole = described["format"] != FORMAT or text == manifest_text(described)
-    except OSError as error:
-        raise ConfigError(f"{wrong}: {manifest.NAME}: {error.strerror}; {_WORKS}") from None
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{wrong}: {manifest.NAME} is none of prepared data; {_WORKS}") from None
-    if described["format"] != FORMAT:
-        raise ConfigError(
-            f"{wrong} is in format {described['format']}, and this version reads format {FORMAT}; prepared anew it would work"
-        )
-    if not whole:
-        raise ConfigError(f"{wrong}: {manifest.NAME} was altered: its SHA-256 is not the one in it; prepared anew it would work")
-    for name, expected in described["files"].items():
-        try:
-            size = (folder / name).stat().st_size
-        except OSError as error:
-            raise ConfigError(f"{wrong}: {name}: {error.strerror}; prepared anew it would work") from None
-        if size != expected["size"]:
-            raise ConfigError(f"{wrong}: {name} has {size:,} bytes of {expected['size']:,}; prepared anew it would work")
-    if every_byte:
-        try:
+        described = manifest.read_sealed((folder / manifest.NAME).resolve())  # files may be links, as in a cache of the hub
+        if described.get("format") != FORMAT:
+            found = f"format {described['format']}" if "format" in described else "no format of prepared data"
+            raise manifest.Damaged(f"{manifest.NAME} is in {found}, and this version reads format {FORMAT}")
+        for name, expected in described["files"].items():
+            if (size := (folder / name).stat().st_size) != expected["size"]:
+                raise manifest.Damaged(f"{name} has {size:,} bytes of {expected['size']:,}")
+        if every_byte:
             manifest.check_bytes(folder, described["files"])
-        except manifest.Damaged as damaged:
-            raise ConfigError(f"{wrong}: {damaged}; prepared anew it would work") from None
+    except (manifest.Damaged, OSError) as error:
+        why = f"{Path(error.filename).name}: {error.strerror}" if isinstance(error, OSError) else error
+        raise ConfigError(
+            f'data.path = "{folder}": {why}; prepared anew with `python -m titan_lite.data.prepare` it would work'
+        ) from None
     return described
-
-
-def manifest_text(described: dict[str, Any]) -> str:
-    """The manifest, with a SHA-256 of its own; of one that was read the same."""
-    body = json.dumps({key: value for key, value in described.items() if key != "sha256"}, indent=1)
-    return f'{body[:-2]},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
 
 def check_prepared(data: Data, tokenizer_sha256: str) -> None:
@@ -154,4 +134,4 @@ def check_prepared(data: Data, tokenizer_sha256: str) -> None:
 
 def prepared_fingerprint(data: Data) -> str:
     """SHA-256 of the manifest, and so of every byte."""
-    return hashlib.sha256(manifest_text(read_manifest(Path(data.path))).encode()).hexdigest()
+    return hashlib.sha256(manifest.sealed(read_manifest(Path(data.path))).encode()).hexdigest()

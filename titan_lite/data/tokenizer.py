@@ -147,28 +147,29 @@ _WORKS = (
 )
 
 
-def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
+def load_tokenizer(path: str | os.PathLike, key: str = "model.tokenizer_path =") -> Tokenizer:
     """The tokenizer of a file in tiktoken's format, or of a tokenizer.json where the name ends in .json.
+
+    key: how the user named the file, which errors begin with.
 
     Raises:
         ConfigError: the file cannot be read, is no tokenizer, or does not say what begins and ends a document.
     """
-    return _load_json(Path(path)) if os.fspath(path).endswith(".json") else load_tiktoken(path)
+    return _load_json(Path(path), key) if os.fspath(path).endswith(".json") else load_tiktoken(path, key)
 
 
-def load_tiktoken(path: str | os.PathLike) -> TiktokenTokenizer:
+def load_tiktoken(path: str | os.PathLike, key: str = "model.tokenizer_path =") -> TiktokenTokenizer:
     """Raises ConfigError for a file that cannot be read, or has a line that is not what tiktoken's format asks for."""
-    wrong, content = f'model.tokenizer_path = "{os.fspath(path)}"', _read(path)
-    for what, is_it in (  # other files that go by such names
-        (
-            "a SentencePiece model, as Llama 2's; the tokenizer.json of such a tokenizer",
-            content[:1] == b"\n" and b"<unk>" in content,
-        ),
-        ("a safetensors file, which has weights; a tokenizer's file", content[8:10] == b'{"'),
-        ("JSON, and its name does not end in .json; one that does", content[:200].lstrip()[:1] == b"{"),
-    ):
-        if is_it:
-            raise ConfigError(f"{wrong} is {what} would work; {_WORKS}")
+    wrong = f'{key} "{os.fspath(path)}"'
+    content = _read(path, wrong)
+    others = {  # that go by such names
+        "a SentencePiece model, as Llama 2's; the tokenizer.json of such a tokenizer": content[:1] == b"\n"
+        and b"<unk>" in content,
+        "a safetensors file, which has weights; a tokenizer's file": content[8:10] == b'{"',
+        "JSON, and its name does not end in .json; one that does": content[:200].lstrip()[:1] == b"{",
+    }
+    for what in (what for what, is_it in others.items() if is_it):
+        raise ConfigError(f"{wrong} is {what} would work; {_WORKS}")
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):
         try:
@@ -192,8 +193,8 @@ def load_tiktoken(path: str | os.PathLike) -> TiktokenTokenizer:
     return TiktokenTokenizer(ranks, hashlib.sha256(content).hexdigest())
 
 
-def _load_json(path: Path) -> JsonTokenizer:
-    wrong = f'model.tokenizer_path = "{path}"'
+def _load_json(path: Path, key: str) -> JsonTokenizer:
+    wrong = f'{key} "{path}"'
     try:
         from tokenizers import Tokenizer as Theirs
     except ImportError:
@@ -202,7 +203,7 @@ def _load_json(path: Path) -> JsonTokenizer:
             "pip install 'titan_lite[tokenizers]' brings it, and a file in tiktoken's format works without"
         ) from None
     try:
-        content = _read(path).decode("utf-8")
+        content = _read(path, wrong).decode("utf-8")
         theirs = Theirs.from_str(content)
     except ConfigError:
         raise
@@ -210,7 +211,7 @@ def _load_json(path: Path) -> JsonTokenizer:
         raise ConfigError(f"{wrong}: cannot be read as a tokenizer.json ({error}); {_WORKS}") from None
     plain, whole = (theirs.encode("a", add_special_tokens=special).ids for special in (False, True))
     at = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
-    said = _said_beside(path)
+    said = _said_beside(path, wrong)
     ids = []
     for key, around, names in (
         ("bos_token", whole[:at], ("<|begin_of_text|>", "<s>")),
@@ -231,7 +232,7 @@ def _load_json(path: Path) -> JsonTokenizer:
     return JsonTokenizer(content, *ids)
 
 
-def _said_beside(path: Path) -> dict[str, str]:
+def _said_beside(path: Path, wrong: str) -> dict[str, str]:
     """bos_token and eos_token of the tokenizer_config.json beside it, those of them that it has."""
     config = path.with_name("tokenizer_config.json")
     if not config.is_file():
@@ -240,24 +241,18 @@ def _said_beside(path: Path) -> dict[str, str]:
         said = json.loads(config.read_text(encoding="utf-8"))
         tokens = {key: said.get(key) for key in ("bos_token", "eos_token")}
     except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f'model.tokenizer_path = "{path}": {config} cannot be read ({error}); repair it or take it away'
-        ) from None
+        raise ConfigError(f"{wrong}: {config} cannot be read ({error}); repair it or take it away") from None
     contents = {key: token.get("content") if isinstance(token, dict) else token for key, token in tokens.items()}
     return {key: content for key, content in contents.items() if isinstance(content, str)}
 
 
-def _read(path: str | os.PathLike) -> bytes:
-    wrong = f'model.tokenizer_path = "{os.fspath(path)}"'
+def _read(path: str | os.PathLike, wrong: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except IsADirectoryError:
-        inside = [
-            name for name in ("tokenizer.json", "tokenizer.model", "original/tokenizer.model") if Path(path, name).is_file()
-        ]
-        raise ConfigError(
-            f"{wrong} is a folder, and cannot be read as a tokenizer; {f'its {inside[0]} would work' if inside else _WORKS}"
-        ) from None
+        names = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
+        works = next((f"its {name} would work" for name in names if Path(path, name).is_file()), _WORKS)
+        raise ConfigError(f"{wrong} is a folder, and cannot be read as a tokenizer; {works}") from None
     except OSError as error:
         raise ConfigError(f"{wrong}: cannot be read ({error.strerror}); {_WORKS}") from None
 

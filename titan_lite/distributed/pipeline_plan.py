@@ -23,6 +23,10 @@ STAGES_PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble":
 SPLITS_BACKWARD = ("ZBVZeroBubble",)
 
 
+class TooFewLayers(ConfigError):
+    """A model of more layers would have one for each stage."""
+
+
 @dataclass(frozen=True)
 class PipelinePlan:
     """modules: FQNs of each stage, in order; rank_of: the pipeline rank of each stage; microbatches: of one local batch; order:
@@ -148,7 +152,7 @@ def _split(modules: list[str], stages: int, parallelism: Parallelism) -> list[li
     # What is left over goes to late stages, which have fewer microbatches in flight.
     counts = [share + (stage >= stages - more) - less[stage] for stage in range(stages)]
     if min(counts) < 0 or 0 in counts[1:-1]:
-        raise ConfigError(
+        raise TooFewLayers(
             f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}: {stages} stages for {len(layers)} "
             f"layers give {', '.join(map(str, counts))}; fewer stages, smaller pipeline_parallel_first_stage_less_layers and "
             "pipeline_parallel_last_stage_less_layers, or pipeline_parallel_split_points would work"

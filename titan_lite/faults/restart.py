@@ -1,11 +1,11 @@
-"""Whether a run that torchrun has started again gets any further: `restarts.json` in the dump folder.
+"""A run that torchrun starts again and again goes on as long as it gets further: `restarts.json` in the dump folder.
 
     restarts = Restarts(dump_folder)
     restarts.check()          # RepeatedFault: the last two attempts that began a step ended in the same one
-    restarts.begin(13)        # rank 0, at the start of every step
+    restarts.begin(13)        # at the start of every step
 
-It holds the last step that each attempt began, {"0": 13, "1": 13}, and so outlives a process that is killed. Written only where
-torchrun may restart (`--max-restarts`), and begun anew with its first attempt.
+The file holds the last step that each attempt began, {"0": 13, "1": 13}, and so outlives a process that is killed. The first rank
+writes it, where torchrun may restart (`--max-restarts`); the first attempt begins it anew.
 """
 
 import json
@@ -25,14 +25,14 @@ class Restarts:
         self.path = dump_folder / "restarts.json"
         self.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+        self.writes = self.most and os.environ.get("RANK", "0") == "0"
         self.steps: dict[str, int] = self._read() if self.attempt else {}
 
     def check(self) -> None:
         """To be called before a process group is made: no rank writes before all have read. Raises RepeatedFault."""
         if self.attempt == 0:
-            if os.environ.get("RANK", "0") == "0":
-                with suppress(OSError):  # that there is none, or no such folder, which is told elsewhere
-                    self.path.unlink()
+            with suppress(OSError):  # that there is none, or no such folder, which is told elsewhere
+                self.path.unlink()
             return
         last = self.steps.get(str(self.attempt - 1))
         logger.info(
@@ -40,7 +40,7 @@ class Restarts:
             + ("before its first step" if last is None else f"in step {last}"),
             extra={"event": "restart", "step": last or 0},
         )
-        # Those that began a step: an attempt that did not, is no news of the fault.
+        # An attempt that did not begin a step is no news of the fault.
         begun = [self.steps[str(attempt)] for attempt in range(self.attempt) if str(attempt) in self.steps]
         if len(begun) > 1 and begun[-1] == begun[-2]:
             raise RepeatedFault(
@@ -49,13 +49,12 @@ class Restarts:
             )
 
     def _read(self) -> dict[str, int]:
-        try:
-            return {str(attempt): int(step) for attempt, step in json.loads(self.path.read_text()).items()}
-        except (OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError):
-            return {}  # no attempt came to its first step
+        with suppress(OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError):
+            return {attempt: int(step) for attempt, step in json.loads(self.path.read_text()).items()}
+        return {}  # no attempt came to its first step
 
     def begin(self, step: int) -> None:
-        if self.most:
+        if self.writes:
             self.steps[str(self.attempt)] = step
             new = self.path.with_name("restarts.json.new")
             with suppress(OSError):  # on a full disk the run can go on

@@ -32,7 +32,7 @@ class SkippedSteps:
         self.spikes: list[dict[str, float]] = []  # step, loss and the limit that it exceeded
 
     def skips(self, step: int, loss: float, grad_norm: float) -> bool:
-        """Whether this step is skipped, which the first rank logs. loss, grad_norm: the same on every rank, but for a last bit.
+        """True where this step is to be skipped, which the first rank logs. loss, grad_norm: alike on all ranks, but for a bit.
 
         Raises TrainingError at the training.max_nonfinite_steps-th in a row.
         """

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from titan_lite.faults.signals import STOPPED, received
+from titan_lite.faults.signals import received
 from titan_lite.logging import logger
 from titan_lite.ranks import gather_objects
 
 
 class Stopping:
-    """describe: says at which step the run stops and what follows (what_follows), for the log."""
+    """describe: says at which step the run stops and what follows, for the log."""
 
     def __init__(self, device: torch.device, describe: Callable[[], str]):
         self.device, self.describe = device, describe
@@ -37,23 +37,6 @@ class Stopping:
         names = gather_objects(received())
         if dist.get_rank() == 0:  # a warning, so wherever LOG_RANK points
             logger.warning(f"{reason(names)} at {self.describe()}", extra={"event": "stop"})
-
-
-def what_follows(step: int, *, saves: bool, newest: int | None, tried: int | None, saving: bool, unfinished: bool) -> str:
-    """The rest of a run that stops after `step`, in words.
-
-    saves: checkpoint.enable; newest: step on disk; tried: last step that a save was begun of, which is still going on if saving;
-    unfinished: it is to be started again.
-    """
-    if not saves:
-        then = "checkpoint.enable = false, so nothing is saved; exiting"
-    elif step == newest:
-        then = "exiting"
-    elif step == tried and not saving:
-        then = f"exiting; the newest step on disk is {newest}"
-    else:
-        then = "saving, then exiting"
-    return f"step {step}: {then}" + (f" (code {STOPPED})" if unfinished else ", as the run is done")
 
 
 def reason(names: Sequence[str]) -> str:

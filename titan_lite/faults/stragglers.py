@@ -1,11 +1,11 @@
-"""Which rank is slow, told by the ranks that wait for it.
+"""Names a slow rank, by the time that the others wait for it.
 
     stragglers = Stragglers(rank, stages=[[0, 1, 2, 3]], device)
-    line = stragglers.compare()              # all ranks together, every so many steps; what is to be said, on all ranks alike
+    stragglers.warn(step)                    # all ranks together, every so many steps
 
-All steps take the same time on all ranks, since they wait for each other; the slow one is who waits least. On CPUs a thread looks
-20 times a second whether the training thread waits for a collective, and costs nothing else; so what is slow may be computation,
-the reading of data, or anything. On GPUs waiting is the time that NCCL's kernels take, which the flight recorder has.
+A step takes the same time on all ranks, since they wait for each other; the slow rank is the one that waits least. On CPUs a
+thread looks 20 times a second whether the training thread waits for a collective. All else counts as work: computation, reading
+data, anything. On GPUs the waiting time is that of NCCL's kernels in the flight recorder.
 """
 
 import json
@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from titan_lite.logging import logger
+
 PERIOD = 0.05  # seconds from one look to the next
 LEAST = 2.0  # seconds of them that a comparison takes
 LEAST_ON_GPU = 30.0  # from one comparison to the next: reading the flight recorder takes a tenth of one
@@ -28,7 +30,7 @@ IN_A_ROW = 3  # comparisons in which a rank is slower before it is named, and be
 
 
 class Stragglers:
-    """stages: the ranks that do the same work; those of different pipeline stages do not. Who is alone has no others."""
+    """stages: ranks that do the same work, which those of different pipeline stages do not. A stage of one rank is left out."""
 
     def __init__(self, rank: int, stages: Sequence[Sequence[int]], device: torch.device):
         self.rank, self.stages, self.device = rank, [stage for stage in stages if len(stage) > 1], device
@@ -37,6 +39,12 @@ class Stragglers:
         self.suspects: dict[int, int] = {}  # rank: comparisons in a row
         if self.stages and device.type == "cpu":
             threading.Thread(target=self._look, args=(threading.get_ident(),), name="stragglers", daemon=True).start()
+
+    def warn(self, step: int) -> None:
+        """Compare on all ranks together; the first one logs the result, if there is any."""
+        slow = self.compare()
+        if slow and self.rank == 0:
+            logger.warning(f"step {step}: {slow}", extra={"event": "slow"})
 
     def compare(self) -> str:
         """A line on ranks that have been slower than the others of their stage for some time; empty: none. On all ranks alike."""
@@ -82,7 +90,7 @@ class Stragglers:
 
 
 def find_slower(work: Mapping[int, float]) -> dict[int, float]:
-    """{rank: how many times the work of the others} for who is slower. work: share of the time in which a rank does not wait."""
+    """{rank: how many times the work of the others} of slow ranks. work: share of the time in which a rank does not wait."""
     slower = {}
     for rank, share in work.items():
         others = statistics.median(work[other] for other in work if other != rank)
@@ -92,7 +100,7 @@ def find_slower(work: Mapping[int, float]) -> dict[int, float]:
 
 
 def is_waiting(frame: FrameType | None) -> bool:
-    """Whether a thread waits for other ranks, by its innermost Python function: one of torch, or ours that calls one."""
+    """True where a thread waits for other ranks, by its innermost Python function: one of torch, or ours that calls one."""
     if frame is None:
         return False
     name, path = frame.f_code.co_name, frame.f_code.co_filename

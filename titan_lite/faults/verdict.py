@@ -1,4 +1,4 @@
-"""What ranks recorded when a run hung -> a verdict in words.
+"""A verdict in words, made from what ranks recorded when a run hung.
 
     verdict(records, world_size=4)
     # "rank 3 did not enter all_gather #214 (layers.4); ranks 0-2 wait there
@@ -19,6 +19,7 @@ Record = dict[str, Any]
 Note = tuple[int, str, str]  # of a collective about to start: nanoseconds of the clock, group, parameters
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier", "send", "recv")
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+MOST = 20  # collectives of a group in a record
 NAMED = 4  # parameters of a bucket that are named one by one
 
 
@@ -37,23 +38,24 @@ class Waiting(NamedTuple):
         return f"{self.operation}{of}" if self.point_to_point else f"{self.operation} #{self.number}{of}"
 
 
-def groups_of(
-    trace: Mapping[str, Any], members: Mapping[str, Sequence[int]], notes: Iterable[Note], most: int = 20
-) -> dict[str, dict[str, Any]]:
-    """What a flight recorder knows, by process group: its ranks, the number of the last collective that this rank has entered,
-    and at `most` so many that it has not left, oldest first. members: {group: global ranks}."""
+def groups_of(trace: Mapping[str, Any], members: Mapping[str, Sequence[int]], notes: Iterable[Note]) -> dict[str, dict[str, Any]]:
+    """A flight recorder's entries by process group: its ranks, the number of the last collective that this rank has entered, and
+    those that it has not left, oldest first, MOST of them. members: {group: global ranks}."""
     groups: dict[str, dict[str, Any]] = {}
-    noted = list(notes)
+    notes = list(notes)
     for entry in trace.get("entries", []):
         name = entry["process_group"][0]
         group = groups.setdefault(name, {"ranks": list(members.get(name, ())), "entered": 0, "waiting": []})
         # A pipeline's sends and receives are numbered apart, and the two ends of one need not agree on its number.
         if not entry["is_p2p"]:
             group["entered"] = max(group["entered"], entry["collective_seq_id"])
-        if not entry["retired"] and entry["state"] != "completed" and len(group["waiting"]) < most:
+        if not entry["retired"] and entry["state"] != "completed" and len(group["waiting"]) < MOST:
             number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
-            operation, parameters = _operation(entry["profiling_name"]), _parameters(entry, noted)
-            group["waiting"].append(Waiting(name, number, operation, parameters, entry["is_p2p"], entry["time_created_ns"]))
+            operation, created = _operation(entry["profiling_name"]), entry["time_created_ns"]
+            # Those of the last note in this group before it, unless that is long ago.
+            before = [parameters for time, noted, parameters in notes if noted == name and 0 <= created - time < 10**9]
+            parameters = abbreviated(before[-1]) if before else ""
+            group["waiting"].append(Waiting(name, number, operation, parameters, entry["is_p2p"], created))
     return groups
 
 
@@ -65,31 +67,21 @@ def _operation(name: str) -> str:
     return next((operation for operation in OPERATIONS if operation in plain), plain)
 
 
-def _parameters(entry: Mapping[str, Any], notes: Sequence[Note]) -> str:
-    """What the collective is for: the last note in its group before it, unless that is long ago."""
-    created, group = entry["time_created_ns"], entry["process_group"][0]
-    before = [parameters for time, in_group, parameters in notes if in_group == group and 0 <= created - time < 10**9]
-    return abbreviated(before[-1]) if before else ""
-
-
 def abbreviated(parameters: str) -> str:
     """The parameters of a bucket, by the module that has them all, or the first and the last."""
     names = parameters.split()
-    if len(names) == 1:
-        return names[0]
-    levels = zip(*(name.split(".") for name in names), strict=False)
-    shared = [level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels)]
+    shared = os.path.commonpath([name.replace(".", "/") for name in names] or [""])
     if shared:
-        return ".".join(shared)
+        return shared.replace("/", ".")
     return " ".join(names) if len(names) <= NAMED else f"{names[0]} to {names[-1]}"
 
 
 def place(frame: FrameType | None) -> str:
-    """Where a thread is: its innermost Python function, and beside it the innermost of this package."""
-    inner, own = frame, frame
+    """The innermost Python function of a thread, and the innermost one of this package that called it."""
+    own = frame
     while own is not None and not own.f_code.co_filename.startswith(PACKAGE + os.sep):
         own = own.f_back
-    return ", called by ".join(_function(at) for at in ((inner,) if own is inner else (inner, own)) if at is not None)
+    return ", called by ".join(_function(at) for at in dict.fromkeys((frame, own)) if at is not None)
 
 
 def _function(frame: FrameType) -> str:
@@ -107,30 +99,28 @@ def verdict(records: Mapping[int, Record], world_size: int) -> str:
     records: of the ranks that have answered; the others are stopped, dead, or cut off.
     """
     absent = [rank for rank in range(world_size) if rank not in records]
-    lines, give = [], "give" if len(absent) > 1 else "gives"
-    if absent:
-        lines.append(f"{ranks(absent)} {give} no sign of life (stopped, dead, or cut off)")
+    lines = [f"{_they(absent, 'give')} no sign of life (stopped, dead, or cut off)"] if absent else []
     waiting = {rank: first for rank, record in records.items() if (first := _first_waiting(record)) is not None}
     blamed = set(absent)
     for group, number in sorted({(at.group, at.number) for at in waiting.values()}):
         there = {rank: at for rank, at in waiting.items() if (at.group, at.number) == (group, number)}
         at = max(there.values(), key=lambda one: one.parameters)  # not all may have noted what it is for
-        members = _members(records, group)
-        missing = [rank for rank in members if rank not in there and not _has_entered(records.get(rank), at)]
+        members = {rank for record in records.values() for rank in record["groups"].get(group, {}).get("ranks", ())}
+        missing = [rank for rank in sorted(members) if rank not in there and not _has_entered(records.get(rank), at)]
         # Who waits elsewhere is a victim itself.
         idle, gone = [r for r in missing if r in records and r not in waiting], [r for r in missing if r not in records]
         blamed.update(idle)
         if idle:
-            lines.append(f"{ranks(idle)} did not enter {at}; {ranks([*there])} {_waits(there)} there")
+            lines.append(f"{ranks(idle)} did not enter {at}; {_they(there, 'wait')} there")
         elif gone:
-            lines.append(f"{ranks([*there])} {_waits(there)} in {at}, which {ranks(gone)} did not enter")
+            lines.append(f"{_they(there, 'wait')} in {at}, which {ranks(gone)} did not enter")
         operations = {one.operation: rank for rank, one in sorted(there.items(), reverse=True)}
         if len(operations) > 1 and not at.point_to_point:
             blamed.update(operations.values())
             told = ", ".join(f"rank {rank} {operation}" for operation, rank in operations.items())
             lines.append(f"ranks entered different collectives as #{number} of a group: {told}")
         elif not missing:
-            lines.append(f"{ranks([*there])} {_waits(there)} in {at}, which all have entered: the network, or a device?")
+            lines.append(f"{_they(there, 'wait')} in {at}, which all have entered: the network, or a device?")
     if waiting and not lines:
         lines.append("no rank is missing: they wait for each other")
         lines += [f"rank {rank} waits in {at}" for rank, at in sorted(waiting.items())[:NAMED]]
@@ -142,7 +132,7 @@ def verdict(records: Mapping[int, Record], world_size: int) -> str:
 
 
 def standing(rank: int, record: Record) -> str:
-    """Where one rank is."""
+    """A line on the place of one rank."""
     at = _first_waiting(record)
     return f"rank {rank}, in {record['phase']}: {record['place']}{f', waits in {at}' if at else ''}"
 
@@ -159,21 +149,14 @@ def _has_entered(record: Record | None, at: Waiting) -> bool:
     return record["groups"][at.group]["entered"] >= at.number
 
 
-def _members(records: Mapping[int, Record], group: str) -> list[int]:
-    return sorted({rank for record in records.values() for rank in record["groups"].get(group, {}).get("ranks", ())})
+def _they(who: Collection[int], verb: str) -> str:
+    """([0, 1], "wait") -> "ranks 0-1 wait"; of one rank, "rank 0 waits"."""
+    return f"{ranks(who)} {verb}{'s' * (len(who) == 1)}"
 
 
-def _waits(who: Collection[int]) -> str:
-    return "wait" if len(who) > 1 else "waits"
-
-
-def ranks(numbers: Sequence[int]) -> str:
+def ranks(numbers: Collection[int]) -> str:
     """[0, 1, 2, 5] -> "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    places = enumerate(sorted(numbers))
+    runs = [[number for _, number in run] for _, run in itertools.groupby(places, lambda place: place[1] - place[0])]
     text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank{'s' if len(numbers) > 1 else ''} {text}"
+    return f"rank{'s' * (len(numbers) > 1)} {text}"

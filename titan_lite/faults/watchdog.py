@@ -6,11 +6,12 @@
     with watchdog.within("save", "init_timeout_seconds"): ...
     watchdog.beat()                                          # progress; so is every collective that is entered or left
     watchdog.rest()                                          # nothing is waited for
-    with watchdog.reporting(CheckpointError): ...            # what ends this rank is told to the others, which lose it
+    with watchdog.reporting(CheckpointError): ...            # an error that ends this rank is told to the others, which lose it
 
-A rank that hangs calls all others, through the store that the process group was made with. Each puts down where it is and what
-its flight recorder has. Who did so first takes what comes within GRACE seconds and prints the verdict (verdict.py); all exit with
-code 1. A process where nothing can run, since some library holds the interpreter, is ended by faulthandler, which tells where.
+A rank that hangs calls all others through the store that the process group was made with. Each rank writes its place in the code
+and its flight recorder's entries there. The first one collects the records that come within GRACE seconds and prints the verdict
+(verdict.py); then all exit with code 1. Where a library holds the interpreter and no thread can run, faulthandler prints the
+place and ends the process.
 """
 
 import contextlib
@@ -21,9 +22,10 @@ import re
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -37,17 +39,18 @@ from titan_lite.logging import logger
 from titan_lite.ranks import is_communication
 
 GRACE = 10.0  # seconds for the records of other ranks, or the limit, where that is shorter
-PATIENCE = 3 * GRACE  # seconds that a collective gets beside the limit of its phase: the verdict comes first
+PATIENCE = 3 * GRACE  # seconds that a collective gets after the limit of its phase, so that the verdict comes first
 GONE = 3.0  # seconds for those of ranks that have lost a connection, as all do when one dies
 HOST = 1.0  # seconds that a rank goes on after it has seen the verdict: where it hosts the store, the others must see it too
 RESTING = float("inf")
 
 
 class Watchdog:
-    """One in each process. Alone, it does nothing: nobody waits for it.
+    """One in each process; a rank that is alone has no others to wait for it, and no threads. Between enter and rest the process
+    may end at any moment.
 
-    notes: of collectives, kept up to date by who starts them; apart: description of the process group whose time limit is its
-    own. Between enter and rest the process may end at any moment.
+    notes: of collectives, kept up to date by the code that starts them; apart: description of a process group that has a limit of
+    its own.
     """
 
     def __init__(self, comm: Comm, rank: int, world_size: int, *, notes: Iterable[Note] = (), apart: str = ""):
@@ -55,8 +58,8 @@ class Watchdog:
         self.rank, self.world_size, self.notes = rank, world_size, notes
         self.phase, self.limit, self.key = "start", RESTING, ""
         self.last_progress, self.collectives = time.monotonic(), ""
-        self.thread = threading.get_ident()  # whose place is told
-        self.failed_at: TracebackType | None = None  # where a collective failed, if one did
+        self.thread = threading.get_ident()  # the one whose place in the code is recorded
+        self.failed_in: FrameType | None = None  # where a collective failed, if one did
         self.store: Any = None
         self.ending = threading.Lock()
         if world_size > 1:
@@ -109,8 +112,8 @@ class Watchdog:
             self.rest()
 
     def _failed(self, error: Exception) -> str | None:
-        """Tells the other ranks why they will lose this one. Of an error of communication, what is behind it: the failure of
-        another one, in words; where none has told any, a verdict ends the process."""
+        """Tell the other ranks why they will lose this one. For an error of communication, return the failure of another rank
+        that is behind it; where none has told any, a verdict ends the process."""
         if self.store is None:
             return None
         if not is_communication(error):
@@ -120,7 +123,7 @@ class Watchdog:
         cause = _within(2 * GONE, lambda: self._wait_for("cause", GONE))
         if cause:
             return f"stopped, since {cause}"
-        self.failed_at = error.__traceback__
+        self.failed_in = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
         self._end(f"a collective of rank {self.rank} failed in {self.phase}: {_first_line(error)}", GONE)
 
     def _watch(self) -> NoReturn:
@@ -140,26 +143,21 @@ class Watchdog:
                 self._end(f"hang: rank {self.rank} has made no progress for {limit}", min(GRACE, self.limit))
 
     def _listen(self) -> None:
-        """For the call of another rank. Apart from the clock, since a store that is gone may not answer for ever."""
+        """Waits for the call of another rank. Apart from the clock, since a store that is gone may not answer for ever."""
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         try:
-            store = dist.TCPStore(
-                os.environ["MASTER_ADDR"],
-                int(os.environ["MASTER_PORT"]),
-                is_master=False,
-                timeout=timedelta(days=1),
-                wait_for_workers=False,
-            )
+            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(days=1), wait_for_workers=False)
             # The store of torchrun lives on when it starts the ranks again.
             self.store = dist.PrefixStore(f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
             while self.limit == RESTING or not self.store.check(["call"]):
                 time.sleep(1)
         except dist.DistError:
-            return  # who hosts it has ended
+            return  # the process that hosts the store has ended
         self._end("", GRACE)
 
     def _end(self, why: str, grace: float) -> NoReturn:
         """Agree on the verdict, print it, exit. why: what made this rank call, empty where it was called."""
-        self.ending.acquire()  # and never released: whoever comes second waits for the end
+        self.ending.acquire()  # and never released: the second thread that comes here waits for the end
         faulthandler.dump_traceback_later(2 * PATIENCE, exit=True, file=sys.__stderr__ or 2)
         told = _within(grace + GRACE, lambda: self._exchange(why, grace))
         if told is None:
@@ -178,7 +176,7 @@ class Watchdog:
         first = self.store.add("arrived", 1) == 1
         why = self.store.compare_set("call", "", why or "called").decode()
         if not first:
-            with contextlib.suppress(dist.DistError):  # who hosts the store has ended: the verdict is out
+            with contextlib.suppress(dist.DistError):  # the process that hosts the store has ended, after the verdict
                 self._wait_for("verdict", grace + GRACE / 2)
                 time.sleep(HOST)
             return ""
@@ -194,7 +192,7 @@ class Watchdog:
         return text
 
     def _wait_for(self, key: str, seconds: float) -> str:
-        """What another rank has put down, or nothing."""
+        """The word of another rank under this key, or nothing after so long."""
         deadline = time.monotonic() + seconds
         while not self.store.check([key]):  # the store's own wait would print warnings when it is over
             if time.monotonic() > deadline:
@@ -207,7 +205,7 @@ class Watchdog:
         members = {str(name): sorted(dist.get_process_group_ranks(group)) for group, name in groups.items()}
         return {
             "phase": self.phase,
-            "place": place(sys._current_frames().get(self.thread) if self.failed_at is None else _innermost(self.failed_at)),
+            "place": place(self.failed_in or sys._current_frames().get(self.thread)),
             "groups": groups_of(self._trace(entries=True), members, self.notes),
         }
 
@@ -218,19 +216,12 @@ class Watchdog:
 
 
 def _first_line(error: Exception) -> str:
-    """Of its message; of gloo's, what is neither a place in its sources nor advice."""
-    line = str(error).partition("\n")[0]
-    return re.sub(r"^\[\S+:\d+\] |\. This is typically caused .*", "", line)
-
-
-def _innermost(traceback: TracebackType) -> FrameType:
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback.tb_frame
+    """The message's first line; of gloo's without a place in its sources and advice."""
+    return re.sub(r"^\[\S+:\d+\] |\. This is typically caused .*", "", str(error).partition("\n")[0])
 
 
 def _within(seconds: float, function: Callable[[], Any]) -> Any:
-    """What it returns; None where it fails, or is not done in time."""
+    """Its result; None where it fails, or is not done in time."""
     results: list[Any] = []
 
     def run() -> None:

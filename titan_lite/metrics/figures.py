@@ -1,6 +1,6 @@
-"""What a run says of itself: a line in the log, `metrics.jsonl`, TensorBoard, Weights & Biases, and at the end `loss.png`.
+"""A run's figures: a line in the log, `metrics.jsonl`, TensorBoard, Weights & Biases, and at the end `loss.png`.
 
-    metrics = Metrics(config.metrics, dump_folder, recipe, writes=rank == 0, first_step=0, total_steps=1000)
+    metrics = MetricsWriter(config.metrics, dump_folder, recipe, writes=rank == 0, first_step=0, total_steps=1000)
     metrics.log(10, {"loss": 6.9, "tps": 5000.0, ...})
 
 All carry the same names. `metrics.jsonl` has one object a line; a resumed run appends to it, after a line
@@ -18,8 +18,10 @@ All carry the same names. `metrics.jsonl` has one object a line; a resumed run a
     short_documents         left out since this start, with data.min_document_tokens
 """
 
+import dataclasses
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -31,7 +33,7 @@ from typing import Any
 
 import torch
 
-from titan_lite.config import Metrics as MetricsConfig
+from titan_lite.config import Metrics
 from titan_lite.logging import console, logger
 from titan_lite.metrics.records import read_metrics
 
@@ -50,13 +52,16 @@ FORMATS = {
 HYPERPARAMETERS = ("model", "training", "optimizer", "lr_scheduler")  # sections that decide what is learned
 
 
-class Metrics:
-    """recipe: {"training.steps": 1000, ...}, shown beside the curves. writes: whether this rank writes the files (one does).
-    total_steps: length of the progress bar."""
+class MetricsWriter:
+    """Shows values on every rank, and writes them on one.
+
+    recipe: {"training.steps": 1000, ...}, shown beside the curves; writes: this rank writes the files; total_steps: length of the
+    progress bar.
+    """
 
     def __init__(
         self,
-        config: MetricsConfig,
+        config: Metrics,
         dump_folder: Path,
         recipe: Mapping[str, Any],
         *,
@@ -64,26 +69,24 @@ class Metrics:
         first_step: int,
         total_steps: int,
     ):
-        self.config, self.dump_folder, self.writes = config, dump_folder, writes
+        self.dump_folder, self.writes = dump_folder, writes
         self.start, self.lost = time.perf_counter(), False
-        on_terminal = config.enable_color and sys.stdout.isatty()
-        self.colour = on_terminal
-        self.bar = None
-        self.tensorboard = None
-        self.wandb = None
+        self.colour = not os.environ.get("NO_COLOR") and sys.stdout.isatty()
+        self.bar = self.tensorboard = self.wandb = None
         if not writes:
             return
         path = dump_folder / "metrics.jsonl"
-        before = path.exists() and path.stat().st_size > 0
+        before = path.read_bytes() if path.exists() else b""
         self.file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the run
         if before:
             # A run that was killed may leave half a line.
-            self._write({"resumed_from": first_step}, "" if path.read_bytes().endswith(b"\n") else "\n")
+            self._write({"resumed_from": first_step}, "" if before.endswith(b"\n") else "\n")
+        plain = json.loads(json.dumps(recipe, default=dataclasses.asdict))  # sources of documents are dataclasses
         if config.enable_tensorboard:
-            self.tensorboard = start_tensorboard(dump_folder / "tb", recipe, first_step + 1 if before else None)
+            self.tensorboard = start_tensorboard(dump_folder / "tb", plain, first_step + 1 if before else None)
         if config.enable_wandb:
-            self.wandb = start_wandb(dump_folder, recipe)
-        if on_terminal:
+            self.wandb = start_wandb(dump_folder, plain)
+        if self.colour:
             from tqdm import tqdm
 
             self.bar = tqdm(file=sys.stdout, total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, leave=False)
@@ -107,7 +110,8 @@ class Metrics:
         if not self.writes:
             return
         # JSON has no NaN; a reader of the file should not need a parser that does
-        self._write({"step": step, **{k: v if math.isfinite(v) else None for k, v in values.items()}, "time": self._elapsed()})
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._write({"step": step, **finite, "time": round(time.perf_counter() - self.start, 3)})
         if self.tensorboard is not None:
             try:
                 for name, value in values.items():
@@ -132,9 +136,6 @@ class Metrics:
         except OSError as error:
             self._lose(error)
 
-    def _elapsed(self) -> float:
-        return round(time.perf_counter() - self.start, 3)
-
     def _write(self, entry: Mapping[str, object], before: str = "") -> None:
         try:
             self.file.write(before + json.dumps(entry) + "\n")
@@ -157,13 +158,12 @@ def start_tensorboard(folder: Path, recipe: Mapping[str, Any], purge_step: int |
     lines = [f"    {key} = {json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()]  # code, to Markdown
     writer.add_text("recipe", "\n".join(lines), (purge_step or 1) - 1)
     chosen = {key: value for key, value in recipe.items() if key.partition(".")[0] in HYPERPARAMETERS}
-    values = {key: ", ".join(value) if isinstance(value, tuple) else value for key, value in chosen.items()}
-    for summary in hparams(values, dict.fromkeys(("loss", "validation_loss"), 0.0)):  # the writer's own method starts another run
+    for summary in hparams(chosen, dict.fromkeys(("loss", "validation_loss"), 0.0)):  # the writer's own method starts another run
         writer.file_writer.add_summary(summary)
     return writer
 
 
-def start_wandb(dump_folder: Path, recipe: Mapping[str, Any]) -> Any:
+def start_wandb(dump_folder: Path, recipe: dict[str, Any]) -> Any:
     """A run of Weights & Biases; the same one when this folder's run is resumed."""
     import wandb
 
@@ -174,7 +174,7 @@ def start_wandb(dump_folder: Path, recipe: Mapping[str, Any]) -> Any:
         id=identity.read_text(encoding="utf-8"),
         name=dump_folder.resolve().name,
         dir=str(dump_folder),
-        config=dict(recipe),
+        config=recipe,
         resume="allow",
     )
     run.define_metric("*", step_metric="step")  # a resumed run repeats steps, and its own count only grows
@@ -190,7 +190,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def draw_loss(dump_folder: Path) -> Path:
-    """`metrics.jsonl` -> `loss.png` beside it: training and validation loss over steps."""
+    """`metrics.jsonl` -> `loss.png` beside it: training and validation loss over steps; a warning where it cannot be written."""
     from matplotlib.figure import Figure
 
     entries = read_metrics(dump_folder / "metrics.jsonl")
@@ -205,5 +205,8 @@ def draw_loss(dump_folder: Path) -> Path:
     if axes.lines:
         axes.legend()
     path = dump_folder / "loss.png"
-    figure.savefig(path, dpi=120)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        logger.warning(f"no loss curve: {path} cannot be written: {error.strerror}")
     return path

@@ -35,12 +35,12 @@ class Profiler:
     def save_trace(self, profiler: Any) -> None:
         if self.done % self.config.profile_freq:
             return  # the run has ended within a period, and nothing was traced
-        path = self._path(self.config.save_traces_folder, "trace", "json")
+        path = self._path("profile_traces", "trace", "json")
         profiler.export_chrome_trace(str(path))
         logger.info(f"profile of step {self.done} written to {path}")
 
     def save_memory_snapshot(self, kind: str) -> None:
-        path = self._path(self.config.save_memory_snapshot_folder, kind, "pickle")
+        path = self._path("memory_snapshots", kind, "pickle")
         torch.cuda.memory._dump_snapshot(str(path))
         logger.info(f"memory snapshot written to {path} (view it at pytorch.org/memory_viz)")
 
@@ -52,7 +52,7 @@ class Profiler:
 
 @contextmanager
 def build_profiler(config: Profiling, dump_folder: Path, rank: int, first_step: int = 0) -> Iterator[Profiler]:
-    """A Profiler to be told of every step. first_step: steps already done when it starts."""
+    """A Profiler whose `step` is called after every step. first_step: steps already done when it starts."""
     profiler = Profiler(config, dump_folder, rank, first_step)
     if config.enable_memory_snapshot:
         torch.cuda.memory._record_memory_history(max_entries=100_000)
@@ -60,14 +60,9 @@ def build_profiler(config: Profiling, dump_folder: Path, rank: int, first_step: 
         if not config.enable_profiling:
             yield profiler
             return
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
         period = torch.profiler.schedule(wait=config.profile_freq - 2, warmup=1, active=1)
         with torch.profiler.profile(
-            activities=activities,
-            schedule=lambda done: period(first_step + done),
-            on_trace_ready=profiler.save_trace,
+            schedule=lambda done: period(first_step + done), on_trace_ready=profiler.save_trace
         ) as profiler.torch_profiler:
             yield profiler
     except torch.OutOfMemoryError:

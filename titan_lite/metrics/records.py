@@ -1,4 +1,4 @@
-"""What a run has left in its folder, read again; needs the standard library only.
+"""Reads what a run has left in its folder; needs the standard library only.
 
 for step, values in read_metrics(folder / "metrics.jsonl").items(): ...
 run = read_run(folder, "a name")          # all of it; raises RecordError for what is damaged
@@ -6,7 +6,7 @@ run = read_run(folder, "a name")          # all of it; raises RecordError for wh
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,22 +19,19 @@ ENDS = {"done", "stop", "failed", "error"}  # events of an attempt that ended wi
 
 
 class RecordError(ValueError):
-    """A folder that is no run, or damaged; the message names the file, and the line, and what would work."""
+    """A folder without a run, or with a damaged one; the message names the file, the line, and what to do."""
 
 
 @dataclass
-class Run:
-    """rows: by step, what counts of metrics.jsonl, with "tokens" and "hours" of training so far. events: as in events.jsonl,
-    with the resumes; recipe: flat, empty without config.toml; notes: what was left out."""
-
+class RunRecord:
     folder: Path
     name: str
-    rows: list[dict[str, float]]
-    events: list[dict[str, Any]]
-    recipe: dict[str, Any] = field(default_factory=dict)
-    receipts: list[dict] = field(default_factory=list)
+    rows: list[dict[str, float]]  # by step: what counts of metrics.jsonl, with "tokens" and "hours" of training so far
+    events: list[dict[str, Any]]  # as in events.jsonl, with the resumes
+    recipe: dict[str, Any] = field(default_factory=dict)  # {"training.steps": 1000, ...}; empty without config.toml
+    receipts: list[dict] = field(default_factory=list)  # compile.json
     timeline: dict[str, list] | None = None
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # on lines left out
 
     def column(self, name: str) -> list[float]:
         return [row[name] for row in self.rows if row.get(name) is not None]
@@ -42,15 +39,17 @@ class Run:
 
 @contextmanager
 def as_written(path: Path) -> Iterator[None]:
-    """Within: what is not there, or of another type, is RecordError."""
+    """Within: a file that is not JSON, or lacks something, or has it of another type, is RecordError."""
     try:
         yield
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise RecordError(f"{path}: not what a run writes ({error!r}); remove the file, and the page is made without") from None
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{path}: not valid JSON: {error}; remove the file, and the page is made without") from None
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
-    """(number, object) of each line that is not empty; None for what is no object, such as a line torn when a run was killed."""
+    """(number, object) of each line that is not empty; None for a line that is not an object, as a kill may leave one."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -66,16 +65,21 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     """metrics.jsonl -> {step: values}, of each step what the last run that did it wrote. A torn line is left out."""
     result: dict[int, dict[str, float]] = {}
     for _, entry in read_lines(path):
-        if entry is None:
-            continue
-        if "resumed_from" in entry:
+        if entry and "resumed_from" in entry:
             result = {step: values for step, values in result.items() if step <= entry["resumed_from"]}
-        elif "step" in entry:
+        elif entry and "step" in entry:
             result.setdefault(entry["step"], {}).update(entry)
     return dict(sorted(result.items()))
 
 
-def read_run(folder: Path, name: str) -> Run:
+def step_seconds(path: Path) -> list[float]:
+    """metrics.jsonl -> step_time of each window since the run was last started, but the first, in which code is compiled."""
+    entries = [entry for _, entry in read_lines(path) if entry]
+    since = max((place for place, entry in enumerate(entries) if "resumed_from" in entry), default=0)
+    return [entry["step_time"] for entry in entries[since:] if entry.get("step_time") is not None][1:]
+
+
+def read_run(folder: Path, name: str) -> RunRecord:
     """Raises RecordError."""
     if not folder.is_dir():
         raise RecordError(f"{folder}: no such folder; name a run's job.dump_folder, such as outputs/debug_model")
@@ -88,13 +92,13 @@ def read_run(folder: Path, name: str) -> Run:
     if not rows:
         raise RecordError(f"{path} has no step yet; a run writes one every metrics.log_freq steps")
     events, more = read_events(folder / "events.jsonl")
-    # Both are written at a start, resumes since there are metrics. Of a version without events, resumes are alone.
+    # Both are written at a start, resumes once there are metrics. Where events.jsonl is missing, resumes are alone.
     starts = [event for event in events if event["event"] == "start"]
     for event, resume in zip(reversed(starts), reversed(resumes), strict=False):
         event.update(resume)
         if lost := event.get("lost"):
             lost["step"] = max(lost["step"], resume["reached"])
-    run = Run(folder, name, rows, [*resumes[: max(0, len(resumes) - len(starts))], *events], notes=notes + more)
+    run = RunRecord(folder, name, rows, [*resumes[: max(0, len(resumes) - len(starts))], *events], notes=notes + more)
     if (folder / "config.toml").is_file():
         try:
             tables = read_toml(folder / "config.toml")
@@ -102,7 +106,8 @@ def read_run(folder: Path, name: str) -> Run:
             raise RecordError(str(error)) from None
         sections = {section: keys for section, keys in tables.items() if isinstance(keys, dict)}
         run.recipe = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
-    run.receipts = _read_json(folder / "compile.json", list) or []
+    with as_written(folder / "compile.json"):
+        run.receipts = _read_json(folder / "compile.json", list)
     with as_written(folder / "timeline.json"):
         run.timeline = _timeline(_read_json(folder / "timeline.json", dict))
     return run
@@ -112,12 +117,10 @@ def read_rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]],
     """(rows by step, a "resume" event for each resume, notes on torn lines) of metrics.jsonl. Raises RecordError."""
     rows: dict[int, dict[str, float]] = {}
     resumes, notes = [], []
-    torn = 0  # the number of a line that is no object, as long as the run may have been killed while it wrote that
-    for number, entry in read_lines(path):
-        if torn and (entry is None or "resumed_from" not in entry):
-            break
-        torn = number if entry is None else 0
+    for (number, entry), (_, after) in itertools.pairwise([*read_lines(path), (0, {"resumed_from": 0})]):
         if entry is None:
+            if after is None or "resumed_from" not in after:
+                raise RecordError(f"{path}, line {number}: not valid JSON, in the midst of the file; remove the line")
             notes.append(f"{path.name}, line {number}, was cut short when the run was killed, and is left out")
             continue
         if type(entry.get("resumed_from", entry.get("step"))) is not int:
@@ -134,10 +137,6 @@ def read_rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]],
             if value is not None and type(value) not in (int, float):
                 raise RecordError(f"{path}, line {number}: {name} = {_short(json.dumps(value))} is no number; remove the line")
         rows.setdefault(entry["step"], {}).update(entry)
-    else:
-        torn = 0
-    if torn:
-        raise RecordError(f"{path}, line {torn}: not valid JSON, in the midst of the file; remove the line")
     ordered = [rows[step] for step in sorted(rows)]
     tokens, hours, last = 0.0, 0.0, 0.0
     for row in ordered:
@@ -152,41 +151,33 @@ def read_rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]],
 def read_events(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """The events in their order, with one for each attempt that ended without a word; and notes on lines left out."""
     events: list[dict[str, Any]] = []
-    notes = []
+    notes, going = [], False  # an attempt that has not ended
     for number, entry in read_lines(path) if path.is_file() else ():
         if entry is None or type(entry.get("step")) is not int or not isinstance(entry.get("event"), str):
             notes.append(f"{path.name}, line {number}, is no event, and is left out")
             continue
-        begins = entry["event"] in ("start", "restart")
-        if begins and any(event["event"] == "start" for event in events) and not ENDS & {e["event"] for e in _attempt(events)}:
-            last = max(events[-1]["step"], entry["step"] if entry["event"] == "restart" else 0)
+        event = entry["event"]
+        if going and event in ("start", "restart"):
+            last = max(events[-1]["step"], entry["step"] if event == "restart" else 0)
             entry["lost"] = {"event": "failed", "step": last, "text": "ended without a word, as a run does that is killed"}
             events.append(entry["lost"])
+            going = False
+        going = event == "start" or (going and event not in ENDS)
         events.append(entry)
     return events, notes
 
 
-def _attempt(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those since the last start."""
-    return list(itertools.takewhile(lambda event: event["event"] != "start", reversed(events)))
-
-
 def _read_json(path: Path, kind: type) -> Any:
-    """What is in it, or None where it is not there. Raises RecordError."""
-    if not path.is_file():
-        return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"{path}: not valid JSON: {error}; remove the file, and the page is made without") from None
+    """A list or dict, empty where there is no file. To be called within as_written."""
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else kind()
     if not isinstance(found, kind):
-        raise RecordError(f"{path}: not what a run writes; remove the file, and the page is made without")
+        raise TypeError(f"a {type(found).__name__}")
     return found
 
 
-def _timeline(trace: dict | None) -> dict[str, list] | None:
+def _timeline(trace: dict) -> dict[str, list] | None:
     """A Chrome trace in milliseconds: graphs, and spans [lane, start, length, exposed, name], computation without gaps as one."""
-    bars = [event for event in (trace or {}).get("traceEvents", ()) if event.get("ph") == "X"]
+    bars = [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]
     if not bars:
         return None
     spans: list[list] = []

@@ -3,7 +3,7 @@
 throughput = Throughput(tokens, ranks=8, flops_per_token=6e9, peak_flops=989e12)
 throughput.start(step)                          # training begins
 with throughput.waiting(): batch = next(loader)
-with throughput.exclude(): save()               # is no training
+with throughput.exclude(): save()               # not training
 values |= throughput.figures(step)              # {"tps": ..., "tflops": ..., "data_wait": ..., "step_time": ..., "mfu": ...}
 throughput.start(step)                          # of the next window, once those are logged
 """

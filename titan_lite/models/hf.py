@@ -8,7 +8,7 @@ Of a head of D dimensions, (2i, 2i+1) rotate together here and (i, i + D/2) ther
 Tied weights are one tensor in both, under the embedding's name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,16 @@ _SIZES = {
     "n_heads": "num_attention_heads",
     "hidden_dim": "intermediate_size",
     "vocab_size": "vocab_size",
+    "n_kv_heads": "num_key_value_heads",
+    "max_seq_len": "max_position_embeddings",
 }
+_SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_seq_len": "original_max_position_embeddings",
+}
+_FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
 
 def hf_names(config: ModelConfig) -> dict[str, str]:
@@ -65,29 +74,17 @@ def _rotary_heads(fqn: str, config: ModelConfig) -> int:
 
 
 def config_to_hf(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What config.json says of the model, in the words that transformers 4 and 5 both read."""
+    """The model's part of a config.json, in the words that transformers 4 and 5 both read."""
     scaling = config.rope_scaling
     return {
         "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        **_FIXED,
         **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
-        "num_key_value_heads": config.n_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "max_position_embeddings": config.max_seq_len,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None
-        if scaling is None
-        else {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_seq_len,
-        },
+        "rope_scaling": scaling
+        and {"rope_type": "llama3", **{theirs: getattr(scaling, ours) for ours, theirs in _SCALING.items()}},
         "tie_word_embeddings": config.tied_embeddings,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
@@ -98,12 +95,25 @@ def is_size(value: Any) -> bool:
     return type(value) is int and 0 < value < 1 << 30
 
 
-def is_number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < 1e18
+def misread(given: Mapping[str, Any], sizes: Iterable[str] = (), numbers: Iterable[str] = ()) -> list[str]:
+    """A line for every value, by its name, that is absent or no size, or no number above 0."""
+    faults = [(name, "a whole number") for name in sizes if not is_size(given.get(name))]
+    faults += [
+        (name, "a number")
+        for name in numbers
+        if type(given.get(name)) not in (int, float) or not 0 < given[name] < 1e18  # nan is neither
+    ]
+    return [f"{name} = {given.get(name)!r}, where {kind} above 0 is what works" for name, kind in faults]
 
 
 def config_from_hf(json: Mapping[str, Any]) -> ModelConfig:
     """The shape of the model that a config.json describes. Raises ValueError with all that this model cannot be."""
+    given = {
+        "num_key_value_heads": json.get("num_attention_heads", 1),
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        **json,
+    }
     # transformers 5 writes rope_parameters, where 4 had rope_scaling beside rope_theta
     rope, wrong = {"rope_theta": json.get("rope_theta", 10_000.0)}, []
     for name in ("rope_scaling", "rope_parameters"):
@@ -111,50 +121,29 @@ def config_from_hf(json: Mapping[str, Any]) -> ModelConfig:
             rope |= json.get(name) or {}
         else:
             wrong.append(f"{name} = {json[name]!r}, where an object or null is what works")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    wrong += [
-        f"{name} = {json.get(name)!r}, which is no size"
-        for name in (*_SIZES.values(), *(name for name in ("num_key_value_heads", "max_position_embeddings") if name in json))
-        if not is_size(json.get(name))
-    ]
-    wrong += [
-        f"{name} = {value!r}, where a number above 0 is what works"
-        for name, value in (("rope_theta", rope["rope_theta"]), ("rms_norm_eps", json.get("rms_norm_eps", 1e-6)))
-        if not is_number(value)
-    ]
+    wrong += misread(given, _SIZES.values(), ["rms_norm_eps"]) + misread(rope, numbers=["rope_theta"])
     if not wrong and json.get("head_dim", None) not in (None, json["hidden_size"] // json["num_attention_heads"]):
         wrong.append(f"head_dim = {json['head_dim']}, where hidden_size / num_attention_heads is what works")
-    for name, works in (("model_type", "llama"), ("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
-        if json.get(name, works) != works:
-            wrong.append(f"{name} = {json[name]!r}, where {works!r} is what works")
+    wrong += [
+        f"{name} = {json[name]!r}, where {works!r} is what works"
+        for name, works in _FIXED.items()
+        if json.get(name, works) != works
+    ]
+    kind, scaling = rope.get("rope_type", rope.get("type", "default")), None
     if kind not in ("default", "llama3"):
         wrong.append(f"rope_type = {kind!r}, where 'default' or 'llama3' is what works")
     if kind == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        wrong += [f"rope_scaling has no {name}" for name in names if name not in rope]
-        wrong += [
-            f"rope_scaling: {name} = {rope[name]!r}, where a number above 0 is what works"
-            for name in names
-            if name in rope and not is_number(rope[name])
-        ]
+        wrong += [f"rope_scaling: {line}" for line in misread(rope, numbers=_SCALING.values())]
     if json.get("quantization_config"):
         wrong.append("quantization_config: weights that are quantized cannot be read")
     if wrong:
         raise ValueError("; ".join(wrong))
-    scaling = None
     if kind == "llama3":
-        scaling = RopeScaling(
-            factor=rope["factor"],
-            low_freq_factor=rope["low_freq_factor"],
-            high_freq_factor=rope["high_freq_factor"],
-            original_max_seq_len=rope["original_max_position_embeddings"],
-        )
+        scaling = RopeScaling(**{ours: rope[theirs] for ours, theirs in _SCALING.items()})
     return ModelConfig(
-        **{ours: json[theirs] for ours, theirs in _SIZES.items()},
-        n_kv_heads=json.get("num_key_value_heads", json["num_attention_heads"]),
+        **{ours: given[theirs] for ours, theirs in _SIZES.items()},
         tied_embeddings=bool(json.get("tie_word_embeddings", False)),
         rope_theta=float(rope["rope_theta"]),
         rope_scaling=scaling,
-        norm_eps=json.get("rms_norm_eps", 1e-6),
-        max_seq_len=json.get("max_position_embeddings", 2048),
+        norm_eps=given["rms_norm_eps"],
     )

@@ -1,4 +1,4 @@
-"""A run, or several beside each other, as one HTML page: curves, faults, buckets, recipes. It needs no network, and no torch.
+"""A run, or several side by side, as one HTML page: curves, faults, buckets, recipes. It needs neither a network nor torch.
 
     python -m titan_lite.report RUN_FOLDER [RUN_FOLDER ...] [--output FILE]
 
@@ -7,7 +7,7 @@ RUN_FOLDER is a run's job.dump_folder; the page is written to report.html in the
     metrics.jsonl    every curve; resumes                 events.jsonl     checkpoints, skipped steps, warnings, failures
     config.toml      the recipe, as it was resolved       compile.json     buckets; timeline.json: when each travels
 
-Works while the run goes on. report.html beside this file is the page's frame, its style and its script.
+It may be made while the run goes on. page.html has the frame of the page, its style and its script.
 """
 
 import argparse
@@ -15,16 +15,17 @@ import html
 import itertools
 import json
 import math
+import operator
 import re
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from titan_lite.config import KEYS
-from titan_lite.metrics.records import RecordError, Run, as_written, read_run
+from titan_lite.config import DROPPED, KEYS
+from titan_lite.metrics.records import RecordError, RunRecord, as_written, read_run
 
 MOST_ROWS = 4000  # of a run that are drawn; of more, windows of them keep their extremes
 EXTREMES = ("loss", "grad_norm", "tps", "step_time", "memory_gib", "data_wait")
@@ -45,11 +46,8 @@ def name_runs(folders: Sequence[Path]) -> list[str]:
     for folder, own in zip(folders, parts, strict=True):
         if parts.count(own) > 1:
             raise RecordError(f"{folder} is named twice; name each run once")
-    for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(own[-depth:]) for own in parts]
-        if len(set(names)) == len(names):
-            break
-    return names
+    named = (["/".join(own[-depth:]) for own in parts] for depth in range(1, max(map(len, parts)) + 1))
+    return next(names for names in named if len(set(names)) == len(names))
 
 
 # What the script draws
@@ -71,7 +69,7 @@ def thin(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     return [rows[place] for place in sorted(kept)]
 
 
-def drawn(run: Run, number: int) -> dict[str, Any]:
+def drawn(run: RunRecord, number: int) -> dict[str, Any]:
     rows = thin(run.rows)
     names = {name for row in rows for name, value in row.items() if value is not None}
     names -= {"step", "time", "tokens", "hours"}
@@ -98,7 +96,7 @@ def _round(value: Any) -> Any:
 # What is on the page without the script
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[RunRecord]) -> str:
     parts = [
         f"<h1>{_text(', '.join(run.name for run in runs))}</h1>",
         f'<div class="muted">titan_lite report, written {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}</div>',
@@ -119,39 +117,36 @@ def page(runs: Sequence[Run]) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], frame)
 
 
-def _card(run: Run, number: int) -> str:
-    """What a run came to, in figures."""
-    last = run.rows[-1]
-    steps = run.recipe.get("training.steps")
-    starts = [event for event in run.events if event["event"] in ("start", "resume") and _when(event)]
-    validation, loss = run.column("validation_loss"), run.column("loss")
-    lines = {"steps": f"{last['step']:,}" + (f" of {steps:,}" if steps else ""), "tokens": _large(last["tokens"])}
-    if loss:
-        lines["loss"] = f"{loss[-1]:.4f}"
-    if validation:
-        lines["validation loss"] = f"{validation[-1]:.4f}" + (
-            f" (best {min(validation):.4f})" if min(validation) < validation[-1] else ""
-        )
-    for name, title, form in (
-        ("tps", "tokens a second and device", "{:,.0f}"),
-        ("mfu", "MFU", "{:.1f}%"),
-        ("data_wait", "waiting for data", "{:.1f}%"),
-    ):
-        if values := run.column(name):
-            lines[title] = form.format(statistics.median(values))
-    if values := run.column("memory_gib"):
-        lines["peak memory"] = f"{max(values):.2f} GiB"
+def _card(run: RunRecord, number: int) -> str:
+    """The results of a run, in figures; what it has no value of is left out."""
+
+    def figure(name: str, choose: Callable[[list[float]], float], form: str) -> str:
+        return form.format(choose(values)) if (values := run.column(name)) else ""
+
+    newest = operator.itemgetter(-1)
+    last, steps = run.rows[-1], run.recipe.get("training.steps")
+    validation = run.column("validation_loss") or [math.nan]
+    starts = [time for event in run.events if event["event"] in ("start", "resume") and (time := _when(event))]
+    resumed = sum(event["event"] == "resume" for event in run.events)
     with as_written(run.folder / "compile.json"):
-        if exposed := exposed_share(run.receipts):
-            lines["exposed (estimated)"] = exposed
-    if run.column("skipped_steps"):
-        lines["steps skipped"] = f"{max(run.column('skipped_steps')):,.0f}"
-    lines["training time"] = f"{last['hours']:.2f} h" if last["hours"] > 2 else f"{60 * last['hours']:.1f} min"
-    if starts:
-        lines["started"] = _when(starts[0])[:16]
-    if resumed := sum(event["event"] == "resume" for event in run.events):
-        lines["resumed"] = f"{resumed} time{'s' * (resumed > 1)}"
-    listed = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in lines.items())
+        exposed = exposed_share(run.receipts)
+    lines = {
+        "steps": f"{last['step']:,}" + (f" of {steps:,}" if steps else ""),
+        "tokens": _large(last["tokens"]),
+        "loss": figure("loss", newest, "{:.4f}"),
+        "validation loss": figure("validation_loss", newest, "{:.4f}")
+        + (f" (best {min(validation):.4f})" if min(validation) < validation[-1] else ""),
+        "tokens a second and device": figure("tps", statistics.median, "{:,.0f}"),
+        "MFU": figure("mfu", statistics.median, "{:.1f}%"),
+        "waiting for data": figure("data_wait", statistics.median, "{:.1f}%"),
+        "peak memory": figure("memory_gib", max, "{:.2f} GiB"),
+        "exposed (estimated)": exposed,
+        "steps skipped": figure("skipped_steps", max, "{:,.0f}"),
+        "training time": f"{last['hours']:.2f} h" if last["hours"] > 2 else f"{60 * last['hours']:.1f} min",
+        "started": starts[0][:16] if starts else "",
+        "resumed": f"{resumed} time{'s' * (resumed > 1)}" if resumed else "",
+    }
+    listed = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in lines.items() if value)
     return (
         f'<section class="card" style="--run: var(--c{number % 6})"><h3>{_text(run.name)}</h3>'
         f'<div class="muted">{_text(run.recipe.get("job.description", ""))}</div><dl>{listed}</dl></section>'
@@ -159,23 +154,21 @@ def _card(run: Run, number: int) -> str:
 
 
 def exposed_share(receipts: Iterable[Mapping[str, Any]]) -> str:
-    """Of compile.json: seconds a pass of forward and backward in which nothing computes; empty where none communicates."""
+    """The time of a pass of forward and backward in which nothing computes, by compile.json; empty where none communicates."""
     times = [r["timeline"] for r in receipts if r.get("timeline") and r.get("graph") != "inference" and not r.get("pp_rank")]
     communication, exposed, seconds = (sum(time[name] for time in times) for name in ("communication", "exposed", "seconds"))
     return f"{1e3 * exposed:.3g} of {1e3 * seconds:.3g} ms" if communication else ""
 
 
-def _events(runs: Sequence[Run]) -> str:
+def _events(runs: Sequence[RunRecord]) -> str:
     several = len(runs) > 1
+    looks = ["name"] * several + ["figure", "whole", "wide whole", "lines"]
     rows = []
     for run in runs:
-        for event in run.events:
-            if event["event"] == "checkpoint":
-                continue
-            name = WORDS.get(event["event"], event["event"])
-            cells = [run.name] * several + [f"{event['step']:,}", name, _when(event), str(event.get("text", ""))]
-            looks = ["name"] * several + ["figure", "whole", "wide whole", "lines"]
-            rows.append(_row("td", cells, looks))
+        for event in (event for event in run.events if event["event"] != "checkpoint"):
+            kind = WORDS.get(event["event"], event["event"])
+            cells = [f"{event['step']:,}", kind, _when(event), str(event.get("text", ""))]
+            rows.append(_row("td", [run.name] * several + cells, looks))
     saved = [
         f"{_text(run.name)}: checkpoints of steps {', '.join(f'{step:,}' for step in steps)}"
         for run in runs
@@ -184,11 +177,10 @@ def _events(runs: Sequence[Run]) -> str:
     if not rows and not saved:
         return ""
     head = _row("th", ["run"] * several + ["step", "what", "when", ""], [""] * several + ["figure", "", "wide", ""])
-    table = f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>" if rows else ""
-    return f"<h2>Starts, faults and resumes</h2>{table}" + "".join(f'<p class="muted">{line}</p>' for line in saved)
+    return f"<h2>Starts, faults and resumes</h2>{_table(head, rows)}" + "".join(f'<p class="muted">{line}</p>' for line in saved)
 
 
-def _buckets(runs: Sequence[Run]) -> str:
+def _buckets(runs: Sequence[RunRecord]) -> str:
     parts = []
     for number, run in enumerate(runs):
         if not run.receipts:
@@ -227,13 +219,12 @@ def _receipt(receipt: Mapping[str, Any]) -> str:
     summary = f"{where}{receipt['graph']}: {merged or 'no collectives of parameters'}"
     looks = ("", "", "figure", "figure", "figure wide", "figure")
     titles = ("kind", "parameters", "MiB", "ms", "under, ms", "exposed, ms")
-    body = "".join(_row("td", row, looks) for row in rows)
-    table = f"<table><thead>{_row('th', titles, looks)}</thead><tbody>{body}</tbody></table>" if rows else ""
+    table = _table(_row("th", titles, looks), [_row("td", row, looks) for row in rows])
     return f"<details><summary>{_text(summary)}</summary>{table}</details>"
 
 
-def _recipes(runs: Sequence[Run]) -> str:
-    """Where they differ, or where one differs from the defaults; then all of it."""
+def _recipes(runs: Sequence[RunRecord]) -> str:
+    """The keys in which runs differ, or in which one differs from the defaults; then all keys."""
     given = [run for run in runs if run.recipe]
     if not given:
         return ""
@@ -241,7 +232,8 @@ def _recipes(runs: Sequence[Run]) -> str:
     keys = [key for key in keys if any(key in run.recipe for run in given)]
 
     def defaults(key: str) -> Any:
-        return list(value) if isinstance(value := KEYS[key].default if key in KEYS else None, tuple) else value
+        value = KEYS[key].default if key in KEYS else DROPPED.get(key, (None,))[0]
+        return list(value) if isinstance(value, tuple) else value
 
     if len(given) > 1:
         own = [key for key in keys if key != "job.dump_folder" and len({_value(run.recipe.get(key)) for run in given}) > 1]
@@ -251,15 +243,18 @@ def _recipes(runs: Sequence[Run]) -> str:
         title = "The recipe, where it is not the default"
 
     def table(chosen: Sequence[str]) -> str:
-        head = _row("th", ["key", *(run.name for run in given)])
-        body = "".join(_row("td", [key, *(_value(run.recipe.get(key)) for run in given)]) for key in chosen)
-        return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>" if chosen else ""
+        rows = [_row("td", [key, *(_value(run.recipe.get(key)) for run in given)]) for key in chosen]
+        return _table(_row("th", ["key", *(run.name for run in given)]), rows)
 
     return f"<h2>{title}</h2>{table(own)}<details><summary>every key</summary>{table(keys)}</details>"
 
 
+def _table(head: str, rows: Sequence[str]) -> str:
+    return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>" if rows else ""
+
+
 def _row(tag: str, cells: Sequence[str], looks: Sequence[str] = ()) -> str:
-    """Of a table. looks: classes of the cells."""
+    """A row of a table. looks: classes of the cells."""
     classes = (f' class="{look}"' if look else "" for look in looks)
     inside = itertools.zip_longest(cells, classes, fillvalue="")
     return f"<tr>{''.join(f'<{tag}{look}>{_text(cell)}</{tag}>' for cell, look in inside)}</tr>"
@@ -301,11 +296,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = page(runs)
         path = options.output or options.folders[0] / "report.html"
         path.write_text(text, encoding="utf-8")
-    except RecordError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+    except (RecordError, OSError) as error:
+        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+        print(f"error: {told}", file=sys.stderr)
         return 2
     print(f"{path} written: open it in a browser")
     return 0

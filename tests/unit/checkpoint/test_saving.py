@@ -371,7 +371,7 @@ def test_of_metadata_of_python_3_11_2_getattr_names_a_memory_format_and_nothing_
             tensor_files.read_metadata(path.parent, FILES)
 
 
-CLASSES = (*tensor_files._CLASSES, tensor_files._MEM_FORMAT_ENCODING, torch.Size, PosixPath)
+CLASSES = (*tensor_files._CLASSES, _MEM_FORMAT_ENCODING, torch.Size, PosixPath)
 
 
 def test_metadata_that_would_change_a_class_change_none(tmp_path):
@@ -499,7 +499,7 @@ def test_a_state_that_is_no_json_object_is_named(tmp_path):
         with pytest.raises(ConfigError, match=r"step-1/state\.json"):
             steps_of.read_state(1)
     seal(tmp_path / "checkpoint/step-1", 1)
-    assert "state.json" in steps_of._fault_of_share(1)
+    assert "state.json" in steps_of.fault(1, share=True)
 
 
 @pytest.mark.parametrize(
@@ -612,3 +612,18 @@ def test_ranks_agree_on_what_failed_and_on_what_is_whole(mode, tmp_path):
         assert "(rank 0: 1, rank 1: none)" in elsewhere
     state = json.loads((tmp_path / "checkpoint/step-1/state.json").read_text())
     assert state == {"tensors": ["model", "optimizer"]}
+
+
+@pytest.mark.parametrize(
+    ("newest", "tried", "enable", "words"),
+    [
+        (5, 5, True, "saving, then "),
+        (7, 7, True, ""),
+        (5, 7, True, "the newest step on disk is 5; "),
+        (5, 5, False, "checkpoint.enable = false, so nothing is saved; "),
+    ],
+)
+def test_a_run_that_stops_says_what_becomes_of_its_step(newest, tried, enable, words, tmp_path):
+    checkpointer = checkpoint.Checkpointer(Checkpoint(enable=enable), tmp_path)
+    checkpointer.newest, checkpointer.tried = newest, tried
+    assert checkpointer.before_exit(7) == words

@@ -17,10 +17,11 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 from titan_lite import convert, manifest
+from titan_lite.checkpoint.tensor_files import FromHost
 from titan_lite.checkpoint.weights import (
-    HuggingFace,
-    Meta,
-    Step,
+    HuggingFaceFolder,
+    MetaFolder,
+    StepFolder,
     check_fit,
     config_from_meta,
     load,
@@ -108,13 +109,13 @@ def tensors_of(folder):
 
 def test_metas_parts_are_merged(meta, config, expected):
     weights = open_weights(meta)
-    assert isinstance(weights, Meta)
+    assert isinstance(weights, MetaFolder)
     same(weights, config, expected)
 
 
 def test_a_step_has_what_was_imported(step, config, expected):
     weights = open_weights(step, every_byte=True)
-    assert isinstance(weights, Step)
+    assert isinstance(weights, StepFolder)
     same(weights, config, expected)
     assert {path.name for path in step.iterdir()} == {".metadata", "__0_0.distcp", "state.json", "manifest.json"}
     assert weights.special_tokens == {"bos_token_id": 64, "eos_token_id": 65}
@@ -122,7 +123,7 @@ def test_a_step_has_what_was_imported(step, config, expected):
 
 def test_a_hugging_face_folder_has_it_in_files_of_the_size_asked_for(folder, config, expected):
     weights = open_weights(folder)
-    assert isinstance(weights, HuggingFace)
+    assert isinstance(weights, HuggingFaceFolder)
     same(weights, config, expected)
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
@@ -174,11 +175,11 @@ def test_a_tensor_or_one_files_tensors_are_held_at_a_time(step, config, tmp_path
     """Most bytes that are held just after a tensor was read."""
     given, held, most = [], weakref.WeakSet(), 0
     largest = max(shape.numel() for shape in shapes(config).values()) * 2
-    ask, read = convert._AsRead.__getitem__, Step.read
+    ask, read = FromHost.lookup_object, StepFolder.read
 
-    def asking(self, name):
+    def asking(self, index):
         nonlocal most
-        given.append(ask(self, name))
+        given.append(ask(self, index))
         most = max(most, sum(tensor.untyped_storage().nbytes() for tensor in given))
         return given[-1]
 
@@ -188,12 +189,12 @@ def test_a_tensor_or_one_files_tensors_are_held_at_a_time(step, config, tmp_path
         most = max(most, sum(other.nbytes for other in held))
         return tensor
 
-    monkeypatch.setattr(convert._AsRead, "__getitem__", asking)
+    monkeypatch.setattr(FromHost, "lookup_object", asking)
     write_step(tmp_path / "step", open_weights(step))
     assert most == largest
 
     most = 0
-    monkeypatch.setattr(Step, "read", reading)
+    monkeypatch.setattr(StepFolder, "read", reading)
     write_hf(tmp_path / "hf", open_weights(step), shard_bytes=40e3)
     assert largest <= most <= 40e3
 
@@ -324,8 +325,8 @@ def first(copy, pattern):
                     "rope_scaling: factor = '8', where a number above 0 is what works",
                 ),
                 ({"rms_norm_eps": None}, "rms_norm_eps = None, where a number above 0 is what works"),
-                ({"max_position_embeddings": None}, "max_position_embeddings = None, which is no size"),
-                ({"vocab_size": True}, "vocab_size = True, which is no size"),
+                ({"max_position_embeddings": None}, "max_position_embeddings = None, where a whole number above 0 is what works"),
+                ({"vocab_size": True}, "vocab_size = True, where a whole number above 0 is what works"),
             )
         ),
         (

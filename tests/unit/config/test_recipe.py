@@ -15,7 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_lite import logging, recipe
-from titan_lite.config import KEYS, SECTIONS, ConfigError, DataSource, gradient_accumulation_steps, keys, toml
+from titan_lite.config import (
+    DROPPED,
+    KEYS,
+    SECTIONS,
+    ConfigError,
+    DataSource,
+    gradient_accumulation_steps,
+    keys,
+    learning,
+    row,
+    system,
+    toml,
+    without_need,
+)
 from titan_lite.config import recipe as reading
 from titan_lite.config.recipe import load_config, to_toml
 from titan_lite.recipe import HELP, help_text, main
@@ -105,6 +118,16 @@ def test_forms_of_a_boolean(tmp_path, arguments, expected, in_recipe):
     assert config.training.steps == (7 if "7" in arguments else KEYS["training.steps"].default)
 
 
+def test_a_saved_recipe_of_an_earlier_version_loads_where_its_dropped_keys_say_what_holds(tmp_path):
+    sections = {key.partition(".")[0]: "" for key in DROPPED}
+    for key, (value, _) in DROPPED.items():
+        section, _, name = key.partition(".")
+        sections[section] += f"{name} = {toml.in_toml(value)}\n"
+    text = TOKENIZER + "".join(f"[{section}]\n{lines}" for section, lines in sections.items())
+    assert not DROPPED.keys() & KEYS.keys()
+    assert load_config(write(tmp_path, text))[0] == load_config(write(tmp_path, TOKENIZER))[0]
+
+
 def test_a_word_of_the_command_line_becomes_the_type_of_its_key(tmp_path):
     arguments = ["--optimizer.lr", "1e-3", "--debug.seed=0", "--training.global_batch_size", "-1", "--job.description=a = b"]
     config, _ = load_config(write(tmp_path, TOKENIZER), arguments)
@@ -163,7 +186,7 @@ def values_of(key):
     low = rule["least"] if rule["least"] is not None else rule["above"]
     high = rule["most"] if rule["most"] is not None else rule["below"]
     if field.type is int:
-        return st.integers(low, high) | st.sampled_from((field.default, *rule["also"]))
+        return st.integers(low, high) | st.sampled_from((field.default, field.default if rule["also"] is None else rule["also"]))
     open_ends = {"exclude_min": rule["above"] is not None, "exclude_max": rule["below"] is not None}
     return st.floats(low, high, allow_nan=False, allow_infinity=False, **open_ends)
 
@@ -187,6 +210,7 @@ TOGETHER = {
     "activation_checkpoint.mode",
     "parallelism.pipeline_parallel_schedule_csv",
     "parallelism.fsdp_keep_gathered",
+    "parallelism.enable_async_tensor_parallel",
     "compile.machine",
     "compile.enable",
     "compile.components",
@@ -268,6 +292,22 @@ MISTAKES = [
     Mistake("key without a section", "steps = 5", ("steps",), "training.steps", TOKENIZER + "[training]\nsteps = 5"),
     Mistake("section without keys", "training = 5", ("training = 5",), "write [training]", TOKENIZER + "[training]\nsteps = 5"),
     Mistake("array of sections", "[[training]]\nsteps = 5", ("training", "5"), "[training]", TOKENIZER + "[training]\nsteps = 5"),
+    a_name(
+        "flag in a recipe",
+        "[checkpoint]\nexplain = true",
+        ("explain = True in [checkpoint]",),
+        "a flag of the command line, without a value: ./run_train.sh --checkpoint.explain",
+        "checkpoint",
+        "enable = true",
+    ),
+    a_name(
+        "key of an earlier version",
+        "[metrics]\nenable_color = false",
+        ("enable_color = False in [metrics]",),
+        "NO_COLOR=1 in the environment",
+        "metrics",
+        "enable_color = true",
+    ),
     # types
     a_line("string for integer", "training", 'steps = "5"', "steps = 1000"),
     a_line("boolean for integer", "training", "steps = true", "steps = 1000"),
@@ -349,6 +389,10 @@ MISTAKES = [
         '"loss"',
         "--compile.components=model,loss",
     ),
+    an_option(
+        "a value for a flag", "--checkpoint.explain=true", ("--checkpoint.explain=true",), "a flag", "--checkpoint.enable=true"
+    ),
+    an_option("--no- of a flag", "--no-checkpoint.explain", ("--no-checkpoint.explain",), "a flag", "--no-checkpoint.enable"),
     an_option("not UTF-8", "--job.description=\udcff", ('[job] description = "\udcff"',), "UTF-8", "--job.description="),
     # combinations
     together(
@@ -572,6 +616,26 @@ def test_every_key_is_described(key):
     assert max(map(len, text.splitlines())) <= 130
 
 
+def test_a_need_is_of_a_key_and_where_it_is_refused_says_what_would_meet_it():
+    rows = [field.metadata for field in KEYS.values()]
+    needs = {need for row in rows for need in (*row["needs"], *row["resume_needs"])}
+    assert {need.key for need in needs} - KEYS.keys() == {"parallelism.microbatches_gathered_once"}  # which a layout says
+    assert all(need.fix for row in rows if row["refused"] for need in row["needs"])
+    nothing = without_need(dataclasses.asdict(load_config(SHIPPED[0])[0]))
+    assert {key for key, (why, _) in nothing.items() if why == "parallelism.pipeline_parallel_degree = 1"} == {
+        key for key in KEYS if key.startswith("parallelism.pipeline_parallel_") and not key.endswith("_degree")
+    }
+
+
+def test_a_need_holds_where_one_source_meets_it():
+    sources = '--data.sources=[{dataset="%s", path="a"}, {dataset="c4"}]'
+    for dataset, idle in (("local", False), ("prepared", True)):
+        found = without_need(dataclasses.asdict(load_config(SHIPPED[0], [sources % dataset])[0]))
+        assert ("data.validation_fraction" in found) is idle
+        assert "data.text_field" not in found
+    assert found["data.validation_fraction"][0] == 'data.dataset = "prepared" and "c4"'
+
+
 @pytest.mark.parametrize("recipe", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_recipe_fits_the_cluster_that_it_is_for(recipe):
     text = recipe.read_text()
@@ -599,11 +663,12 @@ def test_all_recipes_are_here():
 
 
 def test_only_the_standard_library_is_imported():
-    modules = (keys, logging, recipe, reading, toml)
+    modules = (keys, learning, logging, recipe, reading, row, system, toml)
     nodes = [node for module in modules for node in ast.walk(ast.parse(Path(module.__file__).read_text()))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
-    names -= {f"titan_lite.{name}" for name in ("config", "config.recipe", "config.toml", "logging")}
+    names -= {f"titan_lite.{name}" for name in ("config", "logging")}
+    names -= {f"titan_lite.config.{name}" for name in ("keys", "learning", "recipe", "row", "system", "toml")}
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names | {"tomli"}  # tomli: before Python 3.11
 
 

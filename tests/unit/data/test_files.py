@@ -8,8 +8,9 @@ import json
 import pytest
 
 from titan_lite.config import ConfigError, Data
+from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.dataset import build_source, check_data
-from titan_lite.data.files import BadDocument, local_pieces, read_piece, text_of
+from titan_lite.data.files import local_pieces, read_piece, text_of
 
 pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
@@ -22,14 +23,8 @@ def local(path, **more):
 
 def documents(data):
     """Texts and errors of all documents, in order."""
-    result = []
-    for piece in local_pieces(data):
-        for place, raw in read_piece(piece, data):
-            try:
-                result.append(text_of(raw, piece, place, data))
-            except BadDocument as bad:
-                result.append(bad)
-    return result
+    pieces = local_pieces(data)
+    return [text_of(raw, piece, place, data) for piece in pieces for place, raw in read_piece(piece, data)]
 
 
 def as_jsonl(texts, field="text"):

@@ -1,4 +1,4 @@
-"""Several sources: shares in tokens, on any number of ranks, and after a resume. Documents left out. And, for any documents, that
+"""Several sources: shares in tokens, on any number of ranks, and after a resume. Skipped documents. And, for any documents, that
 every token is in one window, in order."""
 
 import copy
@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from titan_lite.config import ConfigError, Data, DataSource
 from titan_lite.data import loader as loader_module
+from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.dataset import build_source
-from titan_lite.data.files import BadDocument
 from titan_lite.data.loader import build_loader, merge_states
 
 BOS, EOS = 0, 1
@@ -145,24 +145,11 @@ def test_a_state_of_another_number_of_sources_is_refused(two):
         loaders(dataclasses.replace(two, sources=two.sources[:1]), 8, 1, 8, 63, state)
 
 
-def test_a_state_of_an_older_version(two):
-    data = Data(num_workers=0)
-    ranks = loaders(data, 4, 1, 4, 31)
-    for _ in range(5):
-        global_batch(ranks, 4, 4)
-    state = state_of(ranks)
-    old = {"rows": {row: [ordinal, used, given] for row, (given, (ordinal, used)) in state["rows"].items()}, "of": 4}
-    assert torch.equal(global_batch(loaders(data, 4, 1, 4, 31, old), 4, 4), global_batch(ranks, 4, 4))
-    files = dataclasses.replace(data, dataset="local", path=two.sources[0].path)
-    with pytest.raises(ConfigError, match=r'data.dataset = "local": .* older version, whose order was another'):
-        loaders(files, 4, 1, 4, 31, old)
-
-
-# What is left out
+# Skipped documents
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_bad_and_short_documents_are_left_out_counted_and_listed(tmp_path, num_workers):
+def test_bad_and_short_documents_are_skipped_counted_and_listed(tmp_path, num_workers):
     lines = [json.dumps({"text": "long enough " + str(i)}) for i in range(40)]
     lines[3], lines[17], lines[30] = '{"text": null}', "not json", '{"text": "short"}'
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
@@ -180,13 +167,13 @@ def test_bad_and_short_documents_are_left_out_counted_and_listed(tmp_path, num_w
     texts = ["".join(map(chr, row)).replace("\0", "").split("\1") for row in tokens.tolist()]
     read = Counter(text for row in texts for text in row[1:-1])
     assert set(read) == {f"long enough {i}" for i in range(40) if i not in (3, 17, 30)}
-    left_out = [loader.take_left_out() for loader in ranks]
-    bad = {(entry["place"], entry["reason"].partition(" ")[0]) for some in left_out for entry in some.bad}
+    skipped = [loader.take_skipped() for loader in ranks]
+    bad = {(document.place, document.reason.partition(" ")[0]) for some in skipped for document in some.bad}
     assert bad == {("line 4", "data.text_field"), ("line 18", "not")}
-    assert {entry["file"] for some in left_out for entry in some.bad} == {str(tmp_path / "a.jsonl")}
-    short = sum(some.short for some in left_out)
+    assert {document.file for some in skipped for document in some.bad} == {str(tmp_path / "a.jsonl")}
+    short = sum(some.short for some in skipped)
     assert abs(short - read["long enough 1"]) <= 2 + num_workers
-    assert loaders(data, 4, 2, 2, 15)[0].take_left_out().bad == []
+    assert loaders(data, 4, 2, 2, 15)[0].take_skipped().bad == []
 
 
 def test_more_bad_documents_than_the_recipe_allows_are_an_error(tmp_path):
@@ -198,7 +185,7 @@ def test_more_bad_documents_than_the_recipe_allows_are_an_error(tmp_path):
             next(loader)  # however many epochs that takes
             continue
         with pytest.raises(
-            ConfigError, match=r"data.max_bad_documents = 4: there are more, the last one .*a.jsonl, line \d: not JSON"
+            ConfigError, match=r"data.max_bad_documents = 4: there are 5, the last one .*a.jsonl, line \d: not JSON"
         ):
             next(loader)
 
@@ -231,7 +218,7 @@ layouts = st.sampled_from([(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)])  # r
 
 
 class Processes:
-    """In place of torch's DataLoader: its processes, taken in turn, all in this one."""
+    """In place of StatefulDataLoader: its processes, taken in turn, all in this one."""
 
     def __init__(self, dataset, num_workers, **more):
         self.dataset, self.num_workers = dataset, num_workers
@@ -249,7 +236,7 @@ class Processes:
 
 @pytest.fixture
 def in_one_process(monkeypatch):
-    monkeypatch.setattr(loader_module, "DataLoader", Processes)
+    monkeypatch.setattr(loader_module, "StatefulDataLoader", Processes)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])

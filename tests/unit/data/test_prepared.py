@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titan_lite import manifest
 from titan_lite.config import ConfigError, Data, DataSource
 from titan_lite.config.check import check
 from titan_lite.config.recipe import load_config
@@ -26,7 +27,7 @@ from titan_lite.data import prepare as command
 from titan_lite.data.dataset import build_source, fingerprint
 from titan_lite.data.loader import build_loader, merge_states
 from titan_lite.data.prepare import prepare
-from titan_lite.data.prepared import PreparedSource, check_prepared, manifest_text, read_manifest, shuffled
+from titan_lite.data.prepared import PreparedSource, check_prepared, read_manifest, shuffled
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.layout import make_layout
 
@@ -224,7 +225,7 @@ def test_the_command_prepares_says_what_and_verifies(corpus, tmp_path, capsys):
         ([RECIPE, "new", "--data.dataset=prepared", "--data.path=HERE"], "is prepared already"),
         ([RECIPE, "new", "--data.dataset=local", "--data.path=nowhere"], "no such file"),
         ([RECIPE, "new", "--model.tokenizer_path=nowhere"], "cannot be read"),
-        (["--verify", "nowhere"], 'data.path = "nowhere": manifest.json: No such file'),
+        (["--verify", "nowhere"], 'data.path = "nowhere": manifest.json is missing'),
     ],
 )
 def test_what_is_wrong_is_one_line(folder, tmp_path, options, words, capsys, monkeypatch):
@@ -262,7 +263,7 @@ def test_bad_documents_are_an_error_or_skipped_and_listed(tmp_path):
     with pytest.raises(ConfigError, match=r"a.jsonl, line 8: .*on_bad_document"):
         prepare(local(tmp_path / "a.jsonl"), TOKENIZER, tmp_path / "p", workers=0, shard_tokens=99)
     skip = local(tmp_path / "a.jsonl", on_bad_document="skip")
-    with pytest.raises(ConfigError, match=r"data.max_bad_documents = 2: there are more, the last one .*a.jsonl, line"):
+    with pytest.raises(ConfigError, match=r"data.max_bad_documents = 2: there are 3, the last one .*a.jsonl, line"):
         prepare(dataclasses.replace(skip, max_bad_documents=2), TOKENIZER, tmp_path / "q", workers=0, shard_tokens=99)
     # what was advised goes on from there
     described = prepare(skip, TOKENIZER, tmp_path / "q", workers=0, shard_tokens=99)
@@ -285,17 +286,18 @@ def test_several_sources_are_prepared_one_by_one(tmp_path):
 
 
 def alter(folder, change):
-    described = json.loads((folder / "manifest.json").read_text())
+    described = manifest.read_sealed(folder / "manifest.json")
     change(described)
-    (folder / "manifest.json").write_text(manifest_text(described))
+    manifest.write_sealed(folder / "manifest.json", described)
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda f: (f / "manifest.json").unlink(), "manifest.json: No such file or directory; a folder that"),
-        (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json is none of prepared data"),
-        (lambda f: (f / "manifest.json").write_text("[" * 9), "manifest.json is none of prepared data"),
+        (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing; prepared anew with"),
+        (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json is no manifest"),
+        (lambda f: (f / "manifest.json").write_text("[" * 9), "manifest.json is no manifest"),
+        (lambda f: manifest.write(f, step=1, files={}), "manifest.json is in no format of prepared data"),
         (lambda f: (f / "train-00001.tokens").unlink(), "train-00001.tokens: No such file"),
         (lambda f: os.truncate(f / "train-00001.documents", 8), "train-00001.documents has 8 bytes of "),
         (lambda f: alter(f, lambda d: d.update(format=2)), "is in format 2, and this version reads format 1"),
@@ -318,6 +320,13 @@ def test_what_is_not_whole_is_named_before_a_run_starts(folder, tmp_path, damage
     assert words in str(error.value)
 
 
+def test_a_folder_of_links_is_whole(folder, tmp_path):
+    """As in a cache of the hub."""
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    assert read_manifest(tmp_path, every_byte=True) == read_manifest(folder)
+
+
 def test_another_tokenizer_is_an_error(folder):
     with pytest.raises(
         ConfigError, match=r"was made by another tokenizer \(SHA-256 865699d1d602\) than model.tokenizer_path \(ffff"
@@ -335,7 +344,7 @@ def test_check_finds_it_before_anything_starts(folder, tmp_path):
     (tmp_path / "other.model").write_text("".join(f"{b64encode(bytes([i])).decode()} {i}\n" for i in range(256)))
     with pytest.raises(ConfigError, match="was made by another tokenizer"):
         checked(load_config(RECIPE, [*more, f"--model.tokenizer_path={tmp_path}/other.model"])[0])
-    with pytest.raises(ConfigError, match=r"manifest.json: No such file"):
+    with pytest.raises(ConfigError, match=r"manifest.json is missing"):
         checked(load_config(RECIPE, [*more, f"--data.path={tmp_path}"])[0])
 
 

@@ -52,6 +52,12 @@ def test_the_first_attempt_of_a_launch_forgets_the_launch_before(attempt):
     attempt(2)
 
 
+def test_the_first_rank_alone_writes(attempt, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    attempt(0, 1, 2)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_without_restarts_nothing_is_written(attempt, tmp_path):
     attempt(0, 1, 2, most=0)
     assert list(tmp_path.iterdir()) == []

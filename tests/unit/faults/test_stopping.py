@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from titan_lite.faults import stopping
-from titan_lite.faults.stopping import Stopping, reason, what_follows
+from titan_lite.faults.stopping import Stopping, reason
 
 
 @pytest.fixture
@@ -36,22 +36,6 @@ def test_a_signal_of_any_rank_stops_all_and_is_told_once(ranks, caplog):
     one.note(True)
     assert caplog.messages == ["SIGUSR1 received by rank 1 at step 7: exiting"]
     assert caplog.records[0].event == "stop"
-
-
-@pytest.mark.parametrize(
-    ("options", "then"),
-    [
-        ({}, "saving, then exiting (code 75)"),
-        ({"saves": False}, "checkpoint.enable = false, so nothing is saved; exiting (code 75)"),
-        ({"newest": 7, "tried": 7}, "exiting (code 75)"),
-        ({"tried": 7}, "exiting; the newest step on disk is 5 (code 75)"),
-        ({"tried": 7, "saving": True}, "saving, then exiting (code 75)"),
-        ({"unfinished": False}, "saving, then exiting, as the run is done"),
-    ],
-)
-def test_what_follows(options, then):
-    values = {"saves": True, "newest": 5, "tried": 5, "saving": False, "unfinished": True, **options}
-    assert what_follows(7, **values) == f"step 7: {then}"
 
 
 def test_who_received_it():

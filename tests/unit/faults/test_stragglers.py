@@ -59,6 +59,16 @@ def test_a_rank_is_named_when_it_is_slower_several_times_in_a_row(comparing):
     assert [comparing(slow, 0.0) for _ in range(IN_A_ROW)][-1] == said
 
 
+def test_the_first_rank_warns(monkeypatch, caplog):
+    for rank in (0, 1):
+        one = Stragglers(rank, [[0], [1]], CPU)
+        one.warn(6)
+        monkeypatch.setattr(one, "compare", lambda: "rank 1 is slower")
+        one.warn(7)
+    assert caplog.messages == ["step 7: rank 1 is slower"]
+    assert caplog.records[0].event == "slow"
+
+
 def test_a_few_looks_tell_nothing_and_add_up(comparing):
     slow = {0: 0.5, 2: 0.0, 3: 0.0}
     for _ in range(5):

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -89,13 +90,17 @@ def test_what_cannot_be_known_in_time_is_not_waited_for():
     assert watchdog._within(60, fails) is None
 
 
-def test_a_record_tells_where_the_thread_is_that_trains():
+def test_a_record_tells_where_the_thread_is_that_trains(monkeypatch):
     one = Watchdog(Comm(), 0, 1)
     assert one.record()["place"].startswith("record (titan_lite/faults/watchdog.py:")
     try:
         raise_here()
     except ValueError as error:
-        one.failed_at = error.__traceback__
+        one.store = SimpleNamespace(check=lambda keys: False)
+        monkeypatch.setattr(watchdog, "is_communication", lambda error: True)
+        monkeypatch.setattr(watchdog, "GONE", 0.0)
+        monkeypatch.setattr(one, "_end", lambda why, grace: None)
+        one._failed(error)
     assert one.record()["place"].startswith("raise_here (")
 
 

@@ -13,12 +13,18 @@ from matplotlib import image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from titan_lite.config import Metrics as MetricsConfig
+from titan_lite.config import DataSource, Metrics
 from titan_lite.logging import console
-from titan_lite.metrics.figures import Metrics, draw_loss, peak_memory_gib, read_metrics
+from titan_lite.metrics.figures import MetricsWriter, draw_loss, peak_memory_gib, read_metrics
 
-PLAIN = MetricsConfig(enable_tensorboard=False)
-RECIPE = {"training.steps": 100, "optimizer.lr": 3e-4, "compile.components": ("model", "loss"), "job.description": "<b>&"}
+PLAIN = Metrics(enable_tensorboard=False)
+RECIPE = {
+    "training.steps": 100,
+    "optimizer.lr": 3e-4,
+    "compile.components": ("model", "loss"),
+    "job.description": "<b>&",
+    "data.sources": (DataSource(path="a.jsonl"),),
+}
 VALUES = {
     "loss": 6.93147,
     "grad_norm": 1.23456,
@@ -38,7 +44,7 @@ def run(tmp_path):
     """run({step: values}, first_step=...): one process's life."""
 
     def run(logged, config=PLAIN, *, writes=True, first_step=0):
-        metrics = Metrics(config, tmp_path, RECIPE, writes=writes, first_step=first_step, total_steps=100)
+        metrics = MetricsWriter(config, tmp_path, RECIPE, writes=writes, first_step=first_step, total_steps=100)
         for step, values in logged.items():
             metrics.log(step, values)
             metrics.advance()
@@ -77,12 +83,13 @@ def test_mfu_of_an_unknown_device_is_said_to_be_not_available(run, said):
 
 
 @pytest.mark.parametrize(
-    ("terminal", "enable_color", "writes", "coloured"),
-    [(True, True, True, True), (True, True, False, True), (True, False, True, False), (False, True, True, False)],
+    ("terminal", "no_color", "writes", "coloured"),
+    [(True, "", True, True), (True, "", False, True), (True, "1", True, False), (False, "", True, False)],
 )
-def test_colours_only_on_a_terminal(terminal, enable_color, writes, coloured, run, said, monkeypatch):
+def test_colours_only_on_a_terminal(terminal, no_color, writes, coloured, run, said, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    run({1: VALUES}, MetricsConfig(enable_tensorboard=False, enable_color=enable_color), writes=writes)
+    run({1: VALUES}, Metrics(enable_tensorboard=False), writes=writes)
     (line,) = said.messages
     assert ("\033[32mloss 6.9315\033[0m" in line) is coloured
     assert line.count("\033[0m") == (4 if coloured else 0)
@@ -98,7 +105,7 @@ def test_one_rank_shows_a_bar_on_a_terminal_that_starts_where_the_run_does(termi
 def test_lines_stand_above_the_bar_as_long_as_there_is_one(run, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     during = []
-    monkeypatch.setattr(Metrics, "advance", lambda self: during.append(console.around.__func__.__qualname__))
+    monkeypatch.setattr(MetricsWriter, "advance", lambda self: during.append(console.around.__func__.__qualname__))
     run({8: VALUES})
     assert during == ["tqdm.external_write_mode"]
     assert console.around is nullcontext
@@ -118,7 +125,7 @@ def test_the_file_has_one_object_a_line_with_the_values_under_their_names(run):
 
 
 def test_a_line_is_on_disk_when_it_is_logged(tmp_path):
-    metrics = Metrics(PLAIN, tmp_path, RECIPE, writes=True, first_step=0, total_steps=3)
+    metrics = MetricsWriter(PLAIN, tmp_path, RECIPE, writes=True, first_step=0, total_steps=3)
     metrics.log(1, {"loss": 2.0})
     assert read_metrics(tmp_path / "metrics.jsonl")[1]["loss"] == 2.0
     metrics.close()
@@ -136,7 +143,7 @@ def test_a_number_that_json_does_not_know_is_null(value, run):
 
 
 def test_a_rank_that_does_not_write_leaves_no_file(run, said):
-    folder = run({1: VALUES}, MetricsConfig(enable_tensorboard=True), writes=False)
+    folder = run({1: VALUES}, Metrics(enable_tensorboard=True), writes=False)
     assert list(folder.iterdir()) == []
     assert len(said.messages) == 1  # its logger decides whether it is shown
 
@@ -154,17 +161,6 @@ def test_a_resumed_run_goes_on_in_the_same_file_and_what_it_repeats_counts(run):
     assert "tps" not in found[30]  # nothing of the run that was not gone on from
 
 
-def test_a_step_may_be_told_in_two_lines_and_steps_come_in_order(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    lines = [{"step": 20, "loss": 2.0}, {"step": 10, "loss": 1.0}, {"step": 20, "validation_loss": 2.5}]
-    lines.append({"step": 10, "loss": 0.5})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert list(read_metrics(path).items()) == [
-        (10, {"step": 10, "loss": 0.5}),
-        (20, {"step": 20, "loss": 2.0, "validation_loss": 2.5}),
-    ]
-
-
 @pytest.mark.parametrize("torn", ['{"step": 20, "lo', "{", ""])
 def test_a_torn_last_line_is_left_out(torn, run):
     folder = run({10: {"loss": 1.0}})
@@ -178,13 +174,13 @@ def test_a_line_that_is_no_entry_is_left_out(line, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 2.0}\n' + line + b'\n{"step": 2, "loss": 1.0}\n' + line)
     assert list(read_metrics(path)) == [1, 2]
-    Metrics(PLAIN, tmp_path, {}, writes=True, first_step=2, total_steps=3).close()
+    MetricsWriter(PLAIN, tmp_path, {}, writes=True, first_step=2, total_steps=3).close()
     assert list(read_metrics(path)) == [1, 2]
     assert path.read_bytes().endswith(b'\n{"resumed_from": 2}\n')
 
 
 def test_a_full_disk_costs_figures_and_not_the_run(tmp_path, said):
-    metrics = Metrics(PLAIN, tmp_path, {}, writes=True, first_step=0, total_steps=3)
+    metrics = MetricsWriter(PLAIN, tmp_path, {}, writes=True, first_step=0, total_steps=3)
     metrics.file.close()
     metrics.file = open("/dev/full", "w", buffering=1)  # noqa: SIM115
     for step in (1, 2):
@@ -219,7 +215,7 @@ def scalars(folder):
 
 
 def test_tensorboard_has_the_same_names_and_values(run):
-    folder = run({10: VALUES, 20: {"loss": 2.5}}, MetricsConfig())
+    folder = run({10: VALUES, 20: {"loss": 2.5}}, Metrics())
     found = scalars(folder)
     assert found.keys() == VALUES.keys()
     assert found["loss"] == pytest.approx({10: VALUES["loss"], 20: 2.5})
@@ -227,26 +223,27 @@ def test_tensorboard_has_the_same_names_and_values(run):
 
 
 def test_tensorboard_forgets_the_steps_that_a_resumed_run_repeats(run):
-    folder = run({10: {"loss": 1.0}, 20: {"loss": 2.0}, 30: {"loss": 3.0}}, MetricsConfig())
+    folder = run({10: {"loss": 1.0}, 20: {"loss": 2.0}, 30: {"loss": 3.0}}, Metrics())
     (events,) = (folder / "tb").iterdir()
     events.rename(events.with_name("events.out.tfevents.0"))  # earlier by name, whatever the clock says
-    run({30: {"loss": 3.5}}, MetricsConfig(), first_step=10)
+    run({30: {"loss": 3.5}}, Metrics(), first_step=10)
     assert scalars(folder)["loss"] == {10: 1.0, 30: 3.5}
 
 
 def test_no_tensorboard_where_it_is_turned_off(run):
-    folder = run({1: VALUES}, MetricsConfig(enable_tensorboard=False))
+    folder = run({1: VALUES}, Metrics(enable_tensorboard=False))
     assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
 
 
 def test_tensorboard_has_the_recipe_as_text_and_as_hyperparameters(run):
-    folder = run({10: VALUES}, MetricsConfig())
+    folder = run({10: VALUES}, Metrics())
     accumulator = EventAccumulator(str(folder / "tb"))
     accumulator.Reload()
     (event,) = accumulator.Tensors("recipe/text_summary")
     text = event.tensor_proto.string_val[0].decode()
     assert '    compile.components = ["model", "loss"]' in text.splitlines()
     assert "    optimizer.lr = 0.0003" in text.splitlines()
+    assert '    data.sources = [{"dataset": "stdlib", "path": "a.jsonl",' in text
     content = accumulator.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     start = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
     assert start.hparams["training.steps"].number_value == 100
@@ -284,20 +281,22 @@ def wandb(monkeypatch):
 
 
 def test_weights_and_biases_has_the_same_names_and_a_resumed_run_is_the_same_one(run, wandb, tmp_path):
-    config = MetricsConfig(enable_tensorboard=False, enable_wandb=True)
+    config = Metrics(enable_tensorboard=False, enable_wandb=True)
     run({10: VALUES, 20: {"validation_loss": 2.5}}, config)
     run({20: {"loss": 2.0}}, config, first_step=10)
     assert wandb.logged == [{"step": 10, **VALUES}, {"step": 20, "validation_loss": 2.5}, {"step": 20, "loss": 2.0}]
     assert (wandb.axis, wandb.finished) == (("*", "step"), 2)
     first, second = wandb.calls
     assert first == second
-    assert (first["name"], first["config"], first["resume"]) == (tmp_path.name, RECIPE, "allow")
+    assert (first["name"], first["resume"]) == (tmp_path.name, "allow")
+    assert json.loads(json.dumps(first["config"])) == first["config"]
+    assert (first["config"]["optimizer.lr"], first["config"]["data.sources"][0]["path"]) == (3e-4, "a.jsonl")
     assert len(first["id"]) == 32
 
 
 def test_weights_and_biases_only_where_asked_for_and_on_one_rank(run, wandb):
     run({10: VALUES})
-    run({10: VALUES}, MetricsConfig(enable_tensorboard=False, enable_wandb=True), writes=False)
+    run({10: VALUES}, Metrics(enable_tensorboard=False, enable_wandb=True), writes=False)
     assert wandb.calls == []
 
 

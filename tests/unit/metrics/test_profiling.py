@@ -41,11 +41,6 @@ def test_every_so_many_steps_the_last_one_is_traced(tmp_path):
     assert traced(tmp_path) == {"profile_traces/trace-step-3": [3], "profile_traces/trace-step-6": [6]}
 
 
-def test_the_folder_of_traces_can_be_chosen(tmp_path):
-    train(Profiling(enable_profiling=True, profile_freq=3, save_traces_folder="a/b"), tmp_path, 3, rank=2)
-    assert traced(tmp_path) == {"a/b/trace-step-3": [3]}
-
-
 def test_a_run_that_ends_before_the_step_to_trace_writes_nothing(tmp_path):
     train(TRACES, tmp_path, 2, rank=2)
     assert traced(tmp_path) == {}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from titan_lite.config.recipe import load_config, to_toml
-from titan_lite.metrics.records import RecordError, read_events, read_rows, read_run
+from titan_lite.metrics.records import RecordError, read_run
 from titan_lite.report import page as report
 from titan_lite.report.page import drawn, exposed_share, main, name_runs, page, thin
 
@@ -154,6 +154,19 @@ def test_several_runs_show_where_their_recipes_differ(run):
     assert "The recipes are the same" in page([one, one])
 
 
+def test_a_key_of_an_earlier_version_is_not_its_own_choice_where_it_says_what_holds_now(run):
+    folder = run()
+    with open(folder / "config.toml", "a") as file:
+        file.write("\n[earlier]\n[profiling_of_before]\nkey = 1\n")
+    text = (folder / "config.toml").read_text().replace("[profiling]\n", '[profiling]\nsave_traces_folder = "profile_traces"\n')
+    (folder / "config.toml").write_text(text)
+    said = page([read_run(folder, "run")])
+    own, every = said[said.index("where it is not the default") :].split("every key")
+    assert "<td>profiling_of_before.key</td>" in own
+    assert "save_traces_folder" not in own
+    assert "<td>profiling.save_traces_folder</td><td>profile_traces</td>" in every
+
+
 def test_buckets_and_their_timeline(run):
     def span(lane, name, start, length, exposed=0.0, graph="forward"):
         return {
@@ -252,38 +265,6 @@ def test_a_long_run_keeps_its_spikes(monkeypatch):
 # events.jsonl
 
 
-def test_an_attempt_that_ended_without_a_word_is_told(tmp_path):
-    path = tmp_path / "events.jsonl"
-    lines = [
-        event("start", 0),
-        event("checkpoint", 20),
-        event("start", 20),
-        event("stop", 30),
-        event("start", 30),
-        event("slow", 33),
-    ]
-    lines += [event("restart", 37), event("restart", 37), event("start", 30), event("error", 38), event("start", 30)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"torn\n')
-    events, notes = read_events(path)
-    assert [(each["event"], each["step"]) for each in events] == [
-        ("start", 0),
-        ("checkpoint", 20),
-        ("failed", 20),  # between
-        ("start", 20),
-        ("stop", 30),
-        ("start", 30),
-        ("slow", 33),
-        ("failed", 37),  # as the restart knows
-        ("restart", 37),
-        ("restart", 37),
-        ("start", 30),
-        ("error", 38),
-        ("start", 30),
-    ]
-    assert events[2]["text"].startswith("ended without a word")
-    assert notes == ["events.jsonl, line 12, is no event, and is left out"]
-
-
 def test_a_start_and_its_resume_are_one_and_a_kill_stands_where_the_metrics_end(run):
     metrics = [row(10), row(20), row(30), {"resumed_from": 20}, row(40), {"resumed_from": 40}, row(50)]
     events = [event("start", 0), event("checkpoint", 20), event("start", 20), event("checkpoint", 40), event("stop", 40)]
@@ -371,8 +352,3 @@ def test_the_command_writes_to_the_first_folder_or_where_it_is_told(run, tmp_pat
 def test_no_torch_is_needed(run):
     code = "import sys, titan_lite.report.page as r; code = r.main(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, str(run())], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
-
-
-def test_rows_are_read_without_the_rest(run):
-    rows, resumes, notes = read_rows(run() / "metrics.jsonl")
-    assert (len(rows), resumes, notes) == (4, [], [])

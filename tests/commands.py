@@ -1,0 +1,127 @@
+"""Start commands as a user does: with the environment that tests want, a limit of time, and what they print kept.
+
+done = run(*script(tmp_path, *SMALL))              # done.returncode, done.stdout
+job = Job(tmp_path / "log", *script(tmp_path))     # goes on meanwhile: job.output, job.logged(3), job.ended()
+done = train(2, DEBUG, tmp_path, *SMALL)           # as torchrun(2, ...), on forked ranks that need not import torch
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from ranks import end_ranks, start_ranks
+from tiny import ROOT
+
+SECONDS = 300  # of a command, unless its test says otherwise
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+TORCHRUN = "torch.distributed.run"
+Done = subprocess.CompletedProcess  # of which stdout has both streams
+
+
+def run(*command: Any, cwd: Path = ROOT, seconds: float = SECONDS, **environment: Any) -> Done:
+    """Run a command to its end. environment: variables besides those of tests; None removes one."""
+    started = _command(command, environment, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    with started as process:
+        try:
+            output, _ = process.communicate(timeout=seconds)
+        finally:
+            process.kill()
+    print(f"$ {' '.join(map(str, command))}\n{output}")
+    return Done(command, process.returncode, output)
+
+
+class Job:
+    """A command that may be looked at and signalled while it runs. Its output, of all its processes, is a file."""
+
+    def __init__(self, log: Path | str, *command: Any, **environment: Any):
+        self.log = Path(log)
+        with open(self.log, "w") as output:
+            self.process = _command(command, environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output)
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self.process.kill()  # a stopped one as well
+        self.process.wait()
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def until(self, pattern: str, seconds: float = 120) -> None:
+        """Wait until the output has the pattern. Fails where the command ends before it, or the time is over."""
+        deadline = time.monotonic() + seconds
+        while not re.search(pattern, self.output):
+            ended = self.process.poll() is not None and not re.search(pattern, self.output)
+            assert not ended, f"exit code {self.process.returncode} before {pattern!r}:\n{self.output}"
+            assert time.monotonic() < deadline, f"no {pattern!r} in {seconds} s:\n{self.output}"
+            time.sleep(0.02)
+
+    def logged(self, step: int) -> None:
+        self.until(rf"step +{step}  loss")
+
+    def ended(self, seconds: float = SECONDS) -> int:
+        """Wait for its end, and return the exit code; pytest reports the whole output where a test fails."""
+        with self:
+            try:
+                return self.process.wait(seconds)
+            finally:
+                print(f"== {self.log.name}\n{self.output}")
+
+
+def _command(command: tuple, environment: dict[str, Any], **options: Any) -> subprocess.Popen:
+    variables = {**os.environ, **ENVIRONMENT, **environment}
+    set_here = {name: str(value) for name, value in variables.items() if value is not None}
+    return subprocess.Popen([*map(str, command)], env=set_here, stderr=subprocess.STDOUT, text=True, **options)
+
+
+def python(*arguments: Any) -> list[Any]:
+    """The command that runs this Python with the arguments."""
+    return [sys.executable, *arguments]
+
+
+def script(folder: Any, *options: Any) -> list[Any]:
+    """The command that trains the debug recipe in `folder` by ./run_train.sh."""
+    return [ROOT / "run_train.sh", "--job.dump_folder", folder, *options]
+
+
+def launcher(world_size: int, *program: Any, module: str = "titan_lite.launch", restarts: int = 0) -> list[Any]:
+    """The command that starts `program` on so many ranks of this machine. module: that launcher, or TORCHRUN."""
+    options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", restarts]
+    return python("-m", module, *options, "--nproc-per-node", world_size, *program)
+
+
+def torchrun(world_size: int, recipe: Any, folder: Any, *options: Any, **environment: Any) -> Done:
+    """Train in `folder`, every rank an interpreter of its own."""
+    program = ["-m", "titan_lite.train", recipe, "--job.dump_folder", folder, *options]
+    return run(*launcher(world_size, *program, module=TORCHRUN), **environment)
+
+
+def train(world_size: int, recipe: Any, folder: Any, *options: Any, seconds: float = SECONDS) -> Done:
+    """Do what torchrun() does, for tests of what is trained: ranks are forked, with everything imported.
+
+    The exit code is that of the first rank that has another one than 0; the other ranks have half a minute to find out.
+    """
+    words = [str(word) for word in (recipe, "--job.dump_folder", folder, *options)]
+    with tempfile.NamedTemporaryFile(mode="r", suffix=".log") as log:
+        codes = end_ranks(start_ranks(world_size, _train, log.name, words, **ENVIRONMENT), seconds, patience=30)
+        output = log.read()
+    print(f"$ titan_lite.train {' '.join(words)}\n{output}\nexit codes of {world_size} forked ranks: {codes}")
+    assert None not in codes, f"a rank did not end, and was killed: {codes}"
+    return Done(words, next((code for code in codes if code), 0), output)
+
+
+def _train(log: str, words: list[str]) -> None:
+    from titan_lite.train import main
+
+    with open(log, "a") as output:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(output.fileno(), stream.fileno())
+    os.chdir(ROOT)
+    sys.exit(main(words))

@@ -1,0 +1,114 @@
+"""The lines at a run's start, and the picture of its mesh."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_lite.config.describe import mesh_picture, short_names, start_lines
+from titan_lite.config.recipe import load_config
+from titan_lite.layout import make_layout
+
+DEBUG = Path(__file__).parents[3] / "train_configs/debug_model.toml"
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+def degrees(**sizes):
+    return {axis: sizes.get(axis, 1) for axis in AXES}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "picture"),
+    [
+        ({}, []),
+        (dict(dp_shard=2), ["    +-----+", "    | 0 1 |", "    +-----+  in a box: dp_shard 0 to 1"]),
+        (dict(pp=2), ["        +---+", "  pp 0  | 0 |  layers 0-2", "  pp 1  | 1 |  layers 3-5", "        +---+"]),
+        (
+            dict(pp=2, dp_shard=2, tp=2),
+            [
+                "          dp_shard 0   dp_shard 1",
+                "        +------------+------------+",
+                "  pp 0  |    0 1     |    2 3     |  layers 0-2",
+                "  pp 1  |    4 5     |    6 7     |  layers 3-5",
+                "        +------------+------------+  in a box: tp 0 to 1",
+            ],
+        ),
+    ],
+    ids=["one rank", "one axis", "pipeline", "three axes"],
+)
+def test_the_picture_of_a_mesh(sizes, picture):
+    assert mesh_picture(degrees(**sizes), ["layers 0-2", "layers 3-5"]) == picture
+
+
+def test_of_many_ranks_the_middle_is_left_out():
+    found = mesh_picture(degrees(dp_replicate=2, dp_shard=64, cp=2, tp=8))
+    rows = [line.split("|")[:3] for line in found[2:-1]]
+    assert [[" ".join(part.split()) for part in row] for row in rows] == [
+        ["dp_replicate 0, dp_shard 0", "0 1 .. 7", "8 9 .. 15"],
+        ["dp_replicate 0, dp_shard 1", "16 17 .. 23", "24 25 .. 31"],
+        ["...", ".. .. .. ..", ".. .. .. .."],
+        ["dp_replicate 1, dp_shard 63", "2032 2033 .. 2039", "2040 2041 .. 2047"],
+    ]
+    assert len({len(line) for line in (found[1], *(line for line in found[2:-1]))}) == 1
+    assert mesh_picture(degrees(dp_shard=512))[1].split()[1:-1] == [*map(str, range(14)), "..", "511"]
+
+
+def test_ranks_stand_where_the_mesh_has_them():
+    sizes = degrees(pp=2, dp_shard=2, tp=2)
+    ranks = torch.arange(8).view(*sizes.values())
+    lines = [line for line in mesh_picture(sizes) if "pp " in line]
+    for pipeline, line in enumerate(lines):
+        boxes = [[int(rank) for rank in box.split()] for box in line.split("|")[1:3]]
+        assert boxes == ranks[pipeline, 0, :, 0, :].tolist()
+
+
+def test_short_names():
+    assert short_names(("tok_embeddings", "layers.0", "layers.1", "layers.2")) == "tok_embeddings, layers 0-2"
+    assert short_names(("layers.3", "norm", "output")) == "layer 3, norm, output"
+    assert short_names(()) == ""
+
+
+def said(*overrides, ranks=2):
+    config, _ = load_config(DEBUG, overrides)
+    return start_lines(
+        config,
+        make_layout(config, ranks),
+        device=torch.device("cpu"),
+        parameters=[torch.empty(2**26, device="meta")],
+        priced=True,
+    )
+
+
+def test_the_start_says_what_will_run():
+    threads = torch.get_num_threads()
+    lines = said()
+    assert lines[0] == "Llama 3 debug flavor"
+    assert lines[1] == f"model: llama3 debug, 5,770,496 parameters; torch {torch.__version__}, eager"
+    assert lines[2] == f"layout: 2 ranks = dp_shard 2, each one CPU, {threads} thread{'s' * (threads > 1)}"
+    assert lines[3:6] == mesh_picture(degrees(dp_shard=2))
+    assert lines[6] == "batch: 2,048 tokens a step = 8 sequences of 256, in 2 local batches of 2 a rank"
+    assert lines[7] == (  # 2^26 parameters of four bytes, four times; gathered and reduced in float32
+        "memory: 1.00 GiB a rank for parameters, gradients and optimizer state, 0.50 GiB for weights and gradients that are "
+        "whole for a step; activations beside that"
+    )
+    assert lines[8:] == ["checkpoints: every 50 steps and at the end (checkpoint.interval)"]
+
+
+def test_the_start_of_other_runs():
+    lines = said(
+        "--compile.enable", "--no-checkpoint.enable", "--training.dtype=bfloat16", "--training.global_batch_size=2", ranks=1
+    )
+    assert lines[1].endswith("inductor (model, loss)")
+    assert lines[2].startswith("layout: 1 rank, each one CPU")
+    assert lines[3].endswith("512 tokens a step = 2 sequences of 256, in 1 local batch of 2 a rank")
+    assert lines[4:] == [
+        "memory: 0.50 GiB a rank for parameters, gradients and optimizer state; activations beside that",
+        "checkpoints: none (checkpoint.enable = false)",
+        "compiling comes first: the first step and the first validation take longer",
+    ]
+    lines = said("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=Interleaved1F1B")
+    assert lines[4:6] == [
+        "  pp 0  | 0 |  tok_embeddings, layer 0; layers 3-4",
+        "  pp 1  | 1 |  layers 1-2; layer 5, norm, output",
+    ]
+    assert "pipeline: 4 stages, Interleaved1F1B, 2 microbatches of 1; ranks wait 20.0% of the time" in lines[8]

@@ -1,0 +1,159 @@
+"""A recipe on its layout, in words: the lines at a run's start, a picture of the mesh, the keys that do nothing here.
+
+for line in start_lines(config, layout, device=device, parameters=parameters, priced=True): logger.info(line)
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan_lite.config import KEYS, Config, flatten, without_need
+from titan_lite.distributed.activation_checkpoint import recomputes
+from titan_lite.distributed.pipeline_plan import bubble_fraction, order_of
+from titan_lite.layout import Layout
+
+ROWS, BOXES, IN_A_BOX, IN_THE_ONLY_BOX = 4, 4, 4, 16  # of the picture; more are left out in the middle
+
+
+def start_lines(
+    config: Config,
+    layout: Layout,
+    *,
+    device: torch.device,
+    parameters: Iterable[Tensor],
+    priced: bool,
+) -> list[str]:
+    """Model, layout, batch and memory. parameters: of this rank's stages; priced: the compile stage knows the machine."""
+    training, parallelism, degrees, plan = config.training, config.parallelism, layout.degrees, layout.pipeline
+    threads = torch.get_num_threads()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads} thread{'s' * (threads > 1)}"
+    how = f"{config.compile.backend} ({', '.join(config.compile.components)})" if config.compile.enable else "eager"
+    axes = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+    notes = ["; ".join(short_names(plan.modules[stage]) for stage in plan.stages_of(rank)) for rank in range(degrees["pp"])]
+    lines = [
+        *([config.job.description] if config.job.description else []),
+        *without_effect(config, layout),
+        f"model: {config.model.name} {config.model.flavor}, {layout.parameters:,} parameters; torch {torch.__version__}, {how}",
+        f"layout: {layout.world_size} rank{'s' * (layout.world_size > 1)}{f' = {axes}' if axes else ''}, each one {name}",
+        *mesh_picture(degrees, notes),
+        f"batch: {layout.tokens:,} tokens a step = {layout.rows} sequences of {layout.seq_len}, "
+        f"in {layout.accumulation} local batch{'es' * (layout.accumulation > 1)} of {layout.local_batch_size} a rank",
+    ]
+    if config.compile.compiles("model") and not priced:
+        lines.append(f"no prices for {name}: what communication costs is not estimated (compile.machine)")
+    if degrees["pp"] > 1:
+        schedule = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
+        lines.append(
+            f"pipeline: {len(plan.modules)} stages, {schedule}, {plan.microbatches} microbatches of "
+            f"{layout.sequences}; ranks wait {100 * bubble_fraction(order_of(parallelism, plan)):.1f}% of the time (the "
+            "bubble), if all stages are equally fast"
+        )
+    own = list(parameters)
+    shards = sum((each.to_local() if isinstance(each, DTensor) else each).numel() for each in own)
+    size = getattr(torch, training.dtype).itemsize
+    memory = f"memory: {4 * size * shards / 2**30:.2f} GiB a rank for parameters, gradients and optimizer state"
+    if layout.gathers_once:
+        dtypes = (getattr(torch, name).itemsize for name in (training.mixed_precision_param, training.mixed_precision_reduce))
+        held = sum(each.numel() for each in own) / degrees["tp"] * sum(dtypes) / 2**30
+        memory += f", {held:.2f} GiB for weights and gradients that are whole for a step"
+    saves = f"every {config.checkpoint.interval} steps and at the end" if config.checkpoint.enable else "none"
+    return [
+        *lines,
+        f"{memory}; activations beside that",
+        f"checkpoints: {saves} (checkpoint.{'interval' if config.checkpoint.enable else 'enable = false'})",
+        *(["compiling comes first: the first step and the first validation take longer"] if config.compile.enable else []),
+    ]
+
+
+def without_effect(config: Config, layout: Layout) -> list[str]:
+    """The keys that a recipe sets and that do nothing in it, each with the reason."""
+    recipe, values = dataclasses.asdict(config), flatten(config)
+    recipe["parallelism"]["microbatches_gathered_once"] = layout.microbatches if layout.gathers_once else 1
+    idle = without_need(recipe)
+    lines = [f"{key} = {values[key]} has no effect: {idle[key][0]}" for key in idle if values[key] != KEYS[key].default]
+    for prefix in () if "parallelism.fsdp_keep_gathered" in idle else config.parallelism.fsdp_keep_gathered:
+        if why := _not_kept(prefix, config, layout):
+            lines.append(f"parallelism.fsdp_keep_gathered: {prefix} has no effect: {why}")
+    return lines
+
+
+def _not_kept(prefix: str, config: Config, layout: Layout) -> str:
+    """Why backward does not find weights that forward was to keep; empty: it does."""
+    name, *inside = prefix.split(".")
+    if name == "tok_embeddings" and not layout.model.tied_embeddings:
+        return "backward of a look-up needs no weight"
+    if name == "layers":
+        mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
+        blocks = [int(inside[0])] if inside else [0, 1]  # where both are recomputed, all are
+        if all(recomputes(block, mode, option) for block in blocks):
+            return f'activation_checkpoint.mode = "{mode}" reads its weights again in backward, and so gathers them again'
+    return ""
+
+
+def mesh_picture(degrees: Mapping[str, int], notes: Sequence[str] = ()) -> list[str]:
+    """The ranks of a mesh in boxes, axes from the outermost to the innermost; a note for each rank along pp. Of one rank nothing.
+
+           dp_shard 0  dp_shard 1
+          +-----------+-----------+
+    pp 0  |   0   1   |   2   3   |  tok_embeddings, layers 0-2
+    pp 1  |   4   5   |   6   7   |  layers 3-5, norm, output
+          +-----------+-----------+
+    """
+    active = [axis for axis, degree in degrees.items() if degree > 1]
+    if not active:
+        return []
+    rest = [axis for axis in active if axis != "pp"]
+    down, across, inside = [axis for axis in active if axis not in rest[-2:]], rest[-2:-1], rest[-1:]
+    sizes = list(degrees.values())
+    strides = {axis: math.prod(sizes[place + 1 :]) for place, axis in enumerate(degrees)}
+    width = len(str(math.prod(sizes) - 1))
+
+    def places(axes: Sequence[str], most: int) -> list[dict[str, int] | None]:
+        """Where one can be along these axes; None for what is left out."""
+        every = [dict(zip(axes, place, strict=True)) for place in itertools.product(*(range(degrees[axis]) for axis in axes))]
+        return list(every) if len(every) <= most else [*every[: most - 2], None, every[-1]]
+
+    def called(place: dict[str, int] | None) -> str:
+        return "..." if place is None else ", ".join(f"{axis} {number}" for axis, number in place.items())
+
+    def rank(*where: dict[str, int] | None) -> str:
+        if None in where:
+            return ".."
+        return str(sum(number * strides[axis] for place in where if place for axis, number in place.items()))
+
+    rows, boxes, slots = (
+        places(down, ROWS),
+        places(across, BOXES),
+        places(inside, IN_A_BOX if across or down else IN_THE_ONLY_BOX),
+    )
+    cells = [[" ".join(rank(row, box, slot).rjust(width) for slot in slots) for box in boxes] for row in rows]
+    wide = max(*(len(cell) for line in cells for cell in line), *(len(called(box)) for box in boxes))
+    left = max(len(called(row)) for row in rows)
+    border = f"  {'':{left}}  +{'+'.join('-' * (wide + 2) for _ in boxes)}+"
+    lines = [f"  {'':{left}}   {' '.join(called(box).center(wide + 2) for box in boxes)}".rstrip()] if across else []
+    lines.append(border)
+    for row, line in zip(rows, cells, strict=True):
+        note = notes[row["pp"]] if notes and row and "pp" in row else ""
+        lines.append(f"  {called(row):{left}}  |{'|'.join(f' {cell.center(wide)} ' for cell in line)}|  {note}".rstrip())
+    lines.append(border if not inside else f"{border}  in a box: {inside[0]} 0 to {degrees[inside[0]] - 1}")
+    return lines
+
+
+def short_names(modules: Sequence[str]) -> str:
+    """("tok_embeddings", "layers.0", "layers.1") -> tok_embeddings, layers 0-1"""
+    words: list[str] = []
+    layers: list[int] = []
+    for name in (*modules, ""):
+        if name.startswith("layers."):
+            layers.append(int(name.removeprefix("layers.")))
+            continue
+        if layers:
+            words.append(f"layers {layers[0]}-{layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}")
+            layers = []
+        words += [name] if name else []
+    return ", ".join(words)
