@@ -24,12 +24,10 @@ def build_optimizer(
 
     Norm weights do not decay.
     """
-    decaying: list[nn.Parameter] = []
-    steady: list[nn.Parameter] = []
+    by_decay: dict[float, list[nn.Parameter]] = {config.weight_decay: [], 0.0: []}
     for parameter in parameters:
-        (decaying if parameter.dim() > 1 else steady).append(parameter)
-    groups: list[dict] = [{"params": decaying, "weight_decay": config.weight_decay}, {"params": steady, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
+        by_decay[config.weight_decay if parameter.dim() > 1 else 0.0].append(parameter)
+    groups: list[dict] = [{"params": found, "weight_decay": decay} for decay, found in by_decay.items() if found]
     settings: dict[str, Any] = dict(lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
     return torch.optim.AdamW(groups, **settings) if compile is None else _CompiledAdamW(compile, groups, **settings)
 
@@ -131,7 +129,6 @@ def optimizer_state(optimizer: torch.optim.AdamW, parameters: Mapping[str, nn.Pa
         state = optimizer.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
+            state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         result.update({f"{fqn}.{name}": value for name, value in state.items()})
     return result

@@ -1,6 +1,6 @@
 """Questions about an FX graph's collectives."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -126,9 +126,15 @@ def descendants(start: Node) -> list[Node]:
     return list(found)
 
 
-def move_before(place: Node, nodes: Iterable[Node]) -> bool:
-    """Move those that stand behind `place` before it, in their order; returns whether there were any."""
+def move_before(place: Node, nodes: Iterable[Node], keep: Callable[[], bool] = lambda: True) -> bool:
+    """Move the nodes that stand behind `place` before it, in their order, and back unless `keep` is then true; returns whether
+    any has moved."""
     behind = sorted(node for node in nodes if node > place)
+    following = [node.next for node in behind]
     for node in behind:
         place.prepend(node)
-    return bool(behind)
+    if keep():
+        return bool(behind)
+    for node, back in zip(reversed(behind), reversed(following), strict=True):
+        back.prepend(node)
+    return False

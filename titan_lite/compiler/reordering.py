@@ -13,7 +13,7 @@ the prices alone, so every rank makes the same.
 import bisect
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch.fx import Graph, Node
 
@@ -54,13 +54,8 @@ def start_gathers_early(graph: Graph, machine: Machine | None = None, *, fused: 
     for gather, place in in_time.items():
         if last is not None and last >= place:
             place = last.next
-        nodes = [*sorted(preparation(gather) or ()), gather]
-        back = [node.next for node in nodes]
-        if move_gather_before(gather, place):
-            if peak_bytes(graph, without) > most:
-                _put_back(nodes, back)
-            else:
-                moved.add(gather)
+        if move_gather_before(gather, place, lambda: peak_bytes(graph, without) <= most):
+            moved.add(gather)
         last = gather
     if machine is not None and gathers:
         _prepare_meanwhile(gathers, machine, fused)
@@ -78,26 +73,16 @@ def _prepare_meanwhile(gathers: Sequence[Node], machine: Machine, fused: bool) -
         idle -= sum(machine.cost(node, fused) for node in leading)
         if idle < 0:
             return
-        back = [node.next for node in leading]
-        for node in leading:
-            wait.prepend(node)
-        if peak_bytes(graph) > most:
-            _put_back(leading, back)
+        if leading and not move_before(wait, leading, lambda: peak_bytes(graph) <= most):
             return
 
 
-def _put_back(nodes: Sequence[Node], before: Sequence[Node]) -> None:
-    """Each node, in the graph's order, to where it stood: before the node that came next."""
-    for node, following in zip(reversed(nodes), reversed(before), strict=True):
-        following.prepend(node)
-
-
-def move_gather_before(gather: Node, place: Node) -> bool:
-    """With what leads to it; whether it stood behind that place."""
+def move_gather_before(gather: Node, place: Node, keep: Callable[[], bool] = lambda: True) -> bool:
+    """With what leads to it; whether it stood behind that place and, there, `keep` is true."""
     leading = preparation(gather) or []
     while place in leading:
         place = place.next
-    return gather > place and move_before(place, (*leading, gather))
+    return gather > place and move_before(place, (*leading, gather), keep)
 
 
 def _places_in_time(graph: Graph, gathers: Sequence[Node], machine: Machine, fused: bool) -> dict[Node, Node]:

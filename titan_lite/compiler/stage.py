@@ -206,12 +206,8 @@ def compile_function(function: Callable, config: Compile, component: str) -> Cal
     `component`."""
     if not config.compiles(component):
         return function
-
-    def unchanged(graph: GraphModule, name: str) -> AbstractContextManager:
-        """No pass has anything to do: collectives stay where they are, each waited for at once."""
-        return nullcontext()
-
-    backend = _inductor(None, unchanged) if config.backend == "inductor" else _aot_eager(None, unchanged)
+    # no passes: collectives stay where they are, each waited for at once
+    backend = (_inductor if config.backend == "inductor" else _aot_eager)(None, lambda graph, name: nullcontext())
     compiled = torch.compile(function, backend=_with_backward(backend), fullgraph=True, dynamic=False)
     return _told(compiled, config, component)
 
