@@ -20,8 +20,8 @@ import signal
 import sys
 import time
 
-from titan_lite import train, trainer
 from titan_lite.compiler import stage
+from titan_lite.train import main
 
 FAULT = json.loads(os.environ["FAULT"])
 happened = []  # the steps, in this process
@@ -66,8 +66,7 @@ def before(function):
 
 if __name__ == "__main__":
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    if os.environ["RANK"] == str(FAULT["rank"]) and (first or FAULT.get("every")):
-        trainer.Trainer = functools.partial(trainer.Trainer, observe=observe)
-        if FAULT["at"] == "compile":  # in the middle of which nobody looks on
-            stage.min_cut_rematerialization_partition = before(stage.min_cut_rematerialization_partition)
-    sys.exit(train.main(sys.argv[1:]))
+    here = os.environ["RANK"] == str(FAULT["rank"]) and (first or FAULT.get("every"))
+    if here and FAULT["at"] == "compile":  # in the middle of which nobody looks on
+        stage.min_cut_rematerialization_partition = before(stage.min_cut_rematerialization_partition)
+    sys.exit(main(sys.argv[1:], observe=observe if here else None))
