@@ -99,6 +99,7 @@ def _start_server() -> None:
 def _enter(environment: Mapping[str, str], function: Callable, args: tuple) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    multiprocessing.set_start_method(None, force=True)  # of the rank's own processes: the default again, and not this server
     torch.set_num_threads(1)
     function(*args)
 

@@ -136,16 +136,11 @@ def check_step(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
         raise Damaged(f"{error.filename}: {error.strerror}") from None
     if foreign:
         raise Damaged(f"{foreign[0]} is foreign: {NAME} does not list it")
-    check_sizes(folder, files)
-    return files
-
-
-def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises Damaged for the first of the files that is missing, or that has another size."""
     for name, expected in files.items():
         size = _size(folder / name)
         if size != expected["size"]:
             raise Damaged(f"{name} has {size:,} bytes of {expected['size']:,}")
+    return files
 
 
 def check_bytes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:

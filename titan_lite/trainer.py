@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_lite.checkpoint.resume import compare, explain, git_revision, refuse, restarts_data
+from titan_lite.checkpoint.resume import explain, git_revision, restarts_data
 from titan_lite.checkpoint.saving import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
 from titan_lite.checkpoint.weights import load_initial
@@ -24,7 +24,7 @@ from titan_lite.compiler.autotune import Autotuner, check_steps
 from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.stage import CompileError, compile_function
 from titan_lite.config import Config, ConfigError, flatten
-from titan_lite.config.check import check, describe_run
+from titan_lite.config.check import accepted_state, check, describe_run
 from titan_lite.config.describe import start_lines
 from titan_lite.config.recipe import save_recipe
 from titan_lite.data.bad_documents import BadDocumentsLog
@@ -108,22 +108,19 @@ class Trainer:
     def build_model(self) -> None:
         """The model, or this rank's stages of it: made parallel, compiled, given memory, filled; and its optimizer."""
         config, layout, plan = self.config, self.layout, self.layout.pipeline
+        parallelism, checkpointing = config.parallelism, config.activation_checkpoint
+        modules = [plan.modules[stage] for stage in plan.stages_of(self.mesh["pp"].get_local_rank())]
+        make_model = functools.partial(Transformer, layout.model)
         self.stages = build_stages(
-            functools.partial(Transformer, layout.model),
-            [plan.modules[stage] for stage in plan.stages_of(self.mesh["pp"].get_local_rank())],
-            self.mesh,
-            seq_len=layout.seq_len,
-            training=config.training,
-            parallelism=config.parallelism,
-            activation_checkpoint=config.activation_checkpoint,
+            make_model, modules, self.mesh, training=config.training, parallelism=parallelism, activation_checkpoint=checkpointing
         )
         compile_as = functools.partial(
             compile_stages,
             self.stages,
             self.mesh,
             compile=config.compile,
-            parallelism=config.parallelism,
-            activation_checkpoint=config.activation_checkpoint,
+            parallelism=parallelism,
+            activation_checkpoint=checkpointing,
             machine=self.machine,
             dump_folder=self.dump_folder,
         )
@@ -406,15 +403,13 @@ class Trainer:
         check_steps(config.compile, done=self.step, steps=config.training.steps)
 
     def load(self, step: int) -> None:
-        config, state = self.config, self.checkpointer.read_state(step)
-        differences = compare(state, self.described)
-        refuse(differences, self.checkpointer.path_of(step), config.checkpoint, done=state["step"] >= config.training.steps)
+        state, differences = accepted_state(self.checkpointer, step, self.described)
         for line in explain(differences, state, self.described):
             logger.info(line)
         held = {name: tensor for name, tensor in self.state_tensors().items() if name.partition(".")[0] in state["tensors"]}
         self.checkpointer.load(step, held)
         self.step, self.tokens_seen = state["step"], state["tokens_seen"]
-        self.validation_due = state["validation_due"] and config.validation.enable
+        self.validation_due = state["validation_due"] and self.config.validation.enable
         self.skipped.load_state_dict(state)
         if not restarts_data(differences):
             self.loader.load_state_dict(state["loader"])

@@ -7,13 +7,14 @@ import dataclasses
 import importlib.util
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from titan_lite import __version__
-from titan_lite.checkpoint.resume import compare, explain, git_revision, position, refuse
+from titan_lite.checkpoint.resume import Difference, compare, explain, git_revision, position, refuse
 from titan_lite.checkpoint.saving import Checkpointer
 from titan_lite.checkpoint.weights import check_fit, open_weights
 from titan_lite.compiler.stage import check_backend
@@ -45,9 +46,7 @@ def check(config: Config, layout: Layout) -> Tokenizer:
     checkpointer = Checkpointer(config.checkpoint, Path(config.job.dump_folder))
     step = checkpointer.step_to_load()
     if step is not None:
-        state = checkpointer.read_state(step)
-        differences = compare(state, describe_run(config, layout, tokenizer))
-        refuse(differences, checkpointer.path_of(step), config.checkpoint, done=state["step"] >= config.training.steps)
+        accepted_state(checkpointer, step, describe_run(config, layout, tokenizer))
     path = config.checkpoint.initial_load_path
     if path and step is None:
         check_fit(open_weights(path, "checkpoint.initial_load_path"), layout.model, "checkpoint.initial_load_path")
@@ -76,6 +75,15 @@ def describe_run(config: Config, layout: Layout, tokenizer: Tokenizer, git: str 
             "git": git,
         },
     }
+
+
+def accepted_state(checkpointer: Checkpointer, step: int, described: Mapping[str, Any]) -> tuple[dict, list[Difference]]:
+    """The state.json of a step that this run can go on from, and what differs since. Raises ConfigError."""
+    state = checkpointer.read_state(step)
+    differences = compare(state, described)
+    done = state["step"] >= described["recipe"]["training"]["steps"]
+    refuse(differences, checkpointer.path_of(step), checkpointer.config, done=done)
+    return state, differences
 
 
 def explain_resume(config: Config, world_size: int) -> None:

@@ -42,7 +42,6 @@ def build_stages(
     modules: Sequence[Sequence[str]],
     mesh: DeviceMesh,
     *,
-    seq_len: int,
     training: Training,
     parallelism: Parallelism,
     activation_checkpoint: ActivationCheckpoint,
@@ -53,7 +52,7 @@ def build_stages(
     make_model: (positions of this rank's tokens within a sequence) -> the model, whose blocks are the children of `layers`.
     attend: the attention of context parallelism.
     """
-    positions = own_positions(seq_len, mesh["cp"].get_local_rank(), mesh["cp"].size())
+    positions = own_positions(training.seq_len, mesh["cp"].get_local_rank(), mesh["cp"].size())
     reshard, keep = _resharding(parallelism)
     parameters = parameter_mesh(mesh)
     stages = []

@@ -196,7 +196,6 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
         functools.partial(Transformer, shape),
         [[*kind, *(f"layers.{number}" for number in range(n_layers))]],
         mesh,
-        seq_len=layout.seq_len,
         training=config.training,
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,

@@ -295,8 +295,8 @@ def alter(folder, change):
     ("damage", "words"),
     [
         (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing; prepared anew with"),
-        (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json is no manifest"),
-        (lambda f: (f / "manifest.json").write_text("[" * 9), "manifest.json is no manifest"),
+        (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json was altered"),
+        (lambda f: (f / "manifest.json").write_text("[" * 9), "manifest.json is no JSON"),
         (lambda f: manifest.write(f, step=1, files={}), "manifest.json is in no format of prepared data"),
         (lambda f: (f / "train-00001.tokens").unlink(), "train-00001.tokens: No such file"),
         (lambda f: os.truncate(f / "train-00001.documents", 8), "train-00001.documents has 8 bytes of "),

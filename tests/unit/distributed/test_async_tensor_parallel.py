@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tiny import HEADS
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.decomposition import select_decomp_table
@@ -18,9 +19,8 @@ from titan_lite.config import ConfigError
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
-from titan_lite.models.llama3 import ModelConfig, Transformer
+from titan_lite.models.llama3 import Transformer
 
-CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=30, vocab_size=61, max_seq_len=16)
 F32 = torch.float32
 
 
@@ -34,7 +34,7 @@ def mesh():
 
 def graphs_of(mesh):
     """(forward, backward) as Inductor sees them."""
-    model = Transformer(CONFIG)
+    model = Transformer(HEADS)
     model.init_weights(0)
     apply_tensor_parallel(model, mesh["tp"])
     apply_simple_fsdp(model, parameter_mesh(mesh), param_dtype=F32, reduce_dtype=F32, reshard_after_forward=True)
@@ -61,6 +61,6 @@ def test_the_matrix_products_of_every_block_overlap_with_their_collectives(mesh)
             micro_pipeline_tp_pass(graph.graph)
     # A layer gathers before attention and feed-forward and scatters after both, and the output gathers; the embedding scatters
     # a look-up.
-    assert expect_fused_products(forward.graph) == 4 * CONFIG.n_layers + 1
+    assert expect_fused_products(forward.graph) == 4 * HEADS.n_layers + 1
     # Backward gathers before wo and w2; what it scatters is a sum of two or three products, but for the output's.
-    assert expect_fused_products(backward.graph) == 2 * CONFIG.n_layers + 1
+    assert expect_fused_products(backward.graph) == 2 * HEADS.n_layers + 1
