@@ -60,8 +60,11 @@ def build(
         functools.partial(Transformer, config),
         [module_fqns(config.n_layers)],
         mesh,
-        seq_len=config.max_seq_len,
-        training=Training(mixed_precision_param=str(param).removeprefix("torch."), mixed_precision_reduce="float32"),
+        training=Training(
+            seq_len=config.max_seq_len,
+            mixed_precision_param=str(param).removeprefix("torch."),
+            mixed_precision_reduce="float32",
+        ),
         parallelism=parallelism,
         activation_checkpoint=checkpoint,
     )

@@ -34,9 +34,9 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
     """Ranks along each axis, -1 resolved; their product is world_size. Raises ConfigError before anything is started."""
     degrees: dict[str, int] = {axis: getattr(parallelism, key) for axis, key in DEGREES.items()}
     others = math.prod(degree for degree in degrees.values() if degree != -1)
+    product = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "all 1"
     if degrees["dp_shard"] == -1:
         if world_size % others:
-            product = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
             raise ConfigError(
                 f"parallelism.data_parallel_shard_degree = -1 cannot be resolved: the other degrees ({product}) multiply to "
                 f"{others}, which does not divide {world_size} ranks; start {-(-world_size // others) * others} ranks, or lower "
@@ -44,7 +44,6 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
             )
         degrees["dp_shard"] = world_size // others
     elif others != world_size:
-        product = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "all 1"
         raise ConfigError(
             f"parallelism.data_parallel_shard_degree = {degrees['dp_shard']}: the degrees ({product}) need {others} ranks, but "
             f"{world_size} are running; start {others} ranks (NGPU={others}), or set data_parallel_shard_degree = -1"
@@ -105,11 +104,9 @@ def stage_exchange(mesh: DeviceMesh) -> Callable[[str], dict[int, str]]:
     It may make process groups, which all ranks do together.
     """
     stage = mesh.mesh.select(0, mesh["pp"].get_local_rank()).flatten()
-    group = (
-        None
-        if mesh["pp"].size() == 1
-        else DeviceMesh(mesh.device_type, mesh.mesh.flatten(1), mesh_dim_names=("pp", "stage"))["stage"].get_group()
-    )
+    group = None
+    if mesh["pp"].size() > 1:
+        group = DeviceMesh(mesh.device_type, mesh.mesh.flatten(1), mesh_dim_names=("pp", "stage"))["stage"].get_group()
 
     def exchange(word: str) -> dict[int, str]:
         return dict(zip(stage.tolist(), gather_objects(word, group), strict=True))

@@ -7,6 +7,7 @@ bubble_fraction(order)                         # the share of time that ranks wa
 """
 
 import csv
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,12 +69,11 @@ def plan_pipeline(
     microbatches = local_batch_size // size
     order: Order = {}
     if parallelism.pipeline_parallel_schedule_csv:
-        key, others = (
-            f'parallelism.pipeline_parallel_schedule_csv = "{parallelism.pipeline_parallel_schedule_csv}"',
-            "B instead of I and W",
-        )
+        key = f'parallelism.pipeline_parallel_schedule_csv = "{parallelism.pipeline_parallel_schedule_csv}"'
+        others = "B instead of I and W"
         order = read_schedule(Path(parallelism.pipeline_parallel_schedule_csv), degree, microbatches)
-        rank_of = _ranks_of_stages(order)
+        owner = {action.stage_index: rank for rank, actions in order.items() for action in actions if action is not None}
+        rank_of = tuple(owner[stage] for stage in range(len(owner)))
         halves = any("I" in str(action) for actions in order.values() for action in actions)
     else:
         key, others = f'parallelism.pipeline_parallel_schedule = "{parallelism.pipeline_parallel_schedule}"', '"Interleaved1F1B"'
@@ -143,7 +143,7 @@ def _split(modules: list[str], stages: int, parallelism: Parallelism) -> list[li
         starts = [modules.index(point) for point in points]
         if starts != sorted(set(starts)):
             raise ConfigError(f"{key} are not in the order of the model; {', '.join(sorted(set(points), key=modules.index))} are")
-        return [modules[start:end] for start, end in zip([0, *starts], [*starts, len(modules)], strict=True)]
+        return [modules[start:end] for start, end in itertools.pairwise([0, *starts, len(modules)])]
     layers = modules[1:-2]
     less = [0] * stages
     less[0] += parallelism.pipeline_parallel_first_stage_less_layers
@@ -157,10 +157,7 @@ def _split(modules: list[str], stages: int, parallelism: Parallelism) -> list[li
             f"layers give {', '.join(map(str, counts))}; fewer stages, smaller pipeline_parallel_first_stage_less_layers and "
             "pipeline_parallel_last_stage_less_layers, or pipeline_parallel_split_points would work"
         )
-    parts, start = [], 0
-    for count in counts:
-        parts.append(layers[start : start + count])
-        start += count
+    parts = [layers[start:end] for start, end in itertools.pairwise(itertools.accumulate(counts, initial=0))]
     parts[0] = ["tok_embeddings", *parts[0]]
     parts[-1] = [*parts[-1], "norm", "output"]
     return parts
@@ -202,11 +199,6 @@ def read_schedule(path: Path, degree: int, microbatches: int) -> Order:
             f"{microbatches - 1}, on one rank"
         ) from None
     return order
-
-
-def _ranks_of_stages(order: Order) -> tuple[int, ...]:
-    owner = {action.stage_index: rank for rank, actions in order.items() for action in actions if action is not None}
-    return tuple(owner[stage] for stage in range(len(owner)))
 
 
 def one_stage_order(schedule: str, degree: int, microbatches: int) -> Order:

@@ -121,8 +121,8 @@ def _shard(
     if isinstance(parameter, DTensor):
         (tp_placement,), whole = parameter.placements, parameter.to_local().detach()
     degree, rank = mesh["dp_shard"].size(), mesh["dp_shard"].get_local_rank()
-    first_row = min(rank * -(-whole.shape[0] // degree), whole.shape[0])
-    rows = whole[first_row : (rank + 1) * -(-whole.shape[0] // degree)].clone()
+    chunk = -(-whole.shape[0] // degree)
+    rows = whole[min(rank * chunk, whole.shape[0]) : (rank + 1) * chunk].clone()
     same_shard = ["dp_replicate"] if tp_placement.is_shard() else ["dp_replicate", "tp"]
     plan = GatherPlan(
         fqn=fqn,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from titan_lite.compiler.collectives import collectives, is_all_gather, parameter_all_gathers
+from titan_lite.compiler.collectives import collectives, descendants, is_all_gather, move_before, parameter_all_gathers
 
 aten = torch.ops.aten
 RANKS, GROUP = 2, "dp_shard"
@@ -117,3 +117,17 @@ def test_an_all_gather_is_told_from_its_wait_and_from_other_collectives():
     other_collectives(graph)
     assert [node for node in graph.nodes if is_all_gather(node)] == [all_gather]
     assert not any(is_all_gather(node) for node in others)
+
+
+def test_nodes_move_in_their_order_and_back_where_the_move_is_not_kept():
+    graph = Graph()
+    x = graph.placeholder("x")
+    a, b, c, d = (call(graph, aten.neg.default, x) for _ in range(4))
+    result = call(graph, aten.add.Tensor, a, d)
+    graph.output(result)
+    assert not move_before(b, [d, a, c], keep=lambda: list(graph.nodes)[1:5] != [a, c, d, b])
+    assert list(graph.nodes)[1:5] == [a, b, c, d]
+    assert move_before(b, [d, a, c])
+    assert list(graph.nodes)[1:5] == [a, c, d, b]
+    assert not move_before(b, [a, c, d])
+    assert set(descendants(a)) == {a, result}
