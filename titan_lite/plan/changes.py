@@ -1,20 +1,20 @@
-"""What else a recipe could say: changes worth planning, grids of values, and how their plans compare.
+"""What else a recipe could say: changes worth planning, and grids of values.
 
 changes = candidates(layout, machine)              # [{"activation_checkpoint.mode": "none"}, ...]
 grid("training.local_batch_size=1,2")              # [{"training.local_batch_size": "1"}, ...]
-print("\\n".join(ranked(rows)))                     # a table, the fastest that fits first
+best_changes(plan, rows)                           # the three that help most
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from titan_lite.compiler.hardware import Machine
 from titan_lite.config import KEYS, ConfigError
 from titan_lite.plan.memory import GIB
-from titan_lite.plan.summary import Plan, what_binds
+from titan_lite.plan.rank import Change, Row, fitting, words_of
+from titan_lite.plan.summary import Plan
 from titan_lite.plan.trace import PlannedLayout
 
-Change = dict[str, str]  # {"section.key": value as on a command line}
 CHECKPOINTING = ("none", "selective", "full")
 
 
@@ -65,16 +65,13 @@ def grid(sweeps: Sequence[str]) -> list[Change]:
     return [dict(combination) for combination in itertools.product(*axes)] if axes else []
 
 
-def words_of(change: Change) -> str:
-    return ", ".join(f"{key}={value}" for key, value in change.items())
-
-
-def best_changes(plan: Plan, changed: Sequence[tuple[Change, Plan]], count: int = 3) -> list[str]:
-    """Those that fit and give the most tokens a second, with what they change."""
+def best_changes(plan: Plan, rows: Sequence[Row], count: int = 3) -> list[str]:
+    """Those that fit and give the most tokens a second, with what they change. rows: ranked, with the plan's own."""
+    changed = [(change, other) for change, other in rows if change and isinstance(other, Plan)]
+    fit = fitting(changed)
     base = plan.tokens_per_second(plan.steps[0])
-    fit = [(change, other) for change, other in changed if other.fits]
     gains = [(other.tokens_per_second(other.steps[0]) / base - 1, change, other) for change, other in fit]
-    gains = sorted((each for each in gains if each[0] > 0.005 or not plan.fits), key=lambda each: -each[0])[:count]
+    gains = [each for each in gains if each[0] > 0.005 or not plan.fits][:count]
     lines = ["", f"changes that help most, of {len(changed)} that were planned"]
     for gain, change, other in gains:
         memory = (other.memory.total - plan.memory.total) / GIB
@@ -82,18 +79,3 @@ def best_changes(plan: Plan, changed: Sequence[tuple[Change, Plan]], count: int 
         lines.append(f"  {100 * gain:+5.1f}% tokens/s, {memory:+6.1f} GiB{batch}: {words_of(change)}")
     none = f"  none: of {len(fit)} that fit, no one is faster" if plan.fits else "  none: no one fits; more ranks would be needed"
     return lines if gains else [*lines, none]
-
-
-def ranked(rows: Sequence[tuple[Change, Plan | str]], name: Callable[[Change], str] = words_of) -> list[str]:
-    """A line each: those that fit by tokens a second, then those that do not, then those that cannot run, with the reason."""
-    plans = [(change, plan) for change, plan in rows if isinstance(plan, Plan)]
-    plans.sort(key=lambda row: (not row[1].fits, -row[1].tokens_per_second(row[1].steps[0])))
-    lines = [f"{'tokens/s a GPU':>18}  {'MFU %':>8}  {'GiB':>6}  {'fits':<4}  change; what binds"]
-    for change, plan in plans:
-        _, slow, fast = plan.steps
-        speed = f"{plan.tokens_per_second(slow):,.0f} to {plan.tokens_per_second(fast):,.0f}"
-        mfu = f"{100 * plan.mfu(slow):.0f} to {100 * plan.mfu(fast):.0f}"
-        fits = "yes" if plan.fits else "no"
-        lines.append(f"{speed:>18}  {mfu:>8}  {plan.memory.total / GIB:6.1f}  {fits:<4}  {name(change)}; {what_binds(plan)}")
-    lines += [f"{'-':>18}  {'-':>8}  {'-':>6}  {'-':<4}  {name(change)}; {why}" for change, why in rows if isinstance(why, str)]
-    return lines

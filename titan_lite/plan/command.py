@@ -16,7 +16,6 @@ at, and no GPU or network is needed. Exit code 0: planned, whether it fits or no
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +106,8 @@ class Recipe:
         if self.world_size < 1:
             raise ConfigError(f"--world-size {self.world_size} is no number of ranks; 8 would work")
 
-    def lay_out(self, change: dict[str, str] | None = None) -> Any:
-        changes = [f"--{key}={value}" for key, value in (change or {}).items()]
+    def lay_out(self, change: dict[str, str]) -> Any:
+        changes = [f"--{key}={value}" for key, value in change.items()]
         config = load_config(self.path, [*self.overrides, *changes])[0] if changes else self.config
         return lay_out(config, self.world_size)
 
@@ -116,120 +115,28 @@ class Recipe:
 def plan_recipe(options: argparse.Namespace) -> str:
     recipe = Recipe(options)
     # torch is imported only now: a wrong recipe is told at once
-    from titan_lite.plan.changes import best_changes, candidates, grid, ranked
-    from titan_lite.plan.summary import Plan, as_json, describe
+    from titan_lite.plan.changes import best_changes, candidates, grid
+    from titan_lite.plan.picture import draw_plan, write_plan_trace
+    from titan_lite.plan.rank import plan_changes, table
+    from titan_lite.plan.search import search
+    from titan_lite.plan.summary import as_json, describe
 
     machine = find_hardware(options.hardware or recipe.config.compile.machine or "h100")
     if options.search is not None:
-        return "\n".join(search(recipe, machine, options))
-    wanted = grid(options.sweep) or [{}, *(candidates(recipe.lay_out(), machine) if options.changes else ())]
-    rows = plan_changes(recipe, wanted, machine, options.full)
+        return "\n".join(search(recipe.config, recipe.world_size, recipe.lay_out, machine, options.search, options.full))
     if options.sweep:
-        return "\n".join(ranked(rows))
-    (_, base), *others = [(change, each) for change, each in rows if isinstance(each, Plan)]
-    if options.picture or options.trace:
-        from titan_lite.plan.picture import draw_plan, write_plan_trace
-
-        if options.picture:
-            draw_plan(base, options.picture)
-        if options.trace:
-            write_plan_trace(base, options.trace)
+        return "\n".join(table(plan_changes(recipe.lay_out, grid(options.sweep), machine, options.full)))
+    others = candidates(recipe.lay_out({}), machine) if options.changes else []
+    rows = plan_changes(recipe.lay_out, [{}, *others], machine, options.full)
+    base = next(plan for change, plan in rows if not change)
+    assert not isinstance(base, str)
+    if options.picture:
+        draw_plan(base, options.picture)
+    if options.trace:
+        write_plan_trace(base, options.trace)
     if options.json:
         return as_json(base)
-    return "\n".join([*describe(base, options.tokens), *(best_changes(base, others) if options.changes else ())])
-
-
-def plan_changes(recipe: Recipe, wanted: Iterable[dict[str, str]], machine: Any, full: bool = False) -> list[tuple[Any, Any]]:
-    """(change, plan) of each, or (change, why it cannot be); those that cannot be laid out last.
-
-    Raises ConfigError for what is wrong with the recipe as it is, which is the change {}.
-    """
-    from titan_lite.compiler.stage import CompileError
-    from titan_lite.plan.summary import make_plans
-
-    layouts: list[tuple[dict[str, str], Any]] = []
-    refused: list[tuple[dict[str, str], str]] = []
-    for change in wanted:
-        try:
-            layouts.append((change, recipe.lay_out(change)))
-        except ConfigError as error:
-            if not change:
-                raise
-            refused.append((change, str(error)))
-    rows: list[tuple[dict[str, str], Any]] = []
-    plans = make_plans([each for _, each in layouts], machine, full) if layouts else iter(())
-    for (change, _), plan in zip(layouts, shown(plans, len(layouts), "planned"), strict=True):
-        if isinstance(plan, CompileError) and not change:
-            raise ConfigError(str(plan)) from plan
-        rows.append((change, str(plan) if isinstance(plan, CompileError) else plan))
-    return [*rows, *refused]
-
-
-def search(recipe: Recipe, machine: Any, options: argparse.Namespace) -> list[str]:
-    """What was looked at, a ranked table, and why the others lost."""
-    from titan_lite.plan.changes import ranked
-    from titan_lite.plan.search import differing, fits, guess, label, space, why_lost
-    from titan_lite.plan.summary import Plan
-
-    sequences = recipe.config.training.global_batch_size
-    if sequences == -1:
-        try:
-            sequences = recipe.lay_out().rows
-        except ConfigError as error:
-            raise ConfigError(
-                f"--search keeps the tokens of a step, which --set training.global_batch_size=N says: {error}"
-            ) from error
-    found, refused, large = [], 0, 0
-    tried = list(space(recipe.config, recipe.world_size, machine, sequences))
-    for change in shown(tried, len(tried), "priced by formula"):
-        try:
-            its = guess(recipe.lay_out(change), machine)
-        except ConfigError:
-            refused += 1
-            continue
-        if fits(its, machine):
-            found.append((its.seconds, change))
-        else:
-            large += 1
-    found.sort(key=lambda each: each[0])
-    lines = [
-        f"{len(tried):,} layouts of {recipe.world_size} ranks with {sequences:,} sequences a step: {refused:,} cannot run, "
-        f"{large:,} cannot fit, by what parameters, optimizer and kept activations need alone; of {len(found):,} the "
-        f"{min(options.search, len(found))} fastest by formula were planned"
-    ]
-    rows = plan_changes(recipe, [change for _, change in found[: options.search]], machine, options.full)
-    if bests := best_first(rows, Plan):
-        others = other_buckets(recipe, bests[0][0])
-        rows += plan_changes(recipe, [{**bests[0][0], **each} for each in others], machine, options.full)
-    lines += ["", *ranked(rows, label)]
-    bests = best_first(rows, Plan)
-    if not bests:
-        return [*lines, "", "no layout fits; more ranks, fewer sequences a step or shorter ones would be needed"]
-    (change, best), *losers = bests
-    losers += [row for row in rows if isinstance(row[1], Plan) and not row[1].fits]
-    lines += ["", "why the others lost"]
-    lines += [f"  {why_lost(plan, best)}: {label(its)}" for its, plan in losers]
-    return [*lines, "", "best: " + " ".join(f"--set {key}={value}" for key, value in differing(recipe.config, change).items())]
-
-
-def best_first(rows: Sequence[tuple[Any, Any]], kind: type) -> list[tuple[Any, Any]]:
-    fit = [(change, plan) for change, plan in rows if isinstance(plan, kind) and plan.fits]  # type: ignore[attr-defined]
-    return sorted(fit, key=lambda row: -row[1].tokens_per_second(row[1].steps[0]))
-
-
-def other_buckets(recipe: Recipe, change: dict[str, str]) -> list[dict[str, str]]:
-    """Ways to bucket beside the recipe's own; none where weights are gathered once a step, which has its own buckets."""
-    layout = recipe.lay_out(change)
-    if not layout.config.compile.compiles("model") or layout.gathers_once:
-        return []
-    return [{"compile.bucketing": way} for way in ("block", "greedy") if way != layout.config.compile.bucketing]
-
-
-def shown(each: Iterable[Any], count: int, done: str) -> Iterator[Any]:
-    """With a progress bar, on a terminal."""
-    from tqdm import tqdm
-
-    yield from tqdm(each, total=count, desc=done, disable=count < 2 or not sys.stderr.isatty(), leave=False, file=sys.stderr)
+    return "\n".join([*describe(base, options.tokens), *(best_changes(base, rows) if options.changes else ())])
 
 
 def lay_out(config: Config, world_size: int) -> Any:

@@ -9,16 +9,17 @@ for backward, without anything that comes and goes), so nothing that would fit i
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from titan_lite.compiler.hardware import Machine
-from titan_lite.config import Config
+from titan_lite.config import Config, ConfigError
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
-from titan_lite.plan.changes import CHECKPOINTING, Change
+from titan_lite.plan.changes import CHECKPOINTING
 from titan_lite.plan.memory import GIB, OUTSIDE
+from titan_lite.plan.rank import Change, fitting, plan_changes, ranked, table, with_progress
 from titan_lite.plan.summary import Plan, name_of
 from titan_lite.plan.trace import PlannedLayout, layers_of
 
@@ -31,6 +32,58 @@ class Guess:
 
     seconds: float
     nbytes: float
+
+
+def search(
+    config: Config, world_size: int, lay_out: Callable[[Change], PlannedLayout], machine: Machine, count: int, full: bool
+) -> list[str]:
+    """What was looked at, a ranked table, and why the others lost. count: how many are planned, of all that are priced."""
+    sequences = config.training.global_batch_size
+    if sequences == -1:
+        try:
+            sequences = lay_out({}).rows
+        except ConfigError as error:
+            raise ConfigError(
+                f"--search keeps the tokens of a step, which --set training.global_batch_size=N says: {error}"
+            ) from error
+    found: list[tuple[float, Change]] = []
+    refused = large = 0
+    tried = list(space(config, world_size, machine, sequences))
+    for change in with_progress(tried, len(tried), "priced by formula"):
+        try:
+            its = guess(lay_out(change), machine)
+        except ConfigError:
+            refused += 1
+            continue
+        if fits(its, machine):
+            found.append((its.seconds, change))
+        else:
+            large += 1
+    found.sort(key=lambda each: each[0])
+    lines = [
+        f"{len(tried):,} layouts of {world_size} ranks with {sequences:,} sequences a step: {refused:,} cannot run, "
+        f"{large:,} cannot fit, by what parameters, optimizer and kept activations need alone; of {len(found):,} the "
+        f"{min(count, len(found))} fastest by formula were planned",
+        "",
+    ]
+    rows = plan_changes(lay_out, [change for _, change in found[:count]], machine, full)
+    if fit := fitting(rows):
+        change, best = fit[0]
+        rows = ranked([*rows, *plan_changes(lay_out, other_buckets(change, best.layout), machine, full)])
+    lines += table(rows, label)
+    if not fit:
+        return [*lines, "", "no layout fits; more ranks, fewer sequences a step or shorter ones would be needed"]
+    (change, best), *_ = fitting(rows)
+    lost = [f"  {why_lost(plan, best)}: {label(its)}" for its, plan in rows if isinstance(plan, Plan) and plan is not best]
+    keys = " ".join(f"--set {key}={value}" for key, value in differing(config, change).items())
+    return [*lines, "", "why the others lost", *lost, "", f"best: {keys}"]
+
+
+def other_buckets(change: Change, layout: PlannedLayout) -> list[Change]:
+    """Ways to bucket beside the recipe's own; none where weights are gathered once a step, which has its own buckets."""
+    if not layout.config.compile.compiles("model") or layout.gathers_once:
+        return []
+    return [change | {"compile.bucketing": way} for way in ("block", "greedy") if way != layout.config.compile.bucketing]
 
 
 def powers_of_two(most: int) -> list[int]:

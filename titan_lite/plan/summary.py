@@ -90,6 +90,8 @@ def make_plan(layout: PlannedLayout, machine: Machine, full: bool = False) -> Pl
 
 def make_plans(layouts: Sequence[PlannedLayout], machine: Machine, full: bool = False) -> Iterator[Plan | CompileError]:
     """Of each, in one world, one after another as they are ready."""
+    if not layouts:
+        return
     started = time.perf_counter()
     machines = (machine, machine.scaled(-1), machine.scaled(1))
     with start_tracing(layouts[0].world_size) as processes:
