@@ -108,10 +108,14 @@ class Machine:
         """Seconds to read and write so many bytes together."""
         return nbytes / (self.memory_bandwidth * self.memory_efficiency * GB)
 
-    def scaled(self, direction: int) -> "Machine":
-        """As slow (-1) or as fast (1) as UNCERTAINTY leaves it."""
-        factors = {name: 1 + direction * share for name, share in UNCERTAINTY.items()}
-        return dataclasses.replace(self, **{name: min(1.0, getattr(self, name) * each) for name, each in factors.items()})
+    def spread(self) -> tuple["Machine", "Machine", "Machine"]:
+        """As stated, as slow and as fast as UNCERTAINTY leaves it."""
+
+        def scaled(direction: int) -> Machine:
+            factors = {name: 1 + direction * share for name, share in UNCERTAINTY.items()}
+            return dataclasses.replace(self, **{name: min(1.0, getattr(self, name) * each) for name, each in factors.items()})
+
+        return self, scaled(-1), scaled(1)
 
 
 # Relative, of what no datasheet says: large products reach 0.6 to 0.8 of an H100's peak as shapes, clocks and power limits are,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from titan_lite.config import Training
 from titan_lite.distributed.pipeline_plan import order_of
 from titan_lite.plan.costs import Figures
 from titan_lite.plan.trace import PlannedLayout
@@ -46,6 +47,12 @@ class Memory:
         return self.reserved + OUTSIDE
 
 
+def itemsizes(training: Training) -> tuple[int, int, int]:
+    """Bytes of a number: as weights are held, as they are computed with, as gradients are reduced."""
+    held, computed, summed = training.dtype, training.mixed_precision_param, training.mixed_precision_reduce
+    return getattr(torch, held).itemsize, getattr(torch, computed).itemsize, getattr(torch, summed).itemsize
+
+
 def memory_of(layout: PlannedLayout, stages: Sequence[Figures]) -> Memory:
     """Liveness does not depend on a machine: the figures may be for any."""
     found = [
@@ -60,11 +67,7 @@ def memory_of(layout: PlannedLayout, stages: Sequence[Figures]) -> Memory:
 
 def moments(layout: PlannedLayout, stages: Sequence[Figures], rank: int) -> list[tuple[str, dict[str, float]]]:
     """Each moment of a step in which pipeline rank `rank` may need most: its name, and what there is, in bytes."""
-    training = layout.config.training
-    held_as, computed, summed = (
-        getattr(torch, name).itemsize
-        for name in (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
-    )
+    held_as, computed, summed = itemsizes(layout.config.training)
     mine = layout.pipeline.stages_of(rank)
 
     def sum_of(key: str) -> float:

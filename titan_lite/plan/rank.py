@@ -39,7 +39,7 @@ def plan_changes(
             if not change:
                 raise
             refused.append((change, str(error)))
-    plans = make_plans([layout for _, layout in layouts], machine, full)
+    plans = make_plans([layout for _, layout in layouts], machine.spread(), full)
     for (change, _), plan in zip(layouts, with_progress(plans, len(layouts), "planned"), strict=True):
         if isinstance(plan, CompileError) and not change:
             raise ConfigError(str(plan)) from plan

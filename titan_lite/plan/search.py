@@ -18,7 +18,7 @@ from titan_lite.compiler.hardware import Machine
 from titan_lite.config import Config, ConfigError
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
 from titan_lite.plan.changes import CHECKPOINTING
-from titan_lite.plan.memory import GIB, OUTSIDE
+from titan_lite.plan.memory import GIB, OUTSIDE, itemsizes
 from titan_lite.plan.rank import Change, fitting, plan_changes, ranked, table, with_progress
 from titan_lite.plan.summary import Plan, name_of
 from titan_lite.plan.trace import PlannedLayout, layers_of
@@ -162,10 +162,7 @@ def _local_batches(rows: int, pp: int) -> list[int]:
 def guess(layout: PlannedLayout, machine: Machine) -> Guess:
     model, degrees, config = layout.model, layout.degrees, layout.config
     tp, pp, m = degrees["tp"], degrees["pp"], layout.pipeline.microbatches
-    computed, summed, held = (
-        getattr(torch, name).itemsize
-        for name in (config.training.mixed_precision_param, config.training.mixed_precision_reduce, config.training.dtype)
-    )
+    held, computed, summed = itemsizes(config.training)
     tokens = layout.sequences * config.training.seq_len // degrees["cp"]
     table, block = model.vocab_size * model.dim / tp, _numbers_of_block(model) / tp
     mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option

@@ -1,6 +1,6 @@
 """The plan of a recipe: one screen of words, or one JSON object.
 
-    plan = make_plan(layout, machine)
+    plan = make_plan(layout, machine.spread())
     print("\\n".join(describe(plan)))
     print(as_json(plan))
 
@@ -24,7 +24,7 @@ from titan_lite.compiler.timeline import Timeline
 from titan_lite.config import ConfigError
 from titan_lite.models.llama3 import flops_per_token
 from titan_lite.plan.memory import GIB, OUTSIDE, Memory, memory_of
-from titan_lite.plan.simulate import Step, simulate_step
+from titan_lite.plan.simulate import StepTimes, simulate_step
 from titan_lite.plan.trace import Kind, PlannedLayout, Traced, finish_trace, kind_of_stage, layers_of, start_trace, start_tracing
 
 WORDS = {
@@ -41,12 +41,12 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """steps: as stated, slow, fast; seconds: that planning took; depths: blocks that were traced, by kind of stage; timelines: of
-    the graphs with most blocks."""
+    """steps: on each machine that it is for, mostly as stated, slow, fast; memory: on the first; seconds: that planning took;
+    depths: blocks that were traced, by kind of stage; timelines: of the graphs with most blocks."""
 
     layout: PlannedLayout
     machine: Machine
-    steps: tuple[Step, Step, Step]
+    steps: tuple[StepTimes, ...]
     memory: Memory
     depths: dict[Kind, tuple[int, ...]]
     seconds: float
@@ -60,18 +60,18 @@ class Plan:
     def fits(self) -> bool:
         return self.memory.total <= self.capacity
 
-    def tokens_per_second(self, step: Step) -> float:
+    def tokens_per_second(self, step: StepTimes) -> float:
         """Of one rank."""
         return self.layout.tokens / step.seconds / self.layout.world_size
 
-    def model_flops(self, step: Step) -> float:
+    def model_flops(self, step: StepTimes) -> float:
         """FLOP/s of a rank that the model needs, recomputation not counted."""
         return self.tokens_per_second(step) * flops_per_token(self.layout.model, self.layout.config.training.seq_len)
 
-    def mfu(self, step: Step) -> float:
+    def mfu(self, step: StepTimes) -> float:
         return self.model_flops(step) / self.peak_flops
 
-    def hfu(self, step: Step) -> float:
+    def hfu(self, step: StepTimes) -> float:
         """With what is recomputed."""
         return (step.matmul + step.attention) / step.seconds / self.peak_flops
 
@@ -80,20 +80,21 @@ class Plan:
         return self.machine.flops(getattr(torch, self.layout.config.training.mixed_precision_param))
 
 
-def make_plan(layout: PlannedLayout, machine: Machine, full: bool = False) -> Plan:
+def make_plan(layout: PlannedLayout, machines: Sequence[Machine], full: bool = False) -> Plan:
     """full: every block is traced. Raises CompileError for what cannot be planned."""
-    (plan,) = make_plans([layout], machine, full)
+    (plan,) = make_plans([layout], machines, full)
     if isinstance(plan, CompileError):
         raise plan
     return plan
 
 
-def make_plans(layouts: Sequence[PlannedLayout], machine: Machine, full: bool = False) -> Iterator[Plan | CompileError]:
-    """Of each, in one world, one after another as they are ready."""
+def make_plans(
+    layouts: Sequence[PlannedLayout], machines: Sequence[Machine], full: bool = False
+) -> Iterator[Plan | CompileError]:
+    """Of each, in one world, one after another as they are ready; with a step on each machine."""
     if not layouts:
         return
     started = time.perf_counter()
-    machines = (machine, machine.scaled(-1), machine.scaled(1))
     with start_tracing(layouts[0].world_size) as processes:
         shared: dict[Any, Any] = {}
         tasks = [start_trace(processes, layout, machines, full, shared) for layout in layouts]
@@ -109,16 +110,15 @@ def make_plans(layouts: Sequence[PlannedLayout], machine: Machine, full: bool = 
                 ) from None
 
 
-def put_together(layout: PlannedLayout, machines: Sequence[Machine], traced: dict[Kind, Traced], seconds: float = 0.0) -> Plan:
-    """machines: as stated, slow, fast."""
-    of_machine = [
+def put_together(layout: PlannedLayout, machines: Sequence[Machine], traced: dict[Kind, Traced], seconds: float) -> Plan:
+    stages = [
         [traced[kind_of_stage(modules)].figures(layers_of(modules), number) for modules in layout.pipeline.modules]
         for number in range(len(machines))
     ]
-    stated, slow, fast = (simulate_step(layout, stages, machine) for stages, machine in zip(of_machine, machines, strict=True))
+    steps = tuple(simulate_step(layout, each, machine) for each, machine in zip(stages, machines, strict=True))
     depths = {kind: tuple(sorted(each.depths)) for kind, each in traced.items()}
     timelines = {kind: each.timelines for kind, each in traced.items()}
-    return Plan(layout, machines[0], (stated, slow, fast), memory_of(layout, of_machine[0]), depths, seconds, timelines)
+    return Plan(layout, machines[0], steps, memory_of(layout, stages[0]), depths, seconds, timelines)
 
 
 def describe(plan: Plan, token_budget: float = 0.0) -> list[str]:

@@ -12,7 +12,7 @@ from titan_lite.models.llama3 import FLAVORS
 from titan_lite.plan.changes import best_changes, candidates, grid
 from titan_lite.plan.memory import GIB, Memory
 from titan_lite.plan.rank import ranked, table
-from titan_lite.plan.simulate import Step
+from titan_lite.plan.simulate import StepTimes
 from titan_lite.plan.summary import Plan, describe, what_binds
 from titan_lite.plan.trace import PlannedLayout
 
@@ -42,7 +42,7 @@ def layout(ranks=16, gathers_once=False, compile=True, **parallelism):
 def planned(seconds=1.0, memory=70.0, **parts):
     parts = parts or {"compute": seconds, "optimizer": 0.0}
     steps = [
-        Step(seconds * factor, parts, {"tp": 8e9}, {"tp": 0.0}, 1e14, 1e13, Timetable({0: ()})) for factor in (1.0, 1.2, 0.9)
+        StepTimes(seconds * factor, parts, {"tp": 8e9}, {"tp": 0.0}, 1e14, 1e13, Timetable({0: ()})) for factor in (1.0, 1.2, 0.9)
     ]
     found = Memory(0, "forward", {"activations": memory * GIB}, 0.0, (memory * GIB,))
     return Plan(layout(), H100, tuple(steps), found, {("output",): (2, 4)}, 1.0)
