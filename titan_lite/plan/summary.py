@@ -12,7 +12,7 @@ compiler/hardware.py says of their uncertainty.
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import BrokenExecutor
+from concurrent.futures import BrokenExecutor, Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from titan_lite.config import ConfigError
 from titan_lite.models.llama3 import flops_per_token
 from titan_lite.plan.memory import GIB, OUTSIDE, Memory, memory_of
 from titan_lite.plan.simulate import StepTimes, simulate_step
-from titan_lite.plan.trace import Kind, PlannedLayout, Traced, finish_trace, kind_of_stage, layers_of, start_trace, start_tracing
+from titan_lite.plan.trace import Kind, PlannedLayout, Traced, figures_at, kind_of_stage, layers_of, start_trace, start_tracing
 
 WORDS = {
     "compute": "computation",
@@ -96,11 +96,12 @@ def make_plans(
         return
     started = time.perf_counter()
     with start_tracing(layouts[0].world_size) as processes:
-        shared: dict[Any, Any] = {}
+        shared: dict[Any, Future[Traced]] = {}
         tasks = [start_trace(processes, layout, machines, full, shared) for layout in layouts]
         for layout, task in zip(layouts, tasks, strict=True):
             try:
-                yield put_together(layout, machines, finish_trace(task), time.perf_counter() - started)
+                traced = {kind: {depth: each.result() for depth, each in depths.items()} for kind, depths in task.items()}
+                yield put_together(layout, machines, traced, time.perf_counter() - started)
             except CompileError as error:
                 yield error
             except BrokenExecutor:
@@ -110,14 +111,17 @@ def make_plans(
                 ) from None
 
 
-def put_together(layout: PlannedLayout, machines: Sequence[Machine], traced: dict[Kind, Traced], seconds: float) -> Plan:
+def put_together(
+    layout: PlannedLayout, machines: Sequence[Machine], traced: Mapping[Kind, Mapping[int, Traced]], seconds: float
+) -> Plan:
+    """traced: by kind of stage and number of blocks."""
     stages = [
-        [traced[kind_of_stage(modules)].figures(layers_of(modules), number) for modules in layout.pipeline.modules]
+        [figures_at(traced[kind_of_stage(modules)], layers_of(modules), number) for modules in layout.pipeline.modules]
         for number in range(len(machines))
     ]
     steps = tuple(simulate_step(layout, each, machine) for each, machine in zip(stages, machines, strict=True))
-    depths = {kind: tuple(sorted(each.depths)) for kind, each in traced.items()}
-    timelines = {kind: each.timelines for kind, each in traced.items()}
+    depths = {kind: tuple(sorted(each)) for kind, each in traced.items()}
+    timelines = {kind: each[max(each)].timelines for kind, each in traced.items()}
     return Plan(layout, machines[0], steps, memory_of(layout, stages[0]), depths, seconds, timelines)
 
 
