@@ -12,7 +12,7 @@ arXiv 2411.00284, section 4.2).
 import dataclasses
 import math
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from titan_lite.compiler.collectives import (
     KINDS,
     collectives,
+    descendants,
     group_of,
     is_all_gather,
     kind_of,
@@ -111,7 +112,7 @@ def shards_of(graph: Graph) -> set[Node]:
     """What prepares shards to be gathered, and what becomes of reduced gradients."""
     mine = parameter_collectives(graph)
     before = {node for gather in mine if is_all_gather(gather) for node in preparation(gather) or ()}
-    return before | (set(_descendants([node for node in mine if not is_all_gather(node)])) - set(mine))
+    return before | (descendants(*(node for node in mine if not is_all_gather(node))) - set(mine))
 
 
 def label(node: Node) -> str:
@@ -130,7 +131,7 @@ def lower_bound(graph: Graph, machine: Machine, *, fused: bool = True) -> float:
     mine = parameter_collectives(graph)
     gathers = [node for node in mine if is_all_gather(node)]
     reductions = [node for node in mine if not is_all_gather(node)]
-    after_gathers = set(_descendants(gathers))
+    after_gathers = descendants(*gathers)
     compute = free = 0.0
     done: dict[Node, float] = {}
     for node in graph.nodes:
@@ -142,16 +143,6 @@ def lower_bound(graph: Graph, machine: Machine, *, fused: bool = True) -> float:
     last = max(0.0, machine.cost(reductions[-1]) - (compute - done[reductions[-1]])) if reductions else 0.0
     bandwidth = math.fsum(machine.cost(node) - machine.collective(kind_of(node), 0, ranks_of(node)) for node in mine)
     return first + last + max(0.0, bandwidth - first - last - compute)
-
-
-def _descendants(starts: Sequence[Node]) -> list[Node]:
-    found, open_nodes = set(starts), list(starts)
-    while open_nodes:
-        for user in open_nodes.pop().users:
-            if user not in found:
-                found.add(user)
-                open_nodes.append(user)
-    return list(found)
 
 
 def peak_bytes(graph: Graph, without: Collection[Node] = ()) -> int:
@@ -192,18 +183,12 @@ def alive_bytes(graph: Graph, without: Collection[Node] = (), fused: bool = Fals
     return found
 
 
-def saved_bytes(graph: Graph) -> int:
-    """Of a forward graph with one result: what it makes and keeps for backward beside that result."""
+def saved_bytes(graph: Graph) -> tuple[int, int]:
+    """Of a forward graph with one result, what is kept for backward beside that result: (what it makes, what it is given)."""
     (results,) = next(node for node in graph.nodes if node.op == "output").args
-    storage = _storages(graph)
-    saved = {storage[node] for node in results[1:] if isinstance(node, Node)}
-    return sum(_own_bytes(node) for node in saved if node.op != "placeholder")
-
-
-def saved_input_bytes(graph: Graph) -> int:
-    """The same of what it is given."""
-    (results,) = next(node for node in graph.nodes if node.op == "output").args
-    return sum(_own_bytes(node) for node in set(results[1:]) if isinstance(node, Node) and node.op == "placeholder")
+    storage, saved = _storages(graph), [node for node in results[1:] if isinstance(node, Node)]
+    made = sum(_own_bytes(node) for node in {storage[node] for node in saved} if node.op != "placeholder")
+    return made, sum(_own_bytes(node) for node in set(saved) if node.op == "placeholder")
 
 
 def _storages(graph: Graph) -> dict[Node, Node]:

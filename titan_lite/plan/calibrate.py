@@ -9,16 +9,16 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from titan_lite.compiler.hardware import Link, Machine, machine_from
+from titan_lite.compiler.hardware import Machine, machine_from
 from titan_lite.config import Config, ConfigError
 from titan_lite.config.recipe import load_config
-from titan_lite.plan.measure import RECORD, against, calibrated, machine_to_toml
+from titan_lite.plan.measure import RECORD, against, calibrated, machine_to_toml, numbers_of
 from titan_lite.plan.summary import make_plan
 from titan_lite.plan.trace import PlannedLayout
 
@@ -84,21 +84,9 @@ def pace_of(measured: float, seconds: Sequence[float]) -> float:
 
 def moved(before: Machine, after: Machine) -> list[str]:
     """A line for each number that is another one now."""
-    old, new = _numbers(before), _numbers(after)
+    old, new = numbers_of(before), numbers_of(after)
     return [
         f"  {name:<24} {old[name]:>10.4g} -> {value:<10.4g} {100 * (value / old[name] - 1):+6.1f}%"
         for name, value in new.items()
         if not math.isclose(value, old[name], rel_tol=1e-3)
     ]
-
-
-def _numbers(machine: Machine) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for name, value in vars(machine).items():
-        if isinstance(value, Link):
-            found |= {f"{name}.{key}": number for key, number in vars(value).items()}
-        elif isinstance(value, Mapping):
-            found |= {f"{name}.{key}": number for key, number in value.items()}
-        elif name != "name":
-            found[name] = value
-    return found

@@ -18,7 +18,7 @@ from torch.fx import Graph
 
 from titan_lite.compiler.collectives import KINDS, collective_bytes, kind_of, parameter_collectives, ranks_of
 from titan_lite.compiler.hardware import Machine, flops_of
-from titan_lite.compiler.timeline import Span, Timeline, alive_bytes, saved_bytes, saved_input_bytes, simulate
+from titan_lite.compiler.timeline import Span, Timeline, alive_bytes, saved_bytes, simulate
 from titan_lite.distributed.accumulation import gathers_with, reduces_with
 from titan_lite.distributed.gather import Bucket, GatherPlan
 from titan_lite.distributed.mesh import AXES
@@ -88,8 +88,8 @@ def bytes_of(graph: Graph, fused: bool, blocks: int, keeps_inputs: bool = False)
     if blocks > 1:
         of_two = 2 * (len(places) // blocks)  # context parallelism has two a block
         first, last = places[of_two - 1] + 1, places[-of_two]
-    saved = {"saved": saved_bytes(graph), "inputs": saved_input_bytes(graph)}
-    return {**saved, "peak.start": max(alive[:first]), "peak.end": max(alive[last:])}
+    made, given = saved_bytes(graph)
+    return {"saved": made, "inputs": given, "peak.start": max(alive[:first]), "peak.end": max(alive[last:])}
 
 
 def by_axis(timeline: Timeline | None, axes: Axes) -> Timeline:

@@ -219,17 +219,19 @@ def calibrated(machine: Machine, reached: Mapping[str, float], dtype: torch.dtyp
 
 def machine_to_toml(machine: Machine) -> str:
     """As load_machine reads it."""
+    return "\n".join([f'name = "{machine.name}"', *(f"{key} = {value!r}" for key, value in numbers_of(machine).items())]) + "\n"
 
-    def table(values: Mapping[str, float]) -> str:
-        return "{ " + ", ".join(f"{key} = {number!r}" for key, number in values.items()) + " }"
 
-    lines = [f'name = "{machine.name}"']
+def numbers_of(machine: Machine) -> dict[str, float]:
+    """By the name of the field: {"memory": 80, "tflops.bfloat16": 989.4, "intra_node.latency": 1.9, ...}."""
+    found: dict[str, float] = {}
     for name, value in vars(machine).items():
         if isinstance(value, Link | Mapping):
-            lines.append(f"{name} = {table(vars(value) if isinstance(value, Link) else value)}")
+            table = vars(value) if isinstance(value, Link) else value
+            found |= {f"{name}.{key}": number for key, number in table.items()}
         elif name != "name":
-            lines.append(f"{name} = {value!r}")
-    return "\n".join(lines) + "\n"
+            found[name] = value
+    return found
 
 
 def against(planned: float, measured: float) -> str:

@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 
 from titan_lite.compiler.hardware import GIB, Machine
+from titan_lite.metrics.records import read_lines
 from titan_lite.plan.measure import RECORD, Shapes, against, calibrated, find_machine, machine_to_toml, measure
 
 LONGEST = 180  # seconds that the end of a run waits for its plan
 
 
 class PlanVsActual:
-    """mode: "auto", "always" or "never", as metrics.compare_plan says. machine: what the compile stage prices with, if anything;
-    shapes: of what a rank computes at once."""
+    """mode: metrics.compare_plan, "auto", "always" or "never". machine: what the compile stage prices with, if anything."""
 
     def __init__(self, mode: str, folder: Path, device: torch.device, machine: Machine | None, shapes: Shapes):
         self.folder, self.device, self.machine, self.shapes = folder, device, machine, shapes
@@ -123,13 +123,9 @@ class PlanVsActual:
 def step_seconds(path: Path) -> list[float]:
     """Of the windows of metrics.jsonl since the run was last started, but the first, in which code is compiled."""
     found: list[float] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if "resumed_from" in entry:
+    for _, entry in read_lines(path):
+        if entry is not None and "resumed_from" in entry:
             found = []
-        elif entry.get("step_time") is not None:
+        elif entry is not None and entry.get("step_time") is not None:
             found.append(entry["step_time"])
     return found[1:]

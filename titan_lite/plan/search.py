@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from titan_lite.compiler.hardware import Machine
-from titan_lite.config import Config, ConfigError
-from titan_lite.models.llama3 import FLAVORS, ModelConfig
+from titan_lite.config import Config, ConfigError, flatten
+from titan_lite.distributed.mesh import DEGREES
+from titan_lite.models.llama3 import FLAVORS
 from titan_lite.plan.changes import CHECKPOINTING
 from titan_lite.plan.memory import GIB, OUTSIDE, itemsizes
 from titan_lite.plan.rank import Change, fitting, plan_changes, ranked, table, with_progress
@@ -28,10 +29,10 @@ LONG = 32768  # tokens, from which on sequences are worth splitting
 
 @dataclass(frozen=True)
 class Guess:
-    """By closed formulas: seconds of a step, roughly; nbytes: that a rank needs at least."""
+    """By closed formulas."""
 
-    seconds: float
-    nbytes: float
+    seconds: float  # of a step, roughly
+    nbytes: float  # that a rank needs at least
 
 
 def search(
@@ -87,7 +88,7 @@ def other_buckets(change: Change, layout: PlannedLayout) -> list[Change]:
 
 
 def powers_of_two(most: int) -> list[int]:
-    return [2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most]
+    return [2**exponent for exponent in range(most.bit_length())]
 
 
 def space(config: Config, world_size: int, machine: Machine, sequences: int) -> Iterator[Change]:
@@ -107,16 +108,13 @@ def space(config: Config, world_size: int, machine: Machine, sequences: int) -> 
             rows, rest = divmod(sequences, dp)
             if rest or not rows or dp % shard:
                 continue
+            degrees = {"tp": tp, "pp": pp, "cp": cp, "dp_shard": shard, "dp_replicate": dp // shard}
             for batch, mode in itertools.product(_local_batches(rows, pp), CHECKPOINTING):
                 several = batch < rows or pp > 1
                 schedules = ("1F1B", "Interleaved1F1B") if pp > 1 else (config.parallelism.pipeline_parallel_schedule,)
                 for schedule, when in itertools.product(schedules, ("step", "microbatch") if several else ("step",)):
                     yield {
-                        "parallelism.tensor_parallel_degree": str(tp),
-                        "parallelism.pipeline_parallel_degree": str(pp),
-                        "parallelism.context_parallel_degree": str(cp),
-                        "parallelism.data_parallel_shard_degree": str(shard),
-                        "parallelism.data_parallel_replicate_degree": str(dp // shard),
+                        **{f"parallelism.{DEGREES[axis]}": str(degree) for axis, degree in degrees.items()},
                         "training.local_batch_size": str(batch),
                         "training.global_batch_size": str(sequences),
                         "activation_checkpoint.mode": mode,
@@ -128,16 +126,7 @@ def space(config: Config, world_size: int, machine: Machine, sequences: int) -> 
 
 def label(change: Change) -> str:
     """A layout of `space` in a few words."""
-    degrees = {
-        axis: int(change[f"parallelism.{name}_degree"])
-        for axis, name in (
-            ("pp", "pipeline_parallel"),
-            ("dp_replicate", "data_parallel_replicate"),
-            ("dp_shard", "data_parallel_shard"),
-            ("cp", "context_parallel"),
-            ("tp", "tensor_parallel"),
-        )
-    }
+    degrees = {axis: int(change[f"parallelism.{key}"]) for axis, key in DEGREES.items()}
     words = [" x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one rank"]
     words += [f"batch {change['training.local_batch_size']}", f"checkpointing {change['activation_checkpoint.mode']}"]
     words += [change["parallelism.pipeline_parallel_schedule"]] if degrees["pp"] > 1 else []
@@ -148,7 +137,7 @@ def label(change: Change) -> str:
 
 def differing(config: Config, change: Change) -> Change:
     """What of it the recipe does not say already."""
-    own = {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in change}
+    own = flatten(config)
     return {key: value for key, value in change.items() if str(own[key]) != value}
 
 
@@ -163,22 +152,25 @@ def guess(layout: PlannedLayout, machine: Machine) -> Guess:
     model, degrees, config = layout.model, layout.degrees, layout.config
     tp, pp, m = degrees["tp"], degrees["pp"], layout.pipeline.microbatches
     held, computed, summed = itemsizes(config.training)
-    tokens = layout.sequences * config.training.seq_len // degrees["cp"]
-    table, block = model.vocab_size * model.dim / tp, _numbers_of_block(model) / tp
+    tokens = layout.sequences * layout.seq_len // degrees["cp"]
+    table = model.vocab_size * model.dim / tp
+    block = (2 * model.dim * model.head_dim * (model.n_heads + model.n_kv_heads) + 3 * model.dim * model.hidden_dim) / tp
     mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
     by_operator = mode == "selective" and option in ("op", "op/2")
     # the share of blocks that run twice
     again = 1.0 if mode == "full" else 1 / int(option) if mode == "selective" and not by_operator else 0.0
     # Inputs of products, which selective checkpointing computes again: two norms' results and the feed-forward's.
     inputs = 0.0 if by_operator else 2 * model.dim + model.hidden_dim
-    of_block = _kept_of_block(model) * (0.5 if by_operator and option == "op/2" else 1.0)
+    # At least: queries, keys, values, attention's result and its product, both halves of the feed-forward.
+    every = 0.5 if by_operator and option == "op/2" else 1.0
+    of_block = every * (3 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * model.hidden_dim)
     keeps = computed * tokens / tp * (again * model.dim + (1 - again) * (of_block + inputs))
     shards = degrees["dp_shard"] * degrees["cp"]
     once = layout.gathers_once
 
     peak = machine.flops(getattr(torch, config.training.mixed_precision_param))
     products = 2 * block * tokens / (peak * machine.matmul_efficiency)
-    seen = config.training.seq_len / 2  # tokens that one attends to, on average
+    seen = layout.seq_len / 2  # tokens that one attends to, on average
     attention = 4 * tokens * seen * model.dim / tp / (peak * machine.attention_efficiency)
     forward = products + attention
     backward = 2 * products + 2.5 * attention + again * forward
@@ -186,10 +178,8 @@ def guess(layout: PlannedLayout, machine: Machine) -> Guess:
     hidden = computed * tokens * model.dim
     exchange = 2 * (machine.collective("all_gather", hidden, group) + machine.collective("reduce_scatter", hidden, group))
     around = range(0, shards * tp, tp)  # of FSDP, within a pipeline rank
-    gather, reduce = (
-        machine.collective("all_gather", computed * block, around),
-        machine.collective("reduce_scatter", summed * block, around),
-    )
+    gather = machine.collective("all_gather", computed * block, around)
+    reduce = machine.collective("reduce_scatter", summed * block, around)
     if not once:  # beside computation; what is longer than that shows
         forward, backward = max(forward, gather), max(backward, gather + reduce)
     forward, backward = forward + exchange, backward + exchange * (1 + again)
@@ -213,15 +203,6 @@ def guess(layout: PlannedLayout, machine: Machine) -> Guess:
     if once:
         step += largest / block * (gather + reduce)
     return Guess(step, most + OUTSIDE)
-
-
-def _numbers_of_block(model: ModelConfig) -> int:
-    return 2 * model.dim * model.head_dim * (model.n_heads + model.n_kv_heads) + 3 * model.dim * model.hidden_dim
-
-
-def _kept_of_block(model: ModelConfig) -> float:
-    """Numbers a token, at least: queries, keys, values, attention's result and its product, both halves of the feed-forward."""
-    return 3 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * model.hidden_dim
 
 
 def fits(found: Guess, machine: Machine) -> bool:

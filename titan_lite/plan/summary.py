@@ -11,7 +11,7 @@ compiler/hardware.py says of their uncertainty.
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,16 +41,13 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """steps: on each machine that it is for, mostly as stated, slow, fast; memory: on the first; seconds: that planning took;
-    depths: blocks that were traced, by kind of stage; timelines: of the graphs with most blocks."""
-
     layout: PlannedLayout
     machine: Machine
-    steps: tuple[StepTimes, ...]
+    steps: tuple[StepTimes, ...]  # on each machine that it is for: as stated, slow, fast
     memory: Memory
-    depths: dict[Kind, tuple[int, ...]]
-    seconds: float
-    timelines: Mapping[Kind, Sequence[Timeline]] = field(default_factory=dict)
+    depths: dict[Kind, tuple[int, ...]]  # numbers of blocks that were traced
+    seconds: float  # that planning took
+    timelines: Mapping[Kind, Sequence[Timeline]] = field(default_factory=dict)  # of the graphs with most blocks
 
     @property
     def capacity(self) -> float:
@@ -66,7 +63,7 @@ class Plan:
 
     def model_flops(self, step: StepTimes) -> float:
         """FLOP/s of a rank that the model needs, recomputation not counted."""
-        return self.tokens_per_second(step) * flops_per_token(self.layout.model, self.layout.config.training.seq_len)
+        return self.tokens_per_second(step) * flops_per_token(self.layout.model, self.layout.seq_len)
 
     def mfu(self, step: StepTimes) -> float:
         return self.model_flops(step) / self.peak_flops
@@ -130,36 +127,32 @@ def describe(plan: Plan, token_budget: float = 0.0) -> list[str]:
     layout, machine, memory = plan.layout, plan.machine, plan.memory
     config, (stated, slow, fast) = layout.config, plan.steps
     axes = " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items() if degree > 1) or "one rank"
-    training = config.training
-
-    def span(low: float, high: float, text: str = "{:,.0f}") -> str:
-        return f"{text.format(low)} to {text.format(high)}"
-
     compiled = f"{config.compile.backend}, {config.compile.bucketing} buckets" if config.compile.compiles("model") else "eager"
+
+    def slow_to_fast(figure: Callable[[StepTimes], float], scale: float = 1.0) -> str:
+        return f"{scale * figure(slow):,.0f} to {scale * figure(fast):,.0f}"
+
+    budget = token_budget or config.training.steps * layout.tokens
+    days = [budget / layout.tokens * step.seconds / 86400 for step in (fast, slow)]
+    hours = [24 * each * layout.world_size for each in days]
+    of_what = "" if token_budget else f" ({config.training.steps:,} steps)"
     lines = [
         f"{config.model.flavor} on {layout.world_size} {machine.name} ({axes}); {compiled}, "
         f"activation checkpointing {config.activation_checkpoint.mode}",
-        f"batch: {layout.rows:,} sequences of {training.seq_len:,} tokens a step = {layout.tokens:,} "
+        f"batch: {layout.rows:,} sequences of {layout.seq_len:,} tokens a step = {layout.tokens:,} "
         f"tokens, {layout.microbatches} microbatch{'es' * (layout.microbatches > 1)} of {layout.sequences} a rank",
         "",
-        f"  step time        {span(fast.seconds, slow.seconds, '{:.3g}')} s",
-        f"  tokens/s a GPU   {span(plan.tokens_per_second(slow), plan.tokens_per_second(fast))}",
-        f"  TFLOP/s a GPU    {span(plan.model_flops(slow) / 1e12, plan.model_flops(fast) / 1e12)}",
-        f"  MFU              {span(100 * plan.mfu(slow), 100 * plan.mfu(fast))}%, HFU "
-        f"{span(100 * plan.hfu(slow), 100 * plan.hfu(fast))}%",
+        f"  step time        {fast.seconds:.3g} to {slow.seconds:.3g} s",
+        f"  tokens/s a GPU   {slow_to_fast(plan.tokens_per_second)}",
+        f"  TFLOP/s a GPU    {slow_to_fast(plan.model_flops, 1e-12)}",
+        f"  MFU              {slow_to_fast(plan.mfu, 100)}%, HFU {slow_to_fast(plan.hfu, 100)}%",
+        f"  {budget:.3g} tokens{of_what}: {days[0]:.3g} to {days[1]:.3g} days, {hours[0]:,.0f} to {hours[1]:,.0f} GPU-hours, "
+        "without stops",
+        "",
+        "of the step, as stated",
     ]
-    budget = token_budget or training.steps * layout.tokens
-    days = [budget / layout.tokens * step.seconds / 86400 for step in (fast, slow)]
-    hours = [24 * each * layout.world_size for each in days]
-    of_what = "" if token_budget else f" ({training.steps:,} steps)"
-    rent = f"{span(days[0], days[1], '{:.3g}')} days, {span(hours[0], hours[1])} GPU-hours"
-    lines.append(f"  {budget:.3g} tokens{of_what}: {rent}, without stops")
-
-    lines += ["", "of the step, as stated"]
-    for part, seconds in sorted(stated.parts.items(), key=lambda item: -item[1]):
-        share = seconds / stated.seconds
-        if share >= 5e-4:
-            lines.append(f"  {100 * share:5.1f}%  {name_of(part)}")
+    shares = {part: seconds / stated.seconds for part, seconds in sorted(stated.parts.items(), key=lambda item: -item[1])}
+    lines += [f"  {100 * share:5.1f}%  {name_of(part)}" for part, share in shares.items() if share >= 5e-4]
     lines += ["", "sent by a rank and step, GB          in all   to other nodes"]
     for axis, nbytes in stated.sent.items():
         if nbytes:
@@ -172,14 +165,15 @@ def describe(plan: Plan, token_budget: float = 0.0) -> list[str]:
     margin = (plan.capacity - memory.total) / GIB
     verdict = f"fits, {margin:.1f} to spare" if plan.fits else f"does not fit: {-margin:.1f} too many"
     lines.append(f"  {'of ' + format(machine.memory, 'g') + ' on the device':<40} {memory.total / GIB:8.2f}  {verdict}")
-    lines += ["", f"what binds: {what_binds(plan)}"]
-    shares = ", ".join(f"{name.removesuffix('_efficiency')} {100 * share:.0f}%" for name, share in UNCERTAINTY.items())
+    uncertain = ", ".join(f"{name.removesuffix('_efficiency')} {100 * share:.0f}%" for name, share in UNCERTAINTY.items())
     traced = " and ".join(map(str, sorted({depth for depths in plan.depths.values() for depth in depths})))
-    lines.append(
-        f"ranges: efficiencies of {shares} either way; stages of {traced} blocks traced; the loader is never waited for; "
-        f"planned in {plan.seconds:.0f} s"
-    )
-    return lines
+    return [
+        *lines,
+        "",
+        f"what binds: {what_binds(plan)}",
+        f"ranges: efficiencies of {uncertain} either way; stages of {traced} blocks traced; the loader is never waited for; "
+        f"planned in {plan.seconds:.0f} s",
+    ]
 
 
 def name_of(part: str) -> str:
@@ -210,11 +204,11 @@ def as_json(plan: Plan) -> str:
     """Seconds, bytes and FLOP/s; ranges as {stated, slow, fast}."""
     layout, memory = plan.layout, plan.memory
 
-    def each(figure: Any) -> dict[str, float]:
+    def each(figure: Callable[[StepTimes], float]) -> dict[str, float]:
         return dict(zip(("stated", "slow", "fast"), map(figure, plan.steps), strict=True))
 
     stated = plan.steps[0]
-    found = {
+    found: dict[str, Any] = {
         "flavor": layout.config.model.flavor,
         "world_size": layout.world_size,
         "degrees": layout.degrees,
