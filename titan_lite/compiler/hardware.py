@@ -106,7 +106,7 @@ class Machine:
         return nbytes / (self.memory_bandwidth * self.memory_efficiency * GB)
 
     def spread(self) -> tuple["Machine", "Machine", "Machine"]:
-        """As stated, as slow and as fast as UNCERTAINTY leaves it."""
+        """The machine as stated, as slow and as fast as UNCERTAINTY leaves it."""
 
         def scaled(direction: int) -> Machine:
             factors = {name: 1 + direction * share for name, share in UNCERTAINTY.items()}
@@ -122,7 +122,7 @@ UNCERTAINTY = {"matmul_efficiency": 0.12, "attention_efficiency": 0.25, "memory_
 
 
 def is_free(node: Node) -> bool:
-    """Whether a node moves no byte: a view, a wait, a number."""
+    """True for a node that moves no byte: a view, a wait, a number."""
     target: Any = node.target
     return getattr(target, "is_view", False) or target in FREE or not nbytes_of(node)
 
@@ -156,18 +156,18 @@ def _behind_views(node: Node) -> Node:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """Of a node, or of views of it."""
+    """Readers of a node, or of views of it."""
     for user in node.users:
         yield from _readers(user) if _is_view(user) else (user,)
 
 
 def _joins(node: Node) -> bool:
-    """Whether a kernel that makes what `node` reads goes on with it."""
+    """True where a kernel that makes what `node` reads goes on with it."""
     return _is_pointwise(node) or node.target in REDUCTIONS
 
 
 def is_fused_away(node: Node) -> bool:
-    """Whether Inductor makes no tensor of it, since all that read it are in one kernel with it, or compute it again in theirs."""
+    """True where Inductor makes no tensor of it: all that read it are in one kernel with it, or compute it again in theirs."""
     return _is_pointwise(node) and bool(node.users) and all(map(_joins, _readers(node)))
 
 
@@ -299,7 +299,7 @@ def _number(file: str, key: str, value: Any) -> float:
 
 
 def profile_of(device_name: str) -> Machine | None:
-    """By the name that torch gives a GPU; None for one that is not known, and for a slice of one."""
+    """The profile of a GPU, by the name that torch gives it; None for one that is not known, and for a slice of one."""
     if "MIG " in device_name:
         return None
     return next((machine for name, machine in PROFILES.items() if re.search(rf"\b{name}\b", device_name)), None)

@@ -1,4 +1,4 @@
-"""What else a recipe could say: changes worth planning, and grids of values.
+"""Changes of a recipe that are worth planning, and grids of values.
 
 changes = candidates(layout, machine)              # [{"activation_checkpoint.mode": "none"}, ...]
 grid("training.local_batch_size=1,2")              # [{"training.local_batch_size": "1"}, ...]
@@ -66,7 +66,7 @@ def grid(sweeps: Sequence[str]) -> list[Change]:
 
 
 def best_changes(plan: Plan, rows: Sequence[Row], count: int = 3) -> list[str]:
-    """Those that fit and give the most tokens a second, with what they change. rows: ranked, with the plan's own."""
+    """The changes that fit and give the most tokens a second. rows: ranked, with the plan's own."""
     changed = [(change, other) for change, other in rows if change and isinstance(other, Plan)]
     fit = fitting(changed)
     base = plan.tokens_per_second(plan.steps[0])

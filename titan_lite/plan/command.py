@@ -1,4 +1,4 @@
-"""What a recipe will cost, before anyone rents a GPU: step time, tokens a second, memory, and what waits for what.
+"""The cost of a recipe, before anyone rents a GPU: step time, tokens a second, memory, and what waits for what.
 
     python -m titan_lite.plan train_configs/llama3_405b.toml
     python -m titan_lite.plan train_configs/llama3_8b.toml --world-size 128 --hardware h200 --set training.local_batch_size=1
@@ -96,24 +96,17 @@ def answer(options: argparse.Namespace) -> str:
     return plan_recipe(options)
 
 
-class Recipe:
-    """A recipe with what the command line sets, in a world; and changes of it."""
-
-    def __init__(self, options: argparse.Namespace):
-        self.path, self.overrides = options.recipe, [f"--{override}" for override in options.set]
-        self.config, _ = load_config(self.path, self.overrides)
-        self.world_size = world_size_of(Path(self.path)) if options.world_size is None else options.world_size
-        if self.world_size < 1:
-            raise ConfigError(f"--world-size {self.world_size} is no number of ranks; 8 would work")
-
-    def lay_out(self, change: dict[str, str]) -> Any:
-        changes = [f"--{key}={value}" for key, value in change.items()]
-        config = load_config(self.path, [*self.overrides, *changes])[0] if changes else self.config
-        return lay_out(config, self.world_size)
-
-
 def plan_recipe(options: argparse.Namespace) -> str:
-    recipe = Recipe(options)
+    overrides = [f"--{override}" for override in options.set]
+    config, _ = load_config(options.recipe, overrides)
+    world_size = world_size_of(Path(options.recipe)) if options.world_size is None else options.world_size
+    if world_size < 1:
+        raise ConfigError(f"--world-size {world_size} is no number of ranks; 8 would work")
+
+    def lay_out_changed(change: dict[str, str]) -> Any:
+        changes = [f"--{key}={value}" for key, value in change.items()]
+        return lay_out(load_config(options.recipe, [*overrides, *changes])[0] if changes else config, world_size)
+
     # torch is imported only now: a wrong recipe is told at once
     from titan_lite.plan.changes import best_changes, candidates, grid
     from titan_lite.plan.picture import draw_plan, write_plan_trace
@@ -121,13 +114,13 @@ def plan_recipe(options: argparse.Namespace) -> str:
     from titan_lite.plan.search import search
     from titan_lite.plan.summary import as_json, describe
 
-    machine = find_hardware(options.hardware or recipe.config.compile.machine or "h100")
+    machine = find_hardware(options.hardware or config.compile.machine or "h100")
     if options.search is not None:
-        return "\n".join(search(recipe.config, recipe.world_size, recipe.lay_out, machine, options.search, options.full))
+        return "\n".join(search(config, world_size, lay_out_changed, machine, options.search, options.full))
     if options.sweep:
-        return "\n".join(table(plan_changes(recipe.lay_out, grid(options.sweep), machine, options.full)))
-    others = candidates(recipe.lay_out({}), machine) if options.changes else []
-    rows = plan_changes(recipe.lay_out, [{}, *others], machine, options.full)
+        return "\n".join(table(plan_changes(lay_out_changed, grid(options.sweep), machine, options.full)))
+    others = candidates(lay_out_changed({}), machine) if options.changes else []
+    rows = plan_changes(lay_out_changed, [{}, *others], machine, options.full)
     base = next(plan for change, plan in rows if not change)
     assert not isinstance(base, str)
     if options.picture:
@@ -165,7 +158,7 @@ def find_hardware(name: str) -> Any:
 
 
 def world_size_of(recipe: Path) -> int:
-    """As its comment says, in which the shipped recipes tell what they are for."""
+    """The number of ranks that a shipped recipe is for, by its comment."""
     said = re.search(r"^# world_size: (\d+)$", recipe.read_text(encoding="utf-8"), re.MULTILINE)
     if said is None:
         raise ConfigError(f"{recipe} has no line `# world_size: N`; --world-size 8 would say for how many ranks to plan")

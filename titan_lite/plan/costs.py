@@ -93,7 +93,7 @@ def bytes_of(graph: Graph, fused: bool, blocks: int, keeps_inputs: bool = False)
 
 
 def by_axis(timeline: Timeline | None, axes: Axes) -> Timeline:
-    """With its collectives' groups named by axis."""
+    """Name the groups of its collectives by axis."""
     assert timeline is not None
 
     def named(span: Span) -> Span:

@@ -33,7 +33,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a rank computes at once: sequences of `tokens` tokens, tp-th parts of a model's matrices and heads, in `dtype`."""
+    """The work of a rank at once: sequences of `tokens` tokens, tp-th parts of a model's matrices and heads, in `dtype`."""
 
     model: ModelConfig
     sequences: int
@@ -155,7 +155,7 @@ def _times_of(
 def _time(
     work: Callable[[], Any], device: torch.device, seconds: float, of: Callable[[list[float]], float] = statistics.fmean
 ) -> float:
-    """Of one call, of as many as fit: the mean is what a step sees, others beside it included."""
+    """Seconds of one call, of as many as fit: the mean is what a step sees, others beside it included."""
     work()
     _synchronize(device)
     times: list[float] = []
@@ -169,7 +169,7 @@ def _time(
 
 
 def _time_together(work: Callable[[], Any], device: torch.device, rounds: int) -> float:
-    """Of one collective, the mean; of all ranks the slowest's."""
+    """Seconds of one collective: the mean on the slowest rank."""
     work()
     _synchronize(device)
     start = time.perf_counter()
@@ -218,12 +218,12 @@ def calibrated(machine: Machine, reached: Mapping[str, float], dtype: torch.dtyp
 
 
 def machine_to_toml(machine: Machine) -> str:
-    """As load_machine reads it."""
+    """A file that load_machine reads."""
     return "\n".join([f'name = "{machine.name}"', *(f"{key} = {value!r}" for key, value in numbers_of(machine).items())]) + "\n"
 
 
 def numbers_of(machine: Machine) -> dict[str, float]:
-    """By the name of the field: {"memory": 80, "tflops.bfloat16": 989.4, "intra_node.latency": 1.9, ...}."""
+    """Each number by the name of its field: {"memory": 80, "tflops.bfloat16": 989.4, "intra_node.latency": 1.9, ...}."""
     found: dict[str, float] = {}
     for name, value in vars(machine).items():
         if isinstance(value, Link | Mapping):

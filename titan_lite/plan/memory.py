@@ -1,6 +1,6 @@
-"""What a rank holds at most, and when: by liveness on the scheduled graphs, moment by moment of the schedule.
+"""The most that a rank holds, and when: by liveness on the scheduled graphs, moment by moment of the schedule.
 
-memory = memory_of(layout, stages)                        # stages: of each pipeline stage, its figures (figures.py)
+memory = memory_of(layout, stages)                        # stages: of each pipeline stage, its figures (costs.py)
 memory.peak, memory.rows["activations"]                   # bytes
 """
 
@@ -38,7 +38,7 @@ class Memory:
 
     @property
     def reserved(self) -> float:
-        """What `torch.cuda.max_memory_reserved` should show."""
+        """The figure that `torch.cuda.max_memory_reserved` should show."""
         return self.peak + self.slack
 
     @property
@@ -125,7 +125,7 @@ def kept(layout: PlannedLayout, figures: Figures) -> float:
 
 
 def _held_by_pipeline(layout: PlannedLayout, figures: Figures) -> float:
-    """What torch's stages keep of a microbatch: what came in and, but for logits, what went out."""
+    """Bytes that torch's stages keep of a microbatch: what came in and, but for logits, what went out."""
     if layout.degrees["pp"] == 1:
         return 0.0
     return figures["activations.between"] * (2 if "activations.logits" not in figures else 1)

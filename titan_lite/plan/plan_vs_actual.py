@@ -121,7 +121,7 @@ class PlanVsActual:
 
 
 def step_seconds(path: Path) -> list[float]:
-    """Of the windows of metrics.jsonl since the run was last started, but the first, in which code is compiled."""
+    """Step times of metrics.jsonl since the run was last started, without its first window, in which code is compiled."""
     found: list[float] = []
     for _, entry in read_lines(path):
         if entry is not None and "resumed_from" in entry:

@@ -48,7 +48,7 @@ def plan_changes(
 
 
 def ranked(rows: Iterable[Row]) -> list[Row]:
-    """Those that fit by tokens a second, then those that do not, then those without a plan."""
+    """In order: plans that fit, by tokens a second; plans that do not; changes without a plan."""
 
     def place(row: Row) -> tuple[int, float]:
         plan = row[1]
@@ -81,5 +81,5 @@ def table(rows: Sequence[Row], name: Callable[[Change], str] = words_of) -> list
 
 
 def with_progress(each: Iterable[Each], count: int, done: str) -> Iterator[Each]:
-    """The same, with a progress bar on a terminal."""
+    """Show a progress bar on a terminal."""
     yield from tqdm(each, total=count, desc=done, disable=count < 2 or not sys.stderr.isatty(), leave=False, file=sys.stderr)

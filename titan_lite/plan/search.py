@@ -29,7 +29,7 @@ LONG = 32768  # tokens, from which on sequences are worth splitting
 
 @dataclass(frozen=True)
 class Guess:
-    """By closed formulas."""
+    """An estimate by closed formulas."""
 
     seconds: float  # of a step, roughly
     nbytes: float  # that a rank needs at least
@@ -38,7 +38,7 @@ class Guess:
 def search(
     config: Config, world_size: int, lay_out: Callable[[Change], PlannedLayout], machine: Machine, count: int, full: bool
 ) -> list[str]:
-    """What was looked at, a ranked table, and why the others lost. count: how many are planned, of all that are priced."""
+    """Lines: the number of layouts, a ranked table, and why the others lost. count: of those to plan, of all that are priced."""
     sequences = config.training.global_batch_size
     if sequences == -1:
         try:
@@ -136,13 +136,13 @@ def label(change: Change) -> str:
 
 
 def differing(config: Config, change: Change) -> Change:
-    """What of it the recipe does not say already."""
+    """The keys that the recipe does not have so already."""
     own = flatten(config)
     return {key: value for key, value in change.items() if str(own[key]) != value}
 
 
 def _local_batches(rows: int, pp: int) -> list[int]:
-    """Of `rows` sequences a rank and step: small ones, and in a pipeline what fills it."""
+    """Local batch sizes for `rows` sequences a rank and step: small ones, and in a pipeline what fills it."""
     if pp == 1:
         return [batch for batch in powers_of_two(min(rows, 8)) if rows % batch == 0]
     return [rows // part for part in (1, 2, 4) if rows % part == 0 and rows // part >= pp]
@@ -210,7 +210,7 @@ def fits(found: Guess, machine: Machine) -> bool:
 
 
 def why_lost(plan: Plan, best: Plan) -> str:
-    """What it needs or waits for that the best one does not, of the same tokens a step."""
+    """The memory or the wait that the best plan does not have, for the same tokens a step."""
     if not plan.fits:
         largest = max(plan.memory.rows, key=lambda row: plan.memory.rows[row])
         return f"{(plan.memory.total - plan.capacity) / GIB:.1f} GiB too many, {largest} most of all"

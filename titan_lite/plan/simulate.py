@@ -1,6 +1,6 @@
 """An optimizer step put together from the figures of its stages: what takes how long, and who waits for whom.
 
-    step = simulate_step(layout, stages, machine)             # stages: of each pipeline stage, its figures (figures.py)
+    step = simulate_step(layout, stages, machine)             # stages: of each pipeline stage, its figures (costs.py)
     step.seconds, step.parts["exposed.tp"]
 
 A pipeline is run action by action in its schedule's own order, with what each stage really costs.

@@ -58,7 +58,7 @@ class Plan:
         return self.memory.total <= self.capacity
 
     def tokens_per_second(self, step: StepTimes) -> float:
-        """Of one rank."""
+        """Tokens a second of one rank."""
         return self.layout.tokens / step.seconds / self.layout.world_size
 
     def model_flops(self, step: StepTimes) -> float:
@@ -69,7 +69,7 @@ class Plan:
         return self.model_flops(step) / self.peak_flops
 
     def hfu(self, step: StepTimes) -> float:
-        """With what is recomputed."""
+        """MFU with what is recomputed."""
         return (step.matmul + step.attention) / step.seconds / self.peak_flops
 
     @property
@@ -88,7 +88,7 @@ def make_plan(layout: PlannedLayout, machines: Sequence[Machine], full: bool = F
 def make_plans(
     layouts: Sequence[PlannedLayout], machines: Sequence[Machine], full: bool = False
 ) -> Iterator[Plan | CompileError]:
-    """Of each, in one world, one after another as they are ready; with a step on each machine."""
+    """Plans in one world, one after another as they are ready, with a step on each machine."""
     if not layouts:
         return
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a pipeline stage computes, sends and holds: traced from the real model, by the real compile stage, on no hardware.
+"""The work, traffic and memory of a pipeline stage: traced from the real model, by the real compile stage, on no hardware.
 
     with start_tracing(layout.world_size) as processes:       # each is rank 0 of a world that is not there
         tasks = start_trace(processes, layout, machines, full=False, shared={})      # {modules beside blocks: {blocks: task}}
@@ -127,7 +127,7 @@ def start_trace(
 
 
 def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
-    """What a stage's graphs depend on, beside its modules: not on how many microbatches there are, and in which order."""
+    """All that a stage's graphs depend on, beside its modules: not the number and the order of microbatches."""
     config = layout.config
     of_pipeline: dict[str, Any] = {
         field.name: field.default for field in dataclasses.fields(Parallelism) if field.name.startswith("pipeline_parallel")
@@ -166,7 +166,7 @@ def layers_of(modules: Sequence[str]) -> int:
 
 
 def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequence[Machine]) -> Traced:
-    """In a fake world: a stage of `kind` with so many blocks, on each machine."""
+    """Trace a stage of `kind` with so many blocks, in a fake world, and price it on each machine."""
     torch._dynamo.reset()
     gc.collect()  # the graphs before
     config = layout.config
@@ -228,9 +228,9 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
 
 
 def attend_as_on_gpus(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """As distributed/context_parallel.py, by an operator that knows of the mask, and has none: of the same cost and shapes.
+    """Attention of context parallelism as on GPUs: by an operator that knows of the causal mask, of the same cost and shapes.
 
-    Where the mask begins is another place for it; nothing is computed here. With a mask of documents GPUs do the same.
+    Its mask begins in another place; nothing is computed here. With a mask of documents GPUs do as all devices do.
     """
     if mask is not None:
         return attend_to_the_past(q, k, v, mask)
