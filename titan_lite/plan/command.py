@@ -27,44 +27,27 @@ SEARCHED = 12  # plans of a search, where the command line does not say
 
 
 def main(arguments: list[str]) -> int:
-    parser = Parser(
-        prog="python -m titan_lite.plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="python -m titan_lite.plan", description=__doc__, formatter_class=raw, allow_abbrev=False)
+    add, either = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    add("recipe", nargs="?", help="a TOML file")
+    add("--world-size", type=int, help="ranks; without, as the recipe's line `# world_size: N` says")
+    add("--hardware", help="a profile such as h100, or the path of a .toml file; default: compile.machine, or h100")
+    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any key of the recipe, repeatable")
+    add("--tokens", type=float, default=0.0, help="a token budget, such as 15e12, to tell days and GPU-hours of")
+    add("--full", action="store_true", help="trace every block, instead of two depths and a line through them")
+    add("--picture", type=Path, metavar="PNG", help="draw the step, and one microbatch's graphs")
+    add("--trace", type=Path, metavar="JSON", help="the same for Perfetto and chrome://tracing")
+    either("--json", action="store_true", help="for machines")
+    either("--changes", action="store_true", help="plan what is one change away, too, and tell the three that help most")
+    either("--sweep", action="append", default=[], metavar="SECTION.KEY=A,B,C", help="plan a grid (repeatable), and rank it")
+    search = (
+        "find the degrees, local batch size, checkpointing, schedule and bucketing that are fastest on so many ranks, at as many "
+        f"tokens a step; PLANS: how many of them to plan, of all that are priced by formula (default {SEARCHED})"
     )
-    parser.add_argument("recipe", nargs="?", help="a TOML file")
-    parser.add_argument("--world-size", type=int, help="ranks; without, as the recipe's line `# world_size: N` says")
-    parser.add_argument(
-        "--hardware", help="a profile such as h100, or the path of a .toml file; default: compile.machine, or h100"
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any key of the recipe, repeatable"
-    )
-    parser.add_argument("--tokens", type=float, default=0.0, help="a token budget, such as 15e12, to tell days and GPU-hours of")
-    parser.add_argument("--full", action="store_true", help="trace every block, instead of two depths and a line through them")
-    parser.add_argument("--picture", type=Path, metavar="PNG", help="draw the step, and one microbatch's graphs")
-    parser.add_argument("--trace", type=Path, metavar="JSON", help="the same for Perfetto and chrome://tracing")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--json", action="store_true", help="for machines")
-    what.add_argument(
-        "--changes", action="store_true", help="plan what is one change away, too, and tell the three that help most"
-    )
-    what.add_argument(
-        "--sweep", action="append", default=[], metavar="SECTION.KEY=A,B,C", help="plan a grid (repeatable), and rank it"
-    )
-    what.add_argument(
-        "--search",
-        type=int,
-        nargs="?",
-        const=SEARCHED,
-        metavar="PLANS",
-        help="find the degrees, local batch size, checkpointing, schedule and bucketing that are fastest on so many ranks, at "
-        f"as many tokens a step; PLANS: how many of them to plan, of all that are priced by formula (default {SEARCHED})",
-    )
-    what.add_argument(
-        "--calibrate", type=Path, metavar="RUN_FOLDER", help="fit the machine's profile to what a run has measured, and write it"
-    )
+    either("--search", type=int, nargs="?", const=SEARCHED, metavar="PLANS", help=search)
+    calibrate = "fit the machine's profile to what a run has measured, and write it"
+    either("--calibrate", type=Path, metavar="RUN_FOLDER", help=calibrate)
     try:
         show(answer(parser.parse_args(arguments)))
     except ConfigError as error:

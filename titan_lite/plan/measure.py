@@ -10,6 +10,7 @@ A profile's peaks are a datasheet's and stay; what moves is how much of them is 
 
 import dataclasses
 import functools
+import math
 import os
 import statistics
 import time
@@ -197,23 +198,18 @@ def calibrated(machine: Machine, reached: Mapping[str, float], dtype: torch.dtyp
             tflops={**machine.tflops, str(dtype).removeprefix("torch."): reached["matmul"] / 1e12},
             memory_bandwidth=reached["memory"] / GB,
         )
-    found: dict[str, Any] = {
-        "matmul_efficiency": min(1.0, reached["matmul"] / machine.flops(dtype)),
-        "attention_efficiency": min(1.0, reached["attention"] / machine.flops(dtype)),
-        "memory_efficiency": min(1.0, reached["memory"] / (machine.memory_bandwidth * GB)),
-        "launch": 1e6 * reached["launch"],
-    }
+    peaks = {"matmul": machine.flops(dtype), "attention": machine.flops(dtype), "memory": machine.memory_bandwidth * GB}
+    found: dict[str, Any] = {f"{name}_efficiency": min(1.0, reached[name] / peak) for name, peak in peaks.items()}
+    found["launch"] = 1e6 * reached["launch"]
     if "bandwidth" in reached:
+        bandwidth, latency = reached["bandwidth"] / GB, 1e6 * reached["latency"]
         found["reduction"] = reached["reduction"]
         if machine.name.startswith("CPU"):
-            microseconds = 1e6 * reached["latency"]
-            found["intra_node"] = found["inter_node"] = Link(reached["bandwidth"] / GB / machine.link_efficiency, microseconds)
-            found["collective_launch"] = microseconds
-        elif nodes == 1:
-            found["link_efficiency"] = min(1.0, reached["bandwidth"] / GB / machine.intra_node.bandwidth)
+            found["intra_node"] = found["inter_node"] = Link(bandwidth / machine.link_efficiency, latency)
+            found["collective_launch"] = latency
         else:  # of a ring across nodes, which has every card of a node
-            cards = machine.ranks_per_node * machine.inter_node.bandwidth
-            found["link_efficiency"] = min(1.0, reached["bandwidth"] / GB / min(cards, machine.intra_node.bandwidth))
+            cards = machine.ranks_per_node * machine.inter_node.bandwidth if nodes > 1 else math.inf
+            found["link_efficiency"] = min(1.0, bandwidth / min(cards, machine.intra_node.bandwidth))
     return dataclasses.replace(machine, **found)
 
 
