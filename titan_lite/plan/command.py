@@ -91,9 +91,8 @@ def plan_recipe(options: argparse.Namespace) -> str:
         return lay_out(load_config(options.recipe, [*overrides, *changes])[0] if changes else config, world_size)
 
     # torch is imported only now: a wrong recipe is told at once
-    from titan_lite.plan.changes import best_changes, candidates, grid
+    from titan_lite.plan.changes import best_changes, candidates, grid, plan_changes, table
     from titan_lite.plan.picture import draw_plan, write_plan_trace
-    from titan_lite.plan.rank import plan_changes, table
     from titan_lite.plan.search import search
     from titan_lite.plan.summary import as_json, describe
 

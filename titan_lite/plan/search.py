@@ -18,9 +18,8 @@ from titan_lite.compiler.hardware import Machine
 from titan_lite.config import Config, ConfigError, flatten
 from titan_lite.distributed.mesh import DEGREES
 from titan_lite.models.llama3 import FLAVORS
-from titan_lite.plan.changes import CHECKPOINTING
+from titan_lite.plan.changes import CHECKPOINTING, Change, fitting, plan_changes, ranked, table, with_progress
 from titan_lite.plan.memory import GIB, OUTSIDE, itemsizes
-from titan_lite.plan.rank import Change, fitting, plan_changes, ranked, table, with_progress
 from titan_lite.plan.summary import Plan, name_of
 from titan_lite.plan.trace import PlannedLayout, layers_of
 
@@ -56,7 +55,7 @@ def search(
         except ConfigError:
             refused += 1
             continue
-        if fits(its, machine):
+        if its.nbytes <= machine.memory * GIB:
             found.append((its.seconds, change))
         else:
             large += 1
@@ -203,10 +202,6 @@ def guess(layout: PlannedLayout, machine: Machine) -> Guess:
     if once:
         step += largest / block * (gather + reduce)
     return Guess(step, most + OUTSIDE)
-
-
-def fits(found: Guess, machine: Machine) -> bool:
-    return found.nbytes <= machine.memory * GIB
 
 
 def why_lost(plan: Plan, best: Plan) -> str:

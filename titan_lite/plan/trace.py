@@ -40,7 +40,7 @@ from titan_lite.config import Compile, Config, Parallelism
 from titan_lite.distributed.build import build_stages, compile_stages
 from titan_lite.distributed.context_parallel import attend_to_the_past
 from titan_lite.distributed.eager import Eager
-from titan_lite.distributed.gather import GatherPlan, local
+from titan_lite.distributed.gather import local
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.simple_fsdp import materialize, model_of
 from titan_lite.distributed.tensor_parallel import axis_of
@@ -191,7 +191,9 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     with FakeTensorMode(allow_non_fake_inputs=True):
         materialize(model, torch.device("cpu"))
         if layout.gathers_once:
-            model_of(model).gathered = {plan.fqn: _whole(plan) for plan in plans.values()}
+            whole = functools.partial(torch.zeros, requires_grad=True)
+            wholes = {plan.fqn: whole(plan.rows, *plan.row_shape, dtype=plan.param_dtype) for plan in plans.values()}
+            model_of(model).gathered = wholes
         compile_stages(
             [model],
             mesh,
@@ -245,10 +247,6 @@ class _Loss(nn.Module):
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         return self.loss_sum(logits, labels)
-
-
-def _whole(plan: GatherPlan) -> Tensor:
-    return torch.zeros(plan.rows, *plan.row_shape, dtype=plan.param_dtype, requires_grad=True)
 
 
 @dataclass
