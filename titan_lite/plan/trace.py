@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_lite.compiler.collectives import is_all_gather, parameter_collectives, preparation, wait_of
+from titan_lite.compiler.collectives import is_all_gather, parameter_all_gathers, parameter_collectives, parameters_of, wait_of
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.reordering import move_gather_before
 from titan_lite.compiler.schedule import Schedule
@@ -283,7 +283,7 @@ def _run_ahead(graph: Graph) -> None:
     """Eager mode's order, once distributed/eager.py knows it: a gather starts some reads before its own, and a reduction is
     waited for some reductions later."""
     mine = parameter_collectives(graph)
-    gathers = [node for node in mine if is_all_gather(node) and preparation(node) is not None]
+    gathers = [node for node in parameter_all_gathers(graph) if parameters_of(node)]
     for place, gather in enumerate(gathers[1:], 1):
         move_gather_before(gather, wait_of(gathers[max(0, place - Eager.IN_FLIGHT)]))
     # Those that the optimizer uses; what is cast, cut or reduced again is waited for at once.
