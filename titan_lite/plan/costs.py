@@ -8,7 +8,7 @@ held_figures(...), round_figures(...)                            # of parameters
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,8 +19,8 @@ from torch.fx import Graph
 from titan_lite.compiler.collectives import KINDS, collective_bytes, kind_of, parameter_collectives, ranks_of
 from titan_lite.compiler.hardware import Machine, flops_of
 from titan_lite.compiler.timeline import Span, Timeline, alive_bytes, saved_bytes, simulate
-from titan_lite.distributed.accumulation import gathers_with, reduces_with
-from titan_lite.distributed.gather import Bucket, GatherPlan
+from titan_lite.distributed.accumulation import Plans, gather_buckets, reduce_buckets
+from titan_lite.distributed.gather import GatherPlan
 from titan_lite.distributed.mesh import AXES
 
 Figures = dict[str, float]
@@ -126,20 +126,20 @@ def held_figures(shards: Mapping[GatherPlan, int], buffers: Sequence[Tensor]) ->
     }
 
 
-def round_figures(plans: Sequence[GatherPlan], machine: Machine, axes: Axes) -> Figures:
+def round_figures(plans: Plans, machine: Machine, axes: Axes) -> Figures:
     """The one round of collectives of `gathered_for_step`, by its buckets, as `gather.` and `reduce.` figures.
 
     Two buckets are under way at once, so what one copies travels beside the other: the longer of both counts.
     """
     result: Figures = {}
-    for what, travels_with, kind in (("gather", gathers_with, "all_gather"), ("reduce", reduces_with, "reduce_scatter")):
+    for what, buckets, kind in (
+        ("gather", gather_buckets(plans), "all_gather"),
+        ("reduce", reduce_buckets(plans), "reduce_scatter"),
+    ):
         figures: Figures = defaultdict(float)
         copied = 0.0
-        together: dict[Hashable, list[GatherPlan]] = defaultdict(list)
-        for plan in plans:
-            together[travels_with(plan)].append(plan)
-        for members in together.values():
-            one = Bucket(tuple(members)).as_one
+        for _, bucket in buckets:
+            one = bucket.as_one
             nbytes = one.rows * (one.param_dtype if what == "gather" else one.reduce_dtype).itemsize
             sent = [(kind, float(nbytes), one.shard_group)] if one.shard_degree > 1 else []
             if what == "reduce":

@@ -221,7 +221,7 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     graphs = {**passes.graphs, **{f"loss_{name}": graph for name, graph in loss_passes.graphs.items()}}
     found = []
     for number, machine in enumerate(machines):
-        figures = held | (round_figures(list(plans.values()), machine, axes_of(mesh)) if layout.gathers_once else {})
+        figures = held | (round_figures(plans, machine, axes_of(mesh)) if layout.gathers_once else {})
         for name, (each, _) in graphs.items():
             figures |= {f"{name}.{key}": value for key, value in each[number].items()}
         found.append(figures)
