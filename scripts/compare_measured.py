@@ -148,7 +148,7 @@ def main() -> int:
         found = kept[name]
         machine = calibrated(machine_from(found["machine"], name), found["reached"], torch.float32)
         config, _ = load_config(RECIPE, [*COMMON.split(), *overrides.split()])
-        plan = make_plan(lay_out(config, ranks), machine)
+        plan = make_plan(lay_out(config, ranks), [machine])
         (planned, seconds), (expected, peak) = (plan.steps[0].seconds, found["seconds"]), (plan.memory.peak, found["peak"])
         times = f"{planned:.3f} | {seconds:.3f} | {planned / seconds:.2f}"
         print(f"| {name} | {ranks} | {times} | {expected / 1e6:.1f} | {peak / 1e6:.1f} | {expected / peak:.2f} |", flush=True)

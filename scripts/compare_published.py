@@ -142,7 +142,7 @@ ROWS = (
 def compare(row: Row) -> str:
     config, _ = load_config(RECIPES / f"llama3_{row.recipe}.toml", row.keys.split())
     layout = lay_out(config, row.ranks)
-    plan = make_plan(layout, row.machine)
+    plan = make_plan(layout, row.machine.spread())
     published = row.published
     if row.tflops:
         published *= 1e12 / flops_per_token(layout.model, config.training.seq_len)

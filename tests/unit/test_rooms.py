@@ -55,6 +55,7 @@ ROOMS = {
         "titan_lite.compiler",
         "titan_lite.loss",
         "titan_lite.metrics.timelines",
+        "titan_lite.metrics.records",
     ),
     "report": ("titan_lite.config", "titan_lite.metrics.records"),  # no torch: a page is made where a run's folder was copied to
     "recipe": ("titan_lite.config", "titan_lite.logging"),

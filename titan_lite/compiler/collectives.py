@@ -115,15 +115,15 @@ def preparation(gather: Node) -> list[Node] | None:
     return found
 
 
-def descendants(start: Node) -> list[Node]:
-    """start and all that is computed from it, but for the graph's output."""
-    found, open_nodes = {start}, [start]
+def descendants(*starts: Node) -> set[Node]:
+    """starts and all that is computed from them, but for the graph's output."""
+    found, open_nodes = set(starts), list(starts)
     while open_nodes:
         for user in open_nodes.pop().users:
             if user.op != "output" and user not in found:
                 found.add(user)
                 open_nodes.append(user)
-    return list(found)
+    return found
 
 
 def move_before(place: Node, nodes: Iterable[Node], keep: Callable[[], bool] = lambda: True) -> bool:

@@ -17,12 +17,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
 
-from titan_lite.compiler.collectives import KINDS, aten, collective_bytes, kind_of, nbytes_of, ranks_of
+from titan_lite.compiler.collectives import KINDS, aten, collective_bytes, collectives, kind_of, nbytes_of, ranks_of
 from titan_lite.config import ConfigError
 from titan_lite.config.toml import read_toml
 
@@ -31,35 +31,32 @@ GB, GIB = 1e9, 2**30
 
 @dataclass(frozen=True)
 class Link:
-    """Between ranks. bandwidth: GB/s that one rank sends while it receives as much; latency: microseconds of a hop."""
+    """Between ranks."""
 
-    bandwidth: float
-    latency: float
+    bandwidth: float  # GB/s that one rank sends while it receives as much
+    latency: float  # microseconds of a hop
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One rank's device and its links. tflops: dense peak by dtype; memory: GiB; memory_bandwidth: GB/s; launch: microseconds
-    from one kernel to the next; collective_launch: microseconds that any collective takes; the efficiencies: shares of the peaks
-    that large matrix products, attention, memory traffic and collectives reach. inter_node: of one rank's own network card.
-    reduction: how many times as long as a gather of as many bytes a sum over ranks takes; NCCL adds as fast as it sends, gloo
-    does not.
-    """
+    """One rank's device and its links."""
 
     name: str
-    tflops: Mapping[str, float]
-    memory: float
-    memory_bandwidth: float
+    tflops: Mapping[str, float]  # dense peak, by dtype
+    memory: float  # GiB
+    memory_bandwidth: float  # GB/s, reads and writes together
     intra_node: Link
-    inter_node: Link
+    inter_node: Link  # one rank's own network card
     ranks_per_node: int = 8
-    launch: float = 3.0
-    collective_launch: float = 14.0
-    matmul_efficiency: float = 0.7
+    launch: float = 3.0  # microseconds from one kernel to the next
+    collective_launch: float = 14.0  # microseconds that any collective takes
+    matmul_efficiency: float = 0.7  # shares of the peaks that large products, attention, memory traffic and collectives reach
     attention_efficiency: float = 0.4
     memory_efficiency: float = 0.85
     link_efficiency: float = 0.8
-    reduction: float = 1.0
+    reduction: float = (
+        1.0  # time of a sum over ranks / of a gather of as many bytes; NCCL adds as fast as it sends, gloo does not
+    )
 
     def flops(self, dtype: torch.dtype) -> float:
         """Peak FLOP/s of matrix products; those of bfloat16 for float16, and of float32 for what is not known."""
@@ -108,10 +105,14 @@ class Machine:
         """Seconds to read and write so many bytes together."""
         return nbytes / (self.memory_bandwidth * self.memory_efficiency * GB)
 
-    def scaled(self, direction: int) -> "Machine":
-        """As slow (-1) or as fast (1) as UNCERTAINTY leaves it."""
-        factors = {name: 1 + direction * share for name, share in UNCERTAINTY.items()}
-        return dataclasses.replace(self, **{name: min(1.0, getattr(self, name) * each) for name, each in factors.items()})
+    def spread(self) -> tuple["Machine", "Machine", "Machine"]:
+        """The machine as stated, as slow and as fast as UNCERTAINTY leaves it."""
+
+        def scaled(direction: int) -> Machine:
+            factors = {name: 1 + direction * share for name, share in UNCERTAINTY.items()}
+            return dataclasses.replace(self, **{name: min(1.0, getattr(self, name) * each) for name, each in factors.items()})
+
+        return self, scaled(-1), scaled(1)
 
 
 # Relative, of what no datasheet says: large products reach 0.6 to 0.8 of an H100's peak as shapes, clocks and power limits are,
@@ -121,37 +122,27 @@ UNCERTAINTY = {"matmul_efficiency": 0.12, "attention_efficiency": 0.25, "memory_
 
 
 def is_free(node: Node) -> bool:
-    """Whether a node moves no byte: a view, a wait, a number."""
+    """True for a node that moves no byte: a view, a wait, a number."""
     target: Any = node.target
     return getattr(target, "is_view", False) or target in FREE or not nbytes_of(node)
 
 
-FREE = frozenset(
-    {
-        operator.getitem,
-        torch.ops._c10d_functional.wait_tensor.default,
-        aten.reshape.default,
-        aten._unsafe_view.default,
-        torch.ops.aten.empty.memory_format,
-    }
-)
-NO_VIEWS = frozenset({torch.ops._c10d_functional.wait_tensor.default, torch.ops.aten.empty.memory_format})
+NO_VIEWS = frozenset({collectives.wait_tensor.default, aten.empty.memory_format})
+FREE = NO_VIEWS | {operator.getitem, aten.reshape.default, aten._unsafe_view.default}
 MATMULS = frozenset({aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default})
-CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
-
-
-# What Inductor makes kernels of as if it were pointwise: scatter, of a constant, is the one of the loss's backward. And what a
-# kernel may end with: of gather it computes what is asked for.
-AS_POINTWISE = frozenset({aten.cat.default, aten.full.default, aten.scatter.value})
+# What Inductor makes kernels of as if it were pointwise: casts; scatter, of a constant, is the one of the loss's backward. And
+# what a kernel may end with: of gather it computes what is asked for.
+AS_POINTWISE = frozenset(
+    {aten._to_copy.default, torch.ops.prims.convert_element_type.default, aten.cat.default, aten.full.default, aten.scatter.value}
+)
 REDUCTIONS = frozenset(
     {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.amax.default, aten.gather.default}
 )
 
 
 def _is_pointwise(node: Node) -> bool:
-    return node.op == "call_function" and (
-        torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in CASTS or node.target in AS_POINTWISE
-    )
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in AS_POINTWISE
+    return node.op == "call_function" and pointwise
 
 
 def _is_view(node: Node) -> bool:
@@ -165,18 +156,18 @@ def _behind_views(node: Node) -> Node:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """Of a node, or of views of it."""
+    """Readers of a node, or of views of it."""
     for user in node.users:
         yield from _readers(user) if _is_view(user) else (user,)
 
 
 def _joins(node: Node) -> bool:
-    """Whether a kernel that makes what `node` reads goes on with it."""
+    """True where a kernel that makes what `node` reads goes on with it."""
     return _is_pointwise(node) or node.target in REDUCTIONS
 
 
 def is_fused_away(node: Node) -> bool:
-    """Whether Inductor makes no tensor of it, since all that read it are in one kernel with it, or compute it again in theirs."""
+    """True where Inductor makes no tensor of it: all that read it are in one kernel with it, or compute it again in theirs."""
     return _is_pointwise(node) and bool(node.users) and all(map(_joins, _readers(node)))
 
 
@@ -195,33 +186,25 @@ def _bytes_moved(node: Node, fused: bool) -> int:
 
 
 def flops_of(node: Node) -> tuple[float, float]:
-    """Of a matrix product and of attention: 0 for other nodes."""
-    return (_matmul_flops(node), _attention_flops(node)) if node.op == "call_function" else (0.0, 0.0)
+    """Floating-point operations (of a matrix product, of attention): 0 for other nodes.
 
-
-def _matmul_flops(node: Node) -> float:
-    if node.target not in MATMULS:
-        return 0.0
-    matrices: Any = node.args[-2:]
-    a, b = (each.meta["val"].shape for each in matrices)
-    return 2.0 * math.prod(a) * b[-1]
-
-
-def _attention_flops(node: Node) -> float:
-    """Two products forward and five backward, of half the size where no token sees later ones.
-
-    Queries that are fewer than the keys are then the last ones (distributed/context_parallel.py).
+    Attention has two products forward and five backward, of half the size where no token sees later ones. Queries that are fewer
+    than the keys are then the last ones (distributed/context_parallel.py).
     """
-    name = str(node.target)
+    name, target, arguments = str(node.target), cast(Any, node.target), cast(Any, node.args)
+    if node.op != "call_function":
+        return 0.0, 0.0
+    if target in MATMULS:
+        a, b = (each.meta["val"].shape for each in arguments[-2:])
+        return 2.0 * math.prod(a) * b[-1], 0.0
     if "scaled_dot_product" not in name and "flash_attention" not in name:
-        return 0.0
-    target: Any = node.target
-    schema = [argument.name for argument in target._schema.arguments]
-    given: dict[str, Any] = {**dict(zip(schema, node.args, strict=False)), **node.kwargs}
+        return 0.0, 0.0
+    names = [argument.name for argument in target._schema.arguments]
+    given: dict[str, Any] = {**dict(zip(names, arguments, strict=False)), **node.kwargs}
     query, key = (given[argument].meta["val"].shape for argument in ("query", "key"))
     products = 5 if "backward" in name else 2
     seen = 1 - 0.5 * min(1.0, query[-2] / key[-2]) if given.get("is_causal") else 1.0
-    return products * 2.0 * math.prod(query) * key[-2] * seen
+    return 0.0, products * 2.0 * math.prod(query) * key[-2] * seen
 
 
 NVLINK3, NVLINK4, NVLINK5, PCIE = Link(300, 1.9), Link(450, 1.9), Link(900, 1.9), Link(32, 4.0)
@@ -251,20 +234,19 @@ PROFILES = {
 }
 
 
-def load_machine(name: str) -> Machine:
-    """A profile by name, or the TOML file at the path `name`. Raises ConfigError.
+def load_machine(name: str, said: str = "") -> Machine:
+    """A profile by name, or the TOML file at the path `name`. said: where the user wrote it. Raises ConfigError.
 
     The file has the fields of Machine, `intra_node` and `inter_node` as tables of bandwidth and latency, `tflops` as a table by
     dtype; with `like = "H100"`, what it leaves out is as in that profile.
     """
     if name in PROFILES:
         return PROFILES[name]
+    said = said or f'compile.machine = "{name}"'
     if not name.endswith(".toml"):
-        raise ConfigError(
-            f'compile.machine = "{name}" is no profile; {", ".join(PROFILES)} or the path of a .toml file would work'
-        )
+        raise ConfigError(f"{said} is no profile; {', '.join(PROFILES)} or the path of a .toml file would work")
     if not Path(name).is_file():
-        raise ConfigError(f'compile.machine = "{name}": no such file; {", ".join(PROFILES)} or another path would work')
+        raise ConfigError(f"{said}: no such file; {', '.join(PROFILES)} or another path would work")
     return machine_from(read_toml(Path(name)), name)
 
 
@@ -317,7 +299,7 @@ def _number(file: str, key: str, value: Any) -> float:
 
 
 def profile_of(device_name: str) -> Machine | None:
-    """By the name that torch gives a GPU; None for one that is not known, and for a slice of one."""
+    """The profile of a GPU, by the name that torch gives it; None for one that is not known, and for a slice of one."""
     if "MIG " in device_name:
         return None
     return next((machine for name, machine in PROFILES.items() if re.search(rf"\b{name}\b", device_name)), None)

@@ -12,7 +12,7 @@ arXiv 2411.00284, section 4.2).
 import dataclasses
 import math
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from titan_lite.compiler.collectives import (
     KINDS,
     collectives,
+    descendants,
     group_of,
     is_all_gather,
     kind_of,
@@ -34,23 +35,20 @@ from titan_lite.compiler.hardware import Machine, is_free, is_fused_away
 
 @dataclass(frozen=True)
 class Span:
-    """lane: "compute" or "communication"; start, seconds: in the graph's time. Of communication also exposed: seconds that its
-    wait held computation up, and under: the seconds of computation between its start and that wait. group: the process group of
-    any collective, also one that counts as computation."""
+    """A node that computes, or a collective that travels."""
 
-    lane: str
+    lane: str  # "compute" or "communication"
     name: str
-    start: float
+    start: float  # seconds, from the graph's beginning
     seconds: float
-    exposed: float = 0.0
-    under: float = 0.0
-    group: str = ""
+    exposed: float = 0.0  # of communication: seconds that its wait held computation up
+    under: float = 0.0  # and seconds of computation between its start and that wait
+    group: str = ""  # the process group of any collective, also one that counts as computation
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Of one graph, in seconds; bound: what no order of its collectives could hide; peak_bytes: of what the graph allocates, or
-    is given to free, at once."""
+    """One graph, in seconds."""
 
     graph: str
     spans: tuple[Span, ...]
@@ -58,11 +56,11 @@ class Timeline:
     compute: float
     communication: float
     exposed: float
-    bound: float
-    peak_bytes: int
+    bound: float  # communication that no order of its collectives could hide
+    peak_bytes: int  # most at once of what the graph allocates, or is given to free
 
     def collectives(self) -> list[Span]:
-        """In the graph's order."""
+        """Spans of communication, in the graph's order."""
         return [span for span in self.spans if span.lane == "communication"]
 
 
@@ -108,14 +106,14 @@ def computed_before(graph: Graph, machine: Machine, fused: bool) -> dict[Node, f
 
 
 def shards_of(graph: Graph) -> set[Node]:
-    """What prepares shards to be gathered, and what becomes of reduced gradients."""
+    """Nodes that prepare shards to be gathered, and nodes that reduced gradients go through."""
     mine = parameter_collectives(graph)
     before = {node for gather in mine if is_all_gather(gather) for node in preparation(gather) or ()}
-    return before | (set(_descendants([node for node in mine if not is_all_gather(node)])) - set(mine))
+    return before | (descendants(*(node for node in mine if not is_all_gather(node))) - set(mine))
 
 
 def label(node: Node) -> str:
-    """What a collective is for, such as "all_gather layers.0.attention.wq.weight and 8 more"."""
+    """A collective's purpose, such as "all_gather layers.0.attention.wq.weight and 8 more"."""
     fqns = parameters_of(node)
     return f"{kind_of(node)} {fqns[0]}" + (f" and {len(fqns) - 1} more" if len(fqns) > 1 else "")
 
@@ -130,7 +128,7 @@ def lower_bound(graph: Graph, machine: Machine, *, fused: bool = True) -> float:
     mine = parameter_collectives(graph)
     gathers = [node for node in mine if is_all_gather(node)]
     reductions = [node for node in mine if not is_all_gather(node)]
-    after_gathers = set(_descendants(gathers))
+    after_gathers = descendants(*gathers)
     compute = free = 0.0
     done: dict[Node, float] = {}
     for node in graph.nodes:
@@ -144,16 +142,6 @@ def lower_bound(graph: Graph, machine: Machine, *, fused: bool = True) -> float:
     return first + last + max(0.0, bandwidth - first - last - compute)
 
 
-def _descendants(starts: Sequence[Node]) -> list[Node]:
-    found, open_nodes = set(starts), list(starts)
-    while open_nodes:
-        for user in open_nodes.pop().users:
-            if user not in found:
-                found.add(user)
-                open_nodes.append(user)
-    return list(found)
-
-
 def peak_bytes(graph: Graph, without: Collection[Node] = ()) -> int:
     """The most bytes alive at once of what the graph makes, and of saved activations that it is given and frees.
 
@@ -164,8 +152,11 @@ def peak_bytes(graph: Graph, without: Collection[Node] = ()) -> int:
 
 
 def alive_bytes(graph: Graph, without: Collection[Node] = (), fused: bool = False, keeps_inputs: bool = False) -> list[int]:
-    """What `peak_bytes` is the peak of, while each node runs. fused: what `is_fused_away` is not made, and what it reads lives on
-    until the last kernel that it is in. keeps_inputs: whoever calls the graph holds what it is given, until its end."""
+    """Bytes alive while each node runs, of which `peak_bytes` is the peak.
+
+    fused: what `is_fused_away` is not made, and what it reads lives on until the last kernel that it is in. keeps_inputs: whoever
+    calls the graph holds what it is given, until its end.
+    """
     order = {node: place for place, node in enumerate(graph.nodes)}
     storage = _storages(graph)
     virtual = {node for node in graph.nodes if fused and is_fused_away(node)}
@@ -192,18 +183,12 @@ def alive_bytes(graph: Graph, without: Collection[Node] = (), fused: bool = Fals
     return found
 
 
-def saved_bytes(graph: Graph) -> int:
-    """Of a forward graph with one result: what it makes and keeps for backward beside that result."""
+def saved_bytes(graph: Graph) -> tuple[int, int]:
+    """Bytes that a forward graph keeps for backward beside its one result: (of what it makes, of what it is given)."""
     (results,) = next(node for node in graph.nodes if node.op == "output").args
-    storage = _storages(graph)
-    saved = {storage[node] for node in results[1:] if isinstance(node, Node)}
-    return sum(_own_bytes(node) for node in saved if node.op != "placeholder")
-
-
-def saved_input_bytes(graph: Graph) -> int:
-    """The same of what it is given."""
-    (results,) = next(node for node in graph.nodes if node.op == "output").args
-    return sum(_own_bytes(node) for node in set(results[1:]) if isinstance(node, Node) and node.op == "placeholder")
+    storage, saved = _storages(graph), [node for node in results[1:] if isinstance(node, Node)]
+    made = sum(_own_bytes(node) for node in {storage[node] for node in saved} if node.op != "placeholder")
+    return made, sum(_own_bytes(node) for node in set(saved) if node.op == "placeholder")
 
 
 def _storages(graph: Graph) -> dict[Node, Node]:
@@ -217,11 +202,11 @@ def _storages(graph: Graph) -> dict[Node, Node]:
 
 
 def _is_part(node: Node) -> bool:
-    """Whether it takes one of several tensors that an operator has made, and not a view."""
+    """True where it takes one of several tensors that an operator has made, and not a view."""
     made = node.target is operator.getitem and node.all_input_nodes[0].target
     return bool(made) and not getattr(made, "is_view", False)
 
 
 def _own_bytes(node: Node) -> int:
-    """What a node allocates; of several tensors, those that are taken out (`getitem`) count for themselves."""
+    """Bytes that a node allocates; of several tensors, those that are taken out (`getitem`) count for themselves."""
     return 0 if isinstance(node.meta.get("val"), list | tuple) else nbytes_of(node)

@@ -24,6 +24,7 @@ from titan_lite.distributed.simple_fsdp import as_shard_of, model_of
 
 IN_FLIGHT = 2  # buckets that exist at once, beside the weights or gradients: one travels while another is copied
 Plans = Mapping[nn.Parameter, GatherPlan]
+Buckets = list[tuple[list[nn.Parameter], Bucket]]
 Started = TypeVar("Started")
 
 
@@ -50,12 +51,8 @@ def gathered_for_step(root: nn.Module, bucket_of: Callable[[str], Hashable] = bl
 @torch.no_grad()
 def _gather(plans: Plans, bucket_of: Callable[[str], Hashable]) -> dict[str, Tensor]:
     """The whole weights by FQN, as leaves of autograd."""
-
-    def travels_with(plan: GatherPlan) -> Hashable:  # or not at all
-        return (bucket_of(plan.fqn), plan.shard_group, plan.param_dtype) if plan.shard_degree > 1 else plan
-
     wholes: dict[str, Tensor] = {}
-    buckets = _buckets(plans, travels_with)
+    buckets = gather_buckets(plans, bucket_of)
     started = ((members, bucket, bucket.start_gather([*map(local, members)])) for members, bucket in buckets)
     for members, bucket, in_flight in _few_at_a_time(started):
         for parameter, whole in zip(members, bucket.finish_gather(in_flight), strict=True):
@@ -66,11 +63,7 @@ def _gather(plans: Plans, bucket_of: Callable[[str], Hashable]) -> dict[str, Ten
 
 def _reduce(gradients: dict[nn.Parameter, Tensor], plans: Plans, bucket_of: Callable[[str], Hashable]) -> None:
     """Gradients of the wholes, which are taken out -> `parameter.grad`."""
-
-    def travels_with(plan: GatherPlan) -> Hashable:
-        return bucket_of(plan.fqn), plan.shard_group, plan.sum_groups, plan.reduce_dtype
-
-    buckets = _buckets({parameter: plans[parameter] for parameter in gradients}, travels_with)
+    buckets = reduce_buckets({parameter: plans[parameter] for parameter in gradients}, bucket_of)
     started = ((members, bucket, bucket.start_reduce([*map(gradients.pop, members)])) for members, bucket in buckets)
     for members, bucket, in_flight in _few_at_a_time(started):
         for parameter, rows in zip(members, bucket.finish_reduce(in_flight), strict=True):
@@ -78,7 +71,21 @@ def _reduce(gradients: dict[nn.Parameter, Tensor], plans: Plans, bucket_of: Call
         del in_flight, rows
 
 
-def _buckets(plans: Plans, travels_with: Callable[[GatherPlan], Hashable]) -> list[tuple[list[nn.Parameter], Bucket]]:
+def gather_buckets(plans: Plans, bucket_of: Callable[[str], Hashable] = block_of) -> Buckets:
+    """Weights that are gathered together; one that all ranks have is alone."""
+
+    def travels_with(plan: GatherPlan) -> Hashable:
+        return (bucket_of(plan.fqn), plan.shard_group, plan.param_dtype) if plan.shard_degree > 1 else plan
+
+    return _buckets(plans, travels_with)
+
+
+def reduce_buckets(plans: Plans, bucket_of: Callable[[str], Hashable] = block_of) -> Buckets:
+    """Gradients that are reduced together."""
+    return _buckets(plans, lambda plan: (bucket_of(plan.fqn), plan.shard_group, plan.sum_groups, plan.reduce_dtype))
+
+
+def _buckets(plans: Plans, travels_with: Callable[[GatherPlan], Hashable]) -> Buckets:
     """Parameters that travel together, in the order of the first ones."""
     together: dict[Hashable, list[nn.Parameter]] = defaultdict(list)
     for parameter, plan in plans.items():

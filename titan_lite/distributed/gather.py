@@ -125,7 +125,7 @@ class Bucket:
 
     def start_gather(self, shards: Sequence[Tensor]) -> InFlight:
         rows = [_pad_rows(shard.to(plan.param_dtype), plan.chunk) for plan, shard in zip(self.plans, shards, strict=True)]
-        return self._as_one.start_gather(_cat([shard.reshape(-1) for shard in rows]))
+        return self.as_one.start_gather(_cat([shard.reshape(-1) for shard in rows]))
 
     def finish_gather(self, started: InFlight) -> list[Tensor]:
         """The wholes: copies, but for a weight that is alone."""
@@ -140,12 +140,12 @@ class Bucket:
             _pad_rows(gradient.to(plan.reduce_dtype), plan.chunk * plan.shard_degree).reshape(plan.shard_degree, -1)
             for plan, gradient in zip(self.plans, gradients, strict=True)
         ]
-        self._as_one.note()
-        return self._as_one.start_reduce(_cat(tables, 1).view(-1))
+        self.as_one.note()
+        return self.as_one.start_reduce(_cat(tables, 1).view(-1))
 
     def finish_reduce(self, started: Tensor) -> list[Tensor]:
         """This rank's rows of every gradient: views of one tensor."""
-        parts = self._as_one.finish_reduce(started).split(self._numbers)
+        parts = self.as_one.finish_reduce(started).split(self._numbers)
         return [part.view(-1, *plan.row_shape)[: plan.own_rows] for plan, part in zip(self.plans, parts, strict=True)]
 
     @property
@@ -154,7 +154,7 @@ class Bucket:
         return [plan.chunk * math.prod(plan.row_shape) for plan in self.plans]
 
     @property
-    def _as_one(self) -> GatherPlan:
+    def as_one(self) -> GatherPlan:
         """The plan of one parameter of as many numbers, which no rank has to pad."""
         first, own = self.plans[0], sum(self._numbers)
         fqn = " ".join(plan.fqn for plan in self.plans)

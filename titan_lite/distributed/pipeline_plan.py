@@ -241,16 +241,21 @@ class Timetable:
         return sum(end - begin for *_, begin, end in self.actions[rank])
 
 
+def computations(actions: Sequence[_Action | None]) -> list[tuple[str, int, int | None]]:
+    """(F, B, I or W; stage; microbatch) of one rank's actions that compute."""
+    each = [part for action in actions if action is not None for part in action.sub_actions or (action,)]
+    found = [(part.computation_type.value, part.stage_index, part.microbatch_index) for part in each]
+    return [computation for computation in found if computation[0] in "FBIW"]
+
+
 def run_order(order: Order, seconds: Callable[[str, int], float], travel: float = 0.0) -> Timetable:
     """The schedule action by action. seconds: of a kind of action (F, B, or B's halves I and W) of a stage; travel: until what a
     stage gives is on the rank of its neighbour, which computes nothing else while it waits for it.
 
     Raises AssertionError where actions wait for each other, or for one that never comes.
     """
-    queues = {rank: [action for action in actions if action is not None] for rank, actions in order.items()}
-    queues = {rank: [a for action in queue for a in action.sub_actions or (action,)] for rank, queue in queues.items()}
-    queues = {rank: [a for a in queue if a.computation_type.value in "FBIW"] for rank, queue in queues.items()}
-    owner = {action.stage_index: rank for rank, queue in queues.items() for action in queue}
+    queues = {rank: computations(actions) for rank, actions in order.items()}
+    owner = {stage: rank for rank, queue in queues.items() for _, stage, _ in queue}
     last = max(owner, default=0)
     done: dict[tuple[int, str, int | None], float] = {}  # (stage, F, B or W, microbatch) -> when; I serves the stage before as B
     free = dict.fromkeys(queues, 0.0)
@@ -259,7 +264,7 @@ def run_order(order: Order, seconds: Callable[[str, int], float], travel: float 
         progress = False
         for rank, queue in queues.items():
             while queue:
-                stage, kind, microbatch = queue[0].stage_index, queue[0].computation_type.value, queue[0].microbatch_index
+                kind, stage, microbatch = queue[0]
                 needs: list[tuple[int, str, int | None]] = []
                 if kind == "F" and stage > 0:
                     needs = [(stage - 1, "F", microbatch)]
@@ -274,7 +279,8 @@ def run_order(order: Order, seconds: Callable[[str, int], float], travel: float 
                 found[rank].append((kind, stage, microbatch, begin, free[rank]))
                 queue.pop(0)
                 progress = True
-        stuck = ", ".join(f"rank {rank} at {queue[0]}" for rank, queue in queues.items() if queue)
+        waiting = [(rank, *queue[0]) for rank, queue in queues.items() if queue]
+        stuck = ", ".join(f"rank {rank} at {stage}{kind}{microbatch}" for rank, kind, stage, microbatch in waiting)
         assert progress or not stuck, f"actions wait for each other: {stuck}"
     return Timetable(found)
 

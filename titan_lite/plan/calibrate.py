@@ -9,19 +9,18 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from titan_lite.compiler.hardware import Link, Machine, machine_from
+from titan_lite.compiler.hardware import Machine, machine_from
 from titan_lite.config import Config, ConfigError
 from titan_lite.config.recipe import load_config
-from titan_lite.plan.measure import RECORD, against, calibrated, machine_to_toml
-from titan_lite.plan.memory import Memory, memory_of
-from titan_lite.plan.simulate import simulate_step
-from titan_lite.plan.trace import PlannedLayout, finish_trace, kind_of_stage, layers_of, start_trace, start_tracing
+from titan_lite.plan.measure import RECORD, against, calibrated, machine_to_toml, numbers_of
+from titan_lite.plan.summary import make_plan
+from titan_lite.plan.trace import PlannedLayout
 
 PROFILE = "hardware.toml"  # in the run's folder: what is made of it
 PACES = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.6, 2.0, 4.0, 10.0)  # at which computation is tried
@@ -45,7 +44,8 @@ def calibrate_run(folder: Path, lay_out: Callable[[Config, int], PlannedLayout],
     stated = profile or machine_from(record["profile"], str(path))
     dtype = getattr(torch, config.training.mixed_precision_param)
     reached = calibrated(stated, record["reached"], dtype, record["nodes"])
-    seconds, memory = price(layout, [stated, reached, *(paced(reached, pace) for pace in PACES)])
+    plan = make_plan(layout, [stated, reached, *(paced(reached, pace) for pace in PACES)])
+    seconds = [step.seconds for step in plan.steps]
     pace = pace_of(record["step_seconds"], seconds[2:])
     found = dataclasses.replace(paced(reached, pace), name=f"{stated.name}, calibrated")
     (folder / PROFILE).write_text(machine_to_toml(found), encoding="utf-8")
@@ -57,21 +57,9 @@ def calibrate_run(folder: Path, lay_out: Callable[[Config, int], PlannedLayout],
         "",
         f"step: measured {record['step_seconds']:.4g} s; planned {seconds[0]:.4g} s with the profile, {seconds[1]:.4g} s with "
         f"what its ranks measured, which computation at {pace:.2f} of that pace{ends} makes the same",
-        f"memory: {against(memory.reserved, record['memory_bytes'])} {record['memory_is']}",
+        f"memory: {against(plan.memory.reserved, record['memory_bytes'])} {record['memory_is']}",
         f"written to {folder / PROFILE}, for --hardware and compile.machine",
     ]
-
-
-def price(layout: PlannedLayout, machines: Sequence[Machine]) -> tuple[list[float], Memory]:
-    """Seconds of a step on each machine, of one trace; and its memory."""
-    with start_tracing(layout.world_size) as processes:
-        traced = finish_trace(start_trace(processes, layout, machines))
-    stages = [
-        [traced[kind_of_stage(modules)].figures(layers_of(modules), number) for modules in layout.pipeline.modules]
-        for number in range(len(machines))
-    ]
-    steps = [simulate_step(layout, each, machine) for each, machine in zip(stages, machines, strict=True)]
-    return [step.seconds for step in steps], memory_of(layout, stages[0])
 
 
 def paced(machine: Machine, pace: float) -> Machine:
@@ -96,21 +84,9 @@ def pace_of(measured: float, seconds: Sequence[float]) -> float:
 
 def moved(before: Machine, after: Machine) -> list[str]:
     """A line for each number that is another one now."""
-    old, new = _numbers(before), _numbers(after)
+    old, new = numbers_of(before), numbers_of(after)
     return [
         f"  {name:<24} {old[name]:>10.4g} -> {value:<10.4g} {100 * (value / old[name] - 1):+6.1f}%"
         for name, value in new.items()
         if not math.isclose(value, old[name], rel_tol=1e-3)
     ]
-
-
-def _numbers(machine: Machine) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for name, value in vars(machine).items():
-        if isinstance(value, Link):
-            found |= {f"{name}.{key}": number for key, number in vars(value).items()}
-        elif isinstance(value, Mapping):
-            found |= {f"{name}.{key}": number for key, number in value.items()}
-        elif name != "name":
-            found[name] = value
-    return found

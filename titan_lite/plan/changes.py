@@ -1,20 +1,28 @@
-"""What else a recipe could say: changes worth planning, grids of values, and how their plans compare.
+"""Changes of a recipe: those worth planning, grids of values; how they are planned, ranked and shown, for a search as well.
 
-changes = candidates(layout, machine)              # [{"activation_checkpoint.mode": "none"}, ...]
-grid("training.local_batch_size=1,2")              # [{"training.local_batch_size": "1"}, ...]
-print("\\n".join(ranked(rows)))                     # a table, the fastest that fits first
+changes = candidates(layout, machine)                  # [{"activation_checkpoint.mode": "none"}, ...]
+changes = grid(["training.local_batch_size=1,2"])      # [{"training.local_batch_size": "1"}, ...]
+rows = plan_changes(lay_out, changes, machine)         # the fastest that fits first
+print("\\n".join(table(rows)))
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from tqdm import tqdm
 
 from titan_lite.compiler.hardware import Machine
+from titan_lite.compiler.stage import CompileError
 from titan_lite.config import KEYS, ConfigError
 from titan_lite.plan.memory import GIB
-from titan_lite.plan.summary import Plan, what_binds
+from titan_lite.plan.summary import Plan, make_plans, what_binds
 from titan_lite.plan.trace import PlannedLayout
 
 Change = dict[str, str]  # {"section.key": value as on a command line}
+Row = tuple[Change, Plan | str]  # a change, and its plan or why there is none
+Each = TypeVar("Each")
 CHECKPOINTING = ("none", "selective", "full")
 
 
@@ -65,16 +73,71 @@ def grid(sweeps: Sequence[str]) -> list[Change]:
     return [dict(combination) for combination in itertools.product(*axes)] if axes else []
 
 
+def plan_changes(
+    lay_out: Callable[[Change], PlannedLayout], wanted: Iterable[Change], machine: Machine, full: bool = False
+) -> list[Row]:
+    """A row each, ranked. lay_out: raises ConfigError where a recipe so changed cannot run.
+
+    Raises ConfigError for what is wrong with the recipe as it is, which is the change {}.
+    """
+    layouts: list[tuple[Change, PlannedLayout]] = []
+    rows: list[Row] = []
+    refused: list[Row] = []
+    for change in wanted:
+        try:
+            layouts.append((change, lay_out(change)))
+        except ConfigError as error:
+            if not change:
+                raise
+            refused.append((change, str(error)))
+    plans = make_plans([layout for _, layout in layouts], machine.spread(), full)
+    for (change, _), plan in zip(layouts, with_progress(plans, len(layouts), "planned"), strict=True):
+        if isinstance(plan, CompileError) and not change:
+            raise ConfigError(str(plan)) from plan
+        rows.append((change, str(plan) if isinstance(plan, CompileError) else plan))
+    return ranked([*rows, *refused])
+
+
+def ranked(rows: Iterable[Row]) -> list[Row]:
+    """In order: plans that fit, by tokens a second; plans that do not; changes without a plan."""
+
+    def place(row: Row) -> tuple[int, float]:
+        plan = row[1]
+        return (2, 0.0) if isinstance(plan, str) else (not plan.fits, -plan.tokens_per_second(plan.steps[0]))
+
+    return sorted(rows, key=place)
+
+
+def fitting(rows: Iterable[Row]) -> list[tuple[Change, Plan]]:
+    return [(change, plan) for change, plan in rows if isinstance(plan, Plan) and plan.fits]
+
+
 def words_of(change: Change) -> str:
     return ", ".join(f"{key}={value}" for key, value in change.items())
 
 
-def best_changes(plan: Plan, changed: Sequence[tuple[Change, Plan]], count: int = 3) -> list[str]:
-    """Those that fit and give the most tokens a second, with what they change."""
+def table(rows: Sequence[Row], name: Callable[[Change], str] = words_of) -> list[str]:
+    """A line a row, under a line that names the columns."""
+    lines = [f"{'tokens/s a GPU':>18}  {'MFU %':>8}  {'GiB':>6}  {'fits':<4}  change; what binds"]
+    for change, plan in rows:
+        speed = mfu = memory = fits = "-"
+        why = plan
+        if isinstance(plan, Plan):
+            _, slow, fast = plan.steps
+            speed = f"{plan.tokens_per_second(slow):,.0f} to {plan.tokens_per_second(fast):,.0f}"
+            mfu = f"{100 * plan.mfu(slow):.0f} to {100 * plan.mfu(fast):.0f}"
+            memory, fits, why = f"{plan.memory.total / GIB:.1f}", "yes" if plan.fits else "no", what_binds(plan)
+        lines.append(f"{speed:>18}  {mfu:>8}  {memory:>6}  {fits:<4}  {name(change)}; {why}")
+    return lines
+
+
+def best_changes(plan: Plan, rows: Sequence[Row], count: int = 3) -> list[str]:
+    """The changes that fit and give the most tokens a second. rows: ranked, with the plan's own."""
+    changed = [(change, other) for change, other in rows if change and isinstance(other, Plan)]
+    fit = fitting(changed)
     base = plan.tokens_per_second(plan.steps[0])
-    fit = [(change, other) for change, other in changed if other.fits]
     gains = [(other.tokens_per_second(other.steps[0]) / base - 1, change, other) for change, other in fit]
-    gains = sorted((each for each in gains if each[0] > 0.005 or not plan.fits), key=lambda each: -each[0])[:count]
+    gains = [each for each in gains if each[0] > 0.005 or not plan.fits][:count]
     lines = ["", f"changes that help most, of {len(changed)} that were planned"]
     for gain, change, other in gains:
         memory = (other.memory.total - plan.memory.total) / GIB
@@ -84,16 +147,6 @@ def best_changes(plan: Plan, changed: Sequence[tuple[Change, Plan]], count: int 
     return lines if gains else [*lines, none]
 
 
-def ranked(rows: Sequence[tuple[Change, Plan | str]], name: Callable[[Change], str] = words_of) -> list[str]:
-    """A line each: those that fit by tokens a second, then those that do not, then those that cannot run, with the reason."""
-    plans = [(change, plan) for change, plan in rows if isinstance(plan, Plan)]
-    plans.sort(key=lambda row: (not row[1].fits, -row[1].tokens_per_second(row[1].steps[0])))
-    lines = [f"{'tokens/s a GPU':>18}  {'MFU %':>8}  {'GiB':>6}  {'fits':<4}  change; what binds"]
-    for change, plan in plans:
-        _, slow, fast = plan.steps
-        speed = f"{plan.tokens_per_second(slow):,.0f} to {plan.tokens_per_second(fast):,.0f}"
-        mfu = f"{100 * plan.mfu(slow):.0f} to {100 * plan.mfu(fast):.0f}"
-        fits = "yes" if plan.fits else "no"
-        lines.append(f"{speed:>18}  {mfu:>8}  {plan.memory.total / GIB:6.1f}  {fits:<4}  {name(change)}; {what_binds(plan)}")
-    lines += [f"{'-':>18}  {'-':>8}  {'-':>6}  {'-':<4}  {name(change)}; {why}" for change, why in rows if isinstance(why, str)]
-    return lines
+def with_progress(each: Iterable[Each], count: int, done: str) -> Iterator[Each]:
+    """Show a progress bar on a terminal."""
+    yield from tqdm(each, total=count, desc=done, disable=count < 2 or not sys.stderr.isatty(), leave=False, file=sys.stderr)

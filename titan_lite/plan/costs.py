@@ -6,20 +6,20 @@ held_figures(...), round_figures(...)                            # of parameters
 """
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx import Graph
 
 from titan_lite.compiler.collectives import KINDS, collective_bytes, kind_of, parameter_collectives, ranks_of
-from titan_lite.compiler.fqns import block_of
 from titan_lite.compiler.hardware import Machine, flops_of
-from titan_lite.compiler.timeline import Span, Timeline, alive_bytes, saved_bytes, saved_input_bytes, simulate
+from titan_lite.compiler.timeline import Span, Timeline, alive_bytes, saved_bytes, simulate
+from titan_lite.distributed.accumulation import Plans, gather_buckets, reduce_buckets
 from titan_lite.distributed.gather import GatherPlan
 from titan_lite.distributed.mesh import AXES
 
@@ -29,13 +29,19 @@ Axes = Mapping[tuple[int, ...], str]  # the axis that a group is along, by its r
 
 def axes_of(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
     """The axis that each of rank 0's groups is along, by its ranks; where parameters are sharded over cp as well: dp_shard."""
-    ranks = {axis: tuple(dist.get_process_group_ranks(mesh.get_group(axis))) for axis in AXES if mesh[axis].size() > 1}
-    if "cp" in ranks:
-        shard = AXES.index("dp_shard")
-        index: list[Any] = [0] * len(AXES)
-        index[shard] = index[shard + 1] = slice(None)
-        return {tuple(mesh.mesh[tuple(index)].flatten().tolist()): "dp_shard", **{group: axis for axis, group in ranks.items()}}
-    return {group: axis for axis, group in ranks.items()}
+    groups = {tuple(dist.get_process_group_ranks(mesh.get_group(axis))): axis for axis in AXES if mesh[axis].size() > 1}
+    shards = tuple(mesh.mesh[0, 0, :, :, 0].flatten().tolist())  # over dp_shard and cp
+    return {shards: "dp_shard", **groups} if mesh["cp"].size() > 1 else groups
+
+
+def ranks_in(group: str) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(_resolve_process_group(group)))  # type: ignore[arg-type]
+
+
+def axis_along(ranks: tuple[int, ...], axes: Axes, of_parameters: bool) -> str:
+    """The axis of a collective, "" for one of a single rank; parameters that are sharded over cp alone are FSDP's, too."""
+    axis = axes.get(ranks, "")
+    return "dp_shard" if of_parameters and axis == "cp" else axis
 
 
 def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figures:
@@ -55,7 +61,7 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figur
             if len(ranks) > 1:
                 # Those of tensor and context parallelism are waited for at once; parameters may be sharded over cp alone.
                 held_up = exposed[node].exposed if node in exposed else seconds
-                axis = "dp_shard" if node in exposed and axes[ranks] == "cp" else axes[ranks]
+                axis = axis_along(ranks, axes, node in exposed)
                 _add_collective(result, axis, kind_of(node), collective_bytes(node), ranks, machine, seconds, held_up)
             continue
         result["compute"] += seconds
@@ -82,21 +88,18 @@ def bytes_of(graph: Graph, fused: bool, blocks: int, keeps_inputs: bool = False)
     if blocks > 1:
         of_two = 2 * (len(places) // blocks)  # context parallelism has two a block
         first, last = places[of_two - 1] + 1, places[-of_two]
-    saved = {"saved": saved_bytes(graph), "inputs": saved_input_bytes(graph)}
-    return {**saved, "peak.start": max(alive[:first]), "peak.end": max(alive[last:])}
+    made, given = saved_bytes(graph)
+    return {"saved": made, "inputs": given, "peak.start": max(alive[:first]), "peak.end": max(alive[last:])}
 
 
-def by_axis(timeline: Timeline | None, name: str, axes: Axes) -> Timeline:
-    """As it is, under that name and with its collectives' groups named by axis."""
+def by_axis(timeline: Timeline | None, axes: Axes) -> Timeline:
+    """Name the groups of its collectives by axis."""
     assert timeline is not None
-    spans = [dataclasses.replace(span, group=axis_of_group(span, axes)) if span.group else span for span in timeline.spans]
-    return dataclasses.replace(timeline, graph=name, spans=tuple(spans))
 
+    def named(span: Span) -> Span:
+        return dataclasses.replace(span, group=axis_along(ranks_in(span.group), axes, span.lane == "communication"))
 
-def axis_of_group(span: Span, axes: Axes) -> str:
-    ranks = tuple(dist.get_process_group_ranks(_resolve_process_group(span.group)))  # type: ignore[arg-type]
-    axis = axes.get(ranks, "")  # none for a group of one
-    return "dp_shard" if span.lane == "communication" and axis == "cp" else axis
+    return dataclasses.replace(timeline, spans=tuple(named(span) if span.group else span for span in timeline.spans))
 
 
 def _add_collective(
@@ -110,57 +113,43 @@ def _add_collective(
     result[f"across.{axis}"] += sent * nodes / len(ranks) if nodes > 1 else 0.0  # of a ring, one hop a node
 
 
-def held_figures(plans: Sequence[tuple[GatherPlan, int]], buffers: Sequence[int]) -> Figures:
-    """held: numbers in a rank's shards; whole: in its weights when all are gathered; tensors: of parameters; buffers: bytes."""
+def held_figures(shards: Mapping[GatherPlan, int], buffers: Sequence[Tensor]) -> Figures:
+    """held: numbers in a rank's shards; whole: in its weights when all are gathered; tensors: of parameters; buffers: bytes.
+
+    shards: numbers of each.
+    """
     return {
-        "held": float(sum(held for _, held in plans)),
-        "whole": float(sum(_numbers(plan) for plan, _ in plans)),
-        "tensors": float(len(plans)),
-        "buffers": float(sum(buffers)),
+        "held": float(sum(shards.values())),
+        "whole": float(sum(plan.rows * math.prod(plan.row_shape) for plan in shards)),
+        "tensors": float(len(shards)),
+        "buffers": float(sum(buffer.nbytes for buffer in buffers)),
     }
 
 
-def _numbers(plan: GatherPlan) -> int:
-    return plan.rows * torch.Size(plan.row_shape).numel()
-
-
-def _padded(plan: GatherPlan) -> int:
-    """Numbers that its collectives have."""
-    return plan.chunk * plan.shard_degree * torch.Size(plan.row_shape).numel()
-
-
-def round_figures(plans: Sequence[GatherPlan], machine: Machine, axes: Axes) -> Figures:
-    """Of the one round of collectives of `gathered_for_step`, by its buckets, as `gather.` and `reduce.` figures.
+def round_figures(plans: Plans, machine: Machine, axes: Axes) -> Figures:
+    """The one round of collectives of `gathered_for_step`, by its buckets, as `gather.` and `reduce.` figures.
 
     Two buckets are under way at once, so what one copies travels beside the other: the longer of both counts.
     """
-    found: dict[str, Figures] = {"gather": defaultdict(float), "reduce": defaultdict(float)}
-
-    def communicate(what: str, kind: str, nbytes: float, group: str) -> None:
-        ranks = tuple(dist.get_process_group_ranks(_resolve_process_group(group)))  # type: ignore[arg-type]
-        seconds = machine.collective(kind, nbytes, ranks)
-        axis = "dp_shard" if axes[ranks] == "cp" else axes[ranks]
-        _add_collective(found[what], axis, kind, nbytes, ranks, machine, seconds, seconds)
-
-    gathered: dict[Any, list[GatherPlan]] = defaultdict(list)
-    reduced: dict[Any, list[GatherPlan]] = defaultdict(list)
-    for plan in plans:
-        gathered[block_of(plan.fqn), plan.shard_group, plan.param_dtype].append(plan)
-        reduced[block_of(plan.fqn), plan.shard_group, plan.sum_groups, plan.reduce_dtype].append(plan)
-    copied = {"gather": 0.0, "reduce": 0.0}
-    for members in gathered.values():
-        first, nbytes = members[0], sum(map(_padded, members)) * members[0].param_dtype.itemsize
-        if first.shard_degree > 1:
-            communicate("gather", "all_gather", nbytes, first.shard_group)
-        copied["gather"] += 2 * nbytes  # out of the bucket
-    for members in reduced.values():
-        first, nbytes = members[0], sum(map(_padded, members)) * members[0].reduce_dtype.itemsize
-        if first.shard_degree > 1:
-            communicate("reduce", "reduce_scatter", nbytes, first.shard_group)
-        for group in first.sum_groups:
-            communicate("reduce", "all_reduce", nbytes / first.shard_degree, group)
-        copied["reduce"] += 2 * nbytes  # into the bucket
-    for what, figures in found.items():
+    result: Figures = {}
+    for what, buckets, kind in (
+        ("gather", gather_buckets(plans), "all_gather"),
+        ("reduce", reduce_buckets(plans), "reduce_scatter"),
+    ):
+        figures: Figures = defaultdict(float)
+        copied = 0.0
+        for _, bucket in buckets:
+            one = bucket.as_one
+            nbytes = one.rows * (one.param_dtype if what == "gather" else one.reduce_dtype).itemsize
+            sent = [(kind, float(nbytes), one.shard_group)] if one.shard_degree > 1 else []
+            if what == "reduce":
+                sent += [("all_reduce", nbytes / one.shard_degree, group) for group in one.sum_groups]
+            for each, size, group in sent:
+                ranks = ranks_in(group)
+                seconds = machine.collective(each, size, ranks)
+                _add_collective(figures, axis_along(ranks, axes, True), each, size, ranks, machine, seconds, seconds)
+            copied += 2 * nbytes  # into the bucket, or out of it
         travels = sum(value for key, value in figures.items() if key.startswith("exposed."))
-        figures["compute"] = max(0.0, machine.memory_traffic(copied[what]) - travels)
-    return {f"{what}.{key}": value for what, figures in found.items() for key, value in figures.items()}
+        figures["compute"] = max(0.0, machine.memory_traffic(copied) - travels)
+        result |= {f"{what}.{key}": value for key, value in figures.items()}
+    return result

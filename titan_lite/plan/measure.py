@@ -10,6 +10,7 @@ A profile's peaks are a datasheet's and stay; what moves is how much of them is 
 
 import dataclasses
 import functools
+import math
 import os
 import statistics
 import time
@@ -33,7 +34,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a rank computes at once: sequences of `tokens` tokens, tp-th parts of a model's matrices and heads, in `dtype`."""
+    """The work of a rank at once: sequences of `tokens` tokens, tp-th parts of a model's matrices and heads, in `dtype`."""
 
     model: ModelConfig
     sequences: int
@@ -155,7 +156,7 @@ def _times_of(
 def _time(
     work: Callable[[], Any], device: torch.device, seconds: float, of: Callable[[list[float]], float] = statistics.fmean
 ) -> float:
-    """Of one call, of as many as fit: the mean is what a step sees, others beside it included."""
+    """Seconds of one call, of as many as fit: the mean is what a step sees, others beside it included."""
     work()
     _synchronize(device)
     times: list[float] = []
@@ -169,7 +170,7 @@ def _time(
 
 
 def _time_together(work: Callable[[], Any], device: torch.device, rounds: int) -> float:
-    """Of one collective, the mean; of all ranks the slowest's."""
+    """Seconds of one collective: the mean on the slowest rank."""
     work()
     _synchronize(device)
     start = time.perf_counter()
@@ -197,39 +198,36 @@ def calibrated(machine: Machine, reached: Mapping[str, float], dtype: torch.dtyp
             tflops={**machine.tflops, str(dtype).removeprefix("torch."): reached["matmul"] / 1e12},
             memory_bandwidth=reached["memory"] / GB,
         )
-    found: dict[str, Any] = {
-        "matmul_efficiency": min(1.0, reached["matmul"] / machine.flops(dtype)),
-        "attention_efficiency": min(1.0, reached["attention"] / machine.flops(dtype)),
-        "memory_efficiency": min(1.0, reached["memory"] / (machine.memory_bandwidth * GB)),
-        "launch": 1e6 * reached["launch"],
-    }
+    peaks = {"matmul": machine.flops(dtype), "attention": machine.flops(dtype), "memory": machine.memory_bandwidth * GB}
+    found: dict[str, Any] = {f"{name}_efficiency": min(1.0, reached[name] / peak) for name, peak in peaks.items()}
+    found["launch"] = 1e6 * reached["launch"]
     if "bandwidth" in reached:
+        bandwidth, latency = reached["bandwidth"] / GB, 1e6 * reached["latency"]
         found["reduction"] = reached["reduction"]
         if machine.name.startswith("CPU"):
-            microseconds = 1e6 * reached["latency"]
-            found["intra_node"] = found["inter_node"] = Link(reached["bandwidth"] / GB / machine.link_efficiency, microseconds)
-            found["collective_launch"] = microseconds
-        elif nodes == 1:
-            found["link_efficiency"] = min(1.0, reached["bandwidth"] / GB / machine.intra_node.bandwidth)
+            found["intra_node"] = found["inter_node"] = Link(bandwidth / machine.link_efficiency, latency)
+            found["collective_launch"] = latency
         else:  # of a ring across nodes, which has every card of a node
-            cards = machine.ranks_per_node * machine.inter_node.bandwidth
-            found["link_efficiency"] = min(1.0, reached["bandwidth"] / GB / min(cards, machine.intra_node.bandwidth))
+            cards = machine.ranks_per_node * machine.inter_node.bandwidth if nodes > 1 else math.inf
+            found["link_efficiency"] = min(1.0, bandwidth / min(cards, machine.intra_node.bandwidth))
     return dataclasses.replace(machine, **found)
 
 
 def machine_to_toml(machine: Machine) -> str:
-    """As load_machine reads it."""
+    """A file that load_machine reads."""
+    return "\n".join([f'name = "{machine.name}"', *(f"{key} = {value!r}" for key, value in numbers_of(machine).items())]) + "\n"
 
-    def table(values: Mapping[str, float]) -> str:
-        return "{ " + ", ".join(f"{key} = {number!r}" for key, number in values.items()) + " }"
 
-    lines = [f'name = "{machine.name}"']
+def numbers_of(machine: Machine) -> dict[str, float]:
+    """Each number by the name of its field: {"memory": 80, "tflops.bfloat16": 989.4, "intra_node.latency": 1.9, ...}."""
+    found: dict[str, float] = {}
     for name, value in vars(machine).items():
         if isinstance(value, Link | Mapping):
-            lines.append(f"{name} = {table(vars(value) if isinstance(value, Link) else value)}")
+            table = vars(value) if isinstance(value, Link) else value
+            found |= {f"{name}.{key}": number for key, number in table.items()}
         elif name != "name":
-            lines.append(f"{name} = {value!r}")
-    return "\n".join(lines) + "\n"
+            found[name] = value
+    return found
 
 
 def against(planned: float, measured: float) -> str:

@@ -1,6 +1,6 @@
-"""What a rank holds at most, and when: by liveness on the scheduled graphs, moment by moment of the schedule.
+"""The most that a rank holds, and when: by liveness on the scheduled graphs, moment by moment of the schedule.
 
-memory = memory_of(layout, stages)                        # stages: of each pipeline stage, its figures (figures.py)
+memory = memory_of(layout, stages)                        # stages: of each pipeline stage, its figures (costs.py)
 memory.peak, memory.rows["activations"]                   # bytes
 """
 
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from titan_lite.distributed.pipeline_plan import order_of
+from titan_lite.config import Training
+from titan_lite.distributed.pipeline_plan import computations, order_of
 from titan_lite.plan.costs import Figures
 from titan_lite.plan.trace import PlannedLayout
 
@@ -23,14 +24,13 @@ OUTSIDE = 2.0 * GIB
 
 @dataclass(frozen=True)
 class Memory:
-    """Of the pipeline rank that needs most, in bytes. rows: at its peak, which they add up to; moment: when that is; slack:
-    reserved by the allocator beside the peak. of_ranks: the peak of each pipeline rank."""
+    """The pipeline rank that needs most, in bytes."""
 
     rank: int
-    moment: str
-    rows: dict[str, float]
-    slack: float
-    of_ranks: tuple[float, ...]
+    moment: str  # of its peak
+    rows: dict[str, float]  # at its peak, which they add up to
+    slack: float  # reserved by the allocator beside the peak
+    of_ranks: tuple[float, ...]  # the peak of each pipeline rank
 
     @property
     def peak(self) -> float:
@@ -38,12 +38,18 @@ class Memory:
 
     @property
     def reserved(self) -> float:
-        """What `torch.cuda.max_memory_reserved` should show."""
+        """The figure that `torch.cuda.max_memory_reserved` should show."""
         return self.peak + self.slack
 
     @property
     def total(self) -> float:
         return self.reserved + OUTSIDE
+
+
+def itemsizes(training: Training) -> tuple[int, int, int]:
+    """Bytes of a number: as weights are held, as they are computed with, as gradients are reduced."""
+    held, computed, summed = training.dtype, training.mixed_precision_param, training.mixed_precision_reduce
+    return getattr(torch, held).itemsize, getattr(torch, computed).itemsize, getattr(torch, summed).itemsize
 
 
 def memory_of(layout: PlannedLayout, stages: Sequence[Figures]) -> Memory:
@@ -60,11 +66,7 @@ def memory_of(layout: PlannedLayout, stages: Sequence[Figures]) -> Memory:
 
 def moments(layout: PlannedLayout, stages: Sequence[Figures], rank: int) -> list[tuple[str, dict[str, float]]]:
     """Each moment of a step in which pipeline rank `rank` may need most: its name, and what there is, in bytes."""
-    training = layout.config.training
-    held_as, computed, summed = (
-        getattr(torch, name).itemsize
-        for name in (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
-    )
+    held_as, computed, summed = itemsizes(layout.config.training)
     mine = layout.pipeline.stages_of(rank)
 
     def sum_of(key: str) -> float:
@@ -81,42 +83,34 @@ def moments(layout: PlannedLayout, stages: Sequence[Figures], rank: int) -> list
     }
     found = []
 
-    def moment(name: str, activations: float, working: float, gradients: float) -> None:
+    def moment(name: str, activations: float, working: float) -> None:
         found.append((name, {**steady, "activations": activations, "working": working, "gradients": gradients}))
 
-    order = order_of(layout.config.parallelism, layout.pipeline)[rank]
     in_flight: dict[int, int] = defaultdict(int)
     gradients = 0.0
     after = summed * sum_of("whole") if layout.gathers_once else held_as * numbers if layout.microbatches > 1 else 0.0
-    for _ in range(min(2, layout.accumulation)):  # a second local batch finds the gradients of the first
-        for action in order:
-            for each in () if action is None else action.sub_actions or (action,):
-                kind, stage = each.computation_type.value, each.stage_index
-                if kind not in "FBIW":
-                    continue
-                figures = stages[stage]
-                pipeline, logits = _held_by_pipeline(layout, figures), figures.get("activations.logits", 0.0)
-                saved = figures["forward.saved"]
-                if kind == "F":
-                    before = sum(count * kept(layout, stages[other]) for other, count in in_flight.items())
-                    moment("forward", before, peak(figures, "forward"), gradients)
-                    if logits:
-                        moment("loss", before + saved + pipeline, logits + peak(figures, "loss_forward"), gradients)
-                    in_flight[stage] += 1
-                elif kind in "BI":
-                    in_flight[stage] -= 1
-                    before = sum(count * kept(layout, stages[other]) for other, count in in_flight.items())
-                    if logits:
-                        # dropped after the loss, if its backward has no use for them; a pipeline's stage keeps them
-                        read = min(logits, figures.get("loss_forward.inputs", 0.0)) if layout.degrees["pp"] == 1 else logits
-                        moment(
-                            "backward of the loss", before + saved + pipeline, read + peak(figures, "loss_backward"), gradients
-                        )
-                    start, end = figures["backward.peak.start"], figures["backward.peak.end"]
-                    moment("backward, the last blocks", before + saved + pipeline, max(0.0, start - saved), gradients)
-                    moment("backward, the first blocks", before + pipeline, end, gradients)
-                    gradients = after
-    moment("optimizer step", 0.0, 0.0, held_as * numbers)
+    order = computations(order_of(layout.config.parallelism, layout.pipeline)[rank])
+    for kind, stage, _ in order * min(2, layout.accumulation):  # a second local batch finds the gradients of the first
+        figures = stages[stage]
+        pipeline, logits = _held_by_pipeline(layout, figures), figures.get("activations.logits", 0.0)
+        in_flight[stage] -= kind in "BI"
+        others = sum(count * kept(layout, stages[other]) for other, count in in_flight.items())
+        here = others + figures["forward.saved"] + pipeline
+        if kind == "F":
+            moment("forward", others, peak(figures, "forward"))
+            if logits:
+                moment("loss", here, logits + peak(figures, "loss_forward"))
+        elif kind in "BI":
+            if logits:
+                # dropped after the loss, if its backward has no use for them; a pipeline's stage keeps them
+                read = min(logits, figures.get("loss_forward.inputs", 0.0)) if layout.degrees["pp"] == 1 else logits
+                moment("backward of the loss", here, read + peak(figures, "loss_backward"))
+            moment("backward, the last blocks", here, max(0.0, figures["backward.peak.start"] - figures["forward.saved"]))
+            moment("backward, the first blocks", others + pipeline, figures["backward.peak.end"])
+            gradients = after
+        in_flight[stage] += kind == "F"
+    gradients = held_as * numbers
+    moment("optimizer step", 0.0, 0.0)
     return found
 
 
@@ -131,7 +125,7 @@ def kept(layout: PlannedLayout, figures: Figures) -> float:
 
 
 def _held_by_pipeline(layout: PlannedLayout, figures: Figures) -> float:
-    """What torch's stages keep of a microbatch: what came in and, but for logits, what went out."""
+    """Bytes that torch's stages keep of a microbatch: what came in and, but for logits, what went out."""
     if layout.degrees["pp"] == 1:
         return 0.0
     return figures["activations.between"] * (2 if "activations.logits" not in figures else 1)

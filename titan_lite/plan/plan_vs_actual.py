@@ -23,24 +23,21 @@ import torch
 import torch.distributed as dist
 
 from titan_lite.compiler.hardware import GIB, Machine
+from titan_lite.metrics.records import read_lines
 from titan_lite.plan.measure import RECORD, Shapes, against, calibrated, find_machine, machine_to_toml, measure
 
 LONGEST = 180  # seconds that the end of a run waits for its plan
 
 
 class PlanVsActual:
-    """mode: "auto", "always" or "never", as metrics.compare_plan says. machine: what the compile stage prices with, if anything;
-    shapes: of what a rank computes at once."""
+    """mode: metrics.compare_plan, "auto", "always" or "never". machine: what the compile stage prices with, if anything."""
 
     def __init__(self, mode: str, folder: Path, device: torch.device, machine: Machine | None, shapes: Shapes):
         self.folder, self.device, self.machine, self.shapes = folder, device, machine, shapes
         self.wanted = mode == "always" or (mode == "auto" and device.type == "cuda")
         self.planning: subprocess.Popen | None = None
-        self.skipped = []
-        if mode == "auto" and not self.wanted:
-            self.skipped = [
-                'no plan to compare with: on CPUs only with metrics.compare_plan = "always", which takes a quarter of a minute'
-            ]
+        why = 'no plan to compare with: on CPUs only with metrics.compare_plan = "always", which takes a quarter of a minute'
+        self.skipped = [why] if mode == "auto" and not self.wanted else []
 
     def start(self) -> None:
         """Once config.toml is in the folder; called by all ranks, the first one plans. On a CPU it would take the run's cores."""
@@ -64,13 +61,12 @@ class PlanVsActual:
         """All ranks together, after the last step. peak: GiB, of this rank's device. The lines are the first rank's."""
         if not self.wanted:
             return self.skipped
-        machine, shapes = self.machine, self.shapes
-        if machine is None or self.device.type == "cpu":
-            machine = find_machine("", self.device)
+        on_gpu = self.device.type == "cuda"
+        machine = self.machine if on_gpu and self.machine else find_machine("", self.device)
         if machine is None:
             return ["no plan to compare with: no prices for this GPU; compile.machine names a profile, or a file with one"]
         try:
-            reached = measure(shapes, self.device)
+            reached = measure(self.shapes, self.device)
         except torch.OutOfMemoryError:
             return ["no plan to compare with: no memory is left to measure the machine in"]
         most = torch.tensor(peak, dtype=torch.float64, device=self.device)
@@ -84,17 +80,17 @@ class PlanVsActual:
         record = {
             "world_size": dist.get_world_size(),
             "nodes": nodes,
-            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU",
+            "device": torch.cuda.get_device_name(self.device) if on_gpu else "CPU",
             "profile": dataclasses.asdict(machine),
             "reached": reached,
             "step_seconds": statistics.median(windows),
             "windows": len(windows),
             "memory_bytes": float(most) * GIB,
-            "memory_is": "reserved" if self.device.type == "cuda" else "resident, Python and torch included",
+            "memory_is": "reserved" if on_gpu else "resident, Python and torch included",
         }
         (self.folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        if self.device.type == "cpu":  # of which no profile says anything: as it was just measured
-            self._plan(calibrated(machine, reached, shapes.dtype, nodes))
+        if not on_gpu:  # no profile says anything of a CPU: as it was just measured
+            self._plan(calibrated(machine, reached, self.shapes.dtype, nodes))
         return self.compare(record)
 
     def compare(self, record: dict) -> list[str]:
@@ -111,25 +107,20 @@ class PlanVsActual:
             return [f"no plan to compare with: {said[-1].removeprefix('error: ')}"]
         plan = json.loads((self.folder / "plan.json").read_text(encoding="utf-8"))
         seconds, measured = plan["step_seconds"], record["step_seconds"]
-        off = seconds["stated"] / measured - 1
         memory = against(plan["memory"]["reserved"], record["memory_bytes"])
         return [
             f"planned against measured: step {seconds['stated']:.3g} s ({seconds['fast']:.3g} to {seconds['slow']:.3g}) against "
-            f"{measured:.3g} s, {100 * off:+.0f}%; memory {memory} {record['memory_is']}"
+            f"{measured:.3g} s, {100 * (seconds['stated'] / measured - 1):+.0f}%; memory {memory} {record['memory_is']}"
             + (f"; waited {waited:.0f} s for the plan" if waited > 1 else "")
         ]
 
 
 def step_seconds(path: Path) -> list[float]:
-    """Of the windows of metrics.jsonl since the run was last started, but the first, in which code is compiled."""
+    """Step times of metrics.jsonl since the run was last started, without its first window, in which code is compiled."""
     found: list[float] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if "resumed_from" in entry:
+    for _, entry in read_lines(path):
+        if entry is not None and "resumed_from" in entry:
             found = []
-        elif entry.get("step_time") is not None:
+        elif entry is not None and entry.get("step_time") is not None:
             found.append(entry["step_time"])
     return found[1:]

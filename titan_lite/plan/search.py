@@ -9,16 +9,17 @@ for backward, without anything that comes and goes), so nothing that would fit i
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from titan_lite.compiler.hardware import Machine
-from titan_lite.config import Config
-from titan_lite.models.llama3 import FLAVORS, ModelConfig
-from titan_lite.plan.changes import CHECKPOINTING, Change
-from titan_lite.plan.memory import GIB, OUTSIDE
+from titan_lite.config import Config, ConfigError, flatten
+from titan_lite.distributed.mesh import DEGREES
+from titan_lite.models.llama3 import FLAVORS
+from titan_lite.plan.changes import CHECKPOINTING, Change, fitting, plan_changes, ranked, table, with_progress
+from titan_lite.plan.memory import GIB, OUTSIDE, itemsizes
 from titan_lite.plan.summary import Plan, name_of
 from titan_lite.plan.trace import PlannedLayout, layers_of
 
@@ -27,14 +28,66 @@ LONG = 32768  # tokens, from which on sequences are worth splitting
 
 @dataclass(frozen=True)
 class Guess:
-    """By closed formulas: seconds of a step, roughly; nbytes: that a rank needs at least."""
+    """An estimate by closed formulas."""
 
-    seconds: float
-    nbytes: float
+    seconds: float  # of a step, roughly
+    nbytes: float  # that a rank needs at least
+
+
+def search(
+    config: Config, world_size: int, lay_out: Callable[[Change], PlannedLayout], machine: Machine, count: int, full: bool
+) -> list[str]:
+    """Lines: the number of layouts, a ranked table, and why the others lost. count: of those to plan, of all that are priced."""
+    sequences = config.training.global_batch_size
+    if sequences == -1:
+        try:
+            sequences = lay_out({}).rows
+        except ConfigError as error:
+            raise ConfigError(
+                f"--search keeps the tokens of a step, which --set training.global_batch_size=N says: {error}"
+            ) from error
+    found: list[tuple[float, Change]] = []
+    refused = large = 0
+    tried = list(space(config, world_size, machine, sequences))
+    for change in with_progress(tried, len(tried), "priced by formula"):
+        try:
+            its = guess(lay_out(change), machine)
+        except ConfigError:
+            refused += 1
+            continue
+        if its.nbytes <= machine.memory * GIB:
+            found.append((its.seconds, change))
+        else:
+            large += 1
+    found.sort(key=lambda each: each[0])
+    lines = [
+        f"{len(tried):,} layouts of {world_size} ranks with {sequences:,} sequences a step: {refused:,} cannot run, "
+        f"{large:,} cannot fit, by what parameters, optimizer and kept activations need alone; of {len(found):,} the "
+        f"{min(count, len(found))} fastest by formula were planned",
+        "",
+    ]
+    rows = plan_changes(lay_out, [change for _, change in found[:count]], machine, full)
+    if fit := fitting(rows):
+        change, best = fit[0]
+        rows = ranked([*rows, *plan_changes(lay_out, other_buckets(change, best.layout), machine, full)])
+    lines += table(rows, label)
+    if not fit:
+        return [*lines, "", "no layout fits; more ranks, fewer sequences a step or shorter ones would be needed"]
+    (change, best), *_ = fitting(rows)
+    lost = [f"  {why_lost(plan, best)}: {label(its)}" for its, plan in rows if isinstance(plan, Plan) and plan is not best]
+    keys = " ".join(f"--set {key}={value}" for key, value in differing(config, change).items())
+    return [*lines, "", "why the others lost", *lost, "", f"best: {keys}"]
+
+
+def other_buckets(change: Change, layout: PlannedLayout) -> list[Change]:
+    """Ways to bucket beside the recipe's own; none where weights are gathered once a step, which has its own buckets."""
+    if not layout.config.compile.compiles("model") or layout.gathers_once:
+        return []
+    return [change | {"compile.bucketing": way} for way in ("block", "greedy") if way != layout.config.compile.bucketing]
 
 
 def powers_of_two(most: int) -> list[int]:
-    return [2**exponent for exponent in range(most.bit_length()) if 2**exponent <= most]
+    return [2**exponent for exponent in range(most.bit_length())]
 
 
 def space(config: Config, world_size: int, machine: Machine, sequences: int) -> Iterator[Change]:
@@ -54,16 +107,13 @@ def space(config: Config, world_size: int, machine: Machine, sequences: int) -> 
             rows, rest = divmod(sequences, dp)
             if rest or not rows or dp % shard:
                 continue
+            degrees = {"tp": tp, "pp": pp, "cp": cp, "dp_shard": shard, "dp_replicate": dp // shard}
             for batch, mode in itertools.product(_local_batches(rows, pp), CHECKPOINTING):
                 several = batch < rows or pp > 1
                 schedules = ("1F1B", "Interleaved1F1B") if pp > 1 else (config.parallelism.pipeline_parallel_schedule,)
                 for schedule, when in itertools.product(schedules, ("step", "microbatch") if several else ("step",)):
                     yield {
-                        "parallelism.tensor_parallel_degree": str(tp),
-                        "parallelism.pipeline_parallel_degree": str(pp),
-                        "parallelism.context_parallel_degree": str(cp),
-                        "parallelism.data_parallel_shard_degree": str(shard),
-                        "parallelism.data_parallel_replicate_degree": str(dp // shard),
+                        **{f"parallelism.{DEGREES[axis]}": str(degree) for axis, degree in degrees.items()},
                         "training.local_batch_size": str(batch),
                         "training.global_batch_size": str(sequences),
                         "activation_checkpoint.mode": mode,
@@ -75,16 +125,7 @@ def space(config: Config, world_size: int, machine: Machine, sequences: int) -> 
 
 def label(change: Change) -> str:
     """A layout of `space` in a few words."""
-    degrees = {
-        axis: int(change[f"parallelism.{name}_degree"])
-        for axis, name in (
-            ("pp", "pipeline_parallel"),
-            ("dp_replicate", "data_parallel_replicate"),
-            ("dp_shard", "data_parallel_shard"),
-            ("cp", "context_parallel"),
-            ("tp", "tensor_parallel"),
-        )
-    }
+    degrees = {axis: int(change[f"parallelism.{key}"]) for axis, key in DEGREES.items()}
     words = [" x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one rank"]
     words += [f"batch {change['training.local_batch_size']}", f"checkpointing {change['activation_checkpoint.mode']}"]
     words += [change["parallelism.pipeline_parallel_schedule"]] if degrees["pp"] > 1 else []
@@ -94,13 +135,13 @@ def label(change: Change) -> str:
 
 
 def differing(config: Config, change: Change) -> Change:
-    """What of it the recipe does not say already."""
-    own = {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in change}
+    """The keys that the recipe does not have so already."""
+    own = flatten(config)
     return {key: value for key, value in change.items() if str(own[key]) != value}
 
 
 def _local_batches(rows: int, pp: int) -> list[int]:
-    """Of `rows` sequences a rank and step: small ones, and in a pipeline what fills it."""
+    """Local batch sizes for `rows` sequences a rank and step: small ones, and in a pipeline what fills it."""
     if pp == 1:
         return [batch for batch in powers_of_two(min(rows, 8)) if rows % batch == 0]
     return [rows // part for part in (1, 2, 4) if rows % part == 0 and rows // part >= pp]
@@ -109,26 +150,26 @@ def _local_batches(rows: int, pp: int) -> list[int]:
 def guess(layout: PlannedLayout, machine: Machine) -> Guess:
     model, degrees, config = layout.model, layout.degrees, layout.config
     tp, pp, m = degrees["tp"], degrees["pp"], layout.pipeline.microbatches
-    computed, summed, held = (
-        getattr(torch, name).itemsize
-        for name in (config.training.mixed_precision_param, config.training.mixed_precision_reduce, config.training.dtype)
-    )
-    tokens = layout.sequences * config.training.seq_len // degrees["cp"]
-    table, block = model.vocab_size * model.dim / tp, _numbers_of_block(model) / tp
+    held, computed, summed = itemsizes(config.training)
+    tokens = layout.sequences * layout.seq_len // degrees["cp"]
+    table = model.vocab_size * model.dim / tp
+    block = (2 * model.dim * model.head_dim * (model.n_heads + model.n_kv_heads) + 3 * model.dim * model.hidden_dim) / tp
     mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
     by_operator = mode == "selective" and option in ("op", "op/2")
     # the share of blocks that run twice
     again = 1.0 if mode == "full" else 1 / int(option) if mode == "selective" and not by_operator else 0.0
     # Inputs of products, which selective checkpointing computes again: two norms' results and the feed-forward's.
     inputs = 0.0 if by_operator else 2 * model.dim + model.hidden_dim
-    of_block = _kept_of_block(model) * (0.5 if by_operator and option == "op/2" else 1.0)
+    # At least: queries, keys, values, attention's result and its product, both halves of the feed-forward.
+    every = 0.5 if by_operator and option == "op/2" else 1.0
+    of_block = every * (3 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * model.hidden_dim)
     keeps = computed * tokens / tp * (again * model.dim + (1 - again) * (of_block + inputs))
     shards = degrees["dp_shard"] * degrees["cp"]
     once = layout.gathers_once
 
     peak = machine.flops(getattr(torch, config.training.mixed_precision_param))
     products = 2 * block * tokens / (peak * machine.matmul_efficiency)
-    seen = config.training.seq_len / 2  # tokens that one attends to, on average
+    seen = layout.seq_len / 2  # tokens that one attends to, on average
     attention = 4 * tokens * seen * model.dim / tp / (peak * machine.attention_efficiency)
     forward = products + attention
     backward = 2 * products + 2.5 * attention + again * forward
@@ -136,10 +177,8 @@ def guess(layout: PlannedLayout, machine: Machine) -> Guess:
     hidden = computed * tokens * model.dim
     exchange = 2 * (machine.collective("all_gather", hidden, group) + machine.collective("reduce_scatter", hidden, group))
     around = range(0, shards * tp, tp)  # of FSDP, within a pipeline rank
-    gather, reduce = (
-        machine.collective("all_gather", computed * block, around),
-        machine.collective("reduce_scatter", summed * block, around),
-    )
+    gather = machine.collective("all_gather", computed * block, around)
+    reduce = machine.collective("reduce_scatter", summed * block, around)
     if not once:  # beside computation; what is longer than that shows
         forward, backward = max(forward, gather), max(backward, gather + reduce)
     forward, backward = forward + exchange, backward + exchange * (1 + again)
@@ -165,21 +204,8 @@ def guess(layout: PlannedLayout, machine: Machine) -> Guess:
     return Guess(step, most + OUTSIDE)
 
 
-def _numbers_of_block(model: ModelConfig) -> int:
-    return 2 * model.dim * model.head_dim * (model.n_heads + model.n_kv_heads) + 3 * model.dim * model.hidden_dim
-
-
-def _kept_of_block(model: ModelConfig) -> float:
-    """Numbers a token, at least: queries, keys, values, attention's result and its product, both halves of the feed-forward."""
-    return 3 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * model.hidden_dim
-
-
-def fits(found: Guess, machine: Machine) -> bool:
-    return found.nbytes <= machine.memory * GIB
-
-
 def why_lost(plan: Plan, best: Plan) -> str:
-    """What it needs or waits for that the best one does not, of the same tokens a step."""
+    """The memory or the wait that the best plan does not have, for the same tokens a step."""
     if not plan.fits:
         largest = max(plan.memory.rows, key=lambda row: plan.memory.rows[row])
         return f"{(plan.memory.total - plan.capacity) / GIB:.1f} GiB too many, {largest} most of all"

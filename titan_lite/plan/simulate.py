@@ -1,6 +1,6 @@
 """An optimizer step put together from the figures of its stages: what takes how long, and who waits for whom.
 
-    step = simulate_step(layout, stages, machine)             # stages: of each pipeline stage, its figures (figures.py)
+    step = simulate_step(layout, stages, machine)             # stages: of each pipeline stage, its figures (costs.py)
     step.seconds, step.parts["exposed.tp"]
 
 A pipeline is run action by action in its schedule's own order, with what each stage really costs.
@@ -10,15 +10,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from titan_lite.compiler.hardware import Machine
 from titan_lite.distributed.pipeline_plan import Timetable, order_of, run_order
 from titan_lite.plan.costs import Figures
+from titan_lite.plan.memory import itemsizes
 from titan_lite.plan.trace import PlannedLayout
 
-FORWARD, BACKWARD = ("forward.", "loss_forward."), ("backward.", "loss_backward.")
-ROUND = ("gather.", "reduce.")
+FORWARD, BACKWARD = ("forward", "loss_forward"), ("backward", "loss_backward")
+ROUND = ("gather", "reduce")
 # Times that 4 bytes, or what training.dtype has, of each local parameter are read or written: the norm reads gradients, clipping
 # reads and writes them; AdamW reads parameter, gradient and both moments, and writes all but the gradient.
 CLIPPING, UPDATE = 3, 7
@@ -26,11 +25,15 @@ SMALL_SUMS = 3  # of one number over all ranks: tokens, the gradients' norm, the
 
 
 @dataclass(frozen=True)
-class Step:
-    """parts: seconds on average over pipeline ranks, which add up to `seconds`: compute, exposed.<axis>, bubble, optimizer. sent,
-    across: bytes of the pipeline rank that sends most, by axis; across: of these, to other nodes. matmul, attention:
-    floating-point operations of a rank, on average. run: of the pipeline, one local batch. ends: of each pipeline rank, seconds
-    of what is done once a step, before (gather) and after it (reduce, optimizer)."""
+class StepTimes:
+    """A step in seconds.
+
+    parts      on average over pipeline ranks, they add up to `seconds`: compute, exposed.<axis>, bubble, optimizer
+    sent       bytes of the pipeline rank that sends most, by axis; across: of these, to other nodes
+    matmul     floating-point operations of a rank, on average; attention: the same
+    run        of the pipeline, one local batch
+    ends       of each pipeline rank, what is done once a step, before (gather) and after it (reduce, optimizer)
+    """
 
     seconds: float
     parts: dict[str, float]
@@ -42,11 +45,12 @@ class Step:
     ends: Sequence[Mapping[str, float]] = ()
 
 
-def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Machine) -> Step:
-    """Of `stages`, in their order, all with the figures for `machine`."""
-    degree, itemsize = layout.degrees["pp"], getattr(torch, layout.config.training.dtype).itemsize
+def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Machine) -> StepTimes:
+    """stages: the figures of each, in their order, all for `machine`."""
+    degree, itemsize = layout.degrees["pp"], itemsizes(layout.config.training)[0]
+    accumulating = [accumulate(layout, figures, machine) for figures in stages]
     forward = [seconds_of(figures, FORWARD) for figures in stages]
-    backward = [seconds_of(figures, BACKWARD) + accumulate(layout, figures, machine) for figures in stages]
+    backward = [seconds_of(figures, BACKWARD) + extra for figures, extra in zip(stages, accumulating, strict=True)]
 
     def seconds(kind: str, stage: int) -> float:
         return {"F": forward[stage], "B": backward[stage]}.get(kind, backward[stage] / 2)
@@ -56,76 +60,64 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
     run = run_order(order_of(layout.config.parallelism, layout.pipeline), seconds, travel)
 
     ranks = [layout.pipeline.stages_of(rank) for rank in range(degree)]
-    own: list[dict[str, float]] = []
-    for mine in ranks:
-        parts: dict[str, float] = defaultdict(float)
+
+    def of_step(mine: Sequence[int], *what: str) -> dict[str, float]:
+        """Sums over a rank's stages, and over a step."""
+        found: dict[str, float] = defaultdict(float)
         for stage in mine:
-            for prefixes, times in (((*FORWARD, *BACKWARD), layout.microbatches), (ROUND, 1)):
-                for part, value in waits_of(stages[stage], prefixes).items():
-                    parts[part] += times * value
-            parts["compute"] += layout.microbatches * accumulate(layout, stages[stage], machine)
-            moved = (CLIPPING + UPDATE) * itemsize * stages[stage]["held"]
-            parts["optimizer"] += machine.memory_traffic(moved)
-        parts["optimizer"] += SMALL_SUMS * machine.collective("all_reduce", 8, range(layout.world_size))
-        own.append(parts)
-    ends = [
-        {what: sum(seconds_of(stages[stage], (f"{what}.",)) for stage in mine) for what in ("gather", "reduce")}
-        | {"optimizer": own[rank]["optimizer"]}
-        for rank, mine in enumerate(ranks)
-    ]
-    total = layout.accumulation * run.seconds + max(sum(each.values()) for each in ends)
+            for graphs, times in (((*FORWARD, *BACKWARD), layout.microbatches), (ROUND, 1)):
+                for figure, value in sums_of(stages[stage], graphs, what).items():
+                    found[figure] += times * value
+        return found
+
     mean: dict[str, float] = defaultdict(float)
-    for parts in own:
+    ends = []
+    for mine in ranks:
+        parts = of_step(mine, "compute", "exposed.")
+        parts["compute"] += layout.microbatches * sum(accumulating[stage] for stage in mine)
+        moved = [(CLIPPING + UPDATE) * itemsize * stages[stage]["held"] for stage in mine]
+        sums = SMALL_SUMS * machine.collective("all_reduce", 8, range(layout.world_size))
+        parts["optimizer"] = sum(map(machine.memory_traffic, moved)) + sums
         for part, value in parts.items():
             mean[part] += value / degree
+        end = {graph: sum(seconds_of(stages[stage], (graph,)) for stage in mine) for graph in ROUND}
+        ends.append(end | {"optimizer": parts["optimizer"]})
+    total = layout.accumulation * run.seconds + max(sum(each.values()) for each in ends)
     mean["bubble"] = total - sum(mean.values())
 
     def largest(what: str) -> dict[str, float]:
-        sums: list[dict[str, float]] = []
-        for mine in ranks:
-            by_axis: dict[str, float] = defaultdict(float)
-            for stage in mine:
-                for key, value in stages[stage].items():
-                    graph, _, figure = key.partition(".")
-                    if figure.startswith(f"{what}."):
-                        by_axis[figure.removeprefix(f"{what}.")] += value * (1 if f"{graph}." in ROUND else layout.microbatches)
-            sums.append(by_axis)
-        result = max(sums, key=lambda by_axis: sum(by_axis.values()))
+        by_axis = max((of_step(mine, what) for mine in ranks), key=lambda sums: sum(sums.values()))
+        result = {figure.removeprefix(what): value for figure, value in by_axis.items()}
         if degree > 1:
             crosses = len({rank // machine.ranks_per_node for rank in neighbours}) > 1
             hops = 2 * layout.microbatches * stages[0]["activations.between"] * max(map(len, ranks))
-            result["pp"] = hops if what == "bytes" or crosses else 0.0
-        return dict(result)
+            result["pp"] = hops if what == "bytes." or crosses else 0.0
+        return result
 
-    def operations(what: str) -> float:
-        each = [figures.get(f"{graph}{what}", 0.0) for figures in stages for graph in (*FORWARD, *BACKWARD)]
-        return layout.microbatches * sum(each) / degree
-
-    return Step(total, dict(mean), largest("bytes"), largest("across"), operations("matmul"), operations("attention"), run, ends)
+    operations = of_step(range(len(stages)), "matmul", "attention")
+    matmul, attention = (operations[what] / degree for what in ("matmul", "attention"))
+    return StepTimes(total, dict(mean), largest("bytes."), largest("across."), matmul, attention, run, ends)
 
 
-def waits_of(figures: Figures, prefixes: Sequence[str]) -> dict[str, float]:
-    """Seconds of computation, and exposed along each axis, of the graphs whose names are `prefixes`."""
+def sums_of(figures: Figures, graphs: Sequence[str], what: tuple[str, ...]) -> dict[str, float]:
+    """Over these graphs, of each figure whose name begins with one of `what`."""
     found: dict[str, float] = defaultdict(float)
     for key, value in figures.items():
         graph, _, figure = key.partition(".")
-        if f"{graph}." in prefixes and (figure == "compute" or figure.startswith("exposed.")):
+        if graph in graphs and figure.startswith(what):
             found[figure] += value
     return found
 
 
-def seconds_of(figures: Figures, prefixes: Sequence[str]) -> float:
-    return sum(waits_of(figures, prefixes).values())
+def seconds_of(figures: Figures, graphs: Sequence[str]) -> float:
+    return sum(sums_of(figures, graphs, ("compute", "exposed.")).values())
 
 
 def accumulate(layout: PlannedLayout, figures: Figures, machine: Machine) -> float:
     """Seconds in which a microbatch's gradients are added to those before: of whole weights, or of shards."""
     if layout.microbatches == 1:
         return 0.0
-    training = layout.config.training
-    computed, summed = (
-        getattr(torch, name).itemsize for name in (training.mixed_precision_param, training.mixed_precision_reduce)
-    )
+    held, computed, summed = itemsizes(layout.config.training)
     if layout.gathers_once:
         return machine.memory_traffic(figures["whole"] * (computed + 2 * summed))
-    return machine.memory_traffic(3 * getattr(torch, training.dtype).itemsize * figures["held"])
+    return machine.memory_traffic(3 * held * figures["held"])

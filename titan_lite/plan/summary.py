@@ -1,6 +1,6 @@
 """The plan of a recipe: one screen of words, or one JSON object.
 
-    plan = make_plan(layout, machine)
+    plan = make_plan(layout, machine.spread())
     print("\\n".join(describe(plan)))
     print(as_json(plan))
 
@@ -11,8 +11,8 @@ compiler/hardware.py says of their uncertainty.
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import BrokenExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,8 @@ from titan_lite.compiler.timeline import Timeline
 from titan_lite.config import ConfigError
 from titan_lite.models.llama3 import flops_per_token
 from titan_lite.plan.memory import GIB, OUTSIDE, Memory, memory_of
-from titan_lite.plan.simulate import Step, simulate_step
-from titan_lite.plan.trace import Kind, PlannedLayout, Traced, finish_trace, kind_of_stage, layers_of, start_trace, start_tracing
+from titan_lite.plan.simulate import StepTimes, simulate_step
+from titan_lite.plan.trace import Kind, PlannedLayout, Traced, figures_at, kind_of_stage, layers_of, start_trace, start_tracing
 
 WORDS = {
     "compute": "computation",
@@ -41,16 +41,13 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Plan:
-    """steps: as stated, slow, fast; seconds: that planning took; depths: blocks that were traced, by kind of stage; timelines: of
-    the graphs with most blocks."""
-
     layout: PlannedLayout
     machine: Machine
-    steps: tuple[Step, Step, Step]
+    steps: tuple[StepTimes, ...]  # on each machine that it is for: as stated, slow, fast
     memory: Memory
-    depths: dict[Kind, tuple[int, ...]]
-    seconds: float
-    timelines: Mapping[Kind, Sequence[Timeline]] = field(default_factory=dict)
+    depths: dict[Kind, tuple[int, ...]]  # numbers of blocks that were traced
+    seconds: float  # that planning took
+    timelines: Mapping[Kind, Sequence[Timeline]] = field(default_factory=dict)  # of the graphs with most blocks
 
     @property
     def capacity(self) -> float:
@@ -60,19 +57,19 @@ class Plan:
     def fits(self) -> bool:
         return self.memory.total <= self.capacity
 
-    def tokens_per_second(self, step: Step) -> float:
-        """Of one rank."""
+    def tokens_per_second(self, step: StepTimes) -> float:
+        """Tokens a second of one rank."""
         return self.layout.tokens / step.seconds / self.layout.world_size
 
-    def model_flops(self, step: Step) -> float:
+    def model_flops(self, step: StepTimes) -> float:
         """FLOP/s of a rank that the model needs, recomputation not counted."""
-        return self.tokens_per_second(step) * flops_per_token(self.layout.model, self.layout.config.training.seq_len)
+        return self.tokens_per_second(step) * flops_per_token(self.layout.model, self.layout.seq_len)
 
-    def mfu(self, step: Step) -> float:
+    def mfu(self, step: StepTimes) -> float:
         return self.model_flops(step) / self.peak_flops
 
-    def hfu(self, step: Step) -> float:
-        """With what is recomputed."""
+    def hfu(self, step: StepTimes) -> float:
+        """MFU with what is recomputed."""
         return (step.matmul + step.attention) / step.seconds / self.peak_flops
 
     @property
@@ -80,24 +77,28 @@ class Plan:
         return self.machine.flops(getattr(torch, self.layout.config.training.mixed_precision_param))
 
 
-def make_plan(layout: PlannedLayout, machine: Machine, full: bool = False) -> Plan:
+def make_plan(layout: PlannedLayout, machines: Sequence[Machine], full: bool = False) -> Plan:
     """full: every block is traced. Raises CompileError for what cannot be planned."""
-    (plan,) = make_plans([layout], machine, full)
+    (plan,) = make_plans([layout], machines, full)
     if isinstance(plan, CompileError):
         raise plan
     return plan
 
 
-def make_plans(layouts: Sequence[PlannedLayout], machine: Machine, full: bool = False) -> Iterator[Plan | CompileError]:
-    """Of each, in one world, one after another as they are ready."""
+def make_plans(
+    layouts: Sequence[PlannedLayout], machines: Sequence[Machine], full: bool = False
+) -> Iterator[Plan | CompileError]:
+    """Plans in one world, one after another as they are ready, with a step on each machine."""
+    if not layouts:
+        return
     started = time.perf_counter()
-    machines = (machine, machine.scaled(-1), machine.scaled(1))
     with start_tracing(layouts[0].world_size) as processes:
-        shared: dict[Any, Any] = {}
+        shared: dict[Any, Future[Traced]] = {}
         tasks = [start_trace(processes, layout, machines, full, shared) for layout in layouts]
         for layout, task in zip(layouts, tasks, strict=True):
             try:
-                yield put_together(layout, machines, finish_trace(task), time.perf_counter() - started)
+                traced = {kind: {depth: each.result() for depth, each in depths.items()} for kind, depths in task.items()}
+                yield put_together(layout, machines, traced, time.perf_counter() - started)
             except CompileError as error:
                 yield error
             except BrokenExecutor:
@@ -107,16 +108,18 @@ def make_plans(layouts: Sequence[PlannedLayout], machine: Machine, full: bool = 
                 ) from None
 
 
-def put_together(layout: PlannedLayout, machines: Sequence[Machine], traced: dict[Kind, Traced], seconds: float = 0.0) -> Plan:
-    """machines: as stated, slow, fast."""
-    of_machine = [
-        [traced[kind_of_stage(modules)].figures(layers_of(modules), number) for modules in layout.pipeline.modules]
+def put_together(
+    layout: PlannedLayout, machines: Sequence[Machine], traced: Mapping[Kind, Mapping[int, Traced]], seconds: float
+) -> Plan:
+    """traced: by kind of stage and number of blocks."""
+    stages = [
+        [figures_at(traced[kind_of_stage(modules)], layers_of(modules), number) for modules in layout.pipeline.modules]
         for number in range(len(machines))
     ]
-    stated, slow, fast = (simulate_step(layout, stages, machine) for stages, machine in zip(of_machine, machines, strict=True))
-    depths = {kind: tuple(sorted(each.depths)) for kind, each in traced.items()}
-    timelines = {kind: each.timelines for kind, each in traced.items()}
-    return Plan(layout, machines[0], (stated, slow, fast), memory_of(layout, of_machine[0]), depths, seconds, timelines)
+    steps = tuple(simulate_step(layout, each, machine) for each, machine in zip(stages, machines, strict=True))
+    depths = {kind: tuple(sorted(each)) for kind, each in traced.items()}
+    timelines = {kind: each[max(each)].timelines for kind, each in traced.items()}
+    return Plan(layout, machines[0], steps, memory_of(layout, stages[0]), depths, seconds, timelines)
 
 
 def describe(plan: Plan, token_budget: float = 0.0) -> list[str]:
@@ -124,36 +127,32 @@ def describe(plan: Plan, token_budget: float = 0.0) -> list[str]:
     layout, machine, memory = plan.layout, plan.machine, plan.memory
     config, (stated, slow, fast) = layout.config, plan.steps
     axes = " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items() if degree > 1) or "one rank"
-    training = config.training
-
-    def span(low: float, high: float, text: str = "{:,.0f}") -> str:
-        return f"{text.format(low)} to {text.format(high)}"
-
     compiled = f"{config.compile.backend}, {config.compile.bucketing} buckets" if config.compile.compiles("model") else "eager"
+
+    def slow_to_fast(figure: Callable[[StepTimes], float], scale: float = 1.0) -> str:
+        return f"{scale * figure(slow):,.0f} to {scale * figure(fast):,.0f}"
+
+    budget = token_budget or config.training.steps * layout.tokens
+    days = [budget / layout.tokens * step.seconds / 86400 for step in (fast, slow)]
+    hours = [24 * each * layout.world_size for each in days]
+    of_what = "" if token_budget else f" ({config.training.steps:,} steps)"
     lines = [
         f"{config.model.flavor} on {layout.world_size} {machine.name} ({axes}); {compiled}, "
         f"activation checkpointing {config.activation_checkpoint.mode}",
-        f"batch: {layout.rows:,} sequences of {training.seq_len:,} tokens a step = {layout.tokens:,} "
+        f"batch: {layout.rows:,} sequences of {layout.seq_len:,} tokens a step = {layout.tokens:,} "
         f"tokens, {layout.microbatches} microbatch{'es' * (layout.microbatches > 1)} of {layout.sequences} a rank",
         "",
-        f"  step time        {span(fast.seconds, slow.seconds, '{:.3g}')} s",
-        f"  tokens/s a GPU   {span(plan.tokens_per_second(slow), plan.tokens_per_second(fast))}",
-        f"  TFLOP/s a GPU    {span(plan.model_flops(slow) / 1e12, plan.model_flops(fast) / 1e12)}",
-        f"  MFU              {span(100 * plan.mfu(slow), 100 * plan.mfu(fast))}%, HFU "
-        f"{span(100 * plan.hfu(slow), 100 * plan.hfu(fast))}%",
+        f"  step time        {fast.seconds:.3g} to {slow.seconds:.3g} s",
+        f"  tokens/s a GPU   {slow_to_fast(plan.tokens_per_second)}",
+        f"  TFLOP/s a GPU    {slow_to_fast(plan.model_flops, 1e-12)}",
+        f"  MFU              {slow_to_fast(plan.mfu, 100)}%, HFU {slow_to_fast(plan.hfu, 100)}%",
+        f"  {budget:.3g} tokens{of_what}: {days[0]:.3g} to {days[1]:.3g} days, {hours[0]:,.0f} to {hours[1]:,.0f} GPU-hours, "
+        "without stops",
+        "",
+        "of the step, as stated",
     ]
-    budget = token_budget or training.steps * layout.tokens
-    days = [budget / layout.tokens * step.seconds / 86400 for step in (fast, slow)]
-    hours = [24 * each * layout.world_size for each in days]
-    of_what = "" if token_budget else f" ({training.steps:,} steps)"
-    rent = f"{span(days[0], days[1], '{:.3g}')} days, {span(hours[0], hours[1])} GPU-hours"
-    lines.append(f"  {budget:.3g} tokens{of_what}: {rent}, without stops")
-
-    lines += ["", "of the step, as stated"]
-    for part, seconds in sorted(stated.parts.items(), key=lambda item: -item[1]):
-        share = seconds / stated.seconds
-        if share >= 5e-4:
-            lines.append(f"  {100 * share:5.1f}%  {name_of(part)}")
+    shares = {part: seconds / stated.seconds for part, seconds in sorted(stated.parts.items(), key=lambda item: -item[1])}
+    lines += [f"  {100 * share:5.1f}%  {name_of(part)}" for part, share in shares.items() if share >= 5e-4]
     lines += ["", "sent by a rank and step, GB          in all   to other nodes"]
     for axis, nbytes in stated.sent.items():
         if nbytes:
@@ -166,14 +165,15 @@ def describe(plan: Plan, token_budget: float = 0.0) -> list[str]:
     margin = (plan.capacity - memory.total) / GIB
     verdict = f"fits, {margin:.1f} to spare" if plan.fits else f"does not fit: {-margin:.1f} too many"
     lines.append(f"  {'of ' + format(machine.memory, 'g') + ' on the device':<40} {memory.total / GIB:8.2f}  {verdict}")
-    lines += ["", f"what binds: {what_binds(plan)}"]
-    shares = ", ".join(f"{name.removesuffix('_efficiency')} {100 * share:.0f}%" for name, share in UNCERTAINTY.items())
+    uncertain = ", ".join(f"{name.removesuffix('_efficiency')} {100 * share:.0f}%" for name, share in UNCERTAINTY.items())
     traced = " and ".join(map(str, sorted({depth for depths in plan.depths.values() for depth in depths})))
-    lines.append(
-        f"ranges: efficiencies of {shares} either way; stages of {traced} blocks traced; the loader is never waited for; "
-        f"planned in {plan.seconds:.0f} s"
-    )
-    return lines
+    return [
+        *lines,
+        "",
+        f"what binds: {what_binds(plan)}",
+        f"ranges: efficiencies of {uncertain} either way; stages of {traced} blocks traced; the loader is never waited for; "
+        f"planned in {plan.seconds:.0f} s",
+    ]
 
 
 def name_of(part: str) -> str:
@@ -204,11 +204,11 @@ def as_json(plan: Plan) -> str:
     """Seconds, bytes and FLOP/s; ranges as {stated, slow, fast}."""
     layout, memory = plan.layout, plan.memory
 
-    def each(figure: Any) -> dict[str, float]:
+    def each(figure: Callable[[StepTimes], float]) -> dict[str, float]:
         return dict(zip(("stated", "slow", "fast"), map(figure, plan.steps), strict=True))
 
     stated = plan.steps[0]
-    found = {
+    found: dict[str, Any] = {
         "flavor": layout.config.model.flavor,
         "world_size": layout.world_size,
         "degrees": layout.degrees,

@@ -1,8 +1,8 @@
-"""What a pipeline stage computes, sends and holds: traced from the real model, by the real compile stage, on no hardware.
+"""The work, traffic and memory of a pipeline stage: traced from the real model, by the real compile stage, on no hardware.
 
     with start_tracing(layout.world_size) as processes:       # each is rank 0 of a world that is not there
-        traced = finish_trace(start_trace(processes, layout, machines))    # {modules beside blocks: ...}
-    traced[("tok_embeddings",)].figures(n_layers=7)           # {"forward.compute": 0.41, "backward.exposed.tp": 0.08, ...}
+        tasks = start_trace(processes, layout, machines, full=False, shared={})      # {modules beside blocks: {blocks: task}}
+    figures_at(depths, n_layers=7, machine=0)                 # {"forward.compute": 0.41, "backward.exposed.tp": 0.08, ...}
 
 A stage is built as the trainer builds it, on fake tensors in a fake process group, and the graphs that the passes leave are
 priced node by node. Blocks are alike, so two depths are traced and any other lies on the line through them; what depends on a
@@ -27,17 +27,20 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from titan_lite.compiler.collectives import is_all_gather, parameter_all_gathers, parameter_collectives, parameters_of, wait_of
 from titan_lite.compiler.hardware import Machine
+from titan_lite.compiler.reordering import move_gather_before
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import compile_model
 from titan_lite.compiler.timeline import Timeline
-from titan_lite.config import Config, Parallelism
+from titan_lite.config import Compile, Config, Parallelism
 from titan_lite.distributed.build import build_stages, compile_stages
 from titan_lite.distributed.context_parallel import attend_to_the_past
-from titan_lite.distributed.gather import GatherPlan, local
+from titan_lite.distributed.eager import Eager
+from titan_lite.distributed.gather import local
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.simple_fsdp import materialize, model_of
 from titan_lite.distributed.tensor_parallel import axis_of
@@ -45,7 +48,6 @@ from titan_lite.layout import Layout
 from titan_lite.loss import build_loss, own_vocabulary
 from titan_lite.models.llama3 import Transformer
 from titan_lite.plan.costs import Axes, Figures, axes_of, by_axis, bytes_of, figures_of, held_figures, round_figures
-from titan_lite.plan.eager_order import run_ahead
 
 PROCESSES = 2
 GRAPHS = ("forward", "loss_forward", "loss_backward", "backward")
@@ -58,36 +60,24 @@ class PlannedLayout(Layout):
 
     config: Config
 
-    @property
-    def fused(self) -> bool:
-        """Whether Inductor makes kernels of the model."""
-        return self.config.compile.compiles("model") and self.config.compile.backend == "inductor"
-
 
 @dataclass(frozen=True)
-class Sample:
-    """Of a stage with some number of blocks: what figures.py says, on each machine; and on the first one its graphs, in the order
-    in which they run, the groups of their collectives named by axis."""
+class Traced:
+    """A stage with some number of blocks. figures: on each machine (costs.py); timelines: of its graphs on the first one, in the
+    order in which they run, the groups of their collectives named by axis."""
 
     figures: Sequence[Figures]
     timelines: Sequence[Timeline]
 
 
-@dataclass(frozen=True)
-class Traced:
-    """Of a kind of stage, at each depth that was traced, and on each machine, what figures.py says. timelines: of the deepest."""
-
-    depths: Mapping[int, Sequence[Figures]]
-    timelines: Sequence[Timeline] = ()
-
-    def figures(self, n_layers: int, machine: int = 0) -> Figures:
-        """Of a stage with so many blocks: as traced, or on the line through two depths."""
-        if n_layers in self.depths:
-            return dict(self.depths[n_layers][machine])
-        (low, at_low), (high, at_high) = ((depth, figures[machine]) for depth, figures in sorted(self.depths.items()))
-        share = (n_layers - low) / (high - low)
-        keys = {**at_low, **at_high}
-        return {key: at_low.get(key, 0.0) + share * (at_high.get(key, 0.0) - at_low.get(key, 0.0)) for key in keys}
+def figures_at(depths: Mapping[int, Traced], n_layers: int, machine: int) -> Figures:
+    """A stage with so many blocks: as traced, or on the line through two depths."""
+    if n_layers in depths:
+        return dict(depths[n_layers].figures[machine])
+    (low, at_low), (high, at_high) = ((depth, traced.figures[machine]) for depth, traced in sorted(depths.items()))
+    share = (n_layers - low) / (high - low)
+    keys = {**at_low, **at_high}
+    return {key: at_low.get(key, 0.0) + share * (at_high.get(key, 0.0) - at_low.get(key, 0.0)) for key in keys}
 
 
 @contextmanager
@@ -116,28 +106,28 @@ def start_trace(
     processes: ProcessPoolExecutor,
     layout: PlannedLayout,
     machines: Sequence[Machine],
-    full: bool = False,
-    shared: dict[Any, Future[Sample]] | None = None,
-) -> dict[tuple[Kind, int], Future[Sample]]:
+    full: bool,
+    shared: dict[Any, Future[Traced]],
+) -> dict[Kind, dict[int, Future[Traced]]]:
     """Tasks by kind of stage and blocks, for every kind that the recipe has. full: at its very number of blocks. shared: tasks
     of layouts before, of which those of equal stages are taken."""
     wanted: dict[Kind, set[int]] = defaultdict(set)
     for modules in layout.pipeline.modules:
         wanted[kind_of_stage(modules)].add(layers_of(modules))
-    started = {}
+    started: dict[Kind, dict[int, Future[Traced]]] = defaultdict(dict)
     for kind, counts in wanted.items():
         both = None if full else depths_to_trace(layout.config)
         depths = set(both) if both and max(counts) > both[1] else counts
         for depth in sorted(depths, reverse=True):  # the longest first
             key = (*traced_by(layout), kind, depth)
-            started[kind, depth] = (shared or {}).get(key) or processes.submit(trace_stage, layout, kind, depth, machines)
-            if shared is not None:
-                shared[key] = started[kind, depth]
+            if key not in shared:
+                shared[key] = processes.submit(trace_stage, layout, kind, depth, machines)
+            started[kind][depth] = shared[key]
     return started
 
 
 def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
-    """What a stage's graphs depend on, beside its modules: not on how many microbatches there are, and in which order."""
+    """All that a stage's graphs depend on, beside its modules: not the number and the order of microbatches."""
     config = layout.config
     of_pipeline: dict[str, Any] = {
         field.name: field.default for field in dataclasses.fields(Parallelism) if field.name.startswith("pipeline_parallel")
@@ -153,16 +143,6 @@ def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
         dataclasses.replace(config.parallelism, **of_pipeline),
         dataclasses.replace(config.training, local_batch_size=1, global_batch_size=-1),
     )
-
-
-def finish_trace(started: Mapping[tuple[Kind, int], Future[Sample]]) -> dict[Kind, Traced]:
-    depths: dict[Kind, dict[int, Sample]] = defaultdict(dict)
-    for (kind, depth), task in started.items():
-        depths[kind][depth] = task.result()
-    return {
-        kind: Traced({depth: sample.figures for depth, sample in each.items()}, each[max(each)].timelines)
-        for kind, each in depths.items()
-    }
 
 
 def depths_to_trace(config: Config) -> tuple[int, int] | None:
@@ -185,8 +165,8 @@ def layers_of(modules: Sequence[str]) -> int:
     return len(modules) - len(kind_of_stage(modules))
 
 
-def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequence[Machine]) -> Sample:
-    """In a fake world: a stage of `kind` with so many blocks, on each machine."""
+def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequence[Machine]) -> Traced:
+    """Trace a stage of `kind` with so many blocks, in a fake world, and price it on each machine."""
     torch._dynamo.reset()
     gc.collect()  # the graphs before
     config = layout.config
@@ -201,32 +181,28 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
         activation_checkpoint=config.activation_checkpoint,
         attend=attend_as_on_gpus,
     )
-    plans = [(plan, local(parameter).numel()) for parameter, plan in model_of(model).plans.items()]
-    priced = _Priced(
-        config.compile if config.compile.compiles("model") else dataclasses.replace(config.compile, reordering=False),
-        machines[0],
-        eager=not config.compile.compiles("model"),
-        fused=layout.fused,
-        must_merge=False,
-        machines=machines,
-        axes=axes_of(mesh),
-        blocks=n_layers,
-    )
+    plans = model_of(model).plans
+    compile = dataclasses.replace(config.compile, backend="aot_eager")
+    plain = dataclasses.replace(compile, bucketing="none", reordering=False)
+    passes = _Priced.of("model", config.compile, machines, axes_of(mesh), n_layers)
+    loss_passes = _Priced.of("loss", config.compile, machines, axes_of(mesh), 1)
     dtype = getattr(torch, config.training.mixed_precision_param)
     tokens, tp = len(model.positions), axis_of(mesh["tp"])
     with FakeTensorMode(allow_non_fake_inputs=True):
         materialize(model, torch.device("cpu"))
         if layout.gathers_once:
-            model_of(model).gathered = {plan.fqn: _whole(plan) for plan in model_of(model).plans.values()}
+            whole = functools.partial(torch.zeros, requires_grad=True)
+            wholes = {plan.fqn: whole(plan.rows, *plan.row_shape, dtype=plan.param_dtype) for plan in plans.values()}
+            model_of(model).gathered = wholes
         compile_stages(
             [model],
             mesh,
             "",
-            compile=dataclasses.replace(config.compile, backend="aot_eager"),
+            compile=compile,
             parallelism=config.parallelism,
             activation_checkpoint=config.activation_checkpoint,
-            schedule=priced,
-            priced_as=priced_as(layout, "model"),
+            schedule=passes,
+            priced_as=passes.priced_as,
         )
         between = (layout.sequences, tokens // tp.degree, layout.model.dim)
         ids = torch.zeros(layout.sequences, tokens, dtype=torch.long)
@@ -234,39 +210,29 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
         model(given, ids if config.training.mask_documents else None)
         if "output" in kind:
             loss = _Loss(build_loss(layout.model.vocab_size, tp.rank, tp.degree, tp.group))
+            compile_model(loss, plain, reshard_after_forward=False, schedule=loss_passes, priced_as=loss_passes.priced_as)
             vocabulary = len(own_vocabulary(layout.model.vocab_size, tp.rank, tp.degree))
-            how = priced_as(layout, "loss")
-            priced.blocks, priced.prefix, priced.fused, priced.eager = 1, "loss_", how == "inductor", how == "eager"
-            plain = dataclasses.replace(config.compile, backend="aot_eager", bucketing="none", reordering=False)
-            compile_model(loss, plain, reshard_after_forward=False, schedule=priced, priced_as=how)
             logits = torch.zeros(layout.sequences, tokens, vocabulary, dtype=dtype, requires_grad=True)
             loss(logits, torch.zeros(layout.sequences, tokens, dtype=torch.long))
-    held = held_figures(plans, [buffer.numel() * buffer.element_size() for buffer in model.buffers()])
+    held = held_figures({plan: local(parameter).numel() for parameter, plan in plans.items()}, list(model.buffers()))
     held["activations.between"] = float(dtype.itemsize * torch.Size(between).numel())
     if "output" in kind:
-        held["activations.logits"] = float(logits.numel() * logits.element_size())
+        held["activations.logits"] = float(logits.nbytes)
+    graphs = {**passes.graphs, **{f"loss_{name}": graph for name, graph in loss_passes.graphs.items()}}
     found = []
     for number, machine in enumerate(machines):
-        figures = dict(held)
-        if layout.gathers_once:
-            figures |= round_figures([plan for plan, _ in plans], machine, axes_of(mesh))
-        for graph, each in priced.figures.items():
-            figures |= {f"{graph}.{key}": value for key, value in each[number].items()}
+        figures = held | (round_figures(plans, machine, axes_of(mesh)) if layout.gathers_once else {})
+        for name, (each, _) in graphs.items():
+            figures |= {f"{name}.{key}": value for key, value in each[number].items()}
         found.append(figures)
-    return Sample(found, [priced.timelines[name] for name in sorted(priced.timelines, key=GRAPHS.index)])
-
-
-def priced_as(layout: PlannedLayout, component: str) -> str:
-    """How a component runs, as in compile_model."""
-    if not layout.config.compile.compiles(component):
-        return "eager"
-    return "inductor" if layout.config.compile.backend == "inductor" else ""
+    in_order = sorted(graphs, key=GRAPHS.index)
+    return Traced(found, [dataclasses.replace(graphs[name][1], graph=name) for name in in_order])
 
 
 def attend_as_on_gpus(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """As distributed/context_parallel.py, by an operator that knows of the mask, and has none: of the same cost and shapes.
+    """Attention of context parallelism as on GPUs: by an operator that knows of the causal mask, of the same cost and shapes.
 
-    Where the mask begins is another place for it; nothing is computed here. With a mask of documents GPUs do the same.
+    Its mask begins in another place; nothing is computed here. With a mask of documents GPUs do as all devices do.
     """
     if mask is not None:
         return attend_to_the_past(q, k, v, mask)
@@ -283,32 +249,47 @@ class _Loss(nn.Module):
         return self.loss_sum(logits, labels)
 
 
-def _whole(plan: GatherPlan) -> Tensor:
-    return torch.zeros(plan.rows, *plan.row_shape, dtype=plan.param_dtype, requires_grad=True)
-
-
 @dataclass
 class _Priced(Schedule):
-    """The passes; and of every graph that they leave, by name, its figures on each machine and its timeline on the first."""
+    """The passes, or what eager mode does. graphs: of each that they leave, its figures on each machine and its timeline on the
+    first. priced_as: as in compile_model."""
 
     machines: Sequence[Machine] = ()
-    eager: bool = False
     axes: Axes = field(default_factory=dict)
     blocks: int = 1
-    prefix: str = ""
-    figures: dict[str, list[Figures]] = field(default_factory=dict)
-    timelines: dict[str, Timeline] = field(default_factory=dict)
+    priced_as: str = ""
+    graphs: dict[str, tuple[list[Figures], Timeline]] = field(default_factory=dict)
 
-    def bucket(self, module: GraphModule, name: str) -> None:
-        if self.eager:
-            run_ahead(module.graph)
-        else:
-            super().bucket(module, name)
+    @classmethod
+    def of(cls, component: str, compile: Compile, machines: Sequence[Machine], axes: Axes, blocks: int) -> "_Priced":
+        inductor = compile.backend == "inductor"
+        how = ("inductor" if inductor else "") if compile.compiles(component) else "eager"
+        plain = how == "eager" or component == "loss"
+        passes = dataclasses.replace(compile, bucketing="none", reordering=False) if plain else compile
+        fused = how == "inductor"
+        return cls(passes, machines[0], fused, must_merge=False, machines=machines, axes=axes, blocks=blocks, priced_as=how)
 
     def __call__(self, module: GraphModule, name: str) -> None:
+        if self.priced_as == "eager":
+            _run_ahead(module.graph)
         super().__call__(module, name)
         # Of no machine's making. What aot_eager compiles is called with arguments that stay until it returns.
-        held = bytes_of(module.graph, self.fused, self.blocks, keeps_inputs=not self.fused and not self.eager)
+        held = bytes_of(module.graph, self.fused, self.blocks, keeps_inputs=not self.priced_as)
         each = [held | figures_of(module.graph, machine, self.fused, self.axes) for machine in self.machines]
-        self.figures[self.prefix + name] = each
-        self.timelines[self.prefix + name] = by_axis(self.receipts[-1].timeline, self.prefix + name, self.axes)
+        self.graphs[name] = each, by_axis(self.receipts[-1].timeline, self.axes)
+
+
+def _run_ahead(graph: Graph) -> None:
+    """Eager mode's order, once distributed/eager.py knows it: a gather starts some reads before its own, and a reduction is
+    waited for some reductions later."""
+    mine = parameter_collectives(graph)
+    gathers = [node for node in parameter_all_gathers(graph) if parameters_of(node)]
+    for place, gather in enumerate(gathers[1:], 1):
+        move_gather_before(gather, wait_of(gathers[max(0, place - Eager.IN_FLIGHT)]))
+    # Those that the optimizer uses; what is cast, cut or reduced again is waited for at once.
+    reductions = [node for node in mine if not is_all_gather(node) and all(user.op == "output" for user in wait_of(node).users)]
+    last = next(iter(reversed(graph.nodes)))
+    for place, reduction in enumerate(reductions):
+        later = reductions[place + Eager.IN_FLIGHT].next if place + Eager.IN_FLIGHT < len(reductions) else last
+        later.prepend(wait_of(reduction))
+    graph.lint()

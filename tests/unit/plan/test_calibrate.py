@@ -19,6 +19,7 @@ from titan_lite.plan.plan_vs_actual import PlanVsActual, step_seconds
 
 H100 = load_machine("H100")
 REACHED = {"matmul": 494.7e12, "attention": 300e12, "memory": 2345e9, "launch": 5e-6}
+CPU, SHAPES = torch.device("cpu"), Shapes(FLAVORS["debug"], 1, 128, 2, torch.float32)
 LINKS = {"latency": 1e-5, "bandwidth": 270e9, "reduction": 1.25}
 
 
@@ -70,7 +71,7 @@ def test_the_pace_makes_the_step_as_long_as_it_was():
 
 
 def measure_here():
-    return measure(Shapes(FLAVORS["debug"], 1, 128, 2, torch.float32), torch.device("cpu"), seconds=0.01)
+    return measure(SHAPES, CPU, seconds=0.01)
 
 
 def test_ranks_measure_the_same_together():
@@ -89,10 +90,9 @@ def test_windows_of_steps_are_those_since_the_last_start_but_the_first(tmp_path)
 
 
 def test_on_a_cpu_a_plan_is_compared_only_where_it_is_asked_for(tmp_path):
-    shapes = Shapes(FLAVORS["debug"], 1, 128, 1, torch.float32)
-    (line,) = PlanVsActual("auto", tmp_path, torch.device("cpu")).close(None, shapes, 1.0)
+    (line,) = PlanVsActual("auto", tmp_path, CPU, None, SHAPES).close(1.0)
     assert "metrics.compare_plan" in line
-    assert PlanVsActual("never", tmp_path, torch.device("cpu")).close(None, shapes, 1.0) == []
+    assert PlanVsActual("never", tmp_path, CPU, None, SHAPES).close(1.0) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -102,7 +102,7 @@ RECORD = {"step_seconds": 1.6, "memory_bytes": 4 * 2**30, "memory_is": "reserved
 
 def planning(tmp_path, *command):
     """One whose plan is made by this command."""
-    compared = PlanVsActual("always", tmp_path, torch.device("cpu"))
+    compared = PlanVsActual("always", tmp_path, CPU, None, SHAPES)
     compared.planning = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     return compared
 

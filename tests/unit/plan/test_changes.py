@@ -9,9 +9,9 @@ from titan_lite.config import ActivationCheckpoint, Compile, Config, ConfigError
 from titan_lite.distributed.mesh import resolve_degrees
 from titan_lite.distributed.pipeline_plan import PipelinePlan, Timetable
 from titan_lite.models.llama3 import FLAVORS
-from titan_lite.plan.changes import best_changes, candidates, grid, ranked
+from titan_lite.plan.changes import best_changes, candidates, grid, ranked, table
 from titan_lite.plan.memory import GIB, Memory
-from titan_lite.plan.simulate import Step
+from titan_lite.plan.simulate import StepTimes
 from titan_lite.plan.summary import Plan, describe, what_binds
 from titan_lite.plan.trace import PlannedLayout
 
@@ -41,7 +41,7 @@ def layout(ranks=16, gathers_once=False, compile=True, **parallelism):
 def planned(seconds=1.0, memory=70.0, **parts):
     parts = parts or {"compute": seconds, "optimizer": 0.0}
     steps = [
-        Step(seconds * factor, parts, {"tp": 8e9}, {"tp": 0.0}, 1e14, 1e13, Timetable({0: ()})) for factor in (1.0, 1.2, 0.9)
+        StepTimes(seconds * factor, parts, {"tp": 8e9}, {"tp": 0.0}, 1e14, 1e13, Timetable({0: ()})) for factor in (1.0, 1.2, 0.9)
     ]
     found = Memory(0, "forward", {"activations": memory * GIB}, 0.0, (memory * GIB,))
     return Plan(layout(), H100, tuple(steps), found, {("output",): (2, 4)}, 1.0)
@@ -84,7 +84,7 @@ def test_a_grid_that_is_none(sweep):
 
 def test_those_that_fit_come_first_and_the_fastest_of_them():
     rows = [({"a": "slow"}, planned(2.0)), ({"a": "fast"}, planned(1.0)), ({"a": "large"}, planned(0.5, memory=90.0))]
-    lines = ranked([*rows, ({"a": "wrong"}, "is wrong")])
+    lines = table(ranked([({"a": "wrong"}, "is wrong"), *rows]))
     assert [line.split("a=")[1].split(";")[0] for line in lines[1:]] == ["fast", "slow", "large", "wrong"]
     assert lines[-1].endswith("is wrong")
 
@@ -92,7 +92,8 @@ def test_those_that_fit_come_first_and_the_fastest_of_them():
 def test_only_what_helps_and_fits_is_recommended():
     base = planned(1.0)
     changed = [({"a": str(seconds)}, planned(seconds)) for seconds in (0.8, 0.999, 1.5, 0.5, 0.7, 0.9)]
-    lines = best_changes(base, [*changed, ({"a": "large"}, planned(0.1, memory=90.0))])
+    rows = ranked([({}, base), *changed, ({"a": "large"}, planned(0.1, memory=90.0))])
+    lines = best_changes(base, rows)
     assert [line.split("a=")[1] for line in lines[2:]] == ["0.5", "0.7", "0.8"]
     assert "+100.0%" in lines[2]
     assert "none" in best_changes(base, [({"a": "large"}, planned(0.1, memory=90.0))])[-1]

@@ -177,6 +177,7 @@ def test_actions_that_wait_for_each_other_are_told():
 
 
 def test_a_collective_of_no_machine_is_slower_on_a_slow_one():
-    slow, fast = H100.scaled(-1), H100.scaled(1)
+    stated, slow, fast = H100.spread()
+    assert stated is H100
     assert slow.matmul_efficiency < H100.matmul_efficiency < fast.matmul_efficiency <= 1
     assert slow.flops(torch.bfloat16) == H100.flops(torch.bfloat16)  # datasheets are not in doubt

@@ -9,7 +9,7 @@ from titan_lite.config import ActivationCheckpoint, Compile, Config, Parallelism
 from titan_lite.layout import make_layout
 from titan_lite.models.llama3 import ModelConfig, flops_per_token
 from titan_lite.plan.simulate import simulate_step
-from titan_lite.plan.trace import PlannedLayout, Traced, depths_to_trace, start_tracing, trace_stage
+from titan_lite.plan.trace import PlannedLayout, Traced, depths_to_trace, figures_at, start_tracing, trace_stage
 
 RANKS, TOKENS, DEPTH = 8, 1024, 6
 MODEL = ModelConfig(dim=1024, n_layers=DEPTH, n_heads=16, n_kv_heads=8, hidden_dim=3072, vocab_size=16384, max_seq_len=TOKENS)
@@ -83,7 +83,7 @@ def test_products_and_attention_are_those_of_the_formula(traced, blocks):
 
 
 def check_line(traced, depths, blocks):
-    line, full = Traced({depth: [traced["fsdp", depth]] for depth in depths}).figures(blocks), traced["fsdp", blocks]
+    line, full = figures_at({depth: Traced([traced["fsdp", depth]], ()) for depth in depths}, blocks, 0), traced["fsdp", blocks]
     assert line.keys() == full.keys()
     for key, value in full.items():
         if any(word in key for word in ("bytes", "matmul", "attention", "held", "whole", "saved", "tensors")):
