@@ -39,7 +39,7 @@ def main(arguments: list[str], observe: Any = None) -> int:
 def explain(config: Config) -> int:
     """Of the processes that a launcher starts, the first one speaks."""
     if os.environ.get("RANK", "0") == "0":
-        from titan_lite.config.check import explain_resume
+        from titan_lite.check import explain_resume
 
         init_logging(0, 1)
         explain_resume(config, int(os.environ.get("WORLD_SIZE", "1")))

@@ -2,7 +2,7 @@
 
     Trainer(config).train()
 
-Everything that can be wrong with a recipe is found before a process group is started (layout.py, config/check.py).
+Everything that can be wrong with a recipe is found before a process group is started (layout.py, check.py).
 """
 
 import functools
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_lite.check import accepted_state, check, describe_run
 from titan_lite.checkpoint.resume import explain, git_revision, restarts_data
 from titan_lite.checkpoint.saving import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
@@ -24,12 +25,11 @@ from titan_lite.compiler.autotune import Autotuner, check_steps
 from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.stage import CompileError, compile_function
 from titan_lite.config import Config, ConfigError, flatten
-from titan_lite.config.check import accepted_state, check, describe_run
-from titan_lite.config.describe import start_lines
 from titan_lite.config.recipe import save_recipe
 from titan_lite.data.bad_documents import BadDocumentsLog
 from titan_lite.data.loader import Batch, build_loader, document_begins, merge_states
 from titan_lite.data.preflight import preflight
+from titan_lite.describe import start_lines
 from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.distributed.build import build_runner, build_stages, compile_stages, gather_receipts
 from titan_lite.distributed.gather import started_last

@@ -33,8 +33,8 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from titan_lite.check import check
 from titan_lite.config import ActivationCheckpoint, Checkpoint, Compile, Config, ConfigError, Parallelism
-from titan_lite.config.check import check
 from titan_lite.config.recipe import load_config
 from titan_lite.distributed.mesh import AXES, DEGREES
 from titan_lite.distributed.pipeline_plan import TooFewLayers

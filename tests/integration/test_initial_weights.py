@@ -12,9 +12,9 @@ from tiny import DEBUG, DEBUG_TOKENIZER, SMALL, every, steps
 
 from titan_lite import convert
 from titan_lite import generate as generate_command
+from titan_lite.check import check
 from titan_lite.checkpoint.weights import open_weights
 from titan_lite.config import ConfigError
-from titan_lite.config.check import check
 from titan_lite.config.recipe import load_config
 from titan_lite.convert import write_step
 from titan_lite.data.loader import build_loader

@@ -21,8 +21,8 @@ ROOMS = {
     "manifest": (),
     "ranks": ("torch", "titan_lite.config"),
     "config": ("tomli",),  # the standard library has it from Python 3.11 on
-    "config/describe": (*PART, "titan_lite.layout", "titan_lite.distributed"),
-    "config/check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
+    "describe": (*PART, "titan_lite.layout", "titan_lite.distributed"),
+    "check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
     "models": ("torch",),
     "loss": PART,
     "optimizer": PART,
@@ -63,13 +63,13 @@ ROOMS = {
     "convert": (*PART, "safetensors", "titan_lite.manifest", "titan_lite.models", "titan_lite.checkpoint", "titan_lite.data"),
     "generate": (*PART, "titan_lite.models", "titan_lite.checkpoint.weights", "titan_lite.data"),
     "trainer": (*PART, "titan_lite"),  # the assembler
-    "train": (*PART, "titan_lite.recipe", "titan_lite.trainer", "titan_lite.faults"),
+    "train": (*PART, "titan_lite.recipe", "titan_lite.trainer", "titan_lite.check", "titan_lite.faults"),
     "verify": (*PART, "titan_lite"),  # runs the trainer, and looks into it
 }
 WHOLE_CONFIG = {  # the others take their own section, or plain values
     "config",
-    "config/check",
-    "config/describe",
+    "check",
+    "describe",
     "recipe",
     "layout",
     "trainer",

@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_lite import manifest
+from titan_lite.check import check
 from titan_lite.config import ConfigError, Data, DataSource
-from titan_lite.config.check import check
 from titan_lite.config.recipe import load_config
 from titan_lite.data import prepare as command
 from titan_lite.data.dataset import build_source, fingerprint

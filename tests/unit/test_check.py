@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import pytest
 
+from titan_lite.check import check
 from titan_lite.config import ConfigError
-from titan_lite.config.check import check
-from titan_lite.config.describe import without_effect
 from titan_lite.config.recipe import load_config
+from titan_lite.describe import without_effect
 from titan_lite.layout import make_layout
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 DEBUG = ROOT / "train_configs/debug_model.toml"  # 6 layers, 8 heads, 4 key/value heads, 256 tokens, batches of 2 of 8
 
 

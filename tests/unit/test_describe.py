@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_lite.config.describe import mesh_picture, short_names, start_lines
 from titan_lite.config.recipe import load_config
+from titan_lite.describe import mesh_picture, short_names, start_lines
 from titan_lite.layout import make_layout
 
-DEBUG = Path(__file__).parents[3] / "train_configs/debug_model.toml"
+DEBUG = Path(__file__).parents[2] / "train_configs/debug_model.toml"
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
