@@ -91,7 +91,7 @@ def tokenize(options: argparse.Namespace, folder: Path) -> None:
         table = datasets.Dataset.from_dict({"text": texts})
         started = options.clock()
         ids = table.map(
-            lambda batch: {"input_ids": [tokenizer.encode(text, bos=True, eos=True) for text in batch["text"]]},
+            lambda batch: {"input_ids": [tokenizer.encode_document(text).tolist() for text in batch["text"]]},
             batched=True,
             remove_columns=["text"],
             load_from_cache_file=False,

@@ -62,33 +62,24 @@ class TiktokenTokenizer:
         self.eos_id = special["<|end_of_text|>"]
         self.sha256 = sha256
 
-    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
+    def encode(self, text: str, *, bos: bool = False) -> list[int]:
         """Ids of any text; what looks like a special token in it is text as any other."""
-        ids = [self.bos_id] if bos else []
-        for piece in _cut(text):
-            ids += self._encoding.encode_ordinary(piece)
-        if eos:
-            ids.append(self.eos_id)
-        return ids
+        return self.encode_document(text)[0 if bos else 1 : -1].tolist()
 
     def encode_document(self, text: str) -> np.ndarray:
-        """The same with BOS and EOS as uint32, without a Python integer for each: a tenth quicker, in a ninth of the memory."""
-        try:
-            pieces = _cut(text) if len(text) > _MAX_RUN else (text,)
-            parts = [self._encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces]
-        except UnicodeEncodeError:  # half a surrogate pair
-            return np.array(self.encode(text, bos=True, eos=True), dtype=np.uint32)
-        ids = np.empty(sum(map(len, parts)) + 2, dtype=np.uint32)
-        ids[0], ids[-1] = self.bos_id, self.eos_id
-        at = 1
-        for part in parts:
-            ids[at : at + len(part)] = part
-            at += len(part)
-        return ids
+        """The same between BOS and EOS as uint32, without a Python integer for each: a tenth quicker, in a ninth of the memory."""
+        parts = map(self._ids, _cut(text) if len(text) > _MAX_RUN else (text,))
+        return np.concatenate(([self.bos_id], *parts, [self.eos_id]), dtype=np.uint32, casting="unsafe")
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids in [0, vocab_size); bytes that are no UTF-8 become U+FFFD, special tokens their names."""
         return self._encoding.decode(ids)
+
+    def _ids(self, text: str) -> np.ndarray:
+        try:
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:
+            return self._encoding.encode_to_numpy(_without_halves(text), disallowed_special=())
 
 
 class JsonTokenizer:
@@ -113,18 +104,14 @@ class JsonTokenizer:
     def __reduce__(self) -> Any:  # theirs forget encode_special_tokens
         return JsonTokenizer, (self._content, self.bos_id, self.eos_id)
 
-    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
+    def encode(self, text: str, *, bos: bool = False) -> list[int]:
         """Ids of any text; what looks like a special token in it is text as any other."""
-        ids = [self.bos_id] if bos else []
-        for piece in _cut(text) if self._cuts else (text,):
-            ids += self._ids(piece)
-        if eos:
-            ids.append(self.eos_id)
-        return ids
+        ids = (id for piece in (_cut(text) if self._cuts else (text,)) for id in self._ids(piece))
+        return [*([self.bos_id] if bos else []), *ids]
 
     def encode_document(self, text: str) -> np.ndarray:
-        """The same with BOS and EOS as uint32."""
-        return np.array(self.encode(text, bos=True, eos=True), dtype=np.uint32)
+        """The same between BOS and EOS as uint32."""
+        return np.array([*self.encode(text, bos=True), self.eos_id], dtype=np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids in [0, vocab_size); bytes that are no UTF-8 become U+FFFD, special tokens their names."""
@@ -134,9 +121,8 @@ class JsonTokenizer:
         """Twice as fast as their encode, which keeps the place of every token in the text."""
         try:
             return self._theirs.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        except (UnicodeEncodeError, TypeError):  # half a surrogate pair; tiktoken does the same with it
-            whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return self._theirs.encode_batch_fast([whole], add_special_tokens=False)[0].ids
+        except (UnicodeEncodeError, TypeError):
+            return self._theirs.encode_batch_fast([_without_halves(text)], add_special_tokens=False)[0].ids
 
 
 Tokenizer = TiktokenTokenizer | JsonTokenizer
@@ -150,10 +136,8 @@ _WORKS = (
 def load_tokenizer(path: str | os.PathLike, key: str = "model.tokenizer_path =") -> Tokenizer:
     """The tokenizer of a file in tiktoken's format, or of a tokenizer.json where the name ends in .json.
 
-    key: how the user named the file, which errors begin with.
-
-    Raises:
-        ConfigError: the file cannot be read, is no tokenizer, or does not say what begins and ends a document.
+    key: how the user named the file, which errors begin with. Raises ConfigError: the file cannot be read, is no tokenizer, or
+    does not say what begins and ends a document.
     """
     return _load_json(Path(path), key) if os.fspath(path).endswith(".json") else load_tiktoken(path, key)
 
@@ -168,8 +152,9 @@ def load_tiktoken(path: str | os.PathLike, key: str = "model.tokenizer_path =") 
         "a safetensors file, which has weights; a tokenizer's file": content[8:10] == b'{"',
         "JSON, and its name does not end in .json; one that does": content[:200].lstrip()[:1] == b"{",
     }
-    for what in (what for what, is_it in others.items() if is_it):
-        raise ConfigError(f"{wrong} is {what} would work; {_WORKS}")
+    for what, is_it in others.items():
+        if is_it:
+            raise ConfigError(f"{wrong} is {what} would work; {_WORKS}")
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):
         try:
@@ -213,21 +198,20 @@ def _load_json(path: Path, key: str) -> JsonTokenizer:
     at = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
     said = _said_beside(path, wrong)
     ids = []
-    for key, around, names in (
-        ("bos_token", whole[:at], ("<|begin_of_text|>", "<s>")),
-        ("eos_token", whole[at + len(plain) :], ("<|end_of_text|>", "</s>")),
+    for name, verb, around, usual in (
+        ("bos_token", "begins", whole[:at], ("<|begin_of_text|>", "<s>")),
+        ("eos_token", "ends", whole[at + len(plain) :], ("<|end_of_text|>", "</s>")),
     ):
-        known: list[int | None] = [theirs.token_to_id(name) for name in ([said[key]] if key in said else names)]
-        if key not in said and len(around) == 1:
-            known = [*around]
+        if name in said:
+            known = [theirs.token_to_id(said[name])]
+            lacks = f"has no token {said[name]!r}, which tokenizer_config.json beside it calls {name}"
+        else:
+            known = around if len(around) == 1 else [theirs.token_to_id(token) for token in usual]
+            works = f'a tokenizer_config.json beside it with "{name}" would work, or a token called {" or ".join(usual)}'
+            lacks = f"does not say what {verb} a document; {works}"
         id = next((id for id in known if id is not None), None)
-        if id is None and key in said:
-            raise ConfigError(f"{wrong} has no token {said[key]!r}, which tokenizer_config.json beside it calls {key}")
         if id is None:
-            raise ConfigError(
-                f"{wrong} does not say what {'begins' if key == 'bos_token' else 'ends'} a document; a tokenizer_config.json "
-                f'beside it with "{key}" would work, or a token called {" or ".join(names)}'
-            )
+            raise ConfigError(f"{wrong} {lacks}")
         ids.append(id)
     return JsonTokenizer(content, *ids)
 
@@ -255,6 +239,11 @@ def _read(path: str | os.PathLike, wrong: str) -> bytes:
         raise ConfigError(f"{wrong} is a folder, and cannot be read as a tokenizer; {works}") from None
     except OSError as error:
         raise ConfigError(f"{wrong}: cannot be read ({error.strerror}); {_WORKS}") from None
+
+
+def _without_halves(text: str) -> str:
+    """The text with U+FFFD for each half of a surrogate pair, as tiktoken's own encode makes it."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _cut(text: str) -> Iterator[str]:

@@ -145,9 +145,8 @@ def test_every_string_has_the_ids_that_theirs_gives_it_and_comes_back(theirs, ou
     used = set()
     for string in STRINGS + of_tokens:
         ids = theirs.encode(string, bos=True, eos=True)
-        assert ours.encode(string, bos=True, eos=True) == ids, repr(string)
         assert ours.encode_document(string).tolist() == ids, repr(string)
-        assert as_json.encode(string, bos=True, eos=True) == ids, repr(string)
+        assert as_json.encode_document(string).tolist() == ids, repr(string)
         assert ours.decode(ids) == as_json.decode(ids) == theirs.decode(ids)
         assert ours.decode(ids[1:-1]) == string
         used.update(ids)

@@ -80,7 +80,7 @@ def test_every_token_is_in_one_window_in_order(data, tokenizer):
     streams = torch.stack([global_batch([loader], ROWS) for _ in range(steps)], dim=1).flatten(1).tolist()
     expected: dict[int, list[int]] = defaultdict(list)
     for ordinal, text in build_source(data, split="train", seed=0).documents(0, lambda ordinal: True):
-        expected[ordinal % ROWS] += tokenizer.encode(text, bos=True, eos=True)
+        expected[ordinal % ROWS] += tokenizer.encode_document(text).tolist()
         if len(expected) == ROWS and min(map(len, expected.values())) >= steps * (SEQ_LEN + 1):
             break
     for row in range(ROWS):
@@ -254,7 +254,7 @@ def test_ranks_tokenize_only_documents_of_their_rows_and_each_once(data, tokeniz
         for loader in ranks:
             next(loader)
     assert sorted(ears[0].texts + ears[1].texts) == sorted(ears[2].texts)
-    tokens = sum(len(tokenizer.encode(text, bos=True, eos=True)) for text in ears[2].texts)
+    tokens = sum(len(tokenizer.encode_document(text)) for text in ears[2].texts)
     taken = 6 * ROWS * (SEQ_LEN + 1)
     assert taken <= tokens <= taken + ROWS * 10_000
     assert min(len(ears[0].texts), len(ears[1].texts)) >= 4

@@ -92,7 +92,7 @@ def test_in_order_it_is_what_reading_the_text_gives(corpus, folder, split):
     source = PreparedSource(prepared(folder, shuffle=False), split, seed=0)
     count = sum(shard["documents"] for shard in read_manifest(folder)["splits"][split])
     assert 10 < count < 140
-    expected = [TOKENIZER.encode(text, bos=True, eos=True) for _, text in islice(texts, 2 * count)]
+    expected = [TOKENIZER.encode_document(text).tolist() for _, text in islice(texts, 2 * count)]
     assert read(source, 0, 2 * count) == list(enumerate(expected))
     tokens = sum(shard["tokens"] for shard in read_manifest(folder)["splits"][split])
     assert tokens == sum(map(len, expected[:count]))
@@ -249,7 +249,7 @@ def test_a_corpus_with_nothing_to_train_on_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="has no train document"):
         prepare(local(tmp_path / "a.jsonl", validation_fraction=0.999999), TOKENIZER, tmp_path / "s", workers=0)
     prepare(local(tmp_path / "a.jsonl", validation_fraction=0.1), TOKENIZER, tmp_path / "q", workers=0)
-    assert read(PreparedSource(prepared(tmp_path / "q"), "train", 0), 0, 1) == [(0, TOKENIZER.encode("x", bos=True, eos=True))]
+    assert read(PreparedSource(prepared(tmp_path / "q"), "train", 0), 0, 1) == [(0, TOKENIZER.encode_document("x").tolist())]
     more = ["--data.dataset=prepared", f"--data.path={tmp_path}/q", f"--job.dump_folder={tmp_path}"]
     with pytest.raises(ConfigError, match=r"has no validation document; prepared with another .*\(it was 0.1\)"):
         checked(load_config(RECIPE, more)[0])
