@@ -127,9 +127,7 @@ class Checkpointer:
         path = self.path_of(step)
         try:
             files = manifest.check_step(path, step)
-            names = (
-                sorted(files)[dist.get_rank() :: dist.get_world_size()] if share else [name for name in SMALL if name in files]
-            )
+            names = sorted(files)[dist.get_rank() :: dist.get_world_size()] if share else sorted(files.keys() & SMALL)
             manifest.check_bytes(path, {name: files[name] for name in names})
             if share and dist.get_rank() == 0:
                 tensor_files.read_metadata(path, files)

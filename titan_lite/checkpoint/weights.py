@@ -264,8 +264,8 @@ def open_weights(path: str | Path, key: str = "", *, every_byte: bool = False) -
             return HuggingFaceFolder(folder)
         if any(folder.glob("consolidated.*.pth")):
             return MetaFolder(folder)
-        steps = _steps(folder)
-        for step in steps:
+        steps = [path for path in (*folder.glob("step-*"), *folder.glob("*/step-*")) if re.fullmatch(r"step-\d+", path.name)]
+        for step in sorted(steps, key=lambda path: int(path.name.removeprefix("step-")), reverse=True):
             try:
                 return StepFolder(step, every_byte=every_byte)
             except Damaged as damage:
@@ -279,12 +279,6 @@ def open_weights(path: str | Path, key: str = "", *, every_byte: bool = False) -
         f"{wrong} {what}: a step (such as outputs/NAME/checkpoint/step-100), a run's folder, a Hugging Face folder (config.json "
         "and *.safetensors) or Meta's (params.json and consolidated.*.pth) would work"
     )
-
-
-def _steps(folder: Path) -> list[Path]:
-    """Folders of steps in it or one level deeper, the newest first."""
-    found = [path for path in (*folder.glob("step-*"), *folder.glob("*/step-*")) if re.fullmatch(r"step-\d+", path.name)]
-    return sorted(found, key=lambda path: -int(path.name.removeprefix("step-")))
 
 
 def load_initial(path: str, parameters: Mapping[str, Tensor], shard_of: ShardOf) -> None:
@@ -396,7 +390,7 @@ def config_from_meta(params: Mapping[str, Any], tied: bool) -> ModelConfig:
     """The shape of the model that a params.json describes. Raises Damaged."""
     absent = {"n_kv_heads": params.get("n_heads", 1), "rope_theta": 10_000.0, "ffn_dim_multiplier": 1.0}
     given = {**absent, **{name: value for name, value in params.items() if value is not None}}
-    sizes = ("dim", "n_layers", "n_heads", "multiple_of", "vocab_size", "n_kv_heads")
+    sizes = ("dim", "n_layers", "n_heads", "multiple_of", "vocab_size", *({"n_kv_heads"} & params.keys()))
     numbers = ("norm_eps", "ffn_dim_multiplier", "rope_theta", *({"rope_scaling_factor"} & given.keys()))
     if wrong := misread(given, sizes, numbers):  # Llama 2's vocab_size is -1: its program asked the tokenizer
         raise Damaged(f"params.json does not describe a Llama 3: {'; '.join(wrong)}")

@@ -128,10 +128,8 @@ def _parse_overrides(arguments: Sequence[str]) -> dict[str, str]:
                 f"command line: {argument!r} is not an option; write --section.key value, such as --training.steps 100"
             )
         name, equals, text = argument[2:].partition("=")
-        key = name.replace("-", "_")
-        negated = key.startswith("no_") and key not in KEYS
-        if negated:
-            key = key.removeprefix("no_")
+        key = name.replace("-", "_").removeprefix("no_")
+        negated = len(key) < len(name)
         if key not in KEYS:
             raise ConfigError(f"command line: unknown option {argument}{_nearest_key(*key.partition('.')[::2])}")
         is_bool = KEYS[key].type is bool
@@ -295,10 +293,8 @@ def _check_sources(config: Config, origin: str, wrong: Callable[[str, str], Conf
 
 def _expected(field: dataclasses.Field) -> str:
     """'a number above 0 (L2 norm)' and the like."""
-    unit = field.metadata["unit"]
-    return admitted_values(field) + (
-        f" ({unit})" if unit not in ("", "bool", "integer") and not field.metadata["choices"] else ""
-    )
+    unit = "" if field.metadata["choices"] else field.metadata["unit"]
+    return admitted_values(field) + (f" ({unit})" if unit not in ("", "bool", "integer") else "")
 
 
 def admitted_values(field: dataclasses.Field) -> str:

@@ -82,7 +82,7 @@ class Parallelism:
         "FQNs",
         needs=(
             Need("parallelism.fsdp_reshard_after_forward", lambda when: when != "never"),
-            Need(  # which a recipe does not say; who asks may (check.py)
+            Need(  # which a recipe does not say; who asks may (describe.py)
                 "parallelism.microbatches_gathered_once",
                 lambda count: count == 1,
                 why_not='fsdp_communication = "step" keeps all weights gathered for the {value} microbatches of a step',

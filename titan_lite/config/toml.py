@@ -1,4 +1,4 @@
-"""TOML files, in and out. Standard library only, as config.py.
+"""TOML files, in and out.
 
 read_toml(Path("train_configs/debug_model.toml"))["training"]["steps"]        # 100
 in_toml(("norm", "output"))                                                   # '["norm", "output"]'
@@ -49,7 +49,7 @@ def did_you_mean(word: str, known: Iterable[str], *, within: str = "", otherwise
 
 
 def parse_value(text: str) -> Any:
-    """What `key = text` would be in a file. Raises ValueError."""
+    """The value of `key = text` in a file. Raises ValueError."""
     return tomllib.loads(f"value = {text}")["value"]
 
 

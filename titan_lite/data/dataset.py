@@ -16,15 +16,13 @@ import random
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
 from titan_lite.data.files import Piece, local_files, local_pieces, read_piece, text_of
-from titan_lite.data.prepared import PreparedSource, prepared_fingerprint
-from titan_lite.logging import logger
+from titan_lite.data.prepared import PreparedSource, Split, prepared_fingerprint
 
-Split = Literal["train", "validation"]
 _STDLIB = Path(sysconfig.get_path("stdlib"))
 _NOT_OURS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 # A piecewise source's ordinal is epoch * EPOCH + group * GROUP + place in the group. Primes, so that modulo any number of rows
@@ -161,9 +159,7 @@ Source = StdlibSource | PiecewiseSource | PreparedSource
 def build_source(data: Data, *, split: Split, seed: int) -> Source:
     """The documents of one split of `data.dataset`; data.sources are several such, from `data.mixture()`.
 
-    Raises:
-        ConfigError: nothing to read, or not readable. A source that has no document for this split raises it only when
-            a whole epoch has been read.
+    Raises ConfigError: nothing to read, or not readable; where the split has no document, only once an epoch has been read.
     """
     if data.dataset == "prepared":
         return PreparedSource(data, split, seed)
@@ -171,18 +167,14 @@ def build_source(data: Data, *, split: Split, seed: int) -> Source:
 
 
 def check_data(data: Data) -> None:
-    """Find what is wrong with [data] before any process starts: reads one document of each format, nothing of the hub.
-
-    Raises:
-        ConfigError: as `build_source` and reading would.
-    """
+    """Raises ConfigError before any process starts, as reading would: reads one document of each format, nothing of the hub."""
     policy = BadDocumentPolicy(data)
     for _, part in data.mixture():
         if part.dataset == "stdlib":
             _stdlib_text(StdlibSource(part, "train", seed=0).names[0])
         elif part.dataset == "local":
             pieces = local_pieces(part)
-            if not any(True for piece in pieces for _ in itertools.islice(read_piece(piece, part), 1)):
+            if not any(True for piece in pieces for _ in read_piece(piece, part)):
                 raise ConfigError(f'data.path = "{part.path}" has no document in it; files with some would work')
             for piece in {piece.format: piece for piece in reversed(pieces)}.values():
                 for place, raw in itertools.islice(read_piece(piece, part), 1):
@@ -286,7 +278,6 @@ def _open_hub(data: Data, split: Split) -> Any:
     name, subset, which = data.dataset, data.subset or None, data.split
     if name == "c4":
         name, subset, which = "allenai/c4", "en", split
-        logger.info("c4 has its own validation split: data.validation_fraction has no effect")
     try:
         return datasets.load_dataset(name, subset, split=which, streaming=True)
     except Exception as error:

@@ -27,7 +27,6 @@ from titan_lite.data.bad_documents import BadDocument
 from titan_lite.logging import logger
 
 FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet", ".arrow")
-COMPRESSIONS = ("", ".gz", ".zst")  # the last two formats compress what they hold themselves
 PIECE = 2**20  # bytes of a jsonl file in a piece: little enough to skip over, enough to be worth a seek
 MOST_PIECES = 100_000  # of a corpus; those of a larger one are larger, so that their list is no burden
 _WORKS = (
@@ -166,10 +165,10 @@ def _parse(raw: Any, data: Data, is_json: bool) -> str:
 def _format(file: str) -> tuple[str, str]:
     """("a.json.gz") -> (".json", ".gz"); empty: none of ours."""
     stem, compression = os.path.splitext(file)
-    if compression not in COMPRESSIONS[1:]:
+    if compression not in (".gz", ".zst"):
         stem, compression = file, ""
     suffix = os.path.splitext(stem)[1]
-    known = FORMATS[:4] if compression else FORMATS
+    known = FORMATS[:4] if compression else FORMATS  # the last two compress what they hold themselves
     return (suffix, compression) if suffix in known else ("", "")
 
 

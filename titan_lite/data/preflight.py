@@ -25,13 +25,13 @@ def preflight(batch: tuple[Tensor, Tensor], tokenizer: Tokenizer, vocab_size: in
     input, label = batch
     digest = hashlib.sha256(input.numpy().tobytes() + label.numpy().tobytes()).hexdigest()
     largest = int(max(input.max(), label.max()))
-    compare(gather_objects((dp_rank, digest, largest)), vocab_size)
+    check_batches(gather_objects((dp_rank, digest, largest)), vocab_size)
     if dist.get_rank() == 0:
         text = tokenizer.decode(input[0, : 2 * SHOWN].tolist())
         logger.info(f"first sequence of {input.shape[1]} tokens: {text[:SHOWN]!r}{'...' if len(text) > SHOWN else ''}")
 
 
-def compare(everyone: list[tuple[int, str, int]], vocab_size: int) -> None:
+def check_batches(everyone: list[tuple[int, str, int]], vocab_size: int) -> None:
     """(place among the data-parallel ranks, hash of its batch, its largest token) of every rank. Raises ConfigError."""
     readers, batches = defaultdict(list), defaultdict(set)
     for rank, (dp_rank, digest, largest) in enumerate(everyone):

@@ -51,10 +51,10 @@ PROGRESS = "progress.json"
 # keys of [data] that change nothing here; training leaves out what is too short
 _NO_MATTER = {"path", "sources", "shuffle", "shuffle_buffer", "min_document_tokens", "num_workers", "prefetch"}
 _MAY_CHANGE = {"on_bad_document", "max_bad_documents"}  # between a start and the next one: what is whole stays whole
-_BATCH = 1 << 18  # characters that are encoded together, about a tenth of a second
+_PORTION = 1 << 18  # characters that are encoded together, about a tenth of a second
 
 
-class Batch(NamedTuple):
+class Portion(NamedTuple):
     next_ordinal: int  # of the document after it
     texts: list[str]
     bad: list[BadDocument]  # skipped
@@ -149,11 +149,11 @@ def _short(value: Any) -> str:
 
 
 def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, progress: dict[str, Any], workers: int) -> None:
-    """The shards of a split that are left to write. A shard ends where a batch does: so a resumed run makes the same batches."""
+    """The shards of a split that are left to write. A shard ends where a portion does: so a resumed run cuts the same ones."""
     about, shards = progress["about"], progress["splits"][split]
     policy = BadDocumentPolicy(data, [(bad["file"], bad["place"]) for bad in progress["bad"]])
-    in_order, most = dataclasses.replace(data, shuffle=False), min(_BATCH, about["shard_tokens"])
-    batches = _batches(in_order, split, progress["next"], most, policy)
+    in_order, most = dataclasses.replace(data, shuffle=False), min(_PORTION, about["shard_tokens"])
+    portions = _portions(in_order, split, progress["next"], most, policy)
     dtype = np.dtype(about["dtype"]).newbyteorder("<")
     shard: _Shard | None = None
     bad: list[BadDocument] = []
@@ -171,14 +171,14 @@ def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, p
 
     done = sum(shard["tokens"] for shard in shards)
     with logging_redirect_tqdm([logger]), tqdm(desc=split, unit=" tokens", unit_scale=True, initial=done, disable=None) as bar:
-        for batch, encoded in _encoded(batches, tokenizer, dtype, workers):
-            bad += batch.bad
+        for portion, encoded in _encoded(portions, tokenizer, dtype, workers):
+            bad += portion.bad
             if encoded:
                 shard = shard or _Shard(folder, f"{split}-{len(shards):05d}")
                 shard.write(encoded)
                 bar.update(sum(map(len, encoded)))
             if shard is not None and shard.tokens >= about["shard_tokens"]:
-                keep(batch.next_ordinal)
+                keep(portion.next_ordinal)
                 shard = None
     if shard is None and not shards and split == "train":
         raise ConfigError(f'data.path = "{data.path}" has no document that could be read; other documents would work')
@@ -217,9 +217,9 @@ class _Shard:
         return written
 
 
-def _batches(data: Data, split: Split, start: int, most: int, policy: BadDocumentPolicy) -> Iterator[Batch]:
+def _portions(data: Data, split: Split, start: int, most: int, policy: BadDocumentPolicy) -> Iterator[Portion]:
     """The first epoch from ordinal `start` on, in portions of `most` characters, or a document more."""
-    batch, characters = Batch(start, [], []), 0
+    portion, characters = Portion(start, [], []), 0
     try:
         source = build_source(data, split=split, seed=0)
         for ordinal, document in source.documents(start, lambda ordinal: True):
@@ -227,35 +227,35 @@ def _batches(data: Data, split: Split, start: int, most: int, policy: BadDocumen
                 break
             if isinstance(document, BadDocument):
                 policy.skip(document)
-                batch.bad.append(document)
+                portion.bad.append(document)
             else:
                 assert isinstance(document, str)
-                batch.texts.append(document)
+                portion.texts.append(document)
                 characters += len(document)
             if characters >= most:
-                yield batch._replace(next_ordinal=ordinal + 1)
-                batch, characters = Batch(ordinal + 1, [], []), 0
+                yield portion._replace(next_ordinal=ordinal + 1)
+                portion, characters = Portion(ordinal + 1, [], []), 0
     except NoDocuments:
         if split == "train":  # of validation it is no mistake
             raise
-    if batch.texts or batch.bad:
-        yield batch
+    if portion.texts or portion.bad:
+        yield portion
 
 
 def _encoded(
-    batches: Iterator[Batch], tokenizer: Tokenizer, dtype: np.dtype, workers: int
-) -> Iterator[tuple[Batch, list[np.ndarray]]]:
-    """Each batch, in order, with the tokens of its documents."""
+    portions: Iterator[Portion], tokenizer: Tokenizer, dtype: np.dtype, workers: int
+) -> Iterator[tuple[Portion, list[np.ndarray]]]:
+    """Each portion, in order, with the tokens of its documents."""
     if not workers:
         _of_process[:] = [tokenizer, dtype]
-        yield from ((batch, _encode(batch.texts)) for batch in batches)
+        yield from ((portion, _encode(portion.texts)) for portion in portions)
         return
     # spawn: a fork would have the locks, but not the threads, of the libraries that read the corpus
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (tokenizer, dtype))
-    ahead: deque[tuple[Batch, Future[list[np.ndarray]]]] = deque()
+    ahead: deque[tuple[Portion, Future[list[np.ndarray]]]] = deque()
     try:
-        for batch in batches:
-            ahead.append((batch._replace(texts=[]), pool.submit(_encode, batch.texts)))
+        for portion in portions:
+            ahead.append((portion._replace(texts=[]), pool.submit(_encode, portion.texts)))
             if len(ahead) > 3 * workers:
                 yield ahead[0][0], ahead.popleft()[1].result()
         while ahead:

@@ -24,14 +24,15 @@ from titan_lite import manifest
 from titan_lite.config import ConfigError, Data
 
 FORMAT = 1
-SPLITS: tuple[Literal["train"], Literal["validation"]] = ("train", "validation")
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, Split] = ("train", "validation")
 _AT_ONCE = 1024  # documents whose place in the order is computed together
 
 
 class PreparedSource:
     """Documents of one split, as arrays of token ids that have BOS and EOS already."""
 
-    def __init__(self, data: Data, split: str, seed: int):
+    def __init__(self, data: Data, split: Split, seed: int):
         self.folder, self.shuffle, self.seed = Path(data.path), data.shuffle, seed
         described = read_manifest(self.folder)
         self.dtype = np.dtype(described["dtype"]).newbyteorder("<")

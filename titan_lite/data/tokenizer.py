@@ -67,7 +67,7 @@ class TiktokenTokenizer:
         return self.encode_document(text)[0 if bos else 1 : -1].tolist()
 
     def encode_document(self, text: str) -> np.ndarray:
-        """The same between BOS and EOS as uint32, without a Python integer for each: a tenth quicker, in a ninth of the memory."""
+        """The same between BOS and EOS, as uint32: without a Python integer for each, a tenth quicker, a ninth of the memory."""
         parts = map(self._ids, _cut(text) if len(text) > _MAX_RUN else (text,))
         return np.concatenate(([self.bos_id], *parts, [self.eos_id]), dtype=np.uint32, casting="unsafe")
 
@@ -187,11 +187,10 @@ def _load_json(path: Path, key: str) -> JsonTokenizer:
             f"{wrong}: a tokenizer.json needs the package tokenizers, which is not installed; "
             "pip install 'titan_lite[tokenizers]' brings it, and a file in tiktoken's format works without"
         ) from None
+    raw = _read(path, wrong)
     try:
-        content = _read(path, wrong).decode("utf-8")
+        content = raw.decode("utf-8")
         theirs = Theirs.from_str(content)
-    except ConfigError:
-        raise
     except Exception as error:  # theirs is this very class
         raise ConfigError(f"{wrong}: cannot be read as a tokenizer.json ({error}); {_WORKS}") from None
     plain, whole = (theirs.encode("a", add_special_tokens=special).ids for special in (False, True))
@@ -203,7 +202,7 @@ def _load_json(path: Path, key: str) -> JsonTokenizer:
         ("eos_token", "ends", whole[at + len(plain) :], ("<|end_of_text|>", "</s>")),
     ):
         if name in said:
-            known = [theirs.token_to_id(said[name])]
+            known: Sequence[int | None] = [theirs.token_to_id(said[name])]
             lacks = f"has no token {said[name]!r}, which tokenizer_config.json beside it calls {name}"
         else:
             known = around if len(around) == 1 else [theirs.token_to_id(token) for token in usual]

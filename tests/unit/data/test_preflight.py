@@ -16,8 +16,10 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_ranks_that_read_as_they_should():
-    preflight.compare([(0, "a", 5), (1, "b", 6)], vocab_size=7)
-    preflight.compare([(0, "a", 5), (0, "a", 5), (1, "b", 6), (1, "b", 6)], vocab_size=7)  # tensor parallel ones share theirs
+    preflight.check_batches([(0, "a", 5), (1, "b", 6)], vocab_size=7)
+    preflight.check_batches(
+        [(0, "a", 5), (0, "a", 5), (1, "b", 6), (1, "b", 6)], vocab_size=7
+    )  # tensor parallel ones share theirs
 
 
 @pytest.mark.parametrize(
@@ -30,7 +32,7 @@ def test_ranks_that_read_as_they_should():
 )
 def test_ranks_that_do_not_are_named(everyone, message):
     with pytest.raises(ConfigError, match=message):
-        preflight.compare(everyone, vocab_size=7)
+        preflight.check_batches(everyone, vocab_size=7)
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def test_hashes_tell_batches_apart(other_rank, monkeypatch, same):
     batches = [torch.arange(34).view(2, 17) + (0 if same else number) for number in range(2)]
     seen = []
     with monkeypatch.context() as patch:
-        patch.setattr(preflight, "compare", lambda everyone, vocab_size: seen.append(everyone[0]))
+        patch.setattr(preflight, "check_batches", lambda everyone, vocab_size: seen.append(everyone[0]))
         preflight.preflight((batches[0][:, :-1], batches[0][:, 1:]), tokenizer, 2048, dp_rank=0)
     other_rank((1, *seen[0][1:]))
     arguments = (batches[1][:, :-1], batches[1][:, 1:]), tokenizer, 2048, 0
