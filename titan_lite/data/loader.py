@@ -34,7 +34,6 @@ import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -51,24 +50,17 @@ from titan_lite.logging import logger
 Batch = tuple[torch.Tensor, torch.Tensor]
 Place = tuple[int, int]  # of a row in a source: ordinal of its current document, that document's tokens already used
 Places = dict[tuple[int, int], Place]  # by (row, source)
+# row, source, tokens, place after them; tokens are int32 as bytes, which a pipe takes faster than a tensor in shared memory
+Window = tuple[int, int, bytes, Place]
 GOLDEN = 0x9E3779B97F4A7C15  # of 2**64 the golden ratio's part: multiples of it, modulo 2**64, are spread as evenly as can be
 USELESS = 1000  # documents in a row, from two epochs or more, that give no token
-
-
-@dataclass
-class _Windows:
-    """One window each of some rows of a loader process, (rows, seq_len + 1), and where the rows then stand."""
-
-    rows: list[int]
-    sources: list[int]
-    tokens: bytes  # int32: through a pipe, which is several times as fast as a tensor in shared memory
-    places: list[Place]
 
 
 class _PackedRows(IterableDataset):
     """The windows of one rank's rows without end; of several loader processes each has every n-th row.
 
-    Gives (windows, documents skipped since the last ones); last of all, where it cannot go on, an error in place of windows.
+    Gives (windows of batch_size rows, documents skipped since the last ones); last of all, where it cannot go on, an error in
+    place of windows.
     """
 
     def __init__(
@@ -81,7 +73,7 @@ class _PackedRows(IterableDataset):
         self.given: dict[int, int] = {}  # windows, by row
         self.places: Places = {}
 
-    def __iter__(self) -> Iterator[tuple[_Windows | ConfigError, SkippedDocuments]]:
+    def __iter__(self) -> Iterator[tuple[list[Window] | ConfigError, SkippedDocuments]]:
         worker = get_worker_info()
         own = sorted(self.given)[worker.id :: worker.num_workers] if worker else sorted(self.given)
         self.own = set(own)
@@ -98,12 +90,7 @@ class _PackedRows(IterableDataset):
                 # The rows that are furthest behind: after a whole step, all of them in order. As many from every process, since
                 # all have as many: so none gets ahead.
                 turn = sorted(own, key=lambda row: (self.given[row], row))[: self.batch_size]
-                sources = [self._source_of(row) for row in turn]
-                tokens = np.empty((len(turn), self.seq_len + 1), dtype=np.int32)
-                for row, source, window in zip(turn, sources, tokens, strict=True):
-                    self._fill(window, row, source)
-                places = [self.places[row, source] for row, source in zip(turn, sources, strict=True)]
-                yield _Windows(turn, sources, tokens.tobytes(), places), self.skipped
+                yield [self._next_window(row) for row in turn], self.skipped
                 self.skipped = SkippedDocuments()
         except ConfigError as error:
             # across the process border as itself; raised, it would arrive wrapped in the worker's traceback
@@ -115,10 +102,11 @@ class _PackedRows(IterableDataset):
         point = (number * GOLDEN + self.phase) % 2**64 / 2**64
         return min(bisect.bisect_right(self.shares, point), len(self.sources) - 1)
 
-    def _fill(self, window: np.ndarray, row: int, source: int) -> None:
-        """The next seq_len + 1 tokens of a row."""
+    def _next_window(self, row: int) -> Window:
+        """The next seq_len + 1 tokens of a row, all of one source."""
+        source, filled, size = self._source_of(row), 0, self.seq_len + 1
         ordinal, used = self.places[row, source]
-        filled, size = 0, len(window)
+        window = np.empty(size, dtype=np.int32)
         while filled < size:
             tokens = self.current.get((row, source))
             if tokens is None:
@@ -133,6 +121,7 @@ class _PackedRows(IterableDataset):
                 ordinal, used = ordinal + 1, 0
         self.places[row, source] = ordinal, used
         self.given[row] += 1
+        return row, source, window.tobytes(), (ordinal, used)
 
     def _next_document(self, row: int, source: int, at: int, used: int) -> tuple[int, np.ndarray]:
         """(ordinal, tokens) of the row's first document from ordinal `at` on that has any; of that very one, if it is in use."""
@@ -295,9 +284,8 @@ class Loader:
         if isinstance(windows, ConfigError):
             self._start(self._given, self._places)  # without its processes
             raise windows
-        tokens = np.frombuffer(windows.tokens, dtype=np.int32).reshape(len(windows.rows), -1)
-        for row, *window in zip(windows.rows, tokens, windows.sources, windows.places, strict=True):
-            self._ready[row].append(tuple(window))
+        for row, source, tokens, (ordinal, used) in windows:
+            self._ready[row].append((np.frombuffer(tokens, dtype=np.int32), source, (ordinal, used)))
 
     def take_skipped(self) -> SkippedDocuments:
         """The documents skipped since this was last called, those read ahead included."""

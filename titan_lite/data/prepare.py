@@ -145,7 +145,8 @@ def _flat(about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
-    return value[:12] if isinstance(value, str) else json.dumps(value)
+    """A hash's beginning is enough to tell it by."""
+    return value[:12] if isinstance(value, str) and len(value) == 64 else json.dumps(value)
 
 
 def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, progress: dict[str, Any], workers: int) -> None:
