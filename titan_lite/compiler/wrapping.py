@@ -1,16 +1,16 @@
-"""Wrapping: which parameters' collectives share a bucket.
+"""Wrapping: the choice of the parameters whose collectives share a bucket.
 
     by_block(graph)                                # one bucket a transformer block
     by_names(graph, ["layers.0 layers.1", ...])    # as a recipe says
-    greedy(graph, machine, memory=limit)           # as many as hide under the computation before them
+    greedy(graph, machine)                         # as many as hide under the computation before them
 
 SimpleFSDP calls the first two manual wrapping and the last automatic wrapping (arXiv 2411.00284, section 4.1 and algorithm 1).
 """
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -47,24 +47,16 @@ def by_names(graph: Graph, buckets: Sequence[str]) -> Buckets:
 
 def name_all(plan: Buckets) -> dict[Node, str]:
     """A name of each collective, the same on ranks with other groups and sizes: kind, parameter, and the how manieth of these."""
-    seen: Counter = Counter()
-    result = {}
-    for node in sorted(plan):
-        key = f"{kind_of(node)} {parameters_of(node)[0]}"
-        result[node] = f"{key} {seen[key]}"
-        seen[key] += 1
-    return result
+    numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+    kinds = {node: f"{kind_of(node)} {parameters_of(node)[0]}" for node in sorted(plan)}
+    return {node: f"{kind} {next(numbers[kind])}" for node, kind in kinds.items()}
 
 
 def _times(graph: Graph) -> dict[Node, int]:
     """Each collective, and how many of its kind and parameter stand before it: the gradient of tied weights has two parts."""
-    seen: Counter = Counter()
-    result = {}
-    for node in parameter_collectives(graph):
-        key = node.target, group_of(node), parameters_of(node)
-        result[node] = seen[key]
-        seen[key] += 1
-    return result
+    numbers: dict[tuple, Iterator[int]] = defaultdict(itertools.count)
+    nodes = parameter_collectives(graph)
+    return {node: next(numbers[node.target, group_of(node), parameters_of(node)]) for node in nodes}
 
 
 @dataclass(frozen=True)
@@ -77,47 +69,41 @@ class _Item:
     busy: float = 0.0
 
 
-def greedy(graph: Graph, machine: Machine, *, memory: int | None = None, fused: bool = True) -> Buckets:
+def greedy(graph: Graph, machine: Machine, *, fused: bool = True) -> Buckets:
     """Buckets grow in the order in which weights are read, while they hide under the computation of the bucket before.
 
     The rule: the next parameter joins while gathering the bucket takes no longer than what the previous bucket computes, less
-    what is reduced meanwhile, and both together have no more than `memory` bytes (by default, as much as buckets by block ever
-    have). Gradients are grouped by the same rule, from the last one backwards: a bucket is reduced under the computation of the
-    one after it. Beyond the paper: a parameter also joins where the latency that this saves is more than could hide alone.
+    what is reduced meanwhile, and both together have no more bytes than buckets by block ever have. Gradients are grouped by the
+    same rule, from the last one backwards: a bucket is reduced under the computation of the one after it. Beyond the paper: a
+    parameter also joins where the latency that this saves is more than could hide alone.
     """
     nodes = parameter_collectives(graph)
     gathers = [node for node in nodes if is_all_gather(node)]
-    reductions = [node for node in nodes if not is_all_gather(node)]
     chains: list[list[Node]] = []  # a reduction, and those that its result goes through
-    for node in reductions:
-        before = next((chain for chain in reversed(chains) if _is_of(node, chain[-1])), None)
-        if before is None:
-            chains.append([node])
-        else:
-            before.append(node)
+    for node in nodes:
+        if not is_all_gather(node):
+            chain = next((chain for chain in reversed(chains) if _is_of(node, chain[-1])), [])
+            if not chain:
+                chains.append(chain)
+            chain.append(node)
     names = [parameters_of(chain[0])[0] for chain in chains]
-    by_fqn = dict(zip(names, chains, strict=True))
     computed = computed_before(graph, machine, fused)
-    end = computed[next(iter(reversed(graph.nodes)))]
 
-    starts = [computed[node] for node in gathers]
-    reading = [after - before for before, after in itertools.pairwise([*starts, end])]
+    places = [*(computed[node] for node in gathers), computed[next(iter(reversed(graph.nodes)))]]
+    reductions_of = dict(zip(names, chains, strict=True))
     gather_items = [
-        _Item((node,), gap, _moving(machine, by_fqn.get(parameters_of(node)[0], [])))
-        for node, gap in zip(gathers, reading, strict=True)
+        _Item((node,), after - before, _moving(machine, reductions_of.get(parameters_of(node)[0], [])))
+        for node, (before, after) in zip(gathers, itertools.pairwise(places), strict=True)
     ]
-    ready = [computed[chain[0]] for chain in chains]
-    making = [after - before for before, after in itertools.pairwise([0.0, *ready])]
-    gather_of = {parameters_of(node)[0]: node for node in gathers}
-    following = [*names, ""][1:] if names else []
+    places = [0.0, *(computed[chain[0]] for chain in chains)]
+    gather_of = {parameters_of(node)[0]: [node] for node in gathers}
     reduce_items = [
-        _Item(tuple(chain), gap, _moving(machine, [gather_of[fqn]] if fqn in gather_of else []))
-        for chain, gap, fqn in zip(chains, making, following, strict=True)
+        _Item(tuple(chain), after - before, _moving(machine, gather_of.get(following, [])))
+        for chain, (before, after), following in zip(chains, itertools.pairwise(places), [*names[1:], ""], strict=False)
     ]
     plan: Buckets = {}
     for name, items in (("gather", gather_items), ("reduce", reduce_items[::-1])):
-        limit = _bytes_of_two_blocks(items) if memory is None else memory
-        for number, bucket in enumerate(_grow(items, machine, limit)):
+        for number, bucket in enumerate(_grow(items, machine)):
             plan |= {node: (name, number) for item in bucket for node in item.nodes}
     return plan
 
@@ -129,8 +115,9 @@ def _is_of(node: Node, earlier: Node) -> bool:
     return node is earlier
 
 
-def _grow(items: Sequence[_Item], machine: Machine, memory: int) -> list[list[_Item]]:
+def _grow(items: Sequence[_Item], machine: Machine) -> list[list[_Item]]:
     buckets: list[list[_Item]] = []
+    most = _bytes_of_two_blocks(items)
     for item, following in itertools.zip_longest(items, items[1:]):
         if not buckets:
             buckets.append([item])
@@ -141,7 +128,7 @@ def _grow(items: Sequence[_Item], machine: Machine, memory: int) -> list[list[_I
         saved = _price(machine, current) + alone - together
         worth = saved >= min(alone, sum(each.gap for each in current))
         next_one = [] if following is None else [following]  # which the bucket after this one begins with
-        fits = max(_nbytes([*previous, *current, item]), _nbytes([*current, item, *next_one])) <= memory
+        fits = max(_nbytes([*previous, *current, item]), _nbytes([*current, item, *next_one])) <= most
         if (hides or worth) and fits:
             current.append(item)
         else:
@@ -151,11 +138,9 @@ def _grow(items: Sequence[_Item], machine: Machine, memory: int) -> list[list[_I
 
 def _price(machine: Machine, bucket: Sequence[_Item]) -> float:
     """Seconds of a bucket's collectives: one of each kind and group."""
-    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
-    for item in bucket:
-        for node in item.nodes:
-            key = kind_of(node), tuple(ranks_of(node))
-            sizes[key] = sizes.get(key, 0) + collective_bytes(node)
+    sizes: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for node in (node for item in bucket for node in item.nodes):
+        sizes[kind_of(node), tuple(ranks_of(node))] += collective_bytes(node)
     return sum(machine.collective(kind, size, ranks) for (kind, ranks), size in sizes.items())
 
 
@@ -174,9 +159,7 @@ def _nbytes(bucket: Sequence[_Item]) -> int:
 
 def _bytes_of_two_blocks(items: Sequence[_Item]) -> int:
     """The most that a block and the one after it have."""
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for item in items:
-        block = block_of(parameters_of(item.nodes[0])[0])
-        sizes[block] = sizes.get(block, 0) + _nbytes([item])
-    blocks = list(sizes.values())
-    return max((before + after for before, after in itertools.pairwise([*blocks, 0])), default=0)
+        sizes[block_of(parameters_of(item.nodes[0])[0])] += _nbytes([item])
+    return max((before + after for before, after in itertools.pairwise([*sizes.values(), 0])), default=0)
