@@ -4,6 +4,7 @@ little memory."""
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def uneven():
     dtypes = dict(param_dtype=torch.float32, reduce_dtype=torch.float32)
     apply_simple_fsdp(model, parameter_mesh(make_mesh(1, world)), **dtypes, reshard_after_forward=True)
     of_ranks = [torch.randint(100, (world, *parameter.shape), generator=generator).float() for parameter in exact.parameters()]
-    with gathered_for_step(model, lambda fqn: "all"):
+    with mock.patch.object(accumulation, "block_of", return_value="all"), gathered_for_step(model):
         for (name, parameter), leaf, gradients in zip(exact.named_parameters(), gradient_leaves(model), of_ranks, strict=True):
             assert torch.equal(getattr(model, name), parameter)
             leaf.grad = gradients[rank]

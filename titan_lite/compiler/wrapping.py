@@ -10,7 +10,7 @@ SimpleFSDP calls the first two manual wrapping and the last automatic wrapping (
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -33,16 +33,19 @@ Buckets = dict[Node, object]  # collective -> the bucket it belongs to
 
 def by_block(graph: Graph) -> Buckets:
     """One bucket a transformer block, one for the embedding, one for last norm and output."""
-    return {node: (block_of(parameters_of(node)[0]), time) for node, time in _times(graph).items()}
+    return _by(graph, block_of)
 
 
 def by_names(graph: Graph, buckets: Sequence[str]) -> Buckets:
     """buckets: each the names of modules or parameters, with spaces between; what none names stays alone."""
+    return _by(graph, lambda fqn: next((bucket for bucket in buckets if lies_within(fqn, bucket.split())), (fqn,)))
 
-    def bucket_of(fqn: str) -> object:
-        return next((bucket for bucket in buckets if lies_within(fqn, bucket.split())), (fqn,))
 
-    return {node: (bucket_of(parameters_of(node)[0]), time) for node, time in _times(graph).items()}
+def _by(graph: Graph, bucket_of: Callable[[str], object]) -> Buckets:
+    """The bucket of each collective's FQN; the gradient of tied weights has two parts, which are reduced one after the other."""
+    numbers: dict[tuple, Iterator[int]] = defaultdict(itertools.count)
+    keys = {node: (node.target, group_of(node), parameters_of(node)) for node in parameter_collectives(graph)}
+    return {node: (bucket_of(parameters_of(node)[0]), next(numbers[key])) for node, key in keys.items()}
 
 
 def name_all(plan: Buckets) -> dict[Node, str]:
@@ -50,13 +53,6 @@ def name_all(plan: Buckets) -> dict[Node, str]:
     numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
     kinds = {node: f"{kind_of(node)} {parameters_of(node)[0]}" for node in sorted(plan)}
     return {node: f"{kind} {next(numbers[kind])}" for node, kind in kinds.items()}
-
-
-def _times(graph: Graph) -> dict[Node, int]:
-    """Each collective, and how many of its kind and parameter stand before it: the gradient of tied weights has two parts."""
-    numbers: dict[tuple, Iterator[int]] = defaultdict(itertools.count)
-    nodes = parameter_collectives(graph)
-    return {node: next(numbers[node.target, group_of(node), parameters_of(node)]) for node in nodes}
 
 
 @dataclass(frozen=True)

@@ -24,20 +24,19 @@ from titan_lite.distributed.simple_fsdp import as_shard_of, model_of
 
 IN_FLIGHT = 2  # buckets that exist at once, beside the weights or gradients: one travels while another is copied
 Plans = Mapping[nn.Parameter, GatherPlan]
-Buckets = list[tuple[list[nn.Parameter], Bucket]]
+StepBuckets = list[tuple[list[nn.Parameter], Bucket]]
 Started = TypeVar("Started")
 
 
 @contextmanager
-def gathered_for_step(root: nn.Module, bucket_of: Callable[[str], Hashable] = block_of) -> Iterator[None]:
+def gathered_for_step(root: nn.Module) -> Iterator[None]:
     """Within: all weights stay gathered and gradients accumulate unreduced, in reduce_dtype; on leaving, they are reduced once
     into `parameter.grad`. k microbatches cost the communication of one, and the memory of the rank's whole weights and gradients.
 
-    bucket_of: FQN -> the bucket that the parameter travels in. Two ranks have one sum; of more, a library may add up numbers in
-    an order that depends on where they lie in a bucket.
+    Two ranks have one sum; of more, a library may add up numbers in an order that depends on where they lie in a bucket.
     """
     model = model_of(root)
-    model.gathered = _gather(model.plans, bucket_of)  # which modules read from now on
+    model.gathered = _gather(model.plans)  # which modules read from now on
     _sum_in_reduce_dtype(root)
     try:
         yield
@@ -45,14 +44,14 @@ def gathered_for_step(root: nn.Module, bucket_of: Callable[[str], Hashable] = bl
         sums, model.sums = model.sums, {}
         wholes, model.gathered = model.gathered, {}
     found = ((parameter, sums.pop(plan.fqn, wholes.pop(plan.fqn).grad)) for parameter, plan in model.plans.items())
-    _reduce({parameter: gradient for parameter, gradient in found if gradient is not None}, model.plans, bucket_of)
+    _reduce({parameter: gradient for parameter, gradient in found if gradient is not None}, model.plans)
 
 
 @torch.no_grad()
-def _gather(plans: Plans, bucket_of: Callable[[str], Hashable]) -> dict[str, Tensor]:
+def _gather(plans: Plans) -> dict[str, Tensor]:
     """The whole weights by FQN, as leaves of autograd."""
     wholes: dict[str, Tensor] = {}
-    buckets = gather_buckets(plans, bucket_of)
+    buckets = gather_buckets(plans)
     started = ((members, bucket, bucket.start_gather([*map(local, members)])) for members, bucket in buckets)
     for members, bucket, in_flight in _few_at_a_time(started):
         for parameter, whole in zip(members, bucket.finish_gather(in_flight), strict=True):
@@ -61,9 +60,9 @@ def _gather(plans: Plans, bucket_of: Callable[[str], Hashable]) -> dict[str, Ten
     return wholes
 
 
-def _reduce(gradients: dict[nn.Parameter, Tensor], plans: Plans, bucket_of: Callable[[str], Hashable]) -> None:
+def _reduce(gradients: dict[nn.Parameter, Tensor], plans: Plans) -> None:
     """Gradients of the wholes, which are taken out -> `parameter.grad`."""
-    buckets = reduce_buckets({parameter: plans[parameter] for parameter in gradients}, bucket_of)
+    buckets = reduce_buckets({parameter: plans[parameter] for parameter in gradients})
     started = ((members, bucket, bucket.start_reduce([*map(gradients.pop, members)])) for members, bucket in buckets)
     for members, bucket, in_flight in _few_at_a_time(started):
         for parameter, rows in zip(members, bucket.finish_reduce(in_flight), strict=True):
@@ -71,21 +70,21 @@ def _reduce(gradients: dict[nn.Parameter, Tensor], plans: Plans, bucket_of: Call
         del in_flight, rows
 
 
-def gather_buckets(plans: Plans, bucket_of: Callable[[str], Hashable] = block_of) -> Buckets:
+def gather_buckets(plans: Plans) -> StepBuckets:
     """Weights that are gathered together; one that all ranks have is alone."""
 
     def travels_with(plan: GatherPlan) -> Hashable:
-        return (bucket_of(plan.fqn), plan.shard_group, plan.param_dtype) if plan.shard_degree > 1 else plan
+        return (block_of(plan.fqn), plan.shard_group, plan.param_dtype) if plan.shard_degree > 1 else plan
 
     return _buckets(plans, travels_with)
 
 
-def reduce_buckets(plans: Plans, bucket_of: Callable[[str], Hashable] = block_of) -> Buckets:
+def reduce_buckets(plans: Plans) -> StepBuckets:
     """Gradients that are reduced together."""
-    return _buckets(plans, lambda plan: (bucket_of(plan.fqn), plan.shard_group, plan.sum_groups, plan.reduce_dtype))
+    return _buckets(plans, lambda plan: (block_of(plan.fqn), plan.shard_group, plan.sum_groups, plan.reduce_dtype))
 
 
-def _buckets(plans: Plans, travels_with: Callable[[GatherPlan], Hashable]) -> Buckets:
+def _buckets(plans: Plans, travels_with: Callable[[GatherPlan], Hashable]) -> StepBuckets:
     """Parameters that travel together, in the order of the first ones."""
     together: dict[Hashable, list[nn.Parameter]] = defaultdict(list)
     for parameter, plan in plans.items():

@@ -1,7 +1,7 @@
 """Context parallelism: a rank has some tokens of every sequence, and attends to the keys and values of all that come before.
 
     positions = own_positions(seq_len, rank, degree)         # of the tokens that this rank has: its input, labels, RoPE
-    apply_context_parallel(model, mesh["cp"])
+    apply_context_parallel(model, mesh["cp"], attend_to_the_past)
 
 As Llama 3 did (arXiv 2407.21783, section 3.3.2): keys and values are all-gathered along the sequence, which GQA makes small, and
 their gradients reduce-scattered; both are nodes of the graph. With n ranks a sequence is cut into 2n chunks, of which rank r
@@ -33,15 +33,13 @@ def own_positions(seq_len: int, rank: int, degree: int) -> list[int]:
     return [*range(head, head + chunk), *range(tail, tail + chunk)] if degree > 1 else [*range(seq_len)]
 
 
-def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, attend: Attend | None = None) -> None:
-    """In place, over the one-axis `mesh`: before tensor parallelism, whose tokens are then parts of what this rank has.
-
-    attend: in place of `attend_to_the_past`."""
+def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, attend: Attend) -> None:
+    """In place, over the one-axis `mesh`: before tensor parallelism, whose tokens are then parts of what this rank has."""
     if mesh.size() == 1:
         return
     for fqn, module in model.named_modules():
         if fnmatch.fnmatchcase(fqn, ATTENTION):
-            module.__dict__.update(_cp=axis_of(mesh), _attend_to_the_past=attend or attend_to_the_past)
+            module.__dict__.update(_cp=axis_of(mesh), _attend_to_the_past=attend)
             cls: Any = type(module)
             module.__class__ = _parallel_class(cls)
 

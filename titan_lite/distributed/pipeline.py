@@ -17,16 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleSingle,
-    _Action,
-    _PipelineScheduleRuntime,
-    get_schedule_class,
-)
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineScheduleRuntime, get_schedule_class
 
 from titan_lite.config import Parallelism
 from titan_lite.distributed.accumulation import fold_gradients, gradient_leaves
-from titan_lite.distributed.pipeline_plan import PipelinePlan, bubble_fraction, module_fqns, order_of
+from titan_lite.distributed.pipeline_plan import PipelinePlan, module_fqns, order_of
 
 
 def keep_modules(model: nn.Module, fqns: Sequence[str]) -> None:
@@ -106,12 +101,11 @@ class Pipeline:
         self.schedule: Any
         if plan.order:
             self.schedule = _PipelineScheduleRuntime(parts, **options)
-            self.schedule.pipeline_order = {rank: [_Action.from_str(a) for a in row] for rank, row in enumerate(plan.order)}
+            self.schedule.pipeline_order = order_of(parallelism, plan)
             self.schedule._prepare_schedule_with_comms(self.schedule.pipeline_order)
         else:
             cls: Any = get_schedule_class(parallelism.pipeline_parallel_schedule)
             self.schedule = cls(parts[0] if issubclass(cls, PipelineScheduleSingle) else parts, **options)
-        self.bubble = bubble_fraction(order_of(parallelism, plan))
 
     def forward_backward(self, input: Tensor, label: Tensor, begins: Tensor | None, tokens: Tensor) -> Tensor:
         """Gradients of the loss of a local batch (B, T) over the step's `tokens` tokens; the loss, zero but on the last stage.

@@ -21,7 +21,8 @@ from titan_lite.config import ConfigError, Parallelism
 
 Order = Mapping[int, Sequence[_Action | None]]  # what each pipeline rank does, one after the other
 STAGES_PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}  # Interleaved1F1B: or more
-SPLITS_BACKWARD = ("ZBVZeroBubble",)
+# kind of action -> what must be done before it: (so many stages on, kind); I serves the stage before as B
+NEEDS = {"F": [(-1, "F")], "B": [(0, "F"), (1, "B")], "I": [(0, "F"), (1, "B")], "W": [(0, "B")]}
 
 
 class TooFewLayers(ConfigError):
@@ -78,7 +79,7 @@ def plan_pipeline(
     else:
         key, others = f'parallelism.pipeline_parallel_schedule = "{parallelism.pipeline_parallel_schedule}"', '"Interleaved1F1B"'
         rank_of = _named_schedule(parallelism, microbatches)
-        halves = parallelism.pipeline_parallel_schedule in SPLITS_BACKWARD
+        halves = parallelism.pipeline_parallel_schedule == "ZBVZeroBubble"
     if halves and compiled:
         raise ConfigError(
             f"{key} cuts backward in two, which a compiled graph cannot be (compile.enable = true); compile.enable = false, or "
@@ -216,9 +217,8 @@ def order_of(parallelism: Parallelism, plan: PipelinePlan) -> Order:
     degree, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     if plan.order:
         return {rank: [_Action.from_str(action) for action in row] for rank, row in enumerate(plan.order)}
-    if degree == 1:
-        return one_stage_order("GPipe", 1, plan.microbatches)
-    if STAGES_PER_RANK[name] == 1:  # whose classes miscount the last stage's microbatches (torch 2.13), and do not run by it
+    # Torch's classes of one stage a rank miscount the last stage's microbatches (torch 2.13), and do not run by this order.
+    if degree == 1 or STAGES_PER_RANK[name] == 1:
         return one_stage_order(name, degree, plan.microbatches)
     counts = dict(num_stages=len(plan.rank_of), group_size=degree, group_rank=0, submod=None, is_last=False)
     stages: Any = [SimpleNamespace(stage_index=stage, **counts) for stage in plan.stages_of(0)]
@@ -237,9 +237,6 @@ class Timetable:
     def seconds(self) -> float:
         return max((end for row in self.actions.values() for *_, end in row), default=0.0)
 
-    def busy(self, rank: int) -> float:
-        return sum(end - begin for *_, begin, end in self.actions[rank])
-
 
 def computations(actions: Sequence[_Action | None]) -> list[tuple[str, int, int | None]]:
     """(F, B, I or W; stage; microbatch) of one rank's actions that compute."""
@@ -257,7 +254,7 @@ def run_order(order: Order, seconds: Callable[[str, int], float], travel: float 
     queues = {rank: computations(actions) for rank, actions in order.items()}
     owner = {stage: rank for rank, queue in queues.items() for _, stage, _ in queue}
     last = max(owner, default=0)
-    done: dict[tuple[int, str, int | None], float] = {}  # (stage, F, B or W, microbatch) -> when; I serves the stage before as B
+    done: dict[tuple[int, str, int | None], float] = {}  # (stage, F, B or W, microbatch) -> when
     free = dict.fromkeys(queues, 0.0)
     found: dict[int, list] = {rank: [] for rank in queues}
     while any(queues.values()):
@@ -265,13 +262,7 @@ def run_order(order: Order, seconds: Callable[[str, int], float], travel: float 
         for rank, queue in queues.items():
             while queue:
                 kind, stage, microbatch = queue[0]
-                needs: list[tuple[int, str, int | None]] = []
-                if kind == "F" and stage > 0:
-                    needs = [(stage - 1, "F", microbatch)]
-                elif kind in "BI":
-                    needs = [(stage, "F", microbatch), *([(stage + 1, "B", microbatch)] if stage < last else [])]
-                elif kind == "W":
-                    needs = [(stage, "B", microbatch)]
+                needs = [(stage + on, before, microbatch) for on, before in NEEDS[kind] if 0 <= stage + on <= last]
                 if any(need not in done for need in needs):
                     break
                 begin = max([free[rank], *(done[need] + (travel if owner[need[0]] != rank else 0.0) for need in needs)])
@@ -291,4 +282,5 @@ def bubble_fraction(order: Order) -> float:
     Raises AssertionError as `run_order` does.
     """
     timetable = run_order(order, lambda kind, stage: 2.0 if kind == "B" else 1.0)
-    return 1 - sum(map(timetable.busy, order)) / (timetable.seconds * len(order))
+    busy = sum(end - begin for row in timetable.actions.values() for *_, begin, end in row)
+    return 1 - busy / (timetable.seconds * len(order))

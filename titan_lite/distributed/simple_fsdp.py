@@ -20,7 +20,7 @@ are *summed* over ranks: the loss is already divided by the number of tokens of 
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ class _Gather(torch.autograd.Function):
     """Shard -> whole weight; gradient of the whole -> gradient of the shard."""
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, plan: GatherPlan, eager: "Eager | None") -> Tensor:
+    def forward(ctx: Any, shard: Tensor, plan: GatherPlan, eager: Eager | None) -> Tensor:
         ctx.plan, ctx.eager, ctx.shard_dtype = plan, eager, shard.dtype
         whole = plan.gather(shard) if eager is None else eager.gather(shard, plan)
         return whole.view_as(whole)  # autograd wants a tensor of its own where nothing had to be gathered or cast
@@ -153,9 +153,18 @@ def as_shard_of(parameter: Tensor, rows: Tensor) -> DTensor:
 @functools.cache  # so a class swapped alike is the same class in every model; it must not close over a mesh
 def _sharded_class(cls: Any, names: tuple[str, ...], is_root: bool) -> Any:
     """A subclass whose property of each name gathers; the root's forward also frames what eager mode adds."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if tracing():
+            return cls.forward(self, *args, **kwargs)
+        model = model_of(self)
+        with model.eager.forward(bool(model.resharded) and torch.is_grad_enabled()):
+            return cls.forward(self, *args, **kwargs)
+
     members: dict[str, Any] = {name: property(functools.partial(_read, name=name)) for name in names}
     if is_root:
-        members["forward"] = _root_forward(cls.forward)
+        members["forward"] = forward
     return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
 
 
@@ -174,18 +183,6 @@ def _read(module: nn.Module, name: str) -> Tensor:
     if plan.fqn in fsdp.model.resharded:
         fsdp.model.eager.remember(whole, parameter, plan)
     return whole
-
-
-def _root_forward(forward: Callable) -> Callable:
-    @functools.wraps(forward)
-    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if tracing():
-            return forward(self, *args, **kwargs)
-        model = model_of(self)
-        with model.eager.forward(bool(model.resharded) and torch.is_grad_enabled()):
-            return forward(self, *args, **kwargs)
-
-    return wrapped
 
 
 def model_of(root: nn.Module) -> _Model:

@@ -73,19 +73,19 @@ def axis_of(mesh: DeviceMesh) -> Axis:
     return Axis(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
 
-def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, Style] = PLAN) -> None:
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Split `model` over the one-axis `mesh` in place; FQNs do not change. Nothing is done where the axis has one rank.
 
     Parameters become DTensors on `mesh`, split or replicated; those on the meta device stay there. The gradient of a replicated
     one is a sum over ranks, since each sees own tokens; SimpleFSDP reduces it. Raises ValueError for a parameter of a module
-    that is not in the plan.
+    that is not in PLAN.
     """
     if mesh.size() == 1:
         return
     axis = axis_of(mesh)
     done: dict[nn.Parameter, nn.Parameter] = {}
     for fqn, module in model.named_modules():
-        style = next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(fqn, pattern)), None)
+        style = next((style for pattern, style in PLAN.items() if fnmatch.fnmatchcase(fqn, pattern)), None)
         parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
         if style is None:
             if parameters:
