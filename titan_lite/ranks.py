@@ -22,10 +22,10 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def is_communication(error: BaseException | None) -> bool:
-    """True where the error, or its cause, is about another rank rather than this one. gloo's are plain RuntimeErrors."""
+    """True where the error, or its cause, is about another rank rather than this one."""
     if error is None:
         return False
-    gloo = type(error) is RuntimeError and "gloo" in str(error)
+    gloo = type(error) is RuntimeError and "gloo" in str(error)  # which has no class of errors: its text alone tells
     return gloo or isinstance(error, dist.DistError) or is_communication(error.__cause__)
 
 

@@ -1,7 +1,31 @@
-"""Objects over ranks; over several of them, all tests with more than one process show it."""
+"""Objects over ranks, which all tests with more than one process show over several; and errors about another rank."""
 
-from titan_lite.ranks import gather_objects
+import pytest
+import torch.distributed as dist
+
+from titan_lite.ranks import gather_objects, is_communication
 
 
 def test_a_process_without_a_group_has_its_own_alone():
     assert gather_objects("value") == ["value"]
+
+
+def caused_by(cause):
+    error = ValueError("a checkpoint")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (RuntimeError("[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:10673"), True),
+        (dist.DistBackendError("NCCL error"), True),
+        (caused_by(dist.DistNetworkError("gone")), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("gloo"), False),
+        (caused_by(OSError("no space")), False),
+    ],
+)
+def test_errors_of_communication_are_told_from_others(error, is_one):
+    assert is_communication(error) == is_one

@@ -36,16 +36,15 @@ def recompute_parameter_all_gathers(graph: Graph, keep_gathered: Collection[str]
 
     keep_gathered: FQNs of parameters to leave alone. Returns the number of all-gathers that will run again.
     """
-    gathers = {
-        gather: nodes
-        for gather, nodes in parameter_all_gathers(graph).items()
-        if not set(parameters_of(gather)).intersection(keep_gathered)
-    }
-    for gather, preparation in gathers.items():
+    again = 0
+    for gather, preparation in parameter_all_gathers(graph).items():
+        if not set(keep_gathered).isdisjoint(parameters_of(gather)):
+            continue
+        again += 1
         tagged = [gather, *preparation]
         for node in tagged:  # which grows
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = REGION
             if node not in preparation:
                 tagged += [user for user in node.users if user.target in VIEWS]
-    return len(gathers)
+    return again

@@ -48,7 +48,7 @@ class Schedule:
     config: Compile
     machine: Machine | None = None
     fused: bool = False
-    exchange: Callable[[str], dict[int, str]] | None = None
+    exchange: Callable[[str], dict[int, str]] = lambda word: {0: word}
     dump: Path | None = None
     must_merge: bool = True
     receipts: list[Receipt] = field(default_factory=list)
@@ -133,8 +133,6 @@ class Schedule:
 
     def show(self, word: str) -> dict[int, str]:
         """The words of all ranks that run the same graph, by rank."""
-        if self.exchange is None:
-            return {0: word}
         # Else the exchange would be traced; and its operators would go by Python's dispatcher, which holds the interpreter's
         # lock while it waits for gloo's, whose worker waits for the interpreter's to free a tensor.
         with unset_fake_temporarily(), no_python_dispatcher():

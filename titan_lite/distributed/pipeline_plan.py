@@ -46,7 +46,7 @@ class PipelinePlan:
 def plan_pipeline(
     parallelism: Parallelism, *, n_layers: int, tied: bool, local_batch_size: int, compiled: bool, checkpointed: bool
 ) -> PipelinePlan:
-    """Which stage has what, and which rank has which stage. Raises ConfigError for what cannot be run.
+    """The modules and the rank of every stage. Raises ConfigError for what cannot be run.
 
     compiled: whether stages are; checkpointed: whether activations are.
     """

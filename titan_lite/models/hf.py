@@ -97,13 +97,13 @@ def is_size(value: Any) -> bool:
 
 def misread(given: Mapping[str, Any], sizes: Iterable[str] = (), numbers: Iterable[str] = ()) -> list[str]:
     """A line for every value, by its name, that is absent or no size, or no number above 0."""
-    faults = [(name, "a whole number") for name in sizes if not is_size(given.get(name))]
+    faults = [(name, "a whole number above 0 and below 2**30") for name in sizes if not is_size(given.get(name))]
     faults += [
-        (name, "a number")
+        (name, "a number above 0 and below 1e18")
         for name in numbers
         if type(given.get(name)) not in (int, float) or not 0 < given[name] < 1e18  # nan is neither
     ]
-    return [f"{name} = {given.get(name)!r}, where {kind} above 0 is what works" for name, kind in faults]
+    return [f"{name} = {given.get(name)!r}, where {kind} is what works" for name, kind in faults]
 
 
 def config_from_hf(json: Mapping[str, Any]) -> ModelConfig:

@@ -316,17 +316,20 @@ def first(copy, pattern):
                 f"config.json: {words}$",
             )
             for change, words in (
-                ({"rope_theta": None}, "rope_theta = None, where a number above 0 is what works"),
-                ({"rope_theta": "1e4"}, "rope_theta = '1e4', where a number above 0 is what works"),
+                ({"rope_theta": None}, "rope_theta = None, where a number above 0 and below 1e18 is what works"),
+                ({"rope_theta": "1e4"}, "rope_theta = '1e4', where a number above 0 and below 1e18 is what works"),
                 ({"rope_scaling": "llama3"}, "rope_scaling = 'llama3', where an object or null is what works"),
                 ({"rope_parameters": [8]}, r"rope_parameters = \[8\], where an object or null is what works"),
                 (
                     {"rope_scaling": config_to_hf(TIED, torch.bfloat16)["rope_scaling"] | {"factor": "8"}},
-                    "rope_scaling: factor = '8', where a number above 0 is what works",
+                    "rope_scaling: factor = '8', where a number above 0 and below 1e18 is what works",
                 ),
-                ({"rms_norm_eps": None}, "rms_norm_eps = None, where a number above 0 is what works"),
-                ({"max_position_embeddings": None}, "max_position_embeddings = None, where a whole number above 0 is what works"),
-                ({"vocab_size": True}, "vocab_size = True, where a whole number above 0 is what works"),
+                ({"rms_norm_eps": None}, "rms_norm_eps = None, where a number above 0 and below 1e18 is what works"),
+                (
+                    {"max_position_embeddings": None},
+                    r"max_position_embeddings = None, where a whole number above 0 and below 2\*\*30 is what works",
+                ),
+                ({"vocab_size": True}, r"vocab_size = True, where a whole number above 0 and below 2\*\*30 is what works"),
             )
         ),
         (

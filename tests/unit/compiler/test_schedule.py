@@ -24,7 +24,7 @@ def layers(count=2, name="layers.{}.{}.weight", seconds=0.0):
 
 def scheduled(graph_module, machine=None, **options):
     schedule = Schedule(Compile(**{key: value for key, value in options.items() if key in KEYS}), machine)
-    schedule.exchange, schedule.dump = options.get("exchange"), options.get("dump")
+    schedule.exchange, schedule.dump = options.get("exchange", schedule.exchange), options.get("dump")
     schedule(graph_module, "forward")
     return schedule.receipts[0]
 

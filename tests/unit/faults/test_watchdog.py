@@ -25,19 +25,6 @@ def test_one_rank_alone_has_no_threads_and_tells_nobody():
     assert alone._failed(ValueError()) is None
 
 
-@pytest.mark.parametrize(
-    ("error", "is_one"),
-    [
-        (RuntimeError(GLOO.replace("pair.cc", "gloo/pair.cc")), True),
-        (dist.DistBackendError("NCCL error"), True),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (ValueError("gloo"), False),
-    ],
-)
-def test_errors_of_communication_are_told_from_others(error, is_one):
-    assert watchdog.is_communication(error) == is_one
-
-
 def test_of_an_error_the_line_that_tells_is_kept():
     assert watchdog._first_line(RuntimeError(GLOO)) == "Connection closed by peer [127.0.0.1]:10673"
     assert watchdog._first_line(ValueError("[1, 2] is no list of three\nof numbers")) == "[1, 2] is no list of three"
