@@ -113,7 +113,8 @@ def wait_for_reductions_late(graph: Graph, machine: Machine | None = None, *, fu
     With a machine: before the first one by which it is done, as estimated, while no more is on its way than two of the largest.
     But not where results are reduced again: those of norm weights over ranks of tensor parallelism, whose prices may differ.
     """
-    if any(_reduces_again(node) for node in parameter_collectives(graph) if not is_all_gather(node)):
+    reducing = [node for node in parameter_collectives(graph) if not is_all_gather(node)]
+    if any(parameters_of(later) for node in reducing for later in descendants(node) if later is not node):
         machine = None
     moved = 0
     for target in (collectives.reduce_scatter_tensor.default, collectives.all_reduce.default):
@@ -125,11 +126,6 @@ def wait_for_reductions_late(graph: Graph, machine: Machine | None = None, *, fu
                     following.prepend(node)
                 moved += 1
     return moved
-
-
-def _reduces_again(node: Node) -> bool:
-    """True where another reduction takes the result of this one."""
-    return any(parameters_of(later) for later in descendants(node) if later is not node)
 
 
 def _waiting_places(

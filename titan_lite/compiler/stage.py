@@ -118,8 +118,10 @@ def _aot_eager(reshard: _Pass | None, compiling: Compiling, priced_as: str = "")
     def partition(joint: GraphModule, *args: Any, **kwargs: Any) -> Any:
         if reshard is not None:
             reshard(joint.graph)
-        if priced_as == "eager":
-            _recompute_nothing_else(joint.graph)
+        if priced_as == "eager":  # keeps for backward all that no tag says is recomputed
+            for node in joint.graph.nodes:
+                if node.op == "call_function" and not node.meta.get("recompute"):
+                    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         with _nothing_is_random():
             return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
@@ -134,13 +136,6 @@ def _aot_eager(reshard: _Pass | None, compiling: Compiling, priced_as: str = "")
         partition_fn=partition,
         decompositions=select_decomp_table() if priced_as == "inductor" else None,
     )
-
-
-def _recompute_nothing_else(graph: Graph) -> None:
-    """Keep for backward all that no tag says is recomputed."""
-    for node in graph.nodes:
-        if node.op == "call_function" and not node.meta.get("recompute"):
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _inductor(reshard: _Pass | None, compiling: Compiling, async_tensor_parallel: str = "") -> Callable:

@@ -428,7 +428,7 @@ def change_part(path, change):
         *(
             (
                 lambda copy, change=change: (copy / "params.json").write_text(json.dumps(PARAMS | change)),
-                f"params.json does not describe a Llama 3: {words} above 0 is what works$",
+                f"params.json does not describe a Llama 3: {words} above 0 and below .* is what works$",
             )
             for change, words in (
                 ({"vocab_size": -1}, "vocab_size = -1, where a whole number"),
