@@ -4,11 +4,6 @@
     python -m titan_lite.convert Meta-Llama-3.1-8B initial                    # a step, for checkpoint.initial_load_path
     python -m titan_lite.convert Meta-Llama-3.1-8B/original exported --to hf  # Meta's consolidated.*.pth
 
-    --to hf|step         what is written; without it, a step from anything else, and hf from a step
-    --dtype NAME         float32, bfloat16 or float16; without it, as stored
-    --tokenizer PATH     the model's: a file, or a folder that has one, copied beside the weights; without it, what SOURCE has
-    --max-shard-size GB  most that one safetensors file has (default 5)
-
 Nothing is overwritten, and the folder has its name when all of it is on disk; until then it is unfinished-TARGET-*, which stays
 where the program was killed, to be deleted by hand. Memory: one file's tensors at most.
 """
@@ -32,10 +27,11 @@ from torch import Tensor
 from titan_lite import manifest
 from titan_lite.checkpoint import tensor_files
 from titan_lite.checkpoint.weights import TOKENIZER_FILES, StepFolder, Weights, check_tokenizer, open_weights, tokenizer_files
+from titan_lite.command import Parser, command
 from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import TiktokenTokenizer, Tokenizer, load_tokenizer
 from titan_lite.data.tokenizer_json import to_json, tokenizer_config
-from titan_lite.logging import Parser, init_logging, logger, show
+from titan_lite.logging import init_logging, logger
 from titan_lite.models.hf import config_to_hf, hf_names, to_hf
 
 
@@ -163,46 +159,41 @@ def _whole(folder: Path, needed: int) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = Parser(prog="python -m titan_lite.convert", add_help=False, allow_abbrev=False)
-    parser.add_argument("source")
-    parser.add_argument("target", type=Path)
-    parser.add_argument("--to", choices=("hf", "step"))
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--tokenizer")
-    parser.add_argument("--max-shard-size", type=float)
-    if not arguments or "--help" in arguments or "-h" in arguments:
-        show(__doc__)
-        return 0 if arguments else 2
+@command
+def main(arguments: Sequence[str]) -> None:
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("source", help="what is read")
+    add("target", type=Path, help="a folder not there yet")
+    add("--to", choices=("hf", "step"), help="what is written; without it, a step from anything else, and hf from a step")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="without it, as stored")
+    where = "the model's: a file, or a folder that has one, copied beside the weights; without it, what SOURCE has"
+    add("--tokenizer", metavar="PATH", help=where)
+    add("--max-shard-size", type=float, metavar="GB", help="most that one safetensors file has (default 5)")
     options = parser.parse_args(arguments)
     init_logging(0, 1)
-    try:
-        if options.max_shard_size is not None and not options.max_shard_size > 0:  # nan is neither
-            raise ConfigError(f"--max-shard-size {options.max_shard_size}: expected GB above 0, such as 5")
-        weights = open_weights(options.source, every_byte=True)
-        dtype = getattr(torch, options.dtype) if options.dtype else None
-        logger.info(f"{weights.folder}: {weights.kind}, {sum(s.numel() for s in weights.shapes.values()):,} parameters")
-        if (options.to or ("hf" if isinstance(weights, StepFolder) else "step")) == "step":
-            if options.tokenizer:
-                raise ConfigError("--tokenizer: a step holds none, the recipe names it (model.tokenizer_path); leave it out")
-            if options.max_shard_size is not None:
-                raise ConfigError(f"--max-shard-size {options.max_shard_size}: a step has one file; leave it out, or --to hf")
-            write_step(options.target, weights, dtype)
-        else:
-            asked_for = bool(options.tokenizer)
-            files = tokenizer_files(options.tokenizer) if asked_for else weights.tokenizer_files()
-            if asked_for and not files:
-                works = " or ".join(TOKENIZER_FILES[:2])
-                raise ConfigError(f"--tokenizer {options.tokenizer}: no file, and no folder with {works}")
-            shard_bytes = (options.max_shard_size or 5.0) * 1e9
-            write_hf(options.target, weights, dtype, tokenizer=files, asked_for=asked_for, shard_bytes=shard_bytes)
-            if not files:
-                logger.warning("no tokenizer was copied: --tokenizer PATH would")
-        logger.info(f"written to {options.target}")
-        return 0
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if options.max_shard_size is not None and not options.max_shard_size > 0:  # nan is neither
+        raise ConfigError(f"--max-shard-size {options.max_shard_size}: expected GB above 0, such as 5")
+    weights = open_weights(options.source, every_byte=True)
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    logger.info(f"{weights.folder}: {weights.kind}, {sum(s.numel() for s in weights.shapes.values()):,} parameters")
+    if (options.to or ("hf" if isinstance(weights, StepFolder) else "step")) == "step":
+        if options.tokenizer:
+            raise ConfigError("--tokenizer: a step holds none, the recipe names it (model.tokenizer_path); leave it out")
+        if options.max_shard_size is not None:
+            raise ConfigError(f"--max-shard-size {options.max_shard_size}: a step has one file; leave it out, or --to hf")
+        write_step(options.target, weights, dtype)
+    else:
+        asked_for = bool(options.tokenizer)
+        files = tokenizer_files(options.tokenizer) if asked_for else weights.tokenizer_files()
+        if asked_for and not files:
+            works = " or ".join(TOKENIZER_FILES[:2])
+            raise ConfigError(f"--tokenizer {options.tokenizer}: no file, and no folder with {works}")
+        shard_bytes = (options.max_shard_size or 5.0) * 1e9
+        write_hf(options.target, weights, dtype, tokenizer=files, asked_for=asked_for, shard_bytes=shard_bytes)
+        if not files:
+            logger.warning("no tokenizer was copied: --tokenizer PATH would")
+    logger.info(f"written to {options.target}")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,9 @@
 """Text from a checkpoint, so that a person can hear what the model learned.
 
 python -m titan_lite.generate outputs/debug_model --prompt "def main("
-
-CHECKPOINT           a run's folder (its newest whole step), a step, a Hugging Face folder, or Meta's
---prompt TEXT        what is gone on from (default: nothing, a document's beginning)
---max-new-tokens N   stops there, if the text does not end before (default 128)
---temperature T      below 1 the likely becomes likelier; 0 always takes the likeliest (default 0.8)
---top-k K            only the K likeliest tokens; 0: all (default 0)
---top-p P            only the likeliest tokens that have probability P together (default 0.95)
---seed N             another number, another text (default 0)
---device NAME        cpu, cuda, cuda:1 (default: a GPU where there is one)
---dtype NAME         float32 or bfloat16 (default: as stored)
---tokenizer FILE     in tiktoken's format, or a tokenizer.json (default: the recipe's, or the folder's)
 """
 
-import argparse
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -27,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_lite.checkpoint.weights import TOKENIZER_FILES, Weights, check_tokenizer, load, open_weights
+from titan_lite.command import Parser, command
 from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from titan_lite.logging import Parser, init_logging, show
+from titan_lite.logging import init_logging
 from titan_lite.models.llama3 import Attention, ModelConfig, Transformer, rope_tables
 
 
@@ -178,37 +166,25 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = Parser(prog="python -m titan_lite.generate", add_help=False, allow_abbrev=False)
-    parser.add_argument("checkpoint")
-    parser.add_argument("--prompt", default="")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--top-p", type=float, default=0.95)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"))
-    parser.add_argument("--tokenizer", default="")
-    if not arguments or "--help" in arguments or "-h" in arguments:
-        show(__doc__)
-        return 0 if arguments else 2
+@command
+def main(arguments: Sequence[str]) -> None:
+    parser = Parser(__doc__)
+    add, which = parser.add_argument, "(default %(default)s)"
+    add("checkpoint", help="a run's folder (its newest whole step), a step, a Hugging Face folder, or Meta's")
+    add("--prompt", default="", metavar="TEXT", help="what is gone on from (default: nothing, a document's beginning)")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help=f"stops there, if the text does not end before {which}")
+    likelier = f"below 1 the likely becomes likelier; 0 always takes the likeliest {which}"
+    add("--temperature", type=float, default=0.8, metavar="T", help=likelier)
+    add("--top-k", type=int, default=0, metavar="K", help=f"only the K likeliest tokens; 0: all {which}")
+    likeliest = f"only the likeliest tokens that have probability P together {which}"
+    add("--top-p", type=float, default=0.95, metavar="P", help=likeliest)
+    add("--seed", type=int, default=0, metavar="N", help=f"another number, another text {which}")
+    add("--device", default="", metavar="NAME", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
+    add("--dtype", choices=("float32", "bfloat16"), help="(default: as stored)")
+    where = "in tiktoken's format, or a tokenizer.json (default: the recipe's, or the folder's)"
+    add("--tokenizer", default="", metavar="FILE", help=where)
     options = parser.parse_args(arguments)
     init_logging(0, 1, sys.stderr)  # the text alone is standard output
-    try:
-        run(options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # its reader, such as head, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:  # enough heard
-        print()
-        return 130
-    return 0
-
-
-def run(options: argparse.Namespace) -> None:
     for name, fits, works in (
         ("max_new_tokens", options.max_new_tokens >= 1, "1 or more"),
         ("temperature", 0 <= options.temperature < float("inf"), "0 or more"),

@@ -8,7 +8,6 @@
 `events.jsonl` has an object a line: time, event, step, text. It holds what has `extra={"event": ...}`, and warnings and errors.
 """
 
-import argparse
 import json
 import logging
 import os
@@ -18,30 +17,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 logger = logging.getLogger("titan_lite")
-
-
-def show(text: str | None) -> None:
-    """Print what was asked for. Its reader, a pager or head, may have gone: that is no failure."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line, without the usage."""
-        self.exit(2, f"error: {message}\n")
-
-
-def at_least_one(text: str) -> int:
-    """An option's value, for argparse."""
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text}: expected an integer at least 1, such as 5")
-    return int(text)
 
 
 def log_ranks(world_size: int) -> set[int]:

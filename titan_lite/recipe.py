@@ -10,10 +10,10 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
+from titan_lite.command import command
 from titan_lite.config import KEYS, SECTIONS, ConfigError
 from titan_lite.config.recipe import admitted_values, load_config, nearest_section, to_toml
 from titan_lite.config.toml import in_toml
-from titan_lite.logging import show
 
 HELP = """\
 usage: ./run_train.sh [OPTION ...]                          the recipe that CONFIG_FILE names, on this machine's devices
@@ -83,18 +83,15 @@ def _help_line(key: str) -> str:
     return f"--{key} ({'; '.join(words)})"
 
 
+@command
 def main(arguments: Sequence[str]) -> int:
-    """Check a recipe, print it resolved, or print the help; exit code 2 and one line on stderr where something is wrong."""
-    try:
-        if not arguments or "--help" in arguments or "-h" in arguments:
-            show(help_text(arguments))
-            return 0 if arguments else 2
-        config, origins = load_config(arguments[0], without_flags(arguments[1:]))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    """Check a recipe, print it resolved, or print the help."""
+    if not arguments or "--help" in arguments or "-h" in arguments:
+        print(help_text(arguments))
+        return 0 if arguments else 2
+    config, origins = load_config(arguments[0], without_flags(arguments[1:]))
     if "--print-config" in arguments:
-        show(to_toml(config, origins))
+        print(to_toml(config, origins))
     return 0
 
 

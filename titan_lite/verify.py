@@ -16,6 +16,7 @@ Exit code 0: all layouts agree; 1: one does not; 2: wrong recipe or command line
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -34,12 +35,12 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from titan_lite.check import check
+from titan_lite.command import Parser, command
 from titan_lite.config import ActivationCheckpoint, Checkpoint, Compile, Config, ConfigError, Parallelism
 from titan_lite.config.recipe import load_config
 from titan_lite.distributed.mesh import AXES, DEGREES
 from titan_lite.distributed.pipeline_plan import TooFewLayers
 from titan_lite.layout import flavor_of, make_layout
-from titan_lite.logging import Parser, at_least_one
 from titan_lite.metrics.records import read_metrics
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
 from titan_lite.trainer import Trainer
@@ -370,26 +371,24 @@ def _enough_layers(config: Config, flavor: ModelConfig, processes: int) -> Model
     return model
 
 
+def at_least_one(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text}: expected an integer at least 1, such as 5")
+    return int(text)
+
+
+@functools.partial(command, gone=1)  # 0 would say that all layouts agree
 def main(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        prog="python -m titan_lite.verify",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(__doc__)
     parser.add_argument("recipe", help="a TOML file; options of the form --section.key value change it")
     parser.add_argument("--layouts", nargs="+", default=["recipe"], metavar="LAYOUT", help="what to verify (default: recipe)")
     parser.add_argument("--steps", type=at_least_one, default=5, metavar="N", help="steps of each run (default: 5)")
     options, overrides = parser.parse_known_args(arguments)
-    try:
-        config, _ = load_config(options.recipe, overrides)
-        layouts: list[Degrees] = []
-        for name in options.layouts:
-            layouts += every_layout() if name == "all" else [layout_of(config) if name == "recipe" else parse_layout(name)]
-        return 0 if verify(config, layouts, steps=options.steps) else 1
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    config, _ = load_config(options.recipe, overrides)
+    layouts: list[Degrees] = []
+    for name in options.layouts:
+        layouts += every_layout() if name == "all" else [layout_of(config) if name == "recipe" else parse_layout(name)]
+    return 0 if verify(config, layouts, steps=options.steps) else 1
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "titan_lite"
 PART = ("torch", "titan_lite.config", "titan_lite.logging", "titan_lite.ranks")
 ROOMS = {
     "__init__": (),
+    "command": ("titan_lite.config",),
     "logging": (),
     "manifest": (),
     "ranks": ("torch", "titan_lite.config"),
@@ -31,7 +32,7 @@ ROOMS = {
     "distributed": ("torch", "titan_lite.config", "titan_lite.compiler", "titan_lite.ranks"),
     "data": (*PART, "torchdata", "titan_lite.manifest", "tiktoken", "tokenizers", "datasets", "pyarrow", "numpy"),
     "data/bad_documents": (*PART, "titan_lite.metrics.records"),
-    "data/prepare": (*PART, "titan_lite.manifest", "numpy", "tqdm"),
+    "data/prepare": (*PART, "titan_lite.command", "titan_lite.manifest", "numpy", "tqdm"),
     "checkpoint": (*PART, "titan_lite.manifest"),
     "checkpoint/weights": (*PART, "safetensors", "titan_lite.manifest", "titan_lite.models"),
     "checkpoint/resume": ("titan_lite.config", "titan_lite.lr_scheduler", "titan_lite.data.dataset.EPOCH"),
@@ -46,6 +47,7 @@ ROOMS = {
     "metrics/throughput": (),
     "metrics/timelines": ("titan_lite.compiler", "matplotlib"),
     "plan": (
+        "titan_lite.command",
         "titan_lite.layout",
         *PART,
         "matplotlib",
@@ -57,11 +59,23 @@ ROOMS = {
         "titan_lite.metrics.timelines",
         "titan_lite.metrics.records",
     ),
-    "report": ("titan_lite.config", "titan_lite.metrics.records"),  # no torch: a page is made where a run's folder was copied to
-    "recipe": ("titan_lite.config", "titan_lite.logging"),
+    "report": (
+        "titan_lite.config",
+        "titan_lite.command",
+        "titan_lite.metrics.records",
+    ),  # no torch: a page is made where a run's folder was copied to
+    "recipe": ("titan_lite.config", "titan_lite.command"),
     "launch": ("torch", "titan_lite.faults.signals"),
-    "convert": (*PART, "safetensors", "titan_lite.manifest", "titan_lite.models", "titan_lite.checkpoint", "titan_lite.data"),
-    "generate": (*PART, "titan_lite.models", "titan_lite.checkpoint.weights", "titan_lite.data"),
+    "convert": (
+        *PART,
+        "titan_lite.command",
+        "safetensors",
+        "titan_lite.manifest",
+        "titan_lite.models",
+        "titan_lite.checkpoint",
+        "titan_lite.data",
+    ),
+    "generate": (*PART, "titan_lite.command", "titan_lite.models", "titan_lite.checkpoint.weights", "titan_lite.data"),
     "trainer": (*PART, "titan_lite"),  # the assembler
     "train": (*PART, "titan_lite.recipe", "titan_lite.trainer", "titan_lite.check", "titan_lite.faults"),
     "verify": (*PART, "titan_lite"),  # runs the trainer, and looks into it

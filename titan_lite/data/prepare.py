@@ -6,9 +6,6 @@
 
 RECIPE FOLDER       what the recipe's [data] reads and model.tokenizer_path makes of it, written to a folder not there yet
 --section.key V     any key of the recipe, as in training
---workers N         processes that tokenize (default: one a core); 0: only this one, which reads and writes
---shard-tokens N    a shard ends when it has so many tokens or some more (default 268,435,456); a kill loses no more than one
---verify FOLDER     compare every byte with the SHA-256 in manifest.json, and write nothing
 
 data.validation_fraction of the documents make shards of their own, as a hash of their names decides: what training on
 the text itself would hold out. Their order is that of the files: training shuffles all of them, anew every epoch.
@@ -39,13 +36,14 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from titan_lite import manifest
+from titan_lite.command import Parser, command
 from titan_lite.config import ConfigError, Data
 from titan_lite.config.recipe import load_config
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
 from titan_lite.data.dataset import NoDocuments, Split, build_source, fingerprint
 from titan_lite.data.prepared import FORMAT, SPLITS, read_manifest
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
-from titan_lite.logging import Parser, init_logging, logger, show
+from titan_lite.logging import init_logging, logger
 
 PROGRESS = "progress.json"
 # keys of [data] that change nothing here; training leaves out what is too short
@@ -301,40 +299,35 @@ def _summary(described: dict[str, Any]) -> str:
     return "; ".join(sums)
 
 
-def main(arguments: Sequence[str]) -> int:
-    if not arguments or "--help" in arguments or "-h" in arguments:
-        show(__doc__)
-        return 0 if arguments else 2
-    parser = Parser(prog="python -m titan_lite.data.prepare", add_help=False, allow_abbrev=False)
-    parser.add_argument(
-        "--workers", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    )
-    parser.add_argument("--shard-tokens", type=int, default=1 << 28)
-    parser.add_argument("--verify", type=Path)
+@command
+def main(arguments: Sequence[str]) -> None:
+    parser = Parser(__doc__)
+    add, cores = parser.add_argument, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    working = "processes that tokenize (default: one a core); 0: only this one, which reads and writes"
+    add("--workers", type=int, default=cores, metavar="N", help=working)
+    ending = "a shard ends when it has so many tokens or some more (default 268,435,456); a kill loses no more than one"
+    add("--shard-tokens", type=int, default=1 << 28, metavar="N", help=ending)
+    comparing = "compare every byte with the SHA-256 in manifest.json, and write nothing"
+    add("--verify", type=Path, metavar="FOLDER", help=comparing)
     init_logging(0, 1)
+    options, others = parser.parse_known_args(arguments)
+    if options.verify and others:
+        raise ConfigError(f"--verify {options.verify}: expected nothing else, found {' '.join(others)}")
+    if options.verify:
+        print(f"{options.verify}: every byte is as written; {_summary(read_manifest(options.verify, every_byte=True))}")
+        return
+    if len(others) < 2 or others[0].startswith("-") or others[1].startswith("-"):
+        raise ConfigError(f"expected RECIPE FOLDER first, found {' '.join(others) or 'neither'}; --help shows an example")
+    for name, least in (("workers", 0), ("shard_tokens", 1)):
+        if getattr(options, name) < least:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected {least} or more")
+    config, _ = load_config(others[0], others[2:])
+    folder, tokenizer = Path(others[1]), load_tokenizer(config.model.tokenizer_path)
     try:
-        options, others = parser.parse_known_args(arguments)
-        if options.verify and others:
-            raise ConfigError(f"--verify {options.verify}: expected nothing else, found {' '.join(others)}")
-        if options.verify:
-            print(f"{options.verify}: every byte is as written; {_summary(read_manifest(options.verify, every_byte=True))}")
-            return 0
-        if len(others) < 2 or others[0].startswith("-") or others[1].startswith("-"):
-            raise ConfigError(f"expected RECIPE FOLDER first, found {' '.join(others) or 'neither'}; --help shows an example")
-        for name, least in (("workers", 0), ("shard_tokens", 1)):
-            if getattr(options, name) < least:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected {least} or more")
-        config, _ = load_config(others[0], others[2:])
-        folder, tokenizer = Path(others[1]), load_tokenizer(config.model.tokenizer_path)
         described = prepare(config.data, tokenizer, folder, workers=options.workers, shard_tokens=options.shard_tokens)
-        print(f"{folder}: {_summary(described)}; --data.dataset prepared --data.path {folder} trains on it")
-        return 0
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
-        print("stopped: the same command goes on after the last whole shard", file=sys.stderr)
-        return 130
+        raise KeyboardInterrupt("stopped: the same command goes on after the last whole shard") from None
+    print(f"{folder}: {_summary(described)}; --data.dataset prepared --data.path {folder} trains on it")
 
 
 if __name__ == "__main__":

@@ -15,20 +15,20 @@ at, and no GPU or network is needed. Exit code 0: planned, whether it fits or no
 
 import argparse
 import re
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from titan_lite.command import Parser, command
 from titan_lite.config import Config, ConfigError
 from titan_lite.config.recipe import load_config
-from titan_lite.logging import Parser, show
 
 SEARCHED = 12  # plans of a search, where the command line does not say
 
 
-def main(arguments: list[str]) -> int:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="python -m titan_lite.plan", description=__doc__, formatter_class=raw, allow_abbrev=False)
+@command
+def main(arguments: Sequence[str]) -> None:
+    parser = Parser(__doc__, needs_arguments=False)
     add, either = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     add("recipe", nargs="?", help="a TOML file")
     add("--world-size", type=int, help="ranks; without, as the recipe's line `# world_size: N` says")
@@ -48,12 +48,7 @@ def main(arguments: list[str]) -> int:
     either("--search", type=int, nargs="?", const=SEARCHED, metavar="PLANS", help=search)
     calibrate = "fit the machine's profile to what a run has measured, and write it"
     either("--calibrate", type=Path, metavar="RUN_FOLDER", help=calibrate)
-    try:
-        show(answer(parser.parse_args(arguments)))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    print(answer(parser.parse_args(arguments)))
 
 
 def answer(options: argparse.Namespace) -> str:

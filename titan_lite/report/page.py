@@ -10,7 +10,6 @@ RUN_FOLDER is a run's job.dump_folder; the page is written to report.html in the
 It may be made while the run goes on. page.html has the frame of the page, its style and its script.
 """
 
-import argparse
 import html
 import itertools
 import json
@@ -18,13 +17,13 @@ import math
 import operator
 import re
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from titan_lite.config import DROPPED, KEYS
+from titan_lite.command import Parser, command
+from titan_lite.config import DROPPED, KEYS, ConfigError
 from titan_lite.metrics.records import RecordError, RunRecord, as_written, read_run
 
 MOST_ROWS = 4000  # of a run that are drawn; of more, windows of them keep their extremes
@@ -284,10 +283,9 @@ def _text(text: Any) -> str:
     return html.escape(str(text))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m titan_lite.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+@command
+def main(arguments: Sequence[str]) -> None:
+    parser = Parser(__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="job.dump_folder of a run")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the page (default: report.html in the first folder)")
     options = parser.parse_args(arguments)
@@ -298,7 +296,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path.write_text(text, encoding="utf-8")
     except (RecordError, OSError) as error:
         told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
-        print(f"error: {told}", file=sys.stderr)
-        return 2
+        raise ConfigError(told) from None
     print(f"{path} written: open it in a browser")
-    return 0

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_lite import logging, recipe
+from titan_lite import command, logging, recipe
 from titan_lite.config import (
     DROPPED,
     KEYS,
@@ -663,11 +663,11 @@ def test_all_recipes_are_here():
 
 
 def test_only_the_standard_library_is_imported():
-    modules = (keys, learning, logging, recipe, reading, row, system, toml)
+    modules = (command, keys, learning, logging, recipe, reading, row, system, toml)
     nodes = [node for module in modules for node in ast.walk(ast.parse(Path(module.__file__).read_text()))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
-    names -= {f"titan_lite.{name}" for name in ("config", "logging")}
+    names -= {f"titan_lite.{name}" for name in ("command", "config")}
     names -= {f"titan_lite.config.{name}" for name in ("keys", "learning", "recipe", "row", "system", "toml")}
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names | {"tomli"}  # tomli: before Python 3.11
 

@@ -1,0 +1,65 @@
+"""The frame of a program that a person runs: its help, one line for what is wrong, its exit code. Standard library only.
+
+@command
+def main(arguments: Sequence[str]) -> None:
+    options = Parser(__doc__).parse_args(arguments)
+    ...
+"""
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from titan_lite.config import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """The help is the module's docstring, then the options. Without arguments it is printed too, and the exit code is 2.
+
+    needs_arguments: False where the program says itself what is missing.
+    """
+
+    def __init__(self, doc: str | None, *, needs_arguments: bool = True):
+        raw = argparse.RawDescriptionHelpFormatter
+        super().__init__(usage=argparse.SUPPRESS, description=doc, formatter_class=raw, allow_abbrev=False)
+        self.needs_arguments = needs_arguments
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.needs_arguments and not args:
+            self.print_help()
+            self.exit(2)
+        return super().parse_known_args(args, namespace)
+
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file, flush=True)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def command(main: Callable[[Sequence[str]], int | None], *, gone: int = 0) -> Callable[[Sequence[str]], int]:
+    """`main`, returning an exit code: its own (None: 0), 2 after a ConfigError, 130 after Ctrl-C, each told in a line on stderr.
+
+    gone: where the reader of its output, a pager or head, has had enough.
+    """
+
+    @functools.wraps(main)
+    def run(arguments: Sequence[str]) -> int:
+        try:
+            code = main(arguments) or 0
+            sys.stdout.flush()
+            return code
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return gone
+        except KeyboardInterrupt as stopped:
+            print(*stopped.args, file=sys.stderr)
+            return 130
+
+    return run
