@@ -1,6 +1,6 @@
 """A recipe on its layout, in words: the lines at a run's start, a picture of the mesh, the keys that do nothing here.
 
-for line in start_lines(config, layout, device=device, parameters=parameters, priced=True): logger.info(line)
+for line in start_lines(config, layout, device, parameters, priced=True): logger.info(line)
 """
 
 import dataclasses
@@ -20,14 +20,7 @@ from titan_lite.layout import Layout
 ROWS, BOXES, IN_A_BOX, IN_THE_ONLY_BOX = 4, 4, 4, 16  # of the picture; more are left out in the middle
 
 
-def start_lines(
-    config: Config,
-    layout: Layout,
-    *,
-    device: torch.device,
-    parameters: Iterable[Tensor],
-    priced: bool,
-) -> list[str]:
+def start_lines(config: Config, layout: Layout, device: torch.device, parameters: Iterable[Tensor], *, priced: bool) -> list[str]:
     """Model, layout, batch and memory. parameters: of this rank's stages; priced: the compile stage knows the machine."""
     training, parallelism, degrees, plan = config.training, config.parallelism, layout.degrees, layout.pipeline
     threads = torch.get_num_threads()

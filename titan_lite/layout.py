@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from titan_lite.compiler.autotune import STEPS, WAYS
+from titan_lite.compiler.autotune import check_steps
 from titan_lite.compiler.fqns import parameters_within
 from titan_lite.compiler.hardware import PROFILES, load_machine, profile_of
 from titan_lite.config import Config, ConfigError, gradient_accumulation_steps
@@ -181,8 +181,4 @@ def _check_schedule(config: Config, layout: Layout) -> None:
             f'compile.bucketing = "{stage.bucketing}" has nothing to bucket: parallelism.fsdp_communication = "step" gathers '
             f'once for {layout.microbatches} microbatches; fsdp_communication = "microbatch" or bucketing = "block" would work'
         )
-    if stage.bucketing == "measured" and config.training.steps < len(WAYS) * STEPS:
-        raise ConfigError(
-            f'compile.bucketing = "measured" tries {len(WAYS)} ways in {STEPS} steps each, and training.steps = '
-            f'{config.training.steps}; {len(WAYS) * STEPS} steps or bucketing = "block" would work'
-        )
+    check_steps(stage, done=0, steps=config.training.steps)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from titan_lite.config import Config, ConfigError, flatten
 from titan_lite.config.recipe import save_recipe
 from titan_lite.data.bad_documents import BadDocumentsLog
 from titan_lite.data.loader import Batch, build_loader, document_begins, merge_states
-from titan_lite.data.preflight import preflight
+from titan_lite.data.preflight import check_first_loss, preflight
 from titan_lite.describe import start_lines
 from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.distributed.build import build_runner, build_stages, compile_stages, gather_receipts
@@ -36,7 +37,7 @@ from titan_lite.distributed.gather import started_last
 from titan_lite.distributed.mesh import build_mesh, data_rank, sum_of_flags, sum_of_losses, sum_over_tokens
 from titan_lite.distributed.simple_fsdp import materialize, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
-from titan_lite.faults import TrainingError, signals
+from titan_lite.faults import signals
 from titan_lite.faults.restart import Restarts
 from titan_lite.faults.skipped_steps import SkippedSteps
 from titan_lite.faults.stopping import Stopping
@@ -56,8 +57,6 @@ from titan_lite.plan.measure import Shapes, find_machine, peak_flops
 from titan_lite.plan.plan_vs_actual import PlanVsActual
 from titan_lite.ranks import gather_objects, init_device, init_process_group
 
-__all__ = ["Trainer", "TrainingError"]
-
 DeviceBatch = tuple[Tensor, Tensor, Tensor | None]  # input, label and, with training.mask_documents, begins (models/llama3.py)
 Observe = Callable[[str, "Trainer"], None]
 
@@ -72,7 +71,7 @@ class Trainer:
 
     def __init__(self, config: Config, *, model: ModelConfig | None = None, observe: Observe | None = None):
         self.config, self.observe = config, observe or (lambda moment, trainer: None)
-        self.dump_folder = Path(config.job.dump_folder)
+        self.dump_folder, self.dtype = Path(config.job.dump_folder), getattr(torch, config.training.mixed_precision_param)
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.layout = make_layout(config, self.world_size, model)
         self.tokenizer = check(config, self.layout)
@@ -108,21 +107,18 @@ class Trainer:
     def build_model(self) -> None:
         """The model, or this rank's stages of it: made parallel, compiled, given memory, filled; and its optimizer."""
         config, layout, plan = self.config, self.layout, self.layout.pipeline
-        parallelism, checkpointing = config.parallelism, config.activation_checkpoint
+        sections: dict[str, Any] = dict(parallelism=config.parallelism, activation_checkpoint=config.activation_checkpoint)
         modules = [plan.modules[stage] for stage in plan.stages_of(self.mesh["pp"].get_local_rank())]
         make_model = functools.partial(Transformer, layout.model)
-        self.stages = build_stages(
-            make_model, modules, self.mesh, training=config.training, parallelism=parallelism, activation_checkpoint=checkpointing
-        )
+        self.stages = build_stages(make_model, modules, self.mesh, training=config.training, **sections)
         compile_as = functools.partial(
             compile_stages,
             self.stages,
             self.mesh,
             compile=config.compile,
-            parallelism=parallelism,
-            activation_checkpoint=checkpointing,
             machine=self.machine,
             dump_folder=self.dump_folder,
+            **sections,
         )
         self.autotuner = Autotuner(self.stages, compile_as, config.compile, self.device)
         self.receipts: list[Receipt] = []
@@ -136,22 +132,13 @@ class Trainer:
 
         tp, vocab_size = axis_of(self.mesh["tp"]), layout.model.vocab_size
         loss_sum = compile_function(build_loss(vocab_size, tp.rank, tp.degree, tp.group), config.compile, "loss")
+        logits = (layout.sequences, len(self.positions), len(own_vocabulary(vocab_size, tp.rank, tp.degree)))
         self.runner = build_runner(
-            self.stages,
-            plan,
-            self.mesh,
-            config.parallelism,
-            loss_sum,
-            sequences=layout.sequences,
-            tokens=len(self.positions),
-            vocabulary=len(own_vocabulary(vocab_size, tp.rank, tp.degree)),
-            dtype=getattr(torch, config.training.mixed_precision_param),
-            device=self.device,
+            self.stages, plan, self.mesh, config.parallelism, loss_sum, logits, dtype=self.dtype, device=self.device
         )
         compile_update = functools.partial(compile_function, config=config.compile, component="optimizer")
-        self.optimizer = build_optimizer(
-            config.optimizer, self.parameters.values(), compile=compile_update if config.compile.compiles("optimizer") else None
-        )
+        compiler = compile_update if config.compile.compiles("optimizer") else None
+        self.optimizer = build_optimizer(config.optimizer, self.parameters.values(), compile=compiler)
 
     def build_data(self) -> None:
         config, layout = self.config, self.layout
@@ -174,39 +161,22 @@ class Trainer:
 
     def build_metrics(self) -> None:
         """What says, writes and watches how the run goes."""
-        config, layout = self.config, self.layout
-        if self.rank == 0 and self.step < config.training.steps:  # with nothing to do, the recipe of what was done stays
+        config, layout, steps = self.config, self.layout, self.config.training.steps
+        if self.rank == 0 and self.step < steps:  # with nothing to do, the recipe of what was done stays
             save_recipe(config, self.dump_folder)
         dist.barrier()
         self.metrics = MetricsWriter(
-            config.metrics,
-            self.dump_folder,
-            flatten(config),
-            writes=self.rank == 0,
-            first_step=self.step,
-            total_steps=config.training.steps,
+            config.metrics, self.dump_folder, flatten(config), writes=self.rank == 0, first_step=self.step, total_steps=steps
         )
-        dtype = getattr(torch, config.training.mixed_precision_param)
-        self.throughput = Throughput(
-            layout.tokens,
-            ranks=self.world_size,
-            flops_per_token=flops_per_token(layout.model, layout.seq_len),
-            peak_flops=peak_flops(self.device, dtype),
-        )
-        shapes = Shapes(layout.model, layout.sequences, len(self.positions), layout.degrees["tp"], dtype)
+        flops, peak = flops_per_token(layout.model, layout.seq_len), peak_flops(self.device, self.dtype)
+        self.throughput = Throughput(layout.tokens, ranks=self.world_size, flops_per_token=flops, peak_flops=peak)
+        shapes = Shapes(layout.model, layout.sequences, len(self.positions), layout.degrees["tp"], self.dtype)
         self.plan_vs_actual = PlanVsActual(config.metrics.compare_plan, self.dump_folder, self.device, self.machine, shapes)
         self.stragglers = Stragglers(self.rank, self.mesh.mesh.flatten(1).tolist(), self.device)
-        for line in start_lines(
-            config,
-            layout,
-            device=self.device,
-            parameters=self.parameters.values(),
-            priced=self.machine is not None,
-        ):
+        for line in start_lines(config, layout, self.device, self.parameters.values(), priced=self.machine is not None):
             logger.info(line)
         events.step = self.step
-        said = f"steps: {self.step} done of {config.training.steps}; output in {self.dump_folder}"
-        logger.info(said, extra={"event": "start"})
+        logger.info(f"steps: {self.step} done of {steps}; output in {self.dump_folder}", extra={"event": "start"})
 
     def train(self) -> bool:
         """Until training.steps, or a signal to stop (False); saves and measures. Raises TrainingError where it cannot go on."""
@@ -220,12 +190,12 @@ class Trainer:
 
     def loop(self) -> bool:
         config, steps = self.config, self.config.training.steps
-        if self.step >= steps:
-            logger.info(f"nothing to do: step {self.step} is done, and training.steps = {steps}; raise it to go on")
         gc.disable()  # ranks that collect at different moments wait for each other
         self.watchdog.enter("the first step", self.compile_limit)
         if self.step < steps:
             preflight(self.loader.peek(), self.tokenizer, self.layout.model.vocab_size, self.dp_rank)
+        else:
+            logger.info(f"nothing to do: step {self.step} is done, and training.steps = {steps}; raise it to go on")
         self.throughput.start(self.step)
         with build_profiler(config.profiling, self.dump_folder, self.rank, self.step) as profiler:
             if not self.stopping.ask() and self.validation_due:
@@ -237,6 +207,8 @@ class Trainer:
 
                 # Once in a while
                 last = self.step == steps
+                if self.step == 1 and not config.checkpoint.initial_load_path:
+                    check_first_loss(loss, self.layout.model.vocab_size)
                 if self.autotuner.just_decided:
                     self.end_compilation()
                 if self.step % config.metrics.log_freq == 0 or last:
@@ -338,7 +310,7 @@ class Trainer:
             sum_over_tokens(sums[1], self.mesh)
             self.validation_loader.load_state_dict(beginning)
             self.metrics.log(self.step, {"validation_loss": float(sums[0] / sums[1])})
-        self.validated, self.validation_due = self.autotuner.decided, False
+        self.validated, self.validation_due = bool(self.autotuner.chosen), False
 
     @property
     def compile_limit(self) -> str:
@@ -362,8 +334,8 @@ class Trainer:
             "memory_gib": peak_memory_gib(self.device),
             "tokens_seen": self.tokens_seen,
             "skipped_steps": self.skipped.count,
+            **self.bad_documents.gather([loader.take_skipped() for loader in self.loaders]),
         }
-        values |= self.bad_documents.gather([loader.take_skipped() for loader in self.loaders])
         self.metrics.log(self.step, values)
         self.stragglers.warn(self.step)
         self.throughput.start(self.step)

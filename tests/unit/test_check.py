@@ -196,7 +196,10 @@ WRONG = {
     "too few steps to measure": Wrong(
         2,
         "compile=true backend=aot_eager bucketing=measured every=microbatch steps=11",
-        ('compile.bucketing = "measured" tries 4 ways in 3 steps each, and training.steps = 11', "12 steps"),
+        (
+            'compile.bucketing = "measured" tries 4 ways in 3 steps each',
+            "training.steps = 11 leaves fewer; use training.steps = 12",
+        ),
         "steps=12",
     ),
     "an unknown machine": Wrong(

@@ -126,17 +126,16 @@ def build_runner(
     mesh: DeviceMesh,
     parallelism: Parallelism,
     loss_sum: Callable[[Tensor, Tensor], Tensor],
+    logits: tuple[int, int, int],
     *,
-    sequences: int,
-    tokens: int,
-    vocabulary: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> SingleStage | Pipeline:
-    """The plain model, or this rank's part of the pipeline. sequences, tokens: of a microbatch, on this rank; vocabulary: of its
-    logits; dtype: of what travels between stages."""
+    """The plain model, or this rank's part of the pipeline. logits: (B, T, v) of a microbatch, on this rank; dtype: of what
+    travels between stages."""
     if mesh["pp"].size() == 1:
         return SingleStage(stages[0], loss_sum)
+    sequences, tokens, _ = logits
     return Pipeline(
         stages,
         plan,
@@ -144,7 +143,7 @@ def build_runner(
         parallelism,
         tokens=(sequences, tokens),
         hidden=(sequences, tokens // mesh["tp"].size(), stages[0].config.dim),  # type: ignore[arg-type]
-        logits=(sequences, tokens, vocabulary),
+        logits=logits,
         dtype=dtype,
         loss_sum=loss_sum,
         device=device,
