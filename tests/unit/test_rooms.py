@@ -238,3 +238,23 @@ def test_only_the_layout_derives_accumulation_rows_and_gathering_once():
 def test_a_value_derived_again_is_found(source, tmp_path):
     (tmp_path / "part.py").write_text(source)
     assert len(derived_again(tmp_path)) == 1
+
+
+def without_use(package):
+    """Functions and classes of modules that nothing in the package uses: what they did has been lost, or can go."""
+    defined, used = set(), set()
+    for path in sorted(package.rglob("*.py")):
+        tree = ast.parse(path.read_text(), str(path))
+        defined |= {(str(path), node.name) for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        used |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        used |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return sorted((path, name) for path, name in defined if name not in used)
+
+
+def test_everything_that_is_defined_is_used():
+    assert without_use(PACKAGE) == []
+
+
+def test_a_function_without_use_is_found(tmp_path):
+    (tmp_path / "part.py").write_text("import part\ndef told(): pass\ndef lost(): pass\ntold()\n")
+    assert [name for _, name in without_use(tmp_path)] == ["lost"]
