@@ -54,7 +54,7 @@ class Machine:
     attention_efficiency: float = 0.4
     memory_efficiency: float = 0.85
     link_efficiency: float = 0.8
-    reduction: float = 1.0  # times as long as a gather of as many bytes: a sum over ranks, by NCCL; gloo takes longer
+    reduction: float = 1.0  # time of a sum over ranks / of a gather of as many bytes; NCCL adds as fast as it sends, unlike gloo
 
     def flops(self, dtype: torch.dtype) -> float:
         """Peak FLOP/s of matrix products; those of bfloat16 for float16, and of float32 for what is not known."""
@@ -204,7 +204,8 @@ def flops_of(node: Node) -> tuple[float, float]:
     return 0.0, products * 2.0 * math.prod(query) * key[-2] * seen
 
 
-NVLINK3, NVLINK4, NVLINK5, PCIE = Link(300, 1.9), Link(450, 1.9), Link(900, 1.9), Link(32, 4.0)
+NVLINK3, NVLINK4, NVLINK5 = Link(300, 1.9), Link(450, 1.9), Link(900, 1.9)
+XGMI, PCIE = Link(448, 4.0), Link(32, 4.0)
 HDR200, NDR400 = Link(25, 4.0), Link(50, 4.0)  # one network card a GPU, as in DGX and HGX machines
 
 
@@ -224,9 +225,7 @@ PROFILES = {
         Machine("H100 NVL", _peaks(835.5, 60.0), 94, 3900, PCIE, NDR400),
         Machine("H100", _peaks(989.4, 66.9), 80, 3350, NVLINK4, NDR400),
         Machine("A100", _peaks(312.0, 19.5), 80, 2039, NVLINK3, HDR200, matmul_efficiency=0.8, attention_efficiency=0.6),
-        Machine(
-            "MI300X", _peaks(1307.4, 163.4), 192, 5300, Link(448, 4.0), NDR400, matmul_efficiency=0.5, attention_efficiency=0.3
-        ),
+        Machine("MI300X", _peaks(1307.4, 163.4), 192, 5300, XGMI, NDR400, matmul_efficiency=0.5, attention_efficiency=0.3),
     )
 }
 

@@ -109,6 +109,6 @@ def write_receipts(receipts: Sequence[Receipt], folder: Path) -> None:
 def _as_object(receipt: Receipt) -> dict:
     found = dataclasses.asdict(dataclasses.replace(receipt, timeline=None))
     if receipt.timeline is not None:
-        sums = {field.name for field in dataclasses.fields(Timeline)} - {"spans", "graph"}
-        found["timeline"] = {name: getattr(receipt.timeline, name) for name in sorted(sums)}
+        sums = vars(receipt.timeline).items()
+        found["timeline"] = {name: value for name, value in sorted(sums) if name not in ("spans", "graph")}
     return found

@@ -24,7 +24,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from titan_lite.config import DROPPED, KEYS
+from titan_lite.config import DROPPED, KEYS, ConfigError
 from titan_lite.metrics.records import RecordError, RunRecord, as_written, read_run
 
 MOST_ROWS = 4000  # of a run that are drawn; of more, windows of them keep their extremes
@@ -296,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = page(runs)
         path = options.output or options.folders[0] / "report.html"
         path.write_text(text, encoding="utf-8")
-    except (RecordError, OSError) as error:
+    except (RecordError, ConfigError, OSError) as error:
         told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
         print(f"error: {told}", file=sys.stderr)
         return 2

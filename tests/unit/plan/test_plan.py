@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from titan_lite.compiler.hardware import load_machine
+from titan_lite.compiler.hardware import GIB, load_machine
 from titan_lite.config.recipe import load_config
 from titan_lite.plan.command import lay_out, main, world_size_of
-from titan_lite.plan.memory import GIB
 from titan_lite.plan.search import guess
 
 RECIPES = Path(__file__).parents[3] / "train_configs"
