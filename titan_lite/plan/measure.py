@@ -219,10 +219,9 @@ def machine_to_toml(machine: Machine) -> str:
 def numbers_of(machine: Machine) -> dict[str, float]:
     """Each number by the name of its field: {"memory": 80, "tflops.bfloat16": 989.4, "intra_node.latency": 1.9, ...}."""
     found: dict[str, float] = {}
-    for name, value in vars(machine).items():
-        if isinstance(value, Link | Mapping):
-            table = vars(value) if isinstance(value, Link) else value
-            found |= {f"{name}.{key}": number for key, number in table.items()}
+    for name, value in dataclasses.asdict(machine).items():
+        if isinstance(value, dict):
+            found |= {f"{name}.{key}": number for key, number in value.items()}
         elif name != "name":
             found[name] = value
     return found

@@ -139,7 +139,7 @@ def _local_batches(rows: int, pp: int) -> list[int]:
 
 
 def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
-    """By closed formulas: the seconds of a step, roughly, and the bytes that a rank needs at least."""
+    """The seconds of a step, roughly, and the bytes that a rank needs at least."""
     model, degrees, config = layout.model, layout.degrees, layout.config
     tp, pp, m = degrees["tp"], degrees["pp"], layout.pipeline.microbatches
     held, computed, summed = itemsizes(config.training)
