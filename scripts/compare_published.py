@@ -17,12 +17,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_lite.compiler.hardware import Machine, load_machine, machine_from
+from titan_lite.compiler.hardware import GIB, Machine, load_machine, machine_from
 from titan_lite.config import ConfigError
 from titan_lite.config.recipe import load_config
 from titan_lite.models.llama3 import flops_per_token
 from titan_lite.plan.command import lay_out
-from titan_lite.plan.memory import GIB
 from titan_lite.plan.summary import make_plan
 
 RECIPES = Path(__file__).parents[1] / "train_configs"

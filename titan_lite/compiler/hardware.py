@@ -54,9 +54,7 @@ class Machine:
     attention_efficiency: float = 0.4
     memory_efficiency: float = 0.85
     link_efficiency: float = 0.8
-    reduction: float = (
-        1.0  # time of a sum over ranks / of a gather of as many bytes; NCCL adds as fast as it sends, gloo does not
-    )
+    reduction: float = 1.0  # time of a sum over ranks / of a gather of as many bytes; NCCL adds as fast as it sends, unlike gloo
 
     def flops(self, dtype: torch.dtype) -> float:
         """Peak FLOP/s of matrix products; those of bfloat16 for float16, and of float32 for what is not known."""
@@ -172,9 +170,6 @@ def is_fused_away(node: Node) -> bool:
 
 
 def _bytes_moved(node: Node, fused: bool) -> int:
-    def is_read(source: Node) -> bool:
-        return not (fused and _joins(node) and _is_pointwise(_behind_views(source)))
-
     if node.target is aten.embedding.default:  # only the rows that are looked up
         return 2 * nbytes_of(node)
     if node.target is aten.embedding_dense_backward.default:
@@ -182,7 +177,9 @@ def _bytes_moved(node: Node, fused: bool) -> int:
     if node.target is aten.gather.default and fused:
         return 3 * nbytes_of(node)
     written = 0 if fused and is_fused_away(node) else nbytes_of(node)
-    return sum(nbytes_of(source) for source in node.all_input_nodes if is_read(source)) + written
+    joins = fused and _joins(node)
+    read = (source for source in node.all_input_nodes if not (joins and _is_pointwise(_behind_views(source))))
+    return sum(map(nbytes_of, read)) + written
 
 
 def flops_of(node: Node) -> tuple[float, float]:
@@ -207,14 +204,13 @@ def flops_of(node: Node) -> tuple[float, float]:
     return 0.0, products * 2.0 * math.prod(query) * key[-2] * seen
 
 
-NVLINK3, NVLINK4, NVLINK5, PCIE = Link(300, 1.9), Link(450, 1.9), Link(900, 1.9), Link(32, 4.0)
+NVLINK3, NVLINK4, NVLINK5 = Link(300, 1.9), Link(450, 1.9), Link(900, 1.9)
+XGMI, PCIE = Link(448, 4.0), Link(32, 4.0)
 HDR200, NDR400 = Link(25, 4.0), Link(50, 4.0)  # one network card a GPU, as in DGX and HGX machines
 
 
-def _profile(
-    name: str, bfloat16: float, float32: float, memory: float, bandwidth: float, intra: Link, inter: Link, **other: Any
-) -> Machine:
-    return Machine(name, {"bfloat16": bfloat16, "float32": float32}, memory, bandwidth, intra, inter, **other)
+def _peaks(bfloat16: float, float32: float) -> dict[str, float]:
+    return {"bfloat16": bfloat16, "float32": float32}
 
 
 # float32 is without TF32, which torch does not use for matrix products unless it is told to. The first name that occurs in a
@@ -222,14 +218,14 @@ def _profile(
 PROFILES = {
     machine.name: machine
     for machine in (
-        _profile("B200", 2250.0, 80.0, 180, 7700, NVLINK5, NDR400),
-        _profile("H200 NVL", 835.5, 60.0, 141, 4800, NVLINK4, NDR400),
-        _profile("H200", 989.4, 66.9, 141, 4800, NVLINK4, NDR400),
-        _profile("H100 PCIe", 756.0, 51.2, 80, 2000, PCIE, NDR400),
-        _profile("H100 NVL", 835.5, 60.0, 94, 3900, PCIE, NDR400),
-        _profile("H100", 989.4, 66.9, 80, 3350, NVLINK4, NDR400),
-        _profile("A100", 312.0, 19.5, 80, 2039, NVLINK3, HDR200, matmul_efficiency=0.8, attention_efficiency=0.6),
-        _profile("MI300X", 1307.4, 163.4, 192, 5300, Link(448, 4.0), NDR400, matmul_efficiency=0.5, attention_efficiency=0.3),
+        Machine("B200", _peaks(2250.0, 80.0), 180, 7700, NVLINK5, NDR400),
+        Machine("H200 NVL", _peaks(835.5, 60.0), 141, 4800, NVLINK4, NDR400),
+        Machine("H200", _peaks(989.4, 66.9), 141, 4800, NVLINK4, NDR400),
+        Machine("H100 PCIe", _peaks(756.0, 51.2), 80, 2000, PCIE, NDR400),
+        Machine("H100 NVL", _peaks(835.5, 60.0), 94, 3900, PCIE, NDR400),
+        Machine("H100", _peaks(989.4, 66.9), 80, 3350, NVLINK4, NDR400),
+        Machine("A100", _peaks(312.0, 19.5), 80, 2039, NVLINK3, HDR200, matmul_efficiency=0.8, attention_efficiency=0.6),
+        Machine("MI300X", _peaks(1307.4, 163.4), 192, 5300, XGMI, NDR400, matmul_efficiency=0.5, attention_efficiency=0.3),
     )
 }
 

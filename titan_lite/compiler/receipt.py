@@ -53,9 +53,6 @@ class Receipt:
     cache: str = ""
     pp_rank: int | None = None
 
-    def count(self, kind: str) -> int:
-        return sum(collective.kind == kind for collective in self.after)
-
 
 def count_collectives(graph: Graph) -> dict[str, int]:
     """The collectives of parameters, by kind."""
@@ -75,18 +72,16 @@ def describe(receipts: Sequence[Receipt]) -> list[str]:
     """A line a graph."""
     lines = []
     for receipt in receipts:
-        counts = [f"{count} {kind} -> {receipt.count(kind)}" for kind, count in receipt.before.items()]
+        left = Counter(collective.kind for collective in receipt.after)
+        counts = [f"{count} {kind} -> {left[kind]}" for kind, count in receipt.before.items()]
         gib = sum(collective.nbytes for collective in receipt.after) / 2**30
-        words = [f"{', '.join(counts)} ({gib:.3f} GiB)" if counts else "no collectives of parameters"]
-        if counts:
-            words.append(f"{receipt.moved} moved to overlap")
-        if counts and (times := receipt.timeline) is not None:
+        words = [f"{', '.join(counts)} ({gib:.3f} GiB)", f"{receipt.moved} moved to overlap"]
+        if (times := receipt.timeline) is not None:
             words.append(
                 f"estimated {milliseconds(times.communication)} communication beside {milliseconds(times.compute)} computation, "
                 f"{milliseconds(times.exposed)} exposed (at least {milliseconds(times.bound)})"
             )
-        if counts:
-            words.append(f"schedule {receipt.schedule}")
+        words = [*words, f"schedule {receipt.schedule}"] if counts else ["no collectives of parameters"]
         where = "" if receipt.pp_rank is None else f"pipeline rank {receipt.pp_rank}, "
         cache = f", cache {receipt.cache}" if receipt.cache else ""
         words.append(f"compiled in {receipt.compile_seconds:.1f} s{cache}")
@@ -94,14 +89,11 @@ def describe(receipts: Sequence[Receipt]) -> list[str]:
     return lines
 
 
-def exposed(receipts: Sequence[Receipt]) -> tuple[float, float] | None:
-    """(seconds in which nothing computes, all seconds) of forward and backward as estimated, of a pipeline's first rank; None
-    where nothing communicates, or nothing is estimated."""
+def step_timelines(receipts: Sequence[Receipt]) -> list[Timeline]:
+    """Estimates for forward and backward, in a pipeline for its first rank; none where nothing communicates or is estimated."""
     own = [receipt.timeline for receipt in receipts if not receipt.pp_rank and receipt.graph != "inference"]
     times = [timeline for timeline in own if timeline is not None]
-    if not any(each.communication for each in times):
-        return None
-    return sum(each.exposed for each in times), sum(each.seconds for each in times)
+    return times if any(each.communication for each in times) else []
 
 
 def milliseconds(seconds: float) -> str:
@@ -117,6 +109,6 @@ def write_receipts(receipts: Sequence[Receipt], folder: Path) -> None:
 def _as_object(receipt: Receipt) -> dict:
     found = dataclasses.asdict(dataclasses.replace(receipt, timeline=None))
     if receipt.timeline is not None:
-        sums = {field.name for field in dataclasses.fields(Timeline)} - {"spans", "graph"}
-        found["timeline"] = {name: getattr(receipt.timeline, name) for name in sorted(sums)}
+        sums = vars(receipt.timeline).items()
+        found["timeline"] = {name: value for name, value in sorted(sums) if name not in ("spans", "graph")}
     return found

@@ -196,15 +196,11 @@ def _storages(graph: Graph) -> dict[Node, Node]:
     storage: dict[Node, Node] = {}
     for node in graph.nodes:
         source = node.kwargs.get("out") or next(iter(node.all_input_nodes), None)
-        shared = node.op == "call_function" and isinstance(source, Node) and nbytes_of(node) and not _is_part(node)
+        # One of several tensors that an operator has made is no view of another node.
+        part = node.target is operator.getitem and not getattr(node.all_input_nodes[0].target, "is_view", False)
+        shared = node.op == "call_function" and isinstance(source, Node) and nbytes_of(node) and not part
         storage[node] = storage[source] if shared and (is_free(node) or "out" in node.kwargs) else node  # type: ignore[index]
     return storage
-
-
-def _is_part(node: Node) -> bool:
-    """True where it takes one of several tensors that an operator has made, and not a view."""
-    made = node.target is operator.getitem and node.all_input_nodes[0].target
-    return bool(made) and not getattr(made, "is_view", False)
 
 
 def _own_bytes(node: Node) -> int:

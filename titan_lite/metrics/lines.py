@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_lite.compiler.receipt import Receipt, describe, exposed, milliseconds, write_receipts
+from titan_lite.compiler.receipt import Receipt, describe, milliseconds, step_timelines, write_receipts
 from titan_lite.logging import logger
 from titan_lite.metrics.records import read_metrics
 from titan_lite.metrics.timelines import write_timelines
@@ -49,8 +49,9 @@ def end_lines(
             f"speed: {statistics.median(column['tps']):,.0f} tokens a second and device, MFU {mfu}, waiting for data "
             f"{statistics.median(column['data_wait']):.1f}% (medians); peak memory {max(column['memory_gib']):.2f} GiB"
         )
-    if times := exposed(receipts):
-        lines.append(f"communication: {milliseconds(times[0])} of {milliseconds(times[1])} exposed, as estimated (compile.json)")
+    if times := step_timelines(receipts):
+        exposed, seconds = (milliseconds(sum(getattr(each, name) for each in times)) for name in ("exposed", "seconds"))
+        lines.append(f"communication: {exposed} of {seconds} exposed, as estimated (compile.json)")
     lines.append(f"checkpoints: {', '.join(f'step-{step}' for step in steps_on_disk) or 'none'}")
     lines.append(f"to look at: python -m titan_lite.report {dump_folder}; tensorboard --logdir {dump_folder}")
     return lines

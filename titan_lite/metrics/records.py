@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan_lite.config import ConfigError
 from titan_lite.config.toml import read_toml
 
 ENDS = {"done", "stop", "failed", "error"}  # events of an attempt that ended with a word
@@ -80,7 +79,7 @@ def step_seconds(path: Path) -> list[float]:
 
 
 def read_run(folder: Path, name: str) -> RunRecord:
-    """Raises RecordError."""
+    """Raises RecordError, and ConfigError for a damaged config.toml."""
     if not folder.is_dir():
         raise RecordError(f"{folder}: no such folder; name a run's job.dump_folder, such as outputs/debug_model")
     path = folder / "metrics.jsonl"
@@ -99,15 +98,10 @@ def read_run(folder: Path, name: str) -> RunRecord:
         if lost := event.get("lost"):
             lost["step"] = max(lost["step"], resume["reached"])
     run = RunRecord(folder, name, rows, [*resumes[: max(0, len(resumes) - len(starts))], *events], notes=notes + more)
-    if (folder / "config.toml").is_file():
-        try:
-            tables = read_toml(folder / "config.toml")
-        except ConfigError as error:
-            raise RecordError(str(error)) from None
-        sections = {section: keys for section, keys in tables.items() if isinstance(keys, dict)}
-        run.recipe = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
-    with as_written(folder / "compile.json"):
-        run.receipts = _read_json(folder / "compile.json", list)
+    tables = read_toml(folder / "config.toml") if (folder / "config.toml").is_file() else {}
+    sections = {section: keys for section, keys in tables.items() if isinstance(keys, dict)}
+    run.recipe = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    run.receipts = _read_json(folder / "compile.json", list)
     with as_written(folder / "timeline.json"):
         run.timeline = _timeline(_read_json(folder / "timeline.json", dict))
     return run
@@ -168,10 +162,11 @@ def read_events(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _read_json(path: Path, kind: type) -> Any:
-    """A list or dict, empty where there is no file. To be called within as_written."""
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else kind()
-    if not isinstance(found, kind):
-        raise TypeError(f"a {type(found).__name__}")
+    """A list or dict, empty where there is no file. Raises RecordError."""
+    with as_written(path):
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else kind()
+        if not isinstance(found, kind):
+            raise TypeError(f"a {type(found).__name__}")
     return found
 
 

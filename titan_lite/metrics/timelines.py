@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_lite.compiler.receipt import Receipt
+from titan_lite.compiler.receipt import Receipt, step_timelines
 from titan_lite.compiler.timeline import Span, Timeline
 
 LANES = ("compute", "communication")
@@ -22,11 +22,9 @@ TraceSpan = tuple[int, str, str, float, float, dict[str, Any]]  # lane, category
 
 
 def write_timelines(receipts: Sequence[Receipt], folder: Path) -> None:
-    """timeline.png and timeline.json of forward and backward, in a pipeline of its first rank; none where nothing is estimated
-    or nothing communicates."""
-    own = [receipt.timeline for receipt in receipts if not receipt.pp_rank and receipt.graph != "inference"]
-    timelines = [timeline for timeline in own if timeline is not None]
-    if not any(timeline.communication for timeline in timelines):
+    """timeline.png and timeline.json of `step_timelines`; none without any."""
+    timelines = step_timelines(receipts)
+    if not timelines:
         return
 
     from matplotlib.figure import Figure

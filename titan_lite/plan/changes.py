@@ -13,10 +13,9 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
-from titan_lite.compiler.hardware import Machine
+from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.compiler.stage import CompileError
 from titan_lite.config import KEYS, ConfigError
-from titan_lite.plan.memory import GIB
 from titan_lite.plan.summary import Plan, make_plans, what_binds
 from titan_lite.plan.trace import PlannedLayout
 
@@ -131,13 +130,13 @@ def table(rows: Sequence[Row], name: Callable[[Change], str] = words_of) -> list
     return lines
 
 
-def best_changes(plan: Plan, rows: Sequence[Row], count: int = 3) -> list[str]:
-    """The changes that fit and give the most tokens a second. rows: ranked, with the plan's own."""
+def best_changes(plan: Plan, rows: Sequence[Row]) -> list[str]:
+    """The three changes that fit and give the most tokens a second. rows: ranked, with the plan's own."""
     changed = [(change, other) for change, other in rows if change and isinstance(other, Plan)]
     fit = fitting(changed)
     base = plan.tokens_per_second(plan.steps[0])
     gains = [(other.tokens_per_second(other.steps[0]) / base - 1, change, other) for change, other in fit]
-    gains = [each for each in gains if each[0] > 0.005 or not plan.fits][:count]
+    gains = [each for each in gains if each[0] > 0.005 or not plan.fits][:3]
     lines = ["", f"changes that help most, of {len(changed)} that were planned"]
     for gain, change, other in gains:
         memory = (other.memory.total - plan.memory.total) / GIB

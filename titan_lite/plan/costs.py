@@ -2,16 +2,14 @@
 
 figures_of(graph, machine, fused=True, axes=axes_of(mesh))       # {"compute": 0.41, "exposed.tp": 0.08, "bytes.tp": 2.1e9, ...}
 bytes_of(graph, fused=True)                                      # {"saved": ..., "peak.start": ..., "peak.end": ...}
-held_figures(...), round_figures(...)                            # of parameters, and of their collectives once a step
+round_figures(plans, machine, axes)                              # of the parameters' collectives once a step
 """
 
 import dataclasses
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx import Graph
@@ -20,7 +18,6 @@ from titan_lite.compiler.collectives import KINDS, collective_bytes, kind_of, pa
 from titan_lite.compiler.hardware import Machine, flops_of
 from titan_lite.compiler.timeline import Span, Timeline, alive_bytes, saved_bytes, simulate
 from titan_lite.distributed.accumulation import Plans, gather_buckets, reduce_buckets
-from titan_lite.distributed.gather import GatherPlan
 from titan_lite.distributed.mesh import AXES
 
 Figures = dict[str, float]
@@ -40,7 +37,7 @@ def ranks_in(group: str) -> tuple[int, ...]:
 
 def axis_along(ranks: tuple[int, ...], axes: Axes, of_parameters: bool) -> str:
     """The axis of a collective, "" for one of a single rank; parameters that are sharded over cp alone are FSDP's, too."""
-    axis = axes.get(ranks, "")
+    axis = axes[ranks] if len(ranks) > 1 else ""
     return "dp_shard" if of_parameters and axis == "cp" else axis
 
 
@@ -55,19 +52,15 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figur
     result: Figures = defaultdict(float)
     exposed = dict(zip(parameter_collectives(graph), simulate(graph, machine, fused=fused).collectives(), strict=True))
     for node in graph.nodes:
-        seconds = machine.cost(node, fused)
-        if node.target in KINDS:
-            ranks = tuple(ranks_of(node))
-            if len(ranks) > 1:
-                # Those of tensor and context parallelism are waited for at once; parameters may be sharded over cp alone.
-                held_up = exposed[node].exposed if node in exposed else seconds
-                axis = axis_along(ranks, axes, node in exposed)
-                _add_collective(result, axis, kind_of(node), collective_bytes(node), ranks, machine, seconds, held_up)
-            continue
-        result["compute"] += seconds
-        matmul, attention = flops_of(node)
-        result["matmul"] += matmul
-        result["attention"] += attention
+        if node.target not in KINDS:
+            matmul, attention = flops_of(node)
+            result["compute"] += machine.cost(node, fused)
+            result["matmul"] += matmul
+            result["attention"] += attention
+        elif len(ranks := tuple(ranks_of(node))) > 1:
+            held_up = exposed[node].exposed if node in exposed else None
+            axis = axis_along(ranks, axes, node in exposed)
+            _add_collective(result, axis, kind_of(node), collective_bytes(node), ranks, machine, held_up)
     return dict(result)
 
 
@@ -103,27 +96,16 @@ def by_axis(timeline: Timeline | None, axes: Axes) -> Timeline:
 
 
 def _add_collective(
-    result: Figures, axis: str, kind: str, nbytes: float, ranks: Sequence[int], machine: Machine, seconds: float, exposed: float
+    result: Figures, axis: str, kind: str, nbytes: float, ranks: Sequence[int], machine: Machine, exposed: float | None = None
 ) -> None:
+    """exposed: seconds; None for a collective that is waited for at once."""
+    seconds = machine.collective(kind, nbytes, ranks)
     nodes = len({rank // machine.ranks_per_node for rank in ranks})
     sent = (2 if kind == "all_reduce" else 1) * nbytes * (len(ranks) - 1) / len(ranks)
     result[f"communication.{axis}"] += seconds
-    result[f"exposed.{axis}"] += exposed
+    result[f"exposed.{axis}"] += seconds if exposed is None else exposed
     result[f"bytes.{axis}"] += sent
     result[f"across.{axis}"] += sent * nodes / len(ranks) if nodes > 1 else 0.0  # of a ring, one hop a node
-
-
-def held_figures(shards: Mapping[GatherPlan, int], buffers: Sequence[Tensor]) -> Figures:
-    """held: numbers in a rank's shards; whole: in its weights when all are gathered; tensors: of parameters; buffers: bytes.
-
-    shards: numbers of each.
-    """
-    return {
-        "held": float(sum(shards.values())),
-        "whole": float(sum(plan.rows * math.prod(plan.row_shape) for plan in shards)),
-        "tensors": float(len(shards)),
-        "buffers": float(sum(buffer.nbytes for buffer in buffers)),
-    }
 
 
 def round_figures(plans: Plans, machine: Machine, axes: Axes) -> Figures:
@@ -146,8 +128,7 @@ def round_figures(plans: Plans, machine: Machine, axes: Axes) -> Figures:
                 sent += [("all_reduce", nbytes / one.shard_degree, group) for group in one.sum_groups]
             for each, size, group in sent:
                 ranks = ranks_in(group)
-                seconds = machine.collective(each, size, ranks)
-                _add_collective(figures, axis_along(ranks, axes, True), each, size, ranks, machine, seconds, seconds)
+                _add_collective(figures, axis_along(ranks, axes, True), each, size, ranks, machine)
             copied += 2 * nbytes  # into the bucket, or out of it
         travels = sum(value for key, value in figures.items() if key.startswith("exposed."))
         figures["compute"] = max(0.0, machine.memory_traffic(copied) - travels)

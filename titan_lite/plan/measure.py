@@ -9,7 +9,6 @@ A profile's peaks are a datasheet's and stay; what moves is how much of them is 
 """
 
 import dataclasses
-import functools
 import math
 import os
 import statistics
@@ -87,10 +86,10 @@ def find_machine(name: str, device: torch.device) -> Machine | None:
     )
 
 
-def _cpu_flops(dtype: torch.dtype, size: int = 1024) -> float:
+def _cpu_flops(dtype: torch.dtype) -> float:
     """The best of several matrix products with the threads that this process has."""
-    a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
-    return 2 * size**3 / _time(lambda: torch.mm(a, b), torch.device("cpu"), 0.2, min)
+    a, b = torch.randn(2, 1024, 1024, dtype=dtype)
+    return 2 * 1024**3 / _time(lambda: torch.mm(a, b), torch.device("cpu"), 0.2, min)
 
 
 def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> dict[str, float]:
@@ -148,9 +147,21 @@ def _times_of(
     collective: Callable[[Tensor, Tensor], Any], device: torch.device, rounds: int = 15, best_of: int = 1
 ) -> list[float]:
     """Seconds at SMALL and at LARGE: the slowest rank's mean over `rounds`, and the best of so many of these."""
+
+    def together(whole: Tensor, part: Tensor) -> float:
+        collective(whole, part)
+        _synchronize(device)
+        start = time.perf_counter()
+        for _ in range(rounds):
+            collective(whole, part)
+        _synchronize(device)
+        mean = torch.tensor((time.perf_counter() - start) / rounds, dtype=torch.float64, device=device)
+        dist.all_reduce(mean, dist.ReduceOp.MAX)
+        return float(mean)
+
     counts = (dist.get_world_size(), 1)
     pairs = [[torch.zeros(count * size // 4, device=device) for count in counts] for size in (SMALL, LARGE)]
-    return [min(_time_together(functools.partial(collective, *pair), device, rounds) for _ in range(best_of)) for pair in pairs]
+    return [min(together(*pair) for _ in range(best_of)) for pair in pairs]
 
 
 def _time(
@@ -167,19 +178,6 @@ def _time(
         _synchronize(device)
         times.append(time.perf_counter() - start)
     return of(times)
-
-
-def _time_together(work: Callable[[], Any], device: torch.device, rounds: int) -> float:
-    """Seconds of one collective: the mean on the slowest rank."""
-    work()
-    _synchronize(device)
-    start = time.perf_counter()
-    for _ in range(rounds):
-        work()
-    _synchronize(device)
-    mean = torch.tensor((time.perf_counter() - start) / rounds, dtype=torch.float64, device=device)
-    dist.all_reduce(mean, dist.ReduceOp.MAX)
-    return float(mean)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -221,10 +219,9 @@ def machine_to_toml(machine: Machine) -> str:
 def numbers_of(machine: Machine) -> dict[str, float]:
     """Each number by the name of its field: {"memory": 80, "tflops.bfloat16": 989.4, "intra_node.latency": 1.9, ...}."""
     found: dict[str, float] = {}
-    for name, value in vars(machine).items():
-        if isinstance(value, Link | Mapping):
-            table = vars(value) if isinstance(value, Link) else value
-            found |= {f"{name}.{key}": number for key, number in table.items()}
+    for name, value in dataclasses.asdict(machine).items():
+        if isinstance(value, dict):
+            found |= {f"{name}.{key}": number for key, number in value.items()}
         elif name != "name":
             found[name] = value
     return found

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from titan_lite.compiler.hardware import GIB
 from titan_lite.config import Training
 from titan_lite.distributed.pipeline_plan import computations, order_of
 from titan_lite.plan.costs import Figures
 from titan_lite.plan.trace import PlannedLayout
 
-GIB = 2**30
 # Of what comes and goes: CUDA's caching allocator keeps blocks whose sizes nothing fits.
 SLACK = 0.04
 # CUDA's context and kernels, cuBLAS's workspaces, NCCL's buffers: no tensor has them.

@@ -16,14 +16,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from titan_lite.compiler.hardware import GIB, Machine
-from titan_lite.metrics.records import read_lines
+from titan_lite.metrics.records import step_seconds
 from titan_lite.plan.measure import RECORD, Shapes, against, calibrated, find_machine, machine_to_toml, measure
 
 LONGEST = 180  # seconds that the end of a run waits for its plan
@@ -34,10 +33,8 @@ class PlanVsActual:
 
     def __init__(self, mode: str, folder: Path, device: torch.device, machine: Machine | None, shapes: Shapes):
         self.folder, self.device, self.machine, self.shapes = folder, device, machine, shapes
-        self.wanted = mode == "always" or (mode == "auto" and device.type == "cuda")
+        self.mode, self.wanted = mode, mode == "always" or (mode == "auto" and device.type == "cuda")
         self.planning: subprocess.Popen | None = None
-        why = 'no plan to compare with: on CPUs only with metrics.compare_plan = "always", which takes a quarter of a minute'
-        self.skipped = [why] if mode == "auto" and not self.wanted else []
 
     def start(self) -> None:
         """Once config.toml is in the folder; called by all ranks, the first one plans. On a CPU it would take the run's cores."""
@@ -45,7 +42,7 @@ class PlanVsActual:
             self._plan(self.machine or find_machine("", self.device))
 
     def _plan(self, machine: Machine | None) -> None:
-        if machine is None or self.planning is not None:
+        if machine is None:
             return
         profile = self.folder / "profile.toml"
         profile.write_text(machine_to_toml(machine), encoding="utf-8")
@@ -60,11 +57,13 @@ class PlanVsActual:
     def close(self, peak: float) -> list[str]:
         """All ranks together, after the last step. peak: GiB, of this rank's device. The lines are the first rank's."""
         if not self.wanted:
-            return self.skipped
+            why = 'no plan to compare with: on CPUs only with metrics.compare_plan = "always", which takes a quarter of a minute'
+            return [why] if self.mode == "auto" else []
         on_gpu = self.device.type == "cuda"
         machine = self.machine if on_gpu and self.machine else find_machine("", self.device)
         if machine is None:
-            return ["no plan to compare with: no prices for this GPU; compile.machine names a profile, or a file with one"]
+            why = "no prices for this GPU; compile.machine, with compile.enable, names a profile, or a file with one"
+            return [f"no plan to compare with: {why}"]
         try:
             reached = measure(self.shapes, self.device)
         except torch.OutOfMemoryError:
@@ -103,8 +102,8 @@ class PlanVsActual:
             return [f"no plan to compare with: it was not there after {LONGEST} s"]
         waited = time.perf_counter() - started
         if self.planning.returncode:
-            said: Sequence[str] = errors.strip().splitlines() or ["it ended without a word"]
-            return [f"no plan to compare with: {said[-1].removeprefix('error: ')}"]
+            said = (errors.strip() or "it ended without a word").splitlines()[-1]
+            return [f"no plan to compare with: {said.removeprefix('error: ')}"]
         plan = json.loads((self.folder / "plan.json").read_text(encoding="utf-8"))
         seconds, measured = plan["step_seconds"], record["step_seconds"]
         memory = against(plan["memory"]["reserved"], record["memory_bytes"])
@@ -113,14 +112,3 @@ class PlanVsActual:
             f"{measured:.3g} s, {100 * (seconds['stated'] / measured - 1):+.0f}%; memory {memory} {record['memory_is']}"
             + (f"; waited {waited:.0f} s for the plan" if waited > 1 else "")
         ]
-
-
-def step_seconds(path: Path) -> list[float]:
-    """Step times of metrics.jsonl since the run was last started, without its first window, in which code is compiled."""
-    found: list[float] = []
-    for _, entry in read_lines(path):
-        if entry is not None and "resumed_from" in entry:
-            found = []
-        elif entry is not None and entry.get("step_time") is not None:
-            found.append(entry["step_time"])
-    return found[1:]

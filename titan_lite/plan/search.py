@@ -1,7 +1,7 @@
 """The fastest layout for so many ranks: what a recipe could say, cut down by closed formulas to what is worth planning.
 
     changes = space(config, world_size, machine, sequences)        # [{"parallelism.tensor_parallel_degree": "8", ...}, ...]
-    guess(layout, machine)                                         # Guess(seconds, nbytes): in a millisecond, and roughly
+    guess(layout, machine)                                         # seconds, bytes: in a millisecond, and roughly
     why_lost(plan, best)                                           # "12% slower: waiting for tensor parallelism +0.31 s a step"
 
 The formulas only choose what is planned; no figure of theirs is shown. Their bytes are a lower bound (states, and what is kept
@@ -10,28 +10,19 @@ for backward, without anything that comes and goes), so nothing that would fit i
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
-from titan_lite.compiler.hardware import Machine
+from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.config import Config, ConfigError, flatten
 from titan_lite.distributed.mesh import DEGREES
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.plan.changes import CHECKPOINTING, Change, fitting, plan_changes, ranked, table, with_progress
-from titan_lite.plan.memory import GIB, OUTSIDE, itemsizes
+from titan_lite.plan.memory import OUTSIDE, itemsizes
 from titan_lite.plan.summary import Plan, name_of
 from titan_lite.plan.trace import PlannedLayout, layers_of
 
 LONG = 32768  # tokens, from which on sequences are worth splitting
-
-
-@dataclass(frozen=True)
-class Guess:
-    """An estimate by closed formulas."""
-
-    seconds: float  # of a step, roughly
-    nbytes: float  # that a rank needs at least
 
 
 def search(
@@ -51,12 +42,12 @@ def search(
     tried = list(space(config, world_size, machine, sequences))
     for change in with_progress(tried, len(tried), "priced by formula"):
         try:
-            its = guess(lay_out(change), machine)
+            seconds, nbytes = guess(lay_out(change), machine)
         except ConfigError:
             refused += 1
             continue
-        if its.nbytes <= machine.memory * GIB:
-            found.append((its.seconds, change))
+        if nbytes <= machine.memory * GIB:
+            found.append((seconds, change))
         else:
             large += 1
     found.sort(key=lambda each: each[0])
@@ -147,7 +138,8 @@ def _local_batches(rows: int, pp: int) -> list[int]:
     return [rows // part for part in (1, 2, 4) if rows % part == 0 and rows // part >= pp]
 
 
-def guess(layout: PlannedLayout, machine: Machine) -> Guess:
+def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
+    """The seconds of a step, roughly, and the bytes that a rank needs at least."""
     model, degrees, config = layout.model, layout.degrees, layout.config
     tp, pp, m = degrees["tp"], degrees["pp"], layout.pipeline.microbatches
     held, computed, summed = itemsizes(config.training)
@@ -201,7 +193,7 @@ def guess(layout: PlannedLayout, machine: Machine) -> Guess:
     step = layout.accumulation * slowest * (m + (pp - 1) / stages_a_rank)
     if once:
         step += largest / block * (gather + reduce)
-    return Guess(step, most + OUTSIDE)
+    return step, most + OUTSIDE
 
 
 def why_lost(plan: Plan, best: Plan) -> str:

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from titan_lite.compiler.hardware import UNCERTAINTY, Machine
+from titan_lite.compiler.hardware import GIB, UNCERTAINTY, Machine
 from titan_lite.compiler.stage import CompileError
 from titan_lite.compiler.timeline import Timeline
 from titan_lite.config import ConfigError
 from titan_lite.models.llama3 import flops_per_token
-from titan_lite.plan.memory import GIB, OUTSIDE, Memory, memory_of
+from titan_lite.plan.memory import OUTSIDE, Memory, memory_of
 from titan_lite.plan.simulate import StepTimes, simulate_step
 from titan_lite.plan.trace import Kind, PlannedLayout, Traced, figures_at, kind_of_stage, layers_of, start_trace, start_tracing
 
@@ -77,18 +77,16 @@ class Plan:
         return self.machine.flops(getattr(torch, self.layout.config.training.mixed_precision_param))
 
 
-def make_plan(layout: PlannedLayout, machines: Sequence[Machine], full: bool = False) -> Plan:
-    """full: every block is traced. Raises CompileError for what cannot be planned."""
-    (plan,) = make_plans([layout], machines, full)
+def make_plan(layout: PlannedLayout, machines: Sequence[Machine]) -> Plan:
+    """Raises ConfigError for what cannot be planned."""
+    (plan,) = make_plans([layout], machines, full=False)
     if isinstance(plan, CompileError):
-        raise plan
+        raise ConfigError(str(plan)) from plan
     return plan
 
 
-def make_plans(
-    layouts: Sequence[PlannedLayout], machines: Sequence[Machine], full: bool = False
-) -> Iterator[Plan | CompileError]:
-    """Plans in one world, one after another as they are ready, with a step on each machine."""
+def make_plans(layouts: Sequence[PlannedLayout], machines: Sequence[Machine], full: bool) -> Iterator[Plan | CompileError]:
+    """Plans in one world, one after another as they are ready, with a step on each machine. full: every block is traced."""
     if not layouts:
         return
     started = time.perf_counter()
@@ -98,28 +96,23 @@ def make_plans(
         for layout, task in zip(layouts, tasks, strict=True):
             try:
                 traced = {kind: {depth: each.result() for depth, each in depths.items()} for kind, depths in task.items()}
-                yield put_together(layout, machines, traced, time.perf_counter() - started)
             except CompileError as error:
                 yield error
+                continue
             except BrokenExecutor:
                 raise ConfigError(
                     "a process that traces was ended from outside, perhaps for this machine's memory; fewer layers in --full, or "
                     "planning without it, would take less"
                 ) from None
-
-
-def put_together(
-    layout: PlannedLayout, machines: Sequence[Machine], traced: Mapping[Kind, Mapping[int, Traced]], seconds: float
-) -> Plan:
-    """traced: by kind of stage and number of blocks."""
-    stages = [
-        [figures_at(traced[kind_of_stage(modules)], layers_of(modules), number) for modules in layout.pipeline.modules]
-        for number in range(len(machines))
-    ]
-    steps = tuple(simulate_step(layout, each, machine) for each, machine in zip(stages, machines, strict=True))
-    depths = {kind: tuple(sorted(each)) for kind, each in traced.items()}
-    timelines = {kind: each[max(each)].timelines for kind, each in traced.items()}
-    return Plan(layout, machines[0], steps, memory_of(layout, stages[0]), depths, seconds, timelines)
+            stages = [
+                [figures_at(traced[kind_of_stage(modules)], layers_of(modules), number) for modules in layout.pipeline.modules]
+                for number in range(len(machines))
+            ]
+            steps = tuple(simulate_step(layout, each, machine) for each, machine in zip(stages, machines, strict=True))
+            depths = {kind: tuple(sorted(each)) for kind, each in traced.items()}
+            timelines = {kind: each[max(each)].timelines for kind, each in traced.items()}
+            seconds = time.perf_counter() - started
+            yield Plan(layout, machines[0], steps, memory_of(layout, stages[0]), depths, seconds, timelines)
 
 
 def describe(plan: Plan, token_budget: float = 0.0) -> list[str]:

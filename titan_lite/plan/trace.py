@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import gc
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -47,7 +48,7 @@ from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.layout import Layout
 from titan_lite.loss import build_loss, own_vocabulary
 from titan_lite.models.llama3 import Transformer
-from titan_lite.plan.costs import Axes, Figures, axes_of, by_axis, bytes_of, figures_of, held_figures, round_figures
+from titan_lite.plan.costs import Axes, Figures, axes_of, by_axis, bytes_of, figures_of, round_figures
 
 PROCESSES = 2
 GRAPHS = ("forward", "loss_forward", "loss_backward", "backward")
@@ -171,6 +172,7 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     gc.collect()  # the graphs before
     config = layout.config
     mesh = build_mesh(layout.degrees, "cpu")
+    axes = axes_of(mesh)
     shape = dataclasses.replace(layout.model, n_layers=max(n_layers, 1))
     (model,) = build_stages(
         functools.partial(Transformer, shape),
@@ -184,8 +186,8 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     plans = model_of(model).plans
     compile = dataclasses.replace(config.compile, backend="aot_eager")
     plain = dataclasses.replace(compile, bucketing="none", reordering=False)
-    passes = _Priced.of("model", config.compile, machines, axes_of(mesh), n_layers)
-    loss_passes = _Priced.of("loss", config.compile, machines, axes_of(mesh), 1)
+    passes = _Priced.of("model", config.compile, machines, axes, n_layers)
+    loss_passes = _Priced.of("loss", config.compile, machines, axes, 1)
     dtype = getattr(torch, config.training.mixed_precision_param)
     tokens, tp = len(model.positions), axis_of(mesh["tp"])
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -214,14 +216,19 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
             vocabulary = len(own_vocabulary(layout.model.vocab_size, tp.rank, tp.degree))
             logits = torch.zeros(layout.sequences, tokens, vocabulary, dtype=dtype, requires_grad=True)
             loss(logits, torch.zeros(layout.sequences, tokens, dtype=torch.long))
-    held = held_figures({plan: local(parameter).numel() for parameter, plan in plans.items()}, list(model.buffers()))
-    held["activations.between"] = float(dtype.itemsize * torch.Size(between).numel())
+    held = {
+        "held": float(sum(local(parameter).numel() for parameter in plans)),  # numbers in this rank's shards
+        "whole": float(sum(plan.rows * math.prod(plan.row_shape) for plan in plans.values())),  # and when all are gathered
+        "tensors": float(len(plans)),
+        "buffers": float(sum(buffer.nbytes for buffer in model.buffers())),  # bytes, as what follows
+        "activations.between": float(dtype.itemsize * math.prod(between)),
+    }
     if "output" in kind:
         held["activations.logits"] = float(logits.nbytes)
     graphs = {**passes.graphs, **{f"loss_{name}": graph for name, graph in loss_passes.graphs.items()}}
     found = []
     for number, machine in enumerate(machines):
-        figures = held | (round_figures(plans, machine, axes_of(mesh)) if layout.gathers_once else {})
+        figures = held | (round_figures(plans, machine, axes) if layout.gathers_once else {})
         for name, (each, _) in graphs.items():
             figures |= {f"{name}.{key}": value for key, value in each[number].items()}
         found.append(figures)
@@ -262,8 +269,7 @@ class _Priced(Schedule):
 
     @classmethod
     def of(cls, component: str, compile: Compile, machines: Sequence[Machine], axes: Axes, blocks: int) -> "_Priced":
-        inductor = compile.backend == "inductor"
-        how = ("inductor" if inductor else "") if compile.compiles(component) else "eager"
+        how = "eager" if not compile.compiles(component) else "inductor" if compile.backend == "inductor" else ""
         plain = how == "eager" or component == "loss"
         passes = dataclasses.replace(compile, bucketing="none", reordering=False) if plain else compile
         fused = how == "inductor"

@@ -294,7 +294,7 @@ def main(arguments: Sequence[str]) -> None:
         text = page(runs)
         path = options.output or options.folders[0] / "report.html"
         path.write_text(text, encoding="utf-8")
-    except (RecordError, OSError) as error:
+    except (RecordError, ConfigError, OSError) as error:
         told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
         raise ConfigError(told) from None
     print(f"{path} written: open it in a browser")

@@ -15,7 +15,7 @@ from titan_lite.models.llama3 import FLAVORS
 from titan_lite.plan.calibrate import PACES, moved, pace_of, paced
 from titan_lite.plan.command import main
 from titan_lite.plan.measure import Shapes, calibrated, machine_to_toml, measure
-from titan_lite.plan.plan_vs_actual import PlanVsActual, step_seconds
+from titan_lite.plan.plan_vs_actual import PlanVsActual
 
 H100 = load_machine("H100")
 REACHED = {"matmul": 494.7e12, "attention": 300e12, "memory": 2345e9, "launch": 5e-6}
@@ -79,14 +79,6 @@ def test_ranks_measure_the_same_together():
     assert first == second
     assert set(first) == {*REACHED, *LINKS}
     assert all(value > 0 for value in first.values())
-
-
-def test_windows_of_steps_are_those_since_the_last_start_but_the_first(tmp_path):
-    entries = [{"step": 1, "step_time": 9.0}, {"step": 2, "step_time": 1.0}, {"resumed_from": 2}, {"step": 3, "step_time": 8.0}]
-    entries += [{"step": 3, "validation_loss": 1.0}, {"step": 4, "step_time": 2.0}, {"step": 5, "step_time": 3.0}]
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries) + '{"step": 6, "st')
-    assert step_seconds(path) == [2.0, 3.0]
 
 
 def test_on_a_cpu_a_plan_is_compared_only_where_it_is_asked_for(tmp_path):

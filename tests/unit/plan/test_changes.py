@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from titan_lite.compiler.hardware import load_machine
+from titan_lite.compiler.hardware import GIB, load_machine
 from titan_lite.config import ActivationCheckpoint, Compile, Config, ConfigError, Parallelism, Training
 from titan_lite.distributed.mesh import resolve_degrees
 from titan_lite.distributed.pipeline_plan import PipelinePlan, Timetable
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.plan.changes import best_changes, candidates, grid, ranked, table
-from titan_lite.plan.memory import GIB, Memory
+from titan_lite.plan.memory import Memory
 from titan_lite.plan.simulate import StepTimes
 from titan_lite.plan.summary import Plan, describe, what_binds
 from titan_lite.plan.trace import PlannedLayout

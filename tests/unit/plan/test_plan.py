@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from titan_lite.compiler.hardware import load_machine
+from titan_lite.compiler.hardware import GIB, load_machine
 from titan_lite.config.recipe import load_config
 from titan_lite.plan.command import lay_out, main, world_size_of
-from titan_lite.plan.memory import GIB
 from titan_lite.plan.search import guess
 
 RECIPES = Path(__file__).parents[3] / "train_configs"
@@ -103,7 +102,7 @@ def test_a_trace_shows_the_step_and_a_lane_for_the_axis(eight):
 def by_formula(recipe):
     """Bytes that it needs at least; a plan needs less than twice as many (the slow test below)."""
     config, _ = load_config(RECIPES / f"{recipe}.toml")
-    return guess(lay_out(config, world_size_of(RECIPES / f"{recipe}.toml")), H100).nbytes
+    return guess(lay_out(config, world_size_of(RECIPES / f"{recipe}.toml")), H100)[1]
 
 
 def fits(plan, recipe):

@@ -5,9 +5,12 @@ import dataclasses
 import pytest
 
 from titan_lite.compiler.hardware import load_machine
-from titan_lite.config import ActivationCheckpoint, Compile, Config, Parallelism, Training
+from titan_lite.compiler.stage import CompileError
+from titan_lite.config import ActivationCheckpoint, Compile, Config, ConfigError, Parallelism, Training
 from titan_lite.layout import make_layout
 from titan_lite.models.llama3 import ModelConfig, flops_per_token
+from titan_lite.plan import summary
+from titan_lite.plan.costs import axis_along
 from titan_lite.plan.simulate import simulate_step
 from titan_lite.plan.trace import PlannedLayout, Traced, depths_to_trace, figures_at, start_tracing, trace_stage
 
@@ -141,3 +144,16 @@ def test_tensor_parallelism_sends_activations_and_fsdp_once_a_step(traced):
 )
 def test_which_depths_lie_on_a_line(sections, depths):
     assert depths_to_trace(Config(**sections)) == depths
+
+
+def test_a_collective_of_several_ranks_has_an_axis():
+    axes = {(0, 1): "cp", (0, 2): "tp"}
+    assert [axis_along(ranks, axes, True) for ranks in ((0, 1), (0, 2), (0,))] == ["dp_shard", "tp", ""]
+    with pytest.raises(KeyError):
+        axis_along((0, 3), axes, True)
+
+
+def test_a_stage_that_cannot_be_compiled_is_told_in_words(monkeypatch):
+    monkeypatch.setattr(summary, "make_plans", lambda *_, **__: iter([CompileError("compile.enable: no graph")]))
+    with pytest.raises(ConfigError, match="no graph"):
+        summary.make_plan(FSDP, [H100])
