@@ -56,7 +56,7 @@ def check(config: Config, layout: Layout) -> Tokenizer:
 
 
 def describe_run(config: Config, layout: Layout, tokenizer: Tokenizer, git: str = "") -> dict[str, Any]:
-    """What a checkpoint of this run says of it, in JSON's types and tuples; `resume.compare` tells what became of it."""
+    """The description of this run in its checkpoints, in JSON's types and tuples; `resume.compare` compares two of them."""
     shape = dataclasses.asdict(layout.model)
     del shape["max_seq_len"]  # an upper limit; parameters are of any length
     return {

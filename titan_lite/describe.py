@@ -107,7 +107,7 @@ def mesh_picture(degrees: Mapping[str, int], notes: Sequence[str] = ()) -> list[
     width = len(str(math.prod(sizes) - 1))
 
     def places(axes: Sequence[str], most: int) -> list[dict[str, int] | None]:
-        """Where one can be along these axes; None for what is left out."""
+        """Positions along these axes; None stands for those that are left out."""
         every = [dict(zip(axes, place, strict=True)) for place in itertools.product(*(range(degrees[axis]) for axis in axes))]
         return list(every) if len(every) <= most else [*every[: most - 2], None, every[-1]]
 

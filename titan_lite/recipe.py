@@ -55,7 +55,7 @@ def without_flags(arguments: Sequence[str]) -> list[str]:
 
 
 def help_text(arguments: Sequence[str] = ()) -> str:
-    """How a run is started, and every key with its default, admitted values, unit and purpose; or the section that follows --help
+    """The usage of a run, and every key with its default, admitted values, unit and purpose; or the section that follows --help
     in the arguments. Raises ConfigError where there is no such section."""
     words = [word for flag in ("--help", "-h") if flag in arguments for word in arguments[arguments.index(flag) + 1 :][:1]]
     wanted = words[0].strip("[]") if words and not words[0].startswith("-") else ""

@@ -37,7 +37,7 @@ def main(arguments: list[str], observe: Any = None) -> int:
 
 
 def explain(config: Config) -> int:
-    """Of the processes that a launcher starts, the first one speaks."""
+    """Print what a resume would load; only on the first of the processes that a launcher starts."""
     if os.environ.get("RANK", "0") == "0":
         from titan_lite.check import explain_resume
 

@@ -160,7 +160,7 @@ class Trainer:
         self.document_begin = self.tokenizer.bos_id
 
     def build_metrics(self) -> None:
-        """What says, writes and watches how the run goes."""
+        """The parts that log, write and watch the run; the lines at its start."""
         config, layout, steps = self.config, self.layout, self.config.training.steps
         if self.rank == 0 and self.step < steps:  # with nothing to do, the recipe of what was done stays
             save_recipe(config, self.dump_folder)
@@ -282,7 +282,7 @@ class Trainer:
         return self.to_device(batch)
 
     def to_device(self, batch: Batch) -> DeviceBatch:
-        """Of every sequence the tokens that are this rank's under context parallelism."""
+        """Move a batch to the device; under context parallelism, this rank's tokens of every sequence."""
         input, label = (tensor.to(self.device, non_blocking=True) for tensor in batch)
         begins = None
         if self.config.training.mask_documents:
@@ -342,7 +342,7 @@ class Trainer:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a run that stops here is to be started again."""
+        """True where a run that stops here is to be started again."""
         return self.step < self.config.training.steps or self.validation_due
 
     def state_tensors(self) -> dict[str, Tensor]:

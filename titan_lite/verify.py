@@ -58,7 +58,7 @@ Prepare = Callable[[Trainer], None]
 
 @dataclass
 class Observed:
-    """What one run did. losses: {(rank, step): (loss, gradient norm)}; activations: {FQN: (numbers, sum, sum of squares)}."""
+    """Values of one run. losses: {(rank, step): (loss, gradient norm)}; activations: {FQN: (numbers, sum, sum of squares)}."""
 
     losses: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)

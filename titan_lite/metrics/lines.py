@@ -1,4 +1,4 @@
-"""What a run says once it is compiled and after its last step, a line each.
+"""Lines that a run logs once it is compiled and after its last step.
 
 show_receipts(receipts, [], dump_folder)
 for line in end_lines(dump_folder, "done", ...): logger.info(line)
