@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from commands import ENVIRONMENT
-from test_stopping import OPTIONS, same, saved_steps
+from test_stopped_runs import OPTIONS, same, saved_steps
 from tiny import ROOT, every, steps
 
 pytestmark = pytest.mark.slurm

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from commands import Job, script
-from test_stopping import OPTIONS, same, saved_steps, started
+from test_stopped_runs import OPTIONS, same, saved_steps, started
 from tiny import every, steps
 
 pytestmark = pytest.mark.slow
