@@ -407,7 +407,7 @@ class Trainer:
             step=self.step,
             tokens=self.tokens_seen,
             skipped=self.skipped.count,
-            left_out=self.bad_documents.summary(),
+            bad_documents=self.bad_documents.summary(),
             receipts=self.receipts,
             steps_on_disk=self.checkpointer.steps() if self.config.checkpoint.enable else (),
         )

@@ -33,7 +33,7 @@ def end_lines(
     skipped: int,
     receipts: Sequence[Receipt],
     steps_on_disk: Sequence[int],
-    left_out: str = "",
+    bad_documents: str = "",
 ) -> list[str]:
     """how: "done" or "stopped". Figures are of the whole run, resumed parts included, from its metrics.jsonl."""
     rows = read_metrics(dump_folder / "metrics.jsonl").values()
@@ -42,7 +42,9 @@ def end_lines(
         for name in ("loss", "validation_loss", "tps", "mfu", "data_wait", "memory_gib")
     }
     losses = [f"; {name.replace('_', ' ')} {column[name][-1]:.4f}" for name in ("loss", "validation_loss") if column[name]]
-    lines = [f"{how}: step {step}, {tokens:,} tokens, {skipped} step{'s' * (skipped != 1)} skipped{left_out}{''.join(losses)}"]
+    lines = [
+        f"{how}: step {step}, {tokens:,} tokens, {skipped} step{'s' * (skipped != 1)} skipped{bad_documents}{''.join(losses)}"
+    ]
     if column["tps"]:
         mfu = f"{statistics.median(column['mfu']):.1f}%" if column["mfu"] else "n/a (the device's peak is not known)"
         lines.append(
