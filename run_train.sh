@@ -39,13 +39,19 @@ check_recipe() { # PYTHON ARGUMENT...
     done
 }
 
+torch_and_driver() {
+    local build='cuda = torch.version.cuda; print(f"torch {torch.__version__}, built", f"for CUDA {cuda}" if cuda else "without CUDA")'
+    echo "$("$python" -c "import torch; $build"), driver $(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)"
+}
+
 count_gpus() { # those that titan_lite may use
     local listed
     if [[ -n ${CUDA_VISIBLE_DEVICES+set} && ! $CUDA_VISIBLE_DEVICES =~ ^[^-,] ]]; then
         gpus=0 # empty or -1: the CPU is wanted
     elif listed=$(nvidia-smi -L 2>/dev/null) || [[ -e /dev/kfd ]]; then
         gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
-        ((gpus > 0)) || say "this torch cannot use the GPUs here (${listed:-/dev/kfd}), so it is the CPU"
+        ((gpus > 0)) || wrong_usage "torch cannot use the GPUs of this node (${listed:-/dev/kfd}): $(torch_and_driver); CUDA 13 needs driver" \
+            "580 or newer, CUDA 12 525: install a torch built for this driver, or set CUDA_VISIBLE_DEVICES= for CPU processes"
     else
         gpus=0
     fi
@@ -90,6 +96,8 @@ if [[ -z ${OMP_NUM_THREADS:-} ]]; then # the processes of a node share its cores
     export OMP_NUM_THREADS=$((cores > processes ? cores / processes : 1))
 fi
 export LOG_RANK=${LOG_RANK:-0}
+# Without fixed segments less memory is lost to gaps.
+((gpus == 0)) || [[ -n ${PYTORCH_CUDA_ALLOC_CONF:-} ]] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 
 # What a run would load is said by one process, in the place of all.
 if [[ -n $explain ]]; then

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +53,14 @@ def write_whole(path: Path, text: str) -> None:
     publish(unfinished, path)
 
 
-def digest(path: Path) -> dict[str, Any]:
-    """Size in bytes and SHA-256 of a file."""
+def digest(path: Path, beat: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Size in bytes and SHA-256 of a file. beat: called every 4 MiB."""
     sha256, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):
             sha256.update(block)
             size += len(block)
+            beat()
     return {"sha256": sha256.hexdigest(), "size": size}
 
 
@@ -143,11 +144,11 @@ def check_step(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
     return files
 
 
-def check_bytes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises Damaged for the first of the files that is not what was written, to the bit."""
+def check_bytes(folder: Path, files: Mapping[str, Mapping[str, Any]], beat: Callable[[], None] = lambda: None) -> None:
+    """Raises Damaged for the first of the files that is not what was written, to the bit. beat: as in `digest`."""
     for name, expected in files.items():
         try:
-            found = digest(folder / name)
+            found = digest(folder / name, beat)
         except OSError as error:
             raise Damaged(f"{name}: {error.strerror}") from None
         if found != expected:

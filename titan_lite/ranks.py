@@ -35,6 +35,8 @@ def init_device(debug: Debug) -> torch.device:
     if debug.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        # Else every new tensor would be written twice.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)

@@ -75,7 +75,7 @@ class Trainer:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.layout = make_layout(config, self.world_size, model)
         self.tokenizer = check(config, self.layout)
-        self.checkpointer = Checkpointer(config.checkpoint, self.dump_folder)
+        self.checkpointer = Checkpointer(config.checkpoint, self.dump_folder, beat=lambda: self.watchdog.beat())
         if self.rank == 0 and config.checkpoint.enable:
             self.checkpointer.lock()
         set_flight_recorder(config.comm.trace_buf_size, self.dump_folder)

@@ -307,6 +307,21 @@ def test_resuming_refuses_another_flavor_and_reports_a_longer_schedule(uninterru
     assert re.search(r'error: .*it cannot work: .*model.flavor = "1B", was "debug"; .* another job.dump_folder', result.stdout)
 
 
+def test_gpus_that_torch_cannot_use_are_an_error_but_where_the_cpu_is_wanted(tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text('#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: NVIDIA H100" || echo 535.54\n')
+    smi.chmod(0o755)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    result = run(ROOT / "run_train.sh", PATH=path, CUDA_VISIBLE_DEVICES=None)
+    assert result.returncode == 2
+    (line,) = result.stdout.splitlines()
+    assert "torch cannot use the GPUs of this node (GPU 0: NVIDIA H100)" in line
+    assert "driver 535.54; CUDA 13 needs driver 580" in line
+    assert "set CUDA_VISIBLE_DEVICES= for CPU processes" in line
+    explain = ["--checkpoint.explain", "--job.dump_folder", tmp_path]  # ends after the GPUs were counted
+    assert run(ROOT / "run_train.sh", *explain, PATH=path, CUDA_VISIBLE_DEVICES="").returncode == 0
+
+
 @pytest.mark.parametrize(
     ("environment", "said"),
     [

@@ -1,9 +1,11 @@
 """Objects over ranks, which all tests with more than one process show over several; and errors about another rank."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from titan_lite.ranks import gather_objects, is_communication
+from titan_lite.config import Debug
+from titan_lite.ranks import gather_objects, init_device, is_communication
 
 
 def test_a_process_without_a_group_has_its_own_alone():
@@ -29,3 +31,16 @@ def caused_by(cause):
 )
 def test_errors_of_communication_are_told_from_others(error, is_one):
     assert is_communication(error) == is_one
+
+
+def test_deterministic_does_not_fill_new_tensors(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(torch.get_num_threads()))
+    threads = torch.get_num_threads()
+    try:
+        init_device(Debug(deterministic=True))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        torch.set_num_threads(threads)

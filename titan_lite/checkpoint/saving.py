@@ -57,10 +57,13 @@ class CheckpointError(RuntimeError):
 
 
 class Checkpointer:
-    """The steps in one folder. All ranks call every method together, but for those that say otherwise."""
+    """The steps in one folder. All ranks call every method together, but for those that say otherwise.
 
-    def __init__(self, config: Checkpoint, dump_folder: Path):
-        self.config = config
+    beat: called now and then while files are written, read and hashed, which may take longer than the limit of a phase.
+    """
+
+    def __init__(self, config: Checkpoint, dump_folder: Path, beat: Callable[[], None] = lambda: None):
+        self.config, self.beat = config, beat
         self.folder = dump_folder / config.folder
         self.key = f'checkpoint.folder = "{config.folder}"'  # begins errors
         self.group: dist.ProcessGroup | None = None
@@ -128,7 +131,7 @@ class Checkpointer:
         try:
             files = manifest.check_step(path, step)
             names = sorted(files)[dist.get_rank() :: dist.get_world_size()] if share else sorted(files.keys() & SMALL)
-            manifest.check_bytes(path, {name: files[name] for name in names})
+            manifest.check_bytes(path, {name: files[name] for name in names}, self.beat)
             if share and dist.get_rank() == 0:
                 tensor_files.read_metadata(path, files)
                 self.read_state(step)
@@ -232,7 +235,8 @@ class Checkpointer:
             error = str(damage)
         self._agree(error and f"{path} cannot be loaded: {error}")
         try:
-            dcp.load(dict(tensors), storage_reader=reader, process_group=self._processes())
+            planner = tensor_files.Filling(self.beat)
+            dcp.load(dict(tensors), storage_reader=reader, planner=planner, process_group=self._processes())
         except CheckpointException as failed:
             raise ConfigError(f"{path} cannot be loaded: {_reasons(failed)}; remove it, and the one before is taken") from None
         self.newest = step
@@ -304,6 +308,8 @@ class Checkpointer:
     def _save(self, step: int, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], state: dict[str, Any]) -> None:
         """Ends with `failure` set alike on all ranks, or a whole step."""
         try:
+            if torch.cuda.is_available():  # a new thread is on GPU 0, where DCP would leave each rank's context of 0.5 GB
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             self._commit(step, tensors, copies, state)
         except (Exception, CheckpointException) as error:
             self.failure = CheckpointError(f"step {step} was not saved in {self.folder}: {_reasons(error)}")
@@ -334,7 +340,7 @@ class Checkpointer:
             unfinished.mkdir()
 
         def written() -> dict[str, dict[str, Any]]:
-            return {path.name: manifest.digest(path) for path in unfinished.glob(f"__{rank}_*")}
+            return {path.name: manifest.digest(path, self.beat) for path in unfinished.glob(f"__{rank}_*")}
 
         def finish() -> None:
             manifest.write_text(unfinished / "state.json", json.dumps(state, indent=1) + "\n")
@@ -347,8 +353,12 @@ class Checkpointer:
             manifest.publish(unfinished, path)
             logger.info(f"checkpoint written to {path}", extra={"event": "checkpoint", "step": step})
 
+        def copy_of(name: str) -> Tensor:
+            self.beat()
+            return copies[name]
+
         self._together(prepare if rank == 0 else None)
-        writer, planner = tensor_files.Writer(unfinished), tensor_files.FromHost(copies.__getitem__)
+        writer, planner = tensor_files.Writer(unfinished), tensor_files.FromHost(copy_of)
         dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=self.group)
         for theirs in self._together(written):
             files.update(theirs or {})

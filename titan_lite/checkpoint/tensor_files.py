@@ -20,9 +20,16 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+)
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 from torch.serialization import _get_layout
 
@@ -148,6 +155,18 @@ class FromHost(DefaultSavePlanner):
 
     def lookup_object(self, index: dcp.MetadataIndex) -> Any:
         return self.copy_of(index.fqn)
+
+
+class Filling(DefaultLoadPlanner):
+    """Fills tensors in place. beat: called for each part of one."""
+
+    def __init__(self, beat: Callable[[], None]):
+        super().__init__()
+        self.beat = beat
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        self.beat()
+        return super().resolve_tensor(read_item)
 
 
 @contextmanager

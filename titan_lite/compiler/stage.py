@@ -8,8 +8,13 @@ CompileError, which says what of the recipe to change.
 """
 
 import functools
+import os
+import shutil
+import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -57,6 +62,13 @@ def check_backend(config: Compile, device_type: str) -> None:
     if device_type == "cuda":
         if not has_triton():
             raise ConfigError(f'compile.backend = "inductor" needs triton for this GPU, and there is none here; {works}')
+        compilers = [os.environ.get("CC"), "gcc", "clang"]  # Triton compiles its launchers, with the first of them
+        if not any(shutil.which(compiler) for compiler in compilers if compiler):
+            raise ConfigError(f'compile.backend = "inductor" needs a C compiler for triton (gcc, clang, or CC); {works}')
+        header = Path(sysconfig.get_path("include")) / "Python.h"
+        if not header.exists():
+            package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+            raise ConfigError(f'compile.backend = "inductor": triton needs {header} ({package} on Debian); {works}')
     else:
         try:
             get_cpp_compiler()

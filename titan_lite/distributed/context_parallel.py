@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_lite.distributed.tensor_parallel import Axis, axis_of, gather_tokens
+from titan_lite.models.llama3 import has_grouped_kernel
 
 ATTENTION = "layers.*.attention"  # modules with a method `attend`
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # as `attend_to_the_past`
@@ -80,7 +81,7 @@ def attend_to_the_past(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = No
     mask: True (B, 1, t, S or more) where a query may look, if that is not everywhere up to its own.
     """
     tokens, past = q.shape[1], k.shape[1]
-    if mask is not None:  # as in models/llama3.py
+    if mask is not None or not has_grouped_kernel(q):  # as in models/llama3.py
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     fits = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256

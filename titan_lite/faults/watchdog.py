@@ -4,7 +4,7 @@
     watchdog.enter("start", "init_timeout_seconds")          # of [comm]: so many seconds without progress are a hang
     watchdog.enter("step 1", "train_timeout_seconds")
     with watchdog.within("save", "init_timeout_seconds"): ...
-    watchdog.beat()                                          # progress; so is every collective that is entered or left
+    watchdog.beat()                                          # progress; so is a collective entered or left, or torch compiling
     watchdog.rest()                                          # nothing is waited for
     with watchdog.reporting(CheckpointError): ...            # an error that ends this rank is told to the others, which lose it
 
@@ -28,7 +28,6 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
@@ -57,7 +56,8 @@ class Watchdog:
         self.comm, self.apart = comm, apart
         self.rank, self.world_size, self.notes = rank, world_size, notes
         self.phase, self.limit, self.key = "start", RESTING, ""
-        self.last_progress, self.collectives = time.monotonic(), ""
+        self.last_progress = time.monotonic()
+        self.seen: tuple[str, int | None] = "", None  # collectives, place in the compiler
         self.thread = threading.get_ident()  # the one whose place in the code is recorded
         self.failed_in: FrameType | None = None  # where a collective failed, if one did
         self.store: Any = None
@@ -134,9 +134,9 @@ class Watchdog:
                 continue
             # Should this thread not run again. It does not count progress, which is only seen here.
             faulthandler.dump_traceback_later(self.limit + PATIENCE, exit=True, file=sys.__stderr__ or 2)
-            collectives = json.dumps(self._trace(entries=False).get("pg_status"))
-            if collectives != self.collectives:
-                self.collectives = collectives
+            seen = json.dumps(self._trace(entries=False)["pg_status"]), compiling_at(sys._current_frames().get(self.thread))
+            if seen != self.seen:
+                self.seen = seen
                 self.beat()
             if self.hangs():
                 limit = f"{self.limit:g} s in {self.phase} (comm.{self.key} = {self.limit:g})"
@@ -150,10 +150,29 @@ class Watchdog:
             # The store of torchrun lives on when it starts the ranks again.
             self.store = dist.PrefixStore(f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
             while self.limit == RESTING or not self.store.check(["call"]):
+                if self.limit != RESTING and self.store.check(["cause"]):
+                    self._end_after(self.store.get("cause").decode())
                 time.sleep(1)
         except dist.DistError:
             return  # the process that hosts the store has ended
         self._end("", GRACE)
+
+    def _end_after(self, cause: str) -> None:
+        """Exit where this rank does not notice the failure of another: NCCL, unlike gloo, leaves its peers waiting.
+
+        Returns if the training thread notices within GRACE seconds and ends the run itself.
+        """
+        deadline = time.monotonic() + GRACE
+        while time.monotonic() < deadline:
+            if self.limit == RESTING:
+                return
+            time.sleep(0.25)
+        self.rest()  # what follows has no time limit
+        for thread in threading.enumerate():
+            if not thread.daemon and thread is not threading.main_thread():
+                thread.join()  # a save in the background, which the failed rank takes part in until it is whole
+        logger.error(f"stopped, since {cause}")
+        self._exit()
 
     def _end(self, why: str, grace: float) -> NoReturn:
         """Agree on the verdict, print it, exit. why: what made this rank call, empty where it was called."""
@@ -166,6 +185,9 @@ class Watchdog:
                 f"{why or 'another rank has called'}; the store at {store} does not answer, so the others are not known (it is "
                 f"torchrun's or, without that, rank 0's)\n{standing(self.rank, self.record())}"
             )
+        self._exit()
+
+    def _exit(self) -> NoReturn:
         for handler in logger.handlers:
             handler.flush()
         os._exit(1)
@@ -210,9 +232,29 @@ class Watchdog:
         }
 
     def _trace(self, entries: bool) -> dict[str, Any]:
-        """This rank's flight recorder; empty where it is off."""
-        dump = c10d._dump_nccl_trace_json if torch.cuda.is_available() else c10d._dump_fr_trace_json  # type: ignore[attr-defined]
-        return json.loads(dump(entries, False) or "{}")
+        """This rank's flight recorders as one, of gloo's groups and, on a GPU, of NCCL's; empty where they are off.
+
+        Saving and loading talk over gloo on GPUs, too.
+        """
+        names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # the second is not in a build without CUDA
+        traces = [json.loads(getattr(c10d, name)(entries, False) or "{}") for name in names if hasattr(c10d, name)]
+        return {
+            "pg_status": [trace.get("pg_status") for trace in traces],
+            "entries": [entry for trace in traces for entry in trace.get("entries", [])],
+        }
+
+
+def compiling_at(frame: FrameType | None) -> int | None:
+    """A number for the place at which torch compiles in a thread, which changes while it gets on; None where it does not compile.
+
+    A graph of 80 blocks takes longer than a time limit should be.
+    """
+    places, compiles = [], False
+    while frame is not None:
+        places.append((frame.f_code, frame.f_lineno))
+        compiles = compiles or frame.f_code.co_filename.endswith("torch/_dynamo/convert_frame.py")
+        frame = frame.f_back
+    return hash(tuple(places)) if compiles else None
 
 
 def _first_line(error: Exception) -> str:

@@ -89,6 +89,15 @@ def attention_mask(begins: Tensor, positions: Tensor, tokens: int) -> Tensor:
     return ((every <= own) & (every >= begins[..., None]))[:, None]
 
 
+def has_grouped_kernel(q: Tensor) -> bool:
+    """True where causal attention takes fewer key than query heads without a matrix of all scores.
+
+    On a GPU FlashAttention and cuDNN do, in half precision; in float32 only the memory-efficient kernel avoids that matrix, and
+    it wants as many heads. With a mask no CUDA kernel takes groups.
+    """
+    return not q.is_cuda or q.dtype in (torch.float16, torch.bfloat16)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -121,10 +130,11 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D). mask: as of `attention_mask`; None: all that come before."""
-        if mask is not None:  # no CUDA kernel that knows a mask knows groups of heads, too
+        if mask is not None or not has_grouped_kernel(q):
             k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=mask is None).transpose(1, 2)
+        grouped = k.shape[1] < q.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped).transpose(1, 2)
 
 
 class FeedForward(nn.Module):

@@ -107,6 +107,33 @@ def test_a_step_is_loaded_as_it_was_saved(mode, tmp_path, log):
     assert any("nothing is pinned" in line for line in log) == (mode == "async_with_pinned_mem")
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_writing_hashing_and_loading_are_progress(mode, tmp_path):
+    beats = []
+    steps_of = Checkpointer(Checkpoint(enable=True, async_mode=mode), tmp_path, lambda: beats.append(phase))
+    phase = "save"
+    steps_of.save(1, tensors(1), {"step": 1})
+    steps_of.wait()
+    phase = "verify"
+    assert steps_of.verified_step() == 1
+    phase = "load"
+    loaded(steps_of, 1)
+    assert beats.count("save") > len(tensors(1))  # each tensor, and the file's hash
+    assert beats.count("verify") >= len(FILES) - 1
+    assert beats.count("load") >= len(tensors(1))
+
+
+def test_the_saving_thread_uses_its_ranks_gpu(tmp_path, monkeypatch):
+    used = []
+    steps_of = of(tmp_path)
+    monkeypatch.setattr(steps_of, "_commit", lambda *args: used.append("written"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    steps_of._save(1, {}, {}, {})
+    assert used == [3, "written"]
+
+
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_what_the_optimizer_does_meanwhile_is_not_in_a_step(mode, tmp_path, monkeypatch):
     begin, write = threading.Event(), checkpoint.dcp.save

@@ -154,3 +154,18 @@ def test_settings_of_the_compiler_are_what_they_were():
     trained(1.0)
     assert (torch._dynamo.config.recompile_limit, torch._functorch.config.force_non_lazy_backward_lowering) == before
     assert before[0] < stage.RECOMPILE_LIMIT  # or nothing was set
+
+
+def test_what_triton_needs_of_a_machine_is_asked_before_a_start(monkeypatch, tmp_path):
+    inductor = Compile(enable=True, backend="inductor")
+    monkeypatch.setattr(stage, "has_triton", lambda: True)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(stage.shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs a C compiler for triton \(gcc, clang, or CC\)"):
+        stage.check_backend(inductor, "cuda")
+    monkeypatch.setattr(stage.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(stage.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(ConfigError, match=r"triton needs \S+/Python.h \(python3\.\d+-dev on Debian\)"):
+        stage.check_backend(inductor, "cuda")
+    (tmp_path / "Python.h").touch()
+    stage.check_backend(inductor, "cuda")

@@ -1,10 +1,12 @@
 """What the watchdog does without other ranks; with them: tests/integration/test_hangs.py."""
 
+import json
 import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from titan_lite.config import Comm
@@ -93,3 +95,44 @@ def test_a_record_tells_where_the_thread_is_that_trains(monkeypatch):
 
 def raise_here():
     raise ValueError(sys.platform)
+
+
+def test_collectives_over_gloo_count_beside_those_of_nccl(monkeypatch):
+    traces = {"_dump_fr_trace_json": "gloo:barrier", "_dump_nccl_trace_json": "nccl:all_reduce"}
+    for name, operation in traces.items():
+        trace = json.dumps({"pg_status": {"0": {"last_completed": operation}}, "entries": [operation]})
+        monkeypatch.setattr(watchdog.c10d, name, lambda entries, stacks, trace=trace: trace, raising=False)
+    assert Watchdog(Comm(), 0, 1)._trace(entries=True) == {
+        "pg_status": [{"0": {"last_completed": operation}} for operation in traces.values()],
+        "entries": [*traces.values()],
+    }
+
+
+def test_torch_compiling_is_progress_and_what_it_compiled_is_not():
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(watchdog.compiling_at(sys._getframe()))
+        seen.append(watchdog.compiling_at(sys._getframe()))
+        return lambda *args: seen.append(watchdog.compiling_at(sys._getframe())) or graph(*args)
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    first, second, running = seen
+    assert first is not None
+    assert second not in (None, first)
+    assert running is None
+
+
+def test_a_rank_that_does_not_notice_the_failure_of_another_ends(monkeypatch, caplog):
+    ended = []
+    monkeypatch.setattr(watchdog, "GRACE", 0.3)
+    monkeypatch.setattr(watchdog.Watchdog, "_exit", lambda self: ended.append(saved.is_set()))
+    saved = threading.Event()
+    one = Watchdog(Comm(), 0, 1)
+    one._end_after("rank 1 failed: ValueError: odd")
+    assert not ended  # it rests: the error has reached it
+    one.enter("step 1", "train_timeout_seconds")
+    timer = threading.Timer(1, saved.set)  # a save in the background
+    timer.start()
+    one._end_after("rank 1 failed: ValueError: odd")
+    assert ended == [True]

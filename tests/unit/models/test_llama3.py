@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -191,6 +192,16 @@ def test_grouped_queries_equal_attention_with_repeated_key_and_value_heads():
     x = torch.randn(2, 24, TINY.dim, generator=torch.Generator().manual_seed(0))
     cos, sin = (table[:24] for table in rope_tables(TINY, range(TINY.max_seq_len)))
     torch.testing.assert_close(grouped(x, cos, sin), repeated(x, cos, sin), rtol=0, atol=1e-6)
+
+
+def test_groups_of_heads_are_copied_where_no_gpu_kernel_takes_them(monkeypatch):
+    grouped = []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, *_, enable_gqa, **__: grouped.append(enable_gqa) or q)
+    for device, dtype in [("cpu", torch.float32), ("cuda", torch.bfloat16), ("cuda", torch.float32)]:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            q, k = (torch.empty(1, 8, heads, TINY.head_dim, device=device, dtype=dtype) for heads in (4, 2))
+            Attention(TINY).attend(q, k, k, None)
+    assert grouped == [True, True, False]
 
 
 # Initial weights
