@@ -5,6 +5,7 @@ tokenizer = check(config, make_layout(config, world_size=8))
 
 import dataclasses
 import importlib.util
+import math
 import os
 import platform
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from titan_lite.data.prepared import SPLITS, PreparedSource, check_prepared
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.layout import Layout, make_layout
 from titan_lite.logging import logger
+from titan_lite.ranks import device_memory
 
 
 def check(config: Config, layout: Layout) -> Tokenizer:
@@ -41,6 +43,7 @@ def check(config: Config, layout: Layout) -> Tokenizer:
             for split in SPLITS if config.validation.enable else SPLITS[:1]:
                 PreparedSource(part, split, seed=0)
     check_machine(config)
+    check_memory(config, layout, device_memory())
     check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
     check_writable(Path(config.job.dump_folder))
     checkpointer = Checkpointer(config.checkpoint, Path(config.job.dump_folder))
@@ -102,7 +105,8 @@ def explain_resume(config: Config, world_size: int) -> None:
     of = ", ".join(map(str, checkpointer.steps()))
     print(f"{checkpointer.folder}/step-{step} is loaded, {why} of {of}, if every byte of its tensors is as it was saved")
     state = checkpointer.read_state(step)
-    now = describe_run(config, make_layout(config, world_size), load_tokenizer(config.model.tokenizer_path), git_revision())
+    layout = make_layout(config, world_size, memory=device_memory())
+    now = describe_run(config, layout, load_tokenizer(config.model.tokenizer_path), git_revision())
     differences = compare(state, now)
     print("\n".join((position(state), *explain(differences, state, now))))
     refuse(differences, checkpointer.path_of(step), config.checkpoint, done=state["step"] >= config.training.steps)
@@ -123,6 +127,23 @@ def check_machine(config: Config) -> None:
         if value and package and not is_installed(package):
             name = key.partition(".")[2]
             raise ConfigError(f"{key} = true: {package} is not installed here; pip install {package}, or {name} = false")
+
+
+def check_memory(config: Config, layout: Layout, memory: float) -> None:
+    """Raises ConfigError where weights, gradients and optimizer state alone are more than a device's memory, in bytes."""
+    steady, step = layout.steady_bytes(config.training), layout.step_bytes(config.training)
+    if steady > memory:
+        shards = math.ceil(layout.degrees["dp_shard"] * steady / memory)
+        raise ConfigError(
+            f"{config.model.flavor} on {layout.world_size} ranks: weights, gradients and optimizer state need "
+            f"{steady / 2**30:.0f} GiB a rank, and a device has {memory / 2**30:.0f}; use parallelism.data_parallel_shard_degree "
+            f"= {shards} or more"
+        )
+    if layout.gathers_once and steady + step > memory:
+        raise ConfigError(
+            f'parallelism.fsdp_communication = "step" needs {(steady + step) / 2**30:.0f} GiB a rank before any activation, and '
+            f'a device has {memory / 2**30:.0f}; use "microbatch" or "auto"'
+        )
 
 
 def check_writable(folder: Path) -> None:

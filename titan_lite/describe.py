@@ -1,16 +1,14 @@
 """A recipe on its layout, in words: the lines at a run's start, a picture of the mesh, the keys that do nothing here.
 
-for line in start_lines(config, layout, device, parameters, priced=True): logger.info(line)
+for line in start_lines(config, layout, device, priced=True): logger.info(line)
 """
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titan_lite.config import KEYS, Config, flatten, without_need
 from titan_lite.distributed.activation_checkpoint import recomputes
@@ -20,14 +18,17 @@ from titan_lite.layout import Layout
 ROWS, BOXES, IN_A_BOX, IN_THE_ONLY_BOX = 4, 4, 4, 16  # of the picture; more are left out in the middle
 
 
-def start_lines(config: Config, layout: Layout, device: torch.device, parameters: Iterable[Tensor], *, priced: bool) -> list[str]:
-    """Model, layout, batch and memory. parameters: of this rank's stages; priced: the compile stage knows the machine."""
+def start_lines(config: Config, layout: Layout, device: torch.device, *, priced: bool) -> list[str]:
+    """Model, layout, batch and memory. priced: the compile stage knows the machine."""
     training, parallelism, degrees, plan = config.training, config.parallelism, layout.degrees, layout.pipeline
     threads = torch.get_num_threads()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads} thread{'s' * (threads > 1)}"
     how = f"{config.compile.backend} ({', '.join(config.compile.components)})" if config.compile.enable else "eager"
     axes = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
     notes = ["; ".join(short_names(plan.modules[stage]) for stage in plan.stages_of(rank)) for rank in range(degrees["pp"])]
+    when = ""
+    if layout.microbatches > 1:
+        when = f"; weights gathered once a {'step' if layout.gathers_once else 'microbatch'} (parallelism.fsdp_communication)"
     lines = [
         *([config.job.description] if config.job.description else []),
         *without_effect(config, layout),
@@ -35,7 +36,7 @@ def start_lines(config: Config, layout: Layout, device: torch.device, parameters
         f"layout: {layout.world_size} rank{'s' * (layout.world_size > 1)}{f' = {axes}' if axes else ''}, each one {name}",
         *mesh_picture(degrees, notes),
         f"batch: {layout.tokens:,} tokens a step = {layout.rows} sequences of {layout.seq_len}, "
-        f"in {layout.accumulation} local batch{'es' * (layout.accumulation > 1)} of {layout.local_batch_size} a rank",
+        f"in {layout.accumulation} local batch{'es' * (layout.accumulation > 1)} of {layout.local_batch_size} a rank{when}",
     ]
     if config.compile.compiles("model") and not priced:
         lines.append(f"no prices for {name}: what communication costs is not estimated (compile.machine)")
@@ -46,14 +47,9 @@ def start_lines(config: Config, layout: Layout, device: torch.device, parameters
             f"{layout.sequences}; ranks wait {100 * bubble_fraction(order_of(parallelism, plan)):.1f}% of the time (the "
             "bubble), if all stages are equally fast"
         )
-    own = list(parameters)
-    shards = sum((each.to_local() if isinstance(each, DTensor) else each).numel() for each in own)
-    size = getattr(torch, training.dtype).itemsize
-    memory = f"memory: {4 * size * shards / 2**30:.2f} GiB a rank for parameters, gradients and optimizer state"
+    memory = f"memory: {layout.steady_bytes(training) / 2**30:.2f} GiB a rank for parameters, gradients and optimizer state"
     if layout.gathers_once:
-        dtypes = (getattr(torch, name).itemsize for name in (training.mixed_precision_param, training.mixed_precision_reduce))
-        held = sum(each.numel() for each in own) / degrees["tp"] * sum(dtypes) / 2**30
-        memory += f", {held:.2f} GiB for weights and gradients that are whole for a step"
+        memory += f", {layout.step_bytes(training) / 2**30:.2f} GiB for unsharded weights and gradients, held for the step"
     saves = f"every {config.checkpoint.interval} steps and at the end" if config.checkpoint.enable else "none"
     return [
         *lines,

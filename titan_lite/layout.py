@@ -20,10 +20,12 @@ import torch
 from titan_lite.compiler.autotune import check_steps
 from titan_lite.compiler.fqns import parameters_within
 from titan_lite.compiler.hardware import PROFILES, load_machine, profile_of
-from titan_lite.config import Config, ConfigError, gradient_accumulation_steps
+from titan_lite.config import Config, ConfigError, Training, gradient_accumulation_steps
 from titan_lite.distributed.mesh import check_context_parallel, check_tensor_parallel, resolve_degrees
 from titan_lite.distributed.pipeline_plan import PipelinePlan, plan_pipeline
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
+
+FILLED = 0.6  # share of a device's memory that fsdp_communication = "auto" fills with all but activations
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,25 @@ class Layout:
         return sum(parameter.numel() for parameter in _on_meta_device(self.model).parameters())
 
     @property
+    def parameters_of_rank(self) -> float:
+        """Numbers in the weights of a rank's pipeline stages, before FSDP shards them; of the rank that has most."""
+        meta, plan = _on_meta_device(self.model), self.pipeline
+        sizes = {fqn: parameter.numel() for fqn, parameter in meta.named_parameters()}
+        stages = [sum(sizes[fqn] for fqn in parameters_within(meta, modules)) for modules in plan.modules]
+        most = max(sum(stages[stage] for stage in plan.stages_of(rank)) for rank in range(self.degrees["pp"]))
+        return most / self.degrees["tp"]
+
+    def steady_bytes(self, training: Training) -> float:
+        """Bytes of a rank's weights, their gradients and AdamW's two moments."""
+        held, _, _ = itemsizes(training)
+        return 4 * held * self.parameters_of_rank / (self.degrees["dp_shard"] * self.degrees["cp"])
+
+    def step_bytes(self, training: Training) -> float:
+        """Bytes more where weights are gathered once a step: these, a backward's gradients, and the sums of gradients."""
+        _, computed, summed = itemsizes(training)
+        return (2 * computed + summed) * self.parameters_of_rank
+
+    @property
     def microbatches(self) -> int:
         """Forward and backward passes of one optimizer step."""
         return self.accumulation * self.pipeline.microbatches
@@ -76,10 +97,16 @@ class Layout:
         return self.rows * self.seq_len
 
 
-def make_layout(config: Config, world_size: int, model: ModelConfig | None = None) -> Layout:
+def itemsizes(training: Training) -> tuple[int, int, int]:
+    """Bytes of a number: as weights are held, as they are computed with, as gradients are reduced."""
+    held, computed, summed = training.dtype, training.mixed_precision_param, training.mixed_precision_reduce
+    return getattr(torch, held).itemsize, getattr(torch, computed).itemsize, getattr(torch, summed).itemsize
+
+
+def make_layout(config: Config, world_size: int, model: ModelConfig | None = None, *, memory: float = math.inf) -> Layout:
     """The layout of a recipe on so many ranks. Looks at no tokenizer, no data and no process group.
 
-    model: a shape of its own, in place of the flavor's. Raises ConfigError for what cannot run.
+    model: a shape of its own, in place of the flavor's. memory: bytes of a device. Raises ConfigError for what cannot run.
     """
     training, parallelism = config.training, config.parallelism
     model = model or flavor_of(config.model.flavor)
@@ -116,6 +143,11 @@ def make_layout(config: Config, world_size: int, model: ModelConfig | None = Non
         accumulation=accumulation,
         gathers_once=microbatches > 1 and parallelism.fsdp_communication == "step",
     )
+    if microbatches > 1 and parallelism.fsdp_communication == "auto":
+        buckets = config.compile.compiles("model") and config.compile.bucketing not in ("none", "block")
+        fits = layout.steady_bytes(training) + layout.step_bytes(training) <= FILLED * memory
+        once = fits and not buckets and parallelism.fsdp_reshard_after_forward != "always"
+        layout = dataclasses.replace(layout, gathers_once=once)
     _check_names("parallelism.fsdp_keep_gathered", parallelism.fsdp_keep_gathered, config.model.flavor, layout.model)
     _check_schedule(config, layout)
     if layout.gathers_once and parallelism.fsdp_reshard_after_forward == "always":

@@ -1,6 +1,7 @@
 """This process as one of several: its device, the process group, objects gathered over all ranks, errors about another one."""
 
 import datetime
+import math
 import os
 from typing import TypeVar
 
@@ -44,6 +45,13 @@ def init_device(debug: Debug) -> torch.device:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
     return torch.device("cpu")
+
+
+def device_memory() -> float:
+    """Bytes of this rank's GPU; infinite on a CPU, whose memory is shared with whatever else runs there."""
+    if not torch.cuda.is_available():
+        return math.inf
+    return torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).total_memory
 
 
 def init_process_group(device: torch.device, seconds: float, *, connect: bool) -> None:

@@ -55,7 +55,7 @@ from titan_lite.models.llama3 import ModelConfig, Transformer, flops_per_token
 from titan_lite.optimizer import build_optimizer, clip_grad_norm_, optimizer_state, set_learning_rate
 from titan_lite.plan.measure import Shapes, find_machine, peak_flops
 from titan_lite.plan.plan_vs_actual import PlanVsActual
-from titan_lite.ranks import gather_objects, init_device, init_process_group
+from titan_lite.ranks import device_memory, gather_objects, init_device, init_process_group
 
 DeviceBatch = tuple[Tensor, Tensor, Tensor | None]  # input, label and, with training.mask_documents, begins (models/llama3.py)
 Observe = Callable[[str, "Trainer"], None]
@@ -73,7 +73,7 @@ class Trainer:
         self.config, self.observe = config, observe or (lambda moment, trainer: None)
         self.dump_folder, self.dtype = Path(config.job.dump_folder), getattr(torch, config.training.mixed_precision_param)
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.layout = make_layout(config, self.world_size, model)
+        self.layout = make_layout(config, self.world_size, model, memory=device_memory())
         self.tokenizer = check(config, self.layout)
         self.checkpointer = Checkpointer(config.checkpoint, self.dump_folder, beat=lambda: self.watchdog.beat())
         if self.rank == 0 and config.checkpoint.enable:
@@ -100,6 +100,9 @@ class Trainer:
         self.device = init_device(config.debug)
         # A pipeline's sends and receives would wait for each other on a communicator that is made at once.
         init_process_group(self.device, config.comm.init_timeout_seconds + PATIENCE, connect=degrees["pp"] == 1)
+        if len({*gather_objects(self.layout.gathers_once)}) > 1:
+            key = "parallelism.fsdp_communication"
+            raise ConfigError(f'{key} = "auto": GPUs of different memory would disagree; use "step" or "microbatch"')
         self.mesh = build_mesh(degrees, self.device.type)
         self.dp_rank, self.dp_degree = data_rank(self.mesh)
         self.machine = find_machine(config.compile.machine, self.device) if config.compile.enable else None
@@ -173,7 +176,7 @@ class Trainer:
         shapes = Shapes(layout.model, layout.sequences, len(self.positions), layout.degrees["tp"], self.dtype)
         self.plan_vs_actual = PlanVsActual(config.metrics.compare_plan, self.dump_folder, self.device, self.machine, shapes)
         self.stragglers = Stragglers(self.rank, self.mesh.mesh.flatten(1).tolist(), self.device)
-        for line in start_lines(config, layout, self.device, self.parameters.values(), priced=self.machine is not None):
+        for line in start_lines(config, layout, self.device, priced=self.machine is not None):
             logger.info(line)
         events.step = self.step
         logger.info(f"steps: {self.step} done of {steps}; output in {self.dump_folder}", extra={"event": "start"})

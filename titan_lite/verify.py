@@ -43,6 +43,7 @@ from titan_lite.distributed.pipeline_plan import TooFewLayers
 from titan_lite.layout import flavor_of, make_layout
 from titan_lite.metrics.records import read_metrics
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
+from titan_lite.ranks import device_memory
 from titan_lite.trainer import Trainer
 
 TOKENIZER = Path(__file__).parents[1] / "assets/tokenizer/debug.model"
@@ -363,7 +364,7 @@ def _enough_layers(config: Config, flavor: ModelConfig, processes: int) -> Model
     for layers in range(LAYERS, most := 4 * processes + 8):
         model = twin_model(flavor, layers)
         try:
-            check(config, make_layout(config, processes, model))
+            check(config, make_layout(config, processes, model, memory=device_memory()))
             break
         except TooFewLayers:
             if layers == most - 1:

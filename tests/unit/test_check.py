@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from titan_lite.check import check
+from titan_lite.check import check, check_memory
 from titan_lite.config import ConfigError
 from titan_lite.config.recipe import load_config
 from titan_lite.describe import without_effect
@@ -150,7 +150,10 @@ WRONG = {
         "points=layers.2,layers.4",
     ),
     "always resharded, and kept": Wrong(
-        2, "shard=2 reshard=always", ('reshard_after_forward = "always" has no effect', "2 microbatches"), "reshard=default"
+        2,
+        "shard=2 reshard=always every=step",
+        ('reshard_after_forward = "always" has no effect', "2 microbatches"),
+        "reshard=default",
     ),
     "always resharded, but for one block": Wrong(
         2,
@@ -189,7 +192,7 @@ WRONG = {
     ),
     "nothing left to bucket": Wrong(
         2,
-        "compile=true backend=aot_eager bucketing=greedy",
+        "compile=true backend=aot_eager bucketing=greedy every=step",
         ('compile.bucketing = "greedy"', 'fsdp_communication = "microbatch" or bucketing = "block"'),
         "bucketing=block",
     ),
@@ -355,3 +358,47 @@ def test_weights_and_biases_must_be_installed_where_they_are_asked_for(monkeypat
     (tmp_path / "wandb/__init__.py").write_text("")
     importlib.invalidate_caches()
     check(config, make_layout(config, 1))
+
+
+def layout_of(recipe, ranks, gib, *options):
+    config, _ = load_config(ROOT / f"train_configs/{recipe}.toml", options)
+    return config, make_layout(config, ranks, memory=gib * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("gib", "options", "once"),
+    [
+        # 8B in bfloat16 with float32 sums on 8 ranks: 15 GiB sharded, and 8.03e9 x (2 + 2 + 4) bytes = 60 GiB unsharded
+        (80, (), False),
+        (141, (), True),
+        (80, ("--parallelism.fsdp_communication=step",), True),
+        (141, ("--parallelism.fsdp_communication=microbatch",), False),
+        (141, ("--compile.bucketing=greedy",), False),
+        (141, ("--parallelism.fsdp_reshard_after_forward=always",), False),
+        (141, ("--training.global_batch_size=8",), False),
+    ],
+)
+def test_weights_are_gathered_once_a_step_where_that_fits(gib, options, once):
+    accumulates = ["--training.local_batch_size=1", "--training.global_batch_size=32", "--compile.bucketing=block"]
+    _, layout = layout_of("llama3_8b", 8, gib, *accumulates, *options)
+    assert layout.gathers_once == once
+
+
+def test_what_cannot_fit_is_refused_with_what_would():
+    config, layout = layout_of("llama3_8b", 1, 80)
+    with pytest.raises(ConfigError, match=r"need 120 GiB a rank, .* has 80; use .*data_parallel_shard_degree = 2 or more"):
+        check_memory(config, layout, 80 * 2**30)
+    accumulates = ["--training.local_batch_size=1", "--training.global_batch_size=32", "--compile.bucketing=block"]
+    config, layout = layout_of("llama3_8b", 8, 60, *accumulates, "--parallelism.fsdp_communication=step")
+    with pytest.raises(ConfigError, match=r'fsdp_communication = "step" needs 75 GiB .* has 60; use "microbatch" or "auto"'):
+        check_memory(config, layout, 60 * 2**30)
+    check_memory(*layout_of("llama3_8b", 8, 60, *accumulates), 60 * 2**30)
+
+
+def test_the_memory_of_a_rank_is_that_of_the_stages_with_most_parameters():
+    config, layout = layout_of(
+        "llama3_8b", 8, 80, "--parallelism.pipeline_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"
+    )
+    halves = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336) / 2 + 4096 * 128_256  # and norms
+    assert layout.parameters_of_rank == pytest.approx(halves / 2, rel=1e-2)
+    assert layout.steady_bytes(config.training) == pytest.approx(16 * halves / 4, rel=1e-2)

@@ -74,7 +74,6 @@ def said(*overrides, ranks=2):
         config,
         make_layout(config, ranks),
         device=torch.device("cpu"),
-        parameters=[torch.empty(2**26, device="meta")],
         priced=True,
     )
 
@@ -86,10 +85,13 @@ def test_the_start_says_what_will_run():
     assert lines[1] == f"model: llama3 debug, 5,770,496 parameters; torch {torch.__version__}, eager"
     assert lines[2] == f"layout: 2 ranks = dp_shard 2, each one CPU, {threads} thread{'s' * (threads > 1)}"
     assert lines[3:6] == mesh_picture(degrees(dp_shard=2))
-    assert lines[6] == "batch: 2,048 tokens a step = 8 sequences of 256, in 2 local batches of 2 a rank"
-    assert lines[7] == (  # 2^26 parameters of four bytes, four times; gathered and reduced in float32
-        "memory: 1.00 GiB a rank for parameters, gradients and optimizer state, 0.50 GiB for weights and gradients that are "
-        "whole for a step; activations beside that"
+    assert lines[6] == (
+        "batch: 2,048 tokens a step = 8 sequences of 256, in 2 local batches of 2 a rank; weights gathered once a step "
+        "(parallelism.fsdp_communication)"
+    )
+    assert lines[7] == (  # 5,770,496 parameters of four bytes, four times on two ranks; three times unsharded
+        "memory: 0.04 GiB a rank for parameters, gradients and optimizer state, 0.06 GiB for unsharded weights and gradients, "
+        "held for the step; activations beside that"
     )
     assert lines[8:] == ["checkpoints: every 50 steps and at the end (checkpoint.interval)"]
 
@@ -102,7 +104,7 @@ def test_the_start_of_other_runs():
     assert lines[2].startswith("layout: 1 rank, each one CPU")
     assert lines[3].endswith("512 tokens a step = 2 sequences of 256, in 1 local batch of 2 a rank")
     assert lines[4:] == [
-        "memory: 0.50 GiB a rank for parameters, gradients and optimizer state; activations beside that",
+        "memory: 0.04 GiB a rank for parameters, gradients and optimizer state; activations beside that",
         "checkpoints: none (checkpoint.enable = false)",
         "compiling comes first: the first step and the first validation take longer",
     ]

@@ -90,11 +90,12 @@ class Parallelism:
         ),
     )
     fsdp_communication: str = setting(
-        "step",
+        "auto",
         "with several microbatches (gradient accumulation, pipeline): step gathers all weights and reduces all gradients once an "
         "optimizer step (memory: the rank's whole stages in mixed_precision_param plus their gradients in "
-        "mixed_precision_reduce); microbatch does both for every microbatch (traffic times the number of microbatches)",
-        choices=("step", "microbatch"),
+        "mixed_precision_reduce); microbatch does both for every microbatch (traffic times the number of microbatches); auto is "
+        "step where that leaves 40% of a GPU for activations and compile.bucketing is none or block, else microbatch",
+        choices=("auto", "step", "microbatch"),
     )
 
 

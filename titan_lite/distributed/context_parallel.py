@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titan_lite.distributed.tensor_parallel import Axis, axis_of, gather_tokens
-from titan_lite.models.llama3 import has_grouped_kernel
 
 ATTENTION = "layers.*.attention"  # modules with a method `attend`
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # as `attend_to_the_past`
@@ -81,11 +80,12 @@ def attend_to_the_past(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = No
     mask: True (B, 1, t, S or more) where a query may look, if that is not everywhere up to its own.
     """
     tokens, past = q.shape[1], k.shape[1]
-    if mask is not None or not has_grouped_kernel(q):  # as in models/llama3.py
+    fits = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    flash = mask is None and q.is_cuda and fits and torch.backends.cuda.is_flash_attention_available()
+    if mask is not None or (q.is_cuda and not flash):  # no CUDA kernel that knows a mask knows groups of heads, too
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    fits = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    if mask is None and q.is_cuda and fits and torch.backends.cuda.is_flash_attention_available():
+    if flash:
         # Its causal mask ends at the lower right corner. F.scaled_dot_product_attention says that with a whole mask, or with
         # torch.nn.attention.bias.causal_lower_right, which breaks the graph.
         out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]

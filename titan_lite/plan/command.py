@@ -14,6 +14,7 @@ at, and no GPU or network is needed. Exit code 0: planned, whether it fits or no
 """
 
 import argparse
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,7 +84,8 @@ def plan_recipe(options: argparse.Namespace) -> str:
 
     def lay_out_changed(change: dict[str, str]) -> Any:
         changes = [f"--{key}={value}" for key, value in change.items()]
-        return lay_out(load_config(options.recipe, [*overrides, *changes])[0] if changes else config, world_size)
+        changed = load_config(options.recipe, [*overrides, *changes])[0] if changes else config
+        return lay_out(changed, world_size, machine.memory * 2**30)
 
     # torch is imported only now: a wrong recipe is told at once
     from titan_lite.plan.changes import best_changes, candidates, grid, plan_changes, table
@@ -109,12 +111,12 @@ def plan_recipe(options: argparse.Namespace) -> str:
     return "\n".join([*describe(base, options.tokens), *(best_changes(base, rows) if options.changes else ())])
 
 
-def lay_out(config: Config, world_size: int) -> Any:
-    """The recipe in such a world. Raises ConfigError where it could not run, or cannot be planned."""
+def lay_out(config: Config, world_size: int, memory: float = math.inf) -> Any:
+    """The recipe in such a world, on devices of `memory` bytes. Raises ConfigError where it cannot run or be planned."""
     from titan_lite.layout import make_layout
     from titan_lite.plan.trace import PlannedLayout
 
-    layout = make_layout(config, world_size)
+    layout = make_layout(config, world_size, memory=memory)
     if config.parallelism.enable_async_tensor_parallel:
         raise ConfigError(
             "parallelism.enable_async_tensor_parallel = true is not planned: Inductor's pass needs GPUs; --set "

@@ -8,11 +8,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from titan_lite.compiler.hardware import GIB
-from titan_lite.config import Training
 from titan_lite.distributed.pipeline_plan import computations, order_of
+from titan_lite.layout import itemsizes
 from titan_lite.plan.costs import Figures
 from titan_lite.plan.trace import PlannedLayout
 
@@ -44,12 +42,6 @@ class Memory:
     @property
     def total(self) -> float:
         return self.reserved + OUTSIDE
-
-
-def itemsizes(training: Training) -> tuple[int, int, int]:
-    """Bytes of a number: as weights are held, as they are computed with, as gradients are reduced."""
-    held, computed, summed = training.dtype, training.mixed_precision_param, training.mixed_precision_reduce
-    return getattr(torch, held).itemsize, getattr(torch, computed).itemsize, getattr(torch, summed).itemsize
 
 
 def memory_of(layout: PlannedLayout, stages: Sequence[Figures]) -> Memory:

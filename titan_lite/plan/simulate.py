@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from titan_lite.compiler.hardware import Machine
 from titan_lite.distributed.pipeline_plan import Timetable, order_of, run_order
+from titan_lite.layout import itemsizes
 from titan_lite.plan.costs import Figures
-from titan_lite.plan.memory import itemsizes
 from titan_lite.plan.trace import PlannedLayout
 
 FORWARD, BACKWARD = ("forward", "loss_forward"), ("backward", "loss_backward")
