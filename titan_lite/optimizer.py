@@ -6,6 +6,7 @@ norm = clip_grad_norm_(model.parameters(), max_norm=1.0)
 optimizer_state(optimizer, dict(model.named_parameters()))       # {"layers.0.attention.wq.weight.exp_avg": DTensor, ...}
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from titan_lite.config import Optimizer
 
 
 def build_optimizer(
     config: Optimizer, parameters: Iterable[nn.Parameter], *, compile: Callable[[Callable], Callable] | None = None
-) -> torch.optim.AdamW:
+) -> "AdamW":
     """AdamW, fused: one kernel for all parameters; with `compile`, an update that this has compiled, of the same state.
 
     Norm weights do not decay.
@@ -28,36 +30,55 @@ def build_optimizer(
     for parameter in parameters:
         by_decay[config.weight_decay if parameter.dim() > 1 else 0.0].append(parameter)
     groups: list[dict] = [{"params": found, "weight_decay": decay} for decay, found in by_decay.items() if found]
-    settings: dict[str, Any] = dict(lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
-    return torch.optim.AdamW(groups, **settings) if compile is None else _CompiledAdamW(compile, groups, **settings)
+    return AdamW(compile, groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
-class _CompiledAdamW(torch.optim.AdamW):
-    """AdamW as a graph over local shards, of kernels that the compiler makes, since torch does not trace its fused one (2.13).
+class AdamW(torch.optim.AdamW):
+    """AdamW over local shards, without the dispatch that each operator on a DTensor costs. The state is that of torch's class.
 
-    The state is the fused one's, made by torch.
+    compile: makes one graph of an update that is written out, since torch does not trace the fused kernel (2.13).
     """
 
-    def __init__(self, compile: Callable[[Callable], Callable], groups: list[dict], **settings: Any):
+    def __init__(self, compile: Callable[[Callable], Callable] | None, groups: list[dict], **settings: Any):
         super().__init__(groups, **settings)
-        self.update = compile(_update)
+        self.update = compile and compile(_update)
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
+    def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]
+        """skip: a float32 scalar on the parameters' device; where it is 1, nothing changes. It is not read on the host."""
         for group in self.param_groups:
             lists: list[list[Tensor]] = [[], [], [], []]  # parameters, gradients, exp_avgs, exp_avg_sqs
             steps: list[Tensor] = []
             self._init_group(group, lists[0], lists[1], lists[2], lists[3], [], steps)
             if not steps:
                 continue
-            torch._foreach_add_(steps, 1)
-            # Once for all parameters, in float64 as in the fused kernel; tensors, since a number would be part of the graph.
-            step, lr, (beta1, beta2) = steps[0].double(), group["lr"], group["betas"]
-            decay = torch.full_like(step, 1 - lr * group["weight_decay"])
-            step_size = lr / (1 - beta1**step)
-            correction = (1 - beta2**step).sqrt()
             shards = [[tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors] for tensors in lists]
-            self.update(*shards, decay.float(), step_size.float(), correction.float(), beta1=beta1, beta2=beta2, eps=group["eps"])
+            lr, (beta1, beta2), eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
+            if self.update is None:
+                settings: dict[str, Any] = dict(beta1=beta1, beta2=beta2, eps=eps, lr=lr, weight_decay=decay, amsgrad=False)
+                own, gradients, first, second = shards
+                adamw(
+                    own,
+                    gradients,
+                    first,
+                    second,
+                    [],
+                    steps,
+                    fused=True,
+                    found_inf=skip,
+                    amsgrad=False,
+                    maximize=False,
+                    **settings,
+                )
+                continue
+            skip = torch.zeros_like(steps[0]) if skip is None else skip
+            torch._foreach_add_(steps, 1 - skip)
+            # Once for all parameters, in float64 as in the fused kernel; tensors, since a number would be part of the graph.
+            step = steps[0].double() + skip  # not 0 in a first step that is skipped
+            kept, step_size = torch.full_like(step, 1 - lr * decay), lr / (1 - beta1**step)
+            correction = (1 - beta2**step).sqrt()
+            factors = kept.float(), step_size.float(), correction.float()
+            self.update(*shards, *factors, skip.bool(), beta1=beta1, beta2=beta2, eps=eps)
 
 
 def _update(
@@ -68,21 +89,22 @@ def _update(
     decay: Tensor,
     step_size: Tensor,
     correction: Tensor,
+    skip: Tensor,
     *,
     beta1: float,
     beta2: float,
     eps: float,
 ) -> None:
-    """One step of AdamW (arXiv 1711.05101, algorithm 2) in place; computed in float32, whatever the dtypes are."""
+    """One step of AdamW (arXiv 1711.05101, algorithm 2) in place, unless `skip`; in float32, whatever the dtypes are."""
     lists = (parameters, gradients, exp_avgs, exp_avg_sqs)
     before, gradients, first, second = ([tensor.float() for tensor in tensors] for tensors in lists)
     means = torch._foreach_lerp(first, gradients, 1 - beta1)
     squares = torch._foreach_addcmul(torch._foreach_mul(second, beta2), gradients, gradients, 1 - beta2)
     denominators = torch._foreach_add(torch._foreach_div(torch._foreach_sqrt(squares), correction), eps)
     steps = torch._foreach_div(torch._foreach_mul(means, step_size), denominators)
-    torch._foreach_copy_(parameters, torch._foreach_sub(torch._foreach_mul(before, decay), steps))
-    torch._foreach_copy_(exp_avgs, means)
-    torch._foreach_copy_(exp_avg_sqs, squares)
+    after = torch._foreach_sub(torch._foreach_mul(before, decay), steps)
+    for tensors, old, new in ((parameters, before, after), (exp_avgs, first, means), (exp_avg_sqs, second, squares)):
+        torch._foreach_copy_(tensors, [torch.where(skip, *pair) for pair in zip(old, new, strict=True)])
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -101,12 +123,19 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
     shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     # In float64: torch 2.13 sums float32 one after another on a CPU, and is off by 1e-4 for half a million numbers.
     norms = torch._foreach_norm(shards, dtype=torch.float64)
-    square = torch.stack([norm.square() / _copies(gradient) for norm, gradient in zip(norms, gradients, strict=True)]).sum()
+    copies = _on_device(tuple(map(_copies, gradients)), norms[0].device)
+    square = (torch.stack(norms).square() / copies).sum()
     if dist.is_initialized():
         dist.all_reduce(square)
     norm = square.sqrt().float()
     torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+@functools.cache
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Cached: each copy to a GPU would wait for all that runs there."""
+    return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
 def _copies(gradient: Tensor) -> int:

@@ -222,3 +222,26 @@ def test_steps_after_loading_are_those_without_interruption():
     take_steps(resumed, new, [4, 5])
     for (name, ours), theirs in zip(resumed.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
+
+
+# Skipped steps
+
+
+@pytest.mark.parametrize("compile", [None, compiling("aot_eager")], ids=["fused", "compiled"])
+def test_a_step_that_is_skipped_on_the_device_changes_nothing(compile):
+    torch._dynamo.reset()
+    model, oracle = build_model(), build_model()
+    ours, theirs = (build_optimizer(CONFIG, each.parameters(), compile=compile) for each in (model, oracle))
+    names = [dict(each.named_parameters()) for each in (model, oracle)]
+    for step, skipped in enumerate([True, False, False, True, False], 1):
+        set_gradients(model, step)
+        if skipped:
+            next(model.parameters()).grad.fill_(math.nan)
+        ours.step(torch.tensor(float(skipped)))
+        if not skipped:
+            set_gradients(oracle, step)
+            theirs.step()
+        for mine, other in zip(names[0].values(), names[1].values(), strict=True):
+            assert torch.equal(mine, other)
+        states = [optimizer_state(its, its_names) for its, its_names in zip((ours, theirs), names, strict=True)]
+        assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
