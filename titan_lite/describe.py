@@ -24,6 +24,8 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
     threads = torch.get_num_threads()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads} thread{'s' * (threads > 1)}"
     how = f"{config.compile.backend} ({', '.join(config.compile.components)})" if config.compile.enable else "eager"
+    if training.float32_matmul_precision != "highest":
+        how += f"; float32 products in {training.float32_matmul_precision} precision (TF32 on GPUs)"
     axes = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
     notes = ["; ".join(short_names(plan.modules[stage]) for stage in plan.stages_of(rank)) for rank in range(degrees["pp"])]
     when = ""

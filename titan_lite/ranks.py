@@ -30,8 +30,9 @@ def is_communication(error: BaseException | None) -> bool:
     return gloo or isinstance(error, dist.DistError) or is_communication(error.__cause__)
 
 
-def init_device(debug: Debug) -> torch.device:
-    """This rank's GPU, or the CPU with a fair share of its cores; seeds and determinism set."""
+def init_device(debug: Debug, float32_matmul_precision: str = "highest") -> torch.device:
+    """This rank's GPU, or the CPU with a fair share of its cores; seeds, determinism and precision set."""
+    torch.set_float32_matmul_precision(float32_matmul_precision)
     torch.manual_seed(debug.seed)
     if debug.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -97,7 +97,7 @@ class Trainer:
         config, degrees = self.config, self.layout.degrees
         self.watchdog.enter("start", "init_timeout_seconds")
         self.observe("start", self)
-        self.device = init_device(config.debug)
+        self.device = init_device(config.debug, config.training.float32_matmul_precision)
         # A pipeline's sends and receives would wait for each other on a communicator that is made at once.
         init_process_group(self.device, config.comm.init_timeout_seconds + PATIENCE, connect=degrees["pp"] == 1)
         if len({*gather_objects(self.layout.gathers_once)}) > 1:

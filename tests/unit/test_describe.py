@@ -108,6 +108,9 @@ def test_the_start_of_other_runs():
         "checkpoints: none (checkpoint.enable = false)",
         "compiling comes first: the first step and the first validation take longer",
     ]
+    assert said("--training.float32_matmul_precision=high")[1].endswith(
+        "eager; float32 products in high precision (TF32 on GPUs)"
+    )
     lines = said("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=Interleaved1F1B")
     assert lines[4:6] == [
         "  pp 0  | 0 |  tok_embeddings, layer 0; layers 3-4",

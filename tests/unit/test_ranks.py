@@ -33,6 +33,15 @@ def test_errors_of_communication_are_told_from_others(error, is_one):
     assert is_communication(error) == is_one
 
 
+@pytest.mark.parametrize("precision", ["high", "highest"])
+def test_the_precision_of_float32_products_is_set(precision, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    threads = torch.get_num_threads()
+    init_device(Debug(), precision)
+    torch.set_num_threads(threads)
+    assert torch.get_float32_matmul_precision() == precision
+
+
 def test_deterministic_does_not_fill_new_tensors(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(torch.get_num_threads()))
     threads = torch.get_num_threads()

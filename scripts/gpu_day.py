@@ -1,0 +1,263 @@
+"""Check and measure everything that needs a GPU, in about ten minutes on one; prints a Markdown table.
+
+    python scripts/gpu_day.py                        # on the first GPU
+    python scripts/gpu_day.py --device cpu           # the same with the debug model, to see that this script runs
+
+First correctness: the tests marked `gpu`; ten steps of the debug model against the CPU, in float32 and in bfloat16; compiled
+against eager; a run that is killed and resumed. Then speed and memory of 1B and of 8B with as many blocks as fit, in turn: eager,
+compiled, and a plain FSDP2 loop of the same model, batch and precision, beside the prediction of `plan`. Exit code 1: a check
+failed. No network is needed: the text is the running Python's, the tokenizer the debug model's.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DEBUG, STEPS, ROUNDS = "debug_model", 10, 2
+OFFLINE = ["--data.dataset=stdlib", f"--model.tokenizer_path={ROOT}/assets/tokenizer/debug.model", "--no-validation.enable"]
+OFFLINE += ["--metrics.log_freq=1", "--no-metrics.enable_tensorboard", "--checkpoint.interval=1000"]
+BLOCKS_OF_8B = 8  # with which weights, gradients and AdamW's state take 41 GiB
+
+
+def command(*words: str, device: str) -> dict[str, Any]:
+    """The arguments for a process on the device."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "NGPU": "1", "LOG_RANK": "0"}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return {"args": words, "env": environment, "cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+
+
+def run(*words: str, device: str) -> str:
+    """The output of a command. Raises RuntimeError with its last lines where it fails."""
+    done = subprocess.run(**command(*words, device=device))
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: exit code {done.returncode}: " + " | ".join(done.stdout.splitlines()[-3:]))
+    return done.stdout
+
+
+def training(recipe: str, folder: Path, *options: str) -> list[str]:
+    start = ["env", f"CONFIG_FILE=train_configs/{recipe}.toml", "./run_train.sh"]
+    return [*start, f"--job.dump_folder={folder}", *OFFLINE, *options]
+
+
+def metrics(folder: Path) -> dict[int, dict[str, float]]:
+    """{step: values} of a run."""
+    found: dict[int, dict[str, float]] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # torn by a kill
+        found.setdefault(entry.get("step", 0), {}).update(entry)
+    return found
+
+
+def losses(folder: Path, device: str, *options: str) -> list[float]:
+    run(*training(DEBUG, folder, f"--training.steps={STEPS}", *options), device=device)
+    return [metrics(folder)[step]["loss"] for step in range(1, STEPS + 1)]
+
+
+def furthest(found: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference."""
+    return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
+
+
+# Correctness
+
+
+def test_suite(folder: Path, device: str) -> tuple[bool, str]:
+    done = subprocess.run(**command(sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/unit", device=device))
+    closing = done.stdout.strip().splitlines()[-1].strip("= ")
+    return done.returncode == 0, closing
+
+
+def against_the_cpu(folder: Path, device: str) -> tuple[bool, str]:
+    expected = losses(folder / "cpu", "cpu")
+    exact = furthest(losses(folder / "float32", device), expected)
+    half = furthest(losses(folder / "bfloat16", device, "--training.mixed_precision_param=bfloat16"), expected)
+    return exact < 1e-4 and half < 2e-2, f"float32 within {exact:.1e} (1e-4 allowed), bfloat16 within {half:.1e} (2e-2)"
+
+
+def compiled_against_eager(folder: Path, device: str) -> tuple[bool, str]:
+    expected = losses(folder / "eager", device)
+    found = furthest(losses(folder / "compiled", device, "--compile.enable"), expected)
+    return found < 1e-4, f"within {found:.1e} (1e-4 allowed)"
+
+
+def killed_and_resumed(folder: Path, device: str) -> tuple[bool, str]:
+    options = ["--checkpoint.interval=5", "--debug.deterministic"]
+    expected = losses(folder / "whole", device, *options)
+    words = training(DEBUG, folder / "killed", f"--training.steps={STEPS}", *options)
+    process = subprocess.Popen(**command(*words, device=device), start_new_session=True)
+    while process.poll() is None:  # until it has done a step after a save, or is through
+        if (folder / "killed/metrics.jsonl").exists() and max(metrics(folder / "killed"), default=0) > 6:
+            os.killpg(process.pid, signal.SIGKILL)
+        time.sleep(0.05)
+    found = losses(folder / "killed", device, *options)
+    return found == expected, "all losses equal to the bit" if found == expected else f"{found} instead of {expected}"
+
+
+CHECKS = {
+    "tests marked `gpu`": test_suite,
+    "ten losses against the CPU's": against_the_cpu,
+    "compiled against eager": compiled_against_eager,
+    "killed and resumed against uninterrupted": killed_and_resumed,
+}
+
+
+# Speed
+
+
+def speed(recipe: str, folder: Path, device: str, *options: str) -> dict[str, float]:
+    """Median tokens a second, MFU in percent, peak GiB of a run of 12 steps, without the first four."""
+    run(*training(recipe, folder, "--training.steps=12", "--no-checkpoint.enable", *options), device=device)
+    late = [values for step, values in metrics(folder).items() if step > 4]
+    names = {"tokens_per_second": "tokens_per_second", "mfu": "mfu", "memory": "memory_gib"}
+    return {name: statistics.median(values[key] for values in late) for name, key in names.items() if key in late[0]}
+
+
+def fsdp2(recipe: str, options: Sequence[str], compiles: bool) -> dict[str, float]:
+    """The same model, batch and precision in a plain loop with FSDP2 and fused AdamW, on random tokens, in this process."""
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from titan_lite.config.recipe import load_config
+    from titan_lite.layout import make_layout
+    from titan_lite.models.llama3 import Transformer
+    from titan_lite.ranks import init_device
+
+    config, _ = load_config(f"train_configs/{recipe}.toml", [*OFFLINE, *options])
+    layout = make_layout(config, 1)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    device = init_device(config.debug)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with torch.device("meta"):
+        model = Transformer(layout.model)
+    precision = MixedPrecisionPolicy(getattr(torch, config.training.mixed_precision_param), torch.float32)
+    for block in model.layers.values():
+        if compiles:
+            block.compile()
+        fully_shard(block, mp_policy=precision)
+    fully_shard(model, mp_policy=precision)
+    model.to_empty(device=device)
+    model.init_weights(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    shape = layout.local_batch_size, layout.seq_len + 1
+    seconds = []
+    for _ in range(12):
+        started = time.perf_counter()
+        for _ in range(layout.accumulation):
+            tokens = torch.randint(layout.model.vocab_size, shape, device=device)
+            logits = model(tokens[:, :-1])
+            F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    return {"tokens_per_second": layout.tokens / statistics.median(seconds[4:]), "memory": memory}
+
+
+def planned(recipe: str, options: Sequence[str], device: str) -> dict[str, float]:
+    """The prediction of `plan` for one GPU of this kind; nothing where its prices are not known."""
+    if device == "cpu":
+        return {}
+    name = run(sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())", device=device)
+    hardware = next((known for known in ("h200", "h100", "a100") if known in name.casefold()), "")
+    if not hardware:
+        return {}
+    recipe_file, sets = f"train_configs/{recipe}.toml", [f"--set={option.removeprefix('--')}" for option in options]
+    words = ["-m", "titan_lite.plan", recipe_file, "--world-size", "1", "--hardware", hardware, "--json", *sets]
+    plan = json.loads(run(sys.executable, *words, device=device))
+    memory = plan["memory"]["peak"] / 2**30
+    return {"tokens_per_second": plan["tokens_per_second"]["stated"], "mfu": 100 * plan["mfu"]["stated"], "memory": memory}
+
+
+def measure(name: str, recipe: str, options: Sequence[str], folder: Path, device: str) -> list[str]:
+    """Rows of the table: every variant in turn, ROUNDS times."""
+    variants: dict[str, list[str]] = {"eager": ["--no-compile.enable"], "compiled": ["--compile.enable=true"]}
+    found: dict[str, list[dict[str, float]]] = {}
+    for turn in range(ROUNDS):
+        for variant, changes in variants.items():
+            place = folder / f"{name}-{variant}-{turn}".replace(" ", "-")
+            found.setdefault(variant, []).append(speed(recipe, place, device, *options, *changes))
+            words = [__file__, "--fsdp2", variant, "--device", device, recipe, *options]
+            last = run(sys.executable, *words, device=device).strip().splitlines()[-1]
+            found.setdefault(f"FSDP2 loop, {variant}", []).append(json.loads(last))
+    for variant, changes in variants.items():
+        sets = [change if "=" in change else f"{change.replace('--no-', '--')}=false" for change in (*options, *changes)]
+        if plan := planned(recipe, sets, device):
+            found[f"planned, {variant}"] = [plan]
+    base = statistics.median(each["tokens_per_second"] for each in found["FSDP2 loop, eager"])
+    rows = []
+    for variant, runs in found.items():
+        middle = {key: statistics.median(each[key] for each in runs) for key in runs[0]}
+        mfu = f"{middle['mfu']:.1f}%" if middle.get("mfu") else "-"
+        memory = f"{middle['memory']:.2f}" if middle["memory"] else "-"
+        tokens = middle["tokens_per_second"]
+        rows.append(f"| {name} | {variant} | {tokens:,.0f} | {tokens / base:.2f} | {mfu} | {memory} |")
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--fsdp2", choices=("eager", "compiled"), help=argparse.SUPPRESS)  # one row, in a process of its own
+    parser.add_argument("recipe", nargs="?", help=argparse.SUPPRESS)
+    options, overrides = parser.parse_known_args()
+    if options.fsdp2:
+        print(json.dumps(fsdp2(options.recipe, overrides, options.fsdp2 == "compiled")))
+        return 0
+    if overrides or options.recipe:
+        parser.error(f"unknown arguments: {options.recipe or ''} {' '.join(overrides)}")
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no GPU here; --device cpu would work")
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    print(f"{datetime.date.today()}, {name}, torch {torch.__version__}: `python {' '.join(map(str, sys.argv))}`\n", flush=True)
+    one = ["--training.local_batch_size=1", "--training.global_batch_size=1"]
+    models: dict[str, tuple[str, list[str]]] = {"debug": (DEBUG, ["--training.global_batch_size=2"])}
+    if options.device == "cuda":
+        models = {
+            "1B": ("llama3_1b", one),
+            f"8B, {BLOCKS_OF_8B} blocks": ("llama3_8b", [*one, f"--model.n_layers={BLOCKS_OF_8B}"]),
+        }
+    good = True
+    with tempfile.TemporaryDirectory() as folder:
+        print("| check | result |\n|---|---|")
+        for check, function in CHECKS.items():
+            try:
+                passed, words = function(Path(folder), options.device)
+            except RuntimeError as error:
+                passed, words = False, str(error)
+            good &= passed
+            print(f"| {check} | {'passed' if passed else 'FAILED'}: {words} |", flush=True)
+        print("\n| model | variant | tokens/s | / FSDP2 eager | MFU | peak GiB |\n|---|---|--:|--:|--:|--:|")
+        for model, (recipe, changes) in models.items():
+            try:
+                print("\n".join(measure(model, recipe, changes, Path(folder), options.device)), flush=True)
+            except RuntimeError as error:
+                good = False
+                print(f"| {model} | FAILED: {error} | | | | |", flush=True)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
