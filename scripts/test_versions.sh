@@ -23,8 +23,9 @@ for version in "${versions[@]}"; do
     folder="$root/.versions/$version"
     if [[ ! -f $folder/complete ]]; then
         say "making $folder"
+        # what torch pins itself is left to it
         "$base" -m venv --clear "$folder" || fail "$base cannot make a virtual environment"
-        grep -v '^torch==' constraints.txt >"$folder/constraints.txt"
+        grep -vE '^(torch|setuptools|triton)==' constraints.txt >"$folder/constraints.txt"
         "$folder/bin/python" -m pip install --quiet --no-input --disable-pip-version-check \
             -c "$folder/constraints.txt" -e '.[dev]' "torch==$version" >&2 || fail "pip failed, see above"
         touch "$folder/complete"

@@ -55,21 +55,10 @@ class AdamW(torch.optim.AdamW):
             shards = [[tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors] for tensors in lists]
             lr, (beta1, beta2), eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
             if self.update is None:
-                settings: dict[str, Any] = dict(beta1=beta1, beta2=beta2, eps=eps, lr=lr, weight_decay=decay, amsgrad=False)
+                settings: dict[str, Any] = dict(beta1=beta1, beta2=beta2, eps=eps, lr=lr, weight_decay=decay, fused=True)
                 own, gradients, first, second = shards
-                adamw(
-                    own,
-                    gradients,
-                    first,
-                    second,
-                    [],
-                    steps,
-                    fused=True,
-                    found_inf=skip,
-                    amsgrad=False,
-                    maximize=False,
-                    **settings,
-                )
+                unused: dict[str, Any] = dict(max_exp_avg_sqs=[], amsgrad=False, maximize=False)
+                adamw(own, gradients, first, second, state_steps=steps, found_inf=skip, **settings, **unused)
                 continue
             skip = torch.zeros_like(steps[0]) if skip is None else skip
             torch._foreach_add_(steps, 1 - skip)
