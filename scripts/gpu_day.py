@@ -100,11 +100,13 @@ def killed_and_resumed(folder: Path, device: str) -> tuple[bool, str]:
     options = ["--checkpoint.interval=5", "--debug.deterministic"]
     expected = losses(folder / "whole", device, *options)
     words = training(DEBUG, folder / "killed", f"--training.steps={STEPS}", *options)
-    process = subprocess.Popen(**command(*words, device=device), start_new_session=True)
-    while process.poll() is None:  # until it has done a step after a save, or is through
-        if (folder / "killed/metrics.jsonl").exists() and max(metrics(folder / "killed"), default=0) > 6:
-            os.killpg(process.pid, signal.SIGKILL)
-        time.sleep(0.05)
+    with subprocess.Popen(**{**command(*words, device=device), "stdout": subprocess.DEVNULL}) as process:
+        while process.poll() is None:  # until it has done a step after a save
+            if (folder / "killed/metrics.jsonl").exists() and max(metrics(folder / "killed"), default=0) > 6:
+                rank = int((folder / "killed/checkpoint/lock").read_text().split()[1])  # "process N on HOST"
+                os.kill(rank, signal.SIGKILL)
+                process.wait()
+            time.sleep(0.05)
     found = losses(folder / "killed", device, *options)
     return found == expected, "all losses equal to the bit" if found == expected else f"{found} instead of {expected}"
 

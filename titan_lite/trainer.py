@@ -50,6 +50,7 @@ from titan_lite.lr_scheduler import lr_factor
 from titan_lite.metrics.figures import MetricsWriter, draw_loss, peak_memory_gib
 from titan_lite.metrics.lines import end_lines, show_receipts
 from titan_lite.metrics.profiling import build_profiler, set_flight_recorder
+from titan_lite.metrics.readings import Readings
 from titan_lite.metrics.throughput import Throughput
 from titan_lite.models.llama3 import ModelConfig, Transformer, flops_per_token
 from titan_lite.optimizer import build_optimizer, clip_grad_norm_, optimizer_state, set_learning_rate
@@ -66,7 +67,8 @@ class Trainer:
 
     model: a shape in place of the flavor's. observe: called with the name of a moment and the trainer: "start" (before the
     process group), "model" (before it gets memory), "built"; in a step "batch" (before each), "forward" (before all of them),
-    "backward" (gradients are there), "step" (it is done); "validation" (before each batch), "save" (before it).
+    "backward" (gradients are there), "step" (its figures, `last_step`, have been read); "validation" (before each batch),
+    "save" (before it).
     """
 
     def __init__(self, config: Config, *, model: ModelConfig | None = None, observe: Observe | None = None):
@@ -87,6 +89,7 @@ class Trainer:
             self.step = self.tokens_seen = 0
             self.validated, self.validation_due = False, config.validation.enable
             self.skipped = SkippedSteps(config.training, config.optimizer.lr, self.device)
+            self.readings = Readings(self.device)
             self.stopping, self.restarts = Stopping(self.device, self.describe_stop), Restarts(self.dump_folder)
             self.resume()
             self.build_metrics()
@@ -206,16 +209,18 @@ class Trainer:
             while self.step < steps and not self.stopping.asked:
                 self.begin_step()
                 with self.autotuner.step():
-                    loss, grad_norm, lr = self.train_step()
+                    self.train_step()
 
                 # Once in a while
                 last = self.step == steps
+                logs = self.step % config.metrics.log_freq == 0 or last
+                self.read(now=logs or self.step == 1)
                 if self.step == 1 and not config.checkpoint.initial_load_path:
-                    check_first_loss(loss, self.layout.model.vocab_size)
+                    check_first_loss(self.last_step[1], self.layout.model.vocab_size)
                 if self.autotuner.just_decided:
                     self.end_compilation()
-                if self.step % config.metrics.log_freq == 0 or last:
-                    self.log(loss, grad_norm, lr)
+                if logs:
+                    self.log()
                 self.metrics.advance()
                 profiler.step()
                 if self.validation_due and not self.stopping.asked:
@@ -223,7 +228,8 @@ class Trainer:
                 if config.checkpoint.enable and (self.step % config.checkpoint.interval == 0 or last or self.stopping.asked):
                     self.save(last=last and not self.unfinished)
                     self.stopping.ask()
-                self.checkpointer.poll()
+                if logs:
+                    self.checkpointer.poll()
         with self.watchdog.within("save", "init_timeout_seconds"):
             self.checkpointer.wait()
         stopped = self.stopping.asked and self.unfinished
@@ -240,8 +246,8 @@ class Trainer:
         if self.step % training.gc_freq == 0:
             gc.collect(1)
 
-    def train_step(self) -> tuple[float, float, float]:
-        """One optimizer step; returns (loss, gradient norm, learning rate), the same on every rank."""
+    def train_step(self) -> None:
+        """One optimizer step. Nothing here waits for the device: `read` has the loss once it has arrived."""
         batches = [self.next_batch() for _ in range(self.layout.accumulation)]
         tokens = torch.stack([(label != IGNORE_INDEX).sum() for _, label, _ in batches]).sum()
         sum_over_tokens(tokens, self.mesh)
@@ -250,22 +256,28 @@ class Trainer:
         loss = self.forward_backward(batches, tokens)
         self.observe("backward", self)
         grad_norm = clip_grad_norm_(self.parameters.values(), self.config.training.max_norm)
-        lr = self.config.optimizer.lr * lr_factor(self.step, self.config.lr_scheduler, self.config.total_steps)
-        set_learning_rate(self.optimizer, lr)
+        self.lr = self.config.optimizer.lr * lr_factor(self.step, self.config.lr_scheduler, self.config.total_steps)
+        set_learning_rate(self.optimizer, self.lr)
 
         ending = torch.stack((loss, torch.full_like(loss, bool(signals.received()))))
         sum_of_losses(ending, self.mesh)
         sum_of_flags(ending[1:], self.mesh)
-        loss_value, norm_value, asked = torch.stack((ending[0], grad_norm, ending[1])).tolist()
-        # Both are sums over all ranks, so every rank decides the same, and before a parameter has changed.
-        if not self.skipped.skips(self.step, loss_value, norm_value):
-            self.optimizer.step()
+        # Both are sums over all ranks, so every rank decides the same.
+        skip, limit = self.skipped.decide(ending[0], grad_norm)
+        self.optimizer.step(skip)
         self.optimizer.zero_grad()
-        self.tokens_seen += int(tokens)
-        self.stopping.note(bool(asked))
-        self.last_step = loss_value, norm_value, lr
-        self.observe("step", self)
-        return self.last_step
+        figures = {"loss": ending[0], "grad_norm": grad_norm, "skip": skip, "limit": limit}
+        self.readings.put(self.step, **figures, asked=ending[1], tokens=tokens)
+
+    def read(self, *, now: bool) -> None:
+        """What has arrived of the steps done, or all of it. Raises TrainingError for too many skipped steps in a row."""
+        for step, values in self.readings.take(now=now):
+            loss, grad_norm = values["loss"], values["grad_norm"]
+            self.skipped.note(step, loss, grad_norm, values["skip"], values["limit"])
+            self.tokens_seen += int(values["tokens"])
+            self.stopping.note(bool(values["asked"]))
+            self.last_step = step, loss, grad_norm
+            self.observe("step", self)
 
     def forward_backward(self, batches: list[DeviceBatch], tokens: Tensor) -> Tensor:
         """Gradients of the loss over `tokens` tokens of all ranks; returns this rank's part of the loss, a scalar."""
@@ -328,11 +340,12 @@ class Trainer:
         self.plan_vs_actual.start()
         self.watchdog.enter(f"step {self.step}", "train_timeout_seconds")
 
-    def log(self, loss: float, grad_norm: float, lr: float) -> None:
+    def log(self) -> None:
+        _, loss, grad_norm = self.last_step
         values = {
             "loss": loss,
             "grad_norm": grad_norm,
-            "lr": lr,
+            "lr": self.lr,
             **self.throughput.figures(self.step),
             "memory_gib": peak_memory_gib(self.device),
             "tokens_seen": self.tokens_seen,
@@ -354,6 +367,7 @@ class Trainer:
         return {**model, **{f"optimizer.{name}": tensor for name, tensor in optimizer.items()}}
 
     def save(self, *, last: bool) -> None:
+        self.read(now=True)
         self.observe("save", self)
         with self.throughput.exclude(), self.watchdog.within("save", "init_timeout_seconds"):
             state = {

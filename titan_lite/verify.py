@@ -256,7 +256,8 @@ class _Recorder:
             if self.prepare is not None:
                 self.prepare(trainer)
         elif moment == "step":
-            self.observed.losses[trainer.rank, trainer.step] = trainer.last_step[:2]
+            step, loss, grad_norm = trainer.last_step
+            self.observed.losses[trainer.rank, step] = loss, grad_norm
         elif moment == "forward" and trainer.step == 1 and not trainer.config.compile.compiles("model"):
             for model in trainer.stages:
                 for fqn, module in model.named_modules():

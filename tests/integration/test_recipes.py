@@ -53,7 +53,7 @@ def train_shrunk(config: Config) -> tuple[int, list[float]]:
 
     def observe(moment: str, trainer: Trainer) -> None:
         if moment == "step":
-            losses.append(trainer.last_step[0])
+            losses.append(trainer.last_step[1])
 
     trainer = Trainer(config, observe=observe)
     trainer.train()

@@ -1,17 +1,18 @@
 """Steps whose update is left out: the loss or the gradient is not finite, or the loss is far above those of the steps before it.
 
 skipped = SkippedSteps(config.training, config.optimizer.lr, device)
-if not skipped.skips(step, loss, grad_norm):          # on all ranks together
-    optimizer.step()
+skip, limit = skipped.decide(loss, grad_norm)         # on all ranks together; tensors, which the host need not read
+optimizer.step(skip)
+skipped.note(step, loss, grad_norm, skip, limit)      # as numbers, once they have been read
 state |= skipped.state_dict()
 """
 
 import math
-from collections import deque
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titan_lite.config import Training
 from titan_lite.faults import TrainingError
@@ -26,65 +27,75 @@ class SkippedSteps:
     """
 
     def __init__(self, training: Training, lr: float, device: torch.device):
-        self.training, self.lr, self.device = training, lr, device
+        self.training, self.lr = training, lr
         self.count = self.in_a_row = 0
-        self.accepted: deque[float] = deque(maxlen=training.spike_window)
         self.spikes: list[dict[str, float]] = []  # step, loss and the limit that it exceeded
+        self.window = torch.zeros(training.spike_window, dtype=torch.float64, device=device)  # a ring of accepted losses
+        self.accepted = torch.zeros((), dtype=torch.int64, device=device)  # how many there were
+        self.places = torch.arange(training.spike_window, device=device)
 
-    def skips(self, step: int, loss: float, grad_norm: float) -> bool:
-        """True where this step is to be skipped, which the first rank logs. loss, grad_norm: alike on all ranks, but for a bit.
+    def decide(self, loss: Tensor, grad_norm: Tensor) -> tuple[Tensor, Tensor]:
+        """(1 where this step is to be skipped, else 0; the highest loss that is no spike), float32 scalars on the device.
+
+        loss, grad_norm: scalars, alike on all ranks, but for a bit.
+        """
+        finite, limit = loss.isfinite() & grad_norm.isfinite(), self.limit()
+        if not self.training.spike_window:
+            return (~finite).float(), limit
+        # The last bit of the loss, which may differ, must not part the ranks.
+        spike = (loss > limit).int()
+        dist.all_reduce(spike, dist.ReduceOp.MAX)
+        accept = finite & (spike == 0)
+        here = (self.places == self.accepted % len(self.places)) & accept
+        self.window = torch.where(here, loss.double(), self.window)
+        self.accepted += accept
+        return (~accept).float(), limit
+
+    def limit(self) -> Tensor:
+        """The highest loss that is no spike, a scalar; infinite as long as the window is not full."""
+        if not self.training.spike_window:
+            return torch.full((), math.inf, device=self.window.device)
+        limit = self.window.mean() + self.training.spike_sigmas * self.window.std(correction=0)
+        return torch.where(self.accepted < len(self.window), math.inf, limit).float()
+
+    def note(self, step: int, loss: float, grad_norm: float, skip: float, limit: float) -> None:
+        """Count a step by what `decide` was given and gave; the first rank logs one that was skipped.
 
         Raises TrainingError at the training.max_nonfinite_steps-th in a row.
         """
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        why = self._spike(step, loss) if finite else f"loss {loss}, gradient norm {grad_norm}"
-        if not why:
+        if not skip:
             self.in_a_row = 0
-            return False
+            return
         self.count += 1
         self.in_a_row += 1
+        why = f"loss {loss}, gradient norm {grad_norm}"
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self.spikes.append({"step": step, "loss": loss, "limit": limit})
+            window, sigmas = self.training.spike_window, self.training.spike_sigmas
+            where = f"{sigmas:g} standard deviations above the mean of the last {window} (training.spike_sigmas)"
+            why = f"loss {loss:.4f} is a spike, above {limit:.4f}, {where}"
         if dist.get_rank() == 0:
             logger.warning(f"step {step} skipped: {why}; {self.in_a_row} in a row", extra={"event": "skip"})
-        limit, spike = self.training.max_nonfinite_steps, ", or a spike," if self.training.spike_window else ""
-        if self.in_a_row >= limit:
+        most, spike = self.training.max_nonfinite_steps, ", or a spike," if self.training.spike_window else ""
+        if self.in_a_row >= most:
             raise TrainingError(
-                f"{limit} steps in a row had a non-finite loss or gradient{spike} (training.max_nonfinite_steps), "
-                f"the last one step {step}; parameters are those of step {step - limit}. "
+                f"{most} steps in a row had a non-finite loss or gradient{spike} (training.max_nonfinite_steps), "
+                f"the last one step {step}; parameters are those of step {step - most}. "
                 f'A lower optimizer.lr = {self.lr} or training.mixed_precision_param = "float32" may help'
             )
-        return True
-
-    def _spike(self, step: int, loss: float) -> str:
-        """A description, where any rank finds the loss to be a spike; otherwise the loss joins the window. loss: finite."""
-        window, sigmas = self.training.spike_window, self.training.spike_sigmas
-        if not window:
-            return ""
-        limit = self.limit()
-        # The last bit of the loss, which may differ, must not part the ranks.
-        found = torch.tensor(loss > limit, dtype=torch.int32, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        if not found:
-            self.accepted.append(loss)
-            return ""
-        self.spikes.append({"step": step, "loss": loss, "limit": limit})
-        where = f"{sigmas:g} standard deviations above the mean of the last {window} (training.spike_sigmas)"
-        return f"loss {loss:.4f} is a spike, above {limit:.4f}, {where}"
-
-    def limit(self) -> float:
-        """The highest loss that is no spike; infinite as long as the window is not full."""
-        window = self.training.spike_window
-        if len(self.accepted) < window:
-            return math.inf
-        mean = math.fsum(self.accepted) / window
-        return mean + self.training.spike_sigmas * math.sqrt(math.fsum((loss - mean) ** 2 for loss in self.accepted) / window)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON's types, for a checkpoint's state."""
-        spikes = {"accepted": [*self.accepted], "skipped": self.spikes}
+        """JSON's types, for a checkpoint's state; reads the device."""
+        accepted, window = int(self.accepted), len(self.window)
+        oldest = accepted % window if accepted > window else 0
+        losses = self.window.roll(-oldest)[:accepted].tolist() if window else []
+        spikes = {"accepted": losses, "skipped": self.spikes}
         return {"skipped_steps": self.count, "skipped_in_a_row": self.in_a_row, "spikes": spikes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a checkpoint's state. A window that is longer than that of the run before fills up first."""
         self.count, self.in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
-        self.accepted = deque(state["spikes"]["accepted"], maxlen=self.training.spike_window)
+        losses = state["spikes"]["accepted"][-len(self.window) :] if len(self.window) else []
+        self.window[: len(losses)] = torch.tensor(losses, dtype=torch.float64)
+        self.accepted.fill_(len(losses))
         self.spikes = state["spikes"]["skipped"]

@@ -1,0 +1,42 @@
+"""Scalars of a step that the host reads when they have arrived: at once on a CPU, a step late on a GPU, which never waits.
+
+    readings = Readings(device)
+    readings.put(step, loss=loss, grad_norm=norm)          # tensors on the device
+    for step, values in readings.take(now=logs): ...       # values["loss"], a float; now: all of them, waiting for the last
+
+Reading a tensor at once would let a GPU idle while the host prepares and launches what comes next.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LAG = {"cpu": 0}  # steps; of other devices, 1
+
+
+class Readings:
+    def __init__(self, device: torch.device):
+        self.device, self.lag = device, LAG.get(device.type, 1)
+        self.waiting: deque[tuple[int, list[str], Tensor, Any]] = deque()
+
+    def put(self, step: int, **values: Tensor) -> None:
+        """Scalars of any dtype that float64 holds."""
+        packed = torch.stack([value.double() for value in values.values()])
+        arrived = None
+        if self.device.type == "cuda":
+            on_host = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
+            packed = on_host.copy_(packed, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self.waiting.append((step, [*values], packed, arrived))
+
+    def take(self, *, now: bool) -> Iterator[tuple[int, dict[str, float]]]:
+        """What is due, oldest first."""
+        while len(self.waiting) > (0 if now else self.lag):
+            step, names, packed, arrived = self.waiting.popleft()
+            if arrived is not None:
+                arrived.synchronize()
+            yield step, dict(zip(names, packed.tolist(), strict=True))
