@@ -36,6 +36,7 @@ def start_lines(config: Config, layout: Layout, device: torch.device, parameters
         *mesh_picture(degrees, notes),
         f"batch: {layout.tokens:,} tokens a step = {layout.rows} sequences of {layout.seq_len}, "
         f"in {layout.accumulation} local batch{'es' * (layout.accumulation > 1)} of {layout.local_batch_size} a rank",
+        *([f"batch ramp: {layout.ramp_in_words} (training.global_batch_ramp)"] if layout.ramp else []),
     ]
     if config.compile.compiles("model") and not priced:
         lines.append(f"no prices for {name}: what communication costs is not estimated (compile.machine)")

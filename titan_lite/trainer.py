@@ -146,15 +146,14 @@ class Trainer:
             build_loader,
             config.data,
             self.tokenizer,
-            rows=layout.rows,
             batch_size=layout.local_batch_size,
             seq_len=layout.seq_len,
             dp_rank=self.dp_rank,
             dp_degree=self.dp_degree,
             seed=config.debug.seed,
         )
-        self.loader = build(split="train")
-        self.validation_loader = build(split="validation") if config.validation.enable else None
+        self.loader = build(split="train", rows=layout.most_rows)
+        self.validation_loader = build(split="validation", rows=layout.rows) if config.validation.enable else None
         self.loaders = [loader for loader in (self.loader, self.validation_loader) if loader is not None]
         self.bad_documents = BadDocumentsLog(config.data, self.dump_folder, self.dp_rank)
         self.document_begin = self.tokenizer.bos_id
@@ -169,9 +168,12 @@ class Trainer:
             config.metrics, self.dump_folder, flatten(config), writes=self.rank == 0, first_step=self.step, total_steps=steps
         )
         flops, peak = flops_per_token(layout.model, layout.seq_len), peak_flops(self.device, self.dtype)
-        self.throughput = Throughput(layout.tokens, ranks=self.world_size, flops_per_token=flops, peak_flops=peak)
+        self.throughput = Throughput(layout.tokens_until, ranks=self.world_size, flops_per_token=flops, peak_flops=peak)
         shapes = Shapes(layout.model, layout.sequences, len(self.positions), layout.degrees["tp"], self.dtype)
-        self.plan_vs_actual = PlanVsActual(config.metrics.compare_plan, self.dump_folder, self.device, self.machine, shapes)
+        after = layout.ramp[-1][1] if layout.ramp else 0
+        self.plan_vs_actual = PlanVsActual(
+            config.metrics.compare_plan, self.dump_folder, self.device, self.machine, shapes, after
+        )
         self.stragglers = Stragglers(self.rank, self.mesh.mesh.flatten(1).tolist(), self.device)
         for line in start_lines(config, layout, self.device, self.parameters.values(), priced=self.machine is not None):
             logger.info(line)
@@ -234,12 +236,14 @@ class Trainer:
         self.watchdog.beat(f"step {self.step}")
         training, validation = self.config.training, self.config.validation
         self.validation_due = validation.enable and (self.step % validation.freq == 0 or self.step == training.steps)
+        if self.step > 1 and (rows := self.layout.rows_at(self.step)) != (before := self.layout.rows_at(self.step - 1)):
+            logger.info(f"batch: {rows:,} sequences a step from step {self.step:,} on, {before:,} before")
         if self.step % training.gc_freq == 0:
             gc.collect(1)
 
     def train_step(self) -> tuple[float, float, float]:
         """One optimizer step; returns (loss, gradient norm, learning rate), the same on every rank."""
-        batches = [self.next_batch() for _ in range(self.layout.accumulation)]
+        batches = [self.next_batch() for _ in range(self.layout.accumulation_at(self.step))]
         tokens = torch.stack([(label != IGNORE_INDEX).sum() for _, label, _ in batches]).sum()
         sum_over_tokens(tokens, self.mesh)
 

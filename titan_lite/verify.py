@@ -163,6 +163,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
             config.training,
             local_batch_size=local,
             global_batch_size=-(-ROWS // (local * dp)) * local * dp,
+            global_batch_ramp=(),
             seq_len=SEQ_LEN,
             steps=steps,
             dtype="float32",

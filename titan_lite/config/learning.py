@@ -48,6 +48,12 @@ class Training:
         "sequences >= 1 or -1",
         fact="rows",
     )
+    global_batch_ramp: tuple = setting(
+        (),
+        'other global batches at the beginning: ["64 until 1000", "128 until 3000"] is 64 sequences up to step 1000, 128 up to '
+        "step 3000, and then global_batch_size",
+        "SEQUENCES until STEP",
+    )
     seq_len: int = setting(2048, "tokens the model sees at once", "tokens >= 1", resume=DATA)
     mask_documents: bool = setting(
         False,

@@ -46,12 +46,11 @@ def loaders(data, rows, dp_degree, batch_size, seq_len, state=None, seed=0):
 
 def global_batch(ranks, rows, batch_size):
     """(rows, seq_len + 1)"""
-    parts = []
+    shares = []
     for loader in ranks:
-        for _ in range(rows // len(ranks) // batch_size):
-            input, label = next(loader)
-            parts.append(torch.cat([input, label[:, -1:]], dim=1))
-    return torch.cat(parts)
+        batches = [next(loader) for _ in range(rows // len(ranks) // batch_size)]
+        shares.append(torch.cat([torch.cat([input, label[:, -1:]], dim=1) for input, label in batches]))
+    return torch.stack(shares, dim=1).flatten(0, 1)  # window n is that of rank n modulo their number
 
 
 def state_of(ranks):
