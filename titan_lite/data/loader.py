@@ -47,7 +47,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy, SkippedDocuments
-from titan_lite.data.dataset import Source, Split, build_source
+from titan_lite.data.dataset import Source, Split, amount, build_source
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.logging import logger
 
@@ -307,6 +307,12 @@ class Loader:
         """The documents skipped since this was last called, those read ahead included."""
         taken, self._skipped = self._skipped, SkippedDocuments()
         return taken
+
+    def source_lines(self) -> list[str]:
+        """Each source of a mixture, its share and its documents, in words; none where there is one alone."""
+        data, sources = self._dataset.data, self._dataset.sources
+        told = zip(data.source_names(), data.mixture(), sources, strict=False)
+        return [f"source {name}: {100 * share:.3g}% of the tokens; {amount(source)}" for name, (share, _), source in told]
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch that `next` gave: {"windows": 40, "rows": {"3": [5, [17, 120]]}, "of": 8}.

@@ -602,6 +602,24 @@ def test_a_global_batch_smaller_than_one_microbatch_a_rank():
         gradient_accumulation_steps(training, 2)
 
 
+@pytest.mark.parametrize(
+    ("sources", "names"),
+    [
+        ([DataSource("local", path="/a/web/*.jsonl.zst"), DataSource("local", path="/a/code")], ["web", "code"]),
+        ([DataSource("local", path="/a/x y.jsonl"), DataSource("prepared", path="/b/x/y")], ["x_y", "y"]),
+        ([DataSource("local", path="/a/web"), DataSource("local", path="/b/web/**/*"), DataSource("c4")], ["web", "web_2", "c4"]),
+        (
+            [DataSource("o/fine", subset="s-1"), DataSource(), DataSource("local", path="/")],
+            ["o_fine_s-1", "stdlib", "local"],
+        ),
+        ([DataSource("local", path="/a/.hidden"), DataSource("local", path="*.txt")], ["local", "local_2"]),
+        ([], []),
+    ],
+)
+def test_each_source_has_a_short_name_of_its_own(sources, names):
+    assert SECTIONS["data"](sources=tuple(sources)).source_names() == names
+
+
 def test_a_ramp_is_the_batches_before_the_global_one():
     ramp = ("16 until 10", "8 until 1000", "24 until 1001")
     training = dataclasses.replace(SECTIONS["training"](), local_batch_size=4, global_batch_size=32, global_batch_ramp=ramp)
