@@ -37,8 +37,8 @@ class Layout:
     pipeline: PipelinePlan  # stages, their ranks, microbatches of a local batch
     local_batch_size: int  # sequences that a data-parallel rank or its pipeline takes at once
     accumulation: int  # local batches of one optimizer step, on each data-parallel rank, once the ramp is over
-    ramp: tuple[tuple[int, int], ...]  # before that: (local batches, the last step with so many), by training.global_batch_ramp
     gathers_once: bool  # weights are gathered and gradients reduced once an optimizer step, not once a microbatch
+    ramp: tuple[tuple[int, int], ...] = ()  # before accumulation: (local batches, last step with so many), by global_batch_ramp
 
     @property
     def world_size(self) -> int:

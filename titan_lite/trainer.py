@@ -210,7 +210,7 @@ class Trainer:
                 self.validate()
             while self.step < steps and not self.stopping.asked:
                 self.begin_step()
-                with self.autotuner.step():
+                with self.autotuner.step(self.layout.accumulation_at(self.step) / self.layout.accumulation):
                     loss, grad_norm, lr = self.train_step()
 
                 # Once in a while

@@ -174,7 +174,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
         parallelism=dataclasses.replace(config.parallelism, **changes, enable_async_tensor_parallel=False),
         compile=_compile_of_twin(config.compile),
         checkpoint=Checkpoint(),
-        data=dataclasses.replace(config.data, dataset="stdlib", path="", num_workers=0, validation_fraction=0.05),
+        data=dataclasses.replace(config.data, dataset="stdlib", path="", sources=(), num_workers=0, validation_fraction=0.05),
         validation=dataclasses.replace(config.validation, enable=True, freq=steps, steps=1),
         metrics=dataclasses.replace(config.metrics, log_freq=1, enable_tensorboard=False),
         profiling=dataclasses.replace(config.profiling, enable_profiling=False, enable_memory_snapshot=False),

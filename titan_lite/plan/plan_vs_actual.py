@@ -32,7 +32,7 @@ class PlanVsActual:
     """mode: metrics.compare_plan, "auto", "always" or "never". machine: what the compile stage prices with, if anything.
     after: the last step with another global batch than the one that is planned."""
 
-    def __init__(self, mode: str, folder: Path, device: torch.device, machine: Machine | None, shapes: Shapes, after: int):
+    def __init__(self, mode: str, folder: Path, device: torch.device, machine: Machine | None, shapes: Shapes, after: int = 0):
         self.after = after
         self.folder, self.device, self.machine, self.shapes = folder, device, machine, shapes
         self.mode, self.wanted = mode, mode == "always" or (mode == "auto" and device.type == "cuda")
