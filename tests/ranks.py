@@ -31,6 +31,7 @@ TIMEOUT = 240  # seconds; a hang is a failure
 # Not what starts threads when it is imported (pyarrow): a fork has the locks of a library's threads, and not the threads.
 PRELOADED = ["torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.profiler"]
 PRELOADED += ["titan_lite.train", "titan_lite.trainer", "titan_lite.verify", "matplotlib.pyplot", "pytest", "ranks"]
+PRELOADED += ["torch.utils.tensorboard"]
 
 
 def run_ranks(world_size: int, function: Callable, *args: Any, init: bool = True) -> list[Any]:

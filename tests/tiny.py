@@ -13,7 +13,7 @@ RECIPES = ROOT / "train_configs"
 DEBUG = RECIPES / "debug_model.toml"
 DEBUG_TOKENIZER = ROOT / "assets/tokenizer/debug.model"
 
-SMALL = ["--training.seq_len=32", "--metrics.log_freq=1", "--no-metrics.enable_tensorboard"]
+SMALL = ["--training.seq_len=32", "--metrics.log_freq=1"]
 NO_VALIDATION = ["--no-validation.enable"]
 NO_CHECKPOINT = ["--no-checkpoint.enable"]
 NO_WORKERS = ["--data.num_workers=0"]

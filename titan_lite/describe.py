@@ -18,8 +18,10 @@ from titan_lite.layout import Layout
 ROWS, BOXES, IN_A_BOX, IN_THE_ONLY_BOX = 4, 4, 4, 16  # of the picture; more are left out in the middle
 
 
-def start_lines(config: Config, layout: Layout, device: torch.device, *, priced: bool) -> list[str]:
-    """Model, layout, batch and memory. priced: the compile stage knows the machine."""
+def start_lines(
+    config: Config, layout: Layout, device: torch.device, *, priced: bool, sources: Sequence[str] = ()
+) -> list[str]:
+    """Model, layout, batch, data and memory. priced: the compile stage knows the machine; sources: lines on a mixture's."""
     training, parallelism, degrees, plan = config.training, config.parallelism, layout.degrees, layout.pipeline
     threads = torch.get_num_threads()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads} thread{'s' * (threads > 1)}"
@@ -39,6 +41,8 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
         *mesh_picture(degrees, notes),
         f"batch: {layout.tokens:,} tokens a step = {layout.rows} sequences of {layout.seq_len}, "
         f"in {layout.accumulation} local batch{'es' * (layout.accumulation > 1)} of {layout.local_batch_size} a rank{when}",
+        *([f"batch ramp: {layout.ramp_in_words} (training.global_batch_ramp)"] if layout.ramp else []),
+        *sources,
     ]
     if config.compile.compiles("model") and not priced:
         lines.append(f"no prices for {name}: what communication costs is not estimated (compile.machine)")

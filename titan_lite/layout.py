@@ -4,12 +4,14 @@
     layout.degrees               # {"pp": 1, "dp_replicate": 2, "dp_shard": 4, "cp": 1, "tp": 1}
     layout.microbatches          # of one optimizer step: local batches x microbatches of the pipeline
     layout.tokens                # of one optimizer step, over all ranks
+    layout.rows_at(step)         # sequences of that step: with training.global_batch_ramp the first steps have others
 
 The trainer, the planner, the start lines, the checkpoint's state and verify read these values; nobody derives one again.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -36,8 +38,9 @@ class Layout:
     degrees: dict[str, int]  # ranks along each axis of the mesh (distributed/mesh.py)
     pipeline: PipelinePlan  # stages, their ranks, microbatches of a local batch
     local_batch_size: int  # sequences that a data-parallel rank or its pipeline takes at once
-    accumulation: int  # local batches of one optimizer step, on each data-parallel rank
+    accumulation: int  # local batches of one optimizer step, on each data-parallel rank, once the ramp is over
     gathers_once: bool  # weights are gathered and gradients reduced once an optimizer step, not once a microbatch
+    ramp: tuple[tuple[int, int], ...] = ()  # before accumulation: (local batches, last step with so many), by global_batch_ramp
 
     @property
     def world_size(self) -> int:
@@ -96,6 +99,29 @@ class Layout:
         """Tokens of one optimizer step, over all ranks."""
         return self.rows * self.seq_len
 
+    def accumulation_at(self, step: int) -> int:
+        """Local batches of optimizer step `step`, of which the first is 1."""
+        return next((batches for batches, last in self.ramp if step <= last), self.accumulation)
+
+    def rows_at(self, step: int) -> int:
+        """Sequences of optimizer step `step`, over all ranks."""
+        return self.rows * self.accumulation_at(step) // self.accumulation
+
+    @property
+    def most_rows(self) -> int:
+        """Sequences of the largest optimizer step, over all ranks."""
+        return max([self.rows, *(self.rows_at(last) for _, last in self.ramp)])
+
+    def tokens_until(self, step: int) -> int:
+        """Tokens of all steps up to `step`, over all ranks."""
+        ends = [0, *(min(last, step) for _, last in self.ramp), step]
+        return self.seq_len * sum(self.rows_at(end) * (end - begin) for begin, end in itertools.pairwise(ends))
+
+    @property
+    def ramp_in_words(self) -> str:
+        """Empty where every step has as many sequences."""
+        return ", ".join(f"{self.rows_at(last):,} sequences until step {last:,}" for _, last in self.ramp)
+
 
 def itemsizes(training: Training) -> tuple[int, int, int]:
     """Bytes of a number: as weights are held, as they are computed with, as gradients are reduced."""
@@ -133,14 +159,15 @@ def make_layout(config: Config, world_size: int, model: ModelConfig | None = Non
         compiled=config.compile.compiles("model") or config.compile.compiles("loss"),
         checkpointed=config.activation_checkpoint.mode != "none",
     )
-    accumulation = gradient_accumulation_steps(training, degrees["dp_replicate"] * degrees["dp_shard"])
-    microbatches = accumulation * pipeline.microbatches
+    *ramp, (accumulation, _) = gradient_accumulation_steps(training, degrees["dp_replicate"] * degrees["dp_shard"])
+    microbatches = max([accumulation, *(batches for batches, _ in ramp)]) * pipeline.microbatches
     layout = Layout(
         model=dataclasses.replace(model, max_seq_len=training.seq_len),
         degrees=degrees,
         pipeline=pipeline,
         local_batch_size=training.local_batch_size,
         accumulation=accumulation,
+        ramp=tuple((batches, int(last)) for batches, last in ramp),
         gathers_once=microbatches > 1 and parallelism.fsdp_communication == "step",
     )
     if microbatches > 1 and parallelism.fsdp_communication == "auto":

@@ -1,4 +1,7 @@
-"""Next-token cross-entropy as a sum, so that one division by the tokens of all ranks gives the same loss on every layout."""
+"""Next-token cross-entropy as a sum, so that one division by the tokens of all ranks gives the same loss on every layout.
+
+by_sequence: of a microbatch not one sum but one for each sequence (B,), of which the loss of each source of a mixture is made.
+"""
 
 import functools
 from collections.abc import Callable
@@ -11,18 +14,26 @@ from torch import Tensor
 IGNORE_INDEX = -100  # a label that is not counted
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """logits (B, T, V) in any float type, labels (B, T) -> summed loss over the counted tokens, in nats, float32, scalar."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+def cross_entropy_sum(logits: Tensor, labels: Tensor, *, by_sequence: bool = False) -> Tensor:
+    """logits (B, T, V) in any float type, labels (B, T) -> loss summed over the counted tokens, nats, float32, scalar or (B,)."""
+    reduction = "none" if by_sequence else "sum"
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
+    return losses.view(labels.shape).sum(1) if by_sequence else losses
 
 
-def build_loss(vocab_size: int, rank: int, degree: int, group: str) -> Callable[[Tensor, Tensor], Tensor]:
+def counted(labels: Tensor) -> Tensor:
+    """(B, T) -> (B,): the labels of each sequence that count."""
+    return (labels != IGNORE_INDEX).sum(1)
+
+
+def build_loss(
+    vocab_size: int, rank: int, degree: int, group: str, *, by_sequence: bool = False
+) -> Callable[[Tensor, Tensor], Tensor]:
     """(logits, labels) -> the sum, on rank `rank` of `degree` that share the vocabulary, ceil(V / degree) tokens each."""
     if degree == 1:
-        return cross_entropy_sum
-    return functools.partial(
-        vocabulary_parallel_cross_entropy_sum, first=own_vocabulary(vocab_size, rank, degree).start, group=group
-    )
+        return functools.partial(cross_entropy_sum, by_sequence=True) if by_sequence else cross_entropy_sum
+    first = own_vocabulary(vocab_size, rank, degree).start
+    return functools.partial(vocabulary_parallel_cross_entropy_sum, first=first, group=group, by_sequence=by_sequence)
 
 
 def own_vocabulary(vocab_size: int, rank: int, degree: int) -> range:
@@ -31,14 +42,16 @@ def own_vocabulary(vocab_size: int, rank: int, degree: int) -> range:
     return range(min(rank * share, vocab_size), min((rank + 1) * share, vocab_size))
 
 
-def vocabulary_parallel_cross_entropy_sum(logits: Tensor, labels: Tensor, *, first: int, group: str) -> Tensor:
+def vocabulary_parallel_cross_entropy_sum(
+    logits: Tensor, labels: Tensor, *, first: int, group: str, by_sequence: bool = False
+) -> Tensor:
     """The same, of logits (B, T, v) for the v tokens from `first` on; the ranks of the process group `group` have the others.
 
     No rank sees the logits of all tokens: what is reduced over ranks are three numbers for each label (arXiv 1909.08053,
     section 3). The result is the same on all of these ranks, and so the loss of each, not to be added up.
     """
-    result: Tensor = _VocabularyParallelCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), first, group)
-    return result
+    losses: Tensor = _VocabularyParallelCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), first, group)
+    return losses.view(labels.shape).sum(1) if by_sequence else losses.sum()
 
 
 class _VocabularyParallelCrossEntropy(torch.autograd.Function):
@@ -55,13 +68,13 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         counted = labels != IGNORE_INDEX
         ctx.save_for_backward(exponentials / total.unsqueeze(-1), own, inside & counted, counted)
         ctx.dtype = logits.dtype
-        return ((total.log() - label_logit) * counted).sum()
+        return (total.log() - label_logit) * counted
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         probabilities, own, inside, counted = ctx.saved_tensors
         result = (probabilities * counted.unsqueeze(-1)).scatter_add(-1, own, -inside.unsqueeze(-1).float())
-        return (result * gradient).to(ctx.dtype), None, None, None
+        return (result * gradient.unsqueeze(-1)).to(ctx.dtype), None, None, None
 
 
 def _all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:

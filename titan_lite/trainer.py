@@ -45,12 +45,13 @@ from titan_lite.faults.stragglers import Stragglers
 from titan_lite.faults.watchdog import PATIENCE, Watchdog
 from titan_lite.layout import make_layout
 from titan_lite.logging import events, logger
-from titan_lite.loss import IGNORE_INDEX, build_loss, own_vocabulary
+from titan_lite.loss import build_loss, counted, own_vocabulary
 from titan_lite.lr_scheduler import lr_factor
 from titan_lite.metrics.figures import MetricsWriter, draw_loss, peak_memory_gib
 from titan_lite.metrics.lines import end_lines, show_receipts
 from titan_lite.metrics.profiling import build_profiler, set_flight_recorder
 from titan_lite.metrics.readings import Readings
+from titan_lite.metrics.sources import BySource
 from titan_lite.metrics.throughput import Throughput
 from titan_lite.models.llama3 import ModelConfig, Transformer, flops_per_token
 from titan_lite.optimizer import build_optimizer, clip_grad_norm_, optimizer_state, set_learning_rate
@@ -137,7 +138,8 @@ class Trainer:
         self.positions = torch.tensor(self.stages[0].positions, device=self.device)
 
         tp, vocab_size = axis_of(self.mesh["tp"]), layout.model.vocab_size
-        loss_sum = compile_function(build_loss(vocab_size, tp.rank, tp.degree, tp.group), config.compile, "loss")
+        loss = build_loss(vocab_size, tp.rank, tp.degree, tp.group, by_sequence=bool(config.data.sources))
+        loss_sum = compile_function(loss, config.compile, "loss")
         logits = (layout.sequences, len(self.positions), len(own_vocabulary(vocab_size, tp.rank, tp.degree)))
         self.runner = build_runner(
             self.stages, plan, self.mesh, config.parallelism, loss_sum, logits, dtype=self.dtype, device=self.device
@@ -152,18 +154,20 @@ class Trainer:
             build_loader,
             config.data,
             self.tokenizer,
-            rows=layout.rows,
             batch_size=layout.local_batch_size,
             seq_len=layout.seq_len,
             dp_rank=self.dp_rank,
             dp_degree=self.dp_degree,
             seed=config.debug.seed,
         )
-        self.loader = build(split="train")
-        self.validation_loader = build(split="validation") if config.validation.enable else None
+        self.loader = build(split="train", rows=layout.most_rows)
+        self.validation_loader = build(split="validation", rows=layout.rows) if config.validation.enable else None
         self.loaders = [loader for loader in (self.loader, self.validation_loader) if loader is not None]
         self.bad_documents = BadDocumentsLog(config.data, self.dump_folder, self.dp_rank)
         self.document_begin = self.tokenizer.bos_id
+        sums = (functools.partial(add_up, mesh=self.mesh) for add_up in (sum_of_losses, sum_over_tokens))
+        by_source = functools.partial(BySource, config.data.source_names(), self.device, *sums)
+        self.by_source, self.validation_by_source = by_source(), by_source()
 
     def build_metrics(self) -> None:
         """The parts that log, write and watch the run; the lines at its start."""
@@ -175,11 +179,15 @@ class Trainer:
             config.metrics, self.dump_folder, flatten(config), writes=self.rank == 0, first_step=self.step, total_steps=steps
         )
         flops, peak = flops_per_token(layout.model, layout.seq_len), peak_flops(self.device, self.dtype)
-        self.throughput = Throughput(layout.tokens, ranks=self.world_size, flops_per_token=flops, peak_flops=peak)
+        self.throughput = Throughput(layout.tokens_until, ranks=self.world_size, flops_per_token=flops, peak_flops=peak)
         shapes = Shapes(layout.model, layout.sequences, len(self.positions), layout.degrees["tp"], self.dtype)
-        self.plan_vs_actual = PlanVsActual(config.metrics.compare_plan, self.dump_folder, self.device, self.machine, shapes)
+        after = layout.ramp[-1][1] if layout.ramp else 0
+        self.plan_vs_actual = PlanVsActual(
+            config.metrics.compare_plan, self.dump_folder, self.device, self.machine, shapes, after
+        )
         self.stragglers = Stragglers(self.rank, self.mesh.mesh.flatten(1).tolist(), self.device)
-        for line in start_lines(config, layout, self.device, priced=self.machine is not None):
+        notes: dict[str, Any] = dict(priced=self.machine is not None, sources=self.loader.source_lines())
+        for line in start_lines(config, layout, self.device, **notes):
             logger.info(line)
         events.step = self.step
         logger.info(f"steps: {self.step} done of {steps}; output in {self.dump_folder}", extra={"event": "start"})
@@ -208,7 +216,7 @@ class Trainer:
                 self.validate()
             while self.step < steps and not self.stopping.asked:
                 self.begin_step()
-                with self.autotuner.step():
+                with self.autotuner.step(self.layout.accumulation_at(self.step) / self.layout.accumulation):
                     self.train_step()
 
                 # Once in a while
@@ -243,13 +251,15 @@ class Trainer:
         self.watchdog.beat(f"step {self.step}")
         training, validation = self.config.training, self.config.validation
         self.validation_due = validation.enable and (self.step % validation.freq == 0 or self.step == training.steps)
+        if self.step > 1 and (rows := self.layout.rows_at(self.step)) != (before := self.layout.rows_at(self.step - 1)):
+            logger.info(f"batch: {rows:,} sequences a step from step {self.step:,} on, {before:,} before")
         if self.step % training.gc_freq == 0:
             gc.collect(1)
 
     def train_step(self) -> None:
         """One optimizer step. Nothing here waits for the device: `read` has the loss once it has arrived."""
-        batches = [self.next_batch() for _ in range(self.layout.accumulation)]
-        tokens = torch.stack([(label != IGNORE_INDEX).sum() for _, label, _ in batches]).sum()
+        batches = [self.next_batch() for _ in range(self.layout.accumulation_at(self.step))]
+        tokens = torch.stack([counted(label) for _, label, _ in batches]).sum()
         sum_over_tokens(tokens, self.mesh)
 
         self.observe("forward", self)
@@ -286,7 +296,7 @@ class Trainer:
             for model in self.stages if self.layout.gathers_once else ():
                 gathered.enter_context(gathered_for_step(model))
             for batch in batches:
-                total += self.runner.forward_backward(*batch, tokens)
+                total += self.by_source.add(self.runner.forward_backward(*batch, tokens), tokens)
                 self.watchdog.beat()
         return total
 
@@ -294,7 +304,9 @@ class Trainer:
         self.observe("batch", self)
         with self.throughput.waiting():
             batch = next(self.loader)
-        return self.to_device(batch)
+        moved = self.to_device(batch)
+        self.by_source.read(self.loader.sources, counted(moved[1]))
+        return moved
 
     def to_device(self, batch: Batch) -> DeviceBatch:
         """Move a batch to the device; under context parallelism, this rank's tokens of every sequence."""
@@ -317,14 +329,16 @@ class Trainer:
                     self.observe("validation", self)
                     self.watchdog.beat("validation")
                     batch = self.to_device(next(self.validation_loader))
-                    sums[0] += self.runner.evaluate(*batch)
-                    sums[1] += (batch[1] != IGNORE_INDEX).sum()
+                    self.validation_by_source.read(self.validation_loader.sources, counted(batch[1]))
+                    sums[0] += self.validation_by_source.add(self.runner.evaluate(*batch))
+                    sums[1] += counted(batch[1]).sum()
                 if self.stopping.ask():
                     return  # a resumed run begins with it
             sum_of_losses(sums[0], self.mesh)
             sum_over_tokens(sums[1], self.mesh)
             self.validation_loader.load_state_dict(beginning)
-            self.metrics.log(self.step, {"validation_loss": float(sums[0] / sums[1])})
+            values = {"validation_loss": float(sums[0] / sums[1]), **self.validation_by_source.figures("validation_")}
+            self.metrics.log(self.step, values)
         self.validated, self.validation_due = bool(self.autotuner.chosen), False
 
     @property
@@ -351,6 +365,7 @@ class Trainer:
             "tokens_seen": self.tokens_seen,
             "skipped_steps": self.skipped.count,
             **self.bad_documents.gather([loader.take_skipped() for loader in self.loaders]),
+            **self.by_source.figures(),
         }
         self.metrics.log(self.step, values)
         self.stragglers.warn(self.step)
@@ -374,6 +389,7 @@ class Trainer:
                 "step": self.step,
                 "tokens_seen": self.tokens_seen,
                 **self.skipped.state_dict(),
+                **self.by_source.state_dict(),
                 "loader": merge_states(gather_objects(self.loader.state_dict())),
                 "validation_due": self.validation_due,
                 **self.described,
@@ -400,6 +416,7 @@ class Trainer:
         self.step, self.tokens_seen = state["step"], state["tokens_seen"]
         self.validation_due = state["validation_due"] and self.config.validation.enable
         self.skipped.load_state_dict(state)
+        self.by_source.load_state_dict(state)
         if not restarts_data(differences):
             self.loader.load_state_dict(state["loader"])
 

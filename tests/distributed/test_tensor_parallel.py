@@ -166,6 +166,12 @@ def loss_alone():
         assert part.grad.dtype == dtype
         torch.testing.assert_close(part.grad, whole.grad.tensor_split([16, 32, 48], dim=-1)[tp.rank])
 
+        gradient, part.grad = part.grad, None
+        by_sequence = build_loss(61, tp.rank, tp.degree, tp.group, by_sequence=True)(part, labels)
+        torch.testing.assert_close(by_sequence, cross_entropy_sum(whole, labels, by_sequence=True))
+        (2 * by_sequence).sum().backward()
+        assert torch.equal(part.grad, gradient)
+
 
 def test_the_loss_of_split_logits_is_that_of_whole_ones():
     run_ranks(4, loss_alone)

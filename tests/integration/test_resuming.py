@@ -200,7 +200,7 @@ def test_explain_says_what_would_be_loaded_and_what_differs_and_starts_nothing(u
     loaded, position, *lines = longer.stdout.splitlines()
     whole = "if every byte of its tensors is as it was saved"
     assert loaded == f"{folder}/checkpoint/step-6 is loaded, the newest of 2, 4, 6, {whole}"
-    assert re.match(r"step 6, 1,536 tokens seen: 8 rows of 6 sequences each, which stand in", position)
+    assert re.match(r"step 6, 1,536 tokens seen: 48 sequences of 8 streams, which stand in", position)
     assert [line for line in lines if "git revision" not in line] == [  # somebody may work on the checkout meanwhile
         "how it learns changes: the learning rate of step 7 is 2.00e-03, where it would have been 1.70e-03",
         "  lr_scheduler.total_steps = 24, was 12",
@@ -231,8 +231,56 @@ def test_explain_under_torchrun_speaks_once_and_without_a_checkpoint_says_so(tmp
 
 def test_a_recipe_that_cannot_go_on_is_told_in_one_line_before_anything_starts(uninterrupted):
     folder, *_ = uninterrupted
-    options = ["--job.dump_folder", folder, *OPTIONS, *steps(8), "--training.global_batch_size=4"]
+    options = ["--job.dump_folder", folder, *OPTIONS, *steps(8), "--debug.seed=4"]
     result = run(*python("-m", "titan_lite.train", DEBUG, *options))
     assert result.returncode == 2
     (line,) = result.stdout.splitlines()
-    assert "sequences a step (training.global_batch_size): 4, was 8" in line
+    assert "debug.seed = 4, was 0" in line
+
+
+RAMP = ["--training.global_batch_size=8", "--training.global_batch_ramp=4 until 3, 8 until 4, 12 until 5"]
+
+
+@pytest.fixture(scope="module")
+def ramped(tmp_path_factory):
+    """Six steps of 4, 4, 4, 8, 12 and 8 sequences on two ranks, every second one saved."""
+    folder = tmp_path_factory.mktemp("ramped")
+    samples, parameters = train("2 ranks", folder, *RAMP)
+    assert [sum(counts.values()) for counts in samples.values()] == [4, 4, 4, 8, 12, 8]
+    assert len(set().union(*samples.values())) == 40
+    return folder, samples, parameters
+
+
+def test_a_ramp_takes_the_same_windows_on_any_ranks_with_any_workers(ramped, tmp_path):
+    samples, _ = train("1 ranks", tmp_path, *RAMP, "--data.num_workers=3")
+    assert samples == ramped[1]
+    assert losses(tmp_path) == pytest.approx(losses(ramped[0]), rel=1e-4)
+    figures = read_metrics(tmp_path / "metrics.jsonl")
+    assert [values["tokens_seen"] for values in figures.values()] == [32 * count for count in (4, 8, 12, 20, 32, 40)]
+    for step, size in zip(figures, (4, 4, 4, 8, 12, 8), strict=True):  # of the step's own sequences
+        assert figures[step]["tps"] * figures[step]["step_time"] == pytest.approx(size * 32)
+
+
+def test_killed_in_a_ramp_it_goes_on_bitwise(ramped, tmp_path):
+    """As if killed in step 4, and once more in step 5, the first of another size."""
+    shutil.copytree(ramped[0], tmp_path, dirs_exist_ok=True)
+    for step in (4, 6):
+        shutil.rmtree(tmp_path / f"checkpoint/step-{step}")
+    (tmp_path / "metrics.jsonl").unlink()
+    parts = [train("2 ranks", tmp_path, *RAMP, *steps(4))[0], train("2 ranks", tmp_path, *RAMP)[0]]
+    assert {step: found for part in parts for step, found in part.items()} == {step: ramped[1][step] for step in (3, 4, 5, 6)}
+    assert losses(tmp_path) == {step: loss for step, loss in losses(ramped[0]).items() if step > 2}
+    assert json.loads((tmp_path / "checkpoint/step-6/state.json").read_text())["loader"]["windows"] == 40
+
+
+def test_another_global_batch_goes_on_at_the_next_window(uninterrupted, at_step_2):
+    """Of 4 sequences on two ranks, then of 12 on three, which do not divide the 8 streams: those of the run left alone."""
+    parts = [
+        train("2 ranks", at_step_2, *steps(4), "--training.global_batch_size=4")[0],
+        train("3 ranks", at_step_2, *steps(6), "--training.global_batch_size=12")[0],
+    ]
+    found = {step: Counter(counts) for part in parts for step, counts in part.items()}
+    assert found[3] + found[4] == uninterrupted[1][3]
+    assert found[5] + found[6] == sum(map(Counter, (uninterrupted[1][step] for step in (4, 5, 6))), Counter())
+    explanation = explained(*script(at_step_2, *OPTIONS, *steps(8, schedule=12)), NGPU=2)
+    assert "step 7 has 8 sequences, where it would have had 12, from the next one on" in explanation.stdout

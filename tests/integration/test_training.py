@@ -51,7 +51,7 @@ def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_pa
     def files():
         return {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*") if path.is_file()}
 
-    command = script(tmp_path, *OPTIONS, "--metrics.enable_tensorboard")
+    command = script(tmp_path, *OPTIONS)
     first = run(*command)
     assert first.returncode == 0
     assert files() == {"config.toml", "metrics.jsonl", "events.jsonl", "tb", "checkpoint", "loss.png"}

@@ -143,6 +143,13 @@ def test_a_twin_keeps_the_last_of_its_layers_gathered_for_those_that_it_lacks():
     assert small.parallelism.fsdp_keep_gathered == ("layers.2.attention", "layers.3", "norm")
 
 
+def test_a_twin_has_one_batch_and_the_documents_of_every_machine():
+    ramp = ["--training.global_batch_size=64", "--training.global_batch_ramp=32 until 10"]
+    config, _ = load_config(RECIPES / "debug_model.toml", [*ramp, '--data.sources=[{dataset = "local", path = "web"}, {}]'])
+    small = twin(config, parse_layout("dp_shard=2"), steps=1)
+    assert (small.training.global_batch_ramp, small.data.sources, small.data.dataset) == ((), (), "stdlib")
+
+
 def test_a_twin_compiles_by_the_same_passes_under_its_own_names():
     buckets = "--compile.buckets=layers.2 layers.30 layers.31.attention,norm output"
     config, _ = load_config(RECIPES / "llama3_8b.toml", ["--compile.bucketing=plan", buckets])

@@ -111,6 +111,8 @@ def test_the_start_of_other_runs():
     assert said("--training.float32_matmul_precision=high")[1].endswith(
         "eager; float32 products in high precision (TF32 on GPUs)"
     )
+    lines = said("--training.global_batch_size=16", "--training.global_batch_ramp=4 until 1000")
+    assert lines[7] == "batch ramp: 4 sequences until step 1,000 (training.global_batch_ramp)"
     lines = said("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=Interleaved1F1B")
     assert lines[4:6] == [
         "  pp 0  | 0 |  tok_embeddings, layer 0; layers 3-4",

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from titan_lite.loss import IGNORE_INDEX, cross_entropy_sum
+from titan_lite.loss import IGNORE_INDEX, counted, cross_entropy_sum
 
 
 @pytest.fixture
@@ -44,6 +44,17 @@ def test_parts_add_up_to_the_whole(logits):
     by_time = cross_entropy_sum(logits[:, :1], LABELS[:, :1]) + cross_entropy_sum(logits[:, 1:], LABELS[:, 1:])
     torch.testing.assert_close(by_row, whole)
     torch.testing.assert_close(by_time, whole)
+
+
+def test_the_loss_of_each_sequence_is_that_of_it_alone_with_the_gradient_of_the_sum(logits):
+    logits.requires_grad_()
+    found = cross_entropy_sum(logits, LABELS, by_sequence=True)
+    alone = [cross_entropy_sum(logits[i : i + 1], LABELS[i : i + 1]) for i in range(2)]
+    torch.testing.assert_close(found, torch.stack(alone))
+    assert counted(LABELS).tolist() == [4, 3]
+    (by_sequence,) = torch.autograd.grad(found.sum(), logits)
+    (summed,) = torch.autograd.grad(cross_entropy_sum(logits, LABELS), logits)
+    assert torch.equal(by_sequence, summed)
 
 
 def test_nothing_counted_is_zero_and_not_nan(logits):

@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from titan_lite.config import DROPPED, KEYS, SECTIONS, Checkpoint, ConfigError, LRScheduler, without_need
+from titan_lite.config import DROPPED, KEYS, SECTIONS, Checkpoint, ConfigError, LRScheduler, batch_ramp, without_need
 from titan_lite.config.row import CANNOT, FRESH, LEARNING, NOTHING, PLACE, ROUNDING, WORST_FIRST
 from titan_lite.data.dataset import EPOCH
 from titan_lite.lr_scheduler import lr_factor
@@ -35,7 +35,7 @@ ACCEPTED_BY = {  # what is refused unless the recipe says so, and what it then d
 FACTS = {  # what is compared beside the recipe: how it is called, and what its change does
     "model": ("the model's {}", CANNOT),
     "tokenizer": ("SHA-256 of model.tokenizer_path", CANNOT),
-    "rows": ("sequences a step (training.global_batch_size)", PLACE),
+    "rows": ("sequences a step (training.global_batch_size)", LEARNING),
     "documents": ("SHA-256 of the documents' names and sizes (data.path)", PLACE),
     "shares": ("share of each source's tokens (data.sources)", LEARNING),
     "total_steps": ("steps of the schedule (lr_scheduler.total_steps)", LEARNING),
@@ -121,7 +121,7 @@ def explain(differences: Sequence[Difference], state: Mapping[str, Any], describ
     lines = []
     for consequence in WORST_FIRST:
         texts = [difference.text for difference in differences if difference.consequence == consequence]
-        more = _learning_rates(state, described) if texts and consequence == LEARNING else ""
+        more = _next_step(state, described) if texts and consequence == LEARNING else ""
         if texts and consequence in ACCEPTED_BY:
             key, effect = ACCEPTED_BY[consequence]
             more = f"; checkpoint.{key} = true {effect}"
@@ -138,10 +138,9 @@ def position(state: Mapping[str, Any]) -> str:
         name, one = ("documents", 1) if max(ordinals) < EPOCH else ("epochs", EPOCH)
         of = f" of source {source}" if len(rows[0]) > 2 else ""
         places.append(f"{name} {min(ordinals) // one} to {max(ordinals) // one}{of}")
-    windows = max(row[0] for row in rows)
     return (
-        f"step {state['step']}, {state['tokens_seen']:,} tokens seen: {state['loader']['of']} rows of {windows} sequences each, "
-        f"which stand in {', '.join(places)}"
+        f"step {state['step']}, {state['tokens_seen']:,} tokens seen: {sum(row[0] for row in rows):,} sequences of {len(rows)} "
+        f"streams, which stand in {', '.join(places)}"
     )
 
 
@@ -170,16 +169,22 @@ def _changes(was: Any, new: Any, path: str = "") -> list[tuple[str, Any, Any]]:
     return [] if was == new else [(path, was, new)]
 
 
-def _learning_rates(state: Mapping[str, Any], described: Mapping[str, Any]) -> str:
-    """The next step's learning rate, and the one that it would have had; empty where they are the same."""
-    step, rates = state["step"] + 1, []
+def _next_step(state: Mapping[str, Any], described: Mapping[str, Any]) -> str:
+    """The next step's learning rate and sequences, and those that it would have had; empty where they are the same."""
+    step, rates, sizes = state["step"] + 1, [], []
     for which in (state, described):
+        ramp = batch_ramp(which["recipe"]["training"].get("global_batch_ramp", ()))
+        sizes.append(next((size for size, last in ramp if step <= last), which["run"].get("rows")))
         recipe = which["recipe"]["lr_scheduler"]
         scheduler = LRScheduler(**{field.name: recipe[field.name] for field in fields(LRScheduler) if field.name in recipe})
         peak = which["recipe"]["optimizer"].get("lr", KEYS["optimizer.lr"].default)
         rates.append(peak * lr_factor(step, scheduler, which["run"]["total_steps"]))
-    before, now = rates
-    return f": the learning rate of step {step} is {now:.2e}, where it would have been {before:.2e}" if now != before else ""
+    told = []
+    if rates[0] != rates[1]:
+        told.append(f"the learning rate of step {step} is {rates[1]:.2e}, where it would have been {rates[0]:.2e}")
+    if sizes[0] != sizes[1] and None not in sizes:
+        told.append(f"step {step} has {sizes[1]:,} sequences, where it would have had {sizes[0]:,}, from the next one on")
+    return f": {'; '.join(told)}" if told else ""
 
 
 def _short(value: Any) -> str:

@@ -72,8 +72,8 @@ class Autotuner:
         self.compiled[way] = [model._compiled_call_impl for model in self.models]
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Within: one step of training, which tries a way until one is decided."""
+    def step(self, share: float = 1.0) -> Iterator[None]:
+        """Within: one step of training, which tries a way until one is decided. share: of other steps' batch, as in a ramp."""
         if not self.measured or self.decided:
             yield
             self.steps += 1
@@ -89,7 +89,7 @@ class Autotuner:
             torch.cuda.synchronize(self.device)
             self.peaks[way] = torch.cuda.max_memory_allocated(self.device)
         if number:
-            self.seconds[way] = min(self.seconds[way], time.perf_counter() - started)
+            self.seconds[way] = min(self.seconds[way], (time.perf_counter() - started) / share)
         self.steps += 1
         if self.just_decided:
             self._choose()

@@ -9,7 +9,9 @@ Standard library only, so that a recipe can be checked in a tenth of a second, b
 # ruff: noqa: RUF009 - sections are frozen
 
 import dataclasses
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,16 +75,36 @@ def without_need(recipe: Mapping[str, Mapping[str, Any]], *, resuming: bool = Fa
     return found
 
 
-def gradient_accumulation_steps(training: Training, dp_degree: int) -> int:
-    """Microbatches of one rank in one optimizer step, for `dp_degree` data-parallel ranks. Raises ConfigError."""
+def batch_ramp(entries: Sequence[str]) -> list[tuple[int, int]]:
+    """training.global_batch_ramp as (sequences, the last step with so many). Raises ConfigError."""
+    ramp: list[tuple[int, int]] = []
+    for entry in entries:
+        wrong = f'training.global_batch_ramp: "{entry}"'
+        found = re.fullmatch("([1-9][0-9]{0,11}) until ([1-9][0-9]{0,11})", entry)
+        if not found:
+            raise ConfigError(f'{wrong} is not sequences and the last step with so many: write it like "64 until 1000"')
+        sequences, last = map(int, found.groups())
+        if ramp and last <= ramp[-1][1]:
+            raise ConfigError(
+                f"{wrong} does not come after step {ramp[-1][1]}, where the entry before it ends; a later step would"
+            )
+        ramp.append((sequences, last))
+    return ramp
+
+
+def gradient_accumulation_steps(training: Training, dp_degree: int) -> list[tuple[int, float]]:
+    """(microbatches of one rank in one optimizer step, the last step with so many), for `dp_degree` data-parallel ranks.
+
+    Those of training.global_batch_ramp, and of training.global_batch_size, whose last step is infinity. Raises ConfigError.
+    """
     once = training.local_batch_size * dp_degree
-    if training.global_batch_size == -1:
-        return 1
-    if training.global_batch_size % once:
-        nearest = sorted({max(once, training.global_batch_size // once * once), -(-training.global_batch_size // once) * once})
-        raise ConfigError(
-            f"training.global_batch_size = {training.global_batch_size} is not a multiple of training.local_batch_size x "
-            f"data-parallel degree = {training.local_batch_size} x {dp_degree} = {once}; "
-            f"{' or '.join(map(str, nearest))} would work"
-        )
-    return training.global_batch_size // once
+    sizes = [(f'_ramp: "{size} until {last}"', size, last) for size, last in batch_ramp(training.global_batch_ramp)]
+    final = once if training.global_batch_size == -1 else training.global_batch_size
+    for key, size, _ in [*sizes, (f"_size = {final}", final, math.inf)]:
+        if size % once:
+            nearest = sorted({max(once, size // once * once), -(-size // once) * once})
+            raise ConfigError(
+                f"training.global_batch{key} is not a multiple of training.local_batch_size x data-parallel degree = "
+                f"{training.local_batch_size} x {dp_degree} = {once}; {' or '.join(map(str, nearest))} would work"
+            )
+    return [*((size // once, last) for _, size, last in sizes), (final // once, math.inf)]

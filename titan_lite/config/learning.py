@@ -1,7 +1,10 @@
 """Keys of what is learned: the model, its batches and documents, and how parameters move. One row a key, as row.py says."""
 
 import dataclasses
+import itertools
+import re
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from titan_lite.config.row import DATA, LEARNING, NOTHING, PLACE, ROUNDING, Need, setting
 
@@ -47,6 +50,12 @@ class Training:
         "accumulation; -1: exactly one local batch a rank",
         "sequences >= 1 or -1",
         fact="rows",
+    )
+    global_batch_ramp: tuple = setting(
+        (),
+        'other global batches at the beginning: ["64 until 1000", "128 until 3000"] is 64 sequences up to step 1000, 128 up to '
+        "step 3000, and then global_batch_size",
+        "SEQUENCES until STEP",
     )
     seq_len: int = setting(2048, "tokens the model sees at once", "tokens >= 1", resume=DATA)
     mask_documents: bool = setting(
@@ -179,6 +188,17 @@ class Data(Corpus):
     prefetch: int = setting(
         4, "microbatches prepared ahead by each loader process", "microbatches >= 1", resume=NOTHING, needs=WORKERS
     )
+
+    def source_names(self) -> list[str]:
+        """A short and different name for each of data.sources: the last part of its path that is no pattern, or its dataset."""
+        names: list[str] = []
+        for source in self.sources:
+            fixed = [part for part in PurePath(source.path).parts if not set(part) & set("*?[")]
+            told = PurePath(fixed[-1]).name.partition(".")[0] if fixed else f"{source.dataset} {source.subset}".strip()
+            name = re.sub(r"[^\w.-]+", "_", told) or source.dataset
+            numbered = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
+            names.append(next(each for each in numbered if each not in names))
+        return names
 
     def mixture(self) -> "list[tuple[float, Data]]":
         """(share of the tokens, [data] of it alone) for each source."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_lite.config import DROPPED, KEYS, SECTIONS, Config, ConfigError, Corpus, Parallelism
-from titan_lite.config.keys import flatten, gradient_accumulation_steps, without_need
+from titan_lite.config.keys import batch_ramp, flatten, gradient_accumulation_steps, without_need
 from titan_lite.config.toml import did_you_mean, files_beside, in_toml, parse_value, read_toml
 
 
@@ -251,7 +251,8 @@ def _check_combinations(config: Config, origins: dict[str, str]) -> None:
     if layout.fsdp_reshard_after_forward == "always" and layout.fsdp_keep_gathered not in ((), Parallelism.fsdp_keep_gathered):
         works = '"default" keeps these, and fsdp_keep_gathered = [] nothing'
         raise wrong("parallelism.fsdp_keep_gathered", f': parallelism.fsdp_reshard_after_forward = "always" keeps none; {works}')
-    if layout.data_parallel_shard_degree != -1 and training.global_batch_size != -1:
+    batch_ramp(training.global_batch_ramp)
+    if layout.data_parallel_shard_degree != -1:
         gradient_accumulation_steps(training, layout.data_parallel_replicate_degree * layout.data_parallel_shard_degree)
     _check_sources(config, origins["data.sources"], wrong)
 

@@ -205,7 +205,7 @@ class Checkpoint:
     )
     restart_data: bool = setting(
         False,
-        "where the data is not that of the step loaded (other documents, order or global batch), begin it at its first document; "
+        "where the data is not that of the step loaded (other documents or another order), begin it at its first document; "
         "later resumes go on in it. Otherwise such a resume is refused",
         needs=CHECKPOINTS,
     )

@@ -166,6 +166,19 @@ def build_source(data: Data, *, split: Split, seed: int) -> Source:
     return (StdlibSource if data.dataset == "stdlib" else PiecewiseSource)(data, split, seed)
 
 
+def amount(source: Source) -> str:
+    """How much there is to read, as far as is known without reading it."""
+    if isinstance(source, PreparedSource):
+        return f"{source.firsts[-1]:,} documents, tokenized"
+    if isinstance(source, StdlibSource):
+        return f"{len(source.names):,} documents"
+    if source.stream is not None:
+        return f"{len(source.pieces):,} shard{'s' * (len(source.pieces) > 1)} of the hub"
+    files = {piece.file for piece in source.pieces}
+    size = sum(piece.size for piece in source.pieces)
+    return f"{len(files):,} file{'s' * (len(files) > 1)}, {size / 2**20:,.2f} MiB"
+
+
 def check_data(data: Data) -> None:
     """Raises ConfigError before any process starts, as reading would: reads one document of each format, nothing of the hub."""
     policy = BadDocumentPolicy(data)

@@ -3,20 +3,23 @@
     1. documents      `Source.documents` (dataset.py) numbers them; row g reads those whose ordinal is g modulo `rows`
     2. tokens         `Tokenizer.encode_document` (tokenizer.py) puts BOS and EOS around them, unless prepare.py has
     3. packed rows    `_PackedRows`, in the loader processes, cuts each row's tokens into windows of seq_len + 1
-    4. batches        `Loader`, in the training process, stacks the windows of batch_size rows to (input, label)
+    4. batches        `Loader`, in the training process, stacks batch_size windows to (input, label)
 
     loader = build_loader(data, tokenizer, split="train", rows=8, batch_size=2, seq_len=512, dp_rank=0, dp_degree=2, seed=0)
-    input, label = next(loader)                      # (2, 512) each; two of these are this rank's share of a step
+    input, label = next(loader)                      # (2, 512) each; four of these on each rank are a step of 16 sequences
 
-The global batch has `rows` rows. Every token of a row is in exactly one window, a long document goes on in the next one. Rank r
-owns a contiguous share of the rows and reads only these:
+A row is a stream of tokens; a run has as many as at its start, whatever its global batch becomes. Every token of a row is in
+exactly one window, a long document goes on in the next one. Window n of a run is the next one of row n modulo `rows`, and a step
+takes those that follow the windows of the step before, as many as it has sequences. Rank r has those that are r modulo dp_degree:
 
-    rows of one step     0 1 2 3 | 4 5 6 7          dp_degree = 2, batch_size = 2
-    microbatches         [0 1][2 3] rank 0   [4 5][6 7] rank 1
+    windows of two steps   0 1 2 3 4 5 | 6 7 8 9       rows = 8, dp_degree = 2, batch_size = 1; first 6 sequences, then 4
+    their rows             0 1 2 3 4 5 | 6 7 0 1
+    rank 0                 0   2   4   | 6   8         and so it reads rows 0, 2, 4, 6 alone
 
-So the samples of step s belong to the run, not to the rank: another dp_degree, another number of loader processes, or another
-split into microbatches gives the same global batch. The state of a row is three numbers: how many windows it has given, the
-ordinal of its current document, and how many of that document's tokens are used.
+So the samples of a step belong to the run, not to the rank: another dp_degree, another number of loader processes, or another
+split into microbatches gives the same global batch; another global batch loses no window and repeats none. Where dp_degree does
+not divide `rows`, ranks share rows: each of these reads them whole. The state is how many windows the run has taken and, for each
+row, the ordinal of its current document and how many of that document's tokens are used.
 
 With several sources a row is such a stream of each, and every window is of one of them. The window's number in the run decides
 which: so shares hold in tokens, need no state, and may change when a run goes on.
@@ -26,6 +29,7 @@ import bisect
 import dataclasses
 import hashlib
 import itertools
+import math
 import os
 import signal
 import threading
@@ -43,41 +47,41 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy, SkippedDocuments
-from titan_lite.data.dataset import Source, Split, build_source
+from titan_lite.data.dataset import Source, Split, amount, build_source
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.logging import logger
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 Place = tuple[int, int]  # of a row in a source: ordinal of its current document, that document's tokens already used
 Places = dict[tuple[int, int], Place]  # by (row, source)
-# row, source, tokens, place after them; tokens are int32 as bytes, which a pipe takes faster than a tensor in shared memory
+# number, source, tokens, place after them; tokens are int32 as bytes, which a pipe takes faster than a tensor in shared memory;
+# empty where the window is another rank's
 Window = tuple[int, int, bytes, Place]
 GOLDEN = 0x9E3779B97F4A7C15  # of 2**64 the golden ratio's part: multiples of it, modulo 2**64, are spread as evenly as can be
 USELESS = 1000  # documents in a row, from two epochs or more, that give no token
 
 
 class _PackedRows(IterableDataset):
-    """The windows of one rank's rows without end; of several loader processes each has every n-th row.
+    """The windows of some rows without end, in the order of their numbers; of several loader processes each has every n-th row.
 
-    Gives (windows of batch_size rows, documents skipped since the last ones); last of all, where it cannot go on, an error in
-    place of windows.
+    Gives (about batch_size windows, documents skipped since the last ones); last of all, where it cannot go on, an error in place
+    of windows.
     """
 
-    def __init__(
-        self, data: Data, sources: Sequence[Source], tokenizer: Tokenizer, *, rows: int, batch_size: int, seq_len: int, seed: int
-    ):
+    def __init__(self, data: Data, sources: Sequence[Source], tokenizer: Tokenizer, *, batch_size: int, seq_len: int, seed: int):
         self.data, self.sources, self.tokenizer = data, sources, tokenizer
-        self.rows, self.batch_size, self.seq_len = rows, batch_size, seq_len
+        self.batch_size, self.seq_len = batch_size, seq_len
         self.shares = list(itertools.accumulate(share for share, _ in data.mixture()))
         self.phase = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:8], "big")
-        self.given: dict[int, int] = {}  # windows, by row
-        self.places: Places = {}
+
+    def begin(self, own: range, rows: int, windows: int, places: Places, rank: int, ranks: int) -> None:
+        """Where to begin: of `rows` rows in all, those in `own`, at these places, after so many windows of the run."""
+        self.own, self.rows, self.windows, self.places, self.rank, self.ranks = own, rows, windows, places, rank, ranks
 
     def __iter__(self) -> Iterator[tuple[list[Window] | ConfigError, SkippedDocuments]]:
-        worker = get_worker_info()
-        own = sorted(self.given)[worker.id :: worker.num_workers] if worker else sorted(self.given)
-        self.own = set(own)
-        self.given, self.places = dict(self.given), dict(self.places)  # iterated again it begins again
+        if worker := get_worker_info():
+            self.own = self.own[worker.id :: worker.num_workers]
+        self.places = dict(self.places)  # iterated again it begins again
         self.skipped, self.policy = SkippedDocuments(), BadDocumentPolicy(self.data)
         self.documents: dict[int, Iterator[tuple[int, Any]]] = {}  # by source
         # by (row, source): documents read while looking for another row's, and the tokens of the current document
@@ -85,26 +89,28 @@ class _PackedRows(IterableDataset):
         self.current: dict[Any, np.ndarray] = {}
         # by source: the first of the last documents that gave no token, and how many they are
         self.useless: dict[int, tuple[int, int]] = {}
+        first = sorted(self.windows + (row - self.windows) % self.rows for row in self.own)
+        numbers = (number + more for more in itertools.count(0, self.rows) for number in first)
         try:
             while True:
-                # The rows that are furthest behind: after a whole step, all of them in order. As many from every process, since
-                # all have as many: so none gets ahead.
-                turn = sorted(own, key=lambda row: (self.given[row], row))[: self.batch_size]
-                yield [self._next_window(row) for row in turn], self.skipped
+                # As many from every process, since all have as many rows: so none gets ahead.
+                yield (
+                    [self._window(number) for number in itertools.islice(numbers, min(self.batch_size, len(first)))],
+                    self.skipped,
+                )
                 self.skipped = SkippedDocuments()
         except ConfigError as error:
             # across the process border as itself; raised, it would arrive wrapped in the worker's traceback
             yield error, self.skipped
 
-    def _source_of(self, row: int) -> int:
-        """The source of a row's next window: of the run's first n each has its share, but for five at most (of a million)."""
-        number = self.given[row] * self.rows + row
+    def _source_of(self, number: int) -> int:
+        """The source of a window: of the run's first n each has its share, but for five at most (of a million)."""
         point = (number * GOLDEN + self.phase) % 2**64 / 2**64
         return min(bisect.bisect_right(self.shares, point), len(self.sources) - 1)
 
-    def _next_window(self, row: int) -> Window:
+    def _window(self, number: int) -> Window:
         """The next seq_len + 1 tokens of a row, all of one source."""
-        source, filled, size = self._source_of(row), 0, self.seq_len + 1
+        row, source, filled, size = number % self.rows, self._source_of(number), 0, self.seq_len + 1
         ordinal, used = self.places[row, source]
         window = np.empty(size, dtype=np.int32)
         while filled < size:
@@ -120,8 +126,7 @@ class _PackedRows(IterableDataset):
                 del self.current[row, source]
                 ordinal, used = ordinal + 1, 0
         self.places[row, source] = ordinal, used
-        self.given[row] += 1
-        return row, source, window.tobytes(), (ordinal, used)
+        return number, source, window.tobytes() if number % self.ranks == self.rank else b"", (ordinal, used)
 
     def _next_document(self, row: int, source: int, at: int, used: int) -> tuple[int, np.ndarray]:
         """(ordinal, tokens) of the row's first document from ordinal `at` on that has any; of that very one, if it is in use."""
@@ -222,97 +227,118 @@ class Loader:
     it stands after the windows received, not after the batches given, of which one may have windows of several processes.
     """
 
-    def __init__(self, dataset: _PackedRows, own: range):
-        self._dataset, self._own, self._sources = dataset, own, range(len(dataset.sources))
-        asked = dataset.data.num_workers
-        self._workers = max((n for n in range(1, asked + 1) if len(own) % n == 0), default=0)
-        if self._workers < asked:
-            logger.info(f"data.num_workers = {asked}: a rank's {len(own)} sequences a step are divided among {self._workers}")
+    def __init__(self, dataset: _PackedRows, rows: int, dp_rank: int, dp_degree: int):
+        self._dataset, self._rank, self._ranks, self._sources = dataset, dp_rank, dp_degree, range(len(dataset.sources))
         self._skipped = SkippedDocuments()
-        self._start(dict.fromkeys(own, 0), {(row, source): (row, 0) for row in own for source in self._sources})
+        self._begin(rows, 0)
+        self._places: Places = {(row, source): (row, 0) for row in self._own for source in self._sources}
 
-    def _start(self, given: dict[int, int], places: Places) -> None:
-        """From there on, where each row has given so many windows."""
-        self._given, self._places = given, places
-        self._ready: dict[int, deque[tuple[np.ndarray, int, Place]]] = {row: deque() for row in self._own}
+    def _begin(self, rows: int, windows: int) -> None:
+        """From there on, where the run has taken so many windows of `rows` rows."""
+        self._rows, self._windows = rows, windows
+        self._apart = math.gcd(rows, self._ranks)  # ranks that have rows of their own
+        self._own = range(self._rank % self._apart, rows, self._apart)
+        self._ready: dict[int, tuple[np.ndarray, int, Place]] = {}  # by number
         self._iterator: Iterator[Any] | None = None
 
     def __iter__(self) -> "Loader":
         return self
 
     def __next__(self) -> Batch:
-        turn, batch = self._next_turn()
-        for row in turn:
-            _, source, place = self._ready[row].popleft()
-            self._places[row, source] = place
-            self._given[row] += 1
+        batch = self.peek()
+        taken = [(number, *self._ready.pop(number)) for number in self._upcoming()]
+        self._places |= {(number % self._rows, source): place for number, _, source, place in taken}
+        self._windows += self._dataset.batch_size * self._ranks
+        self.sources = [source for number, _, source, _ in taken if self._is_own(number)]
         return batch
 
     def peek(self) -> Batch:
         """The batch that `next` will give."""
-        return self._next_turn()[1]
-
-    def _next_turn(self) -> tuple[list[int], Batch]:
-        """The rows of the next microbatch, and it."""
-        turn = sorted(self._own, key=lambda row: (self._given[row], row))[: self._dataset.batch_size]
-        while not all(self._ready[row] for row in turn):
+        numbers = self._upcoming()
+        while not all(number in self._ready for number in numbers):
             self._receive()
-        windows = np.stack([self._ready[row][0][0] for row in turn])
+        windows = np.stack([self._ready[number][0] for number in numbers if self._is_own(number)])
         # by numpy, whose conversions of so little take two thirds of the time of torch's
         input, label = (torch.from_numpy(part.astype(np.int64, order="C")) for part in (windows[:, :-1], windows[:, 1:]))
-        return turn, (input.pin_memory(), label.pin_memory()) if torch.cuda.is_available() else (input, label)
+        return (input.pin_memory(), label.pin_memory()) if torch.cuda.is_available() else (input, label)
+
+    def _upcoming(self) -> range:
+        """The windows of this rank's rows that all ranks together take in the next microbatch."""
+        first = self._windows + (self._rank - self._windows) % self._apart
+        return range(first, self._windows + self._dataset.batch_size * self._ranks, self._apart)
+
+    def _is_own(self, number: int) -> bool:
+        """False for the window of a rank with which this one shares rows."""
+        return number % self._ranks == self._rank
 
     def _receive(self) -> None:
         if self._iterator is None:
-            self._dataset.given, self._dataset.places = self._given, self._places
+            asked = self._dataset.data.num_workers
+            workers = max((n for n in range(1, asked + 1) if len(self._own) % n == 0), default=0)
+            if workers < asked:
+                logger.info(
+                    f"data.num_workers = {asked}: a rank's {len(self._own)} streams of sequences are divided among {workers}"
+                )
+            self._dataset.begin(self._own, self._rows, self._windows, self._places, self._rank, self._ranks)
             with _blocking_signals(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
                 self._iterator = iter(
                     StatefulDataLoader(
                         self._dataset,
                         batch_size=None,
-                        num_workers=self._workers,
-                        prefetch_factor=self._dataset.data.prefetch if self._workers else None,
+                        num_workers=workers,
+                        prefetch_factor=self._dataset.data.prefetch if workers else None,
                         generator=torch.Generator(),  # torch's own would draw from that of the training process
                         worker_init_fn=_outlive_signals,
                         snapshot_every_n_steps=None,  # never: each would cost a tenth of a millisecond
                     )
                 )
         windows, skipped = next(self._iterator)
+        if self._rank < self._apart:  # of ranks that share rows, which skip the same, one counts
+            self._skipped.short += skipped.short
         self._skipped.bad += skipped.bad
-        self._skipped.short += skipped.short
         if isinstance(windows, ConfigError):
-            self._start(self._given, self._places)  # without its processes
+            self._begin(self._rows, self._windows)  # without its processes
             raise windows
-        for row, source, tokens, (ordinal, used) in windows:
-            self._ready[row].append((np.frombuffer(tokens, dtype=np.int32), source, (ordinal, used)))
+        for number, source, tokens, place in windows:
+            self._ready[number] = np.frombuffer(tokens, dtype=np.int32), source, place
 
     def take_skipped(self) -> SkippedDocuments:
         """The documents skipped since this was last called, those read ahead included."""
         taken, self._skipped = self._skipped, SkippedDocuments()
         return taken
 
-    def state_dict(self) -> dict[str, Any]:
-        """The places of this rank's rows after the last batch that `next` gave: {"rows": {"3": [5, [17, 120]]}, "of": 8}.
+    def source_lines(self) -> list[str]:
+        """Each source of a mixture, its share and its documents, in words; none where there is one alone."""
+        data, sources = self._dataset.data, self._dataset.sources
+        told = zip(data.source_names(), data.mixture(), sources, strict=False)
+        return [f"source {name}: {100 * share:.3g}% of the tokens; {amount(source)}" for name, (share, _), source in told]
 
-        Windows given, then ordinal and tokens used in each source. Small and made of JSON's types. `merge_states` of all ranks is
-        a state that another number of ranks can load.
+    def state_dict(self) -> dict[str, Any]:
+        """The place after the last batch that `next` gave: {"windows": 40, "rows": {"3": [5, [17, 120]]}, "of": 8}.
+
+        windows: taken by all ranks. rows: of this rank's, the windows taken, then ordinal and tokens used in each source; of: how
+        many there are in all. Small and made of JSON's types. `merge_states` of all ranks is a state that another number of ranks
+        can load.
         """
-        places = {row: [list(self._places[row, source]) for source in self._sources] for row in self._own}
-        return {"rows": {str(row): [self._given[row], *places[row]] for row in self._own}, "of": self._dataset.rows}
+        rows = {}
+        for row in self._own:
+            places = [list(self._places[row, source]) for source in self._sources]
+            rows[str(row)] = [len(range(row, self._windows, self._rows)), *places]
+        return {"windows": self._windows, "rows": rows, "of": self._rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, by this run or by one of another dp_degree; rows of other ranks are ignored.
+        """Go on where `state` was taken, with its rows, by this run or by one of another dp_degree; others' rows are ignored.
 
-        A state of another number of rows or of other sources does not get here: checkpoint/resume.py refuses such a step.
+        A state of other sources does not get here: checkpoint/resume.py refuses such a step.
         """
-        assert state["of"] == self._dataset.rows, (state["of"], self._dataset.rows)
-        given: dict[int, int] = {}
-        places: Places = {}
-        for row in self._own:
-            given[row], *now = state["rows"][str(row)]
-            places |= {(row, source): (ordinal, used) for source, (ordinal, used) in zip(self._sources, now, strict=True)}
-        self._start(given, places)
+        # earlier versions said how many windows each row had given, and no more: the states of whole steps
+        self._begin(state["of"], state.get("windows", sum(given for given, *_ in state["rows"].values())))
+        self._places = {
+            (row, source): (ordinal, used)
+            for row in self._own
+            for source, (ordinal, used) in zip(self._sources, state["rows"][str(row)][1:], strict=True)
+        }
 
 
 def build_loader(
@@ -327,20 +353,19 @@ def build_loader(
     dp_degree: int,
     seed: int,
 ) -> Loader:
-    """Rank `dp_rank`'s share of global batches of `rows` sequences, `batch_size` of them at a time.
+    """Rank `dp_rank`'s share of the windows of `rows` rows, `batch_size` of them at a time.
 
-    rows: a multiple of batch_size x dp_degree. Raises ConfigError: the documents cannot be read.
+    Raises ConfigError: the documents cannot be read.
     """
     if split == "validation":
         # Short and seldom: not worth a process, nor filling the shuffle buffer of a stream from afar.
         here = all(part.dataset in ("stdlib", "local", "prepared") for _, part in data.mixture())
         data = dataclasses.replace(data, num_workers=0, shuffle=data.shuffle and here)
-    share = rows // dp_degree
     sources = [build_source(part, split=split, seed=seed) for _, part in data.mixture()]
-    dataset = _PackedRows(data, sources, tokenizer, rows=rows, batch_size=batch_size, seq_len=seq_len, seed=seed)
-    return Loader(dataset, own=range(dp_rank * share, (dp_rank + 1) * share))
+    dataset = _PackedRows(data, sources, tokenizer, batch_size=batch_size, seq_len=seq_len, seed=seed)
+    return Loader(dataset, rows, dp_rank, dp_degree)
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The states of several ranks as one, which `Loader.load_state_dict` of any rank accepts."""
-    return {"rows": {row: place for state in states for row, place in state["rows"].items()}, "of": states[0]["of"]}
+    return {**states[0], "rows": {row: place for state in states for row, place in state["rows"].items()}}

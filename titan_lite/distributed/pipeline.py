@@ -36,16 +36,19 @@ def keep_modules(model: nn.Module, fqns: Sequence[str]) -> None:
 
 
 class SingleStage:
-    """The whole model on every rank: the same methods as Pipeline, without one. loss_sum: (logits, labels) -> summed loss."""
+    """The whole model on every rank: the same methods as Pipeline, without one.
+
+    loss_sum: (logits, labels) -> summed loss, a scalar or one for each sequence (B,), and such are the losses returned (loss.py).
+    """
 
     def __init__(self, model: nn.Module, loss_sum: Callable[[Tensor, Tensor], Tensor]):
         self.model, self.loss_sum = model, loss_sum
 
     def forward_backward(self, input: Tensor, label: Tensor, begins: Tensor | None, tokens: Tensor) -> Tensor:
         """Gradients of the loss of a local batch (B, T) over the step's `tokens` tokens; returns the loss."""
-        loss = self.loss_sum(self.model(input, begins), label) / tokens
-        loss.backward()
-        return loss.detach()
+        losses = self.loss_sum(self.model(input, begins), label) / tokens
+        losses.sum().backward()
+        return losses.detach()
 
     @torch.no_grad()
     def evaluate(self, input: Tensor, label: Tensor, begins: Tensor | None) -> Tensor:
@@ -57,8 +60,7 @@ class Pipeline:
     """This rank's stages and the schedule that sends microbatches through them.
 
     stages: models in the order of plan.stages_of(rank). tokens (B, T), hidden (B, t, C) and logits (B, T, v): shapes here,
-    for one microbatch, of the input, of what travels between stages in `dtype`, and of the result. loss_sum: (logits, labels) ->
-    summed loss.
+    for one microbatch, of the input, of what travels between stages in `dtype`, and of the result. loss_sum: as of SingleStage.
     """
 
     def __init__(
@@ -113,15 +115,19 @@ class Pipeline:
         begins: (B, T) for all stages, or none (models/llama3.py).
         """
         self.tokens = tokens
-        losses: list[Tensor] = []
+        self.losses: list[Tensor] = []  # in the order of the microbatches, as the schedule's own
         arguments = (input,) if 0 in self.models else ()
         target = label if self.has_last else None
         named = {} if begins is None else {"begins": begins}
-        self.schedule.step(*arguments, target=target, losses=losses if self.has_last else None, return_outputs=False, **named)
-        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.device)
+        self.schedule.step(*arguments, target=target, return_outputs=False, **named)
+        if not self.has_last:
+            return torch.zeros((), device=self.device)
+        return torch.cat(self.losses) if self.losses[0].ndim else torch.stack(self.losses).sum()
 
     def _loss(self, logits: Tensor, label: Tensor) -> Tensor:
-        return self.loss_sum(logits, label) / self.tokens
+        losses = self.loss_sum(logits, label) / self.tokens
+        self.losses.append(losses.detach())
+        return losses.sum()
 
     @torch.no_grad()
     def evaluate(self, input: Tensor, label: Tensor, begins: Tensor | None) -> Tensor:
@@ -130,7 +136,7 @@ class Pipeline:
         A microbatch goes through all stages of a rank before the next one does, so that no two ranks wait for each other to
         receive, whatever the schedule. Torch's own evaluation cannot leave backward out where neighbouring stages share a rank.
         """
-        total = torch.zeros((), device=self.device)
+        losses: list[Tensor] = []
         sends = []
         number = self.plan.microbatches
         documents = [None] * number if begins is None else begins.chunk(number)
@@ -142,7 +148,7 @@ class Pipeline:
                     dist.recv(output, group=self.group, group_src=self.plan.rank_of[stage - 1])
                 output = model(output if stage > 0 else tokens, theirs)
                 if stage == self.last:
-                    total += self.loss_sum(output, labels)
+                    losses.append(self.loss_sum(output, labels))
                 elif self.plan.rank_of[stage + 1] != self.rank:
                     output = output.contiguous()
                     work = dist.isend(output, group=self.group, group_dst=self.plan.rank_of[stage + 1])
@@ -150,7 +156,7 @@ class Pipeline:
         for work, _ in sends:
             assert work is not None
             work.wait()
-        return total
+        return torch.cat(losses) if losses and losses[0].ndim else sum(losses, torch.zeros((), device=self.device))
 
 
 class _Leaves(nn.Module):

@@ -16,6 +16,12 @@ All carry the same names. `metrics.jsonl` has one object a line; a resumed run a
     step_time               seconds a step
     bad_documents           different ones left out, over the whole run, with data.on_bad_document = "skip"
     short_documents         left out since this start, with data.min_document_tokens
+
+and for each source of a mixture, where NAME is the end of its path, or its dataset
+
+    loss_by_source/NAME     nats a token of that source, over all steps since the line before
+    tokens_by_source/NAME   tokens of the whole run
+    validation_loss_by_source/NAME
 """
 
 import dataclasses
@@ -157,7 +163,11 @@ def start_tensorboard(folder: Path, recipe: Mapping[str, Any], purge_step: int |
     writer: Any = SummaryWriter(str(folder), purge_step=purge_step)
     lines = [f"    {key} = {json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()]  # code, to Markdown
     writer.add_text("recipe", "\n".join(lines), (purge_step or 1) - 1)
-    chosen = {key: value for key, value in recipe.items() if key.partition(".")[0] in HYPERPARAMETERS}
+    chosen = {  # of which lists are no values there
+        key: json.dumps(value) if isinstance(value, list) else value
+        for key, value in recipe.items()
+        if key.partition(".")[0] in HYPERPARAMETERS
+    }
     for summary in hparams(chosen, dict.fromkeys(("loss", "validation_loss"), 0.0)):  # the writer's own method starts another run
         writer.file_writer.add_summary(summary)
     return writer

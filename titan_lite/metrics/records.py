@@ -71,11 +71,13 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     return dict(sorted(result.items()))
 
 
-def step_seconds(path: Path) -> list[float]:
-    """metrics.jsonl -> step_time of each window since the run was last started, but the first, in which code is compiled."""
+def step_seconds(path: Path, after: int = 0) -> list[float]:
+    """metrics.jsonl -> step_time of each window since the run was last started, but the first, in which code is compiled, and but
+    those that begin before step `after` is done."""
     entries = [entry for _, entry in read_lines(path) if entry]
     since = max((place for place, entry in enumerate(entries) if "resumed_from" in entry), default=0)
-    return [entry["step_time"] for entry in entries[since:] if entry.get("step_time") is not None][1:]
+    windows = [entry for entry in entries[since:] if entry.get("step_time") is not None]
+    return [window["step_time"] for before, window in itertools.pairwise(windows) if before["step"] >= after]
 
 
 def read_run(folder: Path, name: str) -> RunRecord:

@@ -1,6 +1,6 @@
 """Throughput of training, in windows from one log line to the next.
 
-throughput = Throughput(tokens, ranks=8, flops_per_token=6e9, peak_flops=989e12)
+throughput = Throughput(layout.tokens_until, ranks=8, flops_per_token=6e9, peak_flops=989e12)
 throughput.start(step)                          # training begins
 with throughput.waiting(): batch = next(loader)
 with throughput.exclude(): save()               # not training
@@ -9,15 +9,16 @@ throughput.start(step)                          # of the next window, once those
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class Throughput:
-    """tokens: of a step, on all ranks; peak_flops: of one device, a second; None where it is not known, which leaves out mfu."""
+    """tokens_until: (step) -> tokens of all steps up to it, on all ranks. peak_flops: of one device, a second; None where it is
+    not known, which leaves out mfu."""
 
-    def __init__(self, tokens: int, *, ranks: int, flops_per_token: float, peak_flops: float | None):
-        self.tokens, self.ranks, self.flops_per_token, self.peak_flops = tokens, ranks, flops_per_token, peak_flops
+    def __init__(self, tokens_until: Callable[[int], int], *, ranks: int, flops_per_token: float, peak_flops: float | None):
+        self.tokens_until, self.ranks, self.flops_per_token, self.peak_flops = tokens_until, ranks, flops_per_token, peak_flops
         self.start(0)
 
     def start(self, step: int) -> None:
@@ -41,7 +42,7 @@ class Throughput:
     def figures(self, step: int) -> dict[str, float]:
         """Values of the window's steps, up to and with `step`, under the names of figures.py."""
         seconds, steps = time.perf_counter() - self.began, step - self.first
-        tps = steps * self.tokens / self.ranks / seconds
+        tps = (self.tokens_until(step) - self.tokens_until(self.first)) / self.ranks / seconds
         values = {
             "tps": tps,
             "tflops": tps * self.flops_per_token / 1e12,

@@ -29,9 +29,11 @@ LONGEST = 180  # seconds that the end of a run waits for its plan
 
 
 class PlanVsActual:
-    """mode: metrics.compare_plan, "auto", "always" or "never". machine: what the compile stage prices with, if anything."""
+    """mode: metrics.compare_plan, "auto", "always" or "never". machine: what the compile stage prices with, if anything.
+    after: the last step with another global batch than the one that is planned."""
 
-    def __init__(self, mode: str, folder: Path, device: torch.device, machine: Machine | None, shapes: Shapes):
+    def __init__(self, mode: str, folder: Path, device: torch.device, machine: Machine | None, shapes: Shapes, after: int = 0):
+        self.after = after
         self.folder, self.device, self.machine, self.shapes = folder, device, machine, shapes
         self.mode, self.wanted = mode, mode == "always" or (mode == "auto" and device.type == "cuda")
         self.planning: subprocess.Popen | None = None
@@ -73,9 +75,11 @@ class PlanVsActual:
         if dist.get_rank():
             return []
         nodes = -(-dist.get_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
-        windows = step_seconds(self.folder / "metrics.jsonl")
+        windows = step_seconds(self.folder / "metrics.jsonl", self.after)
         if not windows:
-            return ["no plan to compare with: all steps were in the first window (metrics.log_freq), in which code is compiled"]
+            ramp = " or before the end of training.global_batch_ramp" if self.after else ""
+            why = f"all steps were in the first window (metrics.log_freq), in which code is compiled{ramp}"
+            return [f"no plan to compare with: {why}"]
         record = {
             "world_size": dist.get_world_size(),
             "nodes": nodes,

@@ -125,7 +125,7 @@ def describe(plan: Plan, token_budget: float = 0.0) -> list[str]:
     def slow_to_fast(figure: Callable[[StepTimes], float], scale: float = 1.0) -> str:
         return f"{scale * figure(slow):,.0f} to {scale * figure(fast):,.0f}"
 
-    budget = token_budget or config.training.steps * layout.tokens
+    budget = token_budget or layout.tokens_until(config.training.steps)
     days = [budget / layout.tokens * step.seconds / 86400 for step in (fast, slow)]
     hours = [24 * each * layout.world_size for each in days]
     of_what = "" if token_budget else f" ({config.training.steps:,} steps)"
@@ -134,6 +134,7 @@ def describe(plan: Plan, token_budget: float = 0.0) -> list[str]:
         f"activation checkpointing {config.activation_checkpoint.mode}",
         f"batch: {layout.rows:,} sequences of {layout.seq_len:,} tokens a step = {layout.tokens:,} "
         f"tokens, {layout.microbatches} microbatch{'es' * (layout.microbatches > 1)} of {layout.sequences} a rank",
+        *([f"priced once the ramp is over: {layout.ramp_in_words} (training.global_batch_ramp)"] if layout.ramp else []),
         "",
         f"  step time        {fast.seconds:.3g} to {slow.seconds:.3g} s",
         f"  tokens/s a GPU   {slow_to_fast(plan.tokens_per_second)}",
@@ -208,6 +209,7 @@ def as_json(plan: Plan) -> str:
         "machine": plan.machine.name,
         "tokens_per_step": layout.tokens,
         "microbatches": layout.microbatches,
+        "ramp": layout.ramp_in_words,
         "step_seconds": each(lambda step: step.seconds),
         "tokens_per_second": each(plan.tokens_per_second),
         "model_flops": each(plan.model_flops),

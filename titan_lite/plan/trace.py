@@ -142,7 +142,7 @@ def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
         config.compile,
         config.activation_checkpoint,
         dataclasses.replace(config.parallelism, **of_pipeline),
-        dataclasses.replace(config.training, local_batch_size=1, global_batch_size=-1),
+        dataclasses.replace(config.training, local_batch_size=1, global_batch_size=-1, global_batch_ramp=()),
     )
 
 

@@ -104,6 +104,7 @@ def page(runs: Sequence[RunRecord]) -> str:
         "<noscript><p class='note'>The curves are drawn by a script, which is turned off here.</p></noscript>",
         '<h2>Curves</h2><p class="muted">Point at one to read all of them; drag to look closer.</p>',
         '<div id="bar"></div><div id="charts"></div>',
+        _sources(runs),
         _events(runs),
         _buckets(runs),
         _recipes(runs),
@@ -157,6 +158,24 @@ def exposed_share(receipts: Iterable[Mapping[str, Any]]) -> str:
     times = [r["timeline"] for r in receipts if r.get("timeline") and r.get("graph") != "inference" and not r.get("pp_rank")]
     communication, exposed, seconds = (sum(time[name] for time in times) for name in ("communication", "exposed", "seconds"))
     return f"{1e3 * exposed:.3g} of {1e3 * seconds:.3g} ms" if communication else ""
+
+
+def _sources(runs: Sequence[RunRecord]) -> str:
+    """The tokens and losses of each source of a mixture."""
+    several, rows = len(runs) > 1, []
+    for run in runs:
+        tokens = {
+            key: run.column(key)[-1]
+            for key in dict.fromkeys(itertools.chain(*run.rows))
+            if key.startswith("tokens_by_source/") and run.column(key)
+        }
+        for key, count in tokens.items():
+            name, share = key.partition("/")[2], count / (sum(tokens.values()) or 1)
+            losses = [run.column(f"{what}loss_by_source/{name}") for what in ("", "validation_")]
+            cells = [name, _large(count), f"{100 * share:.1f}%", *(f"{each[-1]:.4f}" if each else "" for each in losses)]
+            rows.append(_row("td", [run.name] * several + cells, ["name"] * several + ["", *["figure"] * 4]))
+    head = ["run"] * several + ["source", "tokens", "share", "loss", "validation loss"]
+    return f"<h2>Sources</h2>{_table(_row('th', head), rows)}" if rows else ""
 
 
 def _events(runs: Sequence[RunRecord]) -> str:

@@ -120,10 +120,11 @@ CASES = [
         ["--training.global_batch_size=16"],
         {"rows": 16},
         [
-            (PLACE, "training.global_batch_size = 16, was 8"),
-            (PLACE, "sequences a step (training.global_batch_size): 16, was 8"),
+            (LEARNING, "training.global_batch_size = 16, was 8"),
+            (LEARNING, "sequences a step (training.global_batch_size): 16, was 8"),
         ],
     ),
+    (["--training.global_batch_ramp=4 until 10"], {}, [(LEARNING, 'training.global_batch_ramp = ["4 until 10"], was []')]),
     (  # a corpus that moved, and another one
         ["--data.dataset=local", "--data.path=/b"],
         {},
@@ -244,11 +245,10 @@ def test_of_many_reasons_the_error_has_three():
 
 
 def test_other_data_is_refused_unless_it_may_begin_anew():
-    found = compare(saved(), described("--training.global_batch_size=16", rows=16))
+    found = compare(saved(), described("--debug.seed=3"))
     assert refused(found, accept_model_only=True) == (
-        "out/step-50: the data cannot go on where it was: training.global_batch_size = 16, was 8; "
-        "sequences a step (training.global_batch_size): 16, was 8; what it was, or checkpoint.restart_data = true, which "
-        "begins the recipe's data at its first document, would work"
+        "out/step-50: the data cannot go on where it was: debug.seed = 3, was 0; what it was, or checkpoint.restart_data = true, "
+        "which begins the recipe's data at its first document, would work"
     )
     refuse(found, "out/step-50", Checkpoint(restart_data=True))
     assert restarts_data(found)
@@ -280,12 +280,20 @@ def test_the_explanation_goes_from_the_worst_to_nothing_and_tells_the_learning_r
         "no number of the training changes",
         "  metrics.log_freq = 1, was 5",
     ]
+    now = described("--training.global_batch_size=16", rows=16)
+    refuse(compare(state, now), "out/step-50", Checkpoint())
+    assert explain(compare(state, now), state, now)[0] == (
+        "how it learns changes: step 51 has 16 sequences, where it would have had 8, from the next one on"
+    )
+    for until, told in ((60, ": step 51 has 4 sequences, where it would have had 8, from the next one on"), (50, "")):
+        now = described(f"--training.global_batch_ramp=4 until {until}")  # one of them is over
+        assert explain(compare(state, now), state, now)[0] == f"how it learns changes{told}"
     now = described("--optimizer.beta1=0.8")
     assert explain(compare(state, now), state, now)[0] == "how it learns changes"  # at the same rate
 
 
 def test_the_position_in_words():
-    assert position(saved()) == ("step 50, 102,400 tokens seen: 8 rows of 50 sequences each, which stand in documents 0 to 21")
+    assert position(saved()) == ("step 50, 102,400 tokens seen: 400 sequences of 8 streams, which stand in documents 0 to 21")
 
 
 def test_the_position_in_pieces_in_several_sources():

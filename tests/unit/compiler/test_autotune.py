@@ -29,7 +29,7 @@ def clock(monkeypatch):
     return clock
 
 
-def run(clock, seconds, compiles=5.0):
+def run(clock, seconds, compiles=5.0, share=lambda step: 1.0):
     model = nn.Linear(1, 1)
     compiled = []
 
@@ -42,8 +42,8 @@ def run(clock, seconds, compiles=5.0):
     steps = 0
     while not autotune.decided:
         way, first = WAYS[steps // STEPS], steps % STEPS == 0
-        with autotune.step():
-            clock.now += seconds[way] + (compiles if first else 0.0)
+        with autotune.step(share(steps)):
+            clock.now += seconds[way] * share(steps) + (compiles if first else 0.0)
         steps += 1
     return autotune, model, compiled, steps
 
@@ -57,6 +57,14 @@ def test_the_fastest_stays(fastest, clock):
     lines = autotune.describe()
     assert [line.endswith("; it stays") for line in lines] == [way == fastest for way in WAYS]
     assert lines[WAYS.index(fastest)].startswith(f'bucketing "{fastest}": 1.000 s a step, 6 collectives -> 1')
+
+
+def test_steps_of_a_smaller_batch_are_not_taken_for_faster_ones(clock):
+    autotune, *_ = run(
+        clock, {"none": 2.0, "block": 2.0, "greedy": 1.5, "auto": 2.0}, share=lambda step: 0.5 if step < 5 else 1.0
+    )
+    assert autotune.chosen == "greedy"
+    assert autotune.seconds["none"] == 2.0
 
 
 def test_what_takes_longest_to_compile_may_still_be_fastest(clock):

@@ -21,6 +21,7 @@ from titan_lite.config import (
     SECTIONS,
     ConfigError,
     DataSource,
+    batch_ramp,
     gradient_accumulation_steps,
     keys,
     learning,
@@ -204,6 +205,7 @@ TOGETHER = {
     "checkpoint.must_resume",
     "checkpoint.initial_load_path",
     "training.global_batch_size",
+    "training.global_batch_ramp",
     "training.steps",
     "lr_scheduler.warmup_steps",
     "lr_scheduler.total_steps",
@@ -591,13 +593,55 @@ def test_a_folder_is_no_recipe(tmp_path):
 @pytest.mark.parametrize(("size", "ranks", "steps"), [(-1, 3, 1), (8, 2, 1), (24, 2, 3)])
 def test_gradient_accumulation_steps(size, ranks, steps):
     training = dataclasses.replace(SECTIONS["training"](), local_batch_size=4, global_batch_size=size)
-    assert gradient_accumulation_steps(training, ranks) == steps
+    assert gradient_accumulation_steps(training, ranks) == [(steps, math.inf)]
 
 
 def test_a_global_batch_smaller_than_one_microbatch_a_rank():
     training = dataclasses.replace(SECTIONS["training"](), local_batch_size=4, global_batch_size=4)
     with pytest.raises(ConfigError, match=r"global_batch_size = 4 .* 4 x 2 = 8; 8 would work"):
         gradient_accumulation_steps(training, 2)
+
+
+@pytest.mark.parametrize(
+    ("sources", "names"),
+    [
+        ([DataSource("local", path="/a/web/*.jsonl.zst"), DataSource("local", path="/a/code")], ["web", "code"]),
+        ([DataSource("local", path="/a/x y.jsonl"), DataSource("prepared", path="/b/x/y")], ["x_y", "y"]),
+        ([DataSource("local", path="/a/web"), DataSource("local", path="/b/web/**/*"), DataSource("c4")], ["web", "web_2", "c4"]),
+        (
+            [DataSource("o/fine", subset="s-1"), DataSource(), DataSource("local", path="/")],
+            ["o_fine_s-1", "stdlib", "local"],
+        ),
+        ([DataSource("local", path="/a/.hidden"), DataSource("local", path="*.txt")], ["local", "local_2"]),
+        ([], []),
+    ],
+)
+def test_each_source_has_a_short_name_of_its_own(sources, names):
+    assert SECTIONS["data"](sources=tuple(sources)).source_names() == names
+
+
+def test_a_ramp_is_the_batches_before_the_global_one():
+    ramp = ("16 until 10", "8 until 1000", "24 until 1001")
+    training = dataclasses.replace(SECTIONS["training"](), local_batch_size=4, global_batch_size=32, global_batch_ramp=ramp)
+    assert batch_ramp(ramp) == [(16, 10), (8, 1000), (24, 1001)]
+    assert gradient_accumulation_steps(training, 2) == [(2, 10), (1, 1000), (3, 1001), (4, math.inf)]
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ("64:1000", 'is not sequences and the last step with so many: write it like "64 until 1000"'),
+        ("0 until 1000", 'is not sequences and the last step with so many: write it like "64 until 1000"'),
+        ("64 until -1", 'is not sequences and the last step with so many: write it like "64 until 1000"'),
+        ("8 until 10", "does not come after step 20, where the entry before it ends; a later step would"),
+        ("12 until 30", "is not a multiple of training.local_batch_size x data-parallel degree = 2 x 4 = 8; 8 or 16 would work"),
+    ],
+)
+def test_a_wrong_ramp_names_its_entry(entry, told):
+    options = ["--training.global_batch_ramp", f"8 until 20, {entry}", "--training.global_batch_size=16"]
+    with pytest.raises(ConfigError) as error:
+        load_config(ROOT / "train_configs/debug_model.toml", [*options, "--parallelism.data_parallel_shard_degree=4"])
+    assert str(error.value) == f'training.global_batch_ramp: "{entry}" {told}'
 
 
 # Every key, every shipped recipe, the module itself
@@ -653,7 +697,7 @@ def test_a_shipped_recipe_fits_the_cluster_that_it_is_for(recipe):
         others = model * degrees.context_parallel_degree * degrees.data_parallel_replicate_degree
         shard = degrees.data_parallel_shard_degree if degrees.data_parallel_shard_degree != -1 else size // others
         assert others * shard == size
-        assert gradient_accumulation_steps(config.training, degrees.data_parallel_replicate_degree * shard) >= 1
+        assert gradient_accumulation_steps(config.training, degrees.data_parallel_replicate_degree * shard)
     assert config.lr_scheduler.warmup_steps < config.training.steps
 
 

@@ -46,12 +46,11 @@ def loaders(data, rows, dp_degree, batch_size, seq_len, state=None, seed=0):
 
 def global_batch(ranks, rows, batch_size):
     """(rows, seq_len + 1)"""
-    parts = []
+    shares = []
     for loader in ranks:
-        for _ in range(rows // len(ranks) // batch_size):
-            input, label = next(loader)
-            parts.append(torch.cat([input, label[:, -1:]], dim=1))
-    return torch.cat(parts)
+        batches = [next(loader) for _ in range(rows // len(ranks) // batch_size)]
+        shares.append(torch.cat([torch.cat([input, label[:, -1:]], dim=1) for input, label in batches]))
+    return torch.stack(shares, dim=1).flatten(0, 1)  # window n is that of rank n modulo their number
 
 
 def state_of(ranks):
@@ -90,6 +89,23 @@ def test_70_to_30_is_so_in_tokens_on_any_number_of_ranks_and_after_a_resume_on_a
     assert sum(seen.values()) >= 2**20 - rows * (seq_len + 1) * 4
     assert abs(seen["a"] / sum(seen.values()) - 0.7) < 0.01
     assert abs(seen["b"] / sum(seen.values()) - 0.3) < 0.01
+
+
+@pytest.mark.parametrize(("dp_degree", "rows", "workers"), [(1, 8, 0), (2, 8, 2), (3, 8, 1)])
+def test_the_loader_tells_the_source_of_each_sequence(two, dp_degree, rows, workers):
+    ranks = loaders(dataclasses.replace(two, num_workers=workers), rows, dp_degree, 3, 31)
+    found = []
+    for loader in ranks:
+        for _ in range(8):
+            input, _ = next(loader)
+            assert loader.sources == [int((row == ord("b")).any()) for row in input]
+            found += loader.sources
+    assert {0, 1} == set(found)
+    assert [line.partition(";")[0] for line in ranks[0].source_lines()] == [
+        "source a: 70% of the tokens",
+        "source b: 30% of the tokens",
+    ]
+    assert loaders(Data(num_workers=0), 1, 1, 1, 8)[0].source_lines() == []
 
 
 @pytest.mark.parametrize(("dp_degree", "batch_size"), [(1, 8), (2, 4), (4, 1)])

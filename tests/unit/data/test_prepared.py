@@ -440,8 +440,11 @@ def loaders(data, dp_degree, batch_size, rows, seq_len, state=None):
 
 def step(ranks, batch_size, rows):
     """One optimizer step's windows, (rows, seq_len + 1)."""
-    batches = [next(loader) for loader in ranks for _ in range(rows // len(ranks) // batch_size)]
-    return torch.cat([torch.cat([input, label[:, -1:]], dim=1) for input, label in batches])
+    shares = []
+    for loader in ranks:
+        batches = [next(loader) for _ in range(rows // len(ranks) // batch_size)]
+        shares.append(torch.cat([torch.cat([input, label[:, -1:]], dim=1) for input, label in batches]))
+    return torch.stack(shares, dim=1).flatten(0, 1)  # window n is that of rank n modulo their number
 
 
 def test_batches_are_those_of_the_text_itself(corpus, tmp_path):

@@ -1,5 +1,8 @@
 """A stage is a part of the model; a run without a pipeline has the pipeline's interface."""
 
+import functools
+
+import pytest
 import torch
 
 from titan_lite.distributed.pipeline import SingleStage, keep_modules
@@ -36,6 +39,10 @@ def test_a_single_stage_gives_the_loss_and_gradients_of_the_model():
     assert torch.equal(loss, expected)
     assert not loss.requires_grad
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+    by_sequence = SingleStage(model, functools.partial(cross_entropy_sum, by_sequence=True))
+    assert by_sequence.forward_backward(input, label, None, torch.tensor(10)).sum() == pytest.approx(loss.item())
+    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), gradients, strict=True))
+    assert by_sequence.evaluate(input, label, None).shape == (2,)
     summed = stage.evaluate(input, label, None)
     assert torch.equal(summed / 10, expected)
     assert not summed.requires_grad

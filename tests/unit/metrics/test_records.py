@@ -41,6 +41,9 @@ def test_rows_carry_tokens_and_hours_so_far(written):
 def test_step_times_are_those_of_the_last_start_without_its_first_window(written):
     windows = [{"step": step, "step_time": float(step)} for step in (10, 20, 30)]
     assert step_seconds(written(*windows)) == [20.0, 30.0]
+    assert step_seconds(written(*windows), after=15) == [30.0]  # the first one that begins there or later
+    assert step_seconds(written(*windows), after=20) == [30.0]
+    assert step_seconds(written(*windows), after=21) == []
     later = [{"resumed_from": 20}, *windows[1:], {"step": 30, "loss": 1.0}, "[1]\n", {"step": 40, "step_time": 4.0}, '{"st']
     assert step_seconds(written(*windows, *later)) == [30.0, 4.0]
 

@@ -14,7 +14,7 @@ def clock(monkeypatch):
 
 
 def made(peak_flops=1e6):
-    return Throughput(4000, ranks=2, flops_per_token=500.0, peak_flops=peak_flops)
+    return Throughput(lambda step: 4000 * step, ranks=2, flops_per_token=500.0, peak_flops=peak_flops)
 
 
 def test_a_window_is_of_its_steps_alone(clock):

@@ -127,3 +127,15 @@ def test_one_screen_says_ranges_memory_and_whether_it_fits():
     assert f"{tokens / 1.2:,.0f} to {tokens / 0.9:,.0f}" in text
     assert "does not fit: 12.0 too many" in text
     assert "1e+12 tokens: " in text
+    assert "ramp" not in text
+
+
+def test_of_a_ramp_the_last_batch_is_priced_and_all_tokens_are_counted():
+    plan = planned()
+    text = "\n".join(
+        describe(dataclasses.replace(plan, layout=dataclasses.replace(plan.layout, accumulation=4, ramp=((1, 400),))))
+    )
+    batch = 2 * plan.layout.dp_degree
+    assert f"batch: {4 * batch} sequences" in text
+    assert f"priced once the ramp is over: {batch} sequences until step 400 (training.global_batch_ramp)" in text
+    assert f"{8192 * batch * (400 + 4 * 600):.3g} tokens (1,000 steps)" in text

@@ -139,6 +139,21 @@ def test_what_a_recipe_or_an_event_says_is_text_and_never_a_part_of_the_page(run
     assert EVIL in "".join(loud.texts)
 
 
+def test_the_sources_of_a_mixture_have_a_table_and_figures_of_their_own(run):
+    def of(step, web, code):
+        return {"tokens_by_source/web": 700 * step, f"tokens_by_source/{EVIL}": 300 * step, "loss_by_source/web": web} | {
+            f"loss_by_source/{EVIL}": code
+        }
+
+    metrics = [row(10, **of(10, 3.0, 2.0)), row(20, **of(20, None, 1.5)), {"step": 20, "validation_loss_by_source/web": 2.5}]
+    text = page([read_run(run(metrics=metrics), "run")])
+    table = text.partition("<h2>Sources</h2>")[2].partition("</table>")[0]
+    cells = re.findall("<td[^>]*>(.*?)</td>", table)
+    assert (cells[:5], cells[6:]) == (["web", "14,000", "70.0%", "3.0000", "2.5000"], ["6,000", "30.0%", "1.5000", ""])
+    assert Elements(text).found.count("script") == 2
+    assert "<h2>Sources</h2>" not in page([read_run(run("one"), "one")])
+
+
 def test_several_runs_show_where_their_recipes_differ(run):
     one = read_run(run("one", overrides=("--optimizer.lr", "0.001")), "one")
     two = read_run(run("two", overrides=("--optimizer.lr", "0.005", "--compile.enable")), "two")

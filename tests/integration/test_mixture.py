@@ -1,0 +1,105 @@
+"""The README's mixture trains with every default and goes on, and its report shows the sources; figures on any layout."""
+
+import json
+import re
+
+import pyarrow
+import pytest
+from commands import python, run, script, train
+from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, ROOT, SMALL, steps
+
+from titan_lite.metrics.records import read_metrics
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+(MIXTURE,) = (block for block in re.findall(r"```toml\n(.*?)```", README, re.DOTALL) if "[[data.sources]]" in block)
+FAKE = """import json, pathlib
+class Run:
+    def define_metric(self, *names, **options): pass
+    def log(self, values): LOG.open("a").write(json.dumps(values) + "\\n")
+    def finish(self): pass
+def init(*, dir, config, **options):
+    global LOG
+    LOG = pathlib.Path(dir) / "wandb.log"
+    LOG.write_text(json.dumps(config) + "\\n")
+    return Run()
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """The README's recipe beside the files that it names."""
+    folder = tmp_path_factory.mktemp("mixture")
+    for path, field, words in (("web/a.jsonl.zst", "text", "a page of the web "), ("code/b.jsonl", "content", "return x + 1; ")):
+        (folder / path).parent.mkdir()
+        lines = "".join(json.dumps({field: f"{number} {words * 30}"}) + "\n" for number in range(200)).encode()
+        packed = pyarrow.compress(lines, codec="zstd", asbytes=True) if path.endswith("zst") else lines
+        (folder / path).write_bytes(packed)
+    (folder / "mixture.toml").write_text(f'extends = "{DEBUG}"\n{MIXTURE}')
+    return folder / "mixture.toml"
+
+
+def test_the_mixture_of_the_readme_trains_resumes_and_its_report_shows_the_sources(recipe, tmp_path):
+    (tmp_path / "packages/wandb").mkdir(parents=True)
+    (tmp_path / "packages/wandb/__init__.py").write_text(FAKE)
+    folder = tmp_path / "out"
+    short = ["--training.seq_len=64", "--checkpoint.interval=5", "--validation.freq=5", "--validation.steps=2"]
+    first = run(*script(folder, *short, *steps(5, schedule=10)), CONFIG_FILE=recipe)
+    assert first.returncode == 0
+    assert re.search(r"source web: 70% of the tokens; 1 file, 0\.0\d MiB", first.stdout)
+    assert re.search(r"source code: 30% of the tokens; 1 file, 0\.\d\d MiB", first.stdout)
+    assert list((folder / "tb").glob("events.*"))
+    packages = f"{ROOT}:{tmp_path / 'packages'}"
+    second = run(*script(folder, *short, *steps(10), "--metrics.enable_wandb"), CONFIG_FILE=recipe, PYTHONPATH=packages)
+    assert second.returncode == 0
+    assert "steps: 5 done of 10" in second.stdout
+    rows = read_metrics(folder / "metrics.jsonl")
+    for step in (5, 10):
+        tokens = {name: rows[step][f"tokens_by_source/{name}"] for name in ("web", "code")}
+        assert sum(tokens.values()) == rows[step]["tokens_seen"] == step * 8 * 64
+        assert abs(tokens["web"] - 0.7 * step * 8 * 64) <= 5 * 64
+        assert {"loss_by_source/web", "loss_by_source/code", "validation_loss_by_source/web"} <= rows[step].keys()
+    config, *logged = map(json.loads, (folder / "wandb.log").read_text().splitlines())
+    assert [source["weight"] for source in config["data.sources"]] == [0.7, 0.3]
+    assert {name: value for name, value in rows[10].items() if "by_source" in name and "valid" not in name}.items() <= (
+        next(values for values in logged if values["step"] == 10 and "loss" in values).items()
+    )
+    assert run(*python("-m", "titan_lite.report", folder)).returncode == 0
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    table = page.partition("<h2>Sources</h2>")[2].partition("</table>")[0]
+    assert re.findall(r"<td>(\w+)</td>", table) == ["web", "code"]
+    assert f"{rows[10]['loss_by_source/web']:.4f}" in table
+    assert f"{rows[10]['validation_loss_by_source/code']:.4f}" in table
+
+
+OPTIONS = [*SMALL, *steps(3), *NO_CHECKPOINT, "--training.global_batch_size=16", "--validation.freq=3", "--validation.steps=2"]
+
+
+@pytest.fixture(scope="module")
+def alone(recipe, tmp_path_factory):
+    """The figures of one rank, which its losses agree with."""
+    folder = tmp_path_factory.mktemp("alone")
+    assert train(1, recipe, folder, *OPTIONS).returncode == 0
+    rows, before = read_metrics(folder / "metrics.jsonl"), {"web": 0, "code": 0}
+    for row in list(rows.values())[1:]:
+        tokens = {name: row[f"tokens_by_source/{name}"] - before[name] for name in before}
+        weighted = sum(row[f"loss_by_source/{name}"] * tokens[name] for name in tokens) / sum(tokens.values())
+        assert weighted == pytest.approx(row["loss"], rel=1e-5)
+        assert row["loss_by_source/web"] != pytest.approx(row["loss"], rel=1e-4)
+        before = {name: before[name] + tokens[name] for name in before}
+    return rows
+
+
+LAYOUTS = {
+    "tp x pp": ["--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"],
+    "cp x dp": ["--parallelism.context_parallel_degree=2", "--parallelism.data_parallel_shard_degree=2"],
+    "tp compiled": ["--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=2", *AOT_EAGER],
+}
+
+
+@pytest.mark.parametrize("layout", ["tp x pp", *(pytest.param(layout, marks=pytest.mark.slow) for layout in list(LAYOUTS)[1:])])
+def test_figures_by_source_are_the_same_on_every_layout(layout, recipe, alone, tmp_path):
+    assert train(4, recipe, tmp_path, *OPTIONS, *LAYOUTS[layout]).returncode == 0
+    found = read_metrics(tmp_path / "metrics.jsonl")
+    for step, row in alone.items():
+        expected = {name: value for name, value in row.items() if "by_source" in name}
+        assert {name: value for name, value in found[step].items() if "by_source" in name} == pytest.approx(expected, rel=1e-4)

@@ -1,0 +1,38 @@
+"""Batches of a recipe on a number of ranks: those of each step, where the first ones have others."""
+
+import pytest
+from tiny import DEBUG
+
+from titan_lite.config.recipe import load_config
+from titan_lite.layout import make_layout
+
+RAMP = ["--training.global_batch_size=16", "--training.global_batch_ramp=4 until 3, 8 until 5"]
+
+
+def layout(*options, ranks=2):
+    return make_layout(load_config(DEBUG, options)[0], ranks)
+
+
+def test_a_step_of_a_ramp_has_its_own_sequences():
+    found = layout(*RAMP)
+    assert [found.rows_at(step) for step in range(1, 8)] == [4, 4, 4, 8, 8, 16, 16]
+    assert [found.accumulation_at(step) for step in range(1, 8)] == [1, 1, 1, 2, 2, 4, 4]
+    assert (found.rows, found.most_rows, found.tokens) == (16, 16, 16 * 256)
+    assert [found.tokens_until(step) // 256 for step in (0, 1, 3, 4, 6, 100)] == [0, 4, 12, 20, 44, 44 + 94 * 16]
+    assert found.ramp_in_words == "4 sequences until step 3, 8 sequences until step 5"
+    # of two batches the larger one decides whether weights are gathered once a step
+    assert layout("--training.global_batch_size=4", "--training.global_batch_ramp=8 until 5").gathers_once
+    assert layout("--training.global_batch_size=4", "--training.global_batch_ramp=8 until 5").most_rows == 8
+
+
+def test_without_a_ramp_all_steps_are_alike():
+    found = layout()
+    assert {found.rows_at(step) for step in range(1, 100)} == {found.rows} == {found.most_rows}
+    assert found.tokens_until(100) == 100 * found.tokens
+    assert found.ramp_in_words == ""
+
+
+@pytest.mark.parametrize(("until", "step"), [(3, 2), (3, 3), (3, 4), (100, 7)])
+def test_tokens_until_a_step_are_those_of_its_steps(until, step):
+    found = layout("--training.global_batch_size=8", f"--training.global_batch_ramp=4 until {until}, 12 until {until + 2}")
+    assert found.tokens_until(step) == sum(found.rows_at(each) for each in range(1, step + 1)) * found.seq_len
