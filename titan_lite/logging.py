@@ -73,7 +73,7 @@ class Events(logging.Handler):
 
     def keep(self, folder: Path, rank: int) -> None:
         """The first rank writes every event; the others write errors alone, such as a verdict, which one of them has for all."""
-        self.path = folder / "events.jsonl"
+        self.path, self.owned = folder / "events.jsonl", Events.owned
         self.setLevel(logging.INFO if rank == 0 else logging.ERROR)
 
     def emit(self, record: logging.LogRecord) -> None:

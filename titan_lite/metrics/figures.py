@@ -105,26 +105,27 @@ class MetricsWriter:
         """
         if not self.writes:
             return False
-        there = is_open(self.file, self.path)
+        there, board = is_open(self.file, self.path), (self.dump_folder / "tb").is_dir() or not self.config.enable_tensorboard
+        if there and board:
+            return False
         if not there and self.path.exists() and not owned:
             self._lose(f"another {self.path.name} is there than this run has opened")
             return False
-        board = self.config.enable_tensorboard and not (self.dump_folder / "tb").is_dir()
         try:
             self.dump_folder.mkdir(parents=True, exist_ok=True)
             if not there:
                 self._open()
-            if board:
+            if not board:
                 if self.tensorboard is not None:
                     with suppress(OSError):  # of what it has not written yet
                         self.tensorboard.close()
                 self.tensorboard = start_tensorboard(self.dump_folder / "tb", self.recipe, None)
-            if self.wandb is not None:
+            if self.wandb is not None:  # by which a resumed run is the same one
                 (self.dump_folder / "wandb_id").write_text(self.wandb.id, encoding="utf-8")
         except OSError as error:
             self._lose(f"{self.dump_folder} cannot be written: {error}")
             return False
-        return board or not there
+        return True
 
     def advance(self) -> None:
         """One more step is done."""
