@@ -125,4 +125,4 @@ DEGREES = {
 def test_copies_are_equal_to_the_bit_on_every_layout(layout, way, tmp_path):
     ranks = 2 if layout in ("ddp", "tp") else 4
     options = ["--training.compare_copies_freq=1", "--no-checkpoint.enable", "--training.global_batch_size=16", *way]
-    assert train(ranks, DEBUG, tmp_path, *OPTIONS, *options, *DEGREES[layout]).returncode == 0
+    assert train(ranks, DEBUG, tmp_path, *OPTIONS, *options, *steps(3), *DEGREES[layout]).returncode == 0

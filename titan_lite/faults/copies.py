@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from titan_lite.faults import TrainingError
 from titan_lite.ranks import gather_objects
 
-CHUNK = 2**22  # numbers whose bits are summed at once: 32 MiB as int64
+CHUNK = {"cpu": 2**16, "cuda": 2**22}  # numbers whose bits are summed at once: 8 bytes each in a cache, or in few kernels
 NAMED = 1000  # tensors of one rank that the others are told of
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 Place = tuple[str, tuple[int, ...]]  # of a tensor's name and the part of it that a rank holds
@@ -107,17 +107,17 @@ def examine(tensor: Tensor) -> tuple[Tensor, Tensor]:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     finite = torch.ones((), dtype=torch.bool, device=tensor.device)
     weights = _weights(tensor.device)
-    for place, chunk in enumerate(numbers.split(CHUNK)):
+    for place, chunk in enumerate(numbers.split(len(weights))):
         bits = chunk.view(INTEGERS[chunk.itemsize])
-        total += (bits * weights[: len(bits)]).sum() + 2 * CHUNK * place * bits.sum()
+        total += (bits * weights[: len(bits)]).sum() + 2 * len(weights) * place * bits.sum()
         finite &= chunk.isfinite().all()
     return total, finite
 
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    """(CHUNK,) int64, of the numbers of the first chunk."""
-    odd = torch.arange(1, 2 * CHUNK, 2, device=device)
+    """int64, of the numbers of the first chunk."""
+    odd = torch.arange(1, 2 * CHUNK[device.type], 2, device=device)
     return odd + odd * odd * odd * 2**32
 
 

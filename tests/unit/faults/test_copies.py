@@ -20,7 +20,7 @@ from titan_lite.faults.copies import Copies, Wrong, describe, examine
 def small_chunks():
     """So that a few numbers are several chunks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copies, "CHUNK", 8)
+        patch.setitem(copies.CHUNK, "cpu", 8)
         copies._weights.cache_clear()
         yield
     copies._weights.cache_clear()
