@@ -16,7 +16,8 @@ from tiny import DEBUG, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, SMALL, every, 
 from titan_lite.metrics.records import read_metrics
 from titan_lite.train import main
 
-OPTIONS = [*SMALL, *steps(8), *every(3), *NO_VALIDATION, *NO_WORKERS, "--training.global_batch_size=4", "--metrics.log_freq=2"]
+OPTIONS = [*SMALL, *steps(8), *every(3), *NO_VALIDATION, *NO_WORKERS, "--training.global_batch_size=4"]
+OPTIONS += ["--metrics.log_freq=2", "--metrics.enable_tensorboard"]
 
 
 def meanwhile(folder, what, options):

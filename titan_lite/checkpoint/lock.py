@@ -31,8 +31,9 @@ class FolderLock:
     def __init__(self, folder: Path, key: str):
         self.folder, self.key, self.path = folder, key, folder / "lock"
         self.file: IO[str] | None = None  # where this process has taken it
+        self.watched = True  # False on a file system that gives one file several numbers
 
-    def take(self) -> bool:
+    def take(self, tries: int = 3) -> bool:
         """False where the file system has no locks. Raises ConfigError."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -52,8 +53,9 @@ class FolderLock:
             holder = file.read().strip() or "another process"
             works = "end that run, or name another job.dump_folder"
             raise ConfigError(f"{self.key}: {self.folder} is in use by {holder}; {works}") from None
-        if not is_open(file, self.path):  # removed since it was opened
-            return self.take()
+        self.watched = is_open(file, self.path)
+        if not self.watched and tries > 1:  # removed since it was opened
+            return self.take(tries - 1)
         with suppress(OSError):  # on a full disk a second run is refused all the same, and told less of this one
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -63,7 +65,7 @@ class FolderLock:
 
     def is_held(self) -> bool:
         """True also where this process has not taken it."""
-        return self.file is None or is_open(self.file, self.path)
+        return self.file is None or not self.watched or is_open(self.file, self.path)
 
     def hold(self) -> bool:
         """Take it again where its file is gone; True where that was so. Raises ConfigError where another run has been there."""

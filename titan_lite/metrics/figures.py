@@ -94,6 +94,7 @@ class MetricsWriter:
         """Open the file, to append to it; True where it has lines."""
         before = self.path.read_bytes() if self.path.exists() else b""
         self.file = open(self.path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        self.watched = is_open(self.file, self.path)  # False on a file system that gives one file several numbers
         if before and not before.endswith(b"\n"):  # a run that was killed may leave half a line
             self._put("\n")
         return bool(before)
@@ -105,7 +106,8 @@ class MetricsWriter:
         """
         if not self.writes:
             return False
-        there, board = is_open(self.file, self.path), (self.dump_folder / "tb").is_dir() or not self.config.enable_tensorboard
+        there = is_open(self.file, self.path) if self.watched else self.path.exists()
+        board = (self.dump_folder / "tb").is_dir() or not self.config.enable_tensorboard
         if there and board:
             return False
         if not there and self.path.exists() and not owned:
@@ -151,6 +153,7 @@ class MetricsWriter:
             try:
                 for name, value in values.items():
                     self.tensorboard.add_scalar(name, value, step)
+                self.tensorboard.flush()
             except OSError as error:
                 self._lose(f"{self.dump_folder} cannot be written: {error}")
                 self.tensorboard = None
@@ -192,7 +195,8 @@ def start_tensorboard(folder: Path, recipe: Mapping[str, Any], purge_step: int |
     from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
     from torch.utils.tensorboard.summary import hparams
 
-    writer: Any = SummaryWriter(str(folder), purge_step=purge_step)
+    # The writer's thread does not flush, as an error there would be a traceback on the terminal; `log` does.
+    writer: Any = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10**6)
     lines = [f"    {key} = {json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()]  # code, to Markdown
     writer.add_text("recipe", "\n".join(lines), (purge_step or 1) - 1)
     chosen = {key: value for key, value in recipe.items() if key.partition(".")[0] in HYPERPARAMETERS}

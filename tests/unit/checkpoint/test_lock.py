@@ -94,3 +94,11 @@ def test_who_has_not_taken_it_has_nothing_to_lose(tmp_path):
     assert lock.is_held()
     assert not lock.hold()
     assert not lock.folder.exists()
+
+
+def test_on_a_file_system_that_numbers_one_file_twice_nothing_is_taken_for_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "is_open", lambda file, path: False)
+    lock = FolderLock(tmp_path, "key")
+    assert lock.take()
+    assert lock.is_held()
+    assert not lock.hold()

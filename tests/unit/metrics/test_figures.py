@@ -16,6 +16,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from titan_lite.config import DataSource, Metrics
 from titan_lite.logging import console
+from titan_lite.metrics import figures
 from titan_lite.metrics.figures import MetricsWriter, draw_loss, peak_memory_gib, read_metrics
 
 PLAIN = Metrics(enable_tensorboard=False)
@@ -259,6 +260,14 @@ def test_a_file_that_may_be_another_runs_is_left_alone(writer, said):
         metrics.log(step, {"loss": 2.0})
     assert metrics.path.read_text() == "another run's"
     assert said.text.count("METRICS ARE LOST, the run goes on: another metrics.jsonl is there than this run has opened") == 1
+
+
+def test_on_a_file_system_that_numbers_one_file_twice_nothing_is_taken_for_removed(writer, said, monkeypatch):
+    monkeypatch.setattr(figures, "is_open", lambda file, path: False)
+    metrics = writer()
+    assert not metrics.hold(owned=False)
+    shutil.rmtree(metrics.dump_folder)
+    assert metrics.hold(owned=False)
 
 
 def test_a_folder_that_cannot_be_made_again_costs_figures_and_not_the_run(writer, said):
