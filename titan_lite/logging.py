@@ -62,19 +62,23 @@ class Console(logging.StreamHandler):
 
 
 class Events(logging.Handler):
-    """Writes events.jsonl once `keep` was called. step: the loop's, for events that do not say theirs."""
+    """Writes events.jsonl once `keep` was called. step: the loop's, for events that do not say theirs.
+
+    owned: False where the folder has become another run's.
+    """
 
     path: Path | None = None
     step = 0
+    owned: Callable[[], bool] = staticmethod(lambda: True)
 
     def keep(self, folder: Path, rank: int) -> None:
         """The first rank writes every event; the others write errors alone, such as a verdict, which one of them has for all."""
-        self.path = folder / "events.jsonl"
+        self.path, self.owned = folder / "events.jsonl", Events.owned
         self.setLevel(logging.INFO if rank == 0 else logging.ERROR)
 
     def emit(self, record: logging.LogRecord) -> None:
         event = getattr(record, "event", None if record.levelno < logging.WARNING else record.levelname.lower())
-        if not event or self.path is None:
+        if not event or self.path is None or not self.owned():
             return
         time = datetime.now(timezone.utc).isoformat(timespec="seconds")
         entry = {"time": time, "event": event, "step": getattr(record, "step", self.step), "text": record.getMessage()}

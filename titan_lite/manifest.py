@@ -16,7 +16,7 @@ import os
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 NAME = "manifest.json"
 
@@ -39,6 +39,14 @@ def publish(unfinished: Path, path: Path) -> None:
     sync(unfinished)
     unfinished.rename(path)
     sync(path.parent)
+
+
+def is_open(file: IO[Any], path: Path) -> bool:
+    """True where the path still leads to the open file, which another process may have removed or replaced."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError:
+        return False
 
 
 def write_text(path: Path, text: str) -> None:

@@ -73,8 +73,9 @@ def train(config: Config, observe: Any = None) -> int:
 
 def report(error: Exception, code: int) -> int:
     """One line: what is wrong before ranks talk to each other is the same on all of a node, and later may be one rank's own."""
-    place = f"[rank {os.environ['RANK']}] " if process_group_is_up() else ""
-    if place or os.environ.get("LOCAL_RANK", "0") == "0":
+    everywhere = getattr(error, "everywhere", False)
+    place = f"[rank {os.environ['RANK']}] " if process_group_is_up() and not everywhere else ""
+    if place or os.environ.get("RANK" if everywhere else "LOCAL_RANK", "0") == "0":
         print(f"error: {place}{error}", file=sys.stderr, flush=True)
     return code
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_lite.check import accepted_state, check, describe_run
+from titan_lite.checkpoint.lock import FolderTaken
 from titan_lite.checkpoint.resume import explain, git_revision, restarts_data
 from titan_lite.checkpoint.saving import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
@@ -38,6 +39,8 @@ from titan_lite.distributed.mesh import build_mesh, data_rank, sum_of_flags, sum
 from titan_lite.distributed.simple_fsdp import materialize, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.faults import signals
+from titan_lite.faults.copies import Copies
+from titan_lite.faults.folder import hold_folder
 from titan_lite.faults.restart import Restarts
 from titan_lite.faults.skipped_steps import SkippedSteps
 from titan_lite.faults.stopping import Stopping
@@ -81,6 +84,7 @@ class Trainer:
         self.checkpointer = Checkpointer(config.checkpoint, self.dump_folder, beat=lambda: self.watchdog.beat())
         if self.rank == 0 and config.checkpoint.enable:
             self.checkpointer.lock()
+            events.owned = self.checkpointer.locked.is_held
         set_flight_recorder(config.comm.trace_buf_size, self.dump_folder)
         self.watchdog = Watchdog(config.comm, self.rank, self.world_size, notes=started_last, apart=CHECKPOINT_GROUP)
         with self.watchdog.reporting(CompileError, CheckpointError):
@@ -91,6 +95,7 @@ class Trainer:
             self.validated, self.validation_due = False, config.validation.enable
             self.skipped = SkippedSteps(config.training, config.optimizer.lr, self.device)
             self.readings = Readings(self.device)
+            self.copies = Copies(config.training.compare_copies_freq, self.checkpointer.describe_newest)
             self.stopping, self.restarts = Stopping(self.device, self.describe_stop), Restarts(self.dump_folder)
             self.resume()
             self.build_metrics()
@@ -178,6 +183,9 @@ class Trainer:
         self.metrics = MetricsWriter(
             config.metrics, self.dump_folder, flatten(config), writes=self.rank == 0, first_step=self.step, total_steps=steps
         )
+        holds = (self.checkpointer.hold, functools.partial(self.metrics.hold, owned=config.checkpoint.enable))
+        write_recipe = functools.partial(save_recipe, config, self.dump_folder)
+        self.hold_folder = functools.partial(hold_folder, self.dump_folder, holds, write_recipe)
         flops, peak = flops_per_token(layout.model, layout.seq_len), peak_flops(self.device, self.dtype)
         self.throughput = Throughput(layout.tokens_until, ranks=self.world_size, flops_per_token=flops, peak_flops=peak)
         shapes = Shapes(layout.model, layout.sequences, len(self.positions), layout.degrees["tp"], self.dtype)
@@ -197,6 +205,8 @@ class Trainer:
         with self.watchdog.reporting(CompileError, CheckpointError):
             try:
                 return self.loop()
+            except FolderTaken:
+                raise
             except ConfigError:
                 for loader in self.loaders:
                     self.bad_documents.list_alone(loader.take_skipped())
@@ -208,6 +218,7 @@ class Trainer:
         self.watchdog.enter("the first step", self.compile_limit)
         if self.step < steps:
             preflight(self.loader.peek(), self.tokenizer, self.layout.model.vocab_size, self.dp_rank)
+            self.copies.check(self.step, self.state_tensors)
         else:
             logger.info(f"nothing to do: step {self.step} is done, and training.steps = {steps}; raise it to go on")
         self.throughput.start(self.step)
@@ -225,6 +236,7 @@ class Trainer:
                 self.read(now=logs or self.step == 1)
                 if self.step == 1 and not config.checkpoint.initial_load_path:
                     check_first_loss(self.last_step[1], self.layout.model.vocab_size)
+                self.copies.check_if_due(self.step, self.state_tensors)
                 if self.autotuner.just_decided:
                     self.end_compilation()
                 if logs:
@@ -337,6 +349,7 @@ class Trainer:
             sum_of_losses(sums[0], self.mesh)
             sum_over_tokens(sums[1], self.mesh)
             self.validation_loader.load_state_dict(beginning)
+            self.hold_folder()
             values = {"validation_loss": float(sums[0] / sums[1]), **self.validation_by_source.figures("validation_")}
             self.metrics.log(self.step, values)
         self.validated, self.validation_due = bool(self.autotuner.chosen), False
@@ -355,6 +368,7 @@ class Trainer:
         self.watchdog.enter(f"step {self.step}", "train_timeout_seconds")
 
     def log(self) -> None:
+        self.hold_folder()
         _, loss, grad_norm = self.last_step
         values = {
             "loss": loss,
@@ -384,6 +398,8 @@ class Trainer:
     def save(self, *, last: bool) -> None:
         self.read(now=True)
         self.observe("save", self)
+        self.hold_folder()
+        self.copies.check(self.step, self.state_tensors)
         with self.throughput.exclude(), self.watchdog.within("save", "init_timeout_seconds"):
             state = {
                 "step": self.step,

@@ -167,6 +167,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
             global_batch_ramp=(),
             seq_len=SEQ_LEN,
             steps=steps,
+            compare_copies_freq=1,
             dtype="float32",
             mixed_precision_param="float32",
             mixed_precision_reduce="float32",

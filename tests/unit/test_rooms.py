@@ -40,7 +40,7 @@ ROOMS = {
     "faults/signals": (),
     "faults/restart": ("titan_lite.logging",),
     "faults/verdict": (),
-    "metrics": (*PART, "matplotlib", "tqdm", "wandb"),
+    "metrics": (*PART, "titan_lite.manifest", "matplotlib", "tqdm", "wandb"),
     "metrics/records": ("titan_lite.config",),  # and no torch, as report
     "metrics/lines": (*PART, "titan_lite.compiler"),
     "layout": (*PART, "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler"),

@@ -20,18 +20,15 @@ Open point. A resume reads a step twice: all files are hashed, split over the ra
 """
 
 import datetime
-import errno
-import fcntl
 import json
 import os
 import re
 import shutil
-import socket
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +38,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from titan_lite import manifest
 from titan_lite.checkpoint import tensor_files
+from titan_lite.checkpoint.lock import FolderLock, FolderTaken
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.logging import logger
 from titan_lite.manifest import Damaged
@@ -54,6 +52,8 @@ LIMIT = datetime.timedelta(hours=1)  # for one phase of a save, beside which tra
 
 class CheckpointError(RuntimeError):
     """A step that could not be saved, the same on all ranks; those before it are whole."""
+
+    everywhere = True
 
 
 class Checkpointer:
@@ -71,32 +71,31 @@ class Checkpointer:
         self.failure: CheckpointError | None = None  # of the save that has ended
         self.newest = self.tried = 0  # the last step that is whole on disk, and that was to be; 0: the beginning
         self.copies: dict[str, Tensor] = {}  # in pinned memory, used for every save
-        self.locked: IO[str] | None = None
+        self.locked = FolderLock(self.folder, self.key)
 
     def lock(self) -> None:
         """For rank 0, before there is a process group: no other run writes here, until this process ends. Raises ConfigError."""
+        if self.locked.take():
+            self._remove_leftovers()
+
+    def hold(self) -> bool:
+        """True on rank 0 where the folder was removed while the run goes on, and had to be made and locked again.
+
+        Raises FolderTaken where another run has it since.
+        """
+        if not self.config.enable:
+            return False
+        again, error = False, ""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.locked = (self.folder / "lock").open("a+", encoding="utf-8")
-        except OSError as error:
-            works = "a folder that can be written would work, or checkpoint.enable = false"
-            raise ConfigError(f"{self.key}: {error.filename}: {error.strerror}; {works}") from None
-        try:
-            # POSIX's lock and not BSD's, which a data loader's process would inherit and hold after this one was killed.
-            fcntl.lockf(self.locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                logger.warning(f"{self.folder} has no locks ({error.strerror}): a second run that writes there is not noticed")
-                return
-            self.locked.seek(0)
-            holder = self.locked.read().strip() or "another process"
-            works = "end that run, or name another job.dump_folder"
-            raise ConfigError(f"{self.key}: {self.folder} is in use by {holder}; {works}") from None
-        with suppress(OSError):  # on a full disk a second run is refused all the same, and told less of this one
-            self.locked.truncate(0)
-            self.locked.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            self.locked.flush()
-        self._remove_leftovers()
+            again = self.locked.hold()
+        except ConfigError as wrong:
+            error = str(wrong)
+        found = _most(2 if error else int(again))
+        if found == 2:
+            raise FolderTaken(next(filter(None, gather_objects(error))))
+        if found:
+            self.newest = max(self.present(), default=0)
+        return again
 
     # What there is to load
 
@@ -267,11 +266,8 @@ class Checkpointer:
 
     def poll(self) -> None:
         """At every step's end: what became of a save in the background, once all ranks are through with it; as `save` raises."""
-        if self.saving is not None:
-            done = torch.tensor(not self.saving.is_alive(), device="cuda" if dist.get_backend() == "nccl" else "cpu").int()
-            dist.all_reduce(done, dist.ReduceOp.MIN)
-            if done:
-                self.wait()
+        if self.saving is not None and not _most(int(self.saving.is_alive())):
+            self.wait()
 
     def before_exit(self, step: int) -> str:
         """The part of a sentence that says what a run does about this step before it exits; empty: nothing is left to do."""
@@ -280,6 +276,15 @@ class Checkpointer:
         if step == self.newest:
             return ""
         return "saving, then " if step != self.tried or self.saving else f"the newest step on disk is {self.newest}; "
+
+    def describe_newest(self) -> str:
+        """For an error that ends the run: from where it goes on when it is started again. Waits for a save in flight."""
+        if not self.config.enable:
+            return "checkpoint.enable = false, so there is no step to go on from"
+        with suppress(CheckpointError):
+            self.wait()
+        where = f"goes on from {self.path_of(self.newest)}" if self.newest else "begins again, as there is no step"
+        return f"started again, by hand or by the launcher, the run {where}"
 
     def wait(self) -> None:
         """Until no save is in flight; raises as `save` does."""
@@ -329,7 +334,12 @@ class Checkpointer:
         files: dict[str, dict[str, Any]] = {}
         needed = sum(self._gather(sum(map(tensor_files.share, tensors.values()))))
 
+        def check_lock() -> None:
+            if not self.locked.is_held():
+                raise CheckpointError("the folder was removed, or replaced, in the middle of the save")
+
         def prepare() -> None:
+            check_lock()
             if os.path.lexists(path):
                 raise CheckpointError(f"{path} is there, and no step is overwritten; move it away")
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -343,6 +353,7 @@ class Checkpointer:
             return {path.name: manifest.digest(path, self.beat) for path in unfinished.glob(f"__{rank}_*")}
 
         def finish() -> None:
+            check_lock()
             manifest.write_text(unfinished / "state.json", json.dumps(state, indent=1) + "\n")
             files.update({name: manifest.digest(unfinished / name) for name in SMALL})
             manifest.write(unfinished, step, files)
@@ -413,6 +424,13 @@ class Checkpointer:
         if errors:
             raise CheckpointError("; ".join(errors))
         return [result for result, _ in everyone]
+
+
+def _most(number: int) -> int:
+    """The largest over all ranks."""
+    most = torch.tensor(number, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most)
 
 
 def _reasons(error: BaseException) -> str:

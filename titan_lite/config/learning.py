@@ -80,6 +80,13 @@ class Training:
         resume=ROUNDING,
     )
     gc_freq: int = setting(50, "Python's garbage is collected every so often on all ranks together", "steps >= 1", resume=NOTHING)
+    compare_copies_freq: int = setting(
+        100,
+        "ranks with copies of a parameter or of optimizer state compare them every so often, and always at the start and before "
+        "a save; where copies differ, or a value is not finite, the run ends and nothing is saved; 0: only then",
+        "steps >= 0",
+        resume=NOTHING,
+    )
     max_nonfinite_steps: int = setting(
         10, "steps with a non-finite loss or gradient are skipped; so many in a row stop the run", "steps >= 1", resume=NOTHING
     )

@@ -71,7 +71,8 @@ class BadDocumentsLog:
     def __init__(self, data: Data, dump_folder: Path, dp_rank: int):
         self.data, self.dp_rank = data, dp_rank
         self.path = dump_folder / "bad_documents.jsonl"
-        self.policy = BadDocumentPolicy(data, self._listed())
+        self.listed = self._read()
+        self.policy = BadDocumentPolicy(data, map(_place, self.listed))
         self.bad = self.short = 0
 
     def gather(self, skipped: Sequence[SkippedDocuments]) -> dict[str, float]:
@@ -98,7 +99,7 @@ class BadDocumentsLog:
 
     def list_alone(self, skipped: SkippedDocuments) -> None:
         """List what a rank has skipped that cannot go on, and so does not meet the others again."""
-        self.policy.known.update(self._listed())
+        self.policy.known.update(map(_place, self._read()))
         self._list(skipped.bad)
 
     def summary(self) -> str:
@@ -107,10 +108,8 @@ class BadDocumentsLog:
         least = self.data.min_document_tokens
         return bad + (f", {self.short} times a document left out that is shorter than {least} tokens" if self.short else "")
 
-    def _listed(self) -> set[tuple[str, str]]:
-        if not self.path.exists():
-            return set()
-        return {(entry.get("file", ""), entry.get("place", "")) for _, entry in read_lines(self.path) if entry}
+    def _read(self) -> list[dict]:
+        return [entry for _, entry in read_lines(self.path) if entry]
 
     def _list(self, documents: Sequence[BadDocument]) -> None:
         known = self.policy.known
@@ -122,11 +121,17 @@ class BadDocumentsLog:
             f"{_documents(len(new))} left out, {len(known)} in all; {next(iter(new.values()))}"
             + (f"; all are listed in {self.path}" if len(new) > 1 else "")
         )
+        lines = [document._asdict() for document in new.values()]
+        self.listed += lines
         try:
             with open(self.path, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(document._asdict()) + "\n" for document in new.values())
+                file.writelines(json.dumps(line) + "\n" for line in (lines if file.tell() else self.listed))  # all, if it is new
         except OSError as error:  # a list is not worth the run
             logger.warning(f"{self.path} cannot be written, and lacks these: {error.strerror}")
+
+
+def _place(entry: dict) -> tuple[str, str]:
+    return entry.get("file", ""), entry.get("place", "")
 
 
 def _documents(count: int) -> str:

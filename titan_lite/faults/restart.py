@@ -27,6 +27,7 @@ class Restarts:
         self.most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
         self.writes = self.most and os.environ.get("RANK", "0") == "0"
         self.steps: dict[str, int] = self._read() if self.attempt else {}
+        self.written = ""
 
     def check(self) -> None:
         """To be called before a process group is made: no rank writes before all have read. Raises RepeatedFault."""
@@ -58,5 +59,8 @@ class Restarts:
             self.steps[str(self.attempt)] = step
             new = self.path.with_name("restarts.json.new")
             with suppress(OSError):  # on a full disk the run can go on
-                new.write_text(json.dumps(self.steps) + "\n")
+                if self.written and self.path.exists() and self.path.read_text() != self.written:
+                    return  # it is another run's by now
+                self.written = json.dumps(self.steps) + "\n"
+                new.write_text(self.written)
                 new.replace(self.path)

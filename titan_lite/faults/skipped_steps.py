@@ -81,7 +81,8 @@ class SkippedSteps:
             raise TrainingError(
                 f"{most} steps in a row had a non-finite loss or gradient{spike} (training.max_nonfinite_steps), "
                 f"the last one step {step}; parameters are those of step {step - most}. "
-                f'A lower optimizer.lr = {self.lr} or training.mixed_precision_param = "float32" may help'
+                f'A lower optimizer.lr = {self.lr} or training.mixed_precision_param = "float32" may help',
+                everywhere=True,
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -106,7 +106,8 @@ class Watchdog:
         except Exception as error:
             cause = self._failed(error)
             if cause or isinstance(error, explained):
-                raise TrainingError(cause or str(error)) from error
+                alike = not cause and getattr(error, "everywhere", False)
+                raise TrainingError(cause or str(error), everywhere=alike) from error
             raise
         finally:
             self.rest()

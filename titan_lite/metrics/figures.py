@@ -33,7 +33,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ import torch
 
 from titan_lite.config import Metrics
 from titan_lite.logging import console, logger
+from titan_lite.manifest import is_open
 from titan_lite.metrics.records import read_metrics
 
 COLOURS = {"loss": "\033[32m", "grad_norm": "\033[34m", "tps": "\033[36m", "mfu": "\033[35m"}
@@ -75,28 +76,64 @@ class MetricsWriter:
         first_step: int,
         total_steps: int,
     ):
-        self.dump_folder, self.writes = dump_folder, writes
+        self.config, self.dump_folder, self.path, self.writes = config, dump_folder, dump_folder / "metrics.jsonl", writes
         self.start, self.lost = time.perf_counter(), False
         self.colour = not os.environ.get("NO_COLOR") and sys.stdout.isatty()
         self.bar = self.tensorboard = self.wandb = None
         if not writes:
             return
-        path = dump_folder / "metrics.jsonl"
-        before = path.read_bytes() if path.exists() else b""
-        self.file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the run
-        if before:
-            # A run that was killed may leave half a line.
-            self._write({"resumed_from": first_step}, "" if before.endswith(b"\n") else "\n")
-        plain = json.loads(json.dumps(recipe, default=dataclasses.asdict))  # sources of documents are dataclasses
+        self.recipe = json.loads(json.dumps(recipe, default=dataclasses.asdict))  # sources of documents are dataclasses
+        resumes = self._open()
+        if resumes:
+            self._write({"resumed_from": first_step})
         if config.enable_tensorboard:
-            self.tensorboard = start_tensorboard(dump_folder / "tb", plain, first_step + 1 if before else None)
+            self.tensorboard = start_tensorboard(dump_folder / "tb", self.recipe, first_step + 1 if resumes else None)
         if config.enable_wandb:
-            self.wandb = start_wandb(dump_folder, plain)
+            self.wandb = start_wandb(dump_folder, self.recipe)
         if self.colour:
             from tqdm import tqdm
 
             self.bar = tqdm(file=sys.stdout, total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, leave=False)
             console.around = self.bar.external_write_mode
+
+    def _open(self) -> bool:
+        """Open the file, to append to it; True where it has lines."""
+        before = self.path.read_bytes() if self.path.exists() else b""
+        self.file = open(self.path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the run
+        self.watched = is_open(self.file, self.path)  # False on a file system that gives one file several numbers
+        if before and not before.endswith(b"\n"):  # a run that was killed may leave half a line
+            self._put("\n")
+        return bool(before)
+
+    def hold(self, *, owned: bool) -> bool:
+        """True where metrics.jsonl or tb/ was removed or replaced while the run goes on, and had to be made or opened again.
+
+        owned: no other run writes to the folder, so another file in the place of this run's may be written to.
+        """
+        if not self.writes:
+            return False
+        there = is_open(self.file, self.path) if self.watched else self.path.exists()
+        board = (self.dump_folder / "tb").is_dir() or not self.config.enable_tensorboard
+        if there and board:
+            return False
+        if not there and self.path.exists() and not owned:
+            self._lose(f"another {self.path.name} is there than this run has opened")
+            return False
+        try:
+            self.dump_folder.mkdir(parents=True, exist_ok=True)
+            if not there:
+                self._open()
+            if not board:
+                if self.tensorboard is not None:
+                    with suppress(OSError):  # of what it has not written yet
+                        self.tensorboard.close()
+                self.tensorboard = start_tensorboard(self.dump_folder / "tb", self.recipe, None)
+            if self.wandb is not None:  # by which a resumed run is the same one
+                (self.dump_folder / "wandb_id").write_text(self.wandb.id, encoding="utf-8")
+        except OSError as error:
+            self._lose(f"{self.dump_folder} cannot be written: {error}")
+            return False
+        return True
 
     def advance(self) -> None:
         """One more step is done."""
@@ -122,8 +159,9 @@ class MetricsWriter:
             try:
                 for name, value in values.items():
                     self.tensorboard.add_scalar(name, value, step)
+                self.tensorboard.flush()
             except OSError as error:
-                self._lose(error)
+                self._lose(f"{self.dump_folder} cannot be written: {error}")
                 self.tensorboard = None
         if self.wandb is not None:
             self.wandb.log({"step": step, **values})
@@ -140,18 +178,21 @@ class MetricsWriter:
             if self.writes:
                 self.file.close()
         except OSError as error:
-            self._lose(error)
+            self._lose(f"{self.dump_folder} cannot be written: {error}")
 
-    def _write(self, entry: Mapping[str, object], before: str = "") -> None:
+    def _write(self, entry: Mapping[str, object]) -> None:
+        self._put(json.dumps(entry) + "\n")
+
+    def _put(self, text: str) -> None:
         try:
-            self.file.write(before + json.dumps(entry) + "\n")
+            self.file.write(text)
         except OSError as error:
-            self._lose(error)
+            self._lose(f"{self.dump_folder} cannot be written: {error}")
 
-    def _lose(self, error: Exception) -> None:
+    def _lose(self, why: str) -> None:
         """No figure is worth the run; that some are lost is said once."""
         if not self.lost:
-            logger.warning(f"METRICS ARE LOST, the run goes on: {self.dump_folder} cannot be written: {error}")
+            logger.warning(f"METRICS ARE LOST, the run goes on: {why}")
         self.lost = True
 
 
@@ -160,7 +201,8 @@ def start_tensorboard(folder: Path, recipe: Mapping[str, Any], purge_step: int |
     from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
     from torch.utils.tensorboard.summary import hparams
 
-    writer: Any = SummaryWriter(str(folder), purge_step=purge_step)
+    # The writer's thread does not flush, as an error there would be a traceback on the terminal; `log` does.
+    writer: Any = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10**6)
     lines = [f"    {key} = {json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()]  # code, to Markdown
     writer.add_text("recipe", "\n".join(lines), (purge_step or 1) - 1)
     chosen = {  # of which lists are no values there

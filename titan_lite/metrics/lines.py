@@ -20,8 +20,11 @@ def show_receipts(receipts: Sequence[Receipt], tried: Sequence[str], folder: Pat
         return
     for line in (*tried, *describe(receipts)):
         logger.info(line)
-    write_receipts(receipts, folder)
-    write_timelines(receipts, folder)
+    try:
+        write_receipts(receipts, folder)
+        write_timelines(receipts, folder)
+    except OSError as error:  # no picture is worth the run
+        logger.warning(f"no compile.json or timeline: {error.filename}: {error.strerror}")
 
 
 def end_lines(

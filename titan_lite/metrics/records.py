@@ -48,8 +48,15 @@ def as_written(path: Path) -> Iterator[None]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
-    """(number, object) of each line that is not empty; None for a line that is not an object, as a kill may leave one."""
-    with path.open(encoding="utf-8", errors="replace") as file:
+    """(number, object) of each line that is not empty; None for a line that is not an object, as a kill may leave one.
+
+    A file that is not there has none.
+    """
+    try:
+        file = path.open(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return
+    with file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -41,7 +42,8 @@ class PlanVsActual:
     def start(self) -> None:
         """Once config.toml is in the folder; called by all ranks, the first one plans. On a CPU it would take the run's cores."""
         if self.wanted and self.device.type == "cuda" and dist.get_rank() == 0:
-            self._plan(self.machine or find_machine("", self.device))
+            with suppress(OSError):  # of which `close` tells, if it is still so
+                self._plan(self.machine or find_machine("", self.device))
 
     def _plan(self, machine: Machine | None) -> None:
         if machine is None:
@@ -58,6 +60,12 @@ class PlanVsActual:
 
     def close(self, peak: float) -> list[str]:
         """All ranks together, after the last step. peak: GiB, of this rank's device. The lines are the first rank's."""
+        try:
+            return self._close(peak)
+        except OSError as error:  # of the first rank's files, once all ranks are through
+            return [f"no plan to compare with: {error.filename}: {error.strerror}"]
+
+    def _close(self, peak: float) -> list[str]:
         if not self.wanted:
             why = 'no plan to compare with: on CPUs only with metrics.compare_plan = "always", which takes a quarter of a minute'
             return [why] if self.mode == "auto" else []
@@ -97,7 +105,8 @@ class PlanVsActual:
         return self.compare(record)
 
     def compare(self, record: dict) -> list[str]:
-        assert self.planning is not None
+        if self.planning is None:
+            return ["no plan to compare with: its process could not be started"]
         started = time.perf_counter()
         try:
             _, errors = self.planning.communicate(timeout=LONGEST)

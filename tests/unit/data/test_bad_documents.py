@@ -76,3 +76,12 @@ def test_a_bad_document_is_an_error_or_skipped_up_to_a_number_of_different_ones(
         ConfigError, match=r"data.max_bad_documents = 3: there are 4, the last one a.jsonl, line 4: empty; a higher"
     ):
         policy.skip(bad(4))
+
+
+def test_a_list_that_is_removed_in_mid_run_is_written_again_as_a_whole(tmp_path, others):
+    BadDocumentsLog(SKIP, tmp_path, dp_rank=0).gather([SkippedDocuments([bad(1)])])
+    documents = BadDocumentsLog(SKIP, tmp_path, dp_rank=0)  # a run that goes on
+    documents.gather([SkippedDocuments([bad(2)])])
+    (tmp_path / "bad_documents.jsonl").unlink()
+    assert documents.gather([SkippedDocuments([bad(3)])])["bad_documents"] == 3
+    assert listed(tmp_path) == [bad(1), bad(2), bad(3)]

@@ -4,7 +4,7 @@ import json
 
 from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.timeline import Timeline
-from titan_lite.metrics.lines import end_lines
+from titan_lite.metrics.lines import end_lines, show_receipts
 
 
 def test_the_end_is_told_in_figures_of_the_whole_run(tmp_path):
@@ -39,3 +39,17 @@ def test_the_end_is_told_in_figures_of_the_whole_run(tmp_path):
     assert end_lines(tmp_path, "stopped", step=1, tokens=9, skipped=0, receipts=alone, steps_on_disk=()) == told
     (tmp_path / "metrics.jsonl").write_text("")
     assert len(end_lines(tmp_path, "done", step=0, tokens=0, skipped=0, receipts=[], steps_on_disk=())) == 3
+
+
+def test_the_end_of_a_run_whose_folder_is_gone_is_told_without_figures(tmp_path):
+    told = end_lines(tmp_path / "gone", "done", step=3, tokens=9, skipped=0, receipts=[], steps_on_disk=())
+    assert told[:2] == ["done: step 3, 9 tokens, 0 steps skipped", "checkpoints: none"]
+
+
+def test_receipts_that_cannot_be_written_cost_a_warning_and_not_the_run(tmp_path, caplog):
+    receipts = [Receipt("forward", {}, (), 0, "", Timeline("forward", (), 0.4, 0.3, 0.2, 0.1, 0.0, 0))]
+    show_receipts(receipts, [], tmp_path / "gone")
+    path = tmp_path / "gone/compile.json"
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"no compile.json or timeline: {path}: No such file or directory"
+    ]

@@ -118,6 +118,16 @@ def test_a_plan_that_does_not_come_is_not_waited_for(tmp_path, monkeypatch):
     assert compared.planning.wait(10) != 0
 
 
+def test_a_folder_that_is_gone_is_told_in_a_line(tmp_path, monkeypatch):
+    def gone(peak):
+        return (tmp_path / "gone/measured.json").write_text("")
+
+    compared = PlanVsActual("always", tmp_path / "gone", CPU, None, SHAPES)
+    monkeypatch.setattr(compared, "_close", gone)
+    assert compared.close(1.0) == [f"no plan to compare with: {tmp_path}/gone/measured.json: No such file or directory"]
+    assert compared.compare(RECORD) == ["no plan to compare with: its process could not be started"]
+
+
 @pytest.mark.slow
 def test_a_run_is_held_against_its_plan_and_calibrates_a_profile(tmp_path):
     overrides = ["--training.steps=6", "--training.seq_len=64", "--metrics.log_freq=1", "--no-validation.enable"]

@@ -1,0 +1,128 @@
+"""Copies that part, and values that are not finite, end a run before they are saved: one line names rank and parameter."""
+
+import io
+import math
+import re
+from contextlib import redirect_stderr, redirect_stdout
+
+import pytest
+import torch
+from commands import train
+from ranks import run_ranks
+from tiny import AOT_EAGER, DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, every, steps
+
+from titan_lite.train import main
+
+OPTIONS = [*SMALL, *steps(6), *every(2), *NO_VALIDATION, *NO_WORKERS, "--training.global_batch_size=8"]
+OPTIONS += ["--training.compare_copies_freq=0"]
+PURE_DDP = ["--parallelism.data_parallel_replicate_degree=2"]
+TENSOR = ["--parallelism.tensor_parallel_degree=2"]
+
+
+def noise(trainer):
+    generator = torch.Generator().manual_seed(0)
+    for parameter in trainer.parameters.values():
+        rows = parameter.to_local()
+        rows *= 1 + 0.05 * torch.randn(rows.shape, generator=generator)
+
+
+def a_bit_of_a_norm(trainer):
+    trainer.parameters["layers.1.ffn_norm.weight"].to_local().view(torch.int32)[-1] ^= 1
+
+
+def a_moment(trainer):
+    trainer.optimizer.state[trainer.parameters["output.weight"]]["exp_avg_sq"].to_local()[0, 0] += 1e-12
+
+
+def a_counter(trainer):
+    trainer.optimizer.state[trainer.parameters["norm.weight"]]["step"].sub_(1)
+
+
+def an_unused_row(trainer):
+    trainer.parameters["tok_embeddings.weight"].to_local()[-1, 3] = math.nan
+
+
+def broken(folder, options, fault, rank=1, at=3):
+    """Train, where something happens to one rank after a step. (exit code, lines of errors, losses logged)."""
+
+    def observe(moment, trainer):
+        if moment == "step" and trainer.step == at and trainer.rank == rank:
+            with torch.no_grad():
+                fault(trainer)
+
+    out, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(errors):
+        code = main([str(DEBUG), "--job.dump_folder", str(folder), *options], observe=observe)
+    return code, re.findall(r"^error: .*|^Traceback.*", errors.getvalue(), re.M), re.findall(r"step +(\d+)  loss", out.getvalue())
+
+
+def refused(ranks, folder, *arguments):
+    """The line that a run ends with, which is told once; only step-2 is on disk."""
+    found = run_ranks(ranks, broken, folder, *arguments, init=False)
+    assert [code for code, _, _ in found] == [1] * ranks
+    (line,) = [line for _, lines, _ in found for line in lines]
+    assert sorted(path.name for path in (folder / "checkpoint").iterdir()) == ["lock", "step-2"]
+    assert f"so nothing was saved at this step; started again, by hand or by the launcher, the run goes on from {folder}" in line
+    return re.sub(r" \([\w.-]+\)", "", line), found[0][2]
+
+
+def test_a_rank_with_other_weights_is_told_before_the_save_and_the_run_goes_on_from_the_step_before(tmp_path):
+    line, logged = refused(2, tmp_path, [*OPTIONS, *PURE_DDP], noise)
+    assert re.match(r"error: step 4: ranks 0 and 1 hold different copies of tok_embeddings.weight and \d+ others, and ", line)
+    assert line.endswith("checkpoint/step-2")
+    assert logged == ["1", "2", "3", "4"]
+    again = train(2, DEBUG, tmp_path, *OPTIONS, *PURE_DDP)
+    assert again.returncode == 0
+    assert "resumed from" in again.stdout
+
+
+def test_a_bit_of_a_norm_under_tensor_parallelism_is_seen_every_so_many_steps(tmp_path):
+    line, logged = refused(2, tmp_path, [*OPTIONS, *TENSOR, "--training.compare_copies_freq=3"], a_bit_of_a_norm)
+    assert line.startswith("error: step 3: ranks 0 and 1 hold different copies of layers.1.ffn_norm.weight, and which is right")
+    assert logged == ["1", "2"]
+
+
+def test_a_row_that_no_token_uses_is_seen_when_it_is_not_finite(tmp_path):
+    line, _ = refused(2, tmp_path, [*OPTIONS, "--checkpoint.async_mode=async"], an_unused_row)
+    assert line.startswith("error: step 4: tok_embeddings.weight is not finite on rank 1; so nothing was saved")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (noise, r"ranks 1 and 3 hold different copies of tok_embeddings.weight and \d+ others"),
+        (a_moment, r"ranks 1 and 3 hold different copies of output.weight and 1 other"),  # the weight follows
+        (a_counter, r"rank 3 differs from the other copies of norm.weight and 1 other"),  # all four have the counter
+    ],
+)
+def test_of_sharded_copies_the_ranks_with_the_same_shard_are_named(fault, words, tmp_path):
+    line, _ = refused(4, tmp_path, [*OPTIONS, *PURE_DDP], fault, 3)
+    assert re.match(f"error: step 4: {words}", line)
+
+
+@pytest.mark.slow
+def test_of_four_copies_of_a_norm_the_one_that_is_alone_is_named(tmp_path):
+    line, _ = refused(4, tmp_path, [*OPTIONS, *PURE_DDP, *TENSOR], a_bit_of_a_norm, 2)
+    assert line.startswith("error: step 4: rank 2 differs from the other copies of layers.1.ffn_norm.weight")
+
+
+DEGREES = {
+    "ddp": PURE_DDP,
+    "tp": TENSOR,
+    "hsdp": PURE_DDP,
+    "ddp-tp": [*PURE_DDP, *TENSOR],
+    "ddp-cp": [*PURE_DDP, "--parallelism.context_parallel_degree=2"],
+    "tp-cp": [*TENSOR, "--parallelism.context_parallel_degree=2"],
+    "ddp-pp": [*PURE_DDP, "--parallelism.pipeline_parallel_degree=2"],
+    "tp-zbv": [*TENSOR, "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [[], AOT_EAGER], ids=["eager", "aot_eager"])
+@pytest.mark.parametrize("layout", DEGREES)
+def test_copies_are_equal_to_the_bit_on_every_layout(layout, way, tmp_path):
+    ranks = 2 if layout in ("ddp", "tp") else 4
+    options = ["--training.compare_copies_freq=1", "--no-checkpoint.enable", "--training.global_batch_size=16", *way]
+    assert train(ranks, DEBUG, tmp_path, *OPTIONS, *options, *steps(3), *DEGREES[layout]).returncode == 0
