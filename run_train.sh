@@ -21,15 +21,20 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 source "$root/scripts/setup.sh"
+trap 'exit 75' TERM USR1 INT # until the launcher listens: nothing has been started
 
 wrong_usage() {
     echo "error: $*" >&2
     exit 2
 }
 
+titan_lite_recipe() { # PYTHON ARGUMENT...
+    PYTHONSAFEPATH=1 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$1" -m titan_lite.recipe "${@:2}" || exit $?
+}
+
 # A wrong recipe or option ends here: one line, before anything is installed or started.
 check_recipe() { # PYTHON ARGUMENT...
-    PYTHONSAFEPATH=1 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$1" -m titan_lite.recipe "$recipe" "${@:2}" || exit $?
+    titan_lite_recipe "$1" "$recipe" "${@:2}"
     local argument
     for argument in "${@:2}"; do
         case $argument in
@@ -57,6 +62,7 @@ nodes=${NNODES:-1} restarts=${MAX_RESTARTS:-0} rendezvous=()
 
 [[ ${NGPU:-1} =~ ^[1-9][0-9]*$ ]] || wrong_usage "NGPU=$NGPU: expected the number of processes, at least 1, such as NGPU=2"
 [[ $nodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] || wrong_usage "NNODES=$nodes: expected the number of nodes, such as NNODES=2"
+[[ ${NODE_RANK:-0} =~ ^[0-9]+$ ]] || wrong_usage "NODE_RANK=$NODE_RANK: expected 0 on one node, and such as 1 on another"
 [[ $restarts =~ ^[0-9]+$ ]] || wrong_usage "MAX_RESTARTS=$restarts: expected a number, such as MAX_RESTARTS=0"
 if [[ $nodes != 1 ]]; then
     [[ -n ${RDZV_ENDPOINT:-} ]] || wrong_usage "NNODES=$nodes needs RDZV_ENDPOINT=HOST:PORT of a node, such as node0:29500"
@@ -97,7 +103,15 @@ if [[ -n $explain ]]; then
     exec "$python" -m titan_lite.train "$recipe" "$@"
 fi
 
+# What the number of ranks decides, where it is known, is told before they are started.
+[[ $nodes == *:* ]] || titan_lite_recipe "$python" --world-size $((nodes * processes)) "$recipe" "$@"
+say "starting $processes $( ((gpus > 0)) && echo GPU || echo CPU) process$( ((processes == 1)) || echo es): $recipe"
+
+# A signal that comes while Python starts waits for the launcher, where `env` knows how (coreutils 8.31).
+waiting=(env --block-signal=TERM,USR1,INT)
+"${waiting[@]}" true 2>/dev/null || waiting=()
+
 # exec: an interrupt or a scheduler's signal reaches the launcher itself. Port 0 is a free one.
-exec "$python" -m titan_lite.launch --nnodes "$nodes" --nproc-per-node "$processes" --max-restarts "$restarts" \
+exec ${waiting[@]+"${waiting[@]}"} "$python" -m titan_lite.launch --nnodes "$nodes" --nproc-per-node "$processes" --max-restarts "$restarts" \
     --rdzv-backend c10d --rdzv-endpoint "${RDZV_ENDPOINT:-localhost:0}" --rdzv-id "${RDZV_ID:-titan_lite}" \
     ${rendezvous[@]+"${rendezvous[@]}"} -m titan_lite.train "$recipe" "$@"

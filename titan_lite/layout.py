@@ -5,7 +5,8 @@
     layout.microbatches          # of one optimizer step: local batches x microbatches of the pipeline
     layout.tokens                # of one optimizer step, over all ranks
 
-The trainer, the planner, the start lines, the checkpoint's state and verify read these values; nobody derives one again.
+The trainer, the planner, the start lines, the checkpoint's state and verify read these values; nobody derives one again. torch is
+imported only where a check builds the model or reads a machine's profile: most of what is wrong is told in a tenth of a second.
 """
 
 import dataclasses
@@ -14,16 +15,15 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
-from titan_lite.compiler.autotune import check_steps
-from titan_lite.compiler.fqns import parameters_within
-from titan_lite.compiler.hardware import PROFILES, load_machine, profile_of
 from titan_lite.config import Config, ConfigError, gradient_accumulation_steps
-from titan_lite.distributed.mesh import check_context_parallel, check_tensor_parallel, resolve_degrees
-from titan_lite.distributed.pipeline_plan import PipelinePlan, plan_pipeline
-from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
+from titan_lite.distributed.degrees import check_context_parallel, check_tensor_parallel, resolve_degrees
+from titan_lite.distributed.pipeline_plan import PipelinePlan, module_fqns, plan_pipeline
+from titan_lite.models.shapes import FLAVORS, ModelConfig
+
+if TYPE_CHECKING:
+    from titan_lite.models.llama3 import Transformer
 
 
 @dataclass(frozen=True)
@@ -135,17 +135,27 @@ def flavor_of(name: str) -> ModelConfig:
 
 def _check_names(key: str, names: Sequence[str], flavor: str, model: ModelConfig) -> None:
     """Raises ConfigError for a name in which the model, all pipeline stages together, has no parameter."""
-    meta = _on_meta_device(model)
     for name in names:
-        if not parameters_within(meta, [name]):
+        if name not in module_fqns(model.n_layers) and not _parameters_within(model, [name]):
             raise ConfigError(
                 f'{key} = [{", ".join(names)}]: "{name}" has no parameter in flavor {flavor}; '
                 f"tok_embeddings, layers.0 to layers.{model.n_layers - 1}, norm and output have, and modules within"
             )
 
 
+def _parameters_within(model: ModelConfig, names: Sequence[str]) -> tuple[str, ...]:
+    """FQNs of the parameters of these modules."""
+    from titan_lite.compiler.fqns import parameters_within
+
+    return parameters_within(_on_meta_device(model), names)
+
+
 @functools.cache
-def _on_meta_device(model: ModelConfig) -> Transformer:
+def _on_meta_device(model: ModelConfig) -> "Transformer":
+    import torch
+
+    from titan_lite.models.llama3 import Transformer
+
     with torch.device("meta"):
         return Transformer(dataclasses.replace(model, max_seq_len=1))
 
@@ -154,6 +164,8 @@ def _check_schedule(config: Config, layout: Layout) -> None:
     """Raises ConfigError where the compile stage could not bucket as the recipe says."""
     stage = config.compile
     if stage.machine:
+        from titan_lite.compiler.hardware import load_machine
+
         load_machine(stage.machine)
     if not stage.compiles("model"):
         return
@@ -163,22 +175,17 @@ def _check_schedule(config: Config, layout: Layout) -> None:
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
             raise ConfigError(f'compile.buckets: "{twice[0]}" stands in it twice; a parameter has one bucket')
-        meta = _on_meta_device(layout.model)
-        if all(len(parameters_within(meta, bucket.split())) < 2 for bucket in stage.buckets):
+        if all(len(_parameters_within(layout.model, bucket.split())) < 2 for bucket in stage.buckets):
             raise ConfigError(
                 f"compile.buckets = [{', '.join(stage.buckets)}]: none has two parameters, so nothing would be merged; "
                 '"layers.0 layers.1" would work, or compile.bucketing = "none"'
-            )
-    if stage.bucketing in ("greedy", "auto", "measured") and not stage.machine and torch.cuda.is_available():
-        device = torch.cuda.get_device_name()
-        if profile_of(device) is None:
-            raise ConfigError(
-                f'compile.bucketing = "{stage.bucketing}" prices collectives, and "{device}" is not known: compile.machine = '
-                f'{", ".join(PROFILES)} or a .toml file, or bucketing = "block" would work'
             )
     if stage.bucketing not in ("none", "block") and layout.gathers_once:
         raise ConfigError(
             f'compile.bucketing = "{stage.bucketing}" has nothing to bucket: parallelism.fsdp_communication = "step" gathers '
             f'once for {layout.microbatches} microbatches; fsdp_communication = "microbatch" or bucketing = "block" would work'
         )
-    check_steps(stage, done=0, steps=config.training.steps)
+    if stage.bucketing == "measured":
+        from titan_lite.compiler.autotune import check_steps
+
+        check_steps(stage, done=0, steps=config.training.steps)

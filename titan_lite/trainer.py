@@ -38,6 +38,7 @@ from titan_lite.distributed.mesh import build_mesh, data_rank, sum_of_flags, sum
 from titan_lite.distributed.simple_fsdp import materialize, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.faults import signals
+from titan_lite.faults.meeting import meet
 from titan_lite.faults.restart import Restarts
 from titan_lite.faults.skipped_steps import SkippedSteps
 from titan_lite.faults.stopping import Stopping
@@ -98,6 +99,7 @@ class Trainer:
         self.watchdog.enter("start", "init_timeout_seconds")
         self.observe("start", self)
         self.device = init_device(config.debug)
+        meet(config.comm.init_timeout_seconds + PATIENCE)
         # A pipeline's sends and receives would wait for each other on a communicator that is made at once.
         init_process_group(self.device, config.comm.init_timeout_seconds + PATIENCE, connect=degrees["pp"] == 1)
         self.mesh = build_mesh(degrees, self.device.type)
