@@ -95,7 +95,6 @@ if [[ -z ${OMP_NUM_THREADS:-} ]]; then # the processes of a node share its cores
     cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
     export OMP_NUM_THREADS=$((cores > processes ? cores / processes : 1))
 fi
-export LOG_RANK=${LOG_RANK:-0}
 
 # What a run would load is said by one process, in the place of all.
 if [[ -n $explain ]]; then
@@ -106,6 +105,14 @@ fi
 # What the number of ranks decides, where it is known, is told before they are started.
 [[ $nodes == *:* ]] || titan_lite_recipe "$python" --world-size $((nodes * processes)) "$recipe" "$@"
 say "starting $processes $( ((gpus > 0)) && echo GPU || echo CPU) process$( ((processes == 1)) || echo es): $recipe"
+
+# What a run that stops names to go on: this command.
+again=
+for name in NGPU CONFIG_FILE LOG_RANK NNODES NODE_RANK RDZV_ENDPOINT LOCAL_ADDR RDZV_ID MAX_RESTARTS; do
+    [[ -z ${!name:-} ]] || again+="$name=$(printf %q "${!name}") "
+done
+again+=$(printf '%q ' "$0" "$@")
+export TITAN_LITE_COMMAND=${again% } LOG_RANK=${LOG_RANK:-0}
 
 # A signal that comes while Python starts waits for the launcher, where `env` knows how (coreutils 8.31).
 waiting=(env --block-signal=TERM,USR1,INT)

@@ -21,7 +21,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from titan_lite.faults.signals import FAILED, REPEATED, STOPPED, STOPPING, WRONG_INPUT, announce, settle, tell
+from titan_lite.faults.signals import FAILED, NOTHING, REPEATED, STOPPED, STOPPING, WRONG_INPUT, announce, end_with, settle, tell
 
 ANSWER = 20  # seconds for another node's answer, once all processes of this node have ended
 MENDED = 600  # where they can be started again when the network is back, as long as torchrun waits for nodes
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
                 if len(asked) == 2:
                     tell(f"titan_lite: {name}: already stopping")
                 if number != signal.SIGINT:
-                    signal.signal(number, signal.SIG_IGN)  # a storm would interrupt this function again and again
+                    signal.signal(number, NOTHING)
             elif self._worker_group.state == WorkerState.HEALTHY and not self.starting:
                 self.signal_processes()
             elif self._worker_group.state in (WorkerState.INIT, WorkerState.STOPPED) and not self.starting:
@@ -186,4 +186,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_with(lambda: main(sys.argv[1:]))

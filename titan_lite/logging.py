@@ -11,6 +11,7 @@
 import json
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ def log_ranks(world_size: int) -> set[int]:
     """The ranks that print. Raises ValueError where LOG_RANK is not a list of ranks that there are."""
     text = os.environ.get("LOG_RANK", "0")
     ranks = text.replace(" ", "").split(",")
-    if not all(rank.isdecimal() and int(rank) < world_size for rank in ranks):
+    if not all(re.fullmatch("[0-9]{1,9}", rank) and int(rank) < world_size for rank in ranks):
         raise ValueError(f"LOG_RANK={text}: expected ranks below {world_size}, separated by commas, such as LOG_RANK=0")
     return {int(rank) for rank in ranks}
 

@@ -8,12 +8,10 @@ step failed again after a restart; 75: stopped by a signal, and saved, to be sta
 launcher of ./run_train.sh (launch.py) keeps them.
 """
 
-import atexit
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from titan_lite import recipe
 from titan_lite.config import Config, ConfigError
@@ -107,24 +105,5 @@ def close_process_group() -> None:
     dist.destroy_process_group()
 
 
-def program(arguments: list[str], observe: Any = None) -> NoReturn:
-    """`main` as a process, which ends with its exit code."""
-    ended: list[int] = []
-    atexit.register(leave, ended)  # before torch is imported, and so after all that it wants to do at the end
-    ended.append(main(arguments, observe))
-    signals.settle()
-    sys.exit(ended[0])
-
-
-def leave(ended: list[int]) -> None:
-    """End without the interpreter's own end, where a pipe that is gone makes another exit code, and threads of a process group
-    whose ranks are gone may end the process by SIGABRT."""
-    for stream in (sys.stdout, sys.stderr) if ended else ():
-        with suppress(OSError):
-            stream.flush()
-    if ended:
-        os._exit(ended[0])
-
-
 if __name__ == "__main__":
-    program(sys.argv[1:])
+    signals.end_with(lambda: main(sys.argv[1:]))

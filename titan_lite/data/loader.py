@@ -24,22 +24,25 @@ which: so shares hold in tokens, need no state, and may change when a run goes o
 
 import bisect
 import dataclasses
+import errno
 import hashlib
 import itertools
 import os
+import shutil
 import signal
 import threading
 import time
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.stateful_dataloader import _StatefulMultiProcessingDataLoaderIter
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy, SkippedDocuments
@@ -180,6 +183,10 @@ def document_begins(tokens: torch.Tensor, bos_id: int) -> torch.Tensor:
     return torch.where(tokens == bos_id, positions, 0).cummax(dim=1).values
 
 
+class LoaderError(RuntimeError):
+    """Processes of a loader that cannot be started, or have ended; the message says why and what would work."""
+
+
 STOPPING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
 
 
@@ -264,21 +271,19 @@ class Loader:
 
     def _receive(self) -> None:
         if self._iterator is None:
-            self._dataset.given, self._dataset.places = self._given, self._places
-            with _blocking_signals(), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
-                self._iterator = iter(
-                    StatefulDataLoader(
-                        self._dataset,
-                        batch_size=None,
-                        num_workers=self._workers,
-                        prefetch_factor=self._dataset.data.prefetch if self._workers else None,
-                        generator=torch.Generator(),  # torch's own would draw from that of the training process
-                        worker_init_fn=_outlive_signals,
-                        snapshot_every_n_steps=None,  # never: each would cost a tenth of a millisecond
-                    )
-                )
-        windows, skipped = next(self._iterator)
+            try:
+                self._iterator = self._start_processes()
+            except OSError as error:
+                # of the half made one, whose end would print a traceback (torchdata 0.11)
+                _StatefulMultiProcessingDataLoaderIter._shutdown = True
+                raise LoaderError(_not_started(self._workers, error)) from error
+        try:
+            windows, skipped = next(self._iterator)
+        except (RuntimeError, OSError) as error:
+            ended = [(process.pid, process.exitcode) for process in getattr(self._iterator, "_workers", ()) if process.exitcode]
+            if not ended:
+                raise
+            raise LoaderError(_ended(*ended[0])) from error
         self._skipped.bad += skipped.bad
         self._skipped.short += skipped.short
         if isinstance(windows, ConfigError):
@@ -286,6 +291,26 @@ class Loader:
             raise windows
         for row, source, tokens, (ordinal, used) in windows:
             self._ready[row].append((np.frombuffer(tokens, dtype=np.int32), source, (ordinal, used)))
+
+    def _start_processes(self) -> Iterator[Any]:
+        self._dataset.given, self._dataset.places = self._given, self._places
+        # torch's handler raises in the middle of whatever the training process does; `next` finds out by itself
+        on_child = signal.getsignal(signal.SIGCHLD)
+        with _blocking_signals(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+            loader = StatefulDataLoader(
+                self._dataset,
+                batch_size=None,
+                num_workers=self._workers,
+                prefetch_factor=self._dataset.data.prefetch if self._workers else None,
+                generator=torch.Generator(),  # torch's own would draw from that of the training process
+                worker_init_fn=_outlive_signals,
+                snapshot_every_n_steps=None,  # never: each would cost a tenth of a millisecond
+            )
+            iterator = iter(loader)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, on_child)
+        return iterator
 
     def take_skipped(self) -> SkippedDocuments:
         """The documents skipped since this was last called, those read ahead included."""
@@ -313,6 +338,25 @@ class Loader:
             given[row], *now = state["rows"][str(row)]
             places |= {(row, source): (ordinal, used) for source, (ordinal, used) in zip(self._sources, now, strict=True)}
         self._start(given, places)
+
+
+def _not_started(workers: int, error: OSError) -> str:
+    """One line about processes that the operating system refuses. Their queues need semaphores, which are files in /dev/shm."""
+    why = error.strerror or str(error)
+    with suppress(OSError):
+        if error.errno == errno.ENOSPC:
+            disk = shutil.disk_usage("/dev/shm")
+            why += f": /dev/shm, where their semaphores are, has {disk.free >> 20} of {disk.total >> 20} MiB free"
+    works = "what fills it can be removed, in a container --shm-size raises it; data.num_workers = 0 works without"
+    return f"data.num_workers = {workers}: loader processes cannot be started: {why}; {works}"
+
+
+def _ended(pid: int, code: int) -> str:
+    """One line about a loader process that is gone, with the negative number of a signal or the exit code."""
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    why = ", as the kernel does where memory is short" if code == -signal.SIGKILL else ""
+    works = "another start goes on; smaller data.num_workers and data.prefetch need less memory, data.num_workers = 0 no process"
+    return f"loader process {pid} {how}{why}; {works}"
 
 
 def build_loader(

@@ -8,6 +8,7 @@ meet in the store that the group will be made with. Its key "verdict" is set onc
 that refuses, or by one that has received a signal, so that all ranks go on, or none.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -21,7 +22,7 @@ from titan_lite.config import ConfigError
 from titan_lite.faults import TrainingError, signals
 from titan_lite.logging import logger
 
-LINGER = 10.0  # seconds that a rank which refuses waits for the others, for whom it may host the store
+LINGER = 5.0  # seconds that a rank which is about to end waits for others to learn why
 PAUSE = 0.05  # seconds between two looks
 
 _store: Any = None  # kept until the process ends: the process group connects to it where this rank hosts it
@@ -46,32 +47,36 @@ def meet(seconds: float) -> None:
         elif time.monotonic() > deadline:
             come = store.add("arrived", 0)
             raise TrainingError(f"{come} of {world_size} ranks are ready after {seconds:g} s (comm.init_timeout_seconds)")
-        time.sleep(PAUSE)
+        time.sleep(PAUSE * max(1, world_size // 64))
     verdict = json.loads(store.get("verdict"))
     if "error" in verdict:
+        _leave_together()
         kind = ConfigError if verdict["code"] == signals.WRONG_INPUT else TrainingError
         raise kind(f"[rank {verdict['rank']}] {verdict['error']}")
     if "signal" in verdict:
-        logger.warning(f"{verdict['signal']}: stopped at the start, with nothing to save", extra={"event": "stop"})
+        if os.environ["RANK"] == "0":
+            logger.warning(f"{verdict['signal']}: stopped at the start, with nothing to save", extra={"event": "stop"})
         signals.settle()
+        _leave_together()
         sys.exit(signals.STOPPED)
 
 
 def refuse(why: str, code: int) -> None:
     """Tell the ranks that are or will be in `meet`. code: the exit code."""
-    world_size = int(os.environ["WORLD_SIZE"])
-    if _store is not None or world_size == 1:
-        return  # they have met
-    try:
-        store = _connect(LINGER)
-        _decide(error=why, rank=int(os.environ["RANK"]), code=code)
-        arrived, deadline = store.add("arrived", 1), time.monotonic() + LINGER
-        while arrived < world_size and time.monotonic() < deadline:
+    if _store is None and os.environ["WORLD_SIZE"] != "1":
+        with contextlib.suppress(dist.DistError):  # the host of the store has ended, and so will the others
+            _connect(LINGER)
+            _decide(error=why, rank=int(os.environ["RANK"]), code=code)
+            _leave_together()
+
+
+def _leave_together() -> None:
+    """Wait until all ranks have read the verdict, since one of them hosts the store, or until some seem not to come."""
+    read, deadline = _store.add("read", 1), time.monotonic() + LINGER
+    with contextlib.suppress(dist.DistError):  # the host has left
+        while read < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
             time.sleep(PAUSE)
-            arrived = store.add("arrived", 0)
-        time.sleep(4 * PAUSE)  # for the last one to read it
-    except dist.DistError:
-        return  # the host of the store has ended, and so will the others
+            read = _store.add("read", 0)
 
 
 def _connect(seconds: float) -> dist.Store:

@@ -4,6 +4,7 @@
     started()                 # from now on a signal leaves a note, and nothing else
     if received(): ...        # at the end of a step, where ranks tell each other
     settle()                  # the exit code is decided, and no signal changes it
+    end_with(main)            # the exit code of main() is that of the process
 
 SIGTERM comes from schedulers and torchrun, SIGUSR1 from Slurm as a warning (`#SBATCH --signal=USR1@120`), SIGINT from Ctrl-C. The
 death of the launcher counts as one: ranks that nobody watches would hold the folder's lock and restart nothing.
@@ -18,15 +19,18 @@ Exit codes of a run and of `launch.py`:
     75   stopped by a signal, and saved: start it again (EX_TEMPFAIL of sysexits.h)
 """
 
+import atexit
+import operator
 import os
 import select
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 FAILED, WRONG_INPUT, REPEATED, STOPPED = 1, 2, 3, 75
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -64,10 +68,35 @@ def started() -> None:
 
 
 def settle() -> None:
-    """The exit code is decided: signals are ignored, also while the interpreter ends. For the main thread."""
+    """The exit code is decided: signals change nothing. For the main thread."""
     started()
     for number in STOPPING:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, NOTHING)
+
+
+def end_with(main: Callable[[], int]) -> NoReturn:
+    """Run `main` and end the process with the code that it returns or exits with.
+
+    Without the interpreter's own end, in which signals kill again, a pipe that is gone makes another exit code, and threads of a
+    process group whose ranks are gone may end the process by SIGABRT. Called before torch is imported, it waits for what that
+    wants to do at the end.
+    """
+    ended: list[Any] = []
+    atexit.register(_leave, ended)
+    try:
+        ended.append(main())
+    except SystemExit as error:
+        ended.append(error.code)
+    settle()
+    sys.exit(ended[0])
+
+
+def _leave(ended: list[int]) -> None:
+    for stream in (sys.stdout, sys.stderr) if ended else ():
+        with suppress(OSError):
+            stream.flush()
+    if ended:
+        os._exit(ended[0])
 
 
 def received() -> str:
@@ -87,10 +116,14 @@ def announce() -> AbstractContextManager[Any]:
     return listener
 
 
+# A handler, and written in C: a storm would interrupt a Python function in itself, again and again. With SIG_IGN Python prints a
+# traceback where a signal has come a moment before.
+NOTHING = operator.is_
+
+
 def _note(number: int, frame: FrameType | None) -> None:
-    # No handler runs again, in which a storm could interrupt itself, or which is gone while the interpreter ends.
     for other in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(other, signal.SIG_IGN)
+        signal.signal(other, NOTHING)
     if number == signal.SIGINT:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # needs no Python, which may be waiting for another rank
     _received.append(signal.Signals(number).name)

@@ -33,7 +33,7 @@ class PlanVsActual:
 
     def __init__(self, mode: str, folder: Path, device: torch.device, machine: Machine | None, shapes: Shapes):
         self.folder, self.device, self.machine, self.shapes = folder, device, machine, shapes
-        self.mode, self.wanted = mode, mode == "always" or (mode == "auto" and device.type == "cuda")
+        self.wanted = mode == "always" or (mode == "auto" and device.type == "cuda")
         self.planning: subprocess.Popen | None = None
 
     def start(self) -> None:
@@ -57,8 +57,7 @@ class PlanVsActual:
     def close(self, peak: float) -> list[str]:
         """All ranks together, after the last step. peak: GiB, of this rank's device. The lines are the first rank's."""
         if not self.wanted:
-            why = 'no plan to compare with: on CPUs only with metrics.compare_plan = "always", which takes a quarter of a minute'
-            return [why] if self.mode == "auto" else []
+            return []
         on_gpu = self.device.type == "cuda"
         machine = self.machine if on_gpu and self.machine else find_machine("", self.device)
         if machine is None:

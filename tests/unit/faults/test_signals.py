@@ -47,22 +47,26 @@ def test_a_second_interrupt_ends_the_process():
 
 
 ENDING = """
-import os, sys, time
+import atexit, time
 from titan_lite.faults import signals
 
-class Slow:
-    def __del__(self, write=os.write, sleep=time.sleep):
-        write(1, b"late\\n")
-        sleep(0.5)
+def late():
+    deadline = time.monotonic() + 0.5
+    while time.monotonic() < deadline:
+        time.sleep(0.01)
+    print("late", flush=True)
 
-signals.listen()
-print("up", flush=True)
-while not signals.received():
-    time.sleep(0.01)
-sys.kept_until_late = Slow()
-signals.settle()
-print("settled", flush=True)
-sys.exit(signals.STOPPED)
+def main():
+    signals.listen()
+    print("up", flush=True)
+    while not signals.received():
+        time.sleep(0.01)
+    signals.settle()
+    print("settled", flush=True)
+    atexit.register(late)
+    return signals.STOPPED
+
+signals.end_with(main)
 """
 
 
@@ -157,3 +161,10 @@ def test_a_process_without_a_launcher_outlives_its_parent():
     time.sleep(1.5)
     os.kill(rank, signal.SIGTERM)
     assert launcher.stdout.read() == "SIGTERM\n"
+
+
+def test_a_pipe_that_is_gone_leaves_the_exit_code():
+    code = "import sys\nfrom titan_lite.faults import signals\nsignals.end_with(lambda: print('told') or signals.STOPPED)"
+    process = start(code)
+    process.stdout.close()
+    assert process.wait(60) == 75
