@@ -6,6 +6,7 @@ Launchers set those of WORLD. A process without them is alone: it gets what a la
 """
 
 import os
+import re
 import socket
 
 from titan_lite.config import ConfigError
@@ -14,6 +15,18 @@ from titan_lite.logging import log_ranks
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 WORLD = (*ALONE, "MASTER_ADDR", "MASTER_PORT")
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+
+
+def number(name: str, default: int) -> int:
+    """A variable of which only this value counts. Raises ConfigError."""
+    text = os.environ.get(name) or str(default)
+    if not _is_number(text):
+        raise ConfigError(f"environment: {name}={text}: expected a number from 0 on")
+    return int(text)
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch("[0-9]{1,9}", text) is not None
 
 
 def check_environment() -> tuple[int, int]:
@@ -31,7 +44,7 @@ def check_environment() -> tuple[int, int]:
     values: dict[str, int] = {}
     for name in (*ALONE, "MASTER_PORT", *RESTARTS):
         text = os.environ.get(name) or "0"
-        values[name] = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
+        values[name] = int(text) if _is_number(text) else -1
         if values[name] == -1:
             wrong.append(f"{name}={text}: expected a number from 0 on")
     if not wrong:

@@ -16,7 +16,7 @@ from typing import Any
 from titan_lite import recipe
 from titan_lite.config import Config, ConfigError
 from titan_lite.config.recipe import load_config
-from titan_lite.environment import check_environment
+from titan_lite.environment import check_environment, number
 from titan_lite.faults import TrainingError, signals
 from titan_lite.faults.restart import RepeatedFault, Restarts
 from titan_lite.layout import make_layout
@@ -38,11 +38,11 @@ def main(arguments: list[str], observe: Any = None) -> int:
 
 def explain(config: Config) -> int:
     """Print what a resume would load; only on the first of the processes that a launcher starts."""
-    if os.environ.get("RANK", "0") == "0":
+    if number("RANK", 0) == 0:
         from titan_lite.check import explain_resume
 
         init_logging()
-        explain_resume(config, int(os.environ.get("WORLD_SIZE", "1")))
+        explain_resume(config, number("WORLD_SIZE", 1))
     return 0
 
 

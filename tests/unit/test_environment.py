@@ -5,7 +5,7 @@ import os
 import pytest
 
 from titan_lite.config import ConfigError
-from titan_lite.environment import ALONE, WORLD, check_environment
+from titan_lite.environment import ALONE, WORLD, check_environment, number
 
 LAUNCHED = {
     "RANK": "3",
@@ -87,6 +87,14 @@ def test_a_wrong_one_is_named_with_its_value(name, value, why, environment):
     assert f"{name}={value}" in str(error.value)
     assert why in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_one_that_alone_counts(environment):
+    environment(WORLD_SIZE="8")
+    assert (number("WORLD_SIZE", 1), number("RANK", 0)) == (8, 0)
+    environment(RANK="abc")
+    with pytest.raises(ConfigError, match="RANK=abc: expected a number"):
+        number("RANK", 0)
 
 
 def test_several_are_told_together(environment):
