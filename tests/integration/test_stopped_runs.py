@@ -203,24 +203,36 @@ def ranks_of(process):
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
+def catches(process, number):
+    (caught,) = re.findall(r"SigCgt:\s+(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+    return bool(int(caught, 16) >> number - 1 & 1)
+
+
 ENDLESS = [*SMALL, *steps(100_000), *NO_VALIDATION, "--checkpoint.interval=100000"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", ["starting", "importing", "training", "saving"])
+@pytest.mark.parametrize("at", ["script", "launcher", "importing", "training", "saving"])
 def test_a_storm_of_signals_at_any_moment_ends_in_75(at, tmp_path):
     folder = tmp_path / "run"
     run = started(folder, *ENDLESS)
-    moments = {"importing": "starting on 2 ranks", "training": "step +3  loss", "saving": r"\(code 75\)"}
+    moments = {
+        "launcher": "starting 2 CPU",
+        "importing": "starting on 2 ranks",
+        "training": "step +3  loss",
+        "saving": r"\(code 75\)",
+    }
     if at == "saving":
         run.logged(2)
         run.process.send_signal(signal.SIGUSR1)
     if at in moments:
         run.until(moments[at])
+    while at == "script" and not catches(run.process, signal.SIGTERM):
+        time.sleep(0.001)
     sent = 0
     while run.process.poll() is None:
         with suppress(FileNotFoundError, ProcessLookupError):
-            for pid in (run.process.pid, *(ranks_of(run.process) if at != "starting" else ())):
+            for pid in (run.process.pid, *(ranks_of(run.process) if at in ("training", "saving") else ())):
                 for name in ("SIGTERM", "SIGUSR1"):
                     os.kill(pid, getattr(signal, name))
                     sent += 1
