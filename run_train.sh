@@ -21,15 +21,20 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 source "$root/scripts/setup.sh"
+trap 'exit 75' TERM USR1 INT # until the launcher listens: nothing has been started
 
 wrong_usage() {
     echo "error: $*" >&2
     exit 2
 }
 
+titan_lite_recipe() { # PYTHON ARGUMENT...
+    PYTHONSAFEPATH=1 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$1" -m titan_lite.recipe "${@:2}" || exit $?
+}
+
 # A wrong recipe or option ends here: one line, before anything is installed or started.
 check_recipe() { # PYTHON ARGUMENT...
-    PYTHONSAFEPATH=1 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$1" -m titan_lite.recipe "$recipe" "${@:2}" || exit $?
+    titan_lite_recipe "$1" "$recipe" "${@:2}"
     local argument
     for argument in "${@:2}"; do
         case $argument in
@@ -63,6 +68,7 @@ nodes=${NNODES:-1} restarts=${MAX_RESTARTS:-0} rendezvous=()
 
 [[ ${NGPU:-1} =~ ^[1-9][0-9]*$ ]] || wrong_usage "NGPU=$NGPU: expected the number of processes, at least 1, such as NGPU=2"
 [[ $nodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] || wrong_usage "NNODES=$nodes: expected the number of nodes, such as NNODES=2"
+[[ ${NODE_RANK:-0} =~ ^[0-9]+$ ]] || wrong_usage "NODE_RANK=$NODE_RANK: expected 0 on one node, and such as 1 on another"
 [[ $restarts =~ ^[0-9]+$ ]] || wrong_usage "MAX_RESTARTS=$restarts: expected a number, such as MAX_RESTARTS=0"
 if [[ $nodes != 1 ]]; then
     [[ -n ${RDZV_ENDPOINT:-} ]] || wrong_usage "NNODES=$nodes needs RDZV_ENDPOINT=HOST:PORT of a node, such as node0:29500"
@@ -95,7 +101,6 @@ if [[ -z ${OMP_NUM_THREADS:-} ]]; then # the processes of a node share its cores
     cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
     export OMP_NUM_THREADS=$((cores > processes ? cores / processes : 1))
 fi
-export LOG_RANK=${LOG_RANK:-0}
 # Without fixed segments less memory is lost to gaps.
 ((gpus == 0)) || [[ -n ${PYTORCH_CUDA_ALLOC_CONF:-} ]] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 
@@ -105,7 +110,23 @@ if [[ -n $explain ]]; then
     exec "$python" -m titan_lite.train "$recipe" "$@"
 fi
 
+# What the number of ranks decides, where it is known, is told before they are started.
+[[ $nodes == *:* ]] || titan_lite_recipe "$python" --world-size $((nodes * processes)) "$recipe" "$@"
+say "starting $processes $( ((gpus > 0)) && echo GPU || echo CPU) process$( ((processes == 1)) || echo es): $recipe"
+
+# What a run that stops names to go on: this command.
+again=
+for name in NGPU CONFIG_FILE LOG_RANK NNODES NODE_RANK RDZV_ENDPOINT LOCAL_ADDR RDZV_ID MAX_RESTARTS; do
+    [[ -z ${!name:-} ]] || again+="$name=$(printf %q "${!name}") "
+done
+again+=$(printf '%q ' "$0" "$@")
+export TITAN_LITE_COMMAND=${again% } LOG_RANK=${LOG_RANK:-0}
+
+# A signal that comes while Python starts waits for the launcher, where `env` knows how (coreutils 8.31).
+waiting=(env --block-signal=TERM,USR1,INT)
+"${waiting[@]}" true 2>/dev/null || waiting=()
+
 # exec: an interrupt or a scheduler's signal reaches the launcher itself. Port 0 is a free one.
-exec "$python" -m titan_lite.launch --nnodes "$nodes" --nproc-per-node "$processes" --max-restarts "$restarts" \
+exec ${waiting[@]+"${waiting[@]}"} "$python" -m titan_lite.launch --nnodes "$nodes" --nproc-per-node "$processes" --max-restarts "$restarts" \
     --rdzv-backend c10d --rdzv-endpoint "${RDZV_ENDPOINT:-localhost:0}" --rdzv-id "${RDZV_ID:-titan_lite}" \
     ${rendezvous[@]+"${rendezvous[@]}"} -m titan_lite.train "$recipe" "$@"

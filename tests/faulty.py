@@ -21,6 +21,7 @@ import sys
 import time
 
 from titan_lite.compiler import stage
+from titan_lite.faults.signals import end_with
 from titan_lite.train import main
 
 FAULT = json.loads(os.environ["FAULT"])
@@ -69,4 +70,4 @@ if __name__ == "__main__":
     here = os.environ["RANK"] == str(FAULT["rank"]) and (first or FAULT.get("every"))
     if here and FAULT["at"] == "compile":  # in the middle of which nobody looks on
         stage.min_cut_rematerialization_partition = before(stage.min_cut_rematerialization_partition)
-    sys.exit(main(sys.argv[1:], observe=observe if here else None))
+    end_with(lambda: main(sys.argv[1:], observe=observe if here else None))

@@ -18,8 +18,9 @@ from titan_lite import __version__
 from titan_lite.checkpoint.resume import Difference, compare, explain, git_revision, position, refuse
 from titan_lite.checkpoint.saving import Checkpointer
 from titan_lite.checkpoint.weights import check_fit, open_weights
+from titan_lite.compiler.hardware import PROFILES, profile_of
 from titan_lite.compiler.stage import check_backend
-from titan_lite.config import KEYS, Config, ConfigError, flatten
+from titan_lite.config import KEYS, Compile, Config, ConfigError, flatten
 from titan_lite.data.dataset import check_data, fingerprint
 from titan_lite.data.prepared import SPLITS, PreparedSource, check_prepared
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
@@ -44,6 +45,7 @@ def check(config: Config, layout: Layout) -> Tokenizer:
                 PreparedSource(part, split, seed=0)
     check_machine(config)
     check_memory(config, layout, device_memory())
+    check_prices(config.compile)
     check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
     check_writable(Path(config.job.dump_folder))
     checkpointer = Checkpointer(config.checkpoint, Path(config.job.dump_folder))
@@ -144,6 +146,17 @@ def check_memory(config: Config, layout: Layout, memory: float) -> None:
             f'parallelism.fsdp_communication = "step" needs {(steady + step) / 2**30:.0f} GiB a rank before any activation, and '
             f'a device has {memory / 2**30:.0f}; use "microbatch" or "auto"'
         )
+
+
+def check_prices(stage: Compile) -> None:
+    """Raises ConfigError where the compile stage would price collectives of a GPU that is not known."""
+    if stage.compiles("model") and stage.bucketing in ("greedy", "auto", "measured") and not stage.machine:
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        if device and profile_of(device) is None:
+            raise ConfigError(
+                f'compile.bucketing = "{stage.bucketing}" prices collectives, and "{device}" is not known: compile.machine = '
+                f'{", ".join(PROFILES)} or a .toml file, or bucketing = "block" would work'
+            )
 
 
 def check_writable(folder: Path) -> None:

@@ -171,7 +171,7 @@ def main(arguments: Sequence[str]) -> None:
     add("--tokenizer", metavar="PATH", help=where)
     add("--max-shard-size", type=float, metavar="GB", help="most that one safetensors file has (default 5)")
     options = parser.parse_args(arguments)
-    init_logging(0, 1)
+    init_logging()
     if options.max_shard_size is not None and not options.max_shard_size > 0:  # nan is neither
         raise ConfigError(f"--max-shard-size {options.max_shard_size}: expected GB above 0, such as 5")
     weights = open_weights(options.source, every_byte=True)

@@ -18,9 +18,7 @@ from titan_lite.layout import Layout
 ROWS, BOXES, IN_A_BOX, IN_THE_ONLY_BOX = 4, 4, 4, 16  # of the picture; more are left out in the middle
 
 
-def start_lines(
-    config: Config, layout: Layout, device: torch.device, *, priced: bool, sources: Sequence[str] = ()
-) -> list[str]:
+def start_lines(config: Config, layout: Layout, device: torch.device, *, priced: bool, sources: Sequence[str] = ()) -> list[str]:
     """Model, layout, batch, data and memory. priced: the compile stage knows the machine; sources: lines on a mixture's."""
     training, parallelism, degrees, plan = config.training, config.parallelism, layout.degrees, layout.pipeline
     threads = torch.get_num_threads()

@@ -184,7 +184,7 @@ def main(arguments: Sequence[str]) -> None:
     where = "in tiktoken's format, or a tokenizer.json (default: the recipe's, or the folder's)"
     add("--tokenizer", default="", metavar="FILE", help=where)
     options = parser.parse_args(arguments)
-    init_logging(0, 1, sys.stderr)  # the text alone is standard output
+    init_logging(stream=sys.stderr)  # the text alone is standard output
     for name, fits, works in (
         ("max_new_tokens", options.max_new_tokens >= 1, "1 or more"),
         ("temperature", 0 <= options.temperature < float("inf"), "0 or more"),

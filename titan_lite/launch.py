@@ -5,21 +5,23 @@
 torchrun itself dies of SIGUSR1 and leaves its processes behind, kills a run that needs more than 30 s to save after SIGTERM,
 exits with 1 whatever happened, and starts again what has stopped on purpose. Here SIGTERM, SIGUSR1 and SIGINT go to the
 processes of this node, and there is no time limit, since the sender of the signal has one. A second SIGINT kills them. Exit codes
-are those of `faults/signals.py`, and 130 after a second SIGINT; only a run that failed with 1, or was killed, is restarted.
+are those of `faults/signals.py`, and 130 after a second SIGINT; only a run that failed with 1, or was killed, is restarted. The
+processes learn of the launcher's death, also by SIGKILL, and stop saved.
 """
 
+import functools
 import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from titan_lite.faults.signals import FAILED, REPEATED, STOPPED, STOPPING, WRONG_INPUT, tell
+from titan_lite.faults.signals import FAILED, NOTHING, REPEATED, STOPPED, STOPPING, WRONG_INPUT, announce, end_with, settle, tell
 
 ANSWER = 20  # seconds for another node's answer, once all processes of this node have ended
 MENDED = 600  # where they can be started again when the network is back, as long as torchrun waits for nodes
@@ -38,7 +40,8 @@ def exit_code(codes: Iterable[int], asked: bool) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     for number in STOPPING:
-        signal.signal(number, lambda *_: sys.exit(STOPPED))  # nothing has been started
+        signal.signal(number, lambda *_: os._exit(STOPPED))  # nothing has been started
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # which ./run_train.sh blocks until here
 
     # Imports that take seconds
     from torch.distributed import run
@@ -46,6 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.launcher import api as launcher
 
     asked: list[int] = []
@@ -56,6 +60,8 @@ def main(arguments: Sequence[str]) -> int:
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
             self.starting, self.looked = False, time.monotonic()
+            nodes: Any = self._worker_group.spec.rdzv_handler
+            nodes.num_nodes_waiting = functools.partial(self.nodes_waiting, nodes.num_nodes_waiting)
             threading.Thread(target=self.watch, name="watch", daemon=True).start()
             for number in STOPPING:
                 signal.signal(number, self.pass_on)
@@ -63,13 +69,16 @@ def main(arguments: Sequence[str]) -> int:
         def pass_on(self, number: int, frame: FrameType | None) -> None:
             again, name = number in asked, signal.Signals(number).name
             asked.append(number)
-            if again and number == signal.SIGINT:
+            if again and number == signal.SIGINT and self.running():
                 for pid in self.processes():
                     with suppress(ProcessLookupError):
                         os.killpg(pid, signal.SIGKILL)  # each leads a group, with its loader
                 sys.exit(128 + number)
             if len(asked) > 1:
-                tell(f"titan_lite: {name}: already stopping")
+                if len(asked) == 2:
+                    tell(f"titan_lite: {name}: already stopping")
+                if number != signal.SIGINT:
+                    signal.signal(number, NOTHING)
             elif self._worker_group.state == WorkerState.HEALTHY and not self.starting:
                 self.signal_processes()
             elif self._worker_group.state in (WorkerState.INIT, WorkerState.STOPPED) and not self.starting:
@@ -78,12 +87,31 @@ def main(arguments: Sequence[str]) -> int:
         def processes(self) -> list[int]:
             return list(self._pcontext.pids().values()) if self._pcontext else []
 
+        def codes(self) -> list[int | None]:
+            """Exit codes of the processes, None of one that runs."""
+            handlers = self._pcontext.subprocess_handlers.values() if isinstance(self._pcontext, SubprocessContext) else ()
+            return [handler.proc.poll() for handler in handlers]
+
+        def running(self) -> bool:
+            return None in self.codes()
+
         def signal_processes(self) -> None:
             for pid in self.processes():
                 with suppress(ProcessLookupError):
                     os.kill(pid, asked[0])
             name = signal.Signals(asked[0]).name
-            tell(f"titan_lite: {name}: stopping at the end of the step; at the start that may be after compiling")
+            tell(f"titan_lite: {name}: stopping at the end of the step")
+
+        def nodes_waiting(self, ask: Callable[[], int]) -> int:
+            """As torchrun asks; but where the launcher that the nodes meet at has died, processes get the time of a save."""
+            try:
+                return ask()
+            except RendezvousError:
+                if not asked:
+                    tell("titan_lite: the launcher that the nodes meet at does not answer")
+                    asked.append(signal.SIGTERM)
+                    self.signal_processes()
+                return 0
 
         def _initialize_workers(self, worker_group: WorkerGroup) -> None:
             if asked:
@@ -114,8 +142,7 @@ def main(arguments: Sequence[str]) -> int:
             """End where torchrun would wait for another node's answer, over a cable that is cut, for a quarter of an hour."""
             while True:
                 time.sleep(1)
-                handlers = self._pcontext.subprocess_handlers.values() if isinstance(self._pcontext, SubprocessContext) else ()
-                codes = [handler.proc.poll() for handler in handlers]
+                codes = self.codes()
                 waited = time.monotonic() - self.looked
                 ended = [code for code in codes if code is not None]
                 # In the other states it waits for nodes, with a limit of its own.
@@ -148,12 +175,15 @@ def main(arguments: Sequence[str]) -> int:
         # Else all attempts share one store, where processes find addresses of the attempt before, and wait for those until the
         # time limit (torch 2.11 to 2.13; https://github.com/pytorch/pytorch/issues/135712).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    try:
-        run.run(options)
-    except ChildFailedError as error:
-        return exit_code((failure.exitcode for failure in error.failures.values()), bool(asked))
+    with announce():
+        try:
+            run.run(options)
+        except ChildFailedError as error:
+            return exit_code((failure.exitcode for failure in error.failures.values()), bool(asked))
+        finally:
+            settle()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_with(lambda: main(sys.argv[1:]))

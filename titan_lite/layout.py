@@ -6,7 +6,8 @@
     layout.tokens                # of one optimizer step, over all ranks
     layout.rows_at(step)         # sequences of that step: with training.global_batch_ramp the first steps have others
 
-The trainer, the planner, the start lines, the checkpoint's state and verify read these values; nobody derives one again.
+The trainer, the planner, the start lines, the checkpoint's state and verify read these values; nobody derives one again. torch is
+imported only where a check builds the model or reads a machine's profile: most of what is wrong is told in a tenth of a second.
 """
 
 import dataclasses
@@ -16,16 +17,15 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
-from titan_lite.compiler.autotune import check_steps
-from titan_lite.compiler.fqns import parameters_within
-from titan_lite.compiler.hardware import PROFILES, load_machine, profile_of
 from titan_lite.config import Config, ConfigError, Training, gradient_accumulation_steps
-from titan_lite.distributed.mesh import check_context_parallel, check_tensor_parallel, resolve_degrees
-from titan_lite.distributed.pipeline_plan import PipelinePlan, plan_pipeline
-from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
+from titan_lite.distributed.degrees import check_context_parallel, check_tensor_parallel, resolve_degrees
+from titan_lite.distributed.pipeline_plan import PipelinePlan, module_fqns, plan_pipeline
+from titan_lite.models.shapes import FLAVORS, ModelConfig
+
+if TYPE_CHECKING:
+    from titan_lite.models.llama3 import Transformer
 
 FILLED = 0.6  # share of a device's memory that fsdp_communication = "auto" fills with all but activations
 
@@ -63,9 +63,9 @@ class Layout:
     @property
     def parameters_of_rank(self) -> float:
         """Numbers in the weights of a rank's pipeline stages, before FSDP shards them; of the rank that has most."""
-        meta, plan = _on_meta_device(self.model), self.pipeline
-        sizes = {fqn: parameter.numel() for fqn, parameter in meta.named_parameters()}
-        stages = [sum(sizes[fqn] for fqn in parameters_within(meta, modules)) for modules in plan.modules]
+        plan = self.pipeline
+        sizes = {fqn: parameter.numel() for fqn, parameter in _on_meta_device(self.model).named_parameters()}
+        stages = [sum(sizes[fqn] for fqn in _parameters_within(self.model, modules)) for modules in plan.modules]
         most = max(sum(stages[stage] for stage in plan.stages_of(rank)) for rank in range(self.degrees["pp"]))
         return most / self.degrees["tp"]
 
@@ -125,8 +125,8 @@ class Layout:
 
 def itemsizes(training: Training) -> tuple[int, int, int]:
     """Bytes of a number: as weights are held, as they are computed with, as gradients are reduced."""
-    held, computed, summed = training.dtype, training.mixed_precision_param, training.mixed_precision_reduce
-    return getattr(torch, held).itemsize, getattr(torch, computed).itemsize, getattr(torch, summed).itemsize
+    size = {"float32": 4, "bfloat16": 2}
+    return size[training.dtype], size[training.mixed_precision_param], size[training.mixed_precision_reduce]
 
 
 def make_layout(config: Config, world_size: int, model: ModelConfig | None = None, *, memory: float = math.inf) -> Layout:
@@ -172,7 +172,7 @@ def make_layout(config: Config, world_size: int, model: ModelConfig | None = Non
     )
     if microbatches > 1 and parallelism.fsdp_communication == "auto":
         buckets = config.compile.compiles("model") and config.compile.bucketing not in ("none", "block")
-        fits = layout.steady_bytes(training) + layout.step_bytes(training) <= FILLED * memory
+        fits = memory == math.inf or layout.steady_bytes(training) + layout.step_bytes(training) <= FILLED * memory
         once = fits and not buckets and parallelism.fsdp_reshard_after_forward != "always"
         layout = dataclasses.replace(layout, gathers_once=once)
     _check_names("parallelism.fsdp_keep_gathered", parallelism.fsdp_keep_gathered, config.model.flavor, layout.model)
@@ -194,17 +194,27 @@ def flavor_of(name: str) -> ModelConfig:
 
 def _check_names(key: str, names: Sequence[str], flavor: str, model: ModelConfig) -> None:
     """Raises ConfigError for a name in which the model, all pipeline stages together, has no parameter."""
-    meta = _on_meta_device(model)
     for name in names:
-        if not parameters_within(meta, [name]):
+        if name not in module_fqns(model.n_layers) and not _parameters_within(model, [name]):
             raise ConfigError(
                 f'{key} = [{", ".join(names)}]: "{name}" has no parameter in flavor {flavor}; '
                 f"tok_embeddings, layers.0 to layers.{model.n_layers - 1}, norm and output have, and modules within"
             )
 
 
+def _parameters_within(model: ModelConfig, names: Sequence[str]) -> tuple[str, ...]:
+    """FQNs of the parameters of these modules."""
+    from titan_lite.compiler.fqns import parameters_within
+
+    return parameters_within(_on_meta_device(model), names)
+
+
 @functools.cache
-def _on_meta_device(model: ModelConfig) -> Transformer:
+def _on_meta_device(model: ModelConfig) -> "Transformer":
+    import torch
+
+    from titan_lite.models.llama3 import Transformer
+
     with torch.device("meta"):
         return Transformer(dataclasses.replace(model, max_seq_len=1))
 
@@ -213,6 +223,8 @@ def _check_schedule(config: Config, layout: Layout) -> None:
     """Raises ConfigError where the compile stage could not bucket as the recipe says."""
     stage = config.compile
     if stage.machine:
+        from titan_lite.compiler.hardware import load_machine
+
         load_machine(stage.machine)
     if not stage.compiles("model"):
         return
@@ -222,22 +234,17 @@ def _check_schedule(config: Config, layout: Layout) -> None:
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
             raise ConfigError(f'compile.buckets: "{twice[0]}" stands in it twice; a parameter has one bucket')
-        meta = _on_meta_device(layout.model)
-        if all(len(parameters_within(meta, bucket.split())) < 2 for bucket in stage.buckets):
+        if all(len(_parameters_within(layout.model, bucket.split())) < 2 for bucket in stage.buckets):
             raise ConfigError(
                 f"compile.buckets = [{', '.join(stage.buckets)}]: none has two parameters, so nothing would be merged; "
                 '"layers.0 layers.1" would work, or compile.bucketing = "none"'
-            )
-    if stage.bucketing in ("greedy", "auto", "measured") and not stage.machine and torch.cuda.is_available():
-        device = torch.cuda.get_device_name()
-        if profile_of(device) is None:
-            raise ConfigError(
-                f'compile.bucketing = "{stage.bucketing}" prices collectives, and "{device}" is not known: compile.machine = '
-                f'{", ".join(PROFILES)} or a .toml file, or bucketing = "block" would work'
             )
     if stage.bucketing not in ("none", "block") and layout.gathers_once:
         raise ConfigError(
             f'compile.bucketing = "{stage.bucketing}" has nothing to bucket: parallelism.fsdp_communication = "step" gathers '
             f'once for {layout.microbatches} microbatches; fsdp_communication = "microbatch" or bucketing = "block" would work'
         )
-    check_steps(stage, done=0, steps=config.training.steps)
+    if stage.bucketing == "measured":
+        from titan_lite.compiler.autotune import check_steps
+
+        check_steps(stage, done=0, steps=config.training.steps)

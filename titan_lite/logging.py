@@ -11,6 +11,7 @@
 import json
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,18 +27,18 @@ def log_ranks(world_size: int) -> set[int]:
     """The ranks that print. Raises ValueError where LOG_RANK is not a list of ranks that there are."""
     text = os.environ.get("LOG_RANK", "0")
     ranks = text.replace(" ", "").split(",")
-    if not all(rank.isdecimal() and int(rank) < world_size for rank in ranks):
+    if not all(re.fullmatch("[0-9]{1,9}", rank) and int(rank) < world_size for rank in ranks):
         raise ValueError(f"LOG_RANK={text}: expected ranks below {world_size}, separated by commas, such as LOG_RANK=0")
     return {int(rank) for rank in ranks}
 
 
-def init_logging(rank: int, world_size: int, stream: TextIO | None = None, *, all_warnings: bool = True) -> None:
+def init_logging(rank: int = 0, world_size: int = 0, stream: TextIO | None = None, *, all_warnings: bool = True) -> None:
     """Warnings and errors are shown on every rank, the rest on the ranks of LOG_RANK. Raises ValueError.
 
-    stream: None is standard output. all_warnings: otherwise those of libraries are shown once, as a line of these ranks, and the
-    HARMLESS ones not at all.
+    world_size: 0 of a program that is no run, and shows everything. stream: None is standard output. all_warnings: otherwise
+    those of libraries are shown once, as a line of these ranks, and the HARMLESS ones not at all.
     """
-    ranks = log_ranks(world_size)
+    ranks = log_ranks(world_size) if world_size else {rank}
     console.to = stream
     console.setLevel(logging.INFO if rank in ranks else logging.WARNING)
     name = "" if ranks == {0} and rank == 0 else f"[rank {rank}] "

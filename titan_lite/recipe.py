@@ -1,11 +1,13 @@
 """Check a recipe, or print it resolved, in a tenth of a second; and the help text of a run. Standard library only.
 
     python -m titan_lite.recipe RECIPE [--section.key value ...] [--print-config]
+    python -m titan_lite.recipe --world-size 8 RECIPE ...      # also what the number of ranks decides, and LOG_RANK
 
 Exit code 0: the recipe can be read; 2: something in it or on the command line is wrong.
 """
 
 import dataclasses
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -14,6 +16,8 @@ from titan_lite.command import command
 from titan_lite.config import KEYS, SECTIONS, ConfigError
 from titan_lite.config.recipe import admitted_values, load_config, nearest_section, to_toml
 from titan_lite.config.toml import in_toml
+from titan_lite.layout import make_layout
+from titan_lite.logging import log_ranks
 
 HELP = """\
 usage: ./run_train.sh [OPTION ...]                          the recipe that CONFIG_FILE names, on this machine's devices
@@ -83,13 +87,29 @@ def _help_line(key: str) -> str:
     return f"--{key} ({'; '.join(words)})"
 
 
+def _world_size(arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
+    """(number of ranks, 0 where it is not given; the recipe and its options)."""
+    if arguments[0] != "--world-size":
+        return 0, arguments
+    if len(arguments) < 3 or not re.fullmatch("[1-9][0-9]{0,8}", arguments[1]):
+        raise ConfigError(f"command line: {' '.join(arguments[:2])}: expected --world-size N RECIPE, with at least 1 rank")
+    return int(arguments[1]), arguments[2:]
+
+
 @command
 def main(arguments: Sequence[str]) -> int:
     """Check a recipe, print it resolved, or print the help."""
     if not arguments or "--help" in arguments or "-h" in arguments:
         print(help_text(arguments))
         return 0 if arguments else 2
+    world_size, arguments = _world_size(arguments)
     config, origins = load_config(arguments[0], without_flags(arguments[1:]))
+    if world_size:
+        try:
+            log_ranks(world_size)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        make_layout(config, world_size)
     if "--print-config" in arguments:
         print(to_toml(config, origins))
     return 0

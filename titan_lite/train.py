@@ -8,9 +8,7 @@ step failed again after a restart; 75: stopped by a signal, and saved, to be sta
 launcher of ./run_train.sh (launch.py) keeps them.
 """
 
-import atexit
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,11 @@ from typing import Any
 from titan_lite import recipe
 from titan_lite.config import Config, ConfigError
 from titan_lite.config.recipe import load_config
+from titan_lite.environment import check_environment, number
 from titan_lite.faults import TrainingError, signals
 from titan_lite.faults.restart import RepeatedFault, Restarts
-from titan_lite.logging import events, init_logging
+from titan_lite.layout import make_layout
+from titan_lite.logging import events, init_logging, logger
 
 
 def main(arguments: list[str], observe: Any = None) -> int:
@@ -38,27 +38,25 @@ def main(arguments: list[str], observe: Any = None) -> int:
 
 def explain(config: Config) -> int:
     """Print what a resume would load; only on the first of the processes that a launcher starts."""
-    if os.environ.get("RANK", "0") == "0":
+    if number("RANK", 0) == 0:
         from titan_lite.check import explain_resume
 
-        init_logging(0, 1)
-        explain_resume(config, int(os.environ.get("WORLD_SIZE", "1")))
+        init_logging()
+        explain_resume(config, number("WORLD_SIZE", 1))
     return 0
 
 
 def train(config: Config, observe: Any = None) -> int:
-    signals.listen()
-    set_single_process_environment()
+    signals.listen(starting=True)
+    rank, world_size = check_environment()
+    init_logging(rank, world_size, all_warnings=config.metrics.show_all_warnings)
+    make_layout(config, world_size)  # which needs no torch: what is wrong so far is told at once
+    events.keep(Path(config.job.dump_folder), rank)
     try:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        init_logging(rank, world_size, all_warnings=config.metrics.show_all_warnings)
-        events.keep(Path(config.job.dump_folder), rank)
         Restarts(Path(config.job.dump_folder)).check()
-    except ValueError as error:
-        return report(error, signals.WRONG_INPUT)
     except RepeatedFault as error:
         return report(error, signals.REPEATED)
-    # torch is imported only now: what is wrong so far is told at once
+    logger.info(f"starting on {world_size} rank{'s' * (world_size > 1)}")
     from titan_lite.trainer import Trainer
 
     try:
@@ -66,6 +64,10 @@ def train(config: Config, observe: Any = None) -> int:
             trained = Trainer(config, observe=observe).train()
     except TrainingError as error:
         return report(error, signals.FAILED)
+    except Exception as error:
+        if not isinstance(error, ConfigError):
+            decided(f"{type(error).__name__}: {error}", signals.FAILED)
+        raise
     # Only now: after a failure the other ranks are in the middle of something, and would be waited for.
     close_process_group()
     return 0 if trained else signals.STOPPED
@@ -77,18 +79,17 @@ def report(error: Exception, code: int) -> int:
     place = f"[rank {os.environ['RANK']}] " if process_group_is_up() and not everywhere else ""
     if place or os.environ.get("RANK" if everywhere else "LOCAL_RANK", "0") == "0":
         print(f"error: {place}{error}", file=sys.stderr, flush=True)
+    decided(str(error), code)
     return code
 
 
-def set_single_process_environment() -> None:
-    """Outside torchrun: a world of one."""
-    if "RANK" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        os.environ.update(
-            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-        )
+def decided(why: str, code: int) -> None:
+    """The exit code is decided; ranks that have come so far that they would wait for this one learn why."""
+    signals.settle()
+    if "titan_lite.trainer" in sys.modules:
+        from titan_lite.faults.meeting import refuse
+
+        refuse(why, code)
 
 
 def process_group_is_up() -> bool:
@@ -105,16 +106,5 @@ def close_process_group() -> None:
     dist.destroy_process_group()
 
 
-def leave(ended: list[int]) -> None:
-    """With the exit code that the run has: threads of a process group whose ranks are gone may end a process by SIGABRT."""
-    if ended and process_group_is_up():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(ended[0])
-
-
 if __name__ == "__main__":
-    ended: list[int] = []
-    atexit.register(leave, ended)  # before torch is imported, and so after all that it wants to do at the end
-    ended.append(main(sys.argv[1:]))
-    sys.exit(ended[0])
+    signals.end_with(lambda: main(sys.argv[1:]))

@@ -29,7 +29,7 @@ from titan_lite.compiler.stage import CompileError, compile_function
 from titan_lite.config import Config, ConfigError, flatten
 from titan_lite.config.recipe import save_recipe
 from titan_lite.data.bad_documents import BadDocumentsLog
-from titan_lite.data.loader import Batch, build_loader, document_begins, merge_states
+from titan_lite.data.loader import Batch, LoaderError, build_loader, document_begins, merge_states
 from titan_lite.data.preflight import check_first_loss, preflight
 from titan_lite.describe import start_lines
 from titan_lite.distributed.accumulation import gathered_for_step
@@ -41,7 +41,8 @@ from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.faults import signals
 from titan_lite.faults.copies import Copies
 from titan_lite.faults.folder import hold_folder
-from titan_lite.faults.restart import Restarts
+from titan_lite.faults.meeting import meet
+from titan_lite.faults.restart import Restarts, again
 from titan_lite.faults.skipped_steps import SkippedSteps
 from titan_lite.faults.stopping import Stopping
 from titan_lite.faults.stragglers import Stragglers
@@ -87,7 +88,7 @@ class Trainer:
             events.owned = self.checkpointer.locked.is_held
         set_flight_recorder(config.comm.trace_buf_size, self.dump_folder)
         self.watchdog = Watchdog(config.comm, self.rank, self.world_size, notes=started_last, apart=CHECKPOINT_GROUP)
-        with self.watchdog.reporting(CompileError, CheckpointError):
+        with self.watchdog.reporting(CompileError, CheckpointError, LoaderError):
             self.build_mesh()
             self.build_model()
             self.build_data()
@@ -107,6 +108,7 @@ class Trainer:
         self.watchdog.enter("start", "init_timeout_seconds")
         self.observe("start", self)
         self.device = init_device(config.debug, config.training.float32_matmul_precision)
+        meet(config.comm.init_timeout_seconds + PATIENCE)
         # A pipeline's sends and receives would wait for each other on a communicator that is made at once.
         init_process_group(self.device, config.comm.init_timeout_seconds + PATIENCE, connect=degrees["pp"] == 1)
         if len({*gather_objects(self.layout.gathers_once)}) > 1:
@@ -202,7 +204,7 @@ class Trainer:
 
     def train(self) -> bool:
         """Until training.steps, or a signal to stop (False); saves and measures. Raises TrainingError where it cannot go on."""
-        with self.watchdog.reporting(CompileError, CheckpointError):
+        with self.watchdog.reporting(CompileError, CheckpointError, LoaderError):
             try:
                 return self.loop()
             except FolderTaken:
@@ -458,6 +460,8 @@ class Trainer:
             tokens=self.tokens_seen,
             skipped=self.skipped.count,
             bad_documents=self.bad_documents.summary(),
+            tensorboard=self.config.metrics.enable_tensorboard,
+            again=again(),
             receipts=self.receipts,
             steps_on_disk=self.checkpointer.steps() if self.config.checkpoint.enable else (),
         )

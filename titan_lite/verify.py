@@ -38,7 +38,7 @@ from titan_lite.check import check
 from titan_lite.command import Parser, command
 from titan_lite.config import ActivationCheckpoint, Checkpoint, Compile, Config, ConfigError, Parallelism
 from titan_lite.config.recipe import load_config
-from titan_lite.distributed.mesh import AXES, DEGREES
+from titan_lite.distributed.degrees import AXES, DEGREES
 from titan_lite.distributed.pipeline_plan import TooFewLayers
 from titan_lite.layout import flavor_of, make_layout
 from titan_lite.metrics.records import read_metrics

@@ -10,7 +10,7 @@ from tiny import RECIPES as FOLDER
 
 from titan_lite.config import Config, gradient_accumulation_steps
 from titan_lite.config.recipe import load_config, to_toml
-from titan_lite.distributed.mesh import resolve_degrees
+from titan_lite.distributed.degrees import resolve_degrees
 from titan_lite.distributed.pipeline_plan import plan_pipeline
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.trainer import Trainer

@@ -1,11 +1,13 @@
 """Runs that are asked to stop, are killed, or fail: how they end, and that they go on as if nothing had been."""
 
+import fcntl
 import json
 import os
 import random
 import re
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -199,6 +201,80 @@ def test_a_wrong_recipe_is_not_restarted(tmp_path):
 
 def ranks_of(process):
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def catches(process, number):
+    (caught,) = re.findall(r"SigCgt:\s+(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+    return bool(int(caught, 16) >> number - 1 & 1)
+
+
+ENDLESS = [*SMALL, *steps(100_000), *NO_VALIDATION, "--checkpoint.interval=100000"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", ["script", "launcher", "importing", "training", "saving"])
+def test_a_storm_of_signals_at_any_moment_ends_in_75(at, tmp_path):
+    folder = tmp_path / "run"
+    run = started(folder, *ENDLESS)
+    moments = {
+        "launcher": "starting 2 CPU",
+        "importing": "starting on 2 ranks",
+        "training": "step +3  loss",
+        "saving": r"\(code 75\)",
+    }
+    if at == "saving":
+        run.logged(2)
+        run.process.send_signal(signal.SIGUSR1)
+    if at in moments:
+        run.until(moments[at])
+    while at == "script" and not catches(run.process, signal.SIGTERM):
+        time.sleep(0.001)
+    sent = 0
+    while run.process.poll() is None:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for pid in (run.process.pid, *(ranks_of(run.process) if at in ("training", "saving") else ())):
+                for name in ("SIGTERM", "SIGUSR1"):
+                    os.kill(pid, getattr(signal, name))
+                    sent += 1
+    assert run.ended() == 75
+    assert sent > 10
+    assert "Traceback" not in run.output
+    assert bool(saved_steps(folder)) == (at in ("training", "saving"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["titan_lite.launch", TORCHRUN])
+def test_a_launcher_that_is_killed_takes_the_ranks_along_which_save(module, tmp_path):
+    folder = tmp_path / "run"
+    program = ["-m", "titan_lite.train", DEBUG, "--job.dump_folder", folder, *ENDLESS]
+    run = Job(f"{folder}.log", *launcher(2, *program, module=module))
+    run.logged(3)
+    ranks = ranks_of(run.process)
+    run.process.kill()
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}/cwd").exists() for pid in ranks):
+        assert time.monotonic() < deadline, "a rank goes on"
+        time.sleep(0.1)
+    assert run.ended() == -signal.SIGKILL
+    assert re.search(r"the death of its launcher noticed by rank \d( and 1 other)? at step \d+: saving, then exiting", run.output)
+    assert "to go on: torchrun --nproc-per-node 2 -m titan_lite.train " in run.output
+    assert saved_steps(folder)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_refused_ends_with_all_its_ranks_at_once(tmp_path):
+    folder = tmp_path / "run"
+    (folder / "checkpoint").mkdir(parents=True)
+    with open(folder / "checkpoint/lock", "a+") as lock:
+        lock.write("another run\n")
+        lock.flush()
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        run = started(folder, *ENDLESS)
+        run.until("is in use by another run")
+        told = time.monotonic()
+        assert run.ended() == 2
+    assert time.monotonic() - told < 15  # and not the half minute that torchrun would wait
+    assert run.output.count("error: ") == 1
 
 
 @pytest.mark.slow

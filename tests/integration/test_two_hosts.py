@@ -121,3 +121,17 @@ def test_with_restarts_both_meet_again_when_the_cable_is_mended(alone, hosts, tm
     assert [first.ended(), second.ended()] == [0, 0]
     assert "restart 1 of 2" in first.output
     same(folder, alone)
+
+
+@pytest.mark.parametrize("killed", [1, 0])  # at the launcher of 0 the nodes meet
+def test_a_launcher_that_is_killed_on_one_host_stops_both_saved(killed, hosts, tmp_path):
+    folder = tmp_path / "run"
+    endless = [*steps(100_000, schedule=-1), "--no-validation.enable", "--checkpoint.interval=100000"]
+    launchers = hosts.start(folder, *endless, "--comm.train_timeout_seconds=60")
+    launchers[0].logged(3)
+    launchers[killed].process.kill()
+    assert launchers[1 - killed].ended() == 75
+    launchers[killed].process.wait()
+    launchers[0].until("stopped: step ")
+    assert f"the death of its launcher noticed by rank {killed} at step" in launchers[0].output
+    assert saved_steps(folder)

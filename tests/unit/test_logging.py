@@ -57,6 +57,14 @@ def test_chosen_ranks_say_everything_and_the_others_warnings_and_errors(log_rank
     assert printed.err == ""
 
 
+def test_a_program_that_is_no_run_prints_whatever_log_rank_a_run_would_have(monkeypatch, capsys):
+    for value in ("1", "all"):
+        monkeypatch.setenv("LOG_RANK", value)
+        init_logging()
+        logger.info("told")
+    assert [line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()] == ["told", "told"]
+
+
 def test_a_line_is_printed_once_however_often_logging_is_set_up(monkeypatch, capsys):
     monkeypatch.delenv("LOG_RANK", raising=False)
     root, another = logging.getLogger(), logging.StreamHandler(sys.stdout)  # a library that set up the root logger

@@ -64,7 +64,8 @@ ROOMS = {
         "titan_lite.command",
         "titan_lite.metrics.records",
     ),  # no torch: a page is made where a run's folder was copied to
-    "recipe": ("titan_lite.config", "titan_lite.command"),
+    "recipe": ("titan_lite.config", "titan_lite.command", "titan_lite.layout", "titan_lite.logging"),
+    "environment": ("titan_lite.config", "titan_lite.logging"),
     "launch": ("torch", "titan_lite.faults.signals"),
     "convert": (
         *PART,
@@ -77,7 +78,15 @@ ROOMS = {
     ),
     "generate": (*PART, "titan_lite.command", "titan_lite.models", "titan_lite.checkpoint.weights", "titan_lite.data"),
     "trainer": (*PART, "titan_lite"),  # the assembler
-    "train": (*PART, "titan_lite.recipe", "titan_lite.trainer", "titan_lite.check", "titan_lite.faults"),
+    "train": (
+        *PART,
+        "titan_lite.recipe",
+        "titan_lite.environment",
+        "titan_lite.layout",
+        "titan_lite.trainer",
+        "titan_lite.check",
+        "titan_lite.faults",
+    ),
     "verify": (*PART, "titan_lite"),  # runs the trainer, and looks into it
 }
 WHOLE_CONFIG = {  # the others take their own section, or plain values

@@ -27,23 +27,26 @@ which: so shares hold in tokens, need no state, and may change when a run goes o
 
 import bisect
 import dataclasses
+import errno
 import hashlib
 import itertools
 import math
 import os
+import shutil
 import signal
 import threading
 import time
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.stateful_dataloader import _StatefulMultiProcessingDataLoaderIter
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy, SkippedDocuments
@@ -185,6 +188,10 @@ def document_begins(tokens: torch.Tensor, bos_id: int) -> torch.Tensor:
     return torch.where(tokens == bos_id, positions, 0).cummax(dim=1).values
 
 
+class LoaderError(RuntimeError):
+    """Processes of a loader that cannot be started, or have ended; the message says why and what would work."""
+
+
 STOPPING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
 
 
@@ -273,27 +280,19 @@ class Loader:
 
     def _receive(self) -> None:
         if self._iterator is None:
-            asked = self._dataset.data.num_workers
-            workers = max((n for n in range(1, asked + 1) if len(self._own) % n == 0), default=0)
-            if workers < asked:
-                logger.info(
-                    f"data.num_workers = {asked}: a rank's {len(self._own)} streams of sequences are divided among {workers}"
-                )
-            self._dataset.begin(self._own, self._rows, self._windows, self._places, self._rank, self._ranks)
-            with _blocking_signals(), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
-                self._iterator = iter(
-                    StatefulDataLoader(
-                        self._dataset,
-                        batch_size=None,
-                        num_workers=workers,
-                        prefetch_factor=self._dataset.data.prefetch if workers else None,
-                        generator=torch.Generator(),  # torch's own would draw from that of the training process
-                        worker_init_fn=_outlive_signals,
-                        snapshot_every_n_steps=None,  # never: each would cost a tenth of a millisecond
-                    )
-                )
-        windows, skipped = next(self._iterator)
+            try:
+                self._iterator = self._start_processes()
+            except OSError as error:
+                # of the half made one, whose end would print a traceback (torchdata 0.11)
+                _StatefulMultiProcessingDataLoaderIter._shutdown = True
+                raise LoaderError(_not_started(self._dataset.data.num_workers, error)) from error
+        try:
+            windows, skipped = next(self._iterator)
+        except (RuntimeError, OSError) as error:
+            ended = [(process.pid, process.exitcode) for process in getattr(self._iterator, "_workers", ()) if process.exitcode]
+            if not ended:
+                raise
+            raise LoaderError(_ended(*ended[0])) from error
         if self._rank < self._apart:  # of ranks that share rows, which skip the same, one counts
             self._skipped.short += skipped.short
         self._skipped.bad += skipped.bad
@@ -302,6 +301,30 @@ class Loader:
             raise windows
         for number, source, tokens, place in windows:
             self._ready[number] = np.frombuffer(tokens, dtype=np.int32), source, place
+
+    def _start_processes(self) -> Iterator[Any]:
+        asked = self._dataset.data.num_workers
+        workers = max((n for n in range(1, asked + 1) if len(self._own) % n == 0), default=0)
+        if workers < asked:
+            logger.info(f"data.num_workers = {asked}: a rank's {len(self._own)} streams of sequences are divided among {workers}")
+        self._dataset.begin(self._own, self._rows, self._windows, self._places, self._rank, self._ranks)
+        # torch's handler raises in the middle of whatever the training process does; `next` finds out by itself
+        on_child = signal.getsignal(signal.SIGCHLD)
+        with _blocking_signals(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+            loader = StatefulDataLoader(
+                self._dataset,
+                batch_size=None,
+                num_workers=workers,
+                prefetch_factor=self._dataset.data.prefetch if workers else None,
+                generator=torch.Generator(),  # torch's own would draw from that of the training process
+                worker_init_fn=_outlive_signals,
+                snapshot_every_n_steps=None,  # never: each would cost a tenth of a millisecond
+            )
+            iterator = iter(loader)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, on_child)
+        return iterator
 
     def take_skipped(self) -> SkippedDocuments:
         """The documents skipped since this was last called, those read ahead included."""
@@ -339,6 +362,25 @@ class Loader:
             for row in self._own
             for source, (ordinal, used) in zip(self._sources, state["rows"][str(row)][1:], strict=True)
         }
+
+
+def _not_started(workers: int, error: OSError) -> str:
+    """One line about processes that the operating system refuses. Their queues need semaphores, which are files in /dev/shm."""
+    why = error.strerror or str(error)
+    with suppress(OSError):
+        if error.errno == errno.ENOSPC:
+            disk = shutil.disk_usage("/dev/shm")
+            why += f": /dev/shm, where their semaphores are, has {disk.free >> 20} of {disk.total >> 20} MiB free"
+    works = "what fills it can be removed, in a container --shm-size raises it; data.num_workers = 0 works without"
+    return f"data.num_workers = {workers}: loader processes cannot be started: {why}; {works}"
+
+
+def _ended(pid: int, code: int) -> str:
+    """One line about a loader process that is gone, with the negative number of a signal or the exit code."""
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    why = ", as the kernel does where memory is short" if code == -signal.SIGKILL else ""
+    works = "another start goes on; smaller data.num_workers and data.prefetch need less memory, data.num_workers = 0 no process"
+    return f"loader process {pid} {how}{why}; {works}"
 
 
 def build_loader(

@@ -309,7 +309,7 @@ def main(arguments: Sequence[str]) -> None:
     add("--shard-tokens", type=int, default=1 << 28, metavar="N", help=ending)
     comparing = "compare every byte with the SHA-256 in manifest.json, and write nothing"
     add("--verify", type=Path, metavar="FOLDER", help=comparing)
-    init_logging(0, 1)
+    init_logging()
     options, others = parser.parse_known_args(arguments)
     if options.verify and others:
         raise ConfigError(f"--verify {options.verify}: expected nothing else, found {' '.join(others)}")

@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-
-from torch.distributed.pipelining.schedules import _Action, _validate_schedule, get_schedule_class
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from titan_lite.config import ConfigError, Parallelism
 
-Order = Mapping[int, Sequence[_Action | None]]  # what each pipeline rank does, one after the other
+if TYPE_CHECKING:  # torch only where actions are made, since most plans are checked without them
+    from torch.distributed.pipelining.schedules import _Action
+
+Order: TypeAlias = "Mapping[int, Sequence[_Action | None]]"  # what each pipeline rank does, one after the other
 STAGES_PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}  # Interleaved1F1B: or more
 # kind of action -> what must be done before it: (so many stages on, kind); I serves the stage before as B
 NEEDS = {"F": [(-1, "F")], "B": [(0, "F"), (1, "B")], "I": [(0, "F"), (1, "B")], "W": [(0, "B")]}
@@ -172,6 +173,8 @@ def read_schedule(path: Path, degree: int, microbatches: int) -> Order:
             rows = [row for row in csv.reader(file) if any(map(str.strip, row))]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key} cannot be read ({error}); name a CSV file with {degree} rows") from None
+    from torch.distributed.pipelining.schedules import _Action, _validate_schedule
+
     order: dict[int, list[_Action | None]] = {}
     seen: set[str] = set()
     for rank, row in enumerate(rows):
@@ -204,6 +207,8 @@ def read_schedule(path: Path, degree: int, microbatches: int) -> Order:
 
 def one_stage_order(schedule: str, degree: int, microbatches: int) -> Order:
     """The order of "GPipe" or "1F1B"."""
+    from torch.distributed.pipelining.schedules import _Action
+
     order = {}
     for rank in range(degree):
         ahead = microbatches if schedule == "GPipe" else min(microbatches, degree - rank)  # forwards before the first backward
@@ -214,6 +219,8 @@ def one_stage_order(schedule: str, degree: int, microbatches: int) -> Order:
 
 def order_of(parallelism: Parallelism, plan: PipelinePlan) -> Order:
     """The actions of each pipeline rank, of a plan that can run; no stage has to be there."""
+    from torch.distributed.pipelining.schedules import _Action, get_schedule_class
+
     degree, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     if plan.order:
         return {rank: [_Action.from_str(action) for action in row] for rank, row in enumerate(plan.order)}
@@ -238,7 +245,7 @@ class Timetable:
         return max((end for row in self.actions.values() for *_, end in row), default=0.0)
 
 
-def computations(actions: Sequence[_Action | None]) -> list[tuple[str, int, int | None]]:
+def computations(actions: "Sequence[_Action | None]") -> list[tuple[str, int, int | None]]:
     """(F, B, I or W; stage; microbatch) of one rank's actions that compute."""
     each = [part for action in actions if action is not None for part in action.sub_actions or (action,)]
     found = [(part.computation_type.value, part.stage_index, part.microbatch_index) for part in each]

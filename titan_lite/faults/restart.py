@@ -10,6 +10,8 @@ writes it, where torchrun may restart (`--max-restarts`); the first attempt begi
 
 import json
 import os
+import shlex
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -64,3 +66,15 @@ class Restarts:
                 self.written = json.dumps(self.steps) + "\n"
                 new.write_text(self.written)
                 new.replace(self.path)
+
+
+def again() -> str:
+    """The command that this process, or the launcher that it is of, was started by."""
+    if command := os.environ.get("TITAN_LITE_COMMAND"):
+        return command  # of ./run_train.sh
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return shlex.join(sys.orig_argv)
+    world_size, local_size = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    nodes = f"--nnodes {world_size // local_size} ... " if world_size > local_size else ""
+    program = shlex.join([word for word in sys.orig_argv[1:] if word != "-u"])
+    return f"torchrun {nodes}--nproc-per-node {local_size} {program}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from titan_lite.faults.signals import received
+from titan_lite.faults.signals import LOST, received
 from titan_lite.logging import logger
 from titan_lite.ranks import gather_objects
 
@@ -42,5 +42,6 @@ class Stopping:
 def reason(names: Sequence[str]) -> str:
     """("", "SIGTERM", "SIGTERM") of three ranks -> SIGTERM received by rank 1 and 1 other."""
     ranks = [rank for rank, name in enumerate(names) if name]
-    others = len(ranks) - 1
-    return f"{names[ranks[0]]} received by rank {ranks[0]}" + (f" and {others} other{'s' * (others > 1)}" if others else "")
+    first, others = names[ranks[0]], len(ranks) - 1
+    came = f"{first} {'noticed' if first == LOST else 'received'} by rank {ranks[0]}"
+    return came + (f" and {others} other{'s' * (others > 1)}" if others else "")

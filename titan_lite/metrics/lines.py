@@ -37,8 +37,11 @@ def end_lines(
     receipts: Sequence[Receipt],
     steps_on_disk: Sequence[int],
     bad_documents: str = "",
+    tensorboard: bool = False,
+    again: str = "",
 ) -> list[str]:
-    """how: "done" or "stopped". Figures are of the whole run, resumed parts included, from its metrics.jsonl."""
+    """how: "done" or "stopped"; again: the command that goes on. Figures are of the whole run, resumed parts included, from its
+    metrics.jsonl."""
     rows = read_metrics(dump_folder / "metrics.jsonl").values()
     column = {
         name: [row[name] for row in rows if row.get(name) is not None]
@@ -58,5 +61,8 @@ def end_lines(
         exposed, seconds = (milliseconds(sum(getattr(each, name) for each in times)) for name in ("exposed", "seconds"))
         lines.append(f"communication: {exposed} of {seconds} exposed, as estimated (compile.json)")
     lines.append(f"checkpoints: {', '.join(f'step-{step}' for step in steps_on_disk) or 'none'}")
-    lines.append(f"to look at: python -m titan_lite.report {dump_folder}; tensorboard --logdir {dump_folder}")
+    board = f"; tensorboard --logdir {dump_folder}" if tensorboard else ""
+    lines.append(f"to look at: python -m titan_lite.report {dump_folder}{board}")
+    if how == "stopped":
+        lines.append(f"to go on: {again}")
     return lines

@@ -18,7 +18,7 @@ from titan_lite.compiler.collectives import KINDS, collective_bytes, kind_of, pa
 from titan_lite.compiler.hardware import Machine, flops_of
 from titan_lite.compiler.timeline import Span, Timeline, alive_bytes, saved_bytes, simulate
 from titan_lite.distributed.accumulation import Plans, gather_buckets, reduce_buckets
-from titan_lite.distributed.mesh import AXES
+from titan_lite.distributed.degrees import AXES
 
 Figures = dict[str, float]
 Axes = Mapping[tuple[int, ...], str]  # the axis that a group is along, by its ranks

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_lite.compiler.timeline import Span, Timeline
-from titan_lite.distributed.mesh import AXES
+from titan_lite.distributed.degrees import AXES
 from titan_lite.metrics.timelines import TraceSpan, draw_bars, draw_graphs, graph_spans, write_trace
 from titan_lite.plan.summary import WORDS, Plan
 

@@ -36,7 +36,7 @@ class PlanVsActual:
     def __init__(self, mode: str, folder: Path, device: torch.device, machine: Machine | None, shapes: Shapes, after: int = 0):
         self.after = after
         self.folder, self.device, self.machine, self.shapes = folder, device, machine, shapes
-        self.mode, self.wanted = mode, mode == "always" or (mode == "auto" and device.type == "cuda")
+        self.wanted = mode == "always" or (mode == "auto" and device.type == "cuda")
         self.planning: subprocess.Popen | None = None
 
     def start(self) -> None:
@@ -67,8 +67,7 @@ class PlanVsActual:
 
     def _close(self, peak: float) -> list[str]:
         if not self.wanted:
-            why = 'no plan to compare with: on CPUs only with metrics.compare_plan = "always", which takes a quarter of a minute'
-            return [why] if self.mode == "auto" else []
+            return []
         on_gpu = self.device.type == "cuda"
         machine = self.machine if on_gpu and self.machine else find_machine("", self.device)
         if machine is None:

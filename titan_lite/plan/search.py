@@ -15,7 +15,7 @@ import torch
 
 from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.config import Config, ConfigError, flatten
-from titan_lite.distributed.mesh import DEGREES
+from titan_lite.distributed.degrees import DEGREES
 from titan_lite.layout import itemsizes
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.plan.changes import CHECKPOINTING, Change, fitting, plan_changes, ranked, table, with_progress

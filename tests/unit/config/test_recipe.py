@@ -711,7 +711,7 @@ def test_only_the_standard_library_is_imported():
     nodes = [node for module in modules for node in ast.walk(ast.parse(Path(module.__file__).read_text()))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
-    names -= {f"titan_lite.{name}" for name in ("command", "config")}
+    names -= {f"titan_lite.{name}" for name in ("command", "config", "layout", "logging")}  # layout: torch where it must, below
     names -= {f"titan_lite.config.{name}" for name in ("keys", "learning", "recipe", "row", "system", "toml")}
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names | {"tomli"}  # tomli: before Python 3.11
 
@@ -734,6 +734,39 @@ def test_exit_code_2_and_one_line_for_a_wrong_one(tmp_path):
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("error: command line: --training.steps=many: ")
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "words"),
+    [
+        ("4", ["--parallelism.pipeline_parallel_degree=3"], "does not divide 4 ranks"),
+        ("4", ["--parallelism.tensor_parallel_degree=8"], "which does not divide 4 ranks"),
+        (
+            "4",
+            ["--parallelism.pipeline_parallel_degree=2", "--compile.enable", "--compile.bucketing=greedy"],
+            "nothing to bucket",
+        ),
+        ("4", ["--model.flavor=7B"], 'model.flavor = "7B"'),
+        ("4", ["--training.global_batch_size=6"], "is not a multiple"),
+        ("0", [], "--world-size 0: expected"),
+        ("two", [], "--world-size two: expected"),
+    ],
+)
+def test_what_the_number_of_ranks_decides_is_told_without_torch(ranks, options, words, tmp_path):
+    code = "import sys; from titan_lite.recipe import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    arguments = ["--world-size", ranks, str(SHIPPED[0]), *options]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "2 False\n"
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_layout_that_fits_and_ranks_that_print_are_told_nothing(monkeypatch, capsys):
+    monkeypatch.setenv("LOG_RANK", "3")
+    assert main(["--world-size", "4", str(SHIPPED[0])]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert main(["--world-size", "2", str(SHIPPED[0])]) == 2
+    assert capsys.readouterr().err.startswith("error: LOG_RANK=3: expected ranks below 2")
 
 
 def test_print_config_prints_a_recipe(tmp_path, capsys):

@@ -1,5 +1,8 @@
 import dataclasses
+import errno
+import gc
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -19,7 +22,7 @@ from hypothesis import strategies as st
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.dataset import EPOCH, build_source
-from titan_lite.data.loader import build_loader, document_begins, merge_states
+from titan_lite.data.loader import LoaderError, build_loader, document_begins, merge_states
 from titan_lite.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -411,6 +414,35 @@ def test_a_state_of_other_documents_is_refused(data, tokenizer):
     loader.load_state_dict(state)
     with pytest.raises(ConfigError, match="1000000000 tokens into document 3"):
         next(loader)
+
+
+def test_processes_that_cannot_be_started_are_told_in_a_line_with_what_is_full(corpus, tokenizer, monkeypatch, capfd):
+    def no_semaphore(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", no_semaphore)
+    [loader] = loaders(Data("local", path=str(corpus), validation_fraction=0.0, num_workers=2), tokenizer, batch_size=4)
+    with pytest.raises(LoaderError, match=r"^data.num_workers = 2: .* No space left on device: /dev/shm, .* has") as error:
+        next(loader)
+    assert "data.num_workers = 0 works" in str(error.value)
+    assert "\n" not in str(error.value)
+    del loader, error
+    gc.collect()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_loader_process_that_was_killed_is_told_in_a_line(corpus, tokenizer):
+    others = set(multiprocessing.active_children())
+    data = Data("local", path=str(corpus), validation_fraction=0.0, num_workers=1, prefetch=1)
+    [loader] = loaders(data, tokenizer, batch_size=1)
+    next(loader)
+    (process,) = set(multiprocessing.active_children()) - others
+    process.kill()
+    process.join()
+    time.sleep(0.2)  # in which a handler of SIGCHLD would raise
+    with pytest.raises(LoaderError, match=rf"^loader process {process.pid} was killed by SIGKILL, .*num_workers = 0") as error:
+        list(itertools.islice(loader, 200))
+    assert "\n" not in str(error.value)
 
 
 class Threads:

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_lite.config import ConfigError, Parallelism
-from titan_lite.distributed.mesh import AXES, build_mesh, check_tensor_parallel, resolve_degrees
+from titan_lite.distributed.degrees import AXES, check_tensor_parallel, resolve_degrees
+from titan_lite.distributed.mesh import build_mesh
 
 
 @pytest.mark.parametrize(

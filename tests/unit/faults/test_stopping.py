@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from titan_lite.faults import stopping
+from titan_lite.faults.signals import LOST
 from titan_lite.faults.stopping import Stopping, reason
 
 
@@ -42,3 +43,4 @@ def test_who_received_it():
     assert reason(["", "SIGTERM", ""]) == "SIGTERM received by rank 1"
     assert reason(["SIGUSR1", "SIGTERM"]) == "SIGUSR1 received by rank 0 and 1 other"
     assert reason(["SIGTERM"] * 8) == "SIGTERM received by rank 0 and 7 others"
+    assert reason(["", LOST, LOST]) == "the death of its launcher noticed by rank 1 and 1 other"

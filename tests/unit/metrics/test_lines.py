@@ -22,7 +22,7 @@ def test_the_end_is_told_in_figures_of_the_whole_run(tmp_path):
         Receipt("inference", {}, (), 0, "", timeline),
         Receipt("forward", {}, (), 0, "", timeline, pp_rank=1),
     ]
-    arguments = dict(step=30, tokens=3000, skipped=1, steps_on_disk=(10, 30))
+    arguments = dict(step=30, tokens=3000, skipped=1, steps_on_disk=(10, 30), tensorboard=True)
     assert end_lines(tmp_path, "done", receipts=receipts, **arguments) == [
         "done: step 30, 3,000 tokens, 1 step skipped; loss 1.0000; validation loss 1.5000",
         "speed: 200 tokens a second and device, MFU 20.0%, waiting for data 2.0% (medians); peak memory 0.70 GiB",
@@ -31,12 +31,17 @@ def test_the_end_is_told_in_figures_of_the_whole_run(tmp_path):
         f"to look at: python -m titan_lite.report {tmp_path}; tensorboard --logdir {tmp_path}",
     ]
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tps": 5.0, "data_wait": 0.0, "memory_gib": 0.1}\n')
-    told = end_lines(tmp_path, "stopped", step=1, tokens=9, skipped=0, receipts=[], steps_on_disk=())
+    arguments = dict(step=1, tokens=9, skipped=0, steps_on_disk=(), again="./run_train.sh --training.steps 9")
+    told = end_lines(tmp_path, "stopped", receipts=[], **arguments)
     assert told[0] == "stopped: step 1, 9 tokens, 0 steps skipped"
     assert "MFU n/a" in told[1]
-    assert told[2] == "checkpoints: none"
+    assert told[2:] == [
+        "checkpoints: none",
+        f"to look at: python -m titan_lite.report {tmp_path}",  # without TensorBoard
+        "to go on: ./run_train.sh --training.steps 9",
+    ]
     alone = [Receipt("forward", {}, (), 0, "", Timeline("forward", (), 0.4, 0.4, 0.0, 0.0, 0.0, 0))]
-    assert end_lines(tmp_path, "stopped", step=1, tokens=9, skipped=0, receipts=alone, steps_on_disk=()) == told
+    assert end_lines(tmp_path, "stopped", receipts=alone, **arguments) == told
     (tmp_path / "metrics.jsonl").write_text("")
     assert len(end_lines(tmp_path, "done", step=0, tokens=0, skipped=0, receipts=[], steps_on_disk=())) == 3
 

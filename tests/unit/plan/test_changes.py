@@ -6,7 +6,7 @@ import pytest
 
 from titan_lite.compiler.hardware import GIB, load_machine
 from titan_lite.config import ActivationCheckpoint, Compile, Config, ConfigError, Parallelism, Training
-from titan_lite.distributed.mesh import resolve_degrees
+from titan_lite.distributed.degrees import resolve_degrees
 from titan_lite.distributed.pipeline_plan import PipelinePlan, Timetable
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.plan.changes import best_changes, candidates, grid, ranked, table

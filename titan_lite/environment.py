@@ -1,0 +1,68 @@
+"""The environment variables that a run reads, all checked at once, before torch is imported.
+
+    rank, world_size = check_environment()
+
+Launchers set those of WORLD. A process without them is alone: it gets what a launcher would set.
+"""
+
+import os
+import re
+import socket
+
+from titan_lite.config import ConfigError
+from titan_lite.logging import log_ranks
+
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+WORLD = (*ALONE, "MASTER_ADDR", "MASTER_PORT")
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+
+
+def number(name: str, default: int) -> int:
+    """A variable of which only this value counts. Raises ConfigError."""
+    text = os.environ.get(name) or str(default)
+    if not _is_number(text):
+        raise ConfigError(f"environment: {name}={text}: expected a number from 0 on")
+    return int(text)
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch("[0-9]{1,9}", text) is not None
+
+
+def check_environment() -> tuple[int, int]:
+    """(rank, number of ranks) of this process. Raises ConfigError, which names every variable that is wrong, and its value."""
+    missing = [name for name in WORLD if not os.environ.get(name)]
+    if missing and all(os.environ.get(name) in (None, "", value) for name, value in ALONE.items()):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ.update(ALONE, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+        missing = []
+    wrong = []
+    if missing:
+        there = " ".join(f"{name}={os.environ[name]}" for name in WORLD if name not in missing)
+        wrong.append(f"{there} without {', '.join(missing)}: torchrun and ./run_train.sh set all of them; one process needs none")
+    values: dict[str, int] = {}
+    for name in (*ALONE, "MASTER_PORT", *RESTARTS):
+        text = os.environ.get(name) or "0"
+        values[name] = int(text) if _is_number(text) else -1
+        if values[name] == -1:
+            wrong.append(f"{name}={text}: expected a number from 0 on")
+    if not wrong:
+        rank, world_size, local_rank, local_size, port = (values[name] for name in WORLD if name != "MASTER_ADDR")
+        if not rank < world_size:
+            wrong.append(f"RANK={rank}: expected less than WORLD_SIZE={world_size}")
+        if not local_rank < local_size <= world_size:
+            wrong.append(
+                f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}: expected a rank below the number of ranks of this "
+                f"node, which is at most WORLD_SIZE={world_size}"
+            )
+        if not 0 < port < 2**16:
+            wrong.append(f"MASTER_PORT={port}: expected a port from 1 to {2**16 - 1}")
+    if values["WORLD_SIZE"] > 0:
+        try:
+            log_ranks(values["WORLD_SIZE"])
+        except ValueError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ConfigError(f"environment: {'; '.join(wrong)}")
+    return values["RANK"], values["WORLD_SIZE"]
