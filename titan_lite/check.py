@@ -30,10 +30,10 @@ def check(config: Config, layout: Layout) -> Tokenizer:
     """The tokenizer of a recipe that can run here. Raises ConfigError."""
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     if tokenizer.vocab_size > layout.model.vocab_size:
-        raise ConfigError(
-            f'model.tokenizer_path = "{config.model.tokenizer_path}" has {tokenizer.vocab_size} tokens, but flavor '
-            f"{config.model.flavor} has room for {layout.model.vocab_size}; use that flavor's tokenizer, or a flavor with room"
-        )
+        wrong = f'model.tokenizer_path = "{config.model.tokenizer_path}" has {tokenizer.vocab_size} tokens, but'
+        room = "model.vocab_size" if config.model.vocab_size else f"flavor {config.model.flavor}"
+        works = f"use that flavor's tokenizer, a flavor with room, or model.vocab_size = {tokenizer.vocab_size}"
+        raise ConfigError(f"{wrong} {room} has room for {layout.model.vocab_size}; {works}")
     check_data(config.data)
     for _, part in config.data.mixture():
         if part.dataset == "prepared":
@@ -58,7 +58,9 @@ def check(config: Config, layout: Layout) -> Tokenizer:
 def describe_run(config: Config, layout: Layout, tokenizer: Tokenizer, git: str = "") -> dict[str, Any]:
     """The description of this run in its checkpoints, in JSON's types and tuples; `resume.compare` compares two of them."""
     shape = dataclasses.asdict(layout.model)
-    del shape["max_seq_len"]  # an upper limit; parameters are of any length
+    del shape["max_seq_len"]  # the sequences of this run; parameters are of any length
+    if config.model.max_seq_len:
+        shape["max_seq_len"] = config.model.max_seq_len
     return {
         "recipe": dataclasses.asdict(config),
         "run": {

@@ -21,6 +21,7 @@ from titan_lite.config import (
     SECTIONS,
     ConfigError,
     DataSource,
+    aliases,
     gradient_accumulation_steps,
     keys,
     learning,
@@ -184,11 +185,12 @@ def values_of(key):
     if field.type is tuple:
         return st.lists(st.text()).map(tuple)
     low = rule["least"] if rule["least"] is not None else rule["above"]
-    high = rule["most"] if rule["most"] is not None else rule["below"]
+    high = next((rule[bound] for bound in ("most", "below") if rule[bound] is not None), reading.MOST)
     if field.type is int:
         return st.integers(low, high) | st.sampled_from((field.default, field.default if rule["also"] is None else rule["also"]))
     open_ends = {"exclude_min": rule["above"] is not None, "exclude_max": rule["below"] is not None}
-    return st.floats(low, high, allow_nan=False, allow_infinity=False, **open_ends)
+    also = [] if rule["also"] is None else [float(rule["also"])]
+    return st.floats(low, high, allow_nan=False, **open_ends) | st.sampled_from([field.default, *also])
 
 
 # Keys that mean something together are left as they are, so that every draw is a possible recipe.
@@ -295,7 +297,7 @@ MISTAKES = [
     a_name(
         "flag in a recipe",
         "[checkpoint]\nexplain = true",
-        ("explain = True in [checkpoint]",),
+        ("explain = true in [checkpoint]",),
         "a flag of the command line, without a value: ./run_train.sh --checkpoint.explain",
         "checkpoint",
         "enable = true",
@@ -303,7 +305,7 @@ MISTAKES = [
     a_name(
         "key of an earlier version",
         "[metrics]\nenable_color = false",
-        ("enable_color = False in [metrics]",),
+        ("enable_color = false in [metrics]",),
         "NO_COLOR=1 in the environment",
         "metrics",
         "enable_color = true",
@@ -355,7 +357,7 @@ MISTAKES = [
     Mistake("invalid TOML", "[training\n", ("recipe.toml", "line 1"), "`key = value` under a `[section]`"),
     Mistake("string without quotes", "[model]\nname = llama3\n", ("recipe.toml", "line 2"), "`key = value`"),
     Mistake("section given twice", TOKENIZER * 2, ("recipe.toml", "model"), "`key = value`"),
-    Mistake("integer of 5000 digits", f"[training]\nsteps = {'9' * 5000}\n", ("recipe.toml", "digits"), "`key = value`"),
+    Mistake("integer of 5000 digits", f"[training]\nsteps = {'9' * 5000}\n", ("recipe.toml", "line 2", "5000"), "`key = value`"),
     Mistake("not UTF-8", b'[job]\ndescription = "\xff"\n', ("recipe.toml", "0xff"), "not valid TOML"),
     Mistake("extends nothing there", 'extends = "x/y.toml"', ("extends", "x/y.toml"), "no such file (looked for"),
     Mistake("extends a near miss", 'extends = "bace.toml"', ('extends = "bace.toml"',), "base.toml?", 'extends = "base.toml"'),
@@ -393,7 +395,7 @@ MISTAKES = [
         "a value for a flag", "--checkpoint.explain=true", ("--checkpoint.explain=true",), "a flag", "--checkpoint.enable=true"
     ),
     an_option("--no- of a flag", "--no-checkpoint.explain", ("--no-checkpoint.explain",), "a flag", "--no-checkpoint.enable"),
-    an_option("not UTF-8", "--job.description=\udcff", ('[job] description = "\udcff"',), "UTF-8", "--job.description="),
+    an_option("not UTF-8", "--job.description=\udcff", (r'[job] description = "\udcff"',), "UTF-8", "--job.description="),
     # combinations
     together(
         "local text from nowhere",
@@ -419,8 +421,8 @@ MISTAKES = [
     together(
         "a source from nowhere",
         '[[data.sources]]\ndataset = "local"',
-        ('[[data.sources]] dataset = "local"',),
-        'data.path, such as path = "corpus/*.jsonl"',
+        ('data.sources[1].dataset = "local" needs data.sources[1].path',),
+        'such as path = "corpus/*.jsonl"',
         '[[data.sources]]\ndataset = "local"\npath = "corpus/*.jsonl"',
     ),
     together(
@@ -440,28 +442,28 @@ MISTAKES = [
     Mistake(
         "misspelt key of a source",
         TOKENIZER + "[[data.sources]]\n[[data.sources]]\nweigth = 2",
-        ("weigth = 2 in [[data.sources]], table 2",),
+        ("weigth = 2 in data.sources[2]",),
         "did you mean weight?",
         TOKENIZER + '[[data.sources]]\n[[data.sources]]\nweight = 2\ndataset = "c4"',
     ),
     Mistake(
         "a source twice",
         TOKENIZER + "[[data.sources]]\n[[data.sources]]\nweight = 2",
-        ("[[data.sources]] 1 and 2 have the same documents",),
+        ("data.sources[1] and [2] have the same documents",),
         "sum of both weights",
         TOKENIZER + "[[data.sources]]\nweight = 3",
     ),
     Mistake(
         "no weight",
         TOKENIZER + "[[data.sources]]\nweight = 0",
-        ("[data.sources] weight = 0.0",),
+        ("data.sources[1].weight = 0.0",),
         "weight = 1.0",
         TOKENIZER + "[[data.sources]]\nweight = 1.0",
     ),
     Mistake(
         "a name for a source",
         TOKENIZER + '[data]\nsources = ["c4"]',
-        ("data.sources", "'c4'"),
+        ('data.sources[1] = "c4"',),
         "write [[data.sources]]",
         TOKENIZER + '[[data.sources]]\ndataset = "c4"',
     ),
@@ -633,7 +635,7 @@ def test_a_need_holds_where_one_source_meets_it():
         found = without_need(dataclasses.asdict(load_config(SHIPPED[0], [sources % dataset])[0]))
         assert ("data.validation_fraction" in found) is idle
         assert "data.text_field" not in found
-    assert found["data.validation_fraction"][0] == 'data.dataset = "prepared" and "c4"'
+    assert found["data.validation_fraction"][0] == 'data.sources: dataset = "prepared" and "c4"'
 
 
 @pytest.mark.parametrize("recipe", SHIPPED, ids=lambda path: path.stem)
@@ -663,12 +665,12 @@ def test_all_recipes_are_here():
 
 
 def test_only_the_standard_library_is_imported():
-    modules = (command, keys, learning, logging, recipe, reading, row, system, toml)
+    modules = (aliases, command, keys, learning, logging, recipe, reading, row, system, toml)
     nodes = [node for module in modules for node in ast.walk(ast.parse(Path(module.__file__).read_text()))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
     names -= {f"titan_lite.{name}" for name in ("command", "config")}
-    names -= {f"titan_lite.config.{name}" for name in ("keys", "learning", "recipe", "row", "system", "toml")}
+    names -= {f"titan_lite.config.{name}" for name in ("aliases", "keys", "learning", "recipe", "row", "system", "toml")}
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names | {"tomli"}  # tomli: before Python 3.11
 
 

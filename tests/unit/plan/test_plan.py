@@ -26,7 +26,7 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
         (["--world-size", "0"], ["--world-size 0", "8 would work"]),
         (["--world-size", "6", "--set", "parallelism.tensor_parallel_degree=4"], ["tp 4", "6 ranks", "start 8 ranks"]),
         (["--set", "parallelism.tensor_parallel_degree=3", "--world-size", "9"], ["tensor_parallel_degree = 3", "8 would work"]),
-        (["--set", "training.seq_length=1"], ["training.seq_length", "did you mean training.seq_len"]),
+        (["--set", "training.seq_length=1"], ["training.seq_length", "that is training.seq_len here"]),
         (["--set", "training.seq_len"], ["training.seq_len", "no value"]),
         (["--set", "model.flavor=7B"], ['model.flavor = "7B"', "8B"]),
         (["--set", "compile.bucketing=measured"], ["compile.bucketing", "measured", "greedy"]),
