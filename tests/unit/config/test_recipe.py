@@ -787,3 +787,123 @@ def test_ways_to_bucket_that_cannot_be(keys, message, tmp_path):
     recipe = write(tmp_path, TOKENIZER + f"[compile]\nenable = true\n{keys}\n")
     with pytest.raises(ConfigError, match=message):
         load_config(recipe)
+
+
+# Several mistakes, mixtures
+
+
+def lines_of(*arguments):
+    with pytest.raises(ConfigError) as error:
+        load_config(*arguments)
+    return list(error.value.args)
+
+
+def test_all_mistakes_of_a_recipe_of_what_it_extends_and_of_the_command_line_are_told_at_once(tmp_path):
+    base = write(tmp_path, "[training]\nsteps = 0\n", "base.toml")
+    text = 'extends = "base.toml"\n[training]\nseq_len = "x"\nstepz = 1\n[optimizr]\nlr = 1\n'
+    text += "[data]\nsources = [{weight = 0, x = 1}, 5]"
+    recipe = write(tmp_path, text)
+    found = lines_of(recipe, ["--optimizer.lr=high", "--nonsense", "5", "--optimizer.eps", "--compile.enable", "--debug.seed=-1"])
+    begins = [
+        f"{base}: [training] steps = 0: ",
+        f'{recipe}: [training] seq_len = "x": ',
+        f"{recipe}: unknown key stepz = 1 in [training]; ",
+        f"{recipe}: unknown section [optimizr]; ",
+        f"{recipe}: data.sources[1].weight = 0.0: ",
+        f"{recipe}: unknown key x = 1 in data.sources[1]; ",
+        f"{recipe}: data.sources[2] = 5: ",
+        "command line: unknown option --nonsense; ",
+        "command line: --optimizer.eps has no value; ",
+        "command line: --optimizer.lr=high: ",
+        "command line: [debug] seed = -1: ",
+    ]
+    assert len(found) == len(begins)
+    for line, begin in zip(found, begins, strict=True):
+        assert line.startswith(begin), line
+
+
+def test_impossible_combinations_are_told_together_and_only_where_all_values_are_possible(tmp_path):
+    text = "[lr_scheduler]\nwarmup_steps = 3000\ntotal_steps = 2000\n[data]\npath = 'x'\n[checkpoint]\nmust_resume = true\n"
+    found = lines_of(write(tmp_path, text))
+    keys = ("[checkpoint] must_resume", "[lr_scheduler] warmup_steps", "[model] tokenizer_path", "[data] path")
+    assert [line.partition(": ")[2].partition(" = ")[0] for line in found] == list(keys)
+    assert len(lines_of(write(tmp_path, text + "[training]\nsteps = 0"))) == 1
+
+
+def test_the_command_prints_a_line_for_each_mistake(tmp_path, capsys):
+    recipe = write(tmp_path, "[training]\nsteps = 0\n[optimizer]\nlr = 0")
+    assert main([str(recipe)]) == 2
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first == "error: several things are wrong:"
+    assert [line.partition("] ")[2].partition(":")[0] for line in rest] == ["steps = 0", "lr = 0.0"]
+
+
+def test_of_very_many_mistakes_the_first_are_told(tmp_path):
+    found = lines_of(write(tmp_path, "".join(f"[x{number}]\n" for number in range(100))))
+    assert [line.partition("[")[2].partition("]")[0] for line in found[:-1]] == [f"x{number}" for number in range(12)]
+    assert found[-1] == "and more, told when these are mended"
+
+
+MIXED = '[[data.sources]]\n[[data.sources]]\ndataset = "c4"\n'
+
+
+def test_a_recipe_drops_the_sources_of_the_one_it_extends(tmp_path):
+    base = write(tmp_path, TOKENIZER + MIXED, "base.toml")
+    text = 'extends = "base.toml"\n[data]\ndataset = "local"\npath = "a"\n'
+    for key, line in zip(("dataset", "path"), lines_of(write(tmp_path, text)), strict=True):
+        assert f"[data] {key} = " in line
+        assert f"stands beside data.sources ({base}), which take its place" in line
+        assert "drop them with sources = [] in [data]" in line
+    config, _ = load_config(write(tmp_path, text + "sources = []\n"))
+    assert (config.data.sources, config.data.dataset) == ((), "local")
+
+
+def test_a_recipe_with_sources_drops_the_dataset_of_the_one_it_extends(tmp_path):
+    write(tmp_path, TOKENIZER + '[data]\ndataset = "c4"\n', "base.toml")
+    found = lines_of(write(tmp_path, 'extends = "base.toml"\n[[data.sources]]\n'))
+    assert 'dataset = "stdlib" takes back' in found[0]
+    config, _ = load_config(write(tmp_path, 'extends = "base.toml"\n[data]\ndataset = "stdlib"\n' + MIXED))
+    assert [source.dataset for source in config.data.sources] == ["stdlib", "c4"]
+
+
+def test_a_chain_of_recipes_has_an_end(tmp_path):
+    write(tmp_path, TOKENIZER, "r0.toml")
+    for number in range(1, 3000):
+        write(tmp_path, f'extends = "r{number - 1}.toml"', f"r{number}.toml")
+    assert lines_of(tmp_path / "r2999.toml")[0].endswith("extended through more than 16 recipes; extend one of the first")
+    load_config(tmp_path / "r16.toml")
+
+
+@pytest.mark.parametrize("base", ["/dev/zero", "a" * 5000, "a" * 300, "\\u0000", "."])
+def test_a_recipe_extends_files_alone(base, tmp_path):
+    (line,) = lines_of(write(tmp_path, f'extends = "{base}"'))
+    assert line.isprintable()
+    assert len(line) < 800
+    assert "no such file" in line or "cannot be read (" in line
+
+
+@pytest.mark.parametrize("number", ["9" * 400, "-" + "9" * 400, "0x" + "f" * 900, "1000000000000001"])
+def test_an_integer_that_no_machine_counts_to_is_out_of_range(number, tmp_path):
+    for key in ("training.steps", "data.shuffle_buffer", "model.n_layers", "comm.init_timeout_seconds", "debug.seed"):
+        if (key, number) != ("debug.seed", "1000000000000001"):
+            section, _, name = key.partition(".")
+            (line,) = lines_of(write(tmp_path, f"[{section}]\n{name} = {number}\n"))
+            assert f"[{section}] {name} = " in line
+            assert "out of range: expected an integer" in line
+            assert len(line) < 500
+            if not number.startswith("0x"):
+                assert f"[{section}] {name} = " in lines_of(write(tmp_path, TOKENIZER), [f"--{key}={number}"])[0]
+
+
+def test_a_word_longer_than_a_path_is_refused(tmp_path):
+    (line,) = lines_of(write(tmp_path, f'[job]\ndump_folder = "{"a" * 5000}"\n'))
+    assert "longer than 4096 characters" in line
+    assert len(line) < 400
+
+
+def test_a_recipe_in_a_folder_whose_name_is_not_utf_8_is_told(tmp_path):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    folder.mkdir()
+    (line,) = lines_of(write(folder, TOKENIZER))
+    assert "is not valid UTF-8" in line
+    assert line.isprintable()

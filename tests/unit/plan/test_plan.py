@@ -22,7 +22,11 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
     ("arguments", "words"),
     [
         (["--hardware", "h101"], ["--hardware h101", "H100", ".toml"]),
-        (["--hardware", "mine.toml"], ["mine.toml", "no such file"]),
+        (["--hardware", "mine.toml"], ["--hardware mine.toml", "no such file"]),
+        (["--set", "compile.machine=h101"], ['error: compile.machine = "h101" is no profile', "H100"]),
+        (["--set", "compile.machine=mine.toml"], ["error: compile.machine = ", "mine.toml", "no such file"]),
+        (["--set", "model.n_layers=0x5"], ["--model.n_layers=0x5"]),
+        (["--set", "model.dim=4100"], ["model.dim = 4100 is not a multiple of 2 x n_heads = 32", "4096 or 4160"]),
         (["--world-size", "0"], ["--world-size 0", "8 would work"]),
         (["--world-size", "6", "--set", "parallelism.tensor_parallel_degree=4"], ["tp 4", "6 ranks", "start 8 ranks"]),
         (["--set", "parallelism.tensor_parallel_degree=3", "--world-size", "9"], ["tensor_parallel_degree = 3", "8 would work"]),
