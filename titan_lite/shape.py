@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 from titan_lite.config import ConfigError, Mistakes, Model
+from titan_lite.config.toml import shown
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling
 
 _NEEDED = ("dim", "n_layers", "n_heads", "hidden_dim", "vocab_size")  # without a flavor; of the others ModelConfig knows defaults
@@ -17,7 +18,7 @@ def shape_of(model: Model) -> ModelConfig:
     """Raises ConfigError for a flavor that there is not, and for what is no model."""
     if model.flavor not in ("", *FLAVORS):
         works = 'known flavors are {}, or "" where keys of [model] say all of the shape'
-        raise ConfigError(f'model.flavor = "{model.flavor}": {works.format(", ".join(FLAVORS))}')
+        raise ConfigError(f"model.flavor = {shown(model.flavor)}: {works.format(', '.join(FLAVORS))}")
     written = _written(model)
     if model.flavor:
         shape = dataclasses.replace(FLAVORS[model.flavor], **written)

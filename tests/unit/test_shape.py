@@ -18,6 +18,7 @@ from titan_lite.layout import make_layout
 from titan_lite.models.hf import config_from_hf, config_to_hf
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling
 from titan_lite.shape import shape_of, shape_words
+from titan_lite.verify import twin_model
 
 OWN = Model(flavor="", dim=96, n_layers=3, n_heads=6, hidden_dim=128, vocab_size=2048)
 
@@ -83,6 +84,11 @@ def test_sizes_that_are_wrong_for_two_reasons_are_told_both():
     with pytest.raises(ConfigError) as error:
         shape_of(Model(n_heads=6, dim=100))
     assert len(error.value.args) == 2
+
+
+def test_the_twin_of_a_shape_keeps_its_kinds():
+    model = twin_model(shape_of(Model(tied_embeddings="yes", rope_theta=1e4, n_layers=1000)), stages=1)
+    assert (model.tied_embeddings, model.rope_theta, model.n_layers) == (True, 1e4, 4)
 
 
 ABSURD = [

@@ -223,6 +223,8 @@ def _check_value(key: str, value: Any, place: str, field: dataclasses.Field | No
         wrong = f"expected {_expected(field)}"
     elif field.type in (str, tuple) and (fault := _unfit(value if field.type is tuple else (value,))):
         wrong = fault
+    elif rule["unit"] == "path" and max(len(os.fsencode(part)) for part in value.split(os.sep)) > 255:
+        wrong = "has a name of more than 255 bytes, which no file has"
     elif rule["choices"]:
         admitted = [*map(re.escape, rule["choices"]), *filter(None, rule["or_like"][1:])]
         unknown = [word for word in ([value] if field.type is str else value) if not re.fullmatch("|".join(admitted), word)]

@@ -20,7 +20,7 @@ from titan_lite.compiler.hardware import Machine, machine_from
 from titan_lite.config import KEYS, SECTIONS, ConfigError, Mistakes
 from titan_lite.config.aliases import _KEYS
 from titan_lite.config.recipe import load_config, to_toml
-from titan_lite.config.toml import loads, read_toml
+from titan_lite.config.toml import in_toml, loads, read_toml
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -84,15 +84,19 @@ VALUES = st.recursive(
 )
 
 
+NUMERIC = [key for key, field in KEYS.items() if field.type in (int, float)]
+ADMITTED = {name: in_toml(field.default) for key, field in KEYS.items() for name in (key, key.partition(".")[2])}
+
+
 @st.composite
 def recipes(draw):
-    """Sections and keys that there are, mostly, with any values."""
+    """Sections and keys that there are, mostly, with any values, and some that are admitted."""
     lines = [draw(st.sampled_from(["", "extends = 'base.toml'\n", "extends = " + draw(VALUES) + "\n"]))]
     for section in draw(st.lists(st.sampled_from([*SECTIONS, "x", "data.sources"]), unique=True, max_size=4)):
         names = list(getattr(SECTIONS.get(section), "__dataclass_fields__", ["weight", "path", "dataset"]))
         chosen = draw(st.lists(st.sampled_from([*names, "learning_rate", "zz"]), unique=True, max_size=4))
         lines.append(f"[{section}]" if section != "data.sources" else "[[data.sources]]")
-        lines += [f"{name} = {draw(VALUES)}" for name in chosen]
+        lines += [f"{name} = {draw(VALUES | st.just(ADMITTED.get(name, 'true')) | st.sampled_from(NUMBERS))}" for name in chosen]
     return "\n".join(lines)
 
 
@@ -114,7 +118,7 @@ FILES = st.one_of(
 
 @often(
     150,
-    10_000,
+    2_000,
     dict(content=b"[training]\nsteps = " + b"9" * 400),
     dict(content=b"[[data.sources]]\n" * 3000),
     dict(content="".join(f"[x{n}]\n" for n in range(20_000)).encode()),
@@ -142,13 +146,14 @@ WORDS = st.one_of(
         lambda key, value: f"--{key}={value}", st.sampled_from([*KEYS, *_KEYS, "x.y"]), VALUES | TEXTS | st.text(max_size=8)
     ),
     st.sampled_from([*(f"--{key}" for key in KEYS), *(f"--no-{key}" for key in KEYS), "--", "-", "--=", "--no-", "--no_", "--."]),
-    VALUES,
+    st.builds(lambda key, value: f"--{key}={value}", st.sampled_from(NUMERIC), st.sampled_from(NUMBERS)),
+    st.sampled_from([f"--{key}={ADMITTED[key]}" for key in NUMERIC]),
 )
 
 
 @often(
     150,
-    10_000,
+    2_000,
     dict(words=["--training.steps", "9" * 400]),
     dict(words=["--optimizer.lr", "1e999"]),
     dict(words=["--job.dump_folder", "\udcff"]),
@@ -167,7 +172,7 @@ test_any_command_line_is_a_config_or_a_few_lines, test_many_command_lines_are = 
 
 @often(
     50,
-    3_000,
+    500,
     words=st.lists(WORDS | st.sampled_from(["--help", "-h", "--print-config", DEBUG, *SECTIONS]), max_size=5),
 )
 def _any_command(words):
@@ -189,7 +194,7 @@ VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "CONFIG_FILE", "NGPU", "LOG_RAN
 
 @often(
     50,
-    3_000,
+    500,
     environment=st.dictionaries(st.sampled_from(VARIABLES), st.text(st.characters(exclude_characters="\0", codec="utf-8"))),
 )
 def _any_environment(environment):
@@ -223,7 +228,7 @@ MACHINES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=6).map(
 
 @often(
     100,
-    5_000,
+    1_000,
     text=MACHINES | MACHINES.map(lambda text: f'like = "H100"\n{text}') | TEXTS,
 )
 def _any_machine(text, tmp_path_factory):

@@ -899,6 +899,9 @@ def test_a_word_longer_than_a_path_is_refused(tmp_path):
     (line,) = lines_of(write(tmp_path, f'[job]\ndump_folder = "{"a" * 5000}"\n'))
     assert "longer than 4096 characters" in line
     assert len(line) < 400
+    (line,) = lines_of(write(tmp_path, f'[data]\ndataset = "local"\npath = "x/{"a" * 256}/y"\n'))
+    assert "[data] path = " in line
+    assert "more than 255 bytes" in line
 
 
 def test_a_recipe_in_a_folder_whose_name_is_not_utf_8_is_told(tmp_path):
