@@ -94,8 +94,8 @@ def _from_folder(field: dataclasses.Field, value: Any, folder: Path) -> Any:
     if not value or not suffix or (suffix is not True and not value.endswith(suffix)):
         return value
     path = os.path.abspath(folder / value)
-    if not _is_utf8(path):
-        raise ConfigError(f"{field.name} = {shown(value)}: {path} is not valid UTF-8, which a recipe is; rename that folder")
+    if fault := _unfit([path]):
+        raise ConfigError(f"{field.name} = {shown(value)}: {one_line(path, 200)}: {fault}; in another folder it would work")
     return path
 
 
@@ -104,6 +104,8 @@ def _read_recipe(path: Path, chain: tuple[str, ...], mistakes: Mistakes) -> tupl
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     with mistakes.noted():
+        if fault := _unfit([str(path)]):
+            raise ConfigError(f"{one_line(str(path), 200)}: {fault}; another path would work")
         resolved = os.path.realpath(path)
         if resolved in chain:
             loop = " -> ".join((*chain[chain.index(resolved) :], resolved))

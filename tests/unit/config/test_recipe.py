@@ -904,9 +904,18 @@ def test_a_word_longer_than_a_path_is_refused(tmp_path):
     assert "more than 255 bytes" in line
 
 
-def test_a_recipe_in_a_folder_whose_name_is_not_utf_8_is_told(tmp_path):
+@pytest.mark.parametrize("path", ["a\0b", "a" * 5000, "\udcff.toml"])
+def test_a_path_that_no_recipe_has_is_told(path):
+    (line,) = lines_of(path)
+    assert line.endswith("; another path would work")
+    assert line.isprintable()
+    assert len(line) < 400
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_told(tmp_path, monkeypatch):
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
     folder.mkdir()
-    (line,) = lines_of(write(folder, TOKENIZER))
-    assert "is not valid UTF-8" in line
+    monkeypatch.chdir(folder)
+    (line,) = lines_of(write(tmp_path, TOKENIZER), ["--data.dataset=local", "--data.path=a.txt"])
+    assert "not valid UTF-8, which a recipe is; in another folder" in line
     assert line.isprintable()
