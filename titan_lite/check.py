@@ -27,16 +27,17 @@ from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.layout import Layout, make_layout
 from titan_lite.logging import logger
 from titan_lite.ranks import device_memory
+from titan_lite.shape import shape_words
 
 
 def check(config: Config, layout: Layout) -> Tokenizer:
     """The tokenizer of a recipe that can run here. Raises ConfigError."""
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     if tokenizer.vocab_size > layout.model.vocab_size:
-        raise ConfigError(
-            f'model.tokenizer_path = "{config.model.tokenizer_path}" has {tokenizer.vocab_size} tokens, but flavor '
-            f"{config.model.flavor} has room for {layout.model.vocab_size}; use that flavor's tokenizer, or a flavor with room"
-        )
+        wrong = f'model.tokenizer_path = "{config.model.tokenizer_path}" has {tokenizer.vocab_size} tokens, but'
+        room = "model.vocab_size" if config.model.vocab_size else f"flavor {config.model.flavor}"
+        works = f"use that flavor's tokenizer, a flavor with room, or model.vocab_size = {tokenizer.vocab_size}"
+        raise ConfigError(f"{wrong} {room} has room for {layout.model.vocab_size}; {works}")
     check_data(config.data)
     for _, part in config.data.mixture():
         if part.dataset == "prepared":
@@ -63,7 +64,9 @@ def check(config: Config, layout: Layout) -> Tokenizer:
 def describe_run(config: Config, layout: Layout, tokenizer: Tokenizer, git: str = "") -> dict[str, Any]:
     """The description of this run in its checkpoints, in JSON's types and tuples; `resume.compare` compares two of them."""
     shape = dataclasses.asdict(layout.model)
-    del shape["max_seq_len"]  # an upper limit; parameters are of any length
+    del shape["max_seq_len"]  # the sequences of this run; parameters are of any length
+    if config.model.max_seq_len:
+        shape["max_seq_len"] = config.model.max_seq_len
     return {
         "recipe": dataclasses.asdict(config),
         "run": {
@@ -137,7 +140,7 @@ def check_memory(config: Config, layout: Layout, memory: float) -> None:
     if steady > memory:
         shards = math.ceil(layout.degrees["dp_shard"] * steady / memory)
         raise ConfigError(
-            f"{config.model.flavor} on {layout.world_size} ranks: weights, gradients and optimizer state need "
+            f"{shape_words(config.model)} on {layout.world_size} ranks: weights, gradients and optimizer state need "
             f"{steady / 2**30:.0f} GiB a rank, and a device has {memory / 2**30:.0f}; use parallelism.data_parallel_shard_degree "
             f"= {shards} or more"
         )

@@ -55,6 +55,10 @@ def command(main: Callable[[Sequence[str]], int | None], *, gone: int = 0) -> Ca
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
+        except UnicodeEncodeError as error:
+            wrong = f"standard output is {error.encoding}, which has no {error.object[error.start]!a}"
+            print(f"error: {wrong}; PYTHONIOENCODING=utf-8 would work", file=sys.stderr)
+            return 2
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return gone

@@ -14,6 +14,7 @@ from titan_lite.config import KEYS, Config, flatten, without_need
 from titan_lite.distributed.activation_checkpoint import recomputes
 from titan_lite.distributed.pipeline_plan import bubble_fraction, order_of
 from titan_lite.layout import Layout
+from titan_lite.shape import shape_words
 
 ROWS, BOXES, IN_A_BOX, IN_THE_ONLY_BOX = 4, 4, 4, 16  # of the picture; more are left out in the middle
 
@@ -34,7 +35,8 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
     lines = [
         *([config.job.description] if config.job.description else []),
         *without_effect(config, layout),
-        f"model: {config.model.name} {config.model.flavor}, {layout.parameters:,} parameters; torch {torch.__version__}, {how}",
+        f"model: {config.model.name} {shape_words(config.model)}, {layout.parameters:,} parameters; "
+        f"torch {torch.__version__}, {how}",
         f"layout: {layout.world_size} rank{'s' * (layout.world_size > 1)}{f' = {axes}' if axes else ''}, each one {name}",
         *mesh_picture(degrees, notes),
         f"batch: {layout.tokens:,} tokens a step = {layout.rows} sequences of {layout.seq_len}, "

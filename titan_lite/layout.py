@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 from titan_lite.config import Config, ConfigError, Training, gradient_accumulation_steps
 from titan_lite.distributed.degrees import check_context_parallel, check_tensor_parallel, resolve_degrees
 from titan_lite.distributed.pipeline_plan import PipelinePlan, module_fqns, plan_pipeline
-from titan_lite.models.shapes import FLAVORS, ModelConfig
+from titan_lite.models.shapes import ModelConfig
+from titan_lite.shape import shape_of, shape_words
 
 if TYPE_CHECKING:
     from titan_lite.models.llama3 import Transformer
@@ -132,15 +133,14 @@ def itemsizes(training: Training) -> tuple[int, int, int]:
 def make_layout(config: Config, world_size: int, model: ModelConfig | None = None, *, memory: float = math.inf) -> Layout:
     """The layout of a recipe on so many ranks. Looks at no tokenizer, no data and no process group.
 
-    model: a shape of its own, in place of the flavor's. memory: bytes of a device. Raises ConfigError for what cannot run.
+    model: a shape in place of the recipe's. memory: bytes of a device. Raises ConfigError for what cannot run.
     """
     training, parallelism = config.training, config.parallelism
-    model = model or flavor_of(config.model.flavor)
+    model = model or shape_of(config.model)
     if training.seq_len > model.max_seq_len:
-        raise ConfigError(
-            f"training.seq_len = {training.seq_len} is more than flavor {config.model.flavor} was made for; "
-            f"at most {model.max_seq_len} works"
-        )
+        flavor = config.model.flavor or "of its own"
+        most = "model.max_seq_len says" if config.model.max_seq_len else f"flavor {flavor} was made for"
+        raise ConfigError(f"training.seq_len = {training.seq_len} is more than {most}; at most {model.max_seq_len} works")
     degrees = resolve_degrees(parallelism, world_size)
     check_context_parallel(degrees["cp"], seq_len=training.seq_len, tp=degrees["tp"])
     check_tensor_parallel(
@@ -175,7 +175,8 @@ def make_layout(config: Config, world_size: int, model: ModelConfig | None = Non
         fits = memory == math.inf or layout.steady_bytes(training) + layout.step_bytes(training) <= FILLED * memory
         once = fits and not buckets and parallelism.fsdp_reshard_after_forward != "always"
         layout = dataclasses.replace(layout, gathers_once=once)
-    _check_names("parallelism.fsdp_keep_gathered", parallelism.fsdp_keep_gathered, config.model.flavor, layout.model)
+    words = shape_words(config.model)
+    _check_names("parallelism.fsdp_keep_gathered", parallelism.fsdp_keep_gathered, words, layout.model)
     _check_schedule(config, layout)
     if layout.gathers_once and parallelism.fsdp_reshard_after_forward == "always":
         raise ConfigError(
@@ -183,13 +184,6 @@ def make_layout(config: Config, world_size: int, model: ModelConfig | None = Non
             f'weights gathered for a step of {microbatches} microbatches; fsdp_communication = "microbatch" would work'
         )
     return layout
-
-
-def flavor_of(name: str) -> ModelConfig:
-    """Raises ConfigError for a flavor that there is not."""
-    if name not in FLAVORS:
-        raise ConfigError(f'model.flavor = "{name}": known flavors are {", ".join(FLAVORS)}')
-    return FLAVORS[name]
 
 
 def _check_names(key: str, names: Sequence[str], flavor: str, model: ModelConfig) -> None:
@@ -230,7 +224,7 @@ def _check_schedule(config: Config, layout: Layout) -> None:
         return
     if stage.bucketing == "plan":
         names = [name for bucket in stage.buckets for name in bucket.split()]
-        _check_names("compile.buckets", names, config.model.flavor, layout.model)
+        _check_names("compile.buckets", names, shape_words(config.model), layout.model)
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
             raise ConfigError(f'compile.buckets: "{twice[0]}" stands in it twice; a parameter has one bucket')

@@ -40,10 +40,11 @@ from titan_lite.config import ActivationCheckpoint, Checkpoint, Compile, Config,
 from titan_lite.config.recipe import load_config
 from titan_lite.distributed.degrees import AXES, DEGREES
 from titan_lite.distributed.pipeline_plan import TooFewLayers
-from titan_lite.layout import flavor_of, make_layout
+from titan_lite.layout import make_layout
 from titan_lite.metrics.records import read_metrics
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
 from titan_lite.ranks import device_memory
+from titan_lite.shape import shape_of, shape_words
 from titan_lite.trainer import Trainer
 
 TOKENIZER = Path(__file__).parents[1] / "assets/tokenizer/debug.model"
@@ -322,10 +323,10 @@ def _diverges(found: Tensor | None, expected: Tensor) -> bool:
 def verify(config: Config, layouts: Sequence[Degrees], *, steps: int = 5, prepare: Prepare | None = None) -> bool:
     """Print a line a layout; whether all agree. Raises ConfigError where the only layout cannot be run."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before any process asks
-    flavor = flavor_of(config.model.flavor)
+    flavor = shape_of(config.model)
     print(
-        f"twin of {config.model.flavor}: {twin_model(flavor, 1).n_layers} layers or more, dim {FLAVORS['debug'].dim}, float32, "
-        f"{ROWS} sequences of {SEQ_LEN} tokens a step, {steps} steps; expected: one eager process\n"
+        f"twin of {shape_words(config.model)}: {twin_model(flavor, 1).n_layers} layers or more, dim {FLAVORS['debug'].dim}, "
+        f"float32, {ROWS} sequences of {SEQ_LEN} tokens a step, {steps} steps; expected: one eager process\n"
         f"tolerances, relative: loss {LOSS_TOLERANCE:g}, gradient {GRADIENT_TOLERANCE:g}, activations {ACTIVATION_TOLERANCE:g}"
     )
     width = max(len("layout"), *(len(name_of(layout)) for layout in layouts))

@@ -22,9 +22,10 @@ ROOMS = {
     "manifest": (),
     "ranks": ("torch", "titan_lite.config"),
     "config": ("tomli",),  # the standard library has it from Python 3.11 on
-    "describe": (*PART, "titan_lite.layout", "titan_lite.distributed"),
+    "describe": (*PART, "titan_lite.layout", "titan_lite.shape", "titan_lite.distributed"),
     "check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
     "models": ("torch",),
+    "shape": ("titan_lite.config", "titan_lite.models"),
     "loss": PART,
     "optimizer": PART,
     "lr_scheduler": PART,
@@ -43,12 +44,13 @@ ROOMS = {
     "metrics": (*PART, "titan_lite.manifest", "matplotlib", "tqdm", "wandb"),
     "metrics/records": ("titan_lite.config",),  # and no torch, as report
     "metrics/lines": (*PART, "titan_lite.compiler"),
-    "layout": (*PART, "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler"),
+    "layout": (*PART, "titan_lite.shape", "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler"),
     "metrics/throughput": (),
     "metrics/timelines": ("titan_lite.compiler", "matplotlib"),
     "plan": (
         "titan_lite.command",
         "titan_lite.layout",
+        "titan_lite.shape",
         *PART,
         "matplotlib",
         "tqdm",

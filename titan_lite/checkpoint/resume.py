@@ -36,7 +36,7 @@ FACTS = {  # what is compared beside the recipe: how it is called, and what its 
     "model": ("the model's {}", CANNOT),
     "tokenizer": ("SHA-256 of model.tokenizer_path", CANNOT),
     "rows": ("sequences a step (training.global_batch_size)", LEARNING),
-    "documents": ("SHA-256 of the documents' names and sizes (data.path)", PLACE),
+    "documents": ("SHA-256 of the documents' names and sizes ([data])", PLACE),
     "shares": ("share of each source's tokens (data.sources)", LEARNING),
     "total_steps": ("steps of the schedule (lr_scheduler.total_steps)", LEARNING),
     "world_size": ("ranks", ROUNDING),
@@ -65,6 +65,7 @@ def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[Diff
     now = json.loads(json.dumps(described))  # tuples become lists, as in the file
     known = [fact for fact in FACTS if state["run"].get(fact) and now["run"].get(fact)]  # of others one of both says nothing
     facts = [(fact, *change) for fact in known for change in _changes(state["run"][fact], now["run"][fact])]
+    facts = [change for change in facts if change[:2] != ("model", "max_seq_len")]  # a limit, and of no parameter
     changed = {fact for fact, *_ in facts}
     idle = without_need(state["recipe"], resuming=True).keys() & without_need(now["recipe"], resuming=True).keys()
     differences = []

@@ -329,7 +329,10 @@ def check_fit(weights: Weights, flavor: ModelConfig, key: str) -> None:
     refused = [line for line in differing if line not in told and not line.startswith("max_seq_len")]
     if refused:
         fitting = [name for name, other in FLAVORS.items() if shapes(other) == weights.shapes]
-        works = f'model.flavor = "{fitting[0]}"' if fitting else "a flavor of that shape (FLAVORS in models/llama3.py)"
+        keys = [line.partition(" ")[0] for line in refused]
+        yes_no = {"tied_embeddings": '"yes"' if weights.config.tied_embeddings else '"no"'}
+        works = ", ".join(f"model.{name} = {yes_no.get(name, theirs[name])}" for name in keys)
+        works = f'model.flavor = "{fitting[0]}"' if fitting else works
         raise ConfigError(f'{key} = "{weights.folder}" has another model: {"; ".join(refused)}; {works} would work')
     if told:
         logger.info(f"{key}: these weights were trained for another computation: {'; '.join(told)}")

@@ -13,6 +13,7 @@ are the vendors' datasheets; latencies those of NCCL's tuning tables (src/graph/
 import dataclasses
 import math
 import operator
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch.fx import Node
 
 from titan_lite.compiler.collectives import KINDS, aten, collective_bytes, collectives, kind_of, nbytes_of, ranks_of
 from titan_lite.config import ConfigError
-from titan_lite.config.toml import read_toml
+from titan_lite.config.toml import read_toml, shown
 
 GB, GIB = 1e9, 2**30
 
@@ -241,7 +242,7 @@ def load_machine(name: str, said: str = "") -> Machine:
     said = said or f'compile.machine = "{name}"'
     if not name.endswith(".toml"):
         raise ConfigError(f"{said} is no profile; {', '.join(PROFILES)} or the path of a .toml file would work")
-    if not Path(name).is_file():
+    if not os.path.exists(name):
         raise ConfigError(f"{said}: no such file; {', '.join(PROFILES)} or another path would work")
     return machine_from(read_toml(Path(name)), name)
 
@@ -251,7 +252,7 @@ def machine_from(tables: Mapping[str, Any], file: str) -> Machine:
     tables = dict(tables)
     like = tables.pop("like", None)
     if like is not None and (not isinstance(like, str) or like not in PROFILES):
-        raise ConfigError(f"{file}: like = {like!r} is no profile; {', '.join(PROFILES)} would work")
+        raise ConfigError(f"{file}: like = {shown(like)} is no profile; {', '.join(PROFILES)} would work")
     values: dict[str, Any] = {**(vars(PROFILES[like]) if like else {}), "name": Path(file).stem}
     fields = {field.name: field for field in dataclasses.fields(Machine)}
     for key, value in tables.items():
@@ -284,13 +285,13 @@ def machine_from(tables: Mapping[str, Any], file: str) -> Machine:
 def _numbers(file: str, table: str, value: Any, keys: tuple[str, ...]) -> dict[str, float]:
     if not isinstance(value, dict) or (keys and set(value) != set(keys)):
         works = "{ " + ", ".join(f"{key} = ..." for key in keys or ("bfloat16", "float32")) + " }"
-        raise ConfigError(f"{file}: {table} = {value!r}; {table} = {works} would work")
+        raise ConfigError(f"{file}: {table} = {shown(value)}; {table} = {works} would work")
     return {key: _number(file, f"{table}.{key}", number) for key, number in value.items()}
 
 
 def _number(file: str, key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{file}: {key} = {value!r} is not a number above 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e18:
+        raise ConfigError(f"{file}: {key} = {shown(value)} is not a number above 0 and below 1e18")
     return value
 
 

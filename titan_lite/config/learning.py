@@ -14,6 +14,7 @@ CUT_HERE = Need("data.dataset", lambda name: name not in ("c4", "prepared"))  # 
 READS_FILES = Need("data.dataset", lambda name: name not in ("stdlib", "prepared"))
 SKIPS = Need("data.on_bad_document", lambda policy: policy != "error")
 WORKERS = Need("data.num_workers", lambda workers: workers != 0)
+OF_FLAVOR = "; 0: the flavor's"
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,34 @@ class Model:
     """which model, and its tokenizer"""
 
     name: str = setting("llama3", "model family", choices=("llama3",), fact="model")
-    flavor: str = setting("debug", "size, a key of FLAVORS in models/llama3.py", "name", fact="model")
+    flavor: str = setting(
+        "debug", "size, a key of FLAVORS in models/llama3.py; empty: the keys below say all of the shape", "name", fact="model"
+    )
+    dim: int = setting(0, f"width of the residual stream{OF_FLAVOR}", "numbers >= 1 <= 262144 or 0", fact="model")
+    n_layers: int = setting(0, f"transformer blocks{OF_FLAVOR}", "blocks >= 1 <= 1024 or 0", fact="model")
+    n_heads: int = setting(0, f"query heads, dim / n_heads numbers each{OF_FLAVOR}", "heads >= 1 <= 4096 or 0", fact="model")
+    n_kv_heads: int = setting(0, f"key/value heads, which query heads share{OF_FLAVOR}", "heads >= 1 <= 4096 or 0", fact="model")
+    hidden_dim: int = setting(0, f"width within feed_forward{OF_FLAVOR}", "numbers >= 1 <= 1048576 or 0", fact="model")
+    vocab_size: int = setting(
+        0, f"tokens there is room for, at least the tokenizer's{OF_FLAVOR}", "tokens >= 1 <= 4194304 or 0", fact="model"
+    )
+    tied_embeddings: str = setting(
+        "flavor", "whether embedding and output are one weight", choices=("flavor", "yes", "no"), fact="model"
+    )
+    rope_theta: float = setting(0.0, f"base of the rotary frequencies{OF_FLAVOR}", "number >= 1 <= 1000000000 or 0", fact="model")
+    rope_scaling_factor: float = setting(
+        0.0,
+        f"low rotary frequencies are divided by it, as in Llama 3.1; 1: none are{OF_FLAVOR}",
+        "factor >= 1 <= 1024 or 0",
+        fact="model",
+    )
+    norm_eps: float = setting(0.0, f"added to the mean square in RMSNorm{OF_FLAVOR}", "number > 0 < 1 or 0", fact="model")
+    max_seq_len: int = setting(
+        0,
+        f"most tokens that training.seq_len, or a text of titan_lite.generate, has{OF_FLAVOR}",
+        "tokens >= 1 <= 16777216 or 0",
+        fact="model",
+    )
     tokenizer_path: str = setting(
         "", "tokenizer in tiktoken's format (base64 token and rank a line), or a tokenizer.json", path=True, fact="tokenizer"
     )
@@ -42,13 +70,17 @@ class Training:
 
     resume = LEARNING
     local_batch_size: int = setting(
-        8, "sequences that a data-parallel rank or its pipeline takes at once", "sequences >= 1", resume=ROUNDING, fact="rows"
+        8,
+        "sequences that a data-parallel rank or its pipeline takes at once",
+        "sequences >= 1 <= 65536",
+        resume=ROUNDING,
+        fact="rows",
     )
     global_batch_size: int = setting(
         -1,
         "sequences in one optimizer step over all ranks; more than local_batch_size x data-parallel degree means gradient "
         "accumulation; -1: exactly one local batch a rank",
-        "sequences >= 1 or -1",
+        "sequences >= 1 <= 1048576 or -1",
         fact="rows",
     )
     global_batch_ramp: tuple = setting(
@@ -57,7 +89,7 @@ class Training:
         "step 3000, and then global_batch_size",
         "SEQUENCES until STEP",
     )
-    seq_len: int = setting(2048, "tokens the model sees at once", "tokens >= 1", resume=DATA)
+    seq_len: int = setting(2048, "tokens the model sees at once", "tokens >= 1 <= 16777216", resume=DATA)
     mask_documents: bool = setting(
         False,
         "a token attends to its own document alone, and not to those packed before it (Llama 3, section 3.2); without, attention "
@@ -179,7 +211,9 @@ class Data(Corpus):
     min_document_tokens: int = setting(
         0, "documents with fewer tokens, BOS and EOS not counted, are left out", "tokens >= 0", resume=LEARNING
     )
-    max_document_mib: int = setting(32, "a larger document is a bad one", "MiB of UTF-8 >= 1", resume=LEARNING, needs=READS_FILES)
+    max_document_mib: int = setting(
+        32, "a larger document is a bad one", "MiB of UTF-8 >= 1 <= 4096", resume=LEARNING, needs=READS_FILES
+    )
     on_bad_document: str = setting(
         "error",
         "what becomes of a document that cannot be read, is empty or too large: error ends the run naming file and line, skip "
@@ -191,9 +225,11 @@ class Data(Corpus):
     max_bad_documents: int = setting(
         100, "more bad documents than this end the run all the same", "documents >= 0", resume=NOTHING, needs=(READS_FILES, SKIPS)
     )
-    num_workers: int = setting(1, "loader processes a rank; 0 reads in the training process", "processes >= 0", resume=NOTHING)
+    num_workers: int = setting(
+        1, "loader processes a rank; 0 reads in the training process", "processes >= 0 <= 1024", resume=NOTHING
+    )
     prefetch: int = setting(
-        4, "microbatches prepared ahead by each loader process", "microbatches >= 1", resume=NOTHING, needs=WORKERS
+        4, "microbatches prepared ahead by each loader process", "microbatches >= 1 <= 65536", resume=NOTHING, needs=WORKERS
     )
 
     def source_names(self) -> list[str]:
@@ -211,12 +247,26 @@ class Data(Corpus):
         """(share of the tokens, [data] of it alone) for each source."""
         if not self.sources:
             return [(1.0, self)]
-        total = sum(source.weight for source in self.sources)
+        total, own = sum(source.weight for source in self.sources), {**vars(self), "sources": ()}
         names = [field.name for field in dataclasses.fields(Corpus)]
         return [
-            (source.weight / total, dataclasses.replace(self, sources=(), **{name: getattr(source, name) for name in names}))
-            for source in self.sources
+            (source.weight / total, MixedData(**{**own, **{name: getattr(source, name) for name in names}}, number=number))
+            for number, source in enumerate(self.sources, 1)
         ]
+
+    def key(self, name: str) -> str:
+        """The key as the recipe has it, for messages."""
+        return f"data.{name}"
+
+
+@dataclass(frozen=True)
+class MixedData(Data):
+    """[data] of one source of a mixture alone. number: its place in data.sources, from 1."""
+
+    number: int = 0
+
+    def key(self, name: str) -> str:
+        return f"data.sources[{self.number}].{name}" if name in Corpus.__dataclass_fields__ else super().key(name)
 
 
 @dataclass(frozen=True)

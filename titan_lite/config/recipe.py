@@ -5,8 +5,8 @@
     origins["training.steps"]        # "command line"
 
 Precedence: command line > recipe > the recipe it `extends` > default. Every mistake (unknown section or key, wrong type, value
-out of range, impossible combination) is one `ConfigError` that names the place, the key, the value and something that would work.
-Standard library only.
+out of range, impossible combination) is one line of a `ConfigError`, with the place, the key, the value and something that would
+work. Standard library only.
 """
 
 import dataclasses
@@ -14,13 +14,19 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_lite.config import DROPPED, KEYS, SECTIONS, Config, ConfigError, Corpus, Parallelism
+from titan_lite.config import DROPPED, KEYS, SECTIONS, Config, ConfigError, Corpus, Data, Mistakes, Parallelism
+from titan_lite.config.aliases import key_called
 from titan_lite.config.keys import batch_ramp, flatten, gradient_accumulation_steps, without_need
-from titan_lite.config.toml import did_you_mean, files_beside, in_toml, parse_value, read_toml
+from titan_lite.config.row import one_line
+from titan_lite.config.toml import did_you_mean, files_beside, in_toml, parse_value, read_toml, shown
+
+MOST = 10**15  # of a number that has no bound of its own: a float still tells it from the next
+MOST_TEXT = 4096  # characters, as many as a path has
+MOST_EXTENDED = 16  # recipes, each by the one before
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, dict[str, str]]:
@@ -28,21 +34,27 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Conf
 
     recipe: path of a TOML file. overrides: `--section.key value`, `--section.key=value`, and for booleans
     `--section.key` and `--no-section.key`. origins maps "section.key" to "default", "command line" or the file's path.
-    Raises ConfigError.
+    Raises ConfigError with all mistakes of single keys, or else with all impossible combinations.
     """
-    values, origins = _read_recipe(Path(recipe), chain=())
-    for key, text in _parse_overrides(overrides).items():
-        values[key] = _from_folder(KEYS[key], _parse_text(key, text), Path())  # the saved recipe lies in another folder
-        origins[key] = "command line"
+    mistakes = Mistakes()
+    values, origins = _read_recipe(Path(recipe), (), mistakes)
+    for key, text in _parse_overrides(overrides, mistakes).items():
+        with mistakes.noted():
+            values[key] = _from_folder(KEYS[key], _parse_text(key, text), Path())  # the saved recipe lies in another folder
+            origins[key] = "command line"
+    mistakes.refuse()
     for key in KEYS.keys() - values.keys():
         values[key], origins[key] = KEYS[key].default, "default"
     if not values["job.dump_folder"]:
-        values["job.dump_folder"] = f"outputs/{Path(recipe).stem}"
+        values["job.dump_folder"] = _check_value("job.dump_folder", f"outputs/{Path(recipe).stem}", str(recipe))
     sections = {
         name: cls(**{f.name: values[f"{name}.{f.name}"] for f in dataclasses.fields(cls)}) for name, cls in SECTIONS.items()
     }
     config = Config(**sections)
-    _check_combinations(config, origins)
+    for error in _impossible(config, origins):
+        with mistakes.noted():
+            raise error
+    mistakes.refuse()
     return config, origins
 
 
@@ -79,73 +91,99 @@ def _from_folder(field: dataclasses.Field, value: Any, folder: Path) -> Any:
             for table in value
         )
     suffix = field.metadata["path"]
-    is_path = value and suffix and (suffix is True or value.endswith(suffix))
-    return os.path.abspath(folder / value) if is_path else value
+    if not value or not suffix or (suffix is not True and not value.endswith(suffix)):
+        return value
+    path = os.path.abspath(folder / value)
+    if fault := _unfit([path]):
+        raise ConfigError(f"{field.name} = {shown(value)}: {one_line(path, 200)}: {fault}; in another folder it would work")
+    return path
 
 
-def _read_recipe(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+def _read_recipe(path: Path, chain: tuple[str, ...], mistakes: Mistakes) -> tuple[dict[str, Any], dict[str, str]]:
     """Flat {"section.key": value} of one file on top of the file it extends."""
-    resolved = path.resolve()
-    if resolved in chain:
-        loop = " -> ".join(str(p) for p in (*chain[chain.index(resolved) :], resolved))
-        raise ConfigError(f"{path}: extends goes round in a circle: {loop}; remove one of these `extends` lines")
-    tables = read_toml(path, "recipe")
-    base = tables.pop("extends", None)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    if base is not None:
-        if not isinstance(base, str) or not base:
-            raise ConfigError(f'{path}: extends = {base!r} is not a path; write it as extends = "debug_model.toml"')
-        if not (path.parent / base).is_file():
-            raise ConfigError(
-                f'{path}: extends = "{base}": no such file (looked for {path.parent / base}){files_beside(path.parent / base)}'
-            )
-        values, origins = _read_recipe(path.parent / base, (*chain, resolved))
-    for section, table in tables.items():
-        if section not in SECTIONS:
-            raise ConfigError(f"{path}: unknown section [{section}]{nearest_section(section)}")
-        if not isinstance(table, dict):
-            raise ConfigError(f"{path}: {section} = {table!r} should be a section: write [{section}] and its keys below")
-        for name, value in table.items():
-            key = f"{section}.{name}"
-            if key in DROPPED and value == DROPPED[key][0]:
-                continue  # a saved recipe of an earlier version, which says what holds
-            if key not in KEYS:
-                raise ConfigError(f"{path}: unknown key {name} = {value!r} in [{section}]{_nearest_key(section, name)}")
-            values[key] = _from_folder(KEYS[key], _check_value(key, value, str(path)), path.parent)
-            origins[key] = str(path)
+    with mistakes.noted():
+        if fault := _unfit([str(path)]):
+            raise ConfigError(f"{one_line(str(path), 200)}: {fault}; another path would work")
+        resolved = os.path.realpath(path)
+        if resolved in chain:
+            loop = " -> ".join((*chain[chain.index(resolved) :], resolved))
+            raise ConfigError(f"{path}: extends goes round in a circle: {loop}; remove one of these `extends` lines")
+        if len(chain) > MOST_EXTENDED:
+            raise ConfigError(f"{path}: extended through more than {MOST_EXTENDED} recipes; extend one of the first")
+        tables = read_toml(path, "recipe")
+        base = tables.pop("extends", None)
+        if base is not None:
+            with mistakes.noted():
+                values, origins = _read_recipe(_extended(path, base), (*chain, resolved), mistakes)
+        for section, table in tables.items():
+            with mistakes.noted():
+                if section not in SECTIONS:
+                    raise ConfigError(f"{path}: unknown section [{shown(section)[1:-1]}]{nearest_section(section)}")
+                if not isinstance(table, dict):
+                    wrong = f"{section} = {shown(table)} should be a section"
+                    raise ConfigError(f"{path}: {wrong}: write [{section}] and its keys below")
+                for name, value in table.items():
+                    with mistakes.noted():
+                        key = f"{section}.{name}"
+                        if key in DROPPED and value == DROPPED[key][0]:
+                            continue  # a saved recipe of an earlier version, which says what holds
+                        if key not in KEYS:
+                            wrong = f"unknown key {shown(name)[1:-1]} = {shown(value)} in [{section}]"
+                            raise ConfigError(f"{path}: {wrong}{_nearest_key(section, name)}")
+                        values[key] = _from_folder(KEYS[key], _check_value(key, value, str(path)), path.parent)
+                        origins[key] = str(path)
     return values, origins
 
 
-def _parse_overrides(arguments: Sequence[str]) -> dict[str, str]:
+def _extended(path: Path, base: Any) -> Path:
+    """The recipe that the one at `path` extends by `extends = base`. Raises ConfigError."""
+    if not isinstance(base, str) or not base:
+        raise ConfigError(f'{path}: extends = {shown(base)} is not a path; write it as extends = "debug_model.toml"')
+    found = path.parent / base
+    if not os.path.exists(found):
+        wrong = f"extends = {shown(base)}: no such file (looked for {one_line(str(found), 200)})"
+        raise ConfigError(f"{path}: {wrong}{files_beside(found)}")
+    return found
+
+
+def _parse_overrides(arguments: Sequence[str], mistakes: Mistakes) -> dict[str, str]:
     """`--section.key value` and its other forms -> {"section.key": text}; a later one wins."""
     result: dict[str, str] = {}
     rest = list(arguments)
     while rest:
-        argument = rest.pop(0)
-        if not argument.startswith("--"):
-            raise ConfigError(
-                f"command line: {argument!r} is not an option; write --section.key value, such as --training.steps 100"
-            )
-        name, equals, text = argument[2:].partition("=")
-        key = name.replace("-", "_").removeprefix("no_")
-        negated = len(key) < len(name)
-        if key not in KEYS:
-            raise ConfigError(f"command line: unknown option {argument}{_nearest_key(*key.partition('.')[::2])}")
-        is_bool = KEYS[key].type is bool
-        if negated and (equals or not is_bool):
-            raise ConfigError(f"command line: {argument}: --no- is for booleans and takes no value; write --{key}=VALUE")
-        if negated:
-            text = "false"
-        elif not equals and is_bool:
-            text = rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
-        elif not equals:
-            if not rest or rest[0].startswith("--"):
-                example = f"--{key}={in_toml(KEYS[key].default)}"
-                raise ConfigError(f"command line: {argument} has no value; write {example} ({_expected(KEYS[key])})")
-            text = rest.pop(0)
-        result[key] = text
+        with mistakes.noted():
+            key, text = _next_override(rest)
+            result[key] = text
     return result
+
+
+def _next_override(rest: list[str]) -> tuple[str, str]:
+    """(key, text) of the first arguments, which are taken from the list. Raises ConfigError."""
+    argument = rest.pop(0)
+    said = one_line(argument, 100)
+    if not argument.startswith("--"):
+        raise ConfigError(f"command line: '{said}' is not an option; write --section.key value, such as --training.steps 100")
+    name, equals, text = argument[2:].partition("=")
+    key = name.replace("-", "_").removeprefix("no_")
+    negated = len(key) < len(name)
+    follows = bool(rest) and not rest[0].startswith("--")
+    if key not in KEYS:
+        if follows and not equals:
+            rest.pop(0)  # its value, no mistake of its own
+        raise ConfigError(f"command line: unknown option {said}{_nearest_key(*key.partition('.')[::2])}")
+    is_bool = KEYS[key].type is bool
+    if negated and (equals or not is_bool):
+        raise ConfigError(f"command line: {said}: --no- is for booleans and takes no value; write --{key}=VALUE")
+    if negated:
+        return key, "false"
+    if not equals and is_bool:
+        return key, rest.pop(0) if follows and rest[0].lower() in ("true", "false") else "true"
+    if not equals and not follows:
+        example = f"--{key}={in_toml(KEYS[key].default)}"
+        raise ConfigError(f"command line: {said} has no value; write {example} ({_expected(KEYS[key])})")
+    return key, text if equals else rest.pop(0)
 
 
 def _parse_text(key: str, text: str) -> Any:
@@ -162,9 +200,8 @@ def _parse_text(key: str, text: str) -> Any:
         elif kind is tuple:
             value = [word.strip() for word in text.split(",") if word.strip()]
     except (KeyError, ValueError):
-        raise ConfigError(
-            f"command line: --{key}={text}: expected {_expected(KEYS[key])}, such as {in_toml(KEYS[key].default)}"
-        ) from None
+        wrong = f"--{key}={one_line(text, 100)}: expected {_expected(KEYS[key])}"
+        raise ConfigError(f"command line: {wrong}, such as {in_toml(KEYS[key].default)}") from None
     return _check_value(key, value, "command line")
 
 
@@ -172,20 +209,24 @@ def _check_value(key: str, value: Any, place: str, field: dataclasses.Field | No
     """Type, range and choices of one value; an integer serves where a float is asked for. field: the key's, if not in KEYS."""
     field = field or KEYS[key]
     if field.metadata["table"] and isinstance(value, list):
-        return tuple(_check_table(key, number, table, place, field.metadata["table"]) for number, table in enumerate(value, 1))
+        mistakes, tables = Mistakes(), []
+        for number, table in enumerate(value, 1):
+            with mistakes.noted():
+                tables.append(_check_table(f"{key}[{number}]", table, place, field.metadata["table"]))
+        mistakes.refuse()
+        return tuple(tables)
     if field.type is float and type(value) is int:
         value = float(value) if abs(value) < 2**1000 else math.inf
     if field.type is tuple and isinstance(value, list) and all(isinstance(word, str) for word in value):
         value = tuple(value)
     section, _, name = key.rpartition(".")
-    shown = in_toml(value) if isinstance(value, str | bool | int | float | tuple) else value
     rule, wrong, instead = field.metadata, "", f", such as {name} = {in_toml(field.default)}"
     if type(value) is not field.type:
         wrong = f"expected {_expected(field)}"
-    elif isinstance(value, str) and not value.isascii() and value.encode(errors="ignore").decode() != value:
-        wrong = "not valid UTF-8, which a recipe is"
-    elif isinstance(value, str) and "\0" in value:
-        wrong = "has a NUL character"
+    elif field.type in (str, tuple) and (fault := _unfit(value if field.type is tuple else (value,))):
+        wrong = fault
+    elif rule["unit"] == "path" and max(len(os.fsencode(part)) for part in value.split(os.sep)) > 255:
+        wrong = "has a name of more than 255 bytes, which no file has"
     elif rule["choices"]:
         admitted = [*map(re.escape, rule["choices"]), *filter(None, rule["or_like"][1:])]
         unknown = [word for word in ([value] if field.type is str else value) if not re.fullmatch("|".join(admitted), word)]
@@ -194,102 +235,127 @@ def _check_value(key: str, value: Any, place: str, field: dataclasses.Field | No
     elif field.type in (int, float) and value != rule["also"]:
         compare = {"least": operator.ge, "above": operator.gt, "most": operator.le, "below": operator.lt}
         inside = all(rule[bound] is None or holds(value, rule[bound]) for bound, holds in compare.items())
-        wrong = "" if inside and math.isfinite(value) else f"out of range: expected {_expected(field)}"
+        if not inside or not abs(value) <= (rule["most"] or MOST):  # so nan, too
+            most = f", at most {MOST:.0e}" if inside else ""
+            wrong = f"out of range: expected {_expected(field)}{most}"
     if wrong:
-        raise ConfigError(f"{place}: [{section}] {name} = {shown}: {wrong}{instead}")
+        said = key if "[" in key else f"[{section}] {name}"  # of a table within, or of the recipe
+        raise ConfigError(f"{place}: {said} = {shown(value)}: {wrong}{instead}")
     return value
 
 
-def _check_table(key: str, number: int, table: Any, place: str, cls: type) -> Any:
-    """One element of a list of tables, as its dataclass."""
-    fields = {field.name: field for field in dataclasses.fields(cls)}
+def _unfit(words: Sequence[str]) -> str:
+    """Why no key can have these words; empty: it can."""
+    if not all(map(_is_utf8, words)):
+        return "not valid UTF-8, which a recipe is"
+    if any("\0" in word for word in words):
+        return "has a NUL character"
+    return f"longer than {MOST_TEXT} characters" if max(map(len, words), default=0) > MOST_TEXT else ""
+
+
+def _is_utf8(text: str) -> bool:
+    """False where a file name or an argument had other bytes."""
+    return text.isascii() or text.encode(errors="ignore").decode() == text
+
+
+def _check_table(key: str, table: Any, place: str, cls: type) -> Any:
+    """One element of a list of tables, as its dataclass. key: with its number, such as data.sources[1]."""
+    fields, mistakes, values = {field.name: field for field in dataclasses.fields(cls)}, Mistakes(), {}
     if not isinstance(table, dict):
-        raise ConfigError(f"{place}: {key} = [... {table!r} ...]: expected tables: write [[{key}]] and the keys of each below")
+        tables = key.partition("[")[0]
+        raise ConfigError(f"{place}: {key} = {shown(table)}: expected a table: write [[{tables}]] and the keys of each below")
     for name, value in table.items():
-        if name not in fields:
-            near = did_you_mean(name, fields, otherwise=f"; it has {', '.join(fields)}")
-            raise ConfigError(f"{place}: unknown key {name} = {value!r} in [[{key}]], table {number}{near}")
-    return cls(**{name: _check_value(f"{key}.{name}", value, place, fields[name]) for name, value in table.items()})
+        with mistakes.noted():
+            if name not in fields:
+                near = did_you_mean(name, fields, otherwise=f"; it has {', '.join(fields)}")
+                raise ConfigError(f"{place}: unknown key {shown(name)[1:-1]} = {shown(value)} in {key}{near}")
+            values[name] = _check_value(f"{key}.{name}", value, place, fields[name])
+    mistakes.refuse()
+    return cls(**values)
 
 
-def _check_combinations(config: Config, origins: dict[str, str]) -> None:
-    """Raises ConfigError for what no single value shows."""
+def _impossible(config: Config, origins: dict[str, str]) -> Iterator[ConfigError]:
+    """An error for each thing that no single value shows."""
     values = flatten(config)
 
     def wrong(key: str, why: str) -> ConfigError:
-        return ConfigError(f"{origins[key]}: [{key.replace('.', '] ', 1)} = {in_toml(values[key])}{why}")
+        return ConfigError(f"{origins[key]}: [{key.replace('.', '] ', 1)} = {shown(values[key])}{why}")
 
     for key, (why, need) in without_need(dataclasses.asdict(config)).items():
         if KEYS[key].metadata["refused"] and values[key] != KEYS[key].default:
-            raise wrong(key, f" has no effect: {why}; {need.fix} would work")
+            yield wrong(key, f" has no effect: {why}; {need.fix} would work")
     schedule, steps, stage = config.lr_scheduler, config.training.steps, config.compile
     if -1 < schedule.total_steps < schedule.warmup_steps:
         works = f"warmup_steps = {max(1, schedule.total_steps // 10)} would work"
-        raise wrong("lr_scheduler.warmup_steps", f" is longer than lr_scheduler.total_steps = {schedule.total_steps}; {works}")
+        yield wrong("lr_scheduler.warmup_steps", f" is longer than lr_scheduler.total_steps = {schedule.total_steps}; {works}")
     if -1 < schedule.total_steps < steps:
-        raise wrong("lr_scheduler.total_steps", f" ends before training.steps = {steps}; use -1 or at least that many")
+        yield wrong("lr_scheduler.total_steps", f" ends before training.steps = {steps}; use -1 or at least that many")
     if not config.model.tokenizer_path:
-        raise wrong("model.tokenizer_path", ' is empty: name a tokenizer file, such as "../assets/tokenizer/debug.model"')
+        yield wrong("model.tokenizer_path", ' is empty: name a tokenizer file, such as "../assets/tokenizer/debug.model"')
     if stage.enable and not stage.components:
         works = 'components = ["model", "loss"], or compile.enable = false, would work'
-        raise wrong("compile.components", f" leaves nothing to compile, but compile.enable = true; {works}")
+        yield wrong("compile.components", f" leaves nothing to compile, but compile.enable = true; {works}")
     if stage.enable and stage.bucketing == "plan" and not stage.buckets:
         works = 'such as buckets = ["tok_embeddings", "layers.0 layers.1"]; bucketing = "block" would work without'
-        raise wrong("compile.bucketing", f" needs compile.buckets, {works}")
+        yield wrong("compile.bucketing", f" needs compile.buckets, {works}")
     if stage.enable and stage.bucketing in ("auto", "measured") and not stage.reordering:
         works = 'reordering = true or bucketing = "block" would work'
-        raise wrong("compile.reordering", f': compile.bucketing = "{stage.bucketing}" orders what it buckets; {works}')
+        yield wrong("compile.reordering", f': compile.bucketing = "{stage.bucketing}" orders what it buckets; {works}')
     option = config.activation_checkpoint.selective_ac_option
     if option not in ("op", "op/2") and not (option.isascii() and option.isdigit() and int(option) > 0):
         works = 'expected "op", "op/2", or a number of blocks in quotes, such as "2"'
-        raise wrong("activation_checkpoint.selective_ac_option", f": {works}")
+        yield wrong("activation_checkpoint.selective_ac_option", f": {works}")
     if config.activation_checkpoint.mode == "memory_budget" and not stage.compiles("model"):
         works = 'compile.enable = true and "model" in compile.components, or mode = "selective", would work'
-        raise wrong("activation_checkpoint.mode", f" lets the compiler choose, and the model is not compiled; {works}")
+        yield wrong("activation_checkpoint.mode", f" lets the compiler choose, and the model is not compiled; {works}")
     layout, training = config.parallelism, config.training
     # the default one stands in every saved recipe, and asks for nothing
     if layout.fsdp_reshard_after_forward == "always" and layout.fsdp_keep_gathered not in ((), Parallelism.fsdp_keep_gathered):
         works = '"default" keeps these, and fsdp_keep_gathered = [] nothing'
-        raise wrong("parallelism.fsdp_keep_gathered", f': parallelism.fsdp_reshard_after_forward = "always" keeps none; {works}')
-    batch_ramp(training.global_batch_ramp)
-    if layout.data_parallel_shard_degree != -1:
-        gradient_accumulation_steps(training, layout.data_parallel_replicate_degree * layout.data_parallel_shard_degree)
-    _check_sources(config, origins["data.sources"], wrong)
+        yield wrong("parallelism.fsdp_keep_gathered", f': parallelism.fsdp_reshard_after_forward = "always" keeps none; {works}')
+    try:
+        batch_ramp(training.global_batch_ramp)
+        if layout.data_parallel_shard_degree != -1:
+            gradient_accumulation_steps(training, layout.data_parallel_replicate_degree * layout.data_parallel_shard_degree)
+    except ConfigError as error:
+        yield error
+    yield from _impossible_sources(config, origins["data.sources"], wrong)
 
 
-def _check_sources(config: Config, origin: str, wrong: Callable[[str, str], ConfigError]) -> None:
+def _impossible_sources(config: Config, origin: str, wrong: Callable[[str, str], ConfigError]) -> Iterator[ConfigError]:
     """The same for where documents come from. origin: of data.sources. wrong: makes the error of a key from the reason."""
     sources = config.data.sources
     for field in dataclasses.fields(Corpus) if sources else ():
         if getattr(config.data, field.name) != field.default:
-            works = "write it into these, or remove it"
-            raise wrong(f"data.{field.name}", f" stands beside data.sources, which take its place; {works}")
+            works = f"write it into these, or remove it, or drop them with sources = [] in [data]; {field.name} = "
+            works += f"{in_toml(field.default)} takes back what a recipe says that is extended"
+            yield wrong(f"data.{field.name}", f" stands beside data.sources ({origin}), which take its place; {works}")
     again: dict[Corpus, int] = {}
     for number, source in enumerate(sources, start=1):
         first = again.setdefault(dataclasses.replace(source, weight=1.0), number)
         if first != number:
-            raise ConfigError(
-                f"{origin}: [[data.sources]] {first} and {number} have the same documents, which would be read twice; "
+            yield ConfigError(
+                f"{origin}: data.sources[{first}] and [{number}] have the same documents, which would be read twice; "
                 "one of them with the sum of both weights would work"
             )
-    for source in sources or (config.data,):
+    for _, source in config.data.mixture():
 
-        def of(name: str, why: str, source: Corpus = source) -> ConfigError:
-            value = in_toml(getattr(source, name))
-            return ConfigError(f"{origin}: [[data.sources]] {name} = {value}{why}") if sources else wrong(f"data.{name}", why)
+        def of(name: str, why: str, source: Data = source) -> ConfigError:
+            value = shown(getattr(source, name))
+            return ConfigError(f"{origin}: {source.key(name)} = {value}{why}") if sources else wrong(f"data.{name}", why)
 
         here = {"local": "corpus/*.jsonl", "prepared": "prepared/books"}.get(source.dataset)
         if here and not source.path:
-            raise of("dataset", f' needs data.path, such as path = "{here}"')
+            yield of("dataset", f' needs {source.key("path")}, such as path = "{here}"')
         if source.path and not here:
-            works = f'with data.dataset = "local" or "prepared" (it is "{source.dataset}"); set that or remove path'
-            raise of("path", f" is only read {works}")
+            works = f'with {source.key("dataset")} = "local" or "prepared" (it is "{source.dataset}"); set that or remove path'
+            yield of("path", f" is only read {works}")
         if (source.subset or source.split != "train") and "/" not in source.dataset:
             works = f'such as dataset = "HuggingFaceFW/fineweb" (it is "{source.dataset}"); name one or remove it'
-            raise of("subset" if source.subset else "split", f" is of datasets of the hub, {works}")
+            yield of("subset" if source.subset else "split", f" is of datasets of the hub, {works}")
         if config.validation.enable and config.data.validation_fraction == 0 and source.dataset not in ("c4", "prepared"):
             works = "set data.validation_fraction = 0.05, or validation.enable = false"
-            raise wrong("validation.enable", f" needs held-out documents: {works}")
+            yield wrong("validation.enable", f" needs held-out documents: {works}")
 
 
 def _expected(field: dataclasses.Field) -> str:
@@ -317,16 +383,27 @@ def nearest_section(section: str) -> str:
     homes = [key for key in KEYS if key.endswith(f".{section}")]
     if homes:
         return f"; {section} is a key: {' or '.join(homes)}"
+    if key := key_called(section):
+        return _is_here(key)
     return did_you_mean(section, SECTIONS, otherwise=f"; known sections: {', '.join(SECTIONS)}")
 
 
 def _nearest_key(section: str, name: str) -> str:
     """The home of a key of this very name, or what became of it, else the nearest key of the section, else all its keys."""
+    key = key_called(name)
     if section not in SECTIONS:
+        if key:
+            return _is_here(key)
         return did_you_mean(f"{section}.{name}", KEYS if name else (), otherwise=nearest_section(section))
     if f"{section}.{name}" in DROPPED:
         return f"; {DROPPED[f'{section}.{name}'][1]}"
     elsewhere = [key for key in KEYS if key.endswith(f".{name}")]
     names = [f.name for f in dataclasses.fields(SECTIONS[section])]
+    if key and not elsewhere:
+        return _is_here(key)
     near = did_you_mean(name, names, within=f"{section}.", otherwise=f"; [{section}] has {', '.join(names)}")
     return f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else near
+
+
+def _is_here(key: str) -> str:
+    return f"; that is {key} here: {KEYS[key].metadata['doc'].partition(';')[0]}"

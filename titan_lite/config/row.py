@@ -8,13 +8,49 @@ Standard library only, as all that reads a recipe.
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 
 class ConfigError(ValueError):
-    """A recipe or command line that cannot be run; the message names the key, the value and what would work."""
+    """A recipe or command line that cannot be run; each message names the key, the value and what would work."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if len(self.args) == 1 else "\n  ".join(("several things are wrong:", *self.args))
+
+
+class Mistakes(list[str]):
+    """Messages about things that are wrong independently of each other, to be told together.
+
+    mistakes = Mistakes()
+    with mistakes.noted():        # of a ConfigError
+        ...
+    mistakes.refuse()             # ConfigError, if there are any
+    """
+
+    MOST = 12
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        try:
+            yield
+        except ConfigError as error:
+            self.extend(error.args)
+        if len(self) > self.MOST:
+            self.refuse()
+
+    def refuse(self) -> None:
+        if self:
+            told = [one_line(message, 1500) for message in dict.fromkeys(self)]
+            raise ConfigError(*told[: self.MOST], *(["and more, told when these are mended"] if len(told) > self.MOST else []))
+
+
+def one_line(text: str, most: int) -> str:
+    """Without line breaks and other characters that cannot be seen, and cut in its middle where it is longer than `most`."""
+    text = text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 # Consequences of a change for a run that goes on from a saved step.
@@ -48,11 +84,12 @@ class Need:
         """
         section, _, name = self.key.partition(".")
         table = recipe.get(section, {})
-        tables = [source for source in table.get("sources") or () if name in source] or [table]
-        values = [part[name] for part in tables if name in part]
+        sources = [source for source in table.get("sources") or () if name in source]
+        values = [part[name] for part in sources or [table] if name in part]
         if not values or any(map(self.holds, values)):
             return ""
-        return self.why_not.format(key=self.key, value=" and ".join(dict.fromkeys(map(json.dumps, values))))
+        key = f"{section}.sources: {name}" if sources else self.key
+        return self.why_not.format(key=key, value=" and ".join(dict.fromkeys(map(json.dumps, values))))
 
 
 _BOUNDS = {"least": ">=", "above": ">", "most": "<=", "below": "<", "also": "or"}

@@ -254,15 +254,17 @@ class Comm:
         300,
         "a rank hangs, and the run ends, if it neither enters nor leaves a collective for so long: until the first step is done, "
         "and while a checkpoint is written",
-        "seconds >= 1",
+        "seconds >= 1 <= 31536000",
     )
     compile_timeout_seconds: int = setting(
-        900, "the same in the first step and the first validation, if these compile", "seconds >= 1", needs=COMPILES
+        900, "the same in the first step and the first validation, if these compile", "seconds >= 1 <= 31536000", needs=COMPILES
     )
-    train_timeout_seconds: int = setting(100, "the same afterwards; a finished step or microbatch counts as well", "seconds >= 1")
+    train_timeout_seconds: int = setting(
+        100, "the same afterwards; a finished step or microbatch counts as well", "seconds >= 1 <= 31536000"
+    )
     trace_buf_size: int = setting(
         2000,
         "entries in the flight recorder, which tells where a run hangs; NCCL's dumps into job.dump_folder on a timeout; 0: off, "
         "and collectives do not count as progress",
-        "collectives >= 0",
+        "collectives >= 0 <= 1048576",
     )

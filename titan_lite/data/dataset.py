@@ -188,7 +188,7 @@ def check_data(data: Data) -> None:
         elif part.dataset == "local":
             pieces = local_pieces(part)
             if not any(True for piece in pieces for _ in read_piece(piece, part)):
-                raise ConfigError(f'data.path = "{part.path}" has no document in it; files with some would work')
+                raise ConfigError(f'{part.key("path")} = "{part.path}" has no document in it; files with some would work')
             for piece in {piece.format: piece for piece in reversed(pieces)}.values():
                 for place, raw in itertools.islice(read_piece(piece, part), 1):
                     if isinstance(text := text_of(raw, piece, place, part), BadDocument):
@@ -235,11 +235,11 @@ class NoDocuments(ConfigError):
 
 
 def _empty(data: Data, split: Split) -> NoDocuments:
-    where = f' at data.path = "{data.path}"' if data.path else ""
+    where = f' at {data.key("path")} = "{data.path}"' if data.path else ""
     other = 0.5 if split == "validation" else 0.05
     instead = f" or validation_fraction = {other}" if (data.validation_fraction < other) == (split == "validation") else ""
     return NoDocuments(
-        f'data.dataset = "{data.dataset}"{where} has no {split} document with data.validation_fraction = '
+        f'{data.key("dataset")} = "{data.dataset}"{where} has no {split} document with data.validation_fraction = '
         f"{data.validation_fraction}; more documents{instead} would work"
     )
 
@@ -295,8 +295,8 @@ def _open_hub(data: Data, split: Split) -> Any:
         return datasets.load_dataset(name, subset, split=which, streaming=True)
     except Exception as error:
         raise ConfigError(
-            f'data.dataset = "{data.dataset}": {name} cannot be opened on the hub ({type(error).__name__}: {error}); '
-            'without a way there, data.dataset = "local" with data.path, or "stdlib", would work'
+            f'{data.key("dataset")} = "{data.dataset}": {name} cannot be opened on the hub ({type(error).__name__}: {error}); '
+            f'without a way there, {data.key("dataset")} = "local" with {data.key("path")}, or "stdlib", would work'
         ) from error
 
 

@@ -55,7 +55,7 @@ class Piece:
 
 def local_files(data: Data) -> list[tuple[str, str, int]]:
     """(path, name, bytes) of the files at `data.path`, sorted by path; the name is relative to the folder. Raises ConfigError."""
-    wrong, path = f'data.path = "{data.path}"', os.path.abspath(data.path)
+    wrong, path = f'{data.key("path")} = "{data.path}"', os.path.abspath(data.path)
     if os.path.isdir(path):
         root = path
         found = sorted(_files_within(path))
@@ -145,11 +145,11 @@ def _parse(raw: Any, data: Data, is_json: bool) -> str:
         if raw.get(field) is None:
             others = ", ".join(name for name, value in raw.items() if isinstance(value, str)) or "none"
             why = "is null in" if field in raw else "is not a field of"
-            raise ValueError(f'data.text_field = "{field}" {why} it; its fields with text: {others}')
+            raise ValueError(f'{data.key("text_field")} = "{field}" {why} it; its fields with text: {others}')
         raw = raw[field]
     if not isinstance(raw, str):
         what = "null" if raw is None else f"a {type(raw).__name__}"
-        raise ValueError(f'data.text_field = "{field}" is {what} in it, not text')
+        raise ValueError(f'{data.key("text_field")} = "{field}" is {what} in it, not text')
     try:
         size = len(raw) if raw.isascii() else len(raw.encode())
     except UnicodeEncodeError as error:
@@ -192,7 +192,7 @@ def _in_words(piece: Piece, place: int) -> str:
 def _of_the_file(error: BaseException, file: str) -> str:
     """The error in one line; ConfigError where the machine says that it cannot read the file now."""
     if getattr(error, "errno", None) is not None:
-        raise ConfigError(f"data.path: {file} cannot be read: {error}") from error
+        raise ConfigError(f"{file} cannot be read: {error}") from error
     return " ".join(str(error).split())
 
 
@@ -330,7 +330,7 @@ def _rows(names: list[str], batches: Any, piece: Piece, data: Data) -> Iterator[
         try:
             values = column.cast(pyarrow.large_binary()).to_pylist()
         except pyarrow.ArrowNotImplementedError:
-            yield row, ValueError(f'data.text_field = "{data.text_field}" is a column of {column.type}, not of text')
+            yield row, ValueError(f'{data.key("text_field")} = "{data.text_field}" is a column of {column.type}, not of text')
             return
         yield from enumerate(values, start=row)
         row += len(values)
@@ -338,4 +338,5 @@ def _rows(names: list[str], batches: Any, piece: Piece, data: Data) -> Iterator[
 
 def _no_column(data: Data, names: list[str]) -> ValueError:
     what = "several columns" if data.text_field in names else "no column"
-    return ValueError(f'data.text_field = "{data.text_field}" is {what} of it; its columns: {", ".join(names) or "none"}')
+    said = f'{data.key("text_field")} = "{data.text_field}"'
+    return ValueError(f"{said} is {what} of it; its columns: {', '.join(names) or 'none'}")

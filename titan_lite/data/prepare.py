@@ -47,7 +47,7 @@ from titan_lite.logging import init_logging, logger
 
 PROGRESS = "progress.json"
 # keys of [data] that change nothing here; training leaves out what is too short
-_NO_MATTER = {"path", "sources", "shuffle", "shuffle_buffer", "min_document_tokens", "num_workers", "prefetch"}
+_NO_MATTER = {"path", "sources", "number", "shuffle", "shuffle_buffer", "min_document_tokens", "num_workers", "prefetch"}
 _MAY_CHANGE = {"on_bad_document", "max_bad_documents"}  # between a start and the next one: what is whole stays whole
 _PORTION = 1 << 18  # characters that are encoded together, about a tenth of a second
 
@@ -61,7 +61,9 @@ class Portion(NamedTuple):
 def prepare(data: Data, tokenizer: Tokenizer, folder: Path, *, workers: int, shard_tokens: int = 1 << 28) -> dict[str, Any]:
     """Write the folder, or what is left to write of it; its manifest. Raises ConfigError."""
     if data.dataset == "prepared":
-        raise ConfigError(f'data.dataset = "prepared": {data.path} is prepared already; "local", "stdlib" or "c4" would work')
+        raise ConfigError(
+            f'{data.key("dataset")} = "prepared": {data.path} is prepared already; "local", "stdlib" or "c4" would work'
+        )
     if data.sources:
         raise ConfigError("data.sources: prepare each by itself, and mix the folders")
     if folder.exists():
@@ -180,7 +182,7 @@ def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, p
                 keep(portion.next_ordinal)
                 shard = None
     if shard is None and not shards and split == "train":
-        raise ConfigError(f'data.path = "{data.path}" has no document that could be read; other documents would work')
+        raise ConfigError(f'{data.key("path")} = "{data.path}" has no document that could be read; other documents would work')
     progress["left"].remove(split)
     keep(0)
 

@@ -34,7 +34,7 @@ class PreparedSource:
 
     def __init__(self, data: Data, split: Split, seed: int):
         self.folder, self.shuffle, self.seed = Path(data.path), data.shuffle, seed
-        described = read_manifest(self.folder)
+        described = read_manifest(self.folder, said=data.key("path"))
         self.dtype = np.dtype(described["dtype"]).newbyteorder("<")
         shards = described["splits"].get(split, [])
         self.names = [shard["name"] for shard in shards]
@@ -42,7 +42,7 @@ class PreparedSource:
         self.firsts = np.cumsum([0, *(shard["documents"] for shard in shards)])
         if not self.firsts[-1]:
             raise ConfigError(
-                f'data.path = "{self.folder}" has no {split} document; prepared with another data.validation_fraction '
+                f'{data.key("path")} = "{self.folder}" has no {split} document; prepared with another data.validation_fraction '
                 f"(it was {described['data']['validation_fraction']}) it would"
             )
 
@@ -103,8 +103,11 @@ def _mixed(bits: np.ndarray) -> np.ndarray:
     return bits ^ (bits >> np.uint64(31))
 
 
-def read_manifest(folder: Path, every_byte: bool = False) -> dict[str, Any]:
-    """The description that `prepare` wrote, after a look at the size of each file, or at all its bytes. Raises ConfigError."""
+def read_manifest(folder: Path, every_byte: bool = False, said: str = "data.path") -> dict[str, Any]:
+    """The description that `prepare` wrote, after a look at the size of each file, or at all its bytes. Raises ConfigError.
+
+    said: the key that names the folder.
+    """
     try:
         described = manifest.read_sealed((folder / manifest.NAME).resolve())  # files may be links, as in a cache of the hub
         if described.get("format") != FORMAT:
@@ -118,21 +121,21 @@ def read_manifest(folder: Path, every_byte: bool = False) -> dict[str, Any]:
     except (manifest.Damaged, OSError) as error:
         why = f"{Path(error.filename).name}: {error.strerror}" if isinstance(error, OSError) else error
         raise ConfigError(
-            f'data.path = "{folder}": {why}; prepared anew with `python -m titan_lite.data.prepare` it would work'
+            f'{said} = "{folder}": {why}; prepared anew with `python -m titan_lite.data.prepare` it would work'
         ) from None
     return described
 
 
 def check_prepared(data: Data, tokenizer_sha256: str) -> None:
     """Raises ConfigError for a folder that is not whole, or that another tokenizer made."""
-    described = read_manifest(Path(data.path))
+    described = read_manifest(Path(data.path), said=data.key("path"))
     if described["tokenizer"] != tokenizer_sha256:
         raise ConfigError(
-            f'data.path = "{data.path}" was made by another tokenizer (SHA-256 {described["tokenizer"][:12]}) than '
+            f'{data.key("path")} = "{data.path}" was made by another tokenizer (SHA-256 {described["tokenizer"][:12]}) than '
             f"model.tokenizer_path ({tokenizer_sha256[:12]}); with that one, or prepared anew, it would work"
         )
 
 
 def prepared_fingerprint(data: Data) -> str:
     """SHA-256 of the manifest, and so of every byte."""
-    return hashlib.sha256(manifest.sealed(read_manifest(Path(data.path))).encode()).hexdigest()
+    return hashlib.sha256(manifest.sealed(read_manifest(Path(data.path), said=data.key("path"))).encode()).hexdigest()

@@ -59,7 +59,7 @@ def plan_pipeline(
     if tied:
         raise ConfigError(
             f"{wrong}: this flavor's embedding and output are one weight, which the first and the last stage would both need; "
-            "pipeline_parallel_degree = 1, or an untied flavor such as 8B, would work"
+            'pipeline_parallel_degree = 1, an untied flavor such as 8B, or model.tied_embeddings = "no" would work'
         )
     size = parallelism.pipeline_parallel_microbatch_size
     if local_batch_size % size:

@@ -21,6 +21,7 @@ from titan_lite.config.recipe import load_config
 from titan_lite.plan.measure import RECORD, against, calibrated, machine_to_toml, numbers_of
 from titan_lite.plan.summary import make_plan
 from titan_lite.plan.trace import PlannedLayout
+from titan_lite.shape import shape_words
 
 PROFILE = "hardware.toml"  # in the run's folder: what is made of it
 PACES = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.6, 2.0, 4.0, 10.0)  # at which computation is tried
@@ -51,7 +52,7 @@ def calibrate_run(folder: Path, lay_out: Callable[[Config, int], PlannedLayout],
     (folder / PROFILE).write_text(machine_to_toml(found), encoding="utf-8")
     ends = " (the end of what was tried)" if pace in (PACES[0], PACES[-1]) else ""
     return [
-        f"{config.model.flavor} on {layout.world_size} {record['device']}, {record['windows']} windows of steps",
+        f"{shape_words(config.model)} on {layout.world_size} {record['device']}, {record['windows']} windows of steps",
         "",
         *moved(stated, found),
         "",

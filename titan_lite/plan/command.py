@@ -69,7 +69,11 @@ def answer(options: argparse.Namespace) -> str:
             )
         from titan_lite.plan.calibrate import calibrate_run
 
-        return "\n".join(calibrate_run(options.calibrate, lay_out, options.hardware and find_hardware(options.hardware)))
+        return "\n".join(
+            calibrate_run(
+                options.calibrate, lay_out, options.hardware and find_hardware(options.hardware, f"--hardware {options.hardware}")
+            )
+        )
     if not options.recipe:
         raise ConfigError("no recipe; train_configs/llama3_8b.toml would work")
     return plan_recipe(options)
@@ -93,7 +97,8 @@ def plan_recipe(options: argparse.Namespace) -> str:
     from titan_lite.plan.search import search
     from titan_lite.plan.summary import as_json, describe
 
-    machine = find_hardware(options.hardware or config.compile.machine or "h100")
+    said = f"--hardware {options.hardware}" if options.hardware else f'compile.machine = "{config.compile.machine}"'
+    machine = find_hardware(options.hardware or config.compile.machine or "h100", said)
     if options.search is not None:
         return "\n".join(search(config, world_size, lay_out_changed, machine, options.search, options.full))
     if options.sweep:
@@ -129,11 +134,11 @@ def lay_out(config: Config, world_size: int, memory: float = math.inf) -> Any:
     return PlannedLayout(**vars(layout), config=config)
 
 
-def find_hardware(name: str) -> Any:
-    """A profile, in upper or lower case, or a file."""
+def find_hardware(name: str, said: str) -> Any:
+    """A profile, in upper or lower case, or a file. said: where the user wrote it, for a message."""
     from titan_lite.compiler.hardware import PROFILES, load_machine
 
-    return load_machine(next((known for known in PROFILES if known.casefold() == name.casefold()), name), f"--hardware {name}")
+    return load_machine(next((known for known in PROFILES if known.casefold() == name.casefold()), name), said)
 
 
 def world_size_of(recipe: Path) -> int:

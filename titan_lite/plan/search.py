@@ -17,11 +17,11 @@ from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.config import Config, ConfigError, flatten
 from titan_lite.distributed.degrees import DEGREES
 from titan_lite.layout import itemsizes
-from titan_lite.models.llama3 import FLAVORS
 from titan_lite.plan.changes import CHECKPOINTING, Change, fitting, plan_changes, ranked, table, with_progress
 from titan_lite.plan.memory import OUTSIDE
 from titan_lite.plan.summary import Plan, name_of
 from titan_lite.plan.trace import PlannedLayout, layers_of
+from titan_lite.shape import shape_of
 
 LONG = 32768  # tokens, from which on sequences are worth splitting
 
@@ -85,7 +85,7 @@ def powers_of_two(most: int) -> list[int]:
 def space(config: Config, world_size: int, machine: Machine, sequences: int) -> Iterator[Change]:
     """Degrees, local batch size, checkpointing, schedule and when FSDP communicates, at `sequences` a step; tensor parallelism
     within a node. Some are refused when they are laid out."""
-    flavor = FLAVORS[config.model.flavor]
+    flavor = shape_of(config.model)
     contexts = {1, config.parallelism.context_parallel_degree}
     if config.training.seq_len >= LONG:
         contexts |= {2, 4, 8, 16}

@@ -26,6 +26,7 @@ from titan_lite.models.llama3 import flops_per_token
 from titan_lite.plan.memory import OUTSIDE, Memory, memory_of
 from titan_lite.plan.simulate import StepTimes, simulate_step
 from titan_lite.plan.trace import Kind, PlannedLayout, Traced, figures_at, kind_of_stage, layers_of, start_trace, start_tracing
+from titan_lite.shape import shape_words
 
 WORDS = {
     "compute": "computation",
@@ -130,7 +131,7 @@ def describe(plan: Plan, token_budget: float = 0.0) -> list[str]:
     hours = [24 * each * layout.world_size for each in days]
     of_what = "" if token_budget else f" ({config.training.steps:,} steps)"
     lines = [
-        f"{config.model.flavor} on {layout.world_size} {machine.name} ({axes}); {compiled}, "
+        f"{shape_words(config.model)} on {layout.world_size} {machine.name} ({axes}); {compiled}, "
         f"activation checkpointing {config.activation_checkpoint.mode}",
         f"batch: {layout.rows:,} sequences of {layout.seq_len:,} tokens a step = {layout.tokens:,} "
         f"tokens, {layout.microbatches} microbatch{'es' * (layout.microbatches > 1)} of {layout.sequences} a rank",
@@ -203,7 +204,7 @@ def as_json(plan: Plan) -> str:
 
     stated = plan.steps[0]
     found: dict[str, Any] = {
-        "flavor": layout.config.model.flavor,
+        "flavor": shape_words(layout.config.model),
         "world_size": layout.world_size,
         "degrees": layout.degrees,
         "machine": plan.machine.name,

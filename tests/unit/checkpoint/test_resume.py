@@ -133,7 +133,7 @@ CASES = [
     (
         [],
         {"documents": "d" * 64},
-        [(PLACE, f"SHA-256 of the documents' names and sizes (data.path): {'d' * 12}, was {'b' * 12}")],
+        [(PLACE, f"SHA-256 of the documents' names and sizes ([data]): {'d' * 12}, was {'b' * 12}")],
     ),
     (["--data.shuffle_buffer=5", "--data.text_field=content"], {}, None),  # which do nothing with stdlib
     (["--no-data.shuffle"], {}, [(PLACE, "data.shuffle = false, was true")]),

@@ -29,11 +29,12 @@ from titan_lite.checkpoint.weights import (
     open_weights,
     shapes,
 )
-from titan_lite.config import ConfigError
+from titan_lite.config import ConfigError, Model
 from titan_lite.convert import write_hf, write_step
 from titan_lite.logging import logger
 from titan_lite.models.hf import config_to_hf
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling, Transformer
+from titan_lite.shape import shape_of
 
 TOKENIZER = Path(__file__).parents[3] / "assets/tokenizer/debug.model"
 TINY = ModelConfig(dim=48, n_layers=2, n_heads=6, n_kv_heads=2, hidden_dim=64, vocab_size=320, max_seq_len=8192)
@@ -482,6 +483,11 @@ def test_weights_of_another_model_are_refused_and_of_another_computation_told(st
         check_fit(weights, FLAVORS["debug"], "checkpoint.initial_load_path")
     for words in ("dim is 48 there, 256 here", "n_layers is 2 there, 6 here", "vocab_size is 320 there, 2048 here"):
         assert words in str(error.value)
+    keys = re.findall(r"model\.(\w+) = (\d+)", str(error.value))
+    fitting = shape_of(Model(**{name: int(value) for name, value in keys}))
+    check_fit(weights, fitting, "checkpoint.initial_load_path")
+    with pytest.raises(ConfigError, match=r'model.tied_embeddings = "no" would work'):
+        check_fit(weights, dataclasses.replace(fitting, tied_embeddings=True), "checkpoint.initial_load_path")
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level("INFO", "titan_lite")
     check_fit(weights, dataclasses.replace(config, rope_theta=1e4), "checkpoint.initial_load_path")

@@ -110,12 +110,12 @@ def test_a_file_describes_a_machine_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('like = "H101"', "like = 'H101' is no profile; B200, .*would work"),
+        ('like = "H101"', 'like = "H101" is no profile; B200, .*would work'),
         ('like = ["H100"]', r"like = \['H100'\] is no profile"),
         (WHOLE.replace("float32 = 20", "float32 = 20, bf16 = 40"), "tflops.bf16 is no dtype of torch; bfloat16"),
         (WHOLE + "memmory = 3", "memmory is not known; known are name, tflops, memory,"),
         (WHOLE.replace("memory = 80", "memory = -1"), "memory = -1 is not a number above 0"),
-        (WHOLE.replace("memory = 80", 'memory = "80"'), "memory = '80' is not a number above 0"),
+        (WHOLE.replace("memory = 80", 'memory = "80"'), 'memory = "80" is not a number above 0'),
         (WHOLE.replace("memory = 80", ""), 'memory missing; give them, or like = "H100"'),
         (WHOLE.replace("float32 = 20", "bfloat16 = 20"), "tflops.float32 missing"),
         (WHOLE.replace(", latency = 2", ""), r"intra_node = .*; intra_node = \{ bandwidth = ..., latency = ... \} would work"),

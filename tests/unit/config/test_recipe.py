@@ -21,6 +21,7 @@ from titan_lite.config import (
     SECTIONS,
     ConfigError,
     DataSource,
+    aliases,
     batch_ramp,
     gradient_accumulation_steps,
     keys,
@@ -185,11 +186,12 @@ def values_of(key):
     if field.type is tuple:
         return st.lists(st.text()).map(tuple)
     low = rule["least"] if rule["least"] is not None else rule["above"]
-    high = rule["most"] if rule["most"] is not None else rule["below"]
+    high = next((rule[bound] for bound in ("most", "below") if rule[bound] is not None), reading.MOST)
     if field.type is int:
         return st.integers(low, high) | st.sampled_from((field.default, field.default if rule["also"] is None else rule["also"]))
     open_ends = {"exclude_min": rule["above"] is not None, "exclude_max": rule["below"] is not None}
-    return st.floats(low, high, allow_nan=False, allow_infinity=False, **open_ends)
+    also = [] if rule["also"] is None else [float(rule["also"])]
+    return st.floats(low, high, allow_nan=False, **open_ends) | st.sampled_from([field.default, *also])
 
 
 # Keys that mean something together are left as they are, so that every draw is a possible recipe.
@@ -297,7 +299,7 @@ MISTAKES = [
     a_name(
         "flag in a recipe",
         "[checkpoint]\nexplain = true",
-        ("explain = True in [checkpoint]",),
+        ("explain = true in [checkpoint]",),
         "a flag of the command line, without a value: ./run_train.sh --checkpoint.explain",
         "checkpoint",
         "enable = true",
@@ -305,7 +307,7 @@ MISTAKES = [
     a_name(
         "key of an earlier version",
         "[metrics]\nenable_color = false",
-        ("enable_color = False in [metrics]",),
+        ("enable_color = false in [metrics]",),
         "NO_COLOR=1 in the environment",
         "metrics",
         "enable_color = true",
@@ -357,7 +359,7 @@ MISTAKES = [
     Mistake("invalid TOML", "[training\n", ("recipe.toml", "line 1"), "`key = value` under a `[section]`"),
     Mistake("string without quotes", "[model]\nname = llama3\n", ("recipe.toml", "line 2"), "`key = value`"),
     Mistake("section given twice", TOKENIZER * 2, ("recipe.toml", "model"), "`key = value`"),
-    Mistake("integer of 5000 digits", f"[training]\nsteps = {'9' * 5000}\n", ("recipe.toml", "digits"), "`key = value`"),
+    Mistake("integer of 5000 digits", f"[training]\nsteps = {'9' * 5000}\n", ("recipe.toml", "line 2", "5000"), "`key = value`"),
     Mistake("not UTF-8", b'[job]\ndescription = "\xff"\n', ("recipe.toml", "0xff"), "not valid TOML"),
     Mistake("extends nothing there", 'extends = "x/y.toml"', ("extends", "x/y.toml"), "no such file (looked for"),
     Mistake("extends a near miss", 'extends = "bace.toml"', ('extends = "bace.toml"',), "base.toml?", 'extends = "base.toml"'),
@@ -395,7 +397,7 @@ MISTAKES = [
         "a value for a flag", "--checkpoint.explain=true", ("--checkpoint.explain=true",), "a flag", "--checkpoint.enable=true"
     ),
     an_option("--no- of a flag", "--no-checkpoint.explain", ("--no-checkpoint.explain",), "a flag", "--no-checkpoint.enable"),
-    an_option("not UTF-8", "--job.description=\udcff", ('[job] description = "\udcff"',), "UTF-8", "--job.description="),
+    an_option("not UTF-8", "--job.description=\udcff", (r'[job] description = "\udcff"',), "UTF-8", "--job.description="),
     # combinations
     together(
         "local text from nowhere",
@@ -421,8 +423,8 @@ MISTAKES = [
     together(
         "a source from nowhere",
         '[[data.sources]]\ndataset = "local"',
-        ('[[data.sources]] dataset = "local"',),
-        'data.path, such as path = "corpus/*.jsonl"',
+        ('data.sources[1].dataset = "local" needs data.sources[1].path',),
+        'such as path = "corpus/*.jsonl"',
         '[[data.sources]]\ndataset = "local"\npath = "corpus/*.jsonl"',
     ),
     together(
@@ -442,28 +444,28 @@ MISTAKES = [
     Mistake(
         "misspelt key of a source",
         TOKENIZER + "[[data.sources]]\n[[data.sources]]\nweigth = 2",
-        ("weigth = 2 in [[data.sources]], table 2",),
+        ("weigth = 2 in data.sources[2]",),
         "did you mean weight?",
         TOKENIZER + '[[data.sources]]\n[[data.sources]]\nweight = 2\ndataset = "c4"',
     ),
     Mistake(
         "a source twice",
         TOKENIZER + "[[data.sources]]\n[[data.sources]]\nweight = 2",
-        ("[[data.sources]] 1 and 2 have the same documents",),
+        ("data.sources[1] and [2] have the same documents",),
         "sum of both weights",
         TOKENIZER + "[[data.sources]]\nweight = 3",
     ),
     Mistake(
         "no weight",
         TOKENIZER + "[[data.sources]]\nweight = 0",
-        ("[data.sources] weight = 0.0",),
+        ("data.sources[1].weight = 0.0",),
         "weight = 1.0",
         TOKENIZER + "[[data.sources]]\nweight = 1.0",
     ),
     Mistake(
         "a name for a source",
         TOKENIZER + '[data]\nsources = ["c4"]',
-        ("data.sources", "'c4'"),
+        ('data.sources[1] = "c4"',),
         "write [[data.sources]]",
         TOKENIZER + '[[data.sources]]\ndataset = "c4"',
     ),
@@ -677,7 +679,7 @@ def test_a_need_holds_where_one_source_meets_it():
         found = without_need(dataclasses.asdict(load_config(SHIPPED[0], [sources % dataset])[0]))
         assert ("data.validation_fraction" in found) is idle
         assert "data.text_field" not in found
-    assert found["data.validation_fraction"][0] == 'data.dataset = "prepared" and "c4"'
+    assert found["data.validation_fraction"][0] == 'data.sources: dataset = "prepared" and "c4"'
 
 
 @pytest.mark.parametrize("recipe", SHIPPED, ids=lambda path: path.stem)
@@ -707,12 +709,12 @@ def test_all_recipes_are_here():
 
 
 def test_only_the_standard_library_is_imported():
-    modules = (command, keys, learning, logging, recipe, reading, row, system, toml)
+    modules = (aliases, command, keys, learning, logging, recipe, reading, row, system, toml)
     nodes = [node for module in modules for node in ast.walk(ast.parse(Path(module.__file__).read_text()))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
     names -= {f"titan_lite.{name}" for name in ("command", "config", "layout", "logging")}  # layout: torch where it must, below
-    names -= {f"titan_lite.config.{name}" for name in ("keys", "learning", "recipe", "row", "system", "toml")}
+    names -= {f"titan_lite.config.{name}" for name in ("aliases", "keys", "learning", "recipe", "row", "system", "toml")}
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names | {"tomli"}  # tomli: before Python 3.11
 
 
@@ -862,3 +864,135 @@ def test_ways_to_bucket_that_cannot_be(keys, message, tmp_path):
     recipe = write(tmp_path, TOKENIZER + f"[compile]\nenable = true\n{keys}\n")
     with pytest.raises(ConfigError, match=message):
         load_config(recipe)
+
+
+# Several mistakes, mixtures
+
+
+def lines_of(*arguments):
+    with pytest.raises(ConfigError) as error:
+        load_config(*arguments)
+    return list(error.value.args)
+
+
+def test_all_mistakes_of_a_recipe_of_what_it_extends_and_of_the_command_line_are_told_at_once(tmp_path):
+    base = write(tmp_path, "[training]\nsteps = 0\n", "base.toml")
+    text = 'extends = "base.toml"\n[training]\nseq_len = "x"\nstepz = 1\n[optimizr]\nlr = 1\n'
+    text += "[data]\nsources = [{weight = 0, x = 1}, 5]"
+    recipe = write(tmp_path, text)
+    found = lines_of(recipe, ["--optimizer.lr=high", "--nonsense", "5", "--optimizer.eps", "--compile.enable", "--debug.seed=-1"])
+    begins = [
+        f"{base}: [training] steps = 0: ",
+        f'{recipe}: [training] seq_len = "x": ',
+        f"{recipe}: unknown key stepz = 1 in [training]; ",
+        f"{recipe}: unknown section [optimizr]; ",
+        f"{recipe}: data.sources[1].weight = 0.0: ",
+        f"{recipe}: unknown key x = 1 in data.sources[1]; ",
+        f"{recipe}: data.sources[2] = 5: ",
+        "command line: unknown option --nonsense; ",
+        "command line: --optimizer.eps has no value; ",
+        "command line: --optimizer.lr=high: ",
+        "command line: [debug] seed = -1: ",
+    ]
+    assert len(found) == len(begins)
+    for line, begin in zip(found, begins, strict=True):
+        assert line.startswith(begin), line
+
+
+def test_impossible_combinations_are_told_together_and_only_where_all_values_are_possible(tmp_path):
+    text = "[lr_scheduler]\nwarmup_steps = 3000\ntotal_steps = 2000\n[data]\npath = 'x'\n[checkpoint]\nmust_resume = true\n"
+    found = lines_of(write(tmp_path, text))
+    keys = ("[checkpoint] must_resume", "[lr_scheduler] warmup_steps", "[model] tokenizer_path", "[data] path")
+    assert [line.partition(": ")[2].partition(" = ")[0] for line in found] == list(keys)
+    assert len(lines_of(write(tmp_path, text + "[training]\nsteps = 0"))) == 1
+
+
+def test_the_command_prints_a_line_for_each_mistake(tmp_path, capsys):
+    recipe = write(tmp_path, "[training]\nsteps = 0\n[optimizer]\nlr = 0")
+    assert main([str(recipe)]) == 2
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first == "error: several things are wrong:"
+    assert [line.partition("] ")[2].partition(":")[0] for line in rest] == ["steps = 0", "lr = 0.0"]
+
+
+def test_of_very_many_mistakes_the_first_are_told(tmp_path):
+    found = lines_of(write(tmp_path, "".join(f"[x{number}]\n" for number in range(100))))
+    assert [line.partition("[")[2].partition("]")[0] for line in found[:-1]] == [f"x{number}" for number in range(12)]
+    assert found[-1] == "and more, told when these are mended"
+
+
+MIXED = '[[data.sources]]\n[[data.sources]]\ndataset = "c4"\n'
+
+
+def test_a_recipe_drops_the_sources_of_the_one_it_extends(tmp_path):
+    base = write(tmp_path, TOKENIZER + MIXED, "base.toml")
+    text = 'extends = "base.toml"\n[data]\ndataset = "local"\npath = "a"\n'
+    for key, line in zip(("dataset", "path"), lines_of(write(tmp_path, text)), strict=True):
+        assert f"[data] {key} = " in line
+        assert f"stands beside data.sources ({base}), which take its place" in line
+        assert "drop them with sources = [] in [data]" in line
+    config, _ = load_config(write(tmp_path, text + "sources = []\n"))
+    assert (config.data.sources, config.data.dataset) == ((), "local")
+
+
+def test_a_recipe_with_sources_drops_the_dataset_of_the_one_it_extends(tmp_path):
+    write(tmp_path, TOKENIZER + '[data]\ndataset = "c4"\n', "base.toml")
+    found = lines_of(write(tmp_path, 'extends = "base.toml"\n[[data.sources]]\n'))
+    assert 'dataset = "stdlib" takes back' in found[0]
+    config, _ = load_config(write(tmp_path, 'extends = "base.toml"\n[data]\ndataset = "stdlib"\n' + MIXED))
+    assert [source.dataset for source in config.data.sources] == ["stdlib", "c4"]
+
+
+def test_a_chain_of_recipes_has_an_end(tmp_path):
+    write(tmp_path, TOKENIZER, "r0.toml")
+    for number in range(1, 3000):
+        write(tmp_path, f'extends = "r{number - 1}.toml"', f"r{number}.toml")
+    assert lines_of(tmp_path / "r2999.toml")[0].endswith("extended through more than 16 recipes; extend one of the first")
+    load_config(tmp_path / "r16.toml")
+
+
+@pytest.mark.parametrize("base", ["/dev/zero", "a" * 5000, "a" * 300, "\\u0000", "."])
+def test_a_recipe_extends_files_alone(base, tmp_path):
+    (line,) = lines_of(write(tmp_path, f'extends = "{base}"'))
+    assert line.isprintable()
+    assert len(line) < 800
+    assert "no such file" in line or "cannot be read (" in line
+
+
+@pytest.mark.parametrize("number", ["9" * 400, "-" + "9" * 400, "0x" + "f" * 900, "1000000000000001"])
+def test_an_integer_that_no_machine_counts_to_is_out_of_range(number, tmp_path):
+    for key in ("training.steps", "data.shuffle_buffer", "model.n_layers", "comm.init_timeout_seconds", "debug.seed"):
+        if (key, number) != ("debug.seed", "1000000000000001"):
+            section, _, name = key.partition(".")
+            (line,) = lines_of(write(tmp_path, f"[{section}]\n{name} = {number}\n"))
+            assert f"[{section}] {name} = " in line
+            assert "out of range: expected an integer" in line
+            assert len(line) < 500
+            if not number.startswith("0x"):
+                assert f"[{section}] {name} = " in lines_of(write(tmp_path, TOKENIZER), [f"--{key}={number}"])[0]
+
+
+def test_a_word_longer_than_a_path_is_refused(tmp_path):
+    (line,) = lines_of(write(tmp_path, f'[job]\ndump_folder = "{"a" * 5000}"\n'))
+    assert "longer than 4096 characters" in line
+    assert len(line) < 400
+    (line,) = lines_of(write(tmp_path, f'[data]\ndataset = "local"\npath = "x/{"a" * 256}/y"\n'))
+    assert "[data] path = " in line
+    assert "more than 255 bytes" in line
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a" * 5000, "\udcff.toml"])
+def test_a_path_that_no_recipe_has_is_told(path):
+    (line,) = lines_of(path)
+    assert line.endswith("; another path would work")
+    assert line.isprintable()
+    assert len(line) < 400
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_told(tmp_path, monkeypatch):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (line,) = lines_of(write(tmp_path, TOKENIZER), ["--data.dataset=local", "--data.path=a.txt"])
+    assert "not valid UTF-8, which a recipe is; in another folder" in line
+    assert line.isprintable()

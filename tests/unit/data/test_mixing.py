@@ -5,6 +5,8 @@ import copy
 import dataclasses
 import itertools
 import json
+import pickle
+import re
 from collections import Counter, defaultdict
 from types import SimpleNamespace
 
@@ -14,10 +16,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from titan_lite.config import ConfigError, Data, DataSource
+from titan_lite.config import KEYS, ConfigError, Data, DataSource
 from titan_lite.data import loader as loader_module
 from titan_lite.data.bad_documents import BadDocument
-from titan_lite.data.dataset import build_source
+from titan_lite.data.dataset import build_source, check_data
 from titan_lite.data.loader import build_loader, merge_states
 
 BOS, EOS = 0, 1
@@ -333,3 +335,65 @@ def test_every_epoch_has_every_document_once_wherever_it_is_begun(tmp_path_facto
     for place, (ordinal, _) in enumerate(three):
         rest = list(itertools.islice(source.documents(ordinal, lambda ordinal: True), min(3, len(three) - place)))
         assert rest == three[place : place + 3]
+
+
+# The keys of a source, as the recipe has them
+
+
+def read(data):
+    """Some of all that the data has, as a run does."""
+    check_data(data)
+    for _, part in data.mixture():
+        source = build_source(part, split="train", seed=0)
+        assert list(itertools.islice(source.documents(0, lambda ordinal: True), 5))
+
+
+def keys_said(data, folder):
+    """The keys that the message has."""
+    with pytest.raises(ConfigError) as error:
+        read(data)
+    message = str(error.value).replace(str(folder), "")
+    return set(re.findall(r"\bdata\.[\w.\[\]]*(?:path|dataset|text_field|subset|split)\b", message))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "keys"),
+    [
+        (dict(dataset="local", path="nowhere/*"), {"path"}),
+        (dict(dataset="local", path="FOLDER/empty"), {"path"}),
+        (dict(dataset="local", path="FOLDER/a.xyz"), {"path"}),
+        (dict(dataset="local", path="FOLDER/none.jsonl"), {"path"}),
+        (dict(dataset="local", path="FOLDER/a.jsonl", text_field="body"), {"text_field"}),
+        (dict(dataset="local", path="FOLDER/number.jsonl"), {"text_field"}),
+        (dict(dataset="local", path="FOLDER/a.csv", text_field="body"), {"text_field"}),
+        (dict(dataset="local", path="FOLDER/a.parquet", text_field="body"), {"text_field"}),
+        (dict(dataset="local", path="FOLDER/a.parquet", text_field="n"), {"text_field"}),
+        (dict(dataset="prepared", path="FOLDER/empty"), {"path"}),
+    ],
+)
+def test_an_error_names_the_key_that_was_written(wrong, keys, tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "a.jsonl", ["a"])
+    for name, text in {"a.xyz": "a", "none.jsonl": "", "number.jsonl": '{"text": 5}', "a.csv": "text\na\n"}.items():
+        (tmp_path / name).write_text(text)
+    parquet.write_table(pyarrow.table({"text": ["a"], "n": [[1]]}), tmp_path / "a.parquet")
+    wrong = {name: value.replace("FOLDER", str(tmp_path)) for name, value in wrong.items()}
+    assert keys_said(Data(**wrong), tmp_path) == {f"data.{key}" for key in keys}
+    fine = DataSource("local", path=str(tmp_path / "a.jsonl"))
+    for number, sources in ((1, (DataSource(**wrong), fine)), (2, (fine, DataSource(**wrong)))):
+        data = Data(sources=sources, validation_fraction=0.0)
+        assert keys_said(data, tmp_path) == {f"data.sources[{number}].{key}" for key in keys}
+
+
+def test_a_source_of_a_mixture_knows_its_place_and_stays_itself():
+    data = Data(sources=(DataSource(), DataSource("local", path="a")), max_document_mib=7)
+    _, (_, second) = data.mixture()
+    assert second.key("path") == "data.sources[2].path"
+    assert second.key("max_document_mib") == "data.max_document_mib"
+    assert dataclasses.replace(second, shuffle=False).key("path") == "data.sources[2].path"
+    assert pickle.loads(pickle.dumps(second)).key("path") == "data.sources[2].path"
+    assert (second.dataset, second.path, second.max_document_mib, second.sources) == ("local", "a", 7, ())
+    assert "data.number" not in KEYS

@@ -41,6 +41,8 @@ def test_long_sequences_may_be_split_and_tied_models_have_no_pipeline():
     found = list(space(config, 16, H100, 16))
     assert {change["parallelism.context_parallel_degree"] for change in found} == {"1", "2", "4", "8", "16"}
     assert {change["parallelism.pipeline_parallel_degree"] for change in found} == {"1"}
+    tied = space(Config(model=Model(flavor="8B", tied_embeddings="yes"), training=Training(seq_len=8192)), 16, H100, 16)
+    assert {change["parallelism.pipeline_parallel_degree"] for change in tied} == {"1"}
 
 
 def test_formulas_know_what_costs_memory_and_time():

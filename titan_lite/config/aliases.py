@@ -1,0 +1,59 @@
+"""Names that keys have in other frameworks, so that who writes one of them is told the key here. Standard library only.
+
+    key_called("learning_rate")        # "optimizer.lr"
+
+Names of TorchTitan, transformers' Trainer and config.json, Megatron-LM, nanoGPT and LitGPT; for a name that is a key here, in
+whatever section, no row is needed.
+"""
+
+_CALLED = {  # the key here -> what it is called elsewhere
+    "job.dump_folder": "output_dir out_dir save_dir",
+    "job.description": "run_name experiment_name wandb_run_name",
+    "model.flavor": "model_name model_size model_name_or_path",
+    "model.dim": "hidden_size n_embd d_model",
+    "model.n_layers": "num_layers num_hidden_layers n_layer",
+    "model.n_heads": "num_attention_heads n_head",
+    "model.n_kv_heads": "num_key_value_heads num_query_groups n_query_groups",
+    "model.hidden_dim": "ffn_hidden_size intermediate_size",
+    "model.vocab_size": "padded_vocab_size",
+    "model.tied_embeddings": "tie_word_embeddings tie_embeddings",
+    "model.rope_theta": "rotary_base rope_base",
+    "model.norm_eps": "norm_epsilon rms_norm_eps",
+    "model.max_seq_len": "max_position_embeddings",
+    "model.tokenizer_path": "tokenizer tokenizer_model hf_assets_path",
+    "training.local_batch_size": "batch_size micro_batch_size per_device_train_batch_size train_batch_size",
+    "training.global_batch_size": "gradient_accumulation_steps",
+    "training.seq_len": "seq_length sequence_length max_seq_length block_size context_length",
+    "training.max_norm": "clip_grad grad_clip max_grad_norm gradient_clip_val",
+    "training.steps": "max_steps max_iters train_iters num_steps num_train_steps",
+    "training.mixed_precision_param": "bf16 precision",
+    "optimizer.lr": "learning_rate max_lr",
+    "optimizer.beta1": "adam_beta1",
+    "optimizer.beta2": "adam_beta2",
+    "optimizer.eps": "adam_eps adam_epsilon",
+    "lr_scheduler.warmup_steps": "warmup warmup_iters lr_warmup_iters lr_warmup_steps",
+    "lr_scheduler.total_steps": "lr_decay_iters",
+    "lr_scheduler.decay_type": "lr_decay_style lr_scheduler_type",
+    "lr_scheduler.min_lr_factor": "min_lr lr_min",
+    "parallelism.tensor_parallel_degree": "tensor_model_parallel_size tp",
+    "parallelism.pipeline_parallel_degree": "pipeline_model_parallel_size pp",
+    "parallelism.context_parallel_degree": "context_parallel_size cp",
+    "activation_checkpoint.mode": "gradient_checkpointing recompute_granularity recompute_activations",
+    "compile.enable": "torch_compile compile",
+    "checkpoint.enable": "enable_checkpoint resume_from_checkpoint",
+    "checkpoint.interval": "save_steps save_interval save_every ckpt_interval",
+    "checkpoint.keep_latest_k": "save_total_limit",
+    "data.path": "data_path dataset_path data_dir train_file",
+    "data.num_workers": "dataloader_num_workers",
+    "validation.freq": "eval_steps eval_interval val_interval",
+    "validation.steps": "eval_iters val_iters",
+    "metrics.log_freq": "logging_steps log_interval log_every",
+    "metrics.enable_wandb": "wandb use_wandb wandb_log report_to",
+    "debug.seed": "random_seed data_seed",
+}
+_KEYS = {name: key for key, names in _CALLED.items() for name in names.split()}
+
+
+def key_called(name: str) -> str:
+    """The key here, "section.name"; empty: there is none for it."""
+    return _KEYS.get(name.lower().replace("-", "_"), "")

@@ -1,0 +1,77 @@
+"""The shape of a recipe's model: its flavor's, and what keys of [model] say otherwise.
+
+shape_of(Model(flavor="debug", n_layers=12))      # ModelConfig(dim=256, n_layers=12, ...)
+shape_words(Model(flavor="debug", n_layers=12))   # "debug with n_layers = 12 (not 6)"
+"""
+
+import dataclasses
+from typing import Any
+
+from titan_lite.config import ConfigError, Mistakes, Model
+from titan_lite.config.toml import shown
+from titan_lite.models.shapes import FLAVORS, ModelConfig, RopeScaling
+
+_NEEDED = ("dim", "n_layers", "n_heads", "hidden_dim", "vocab_size")  # without a flavor; of the others ModelConfig knows defaults
+
+
+def shape_of(model: Model) -> ModelConfig:
+    """Raises ConfigError for a flavor that there is not, and for what is no model."""
+    if model.flavor not in ("", *FLAVORS):
+        works = 'known flavors are {}, or "" where keys of [model] say all of the shape'
+        raise ConfigError(f"model.flavor = {shown(model.flavor)}: {works.format(', '.join(FLAVORS))}")
+    written = _written(model)
+    if model.flavor:
+        shape = dataclasses.replace(FLAVORS[model.flavor], **written)
+    elif missing := [f"model.{name}" for name in _NEEDED if name not in written]:
+        raise ConfigError(f'model.flavor = "" leaves open {", ".join(missing)}; give them, or a flavor such as "debug"')
+    else:
+        shape = ModelConfig(**{"n_kv_heads": model.n_heads, **written})
+    _check(model, shape)
+    return shape
+
+
+def shape_words(model: Model) -> str:
+    """The flavor's name, and what is not as it has it."""
+    flavor, written = FLAVORS.get(model.flavor), _written(model)
+    words = []
+    for name, value in written.items():
+        before = getattr(flavor, name, value)
+        if flavor is None or before != value:
+            words.append(f"{name} = {_short(value)}" + (f" (not {_short(before)})" if flavor else ""))
+    return (model.flavor or "of its own") + (f" with {', '.join(words)}" if words else "")
+
+
+def _short(value: Any) -> str:
+    return f"{value.factor:g}x" if isinstance(value, RopeScaling) else str(value)
+
+
+def _written(model: Model) -> dict[str, Any]:
+    """The fields of ModelConfig that keys of [model] say."""
+    names = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in ("tied_embeddings", "rope_scaling")]
+    written = {name: value for name in names if (value := getattr(model, name))}
+    if model.tied_embeddings != "flavor":
+        written["tied_embeddings"] = model.tied_embeddings == "yes"
+    if factor := model.rope_scaling_factor:
+        scaling = (FLAVORS[model.flavor].rope_scaling if model.flavor else None) or RopeScaling(factor)
+        written["rope_scaling"] = None if factor == 1 else dataclasses.replace(scaling, factor=factor)
+    return written
+
+
+def _check(model: Model, shape: ModelConfig) -> None:
+    """Raises ConfigError for sizes that do not fit each other."""
+
+    def said(name: str) -> str:
+        return (
+            f"model.{name} = {getattr(shape, name)}" if getattr(model, name) else f"{name} = {getattr(shape, name)} of the flavor"
+        )
+
+    mistakes, heads, pair = Mistakes(), shape.n_heads, 2 * shape.n_heads
+    if heads % shape.n_kv_heads:
+        works = " or ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
+        why = f"{said('n_heads')} is not a multiple of {said('n_kv_heads')}"
+        mistakes.append(f"{why}, and key/value heads are shared evenly; model.n_kv_heads = {works} would work")
+    if shape.dim % pair:
+        works = " or ".join(map(str, sorted({max(pair, shape.dim // pair * pair), -(-shape.dim // pair) * pair})))
+        why = f"{said('dim')} is not a multiple of 2 x {said('n_heads')}, and a head's dimensions rotate in pairs"
+        mistakes.append(f"{why}; model.dim = {works} would work")
+    mistakes.refuse()
