@@ -8,8 +8,10 @@
 torch 2.11 to 2.13 would let it; so would theirs of entries that are no tensors, which are refused here.
 """
 
+import io
 import math
 import pickle
+import pickletools
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -27,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.serialization import _get_layout
 
 from titan_lite.config import ConfigError
-from titan_lite.manifest import Damaged
+from titan_lite.outside import Damaged, open_regular
 
 NAME = ".metadata"
 _CLASSES = (
@@ -39,6 +41,13 @@ _CLASSES = (
     dcp.TensorProperties,
     dcp.TensorStorageMetadata,
 )
+_LENGTHS = {ord(opcode.code): opcode.arg.n if opcode.arg else 0 for opcode in pickletools.opcodes}
+_PREFIXES = {  # bytes in which the length of an argument is given
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
 _DTYPES = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
@@ -76,13 +85,37 @@ class _Unpickler(pickle.Unpickler):
         return self.admitted[module, name]
 
 
+def _check_opcodes(content: bytes) -> None:
+    """Raises Damaged for a place in the unpickler's memo that is said, and not counted: of 2**31, seven bytes take 32 GiB."""
+    at = 0
+    while at < len(content) and (length := _LENGTHS.get(content[at])) is not None:
+        if content[at] in b"pr":
+            raise Damaged(f"{NAME} names a place in the unpickler's memo, which DCP does not")
+        if length == pickletools.UP_TO_NEWLINE:
+            lines = 2 if content[at] in b"ci" else 1
+            for _ in range(lines):
+                at = content.find(b"\n", at + 1)
+                if at < 0:
+                    return
+            length = 0
+        elif length < 0:
+            prefix = _PREFIXES[length]
+            length = prefix + int.from_bytes(content[at + 1 : at + 1 + prefix], "little")
+        at += 1 + length
+
+
 def read_metadata(folder: Path, files: Collection[str]) -> dcp.Metadata:
     """Names, shapes and places of all tensors, each place in one of `files`. Raises Damaged."""
     try:
-        with (folder / NAME).open("rb") as file:
-            metadata = _Unpickler(file).load()
+        with open_regular(folder / NAME) as file:
+            _check_opcodes(content := file.read())
+        metadata = _Unpickler(io.BytesIO(content)).load()
         if not all(isinstance(tensor, dcp.TensorStorageMetadata) for tensor in metadata.state_dict_metadata.values()):
             raise Damaged(f"{NAME} has an entry that is no tensor")
+        for name, tensor in metadata.state_dict_metadata.items():
+            sizes = (tensor.size, *(part for chunk in tensor.chunks for part in (chunk.offsets, chunk.sizes)))
+            if type(name) is not str or {*map(type, sizes)} != {torch.Size} or type(tensor.properties.dtype) is not torch.dtype:
+                raise Damaged(f"{NAME} has a tensor without a size or dtype")
         for place in metadata.storage_data.values():
             # A path that leads out of the folder, or a transformation to undo, is not of our making.
             if place.relative_path not in files or place.transform_descriptors:

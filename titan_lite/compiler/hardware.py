@@ -25,6 +25,7 @@ from torch.fx import Node
 from titan_lite.compiler.collectives import KINDS, aten, collective_bytes, collectives, kind_of, nbytes_of, ranks_of
 from titan_lite.config import ConfigError
 from titan_lite.config.toml import read_toml
+from titan_lite.outside import shown
 
 GB, GIB = 1e9, 2**30
 
@@ -251,7 +252,7 @@ def machine_from(tables: Mapping[str, Any], file: str) -> Machine:
     tables = dict(tables)
     like = tables.pop("like", None)
     if like is not None and (not isinstance(like, str) or like not in PROFILES):
-        raise ConfigError(f"{file}: like = {like!r} is no profile; {', '.join(PROFILES)} would work")
+        raise ConfigError(f"{file}: like = {shown(like)} is no profile; {', '.join(PROFILES)} would work")
     values: dict[str, Any] = {**(vars(PROFILES[like]) if like else {}), "name": Path(file).stem}
     fields = {field.name: field for field in dataclasses.fields(Machine)}
     for key, value in tables.items():
@@ -265,7 +266,8 @@ def machine_from(tables: Mapping[str, Any], file: str) -> Machine:
             if unknown:
                 raise ConfigError(f"{file}: tflops.{unknown[0]} is no dtype of torch; bfloat16, float32, float8_e4m3fn are")
         elif key == "name":
-            value = str(value)
+            if not isinstance(value, str):
+                raise ConfigError(f"{file}: name = {shown(value)} is no string")
         else:
             _number(file, key, value)
             if key == "ranks_per_node" and not isinstance(value, int):
@@ -284,13 +286,13 @@ def machine_from(tables: Mapping[str, Any], file: str) -> Machine:
 def _numbers(file: str, table: str, value: Any, keys: tuple[str, ...]) -> dict[str, float]:
     if not isinstance(value, dict) or (keys and set(value) != set(keys)):
         works = "{ " + ", ".join(f"{key} = ..." for key in keys or ("bfloat16", "float32")) + " }"
-        raise ConfigError(f"{file}: {table} = {value!r}; {table} = {works} would work")
+        raise ConfigError(f"{file}: {table} = {shown(value)}; {table} = {works} would work")
     return {key: _number(file, f"{table}.{key}", number) for key, number in value.items()}
 
 
 def _number(file: str, key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{file}: {key} = {value!r} is not a number above 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-9 < value < 1e12:  # products of a few are finite
+        raise ConfigError(f"{file}: {key} = {shown(value)} is not a number above 0 (1e-9 to 1e12)")
     return value
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from titan_lite.config import ConfigError, Data
 from titan_lite.logging import logger
 from titan_lite.metrics.records import read_lines
+from titan_lite.outside import WORD, faults
 
 
 class BadDocument(NamedTuple):
@@ -110,7 +111,8 @@ class BadDocumentsLog:
     def _listed(self) -> set[tuple[str, str]]:
         if not self.path.exists():
             return set()
-        return {(entry.get("file", ""), entry.get("place", "")) for _, entry in read_lines(self.path) if entry}
+        listed = (entry for _, entry in read_lines(self.path) if not any(faults(entry, {"file": WORD, "place": WORD})))
+        return {(entry["file"], entry["place"]) for entry in listed if entry is not None}
 
     def _list(self, documents: Sequence[BadDocument]) -> None:
         known = self.policy.known
