@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from titan_lite.config import ConfigError
 
-MOST_SECONDS, MOST_MIB = 10, 400  # that a reader of a small file may take, and more than before
+MOST_SECONDS, MOST_MIB = 60, 400  # that a reader of a small file may take, and more than before
 
 
 def nested(levels):

@@ -94,6 +94,12 @@ def shown(value: Any) -> str:
         return "a very long number"
 
 
+def in_short(error: BaseException) -> str:
+    """One line of an error that may quote a whole file."""
+    words = " ".join(str(error).split())
+    return words if len(words) < 300 else f"{words[:200]} ... {words[-80:]}"
+
+
 def faults(value: Any, form: Any, place: str = "") -> Iterator[str]:
     """A line for every value that does not have its form, with its place, such as "splits.train[3].documents"."""
     if isinstance(form, tuple):
@@ -154,7 +160,7 @@ def read_text(path: Path, most: int = MOST) -> str:
     except OSError as error:
         raise Damaged(f"{path.name}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise Damaged(f"{path.name} is no JSON: {error}") from None
+        raise Damaged(f"{path.name} is no UTF-8: {error}") from None
 
 
 def parse_json(text: str, name: str) -> Any:

@@ -1,9 +1,11 @@
 """Every file that somebody else may have written: its reader gives the data or one line, in bounded time and memory."""
 
 import dataclasses
+import io
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 import struct
@@ -29,6 +31,7 @@ from titan_lite.convert import write_step
 from titan_lite.data import prepare as preparing
 from titan_lite.data.prepared import PreparedSource, check_prepared, prepared_fingerprint
 from titan_lite.data.tokenizer import load_tokenizer
+from titan_lite.distributed.pipeline_plan import read_schedule
 from titan_lite.faults.restart import RepeatedFault, Restarts
 from titan_lite.metrics.records import RecordError, read_metrics, read_run, step_seconds
 from titan_lite.models.hf import config_to_hf, hf_names
@@ -44,7 +47,7 @@ MODEL = ModelConfig(dim=8, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=12, v
 PARAMS = {"dim": 8, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "vocab_size": 2048, "multiple_of": 4, "ffn_dim_multiplier": 0.6}
 PARAMS |= {"norm_eps": 1e-5, "rope_theta": 500_000.0, "use_scaled_rope": False}
 
-examples = pytest.mark.parametrize("examples", [40, pytest.param(3000, marks=pytest.mark.slow)])
+examples = pytest.mark.parametrize("examples", [40, pytest.param(600, marks=pytest.mark.slow)])
 
 
 # The reader itself
@@ -98,7 +101,7 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path):
         ("round", "round: Too many levels of symbolic links"),
         ("absent", "absent is missing"),
         ("long", "long has more than 64 MiB, and is not read"),
-        ("latin", "latin is no JSON: 'utf-8' codec"),
+        ("latin", "latin is no UTF-8: 'utf-8' codec"),
     ):
         with pytest.raises(Damaged, match=f"^{words}"):
             read_json(tmp_path / name)
@@ -158,13 +161,13 @@ def sealed_prepared(folder, change):
         (lambda d: d["splits"]["train"].append(7), r"splits.train\[\d+\] = 7, where an object"),
         (lambda d: d.update(splits=[]), r"splits = \[\], where an object"),
         (lambda d: d.update(dtype="object"), "dtype = 'object', where 'uint16' or 'uint32' is what works"),
-        (lambda d: d.update(dtype="uint32"), "train-00000 has .* documents, .* tokens, and no files of such sizes"),
+        (lambda d: d.update(dtype="uint32"), "train-00000 has .* documents and .* tokens, and no files of such sizes"),
         (lambda d: d.update(vocab_size=2**29), "was made by another tokenizer"),
         (lambda d: d.update(files=None), "files = None, where an object"),
         (lambda d: d["files"].update({"../x": {"sha256": "0" * 64, "size": 1}}), r"files has '\.\./x', where the name of a file"),
         (lambda d: next(iter(d["files"].values())).update(size="big"), "size = 'big', where a whole number"),
         (lambda d: d.update(data={"validation_fraction": "x"}), "validation_fraction = 'x', where a number"),
-        (lambda d: d.update(bad=nested(14)), r"manifest.json: bad = \[|manifest.json: bad = \{"),
+        (lambda d: d.update(bad=nested(14)), r"manifest.json: bad\[0\].file = None, where a string"),
         (lambda d: d.update(format=nested(10)), "manifest.json is in format "),
         (lambda d: d.update(other=nested(200)), "manifest.json is nested deeper than 16 objects and lists"),
     ],
@@ -339,7 +342,7 @@ def test_a_state_that_is_forged_is_one_line(change, words, step, tmp_path):
     (folder / "state.json").write_text(json.dumps(state))
     seal(folder)
     with pytest.raises(ConfigError, match=words):
-        read_step(folder)
+        read_weights(folder), read_step(folder)
 
 
 def test_a_forged_step_is_passed_over_and_named_where_it_was_asked_for(step, tmp_path):
@@ -390,6 +393,24 @@ def test_any_metadata_and_tensors_of_a_step(name, examples, step, tmp_path):
         read_step(folder)
 
     fuzz(examples, damaged((step / name).read_bytes()), read, lines=60)
+
+
+def test_tensors_of_a_step_that_are_compressed_are_refused(step, tmp_path):
+    folder = shutil.copytree(step, tmp_path / "checkpoint/step-5")
+    buffer = io.BytesIO()
+    torch.save(torch.zeros(2048, 8), buffer)
+    with zipfile.ZipFile(buffer) as whole, zipfile.ZipFile(folder / "__0_0.distcp", "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in whole.namelist():
+            packed.writestr(name, whole.read(name))
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.offset, place.length = 0, (folder / "__0_0.distcp").stat().st_size
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with (folder / "__0_0.distcp").open("ab") as file:
+        file.write(bytes(1 << 18))
+    seal(folder)
+    with pytest.raises(ConfigError, match=r"__0_0.distcp cannot be read: it is compressed"):
+        read_weights(folder)
 
 
 def test_a_place_in_the_memo_of_an_unpickler_takes_no_memory(step, tmp_path):
@@ -488,7 +509,7 @@ def test_tensors_with_more_elements_than_bytes_and_compressed_ones_are_refused(m
     with zipfile.ZipFile(meta / path.name) as whole, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
         for name in whole.namelist():
             packed.writestr(name, whole.read(name))
-    with pytest.raises(ConfigError, match=r"consolidated.00.pth is compressed, as torch saves no tensors"):
+    with pytest.raises(ConfigError, match=r"consolidated.00.pth cannot be read: it is compressed, as torch saves no tensors"):
         open_weights(folder)
 
 
@@ -558,6 +579,17 @@ def test_any_measurements_of_a_run(examples, tmp_path, monkeypatch):
 
     content = json.dumps(record).encode()
     fuzz(examples, mutated(record).map(lambda value: json.dumps(value).encode()) | damaged(content), read)
+
+
+@examples
+def test_any_schedule_of_a_pipeline(examples, tmp_path):
+    content = b"0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
+    path = tmp_path / "schedule.csv"
+    words = st.sampled_from(
+        ["0F0", "0F1", "1I0", "1W0", "1B1", "999999F0", "9" * 5000 + "F0", "\0", '"', "x" * 200_000, "", "\u0663F0"]
+    )
+    rows = st.lists(st.lists(words, max_size=9).map(",".join), max_size=4).map(lambda rows: "\n".join(rows).encode())
+    fuzz(examples, rows | damaged(content), lambda some: (path.write_bytes(some), read_schedule(path, 2, 2)))
 
 
 # What a run left in its folder

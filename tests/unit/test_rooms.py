@@ -30,7 +30,7 @@ ROOMS = {
     "optimizer": PART,
     "lr_scheduler": PART,
     "compiler": ("torch", "titan_lite.config", "titan_lite.outside"),
-    "distributed": ("torch", "titan_lite.config", "titan_lite.compiler", "titan_lite.ranks"),
+    "distributed": ("torch", "titan_lite.config", "titan_lite.compiler", "titan_lite.outside", "titan_lite.ranks"),
     "data": (
         *PART,
         "torchdata",

@@ -14,6 +14,7 @@ import pickle
 import pickletools
 import re
 import warnings
+import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.serialization import _get_layout
 
 from titan_lite.config import ConfigError
-from titan_lite.outside import Damaged, open_regular
+from titan_lite.outside import Damaged, in_short, open_regular
 
 NAME = ".metadata"
 _CLASSES = (
@@ -127,7 +128,7 @@ def read_metadata(folder: Path, files: Collection[str]) -> dcp.Metadata:
     except Damaged:
         raise
     except Exception as error:  # what a pickle of arbitrary bytes raises
-        raise Damaged(f"{NAME} cannot be read: {type(error).__name__}: {error}") from None
+        raise Damaged(f"{NAME} cannot be read: {type(error).__name__}: {in_short(error)}") from None
     return metadata
 
 
@@ -142,14 +143,16 @@ class _Files(FileSystem):
                 yield stream
         except pickle.UnpicklingError as error:  # torch admits tensors alone; its advice is to admit anything
             wanted = re.search(r"GLOBAL (\S+)", str(error))
-            reason = f"asks for {wanted[1]}, which may run code" if wanted else f"holds something else than tensors: {error}"
+            reason = (
+                f"asks for {wanted[1]}, which may run code" if wanted else f"holds something else than tensors: {in_short(error)}"
+            )
             raise Damaged(f"{name} {reason}") from None
         except Exception as error:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__context__  # on a full disk torch then misses bytes of its archive
             if mode == "rb":
-                raise Damaged(f"{name} cannot be read: {error}") from None
+                raise Damaged(f"{name} cannot be read: {in_short(error)}") from None
             raise (cause or error) from None
 
 
@@ -162,6 +165,20 @@ class Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         return self.metadata
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        part = super()._slice_file(file, sinfo)
+        check_uncompressed(part)
+        return part
+
+
+def check_uncompressed(file: IO[bytes]) -> None:
+    """Raises ValueError for an archive with an entry that is compressed, and so of any size in memory; torch saves none."""
+    if file.read(4) == b"PK\x03\x04":
+        with zipfile.ZipFile(file) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError("it is compressed, as torch saves no tensors")
+    file.seek(0)
 
 
 class Writer(FileSystemWriter):
@@ -191,7 +208,7 @@ def alone(fault: str) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as failed:
-        raise ConfigError(f"{fault}: {'; '.join(str(cause) for cause, _ in failed.failures.values())}") from None
+        raise ConfigError(f"{fault}: {'; '.join(in_short(cause) for cause, _ in failed.failures.values())}") from None
 
 
 def local_part(tensor: Tensor) -> Tensor:

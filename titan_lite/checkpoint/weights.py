@@ -14,7 +14,6 @@ import itertools
 import pickle
 import re
 import time
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from titan_lite.logging import logger
 from titan_lite.models.hf import config_from_hf, from_hf, hf_names
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
 from titan_lite.models.shapes import config_from_fields, config_from_meta
-from titan_lite.outside import FILE, TOKENS, WORD, Damaged, maybe, open_regular, read_json
+from titan_lite.outside import FILE, TOKENS, WORD, Damaged, in_short, maybe, open_regular, read_json
 from titan_lite.ranks import gather_objects
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -122,7 +121,7 @@ class HuggingFaceFolder:
                         part = file.get_slice(name)
                         stored[name], self.file_of[name] = (torch.Size(part.get_shape()), part.get_dtype()), path
             except (SafetensorError, OSError, RuntimeError, TypeError, OverflowError) as error:  # of sizes torch cannot count
-                raise Damaged(f"{path.name} cannot be read: {error}") from None
+                raise Damaged(f"{path.name} cannot be read: {in_short(error)}") from None
         check_size(self.config, len(stored))
         self.names = hf_names(self.config)
         _refuse([f"{name} is of dtype {dtype}" for name, (_, dtype) in stored.items() if dtype not in DTYPES])
@@ -213,16 +212,15 @@ class MetaFolder:
     def _read_part(self, path: Path) -> dict[str, Tensor]:
         """Tensors by name, mapped from the file."""
         try:
-            with open_regular(path) as file, zipfile.ZipFile(file) as packed:
-                if any(entry.compress_type != zipfile.ZIP_STORED for entry in packed.infolist()):
-                    raise Damaged(f"{path.name} is compressed, as torch saves no tensors")
+            with open_regular(path) as file:
+                tensor_files.check_uncompressed(file)
             part = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Damaged:
             raise
         except pickle.UnpicklingError:  # torch's advice is to admit anything
             raise Damaged(f"{path.name} holds something else than tensors, which may run code") from None
         except Exception as error:  # what arbitrary bytes raise
-            raise Damaged(f"{path.name} cannot be read: {' '.join(str(error).split())}") from None
+            raise Damaged(f"{path.name} cannot be read: {in_short(error)}") from None
         if not isinstance(part, dict) or not all(type(name) is str and _is_plain(part[name]) for name in part):
             raise Damaged(f"{path.name} has no tensors by name")
         _refuse(

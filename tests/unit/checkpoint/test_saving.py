@@ -612,7 +612,7 @@ def test_ranks_agree_on_what_failed_and_on_what_is_whole(mode, tmp_path):
         assert "ranks see different newest steps in " in elsewhere
         assert "(rank 0: 1, rank 1: none)" in elsewhere
     state = json.loads((tmp_path / "checkpoint/step-1/state.json").read_text())
-    assert state == {"tensors": ["model", "optimizer"]}
+    assert state == {"step": 1, "tensors": ["model", "optimizer"]}
 
 
 @pytest.mark.parametrize(
