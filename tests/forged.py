@@ -83,13 +83,13 @@ def mutated(draw, value, most=2):
         container, key = found[draw(st.integers(0, len(found) - 1))]
         how = draw(st.sampled_from(("replace", "replace", "leave out", "add")))
         if how == "replace" or container is value:
-            container[key] = draw(VALUES)
+            container[key] = copy.deepcopy(draw(VALUES))
         elif how == "leave out":
             del container[key]
         elif isinstance(container, dict):
-            container[draw(st.sampled_from(("", "x", "0", "..", "/etc/passwd", "a\0b", "\ud800")))] = draw(VALUES)
+            container[draw(st.sampled_from(("", "x", "0", "..", "/etc/passwd", "a\0b", "\ud800")))] = copy.deepcopy(draw(VALUES))
         else:
-            container.append(draw(VALUES))
+            container.append(copy.deepcopy(draw(VALUES)))
     return value[""]
 
 

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from titan_lite.config.row import ConfigError
 
-MOST = 1 << 26  # bytes of a JSON file, which may take 25 times as much in memory
+MOST = 1 << 25  # bytes of a JSON file, which may take 25 times as much in memory
 DEEPEST = 16  # objects and lists within each other
 
 
@@ -60,7 +60,7 @@ def maybe(form: Any) -> Any:
 
 
 def _is_file_name(value: Any) -> bool:
-    return type(value) is str and value.isprintable() and value not in ("", ".", "..") and "/" not in value
+    return type(value) is str and value.isprintable() and value not in ("", ".", "..") and "/" not in value and len(value) < 256
 
 
 def _is_number(value: Any) -> bool:

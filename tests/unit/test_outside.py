@@ -100,7 +100,7 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path):
         ("folder", "folder is no file"),
         ("round", "round: Too many levels of symbolic links"),
         ("absent", "absent is missing"),
-        ("long", "long has more than 64 MiB, and is not read"),
+        ("long", "long has more than 32 MiB, and is not read"),
         ("latin", "latin is no UTF-8: 'utf-8' codec"),
     ):
         with pytest.raises(Damaged, match=f"^{words}"):

@@ -77,10 +77,10 @@ def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[Diff
             was = json.loads(json.dumps(KEYS[key].default)) if was is None else was
             if was != new:
                 consequence = NOTHING if key in idle else consequence_of(key, changed)
-                differences.append(Difference(consequence, f"{key} = {json.dumps(new)}, was {json.dumps(was)}"))
+                differences.append(Difference(consequence, f"{key} = {json.dumps(new)}, was {json.dumps(was):.500}"))
         elif key not in DROPPED or was != DROPPED[key][0]:
             consequence = SECTIONS[key.partition(".")[0]].resume if key in DROPPED else NOTHING
-            differences.append(Difference(consequence, f"{key} was {json.dumps(was)}, and is no key of this version"))
+            differences.append(Difference(consequence, f"{key} was {json.dumps(was):.500}, and is no key of this version"))
     for fact, path, was, new in facts:
         words, consequence = FACTS[fact]
         differences.append(Difference(consequence, f"{words.format(path)}: {_short(new)}, was {_short(was)}"))
@@ -188,4 +188,4 @@ def _learning_rates(state: Mapping[str, Any], described: Mapping[str, Any]) -> s
 
 def _short(value: Any) -> str:
     """A hash's beginning is enough to tell it by."""
-    return value[:12] if isinstance(value, str) and len(value) >= 64 else json.dumps(value)
+    return value[:12] if isinstance(value, str) and len(value) >= 64 else f"{json.dumps(value):.500}"

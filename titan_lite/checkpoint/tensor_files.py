@@ -10,6 +10,7 @@ torch 2.11 to 2.13 would let it; so would theirs of entries that are no tensors,
 
 import io
 import math
+import os
 import pickle
 import pickletools
 import re
@@ -18,7 +19,7 @@ import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.utils import _ReaderView
 from torch.distributed.tensor import DTensor
 from torch.serialization import _get_layout
 
@@ -156,6 +158,13 @@ class _Files(FileSystem):
             raise (cause or error) from None
 
 
+class _Part(_ReaderView):
+    """A part of a file; torch's own (2.13) mistakes the sign of a place that is counted from the end."""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        return super().seek(self.len + offset) if whence == os.SEEK_END else super().seek(offset, whence)
+
+
 class Reader(FileSystemReader):
     """Tensors of a step whose metadata are known; torch reads its tensors with weights_only=True."""
 
@@ -167,7 +176,7 @@ class Reader(FileSystemReader):
         return self.metadata
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        part = super()._slice_file(file, sinfo)
+        part = cast(IO[bytes], _Part(file, sinfo.offset, sinfo.length))
         check_uncompressed(part)
         return part
 

@@ -153,7 +153,7 @@ def _flat(about: dict[str, Any]) -> dict[str, Any]:
 
 def _short(value: Any) -> str:
     """A hash's beginning is enough to tell it by."""
-    return value[:12] if isinstance(value, str) and len(value) == 64 else json.dumps(value)
+    return value[:12] if isinstance(value, str) and len(value) == 64 else f"{json.dumps(value):.60}"
 
 
 def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, progress: dict[str, Any], workers: int) -> None:
@@ -175,7 +175,7 @@ def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, p
         progress["bad"] += [document._asdict() for document in bad]
         progress["next"] = next_ordinal
         bad.clear()
-        if len(text := json.dumps(progress)) > MOST // 2:  # a manifest's lines are indented
+        if len(text := json.dumps(progress)) > MOST * 2 // 3:  # the lines of a manifest are indented
             raise ConfigError(
                 f"--shard-tokens {about['shard_tokens']}: {len(progress['files']):,} files are more than a manifest may list; "
                 "larger shards would work"

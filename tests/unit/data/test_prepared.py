@@ -281,6 +281,12 @@ def test_bad_documents_are_an_error_or_skipped_and_listed(tmp_path):
     assert "skipped: 3 bad documents" in command._summary(described)
 
 
+def test_more_shards_than_a_manifest_may_list_are_refused_while_they_are_made(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "MOST", 8000)
+    with pytest.raises(ConfigError, match=r"--shard-tokens 9: \d+ files are more than a manifest may list; larger shards would"):
+        prepare(local(corpus), TOKENIZER, tmp_path / "p", workers=0, shard_tokens=9)
+
+
 def test_several_sources_are_prepared_one_by_one(tmp_path):
     data = Data(sources=(DataSource(), DataSource()))
     with pytest.raises(ConfigError, match=r"data.sources: prepare each by itself, and mix the folders"):
