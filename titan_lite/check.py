@@ -41,7 +41,7 @@ def check(config: Config, layout: Layout) -> Tokenizer:
     check_data(config.data)
     for _, part in config.data.mixture():
         if part.dataset == "prepared":
-            check_prepared(part, tokenizer.sha256)
+            check_prepared(part, tokenizer.sha256, tokenizer.vocab_size)
             for split in SPLITS if config.validation.enable else SPLITS[:1]:
                 PreparedSource(part, split, seed=0)
     check_machine(config)

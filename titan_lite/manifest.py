@@ -3,7 +3,7 @@
 write_whole(folder / "progress.json", text)                 # one file
 publish(unfinished, folder)                                 # a folder that was filled under another name
 write_sealed(folder / NAME, {"files": {...}, ...})
-content = read_sealed(folder / NAME)                        # raises Damaged: a bit of it is another
+content = read_sealed(folder, {"files": FILES, ...})       # raises Damaged: a bit of it is another, or it has another form
 
 write(folder, step=50, files={"__0_0.distcp": digest(folder / "__0_0.distcp"), ...})     # of a step, written last
 files = check_step(folder, step=50)         # raises Damaged: a file is missing, cut short or foreign; reads no data
@@ -13,16 +13,14 @@ check_bytes(folder, files)                  # raises Damaged: a file was altered
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from titan_lite.outside import BYTES, COUNT, FILE, HASH, Damaged, check_form, open_regular, parse_json, read_text, size_of
+
 NAME = "manifest.json"
-
-
-class Damaged(ValueError):
-    """A file or step that is not what was saved; the message begins with the file's name."""
+FILES = {FILE: {"sha256": HASH, "size": BYTES}}
 
 
 def sync(path: Path) -> None:
@@ -62,9 +60,9 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def digest(path: Path, beat: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Size in bytes and SHA-256 of a file. beat: called every 4 MiB."""
+    """Size in bytes and SHA-256 of a file. beat: called every 4 MiB. Raises Damaged: it is not there, or no regular one."""
     sha256, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(1 << 22):
             sha256.update(block)
             size += len(block)
@@ -86,54 +84,25 @@ def write(folder: Path, step: int, files: Mapping[str, Mapping[str, Any]]) -> No
     write_sealed(folder / NAME, {"files": dict(sorted(files.items())), "step": step})
 
 
-def _size(path: Path) -> int:
-    """Bytes of a file, which a link is not. Raises Damaged."""
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        raise Damaged(f"{path.name} is missing") from None
-    except OSError as error:
-        raise Damaged(f"{path.name}: {error.strerror}") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise Damaged(f"{path.name} is no file")
-    return found.st_size
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises Damaged."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Damaged(f"{path.name}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path.name} is no JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise Damaged(f"{path.name} is no JSON object")
-    return content
-
-
-def read_sealed(path: Path) -> dict[str, Any]:
-    """The object that was given to `write_sealed`. Raises Damaged."""
-    _size(path)
-    content = read_json(path)
-    if content.pop("sha256", None) is None or path.read_text(encoding="utf-8") != sealed(content):
-        raise Damaged(f"{path.name} was altered: its SHA-256 is not the one in it")
-    return content
+def read_sealed(folder: Path, form: Mapping[Any, Any]) -> dict[str, Any]:
+    """The object that was given to `write_sealed` as the manifest of this folder. Raises Damaged."""
+    size_of(folder, NAME)  # as it says where a link leads
+    text = read_text(folder / NAME)
+    content = parse_json(text, NAME)
+    body, _, end = text.rpartition(',\n "sha256": "')
+    sha256 = hashlib.sha256((body + "\n}").encode()).hexdigest()
+    if end != f'{sha256}"\n}}\n':
+        raise Damaged(f"{NAME} was altered: its SHA-256 is not the one in it")
+    del content["sha256"]  # which is at its end, so it is an object
+    return check_form(content, form, NAME)
 
 
 def read(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
     """{name: {"sha256", "size"}} of the files that belong to the step (None: whichever it is). Raises Damaged."""
-    content = read_sealed(folder / NAME)
-    files = content.get("files")
-    if not isinstance(files, dict) or not all(_is_entry(name, entry) for name, entry in files.items()):
-        raise Damaged(f"{NAME} is no manifest: it lists no files of this folder")
-    if content.get("step") != step and step is not None:
-        raise Damaged(f"{NAME} is of step {content.get('step')}")
-    return files
-
-
-def _is_entry(name: str, entry: Any) -> bool:
-    return Path(name).name == name and name.isprintable() and isinstance(entry, dict) and entry.keys() == {"sha256", "size"}
+    content = read_sealed(folder, {"files": FILES, "step": COUNT})
+    if content["step"] != step and step is not None:
+        raise Damaged(f"{NAME} is of step {content['step']}")
+    return content["files"]
 
 
 def check_step(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
@@ -145,11 +114,15 @@ def check_step(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
         raise Damaged(f"{error.filename}: {error.strerror}") from None
     if foreign:
         raise Damaged(f"{foreign[0]} is foreign: {NAME} does not list it")
-    for name, expected in files.items():
-        size = _size(folder / name)
-        if size != expected["size"]:
-            raise Damaged(f"{name} has {size:,} bytes of {expected['size']:,}")
+    check_sizes(folder, files)
     return files
+
+
+def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises Damaged for the first of the files that is not there, or has another size."""
+    for name, expected in files.items():
+        if (size := size_of(folder, name)) != expected["size"]:
+            raise Damaged(f"{name} has {size:,} bytes of {expected['size']:,}")
 
 
 def check_bytes(folder: Path, files: Mapping[str, Mapping[str, Any]], beat: Callable[[], None] = lambda: None) -> None:

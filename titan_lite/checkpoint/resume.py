@@ -32,6 +32,9 @@ ACCEPTED_BY = {  # what is refused unless the recipe says so, and what it then d
     FRESH: ("accept_model_only", "starts with moments of zero"),
 }
 
+NEEDED = {"recipe", "run", "tensors", "step", "tokens_seen", "validation_due", "loader"}  # of state.json
+NEEDED |= {"skipped_steps", "skipped_in_a_row", "spikes"}
+
 FACTS = {  # what is compared beside the recipe: how it is called, and what its change does
     "model": ("the model's {}", CANNOT),
     "tokenizer": ("SHA-256 of model.tokenizer_path", CANNOT),
@@ -57,10 +60,11 @@ class Difference:
 
 def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[Difference]:
     """The differences between a step's state.json and this run: keys of the recipe, then FACTS. Raises ConfigError."""
-    if not {"recipe", "run", "tensors"} <= state.keys() or not {"data", "optimizer", "lr_scheduler"} <= state["recipe"].keys():
+    lacking = sorted(NEEDED - state.keys()) or sorted({"data", "optimizer", "lr_scheduler"} - state["recipe"].keys())
+    if lacking or "total_steps" not in state["run"]:
         raise ConfigError(
-            "checkpoint.folder: state.json of the step does not say by what recipe it was made (recipe, run, tensors); "
-            "a step that titan_lite saved, or another job.dump_folder, would work"
+            f"checkpoint.folder: state.json of the step does not say how it goes on ({', '.join(lacking) or 'run.total_steps'}); "
+            "a step that a run of titan_lite saved, or another job.dump_folder, would work"
         )
     now = json.loads(json.dumps(described))  # tuples become lists, as in the file
     known = [fact for fact in FACTS if state["run"].get(fact) and now["run"].get(fact)]  # of others one of both says nothing
@@ -74,10 +78,10 @@ def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[Diff
             was = json.loads(json.dumps(KEYS[key].default)) if was is None else was
             if was != new:
                 consequence = NOTHING if key in idle else consequence_of(key, changed)
-                differences.append(Difference(consequence, f"{key} = {json.dumps(new)}, was {json.dumps(was)}"))
+                differences.append(Difference(consequence, f"{key} = {json.dumps(new)}, was {json.dumps(was):.500}"))
         elif key not in DROPPED or was != DROPPED[key][0]:
             consequence = SECTIONS[key.partition(".")[0]].resume if key in DROPPED else NOTHING
-            differences.append(Difference(consequence, f"{key} was {json.dumps(was)}, and is no key of this version"))
+            differences.append(Difference(consequence, f"{key} was {json.dumps(was):.500}, and is no key of this version"))
     for fact, path, was, new in facts:
         words, consequence = FACTS[fact]
         differences.append(Difference(consequence, f"{words.format(path)}: {_short(new)}, was {_short(was)}"))
@@ -190,4 +194,4 @@ def _next_step(state: Mapping[str, Any], described: Mapping[str, Any]) -> str:
 
 def _short(value: Any) -> str:
     """A hash's beginning is enough to tell it by."""
-    return value[:12] if isinstance(value, str) and len(value) >= 64 else json.dumps(value)
+    return value[:12] if isinstance(value, str) and len(value) >= 64 else f"{json.dumps(value):.500}"

@@ -37,16 +37,17 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from titan_lite import manifest
+from titan_lite.checkpoint import state as saved_state
 from titan_lite.checkpoint import tensor_files
 from titan_lite.checkpoint.lock import FolderLock, FolderTaken
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.logging import logger
-from titan_lite.manifest import Damaged
+from titan_lite.outside import Damaged
 from titan_lite.ranks import gather_objects, is_communication
 
 T = TypeVar("T")
 GROUP = "checkpoint"  # what the process group of saves is called; its time limit is its own
-SMALL = (tensor_files.NAME, "state.json")  # which are read before a process group is there to compare the others
+SMALL = (tensor_files.NAME, saved_state.NAME)  # which are read before a process group is there to compare the others
 LIMIT = datetime.timedelta(hours=1)  # for one phase of a save, beside which training goes on
 
 
@@ -131,10 +132,11 @@ class Checkpointer:
             files = manifest.check_step(path, step)
             names = sorted(files)[dist.get_rank() :: dist.get_world_size()] if share else sorted(files.keys() & SMALL)
             manifest.check_bytes(path, {name: files[name] for name in names}, self.beat)
+            if saved_state.read_state(path)["step"] != step:
+                raise Damaged(f"{saved_state.NAME} is of another step")
             if share and dist.get_rank() == 0:
                 tensor_files.read_metadata(path, files)
-                self.read_state(step)
-        except (Damaged, ConfigError) as error:
+        except Damaged as error:
             return str(error)
         return ""
 
@@ -220,7 +222,7 @@ class Checkpointer:
     def read_state(self, step: int) -> dict[str, Any]:
         """Read what was saved beside the tensors. For one rank or all. Raises ConfigError."""
         try:
-            return manifest.read_json(self.path_of(step) / "state.json")
+            return saved_state.read_state(self.path_of(step))
         except Damaged as error:
             raise ConfigError(f"{self.path_of(step)}/{error}; load another step with checkpoint.load_step") from None
 
@@ -354,7 +356,7 @@ class Checkpointer:
 
         def finish() -> None:
             check_lock()
-            manifest.write_text(unfinished / "state.json", json.dumps(state, indent=1) + "\n")
+            manifest.write_text(unfinished / saved_state.NAME, json.dumps(state, indent=1) + "\n")
             files.update({name: manifest.digest(unfinished / name) for name in SMALL})
             manifest.write(unfinished, step, files)
             try:

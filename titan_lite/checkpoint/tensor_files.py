@@ -8,14 +8,18 @@
 torch 2.11 to 2.13 would let it; so would theirs of entries that are no tensors, which are refused here.
 """
 
+import io
 import math
+import os
 import pickle
+import pickletools
 import re
 import warnings
+import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,11 +34,12 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.utils import _ReaderView
 from torch.distributed.tensor import DTensor
 from torch.serialization import _get_layout
 
 from titan_lite.config import ConfigError
-from titan_lite.manifest import Damaged
+from titan_lite.outside import Damaged, in_short, open_regular
 
 NAME = ".metadata"
 _CLASSES = (
@@ -46,6 +51,13 @@ _CLASSES = (
     dcp.TensorProperties,
     dcp.TensorStorageMetadata,
 )
+_LENGTHS = {ord(opcode.code): opcode.arg.n if opcode.arg else 0 for opcode in pickletools.opcodes}
+_PREFIXES = {  # bytes in which the length of an argument is given
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
 _DTYPES = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
@@ -83,13 +95,37 @@ class _Unpickler(pickle.Unpickler):
         return self.admitted[module, name]
 
 
+def _check_opcodes(content: bytes) -> None:
+    """Raises Damaged for a place in the unpickler's memo that is said, and not counted: of 2**31, seven bytes take 32 GiB."""
+    at = 0
+    while at < len(content) and (length := _LENGTHS.get(content[at])) is not None:
+        if content[at] in b"pr":
+            raise Damaged(f"{NAME} names a place in the unpickler's memo, which DCP does not")
+        if length == pickletools.UP_TO_NEWLINE:
+            lines = 2 if content[at] in b"ci" else 1
+            for _ in range(lines):
+                at = content.find(b"\n", at + 1)
+                if at < 0:
+                    return
+            length = 0
+        elif length < 0:
+            prefix = _PREFIXES[length]
+            length = prefix + int.from_bytes(content[at + 1 : at + 1 + prefix], "little")
+        at += 1 + length
+
+
 def read_metadata(folder: Path, files: Collection[str]) -> dcp.Metadata:
     """Names, shapes and places of all tensors, each place in one of `files`. Raises Damaged."""
     try:
-        with (folder / NAME).open("rb") as file:
-            metadata = _Unpickler(file).load()
+        with open_regular(folder / NAME) as file:
+            _check_opcodes(content := file.read())
+        metadata = _Unpickler(io.BytesIO(content)).load()
         if not all(isinstance(tensor, dcp.TensorStorageMetadata) for tensor in metadata.state_dict_metadata.values()):
             raise Damaged(f"{NAME} has an entry that is no tensor")
+        for name, tensor in metadata.state_dict_metadata.items():
+            sizes = (tensor.size, *(part for chunk in tensor.chunks for part in (chunk.offsets, chunk.sizes)))
+            if type(name) is not str or {*map(type, sizes)} != {torch.Size} or type(tensor.properties.dtype) is not torch.dtype:
+                raise Damaged(f"{NAME} has a tensor without a size or dtype")
         for place in metadata.storage_data.values():
             # A path that leads out of the folder, or a transformation to undo, is not of our making.
             if place.relative_path not in files or place.transform_descriptors:
@@ -101,7 +137,7 @@ def read_metadata(folder: Path, files: Collection[str]) -> dcp.Metadata:
     except Damaged:
         raise
     except Exception as error:  # what a pickle of arbitrary bytes raises
-        raise Damaged(f"{NAME} cannot be read: {type(error).__name__}: {error}") from None
+        raise Damaged(f"{NAME} cannot be read: {type(error).__name__}: {in_short(error)}") from None
     return metadata
 
 
@@ -116,15 +152,24 @@ class _Files(FileSystem):
                 yield stream
         except pickle.UnpicklingError as error:  # torch admits tensors alone; its advice is to admit anything
             wanted = re.search(r"GLOBAL (\S+)", str(error))
-            reason = f"asks for {wanted[1]}, which may run code" if wanted else f"holds something else than tensors: {error}"
+            reason = (
+                f"asks for {wanted[1]}, which may run code" if wanted else f"holds something else than tensors: {in_short(error)}"
+            )
             raise Damaged(f"{name} {reason}") from None
         except Exception as error:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__context__  # on a full disk torch then misses bytes of its archive
             if mode == "rb":
-                raise Damaged(f"{name} cannot be read: {error}") from None
+                raise Damaged(f"{name} cannot be read: {in_short(error)}") from None
             raise (cause or error) from None
+
+
+class _Part(_ReaderView):
+    """A part of a file; torch's own (2.13) mistakes the sign of a place that is counted from the end."""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        return super().seek(self.len + offset) if whence == os.SEEK_END else super().seek(offset, whence)
 
 
 class Reader(FileSystemReader):
@@ -136,6 +181,20 @@ class Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         return self.metadata
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        part = cast(IO[bytes], _Part(file, sinfo.offset, sinfo.length))
+        check_uncompressed(part)
+        return part
+
+
+def check_uncompressed(file: IO[bytes]) -> None:
+    """Raises ValueError for an archive with an entry that is compressed, and so of any size in memory; torch saves none."""
+    if file.read(4) == b"PK\x03\x04":
+        with zipfile.ZipFile(file) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError("it is compressed, as torch saves no tensors")
+    file.seek(0)
 
 
 class Writer(FileSystemWriter):
@@ -177,7 +236,7 @@ def alone(fault: str) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as failed:
-        raise ConfigError(f"{fault}: {'; '.join(str(cause) for cause, _ in failed.failures.values())}") from None
+        raise ConfigError(f"{fault}: {'; '.join(in_short(cause) for cause, _ in failed.failures.values())}") from None
 
 
 def local_part(tensor: Tensor) -> Tensor:

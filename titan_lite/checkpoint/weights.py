@@ -10,7 +10,7 @@ could run code.
 """
 
 import dataclasses
-import math
+import itertools
 import pickle
 import re
 import time
@@ -27,11 +27,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_lite import manifest
 from titan_lite.checkpoint import tensor_files
+from titan_lite.checkpoint.state import read_state
 from titan_lite.config import ConfigError
 from titan_lite.logging import logger
-from titan_lite.manifest import Damaged
-from titan_lite.models.hf import config_from_hf, from_hf, hf_names, is_size, misread
-from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling, Transformer
+from titan_lite.models.hf import config_from_hf, from_hf, hf_names
+from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
+from titan_lite.models.shape_files import config_from_fields, config_from_meta
+from titan_lite.outside import FILE, TOKENS, WORD, Damaged, in_short, maybe, open_regular, read_json
 from titan_lite.ranks import gather_objects
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -56,21 +58,23 @@ class StepFolder:
         if every_byte:
             self.check_bytes()
         self.metadata = tensor_files.read_metadata(folder, self.files)
-        self.state = manifest.read_json(folder / "state.json")
-        try:
-            shape = self.state["run"]["model"]
-            scaling = shape["rope_scaling"] and RopeScaling(**shape["rope_scaling"])
-            self.config = ModelConfig(**{**shape, "rope_scaling": scaling})
-        except (TypeError, KeyError):
-            raise Damaged("state.json does not say which model this is (run.model)") from None
+        self.state = read_state(folder)
+        shape = self.state.get("run", {}).get("model")
+        if shape is None:
+            raise Damaged("state.json does not say which model this is (run.model)")
+        self.config = config_from_fields(shape, "state.json: run.model")
         stored = {
             name.removeprefix("model."): tensor
             for name, tensor in self.metadata.state_dict_metadata.items()
             if name.startswith("model.") and isinstance(tensor, TensorStorageMetadata)  # as all are, says tensor_files
         }
+        check_size(self.config, len(stored))
         self.shapes = shapes(self.config)
         _refuse(misfits(self.shapes, {fqn: tensor.size for fqn, tensor in stored.items()}))
         self.dtypes = {fqn: tensor.properties.dtype for fqn, tensor in stored.items()}
+        needed = sum(shape.numel() * self.dtypes[fqn].itemsize for fqn, shape in self.shapes.items())
+        if needed > (there := sum(entry["size"] for entry in self.files.values())):
+            raise Damaged(f"{tensor_files.NAME} lists tensors of {needed:,} bytes, and the files have {there:,}")
         # Of what was imported; of a run its tokenizer knows them.
         self.special_tokens = self.state.get("special_tokens") or {"bos_token_id": None, "eos_token_id": None}
 
@@ -102,27 +106,29 @@ class HuggingFaceFolder:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        content = manifest.read_json(folder / "config.json")
+        content = read_json(folder / "config.json")
         try:
             self.config = config_from_hf(content)
         except ValueError as error:
             raise Damaged(f"config.json: {error}") from None
-        self.names = hf_names(self.config)
         self.file_of: dict[str, Path] = {}
         stored: dict[str, tuple[torch.Size, str]] = {}
         for path in self._files():
+            open_regular(path).close()
             try:
                 with safe_open(path, "pt") as file:
                     for name in file.keys():  # noqa: SIM118 - it is no dictionary
                         part = file.get_slice(name)
                         stored[name], self.file_of[name] = (torch.Size(part.get_shape()), part.get_dtype()), path
-            except (SafetensorError, OSError) as error:
-                raise Damaged(f"{path.name} cannot be read: {error}") from None
+            except (SafetensorError, OSError, RuntimeError, TypeError, OverflowError) as error:  # of sizes torch cannot count
+                raise Damaged(f"{path.name} cannot be read: {in_short(error)}") from None
+        check_size(self.config, len(stored))
+        self.names = hf_names(self.config)
+        _refuse([f"{name} is of dtype {dtype}" for name, (_, dtype) in stored.items() if dtype not in DTYPES])
         self._drop_copies(stored)
         self.shapes = shapes(self.config)
         expected = {self.names[fqn]: shape for fqn, shape in self.shapes.items()}
         _refuse(misfits(expected, {name: shape for name, (shape, _) in stored.items()}))
-        _refuse([f"{name} is of dtype {dtype}" for name, (_, dtype) in stored.items() if dtype not in DTYPES])
         self.dtypes = {fqn: DTYPES[stored[name][1]] for fqn, name in self.names.items()}
         self.special_tokens = self._special_tokens()
 
@@ -133,9 +139,7 @@ class HuggingFaceFolder:
             if not found:
                 raise Damaged("there is no .safetensors file; transformers writes one with save_pretrained")
             return found
-        named = manifest.read_json(index).get("weight_map")
-        if not isinstance(named, dict) or any(Path(str(name)).name != name for name in named.values()):
-            raise Damaged(f"{index.name} lists no files of this folder")
+        named = read_json(index, {"weight_map": {WORD: FILE}})["weight_map"]
         files = [self.folder / name for name in sorted(set(named.values()))]
         _refuse([f"{path.name} is missing, which {index.name} lists" for path in files if not path.is_file()])
         return files
@@ -146,16 +150,17 @@ class HuggingFaceFolder:
             del stored[name]
         embedding, output = "model.embed_tokens.weight", "lm_head.weight"
         if self.config.tied_embeddings and {embedding, output} <= stored.keys():
-            if not torch.equal(self._open(embedding), self._open(output)):
+            if not _equal(self._open(embedding), self._open(output)):
                 raise Damaged(f"config.json says tie_word_embeddings, but {output} is not {embedding}")
             del stored[output]
 
     def _special_tokens(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
         for name in ("config.json", "generation_config.json"):  # the latter knows more that end a text
             if (self.folder / name).is_file():
-                found |= {key: id for key, id in manifest.read_json(self.folder / name).items() if id is not None}
-        return {key: found.get(key) for key in ("bos_token_id", "eos_token_id")}
+                said = read_json(self.folder / name, dict.fromkeys(found, maybe(TOKENS)))
+                found |= {key: said[key] for key in found if said.get(key) is not None}
+        return found
 
     def _open(self, name: str) -> Tensor:
         """Mapped from the file, so that bytes are read as they are used, and let go with the tensor."""
@@ -182,11 +187,12 @@ class MetaFolder:
                 raise Damaged(f"consolidated.{number:02d}.pth is missing, and {path.name} is there")
         self.parts = [self._read_part(path) for path in paths]
         tied = all(
-            "output.weight" not in part or torch.equal(part["output.weight"], part["tok_embeddings.weight"])
+            "output.weight" not in part or _equal(part["output.weight"], part["tok_embeddings.weight"])
             for part in self.parts
             if "tok_embeddings.weight" in part
         )
-        self.config = config_from_meta(manifest.read_json(folder / "params.json"), tied)
+        self.config = config_from_meta(read_json(folder / "params.json"), tied)
+        check_size(self.config, min(map(len, self.parts)))
         for part in self.parts if tied else ():
             part.pop("output.weight", None)
         self.shapes = expected = shapes(self.config)
@@ -206,13 +212,24 @@ class MetaFolder:
     def _read_part(self, path: Path) -> dict[str, Tensor]:
         """Tensors by name, mapped from the file."""
         try:
+            with open_regular(path) as file:
+                tensor_files.check_uncompressed(file)
             part = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Damaged:
+            raise
         except pickle.UnpicklingError:  # torch's advice is to admit anything
             raise Damaged(f"{path.name} holds something else than tensors, which may run code") from None
-        except (OSError, RuntimeError, ValueError, EOFError) as error:
-            raise Damaged(f"{path.name} cannot be read: {' '.join(str(error).split())}") from None
-        if not isinstance(part, dict) or not all(isinstance(tensor, Tensor) for tensor in part.values()):
+        except Exception as error:  # what arbitrary bytes raise
+            raise Damaged(f"{path.name} cannot be read: {in_short(error)}") from None
+        if not isinstance(part, dict) or not all(type(name) is str and _is_plain(part[name]) for name in part):
             raise Damaged(f"{path.name} has no tensors by name")
+        _refuse(
+            [
+                f"{path.name}: {name} has {tensor.numel():,} elements, and {tensor.untyped_storage().nbytes():,} bytes are stored"
+                for name, tensor in part.items()
+                if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes()
+            ]
+        )
         part.pop("rope.freqs", None)
         unknown = {name: tensor.dtype for name, tensor in part.items() if tensor.dtype not in DTYPES.values()}
         _refuse([f"{path.name}: {name} is of dtype {dtype}" for name, dtype in unknown.items()])
@@ -272,6 +289,8 @@ def open_weights(path: str | Path, key: str = "", *, every_byte: bool = False) -
                 logger.warning(f"{step} is passed over: {damage}")
     except (Damaged, ConfigError) as error:
         raise ConfigError(f"{wrong}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{wrong}: {error.filename}: {error.strerror}") from None
     if steps:
         raise ConfigError(f"{wrong}: none of its {len(steps)} steps is whole")
     what = "has none of them" if folder.is_dir() else "is no folder"
@@ -366,8 +385,32 @@ def check_tokenizer(weights: Weights, path: str | Path, vocab_size: int, sha256:
 def shapes(config: ModelConfig) -> dict[str, torch.Size]:
     """Our name of every parameter -> its shape, in the model's order."""
     with torch.device("meta"):
-        model = Transformer(dataclasses.replace(config, max_seq_len=1))
-    return {fqn: parameter.shape for fqn, parameter in model.named_parameters()}
+        model = Transformer(dataclasses.replace(config, n_layers=1, max_seq_len=1))
+    found: dict[str, torch.Size] = {}
+    for of_layer, some in itertools.groupby(model.named_parameters(), lambda each: each[0].startswith("layers.0.")):
+        own = [(fqn.removeprefix("layers.0."), parameter.shape) for fqn, parameter in some]
+        for prefix in (f"layers.{i}." for i in range(config.n_layers)) if of_layer else ("",):
+            found |= {f"{prefix}{name}": shape for name, shape in own}
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and value.device.type == "cpu"
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def check_size(config: ModelConfig, tensors: int) -> None:
+    """Raises Damaged for a model that cannot be, or that has more layers than there are tensors; none of its names is made."""
+    if config.dim % (2 * config.n_heads) or config.n_heads % config.n_kv_heads:
+        raise Damaged(
+            f"{config.n_heads:,} heads, {config.n_kv_heads:,} of keys and values, in {config.dim:,} dimensions: heads of an even "
+            "size, and a number of them that those of keys and values divide, would work"
+        )
+    if config.n_layers > tensors:
+        raise Damaged(f"it is said to have {config.n_layers:,} layers, and {tensors:,} tensors are there")
 
 
 def misfits(expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size]) -> list[str]:
@@ -383,34 +426,8 @@ def misfits(expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size])
     ]
 
 
-def _refuse(faults: list[str]) -> None:
-    """Raises Damaged with all faults, if there are any."""
-    if faults:
-        raise Damaged(faults[0] if len(faults) == 1 else "\n  ".join((f"{len(faults)} things do not fit:", *faults)))
-
-
-def config_from_meta(params: Mapping[str, Any], tied: bool) -> ModelConfig:
-    """The shape of the model that a params.json describes. Raises Damaged."""
-    absent = {"n_kv_heads": params.get("n_heads", 1), "rope_theta": 10_000.0, "ffn_dim_multiplier": 1.0}
-    given = {**absent, **{name: value for name, value in params.items() if value is not None}}
-    sizes = ("dim", "n_layers", "n_heads", "multiple_of", "vocab_size", *({"n_kv_heads"} & params.keys()))
-    numbers = ("norm_eps", "ffn_dim_multiplier", "rope_theta", *({"rope_scaling_factor"} & given.keys()))
-    if wrong := misread(given, sizes, numbers):  # Llama 2's vocab_size is -1: its program asked the tokenizer
-        raise Damaged(f"params.json does not describe a Llama 3: {'; '.join(wrong)}")
-    unit = given["multiple_of"]
-    hidden = math.ceil(int(given["ffn_dim_multiplier"] * (8 * given["dim"] // 3)) / unit) * unit
-    if not is_size(hidden):
-        raise Damaged(f"params.json: ffn_dim_multiplier = {given['ffn_dim_multiplier']} makes feed_forward of {hidden} rows")
-    config = ModelConfig(
-        **{name: given[name] for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "norm_eps")},
-        hidden_dim=hidden,
-        tied_embeddings=tied,
-        rope_theta=float(given["rope_theta"]),
-        max_seq_len=8192,
-    )
-    if not params.get("use_scaled_rope"):
-        return config
-    # By how much frequencies are stretched is not always in the file: 8 in Llama 3.1, 32 in 3.2, by the size of the model.
-    same = [flavor.rope_scaling.factor for flavor in FLAVORS.values() if flavor.rope_scaling and shapes(flavor) == shapes(config)]
-    factor = given.get("rope_scaling_factor", (same or [8.0])[0])
-    return dataclasses.replace(config, rope_scaling=RopeScaling(factor=float(factor)), max_seq_len=131_072)
+def _refuse(lines: list[str]) -> None:
+    """Raises Damaged with the faults, if there are any."""
+    if lines:
+        more = [f"and {len(lines) - 40} more"] if len(lines) > 40 else []
+        raise Damaged(lines[0] if len(lines) == 1 else "\n  ".join((f"{len(lines)} things do not fit:", *lines[:40], *more)))

@@ -25,7 +25,8 @@ from torch.fx import Node
 
 from titan_lite.compiler.collectives import KINDS, aten, collective_bytes, collectives, kind_of, nbytes_of, ranks_of
 from titan_lite.config import ConfigError
-from titan_lite.config.toml import read_toml, shown
+from titan_lite.config.toml import read_toml
+from titan_lite.outside import shown
 
 GB, GIB = 1e9, 2**30
 
@@ -266,7 +267,8 @@ def machine_from(tables: Mapping[str, Any], file: str) -> Machine:
             if unknown:
                 raise ConfigError(f"{file}: tflops.{unknown[0]} is no dtype of torch; bfloat16, float32, float8_e4m3fn are")
         elif key == "name":
-            value = str(value)
+            if not isinstance(value, str):
+                raise ConfigError(f"{file}: name = {shown(value)} is no string")
         else:
             _number(file, key, value)
             if key == "ranks_per_node" and not isinstance(value, int):
@@ -290,8 +292,8 @@ def _numbers(file: str, table: str, value: Any, keys: tuple[str, ...]) -> dict[s
 
 
 def _number(file: str, key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e18:
-        raise ConfigError(f"{file}: {key} = {shown(value)} is not a number above 0 and below 1e18")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-9 < value < 1e12:  # products of a few are finite
+        raise ConfigError(f"{file}: {key} = {shown(value)} is not a number above 0 (1e-9 to 1e12)")
     return value
 
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from titan_lite.config import ConfigError, Data
 from titan_lite.logging import logger
 from titan_lite.metrics.records import read_lines
+from titan_lite.outside import WORD, faults
 
 
 class BadDocument(NamedTuple):
@@ -109,7 +110,10 @@ class BadDocumentsLog:
         return bad + (f", {self.short} times a document left out that is shorter than {least} tokens" if self.short else "")
 
     def _read(self) -> list[dict]:
-        return [entry for _, entry in read_lines(self.path) if entry]
+        if not self.path.exists():
+            return []
+        form = {"file": WORD, "place": WORD}
+        return [entry for _, entry in read_lines(self.path) if entry is not None and not any(faults(entry, form))]
 
     def _list(self, documents: Sequence[BadDocument]) -> None:
         known = self.policy.known

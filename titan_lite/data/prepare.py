@@ -41,15 +41,22 @@ from titan_lite.config import ConfigError, Data
 from titan_lite.config.recipe import load_config
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
 from titan_lite.data.dataset import NoDocuments, Split, build_source, fingerprint
-from titan_lite.data.prepared import FORMAT, SPLITS, read_manifest
+from titan_lite.data.prepared import DTYPE, FORMAT, SPLITS, WRITTEN, check_shards, read_manifest
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import init_logging, logger
+from titan_lite.outside import ANY, COUNT, MOST, WORD, Damaged, one_of, read_json
 
 PROGRESS = "progress.json"
 # keys of [data] that change nothing here; training leaves out what is too short
 _NO_MATTER = {"path", "sources", "number", "shuffle", "shuffle_buffer", "min_document_tokens", "num_workers", "prefetch"}
 _MAY_CHANGE = {"on_bad_document", "max_bad_documents"}  # between a start and the next one: what is whole stays whole
 _PORTION = 1 << 18  # characters that are encoded together, about a tenth of a second
+_BEGUN: dict[Any, Any] = {
+    **WRITTEN,
+    "about": {"data": {WORD: ANY}, "dtype": DTYPE, WORD: ANY},
+    "left": [one_of(*SPLITS)],
+    "next": COUNT,
+}
 
 
 class Portion(NamedTuple):
@@ -112,10 +119,12 @@ def _begun(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
     path = folder / PROGRESS
     if path.exists():
         try:
-            progress = json.loads(path.read_text(encoding="utf-8"))
-            before, now = _flat(progress["about"]), _flat(json.loads(json.dumps(about)))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ConfigError(f"{path} is none that this command wrote; where {folder} is removed it begins anew") from None
+            progress = read_json(path, _BEGUN)
+            check_shards({**progress, "dtype": progress["about"]["dtype"]})
+            manifest.check_sizes(folder, progress["files"])
+        except Damaged as error:
+            raise ConfigError(f"{folder}: {error}; where {folder} is removed it begins anew") from None
+        before, now = _flat(progress["about"]), _flat(json.loads(json.dumps(about)))
         if other := [key for key in now if before.get(key) != now[key]]:
             changed = ", ".join(f"{key} ({_short(now[key])}, was {_short(before.get(key))})" for key in other)
             raise ConfigError(
@@ -146,7 +155,7 @@ def _flat(about: dict[str, Any]) -> dict[str, Any]:
 
 def _short(value: Any) -> str:
     """A hash's beginning is enough to tell it by."""
-    return value[:12] if isinstance(value, str) and len(value) == 64 else json.dumps(value)
+    return value[:12] if isinstance(value, str) and len(value) == 64 else f"{json.dumps(value):.60}"
 
 
 def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, progress: dict[str, Any], workers: int) -> None:
@@ -168,7 +177,12 @@ def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, p
         progress["bad"] += [document._asdict() for document in bad]
         progress["next"] = next_ordinal
         bad.clear()
-        manifest.write_whole(folder / PROGRESS, json.dumps(progress))
+        if len(text := json.dumps(progress)) > MOST * 2 // 3:  # the lines of a manifest are indented
+            raise ConfigError(
+                f"--shard-tokens {about['shard_tokens']}: {len(progress['files']):,} files are more than a manifest may list; "
+                "larger shards would work"
+            )
+        manifest.write_whole(folder / PROGRESS, text)
 
     done = sum(shard["tokens"] for shard in shards)
     with logging_redirect_tqdm([logger]), tqdm(desc=split, unit=" tokens", unit_scale=True, initial=done, disable=None) as bar:

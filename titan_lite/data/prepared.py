@@ -14,7 +14,7 @@ kept. numpy's permutation would be 8 bytes a document on every rank, seconds of 
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,11 +22,26 @@ import numpy as np
 
 from titan_lite import manifest
 from titan_lite.config import ConfigError, Data
+from titan_lite.outside import ANY, BYTES, FILE, HASH, NUMBER, SIZE, WORD, Damaged, check_form, one_of
 
 FORMAT = 1
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, Split] = ("train", "validation")
 _AT_ONCE = 1024  # documents whose place in the order is computed together
+DTYPE = one_of("uint16", "uint32")
+WRITTEN = {  # the form of what tells of shards, in a manifest and before there is one
+    "splits": {split: [{"name": FILE, "documents": BYTES, "tokens": BYTES}] for split in SPLITS},
+    "files": manifest.FILES,
+    "bad": [{"file": WORD, "place": WORD, "reason": WORD}],
+}
+_DESCRIBED: dict[Any, Any] = {
+    **WRITTEN,
+    "tokenizer": HASH,
+    "vocab_size": SIZE,
+    "dtype": DTYPE,
+    "data": {"validation_fraction": NUMBER, WORD: ANY},
+    WORD: ANY,
+}
 
 
 class PreparedSource:
@@ -35,8 +50,8 @@ class PreparedSource:
     def __init__(self, data: Data, split: Split, seed: int):
         self.folder, self.shuffle, self.seed = Path(data.path), data.shuffle, seed
         described = read_manifest(self.folder, said=data.key("path"))
-        self.dtype = np.dtype(described["dtype"]).newbyteorder("<")
-        shards = described["splits"].get(split, [])
+        self.dtype, self.vocab_size = np.dtype(described["dtype"]).newbyteorder("<"), described["vocab_size"]
+        shards = described["splits"][split]
         self.names = [shard["name"] for shard in shards]
         # firsts[i]: index of the first document of shard i; last of all their number
         self.firsts = np.cumsum([0, *(shard["documents"] for shard in shards)])
@@ -57,7 +72,7 @@ class PreparedSource:
             end = (epoch + 1) * count
             for begin in range(max(start, epoch * count), end, _AT_ONCE):
                 ordinals = [ordinal for ordinal in range(begin, min(begin + _AT_ONCE, end)) if wanted(ordinal)]
-                documents = np.array(ordinals, dtype=np.int64) - epoch * count
+                documents = np.array([ordinal - epoch * count for ordinal in ordinals], dtype=np.int64)
                 if self.shuffle:
                     documents = shuffled(documents, count, f"{self.seed} {epoch}")
                 numbers = np.searchsorted(self.firsts, documents, side="right") - 1
@@ -67,13 +82,19 @@ class PreparedSource:
                         shards[number] = self._open(number)
                     tokens, begins = shards[number]
                     begin, end = begins[at : at + 2].tolist()  # numpy's own integers make slower slices
+                    if not begin < end <= len(tokens) or tokens[begin:end].max() >= self.vocab_size:
+                        raise ConfigError(
+                            f'data.path = "{self.folder}": {self.names[number]}, document {at}: not one of this tokenizer; '
+                            "prepared anew with `python -m titan_lite.data.prepare` it would work"
+                        )
                     yield ordinal, tokens[begin:end]
 
     def _open(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """A shard's tokens and where its documents begin, mapped; as plain arrays, of which numpy makes parts faster."""
-        path = self.folder / self.names[number]
-        tokens = np.memmap(path.with_suffix(".tokens"), dtype=self.dtype, mode="r")
-        return tokens.view(np.ndarray), np.memmap(path.with_suffix(".documents"), dtype="<u8", mode="r").view(np.ndarray)
+        name = self.names[number]
+        tokens = np.memmap(self.folder / f"{name}.tokens", dtype=self.dtype, mode="r")
+        begins = np.memmap(self.folder / f"{name}.documents", dtype="<u8", mode="r")
+        return tokens.view(np.ndarray), begins.view(np.ndarray)
 
 
 def shuffled(places: np.ndarray, count: int, key: str) -> np.ndarray:
@@ -109,27 +130,37 @@ def read_manifest(folder: Path, every_byte: bool = False, said: str = "data.path
     said: the key that names the folder.
     """
     try:
-        described = manifest.read_sealed((folder / manifest.NAME).resolve())  # files may be links, as in a cache of the hub
+        described = manifest.read_sealed(folder, {WORD: ANY})
         if described.get("format") != FORMAT:
-            found = f"format {described['format']}" if "format" in described else "no format of prepared data"
-            raise manifest.Damaged(f"{manifest.NAME} is in {found}, and this version reads format {FORMAT}")
-        for name, expected in described["files"].items():
-            if (size := (folder / name).stat().st_size) != expected["size"]:
-                raise manifest.Damaged(f"{name} has {size:,} bytes of {expected['size']:,}")
+            found = f"format {described['format']!r:.60}" if "format" in described else "no format of prepared data"
+            raise Damaged(f"{manifest.NAME} is in {found}, and this version reads format {FORMAT}")
+        check_shards(check_form(described, _DESCRIBED, manifest.NAME))
+        manifest.check_sizes(folder, described["files"])
         if every_byte:
             manifest.check_bytes(folder, described["files"])
-    except (manifest.Damaged, OSError) as error:
-        why = f"{Path(error.filename).name}: {error.strerror}" if isinstance(error, OSError) else error
+    except Damaged as why:
         raise ConfigError(
             f'{said} = "{folder}": {why}; prepared anew with `python -m titan_lite.data.prepare` it would work'
         ) from None
     return described
 
 
-def check_prepared(data: Data, tokenizer_sha256: str) -> None:
+def check_shards(described: Mapping[str, Any]) -> None:
+    """Raises Damaged where the documents and tokens of a shard do not make its files."""
+    for shard in itertools.chain.from_iterable(described["splits"].values()):
+        name, documents, tokens = shard["name"], shard["documents"], shard["tokens"]
+        sizes = {"tokens": np.dtype(described["dtype"]).itemsize * tokens, "documents": 8 * (documents + 1)}
+        listed = {suffix: described["files"].get(f"{name}.{suffix}", {}).get("size") for suffix in sizes}
+        if listed != sizes or tokens < documents:
+            raise Damaged(
+                f"{manifest.NAME}: {name} has {documents:,} documents and {tokens:,} tokens, and no files of such sizes"
+            )
+
+
+def check_prepared(data: Data, tokenizer_sha256: str, vocab_size: int) -> None:
     """Raises ConfigError for a folder that is not whole, or that another tokenizer made."""
     described = read_manifest(Path(data.path), said=data.key("path"))
-    if described["tokenizer"] != tokenizer_sha256:
+    if (described["tokenizer"], described["vocab_size"]) != (tokenizer_sha256, vocab_size):
         raise ConfigError(
             f'{data.key("path")} = "{data.path}" was made by another tokenizer (SHA-256 {described["tokenizer"][:12]}) than '
             f"model.tokenizer_path ({tokenizer_sha256[:12]}); with that one, or prepared anew, it would work"
@@ -138,4 +169,5 @@ def check_prepared(data: Data, tokenizer_sha256: str) -> None:
 
 def prepared_fingerprint(data: Data) -> str:
     """SHA-256 of the manifest, and so of every byte."""
-    return hashlib.sha256(manifest.sealed(read_manifest(Path(data.path), said=data.key("path"))).encode()).hexdigest()
+    read_manifest(Path(data.path), said=data.key("path"))
+    return manifest.digest(Path(data.path, manifest.NAME))["sha256"]

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from titan_lite.config import ConfigError, Parallelism
+from titan_lite.outside import Damaged, read_text, shown
 
 if TYPE_CHECKING:  # torch only where actions are made, since most plans are checked without them
     from torch.distributed.pipelining.schedules import _Action
@@ -169,9 +170,8 @@ def read_schedule(path: Path, degree: int, microbatches: int) -> Order:
     """A CSV file of actions, a row a pipeline rank, blanks where it waits. Raises ConfigError with the row and the action."""
     key = f'parallelism.pipeline_parallel_schedule_csv = "{path}"'
     try:
-        with open(path, newline="", encoding="utf-8") as file:
-            rows = [row for row in csv.reader(file) if any(map(str.strip, row))]
-    except (OSError, UnicodeDecodeError) as error:
+        rows = [row for row in csv.reader(read_text(path).splitlines()) if any(map(str.strip, row))]
+    except (Damaged, csv.Error) as error:
         raise ConfigError(f"{key} cannot be read ({error}); name a CSV file with {degree} rows") from None
     from torch.distributed.pipelining.schedules import _Action, _validate_schedule
 
@@ -180,10 +180,10 @@ def read_schedule(path: Path, degree: int, microbatches: int) -> Order:
     for rank, row in enumerate(rows):
         order[rank] = []
         for text in filter(None, map(str.strip, row)):
-            known = re.fullmatch(r"\d+[FBIW](\d+)", text)
+            known = re.fullmatch(r"[0-9]{1,6}[FBIW]([0-9]{1,6})", text)
             if known is None or int(known[1]) >= microbatches or text in seen:
                 why = "given twice" if text in seen else f"no action of microbatches 0 to {microbatches - 1}"
-                raise ConfigError(f"{key}, row {rank + 1}: {text!r} is {why}; such as 0F0, 1B0, 1I0 or 1W0 are")
+                raise ConfigError(f"{key}, row {rank + 1}: {shown(text)} is {why}; such as 0F0, 1B0, 1I0 or 1W0 are")
             seen.add(text)
             order[rank].append(_Action.from_str(text))
     if len(order) != degree:

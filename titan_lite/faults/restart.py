@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from titan_lite.logging import logger
+from titan_lite.outside import BYTES, WORD, Damaged, read_json
 
 
 class RepeatedFault(RuntimeError):
@@ -52,8 +53,8 @@ class Restarts:
             )
 
     def _read(self) -> dict[str, int]:
-        with suppress(OSError, ValueError, AttributeError, TypeError, OverflowError, RecursionError):
-            return {attempt: int(step) for attempt, step in json.loads(self.path.read_text()).items()}
+        with suppress(Damaged):
+            return read_json(self.path, {WORD: BYTES})
         return {}  # no attempt came to its first step
 
     def begin(self, step: int) -> None:

@@ -6,15 +6,44 @@ run = read_run(folder, "a name")          # all of it; raises RecordError for wh
 
 import itertools
 import json
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from titan_lite.config.toml import read_toml
+from titan_lite.outside import (
+    ANY,
+    BYTES,
+    COUNT,
+    NUMBER,
+    WORD,
+    Damaged,
+    Form,
+    faults,
+    maybe,
+    one_of,
+    open_regular,
+    read_json,
+)
 
 ENDS = {"done", "stop", "failed", "error"}  # events of an attempt that ended with a word
+LONGEST = 1 << 20  # bytes of a line
+_VALUE = Form("a number", lambda value: NUMBER.holds(value) or (type(value) is float and not math.isfinite(value)))
+_ROW = {"step": BYTES, WORD: maybe(_VALUE)}
+_RESUME = {"resumed_from": BYTES}
+_EVENT = {"step": BYTES, "event": WORD, "time": maybe(WORD), "text": maybe(WORD)}
+_TIMES = {"communication": NUMBER, "exposed": NUMBER, "seconds": NUMBER, WORD: ANY}
+_RECEIPT = {
+    "graph": WORD,
+    "before": {WORD: COUNT},
+    "after": [{"kind": WORD, "fqns": [WORD], "nbytes": COUNT, **dict.fromkeys(("seconds", "under", "exposed"), maybe(NUMBER))}],
+    "timeline": maybe(_TIMES),
+    "pp_rank": maybe(COUNT),
+}
+_SPAN = {"ph": one_of("X"), "name": WORD, "cat": WORD, "ts": NUMBER, "dur": NUMBER, "tid": COUNT, "args": {"exposed_us": NUMBER}}
+_TRACE = {"traceEvents": [(_SPAN, {"ph": one_of("M")})]}
 
 
 class RecordError(ValueError):
@@ -36,32 +65,26 @@ class RunRecord:
         return [row[name] for row in self.rows if row.get(name) is not None]
 
 
-@contextmanager
-def as_written(path: Path) -> Iterator[None]:
-    """Within: a file that is not JSON, or lacks something, or has it of another type, is RecordError."""
-    try:
-        yield
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise RecordError(f"{path}: not what a run writes ({error!r}); remove the file, and the page is made without") from None
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"{path}: not valid JSON: {error}; remove the file, and the page is made without") from None
-
-
 def read_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
     """(number, object) of each line that is not empty; None for a line that is not an object, as a kill may leave one.
 
-    A file that is not there has none.
+    A line of more than LONGEST bytes is none, either. Raises Damaged: no regular file. A file that is not there has none.
     """
-    try:
-        file = path.open(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+    if not path.exists():
         return
-    with file:
-        for number, line in enumerate(file, 1):
+    with open_regular(path) as file:
+        for number in itertools.count(1):
+            line = file.readline(LONGEST)
+            if len(line) == LONGEST:
+                while len(file.readline(LONGEST)) == LONGEST:
+                    pass
+                line = b"too long"
+            if not line:
+                return
             if not line.strip():
                 continue
             try:
-                entry = json.loads(line)
+                entry = json.loads(line.decode("utf-8", "replace"))
             except (ValueError, RecursionError):
                 entry = None
             yield number, entry if isinstance(entry, dict) else None
@@ -70,18 +93,28 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     """metrics.jsonl -> {step: values}, of each step what the last run that did it wrote. A torn line is left out."""
     result: dict[int, dict[str, float]] = {}
-    for _, entry in read_lines(path):
-        if entry and "resumed_from" in entry:
+    for entry in _entries(path):
+        if "resumed_from" in entry:
             result = {step: values for step, values in result.items() if step <= entry["resumed_from"]}
-        elif entry and "step" in entry:
+        else:
             result.setdefault(entry["step"], {}).update(entry)
     return dict(sorted(result.items()))
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that are a step or a resume."""
+    return [entry for _, entry in read_lines(path) if entry is not None and not _wrong(entry)]
+
+
+def _wrong(entry: dict[str, Any]) -> str:
+    """Why a line is neither a step nor a resume; empty: it is one."""
+    return next(faults(entry, _RESUME if "resumed_from" in entry else _ROW), "")
 
 
 def step_seconds(path: Path, after: int = 0) -> list[float]:
     """metrics.jsonl -> step_time of each window since the run was last started, but the first, in which code is compiled, and but
     those that begin before step `after` is done."""
-    entries = [entry for _, entry in read_lines(path) if entry]
+    entries = _entries(path)
     since = max((place for place, entry in enumerate(entries) if "resumed_from" in entry), default=0)
     windows = [entry for entry in entries[since:] if entry.get("step_time") is not None]
     return [window["step_time"] for before, window in itertools.pairwise(windows) if before["step"] >= after]
@@ -110,9 +143,12 @@ def read_run(folder: Path, name: str) -> RunRecord:
     tables = read_toml(folder / "config.toml") if (folder / "config.toml").is_file() else {}
     sections = {section: keys for section, keys in tables.items() if isinstance(keys, dict)}
     run.recipe = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
-    run.receipts = _read_json(folder / "compile.json", list)
-    with as_written(folder / "timeline.json"):
-        run.timeline = _timeline(_read_json(folder / "timeline.json", dict))
+    try:
+        json.dumps(run.recipe, default=str)
+    except (ValueError, RecursionError) as error:  # a number of too many digits, or nested too deeply
+        raise RecordError(f"{folder / 'config.toml'}: not a run's recipe: {error}") from None
+    run.receipts = _read_json(folder / "compile.json", [_RECEIPT], [])
+    run.timeline = _timeline(_read_json(folder / "timeline.json", _TRACE, {"traceEvents": []}))
     return run
 
 
@@ -126,8 +162,8 @@ def read_rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]],
                 raise RecordError(f"{path}, line {number}: not valid JSON, in the midst of the file; remove the line")
             notes.append(f"{path.name}, line {number}, was cut short when the run was killed, and is left out")
             continue
-        if type(entry.get("resumed_from", entry.get("step"))) is not int:
-            raise RecordError(f"{path}, line {number}: neither a step nor a resume: {_short(json.dumps(entry))}; remove the line")
+        if wrong := _wrong(entry):
+            raise RecordError(f"{path}, line {number}: neither a step nor a resume: {wrong}; remove the line")
         if "resumed_from" in entry:
             since = entry["resumed_from"]
             again = [step for step in rows if step > since]
@@ -136,10 +172,8 @@ def read_rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]],
             resumes.append({"event": "resume", "step": since, "text": text, "reached": max(rows, default=0)})
             rows = {step: values for step, values in rows.items() if step <= since}
             continue
-        for name, value in entry.items():
-            if value is not None and type(value) not in (int, float):
-                raise RecordError(f"{path}, line {number}: {name} = {_short(json.dumps(value))} is no number; remove the line")
-        rows.setdefault(entry["step"], {}).update(entry)
+        finite = {name: value for name, value in entry.items() if value is None or math.isfinite(value)}
+        rows.setdefault(entry["step"], {}).update(finite)
     ordered = [rows[step] for step in sorted(rows)]
     tokens, hours, last = 0.0, 0.0, 0.0
     for row in ordered:
@@ -156,9 +190,10 @@ def read_events(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     events: list[dict[str, Any]] = []
     notes, going = [], False  # an attempt that has not ended
     for number, entry in read_lines(path) if path.is_file() else ():
-        if entry is None or type(entry.get("step")) is not int or not isinstance(entry.get("event"), str):
+        if entry is None or any(faults(entry, _EVENT)):
             notes.append(f"{path.name}, line {number}, is no event, and is left out")
             continue
+        entry = {name: entry[name] for name in _EVENT if name in entry}
         event = entry["event"]
         if going and event in ("start", "restart"):
             last = max(events[-1]["step"], entry["step"] if event == "restart" else 0)
@@ -170,22 +205,22 @@ def read_events(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return events, notes
 
 
-def _read_json(path: Path, kind: type) -> Any:
-    """A list or dict, empty where there is no file. Raises RecordError."""
-    with as_written(path):
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else kind()
-        if not isinstance(found, kind):
-            raise TypeError(f"a {type(found).__name__}")
-    return found
+def _read_json(path: Path, form: Any, otherwise: Any) -> Any:
+    """The content of a file, or, where there is none, `otherwise`. Raises RecordError."""
+    try:
+        return read_json(path, form) if path.exists() else otherwise
+    except Damaged as damage:
+        raise RecordError(f"{path.parent}: {damage}; remove the file, and the page is made without") from None
 
 
 def _timeline(trace: dict) -> dict[str, list] | None:
     """A Chrome trace in milliseconds: graphs, and spans [lane, start, length, exposed, name], computation without gaps as one."""
-    bars = [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]
+    bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     if not bars:
         return None
     spans: list[list] = []
     graphs: list[dict] = []
+    before: list | None = None  # the last span of computation
     for bar in sorted(bars, key=lambda bar: bar["ts"]):
         start, length, graph = bar["ts"] / 1e3, bar["dur"] / 1e3, bar["cat"]
         if not graphs or graphs[-1]["name"] != graph:
@@ -194,13 +229,8 @@ def _timeline(trace: dict) -> dict[str, list] | None:
         if bar["tid"]:
             spans.append(["communication", start, length, bar["args"]["exposed_us"] / 1e3, bar["name"]])
             continue
-        before = next((span for span in reversed(spans) if span[0] == "compute"), None)
         if before and start - before[1] - before[2] < 1e-6 and before[4] == f"{graph}: computation":
             before[2] = start + length - before[1]
         else:
-            spans.append(["compute", start, length, 0, f"{graph}: computation"])
+            spans.append(before := ["compute", start, length, 0, f"{graph}: computation"])
     return {"graphs": graphs, "spans": spans}
-
-
-def _short(text: str) -> str:
-    return text if len(text) < 60 else f"{text[:57]}..."

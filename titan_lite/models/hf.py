@@ -8,13 +8,14 @@ Of a head of D dimensions, (2i, 2i+1) rotate together here and (i, i + D/2) ther
 Tied weights are one tensor in both, under the embedding's name.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from titan_lite.models.llama3 import ModelConfig, RopeScaling
+from titan_lite.outside import FLAG, OBJECT, POSITIVE, SIZE, Form, faults, maybe, one_of, optional
 
 _IN_A_LAYER = {
     "attention.wq": "self_attn.q_proj",
@@ -43,6 +44,13 @@ _SCALING = {
     "original_max_seq_len": "original_max_position_embeddings",
 }
 _FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+_CONFIG = {
+    **dict.fromkeys(_SIZES.values(), SIZE),
+    "rms_norm_eps": POSITIVE,
+    "tie_word_embeddings": maybe(FLAG),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), maybe(Form("an object or null", lambda v: not v or OBJECT.holds(v)))),
+    **{name: optional(one_of(works)) for name, works in _FIXED.items()},
+}
 
 
 def hf_names(config: ModelConfig) -> dict[str, str]:
@@ -90,22 +98,6 @@ def config_to_hf(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def is_size(value: Any) -> bool:
-    """A whole number above 0, of which a product of two is one that torch can count."""
-    return type(value) is int and 0 < value < 1 << 30
-
-
-def misread(given: Mapping[str, Any], sizes: Iterable[str] = (), numbers: Iterable[str] = ()) -> list[str]:
-    """A line for every value, by its name, that is absent or no size, or no number above 0."""
-    faults = [(name, "a whole number above 0 and below 2**30") for name in sizes if not is_size(given.get(name))]
-    faults += [
-        (name, "a number above 0 and below 1e18")
-        for name in numbers
-        if type(given.get(name)) not in (int, float) or not 0 < given[name] < 1e18  # nan is neither
-    ]
-    return [f"{name} = {given.get(name)!r}, where {kind} is what works" for name, kind in faults]
-
-
 def config_from_hf(json: Mapping[str, Any]) -> ModelConfig:
     """The shape of the model that a config.json describes. Raises ValueError with all that this model cannot be."""
     given = {
@@ -115,25 +107,18 @@ def config_from_hf(json: Mapping[str, Any]) -> ModelConfig:
         **json,
     }
     # transformers 5 writes rope_parameters, where 4 had rope_scaling beside rope_theta
-    rope, wrong = {"rope_theta": json.get("rope_theta", 10_000.0)}, []
+    rope: dict[str, Any] = {"rope_theta": json.get("rope_theta", 10_000.0), "rope_type": "default"}
+    wrong = list(faults(given, _CONFIG))
     for name in ("rope_scaling", "rope_parameters"):
-        if isinstance(json.get(name) or {}, dict):
-            rope |= json.get(name) or {}
-        else:
-            wrong.append(f"{name} = {json[name]!r}, where an object or null is what works")
-    wrong += misread(given, _SIZES.values(), ["rms_norm_eps"]) + misread(rope, numbers=["rope_theta"])
+        if isinstance(said := json.get(name) or {}, dict):
+            rope |= {"rope_type": said["type"]} if "type" in said else {}  # as it was once called
+            rope |= said
+    wrong += faults(rope, {"rope_theta": POSITIVE, "rope_type": one_of("default", "llama3")})
     if not wrong and json.get("head_dim", None) not in (None, json["hidden_size"] // json["num_attention_heads"]):
-        wrong.append(f"head_dim = {json['head_dim']}, where hidden_size / num_attention_heads is what works")
-    wrong += [
-        f"{name} = {json[name]!r}, where {works!r} is what works"
-        for name, works in _FIXED.items()
-        if json.get(name, works) != works
-    ]
-    kind, scaling = rope.get("rope_type", rope.get("type", "default")), None
-    if kind not in ("default", "llama3"):
-        wrong.append(f"rope_type = {kind!r}, where 'default' or 'llama3' is what works")
+        wrong.append(f"head_dim = {json['head_dim']!r:.60}, where hidden_size / num_attention_heads is what works")
+    kind, scaling = rope["rope_type"], None
     if kind == "llama3":
-        wrong += [f"rope_scaling: {line}" for line in misread(rope, numbers=_SCALING.values())]
+        wrong += [f"rope_scaling: {line}" for line in faults(rope, dict.fromkeys(_SCALING.values(), POSITIVE))]
     if json.get("quantization_config"):
         wrong.append("quantization_config: weights that are quantized cannot be read")
     if wrong:

@@ -7,7 +7,6 @@ The run's folder has its recipe and, in measured.json, what its ranks measured a
 
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,12 +17,22 @@ import torch
 from titan_lite.compiler.hardware import Machine, machine_from
 from titan_lite.config import Config, ConfigError
 from titan_lite.config.recipe import load_config
+from titan_lite.outside import NO_OTHER, OBJECT, POSITIVE, SIZE, WORD, Damaged, optional, read_json
 from titan_lite.plan.measure import RECORD, against, calibrated, machine_to_toml, numbers_of
 from titan_lite.plan.summary import make_plan
 from titan_lite.plan.trace import PlannedLayout
 from titan_lite.shape import shape_words
 
 PROFILE = "hardware.toml"  # in the run's folder: what is made of it
+_REACHED = dict.fromkeys(("matmul", "attention", "memory", "launch"), POSITIVE)
+_LINKS = dict.fromkeys(("latency", "bandwidth", "reduction"), POSITIVE)
+_RECORD = {
+    **dict.fromkeys(("world_size", "nodes", "windows"), SIZE),
+    **dict.fromkeys(("device", "memory_is"), WORD),
+    "profile": OBJECT,
+    "reached": (_REACHED | _LINKS, _REACHED | dict.fromkeys(_LINKS, optional(NO_OTHER))),
+    **dict.fromkeys(("step_seconds", "memory_bytes"), POSITIVE),
+}
 PACES = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.6, 2.0, 4.0, 10.0)  # at which computation is tried
 
 
@@ -39,7 +48,10 @@ def calibrate_run(folder: Path, lay_out: Callable[[Config, int], PlannedLayout],
         raise ConfigError(
             f'--calibrate {folder}: no {RECORD} in it, which a run writes at its end; metrics.compare_plan = "always" would work'
         )
-    record = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        record = read_json(path, _RECORD)
+    except Damaged as damage:
+        raise ConfigError(f"--calibrate {folder}: {damage}; a run's own would work") from None
     config, _ = load_config(folder / "config.toml", [])
     layout = lay_out(config, record["world_size"])
     stated = profile or machine_from(record["profile"], str(path))

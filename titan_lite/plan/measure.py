@@ -24,6 +24,7 @@ from torch import Tensor
 
 from titan_lite.compiler.collectives import all_gather_single
 from titan_lite.compiler.hardware import GB, GIB, Link, Machine, load_machine, profile_of
+from titan_lite.config.toml import in_toml
 from titan_lite.models.llama3 import ModelConfig
 
 RECORD = "measured.json"  # in a run's folder: what the trainer writes of it
@@ -213,7 +214,10 @@ def calibrated(machine: Machine, reached: Mapping[str, float], dtype: torch.dtyp
 
 def machine_to_toml(machine: Machine) -> str:
     """A file that load_machine reads."""
-    return "\n".join([f'name = "{machine.name}"', *(f"{key} = {value!r}" for key, value in numbers_of(machine).items())]) + "\n"
+    return (
+        "\n".join([f"name = {in_toml(machine.name)}", *(f"{key} = {value!r}" for key, value in numbers_of(machine).items())])
+        + "\n"
+    )
 
 
 def numbers_of(machine: Machine) -> dict[str, float]:

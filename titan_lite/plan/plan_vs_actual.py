@@ -24,9 +24,11 @@ import torch.distributed as dist
 
 from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.metrics.records import step_seconds
+from titan_lite.outside import POSITIVE, Damaged, read_json
 from titan_lite.plan.measure import RECORD, Shapes, against, calibrated, find_machine, machine_to_toml, measure
 
 LONGEST = 180  # seconds that the end of a run waits for its plan
+_PLAN = {"step_seconds": dict.fromkeys(("stated", "fast", "slow"), POSITIVE), "memory": {"reserved": POSITIVE}}
 
 
 class PlanVsActual:
@@ -116,7 +118,10 @@ class PlanVsActual:
         if self.planning.returncode:
             said = (errors.strip() or "it ended without a word").splitlines()[-1]
             return [f"no plan to compare with: {said.removeprefix('error: ')}"]
-        plan = json.loads((self.folder / "plan.json").read_text(encoding="utf-8"))
+        try:
+            plan = read_json(self.folder / "plan.json", _PLAN)
+        except Damaged as damage:
+            return [f"no plan to compare with: {damage}"]
         seconds, measured = plan["step_seconds"], record["step_seconds"]
         memory = against(plan["memory"]["reserved"], record["memory_bytes"])
         return [

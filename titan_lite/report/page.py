@@ -17,6 +17,7 @@ import math
 import operator
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 
 from titan_lite.command import Parser, command
 from titan_lite.config import DROPPED, KEYS, ConfigError
-from titan_lite.metrics.records import RecordError, RunRecord, as_written, read_run
+from titan_lite.metrics.records import RecordError, RunRecord, read_run
 
 MOST_ROWS = 4000  # of a run that are drawn; of more, windows of them keep their extremes
 EXTREMES = ("loss", "grad_norm", "tps", "step_time", "memory_gib", "data_wait")
@@ -89,7 +90,9 @@ def drawn(run: RunRecord, number: int) -> dict[str, Any]:
 
 
 def _round(value: Any) -> Any:
-    return float(f"{value:.7g}") if isinstance(value, float) and math.isfinite(value) else value
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.7g}") if math.isfinite(value) else None  # which JSON lacks
 
 
 # What is on the page without the script
@@ -128,10 +131,8 @@ def _card(run: RunRecord, number: int) -> str:
     validation = run.column("validation_loss") or [math.nan]
     starts = [time for event in run.events if event["event"] in ("start", "resume") and (time := _when(event))]
     resumed = sum(event["event"] == "resume" for event in run.events)
-    with as_written(run.folder / "compile.json"):
-        exposed = exposed_share(run.receipts)
     lines = {
-        "steps": f"{last['step']:,}" + (f" of {steps:,}" if steps else ""),
+        "steps": f"{last['step']:,}" + (f" of {steps:,}" if type(steps) is int else ""),
         "tokens": _large(last["tokens"]),
         "loss": figure("loss", newest, "{:.4f}"),
         "validation loss": figure("validation_loss", newest, "{:.4f}")
@@ -140,7 +141,7 @@ def _card(run: RunRecord, number: int) -> str:
         "MFU": figure("mfu", statistics.median, "{:.1f}%"),
         "waiting for data": figure("data_wait", statistics.median, "{:.1f}%"),
         "peak memory": figure("memory_gib", max, "{:.2f} GiB"),
-        "exposed (estimated)": exposed,
+        "exposed (estimated)": exposed_share(run.receipts),
         "steps skipped": figure("skipped_steps", max, "{:,.0f}"),
         "training time": f"{last['hours']:.2f} h" if last["hours"] > 2 else f"{60 * last['hours']:.1f} min",
         "started": starts[0][:16] if starts else "",
@@ -209,8 +210,7 @@ def _buckets(runs: Sequence[RunRecord]) -> str:
                 f'<figure><svg id="timeline-{number}" height="100" role="img" aria-label="timeline of {_text(run.name)}"></svg>'
                 '<figcaption class="readout"></figcaption></figure>'
             )
-        with as_written(run.folder / "compile.json"):
-            parts += map(_receipt, run.receipts)
+        parts += map(_receipt, run.receipts)
     if not parts:
         return ""
     legend = (
@@ -222,15 +222,15 @@ def _buckets(runs: Sequence[RunRecord]) -> str:
 
 def _receipt(receipt: Mapping[str, Any]) -> str:
     left = receipt["after"]
-    counts = {kind: sum(each["kind"] == kind for each in left) for kind in receipt["before"]}
+    counts = Counter(each["kind"] for each in left)
     merged = ", ".join(f"{before} {kind} → {counts[kind]}" for kind, before in receipt["before"].items())
     where = "" if receipt.get("pp_rank") is None else f"pipeline rank {receipt['pp_rank']}, "
     rows = [
         (
             each["kind"],
-            each["fqns"][0] + (f" and {len(each['fqns']) - 1} more" if len(each["fqns"]) > 1 else ""),
+            "".join(each["fqns"][:1]) + (f" and {len(each['fqns']) - 1} more" if len(each["fqns"]) > 1 else ""),
             f"{each['nbytes'] / 2**20:,.2f}",
-            *("" if each[name] is None else f"{1e3 * each[name]:.3g}" for name in ("seconds", "under", "exposed")),
+            *("" if each.get(name) is None else f"{1e3 * each[name]:.3g}" for name in ("seconds", "under", "exposed")),
         )
         for each in left
     ]
@@ -287,14 +287,14 @@ def _large(number: float) -> str:
 
 
 def _value(value: Any) -> str:
-    return "" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)  # TOML has dates
 
 
 def _when(event: Mapping[str, Any]) -> str:
     """An ISO time in the reader's zone; empty where there is none."""
     try:
         return f"{datetime.fromisoformat(event['time']).astimezone():%Y-%m-%d %H:%M:%S}"
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError, OSError):  # of years that no clock shows
         return ""
 
 
@@ -312,7 +312,7 @@ def main(arguments: Sequence[str]) -> None:
         runs = [read_run(folder, name) for folder, name in zip(options.folders, name_runs(options.folders), strict=True)]
         text = page(runs)
         path = options.output or options.folders[0] / "report.html"
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")  # JSON may have halves of a surrogate pair
     except (RecordError, ConfigError, OSError) as error:
         told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
         raise ConfigError(told) from None

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -423,7 +424,7 @@ def test_metadata_that_would_change_a_class_change_none(tmp_path):
 def test_a_manifest_that_lists_no_files_is_named(entry, tmp_path):
     steps_of = save(tmp_path, 1)
     manifest.write(tmp_path / "checkpoint/step-1", 1, dict([entry]))
-    assert steps_of.fault(1) == "manifest.json is no manifest: it lists no files of this folder"
+    assert re.match(r"manifest.json: files(\.a.* =| has '.*',) .* is what works$", steps_of.fault(1))
 
 
 def test_a_folder_that_cannot_be_read_is_not_taken_for_one_without_steps(tmp_path):
@@ -592,7 +593,7 @@ def two_ranks(folder, mode):
     }
     steps_of = of(folder, async_mode=mode)
     sizes = sum(steps_of._gather(sum(map(tensor_files.share, live.values()))))
-    steps_of.save(1, live, {})
+    steps_of.save(1, live, {"step": 1})
     steps_of.wait()
 
     resolve = tensor_files.FromHost.resolve_data
@@ -600,13 +601,13 @@ def two_ranks(folder, mode):
         tensor_files.FromHost.resolve_data = lambda *args: (_ for _ in ()).throw(OSError(5, "Input/output error"))
     told = ""
     try:
-        steps_of.save(2, live, {})
+        steps_of.save(2, live, {"step": 2})
         while steps_of.saving is not None:
             steps_of.poll()  # one raises where all do
     except CheckpointError as error:
         told = str(error)
     tensor_files.FromHost.resolve_data = resolve
-    steps_of.save(3, live, {})
+    steps_of.save(3, live, {"step": 3})
     live["model.a"].to_local().zero_()
     steps_of.wait()
     steps_of.load(3, live)
@@ -640,7 +641,7 @@ def test_ranks_agree_on_what_failed_and_on_what_is_whole(mode, tmp_path):
         assert "ranks see different newest steps in " in elsewhere
         assert "(rank 0: 1, rank 1: none)" in elsewhere
     state = json.loads((tmp_path / "checkpoint/step-1/state.json").read_text())
-    assert state == {"tensors": ["model", "optimizer"]}
+    assert state == {"step": 1, "tensors": ["model", "optimizer"]}
 
 
 @pytest.mark.parametrize(

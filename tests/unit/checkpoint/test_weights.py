@@ -23,7 +23,6 @@ from titan_lite.checkpoint.weights import (
     MetaFolder,
     StepFolder,
     check_fit,
-    config_from_meta,
     load,
     load_initial,
     open_weights,
@@ -34,6 +33,7 @@ from titan_lite.convert import write_hf, write_step
 from titan_lite.logging import logger
 from titan_lite.models.hf import config_to_hf
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling, Transformer
+from titan_lite.models.shape_files import config_from_meta
 from titan_lite.shape import shape_of
 
 TOKENIZER = Path(__file__).parents[3] / "assets/tokenizer/debug.model"
@@ -307,7 +307,7 @@ def first(copy, pattern):
         (lambda copy: first(copy, "*.safetensors").unlink(), "model-00001-of-.* is missing, which model.safetensors.index.json"),
         (lambda copy: cut_short(first(copy, "*.safetensors")), "model-00001-of-.* cannot be read"),
         (lambda copy: (copy / "config.json").write_text("{"), "config.json is no JSON"),
-        (lambda copy: (copy / "config.json").write_text("[]"), "config.json is no JSON object"),
+        (lambda copy: (copy / "config.json").write_text("[]"), r"config.json: the whole = \[\], where an object is what works"),
         (lambda copy: (copy / "config.json").write_text('{"model_type": "gpt2"}'), "config.json: hidden_size = None.*gpt2"),
         *(
             (
@@ -335,7 +335,7 @@ def first(copy, pattern):
         ),
         (
             lambda copy: (copy / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}'),
-            "lists no files of this folder",
+            "weight_map.a = .* where the name of a file in this folder is what works",
         ),
         (lambda copy: [path.unlink() for path in copy.glob("model*")], "there is no .safetensors file"),
         (
@@ -370,7 +370,7 @@ def flip(path):
 
 def rewrite(step, state):
     """Another state.json, under a manifest that fits."""
-    (step / "state.json").write_text(json.dumps(state))
+    (step / "state.json").write_text(json.dumps({"step": 0, **state}))
     manifest.write(step, 0, {path.name: manifest.digest(path) for path in step.iterdir() if path.name != manifest.NAME})
 
 
@@ -404,7 +404,7 @@ def change_part(path, change):
         ),
         (lambda copy: cut_short(copy / "consolidated.00.pth"), "consolidated.00.pth cannot be read"),
         (lambda copy: torch.save([torch.zeros(1)], copy / "consolidated.00.pth"), "consolidated.00.pth has no tensors by name"),
-        (lambda copy: (copy / "params.json").unlink(), "params.json: No such file"),
+        (lambda copy: (copy / "params.json").unlink(), "params.json is missing"),
         (lambda copy: (copy / "params.json").write_text('{"dim": 48}'), "params.json does not describe a Llama 3"),
         (
             lambda copy: change_part(copy / "consolidated.01.pth", lambda part: part.pop("norm.weight")),

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from titan_lite.data.prepare import prepare
 from titan_lite.data.prepared import PreparedSource, check_prepared, read_manifest, shuffled
 from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.layout import make_layout
+from titan_lite.outside import ANY, WORD
 
 datasets = pytest.importorskip("datasets")
 ROOT = Path(__file__).parents[3]
@@ -218,7 +220,10 @@ def test_the_command_prepares_says_what_and_verifies(corpus, tmp_path, capsys):
         ([RECIPE, "HERE"], "is there, and nothing is overwritten"),
         ([RECIPE, "new", "--workers", "-1"], "--workers -1: expected 0 or more"),
         ([RECIPE, "precious", "--workers", "0"], "unfinished-precious is there, and not of this command"),
-        ([RECIPE, "foreign", "--workers", "0"], "unfinished-foreign/progress.json is none that this command wrote"),
+        (
+            [RECIPE, "foreign", "--workers", "0"],
+            "unfinished-foreign: progress.json: splits = None, where an object is what works",
+        ),
         (["--verify", "HERE", RECIPE], "expected nothing else"),
         ([RECIPE, "new", "--shard-tokens", "0"], "--shard-tokens 0: expected 1 or more"),
         ([RECIPE, "new", "--data.path=x"], "is only read with data.dataset"),
@@ -276,6 +281,12 @@ def test_bad_documents_are_an_error_or_skipped_and_listed(tmp_path):
     assert "skipped: 3 bad documents" in command._summary(described)
 
 
+def test_more_shards_than_a_manifest_may_list_are_refused_while_they_are_made(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "MOST", 8000)
+    with pytest.raises(ConfigError, match=r"--shard-tokens 9: \d+ files are more than a manifest may list; larger shards would"):
+        prepare(local(corpus), TOKENIZER, tmp_path / "p", workers=0, shard_tokens=9)
+
+
 def test_several_sources_are_prepared_one_by_one(tmp_path):
     data = Data(sources=(DataSource(), DataSource()))
     with pytest.raises(ConfigError, match=r"data.sources: prepare each by itself, and mix the folders"):
@@ -286,7 +297,7 @@ def test_several_sources_are_prepared_one_by_one(tmp_path):
 
 
 def alter(folder, change):
-    described = manifest.read_sealed(folder / "manifest.json")
+    described = manifest.read_sealed(folder, {WORD: ANY})
     change(described)
     manifest.write_sealed(folder / "manifest.json", described)
 
@@ -298,7 +309,7 @@ def alter(folder, change):
         (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json was altered"),
         (lambda f: (f / "manifest.json").write_text("[" * 9), "manifest.json is no JSON"),
         (lambda f: manifest.write(f, step=1, files={}), "manifest.json is in no format of prepared data"),
-        (lambda f: (f / "train-00001.tokens").unlink(), "train-00001.tokens: No such file"),
+        (lambda f: (f / "train-00001.tokens").unlink(), "train-00001.tokens is missing"),
         (lambda f: os.truncate(f / "train-00001.documents", 8), "train-00001.documents has 8 bytes of "),
         (lambda f: alter(f, lambda d: d.update(format=2)), "is in format 2, and this version reads format 1"),
         (
@@ -312,26 +323,37 @@ def test_what_is_not_whole_is_named_before_a_run_starts(folder, tmp_path, damage
     copy.mkdir()
     for name, content in contents(folder).items():
         (copy / name).write_bytes(content)
-    check_prepared(prepared(copy), TOKENIZER.sha256)
+    check_prepared(prepared(copy), TOKENIZER.sha256, TOKENIZER.vocab_size)
     damage(copy)
     with pytest.raises(ConfigError) as error:
-        check_prepared(prepared(copy), TOKENIZER.sha256)
+        check_prepared(prepared(copy), TOKENIZER.sha256, TOKENIZER.vocab_size)
     assert str(error.value).startswith(f'data.path = "{copy}"')
     assert words in str(error.value)
 
 
-def test_a_folder_of_links_is_whole(folder, tmp_path):
-    """As in a cache of the hub."""
+def test_links_of_a_cache_of_the_hub_are_followed_and_no_others_that_leave_the_folder(folder, tmp_path):
+    cache = tmp_path / "datasets--a--b"
+    snapshot, blobs = cache / "snapshots/0123/corpus", cache / "blobs"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(folder, blobs)
     for path in folder.iterdir():
-        (tmp_path / path.name).symlink_to(path)
-    assert read_manifest(tmp_path, every_byte=True) == read_manifest(folder)
+        (snapshot / path.name).symlink_to(Path("../../../blobs", path.name))
+    assert read_manifest(snapshot, every_byte=True) == read_manifest(folder)
+    (tmp_path / "whole").symlink_to(folder)  # the folder itself may be one
+    assert read_manifest(tmp_path / "whole") == read_manifest(folder)
+    for name in ("train-00000.tokens", "manifest.json"):
+        copy = shutil.copytree(folder, tmp_path / f"with {name}")
+        (copy / name).unlink()
+        (copy / name).symlink_to(folder / name)
+        with pytest.raises(ConfigError, match=f"{name} is a link that leads out of this folder"):
+            read_manifest(copy)
 
 
 def test_another_tokenizer_is_an_error(folder):
     with pytest.raises(
         ConfigError, match=r"was made by another tokenizer \(SHA-256 865699d1d602\) than model.tokenizer_path \(ffff"
     ):
-        check_prepared(prepared(folder), "f" * 64)
+        check_prepared(prepared(folder), "f" * 64, TOKENIZER.vocab_size)
 
 
 def checked(config):

@@ -1,0 +1,76 @@
+"""state.json: what is saved of a step beside its tensors, in a form on which all that read it can rely.
+
+    state = read_state(folder / "step-50")                     # raises Damaged
+    state["run"]["model"], state["loader"]["rows"]["3"]        # [windows given, [ordinal, tokens used] of each source]
+
+A step that `convert` wrote has the model alone; a recipe's values are of any type, as another version may have written it.
+"""
+
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any
+
+from titan_lite.config import LRScheduler
+from titan_lite.outside import ANY, COUNT, FLAG, NUMBER, OBJECT, TOKENS, WORD, Damaged, Form, maybe, one_of, optional, read_json
+
+NAME = "state.json"
+
+
+def _within_bounds(field: Field) -> Form:
+    """A number within a key's bounds, or one of its choices."""
+    row = field.metadata
+    if row["choices"]:
+        return one_of(*row["choices"])
+    least, most = (default if row[name] is None else row[name] for name, default in (("least", -1e300), ("most", 1e300)))
+    words = f"a number from {least} to {most}"
+    return Form(words, lambda value: NUMBER.holds(value) and (least <= value <= most or value == row["also"]))
+
+
+def _is_place(value: Any) -> bool:
+    """[windows given, [ordinal, tokens used] in each source]"""
+    if type(value) is not list or len(value) < 2 or not all(type(pair) is list and len(pair) == 2 for pair in value[1:]):
+        return False
+    return all(map(COUNT.holds, (value[0], *(number for pair in value[1:] for number in pair))))
+
+
+_RECIPE = {
+    "data": optional({"sources": optional([OBJECT]), WORD: ANY}),
+    "optimizer": optional({"lr": optional(NUMBER), WORD: ANY}),
+    "lr_scheduler": optional({**{field.name: optional(_within_bounds(field)) for field in fields(LRScheduler)}, WORD: ANY}),
+    "model": optional({"tokenizer_path": optional(WORD), WORD: ANY}),
+    WORD: OBJECT,
+}
+_RUN = {
+    "model": optional(OBJECT),
+    "tokenizer": optional(WORD),
+    "total_steps": optional(COUNT),
+    "rows": optional(COUNT),
+    "shares": optional([NUMBER]),
+    WORD: ANY,
+}
+_STATE = {
+    "step": COUNT,
+    "tensors": optional([WORD]),
+    "recipe": optional(_RECIPE),
+    "run": optional(_RUN),
+    "tokens_seen": optional(COUNT),
+    "validation_due": optional(FLAG),
+    "skipped_steps": optional(COUNT),
+    "skipped_in_a_row": optional(COUNT),
+    "spikes": optional({"accepted": [NUMBER], "skipped": COUNT}),
+    "loader": optional({"rows": {WORD: Form("[windows, [ordinal, tokens], ...]", _is_place)}, "of": COUNT}),
+    "special_tokens": optional({"bos_token_id": maybe(TOKENS), "eos_token_id": maybe(TOKENS)}),
+    WORD: ANY,
+}
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The state of the step in this folder. Raises Damaged."""
+    state = read_json(folder / NAME, _STATE)
+    if (loader := state.get("loader")) is not None:
+        rows, run = loader["rows"], state.get("run", {})
+        widths = {len(row) for row in rows.values()}
+        said = loader["of"], run.get("rows", len(rows)), {1 + len(run["shares"])} if "shares" in run else widths
+        if said != (len(rows), len(rows), widths) or len(widths) != 1 or rows.keys() != set(map(str, range(len(rows)))):
+            raise Damaged(f"{NAME}: loader does not say where each row of the run stands in each of its sources")
+    return state
