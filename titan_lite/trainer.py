@@ -168,7 +168,8 @@ class Trainer:
         self.metrics = MetricsWriter(
             config.metrics, self.dump_folder, flatten(config), writes=self.rank == 0, first_step=self.step, total_steps=steps
         )
-        flops, peak = flops_per_token(layout.model, layout.seq_len), peak_flops(self.device, self.dtype)
+        stated = self.machine if config.compile.machine else None
+        flops, peak = flops_per_token(layout.model, layout.seq_len), peak_flops(stated, self.device, self.dtype)
         self.throughput = Throughput(layout.tokens, ranks=self.world_size, flops_per_token=flops, peak_flops=peak)
         shapes = Shapes(layout.model, layout.sequences, len(self.positions), layout.degrees["tp"], self.dtype)
         self.plan_vs_actual = PlanVsActual(config.metrics.compare_plan, self.dump_folder, self.device, self.machine, shapes)
