@@ -48,7 +48,12 @@ def main(arguments: Sequence[str]) -> None:
     either("--search", type=int, nargs="?", const=SEARCHED, metavar="PLANS", help=search)
     calibrate = "fit the machine's profile to what a run has measured, and write it"
     either("--calibrate", type=Path, metavar="RUN_FOLDER", help=calibrate)
-    print(answer(parser.parse_args(arguments)))
+    options = parser.parse_args(arguments)
+    try:
+        print(answer(options))
+    except KeyboardInterrupt as stopped:
+        print(*getattr(stopped, "said", ()), sep="\n", end="\n" * hasattr(stopped, "said"), flush=True)
+        raise KeyboardInterrupt(*stopped.args or ("stopped before anything was planned",)) from None
 
 
 def answer(options: argparse.Namespace) -> str:
@@ -86,9 +91,9 @@ def plan_recipe(options: argparse.Namespace) -> str:
         return lay_out(load_config(options.recipe, [*overrides, *changes])[0] if changes else config, world_size)
 
     # torch is imported only now: a wrong recipe is told at once
-    from titan_lite.plan.changes import best_changes, candidates, grid, plan_changes, table
+    from titan_lite.plan.changes import best_changes, candidates, fitting, grid, plan_changes, table
     from titan_lite.plan.picture import draw_plan, write_plan_trace
-    from titan_lite.plan.search import search
+    from titan_lite.plan.search import lighter, search
     from titan_lite.plan.summary import as_json, describe
 
     machine = find_hardware(options.hardware or config.compile.machine or "h100")
@@ -106,7 +111,10 @@ def plan_recipe(options: argparse.Namespace) -> str:
         write_plan_trace(base, options.trace)
     if options.json:
         return as_json(base)
-    return "\n".join([*describe(base, options.tokens), *(best_changes(base, rows) if options.changes else ())])
+    if options.changes:
+        return "\n".join([*describe(base, options.tokens), *best_changes(base, rows)])
+    less = fitting(plan_changes(lay_out_changed, lighter(base, lay_out_changed), machine, options.full))
+    return "\n".join(describe(base, options.tokens, less[0][1] if less else None))
 
 
 def lay_out(config: Config, world_size: int) -> Any:
