@@ -91,7 +91,7 @@ def plan_recipe(options: argparse.Namespace) -> str:
         return lay_out(load_config(options.recipe, [*overrides, *changes])[0] if changes else config, world_size)
 
     # torch is imported only now: a wrong recipe is told at once
-    from titan_lite.plan.changes import best_changes, candidates, fitting, grid, plan_changes, table
+    from titan_lite.plan.changes import best_changes, candidates, grid, plan_changes, table
     from titan_lite.plan.picture import draw_plan, write_plan_trace
     from titan_lite.plan.search import lighter, search
     from titan_lite.plan.summary import as_json, describe
@@ -113,8 +113,8 @@ def plan_recipe(options: argparse.Namespace) -> str:
         return as_json(base)
     if options.changes:
         return "\n".join([*describe(base, options.tokens), *best_changes(base, rows)])
-    less = fitting(plan_changes(lay_out_changed, lighter(base, lay_out_changed), machine, options.full))
-    return "\n".join(describe(base, options.tokens, less[0][1] if less else None))
+    less = plan_changes(lay_out_changed, lighter(base, lay_out_changed), machine, options.full)
+    return "\n".join(describe(base, options.tokens, next((plan for _, plan in less if not isinstance(plan, str)), None)))
 
 
 def lay_out(config: Config, world_size: int) -> Any:

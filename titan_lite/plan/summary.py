@@ -170,22 +170,19 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
         *lines,
         "",
         f"what binds: {what_binds(plan)}",
-        *(spare(plan, lighter) if lighter else ()),
+        *([spare(plan, lighter)] if lighter and plan.fits else ()),
         f"ranges: efficiencies of {uncertain} either way; stages of {traced} blocks traced; the loader is never waited for; "
         f"planned in {plan.seconds:.0f} s",
     ]
 
 
-def spare(plan: Plan, lighter: Plan) -> list[str]:
-    """A line where memory that is left could buy a faster step."""
-    saves = 1 - lighter.steps[0].seconds / plan.steps[0].seconds
-    if not plan.fits or not lighter.fits or saves < 0.005:
-        return []
+def spare(plan: Plan, lighter: Plan) -> str:
+    """What memory that is left could buy: a step that computes less a second time."""
     mode, needs = lighter.layout.config.activation_checkpoint.mode, lighter.memory.total / GIB
-    return [
-        f"memory to spare: {(plan.capacity - plan.memory.total) / GIB:.1f} GiB; --set activation_checkpoint.mode={mode} would "
-        f"need {needs:.1f} of {plan.machine.memory:g} GiB, and {100 * saves:.0f}% less time a step"
-    ]
+    saves = 100 * (1 - lighter.steps[0].seconds / plan.steps[0].seconds)
+    why = f"would take {saves:.0f}% less time a step" if lighter.fits else "would not fit"
+    left = (plan.capacity - plan.memory.total) / GIB
+    return f"memory to spare: {left:.1f} GiB; activation_checkpoint.mode = {mode} needs {needs:.1f} GiB in all, and {why}"
 
 
 def name_of(part: str) -> str:
