@@ -21,9 +21,9 @@ class Progress:
     def show(self, what: str, share: float, best: str = "") -> None:
         """share: of the work since this progress began that is done, from 0 to 1."""
         passed = time.monotonic() - self.began
-        words = f"{what}, {in_units(passed)}"
+        words = f"{what}, {in_units(round(passed))}"
         if share:
-            words += f" of about {in_units(passed / share)}"
+            words += f" of about {in_units(round(passed / share, -1))}"
         if best:
             words += f"; best so far {best}"
         if self.terminal:

@@ -62,7 +62,7 @@ def search(
     lines = [
         f"{len(tried):,} layouts of {world_size} ranks with {sequences:,} sequences a step: {refused:,} cannot run, "
         f"{large:,} cannot fit, by what parameters, optimizer and kept activations need alone; of {len(found):,} the "
-        f"{min(count, len(found))} fastest by formula were planned",
+        f"{min(count, len(found))} fastest by formula are planned",
         "",
     ]
     rows: list[Row] = []

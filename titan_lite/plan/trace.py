@@ -16,6 +16,7 @@ import gc
 import logging
 import math
 import signal
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from tqdm import tqdm
 
 from titan_lite.command import end_with_parent
 from titan_lite.compiler.collectives import is_all_gather, parameter_all_gathers, parameter_collectives, parameters_of, wait_of
@@ -111,6 +113,7 @@ def start_tracing(world_size: int) -> Iterator[ProcessPoolExecutor]:
 
 def start_fake_world(world_size: int) -> None:
     end_with_parent()
+    tqdm.set_lock(threading.RLock())  # which torch uses; its own has a semaphore, that would outlive a killed process
     torch.set_num_threads(1)
     torch._logging.set_logs(all=logging.ERROR)  # what a run is warned of is no news of a plan
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
