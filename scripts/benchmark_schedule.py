@@ -12,7 +12,7 @@ and the loss is not in the graphs. All figures are of forward and backward toget
 
     collectives     of parameters, forward + backward
     communication   ms that these keep the links busy; computation: the rest
-    exposed         ms that computation waits for them; bound: what no order of the unmerged ones could hide
+    exposed         ms that computation waits for them; bound: at least so much, wherever these stand
     peak            GiB that a graph holds at most at once, gradients included, beside parameters and optimizer state
     passes          seconds of ours; compile: of the first call, tracing and passes included, once the process has compiled before
 
@@ -154,7 +154,7 @@ def prediction(mode: str, compiled: Compiled) -> list[str]:
         mode,
         counts(compiled.receipts),
         *(f"{1e3 * seconds:.2f}" for seconds in (communication, compute, exposed, bound)),
-        f"{exposed / bound:.2f}",
+        f"{exposed / bound:.2f}" if bound else "-",
         f"{max(timeline.peak_bytes for timeline in timelines) / 2**30:.2f}",
         f"{passes(compiled.receipts):.2f}",
         f"{compiled.seconds:.1f}",

@@ -22,6 +22,7 @@ from titan_lite.config import ConfigError
 from titan_lite.config.recipe import load_config
 from titan_lite.models.llama3 import flops_per_token
 from titan_lite.plan.command import lay_out
+from titan_lite.plan.published import RATIOS
 from titan_lite.plan.summary import make_plan
 
 RECIPES = Path(__file__).parents[1] / "train_configs"
@@ -148,6 +149,9 @@ def compare(row: Row) -> str:
     stated, slow, fast = map(plan.tokens_per_second, plan.steps)
     memory = f"{plan.memory.reserved / GIB:.1f} | {row.memory:.1f}" if row.memory else f"{plan.memory.reserved / GIB:.1f} | -"
     speed = f"{slow:,.0f} to {fast:,.0f} | {published:,.0f} | {stated / published:.2f}"
+    kept = RATIOS.get(row.name, ("", stated / published))[1]
+    if abs(kept - stated / published) > 0.005:
+        print(f"{row.name}: titan_lite/plan/published.py says {kept:.2f}", file=sys.stderr)
     return f"| {row.name} | {speed} | {memory} | {row.differs} |"
 
 

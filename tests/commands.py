@@ -36,12 +36,16 @@ def run(*command: Any, cwd: Path = ROOT, seconds: float = SECONDS, **environment
 
 
 class Job:
-    """A command that may be looked at and signalled while it runs. Its output, of all its processes, is a file."""
+    """A command that may be looked at and signalled while it runs. Its output, of all its processes, is a file.
 
-    def __init__(self, log: Path | str, *command: Any, **environment: Any):
+    stdout: a file of its own, of which the output then has nothing; session: its processes are a session.
+    """
+
+    def __init__(self, log: Path | str, *command: Any, stdout: Any = None, session: bool = False, **environment: Any):
         self.log = Path(log)
         with open(self.log, "w") as output:
-            self.process = _command(command, environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output)
+            streams = {"stdout": stdout or output, "stderr": output, "stdin": subprocess.DEVNULL}
+            self.process = _command(command, environment, cwd=ROOT, start_new_session=session, **streams)
 
     def __enter__(self) -> "Job":
         return self
@@ -78,7 +82,7 @@ class Job:
 def _command(command: tuple, environment: dict[str, Any], **options: Any) -> subprocess.Popen:
     variables = {**os.environ, **ENVIRONMENT, **environment}
     set_here = {name: str(value) for name, value in variables.items() if value is not None}
-    return subprocess.Popen([*map(str, command)], env=set_here, stderr=subprocess.STDOUT, text=True, **options)
+    return subprocess.Popen([*map(str, command)], env=set_here, text=True, **{"stderr": subprocess.STDOUT, **options})
 
 
 def python(*arguments: Any) -> list[Any]:

@@ -8,8 +8,11 @@ def main(arguments: Sequence[str]) -> None:
 
 import argparse
 import functools
+import multiprocessing
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -67,3 +70,19 @@ def command(main: Callable[[Sequence[str]], int | None], *, gone: int = 0) -> Ca
             return 130
 
     return run
+
+
+def end_with_parent() -> None:
+    """In a worker of a program's pool: Ctrl-C and SIGTERM, which reach all of a group, are the program's; it ends as the program
+    ends, however that is."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end() -> None:
+        """Its siblings hold the pipe open that would otherwise tell."""
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()

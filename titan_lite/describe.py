@@ -12,6 +12,7 @@ import torch
 
 from titan_lite.config import KEYS, Config, flatten, without_need
 from titan_lite.distributed.activation_checkpoint import recomputes
+from titan_lite.distributed.axes import WORDS
 from titan_lite.distributed.pipeline_plan import bubble_fraction, order_of
 from titan_lite.layout import Layout
 from titan_lite.shape import shape_words
@@ -97,7 +98,7 @@ def mesh_picture(degrees: Mapping[str, int], notes: Sequence[str] = ()) -> list[
           +-----------+-----------+
     pp 0  |   0   1   |   2   3   |  tok_embeddings, layers 0-2
     pp 1  |   4   5   |   6   7   |  layers 3-5, norm, output
-          +-----------+-----------+
+          +-----------+-----------+  numbers are ranks; rows: pp (pipeline), boxes: dp_shard (FSDP), columns in a box: ...
     """
     active = [axis for axis, degree in degrees.items() if degree > 1]
     if not active:
@@ -135,7 +136,9 @@ def mesh_picture(degrees: Mapping[str, int], notes: Sequence[str] = ()) -> list[
     for row, line in zip(rows, cells, strict=True):
         note = notes[row["pp"]] if notes and row and "pp" in row else ""
         lines.append(f"  {called(row):{left}}  |{'|'.join(f' {cell.center(wide)} ' for cell in line)}|  {note}".rstrip())
-    lines.append(border if not inside else f"{border}  in a box: {inside[0]} 0 to {degrees[inside[0]] - 1}")
+    places_of = {"rows": down, "boxes": across, "columns in a box" if across else "columns": inside}
+    said = [f"{place}: {', '.join(f'{axis} ({WORDS[axis]})' for axis in axes)}" for place, axes in places_of.items() if axes]
+    lines.append(f"{border}  numbers are ranks; {', '.join(said)}")
     return lines
 
 

@@ -188,7 +188,8 @@ class Trainer:
         holds = (self.checkpointer.hold, functools.partial(self.metrics.hold, owned=config.checkpoint.enable))
         write_recipe = functools.partial(save_recipe, config, self.dump_folder)
         self.hold_folder = functools.partial(hold_folder, self.dump_folder, holds, write_recipe)
-        flops, peak = flops_per_token(layout.model, layout.seq_len), peak_flops(self.device, self.dtype)
+        stated = self.machine if config.compile.machine else None
+        flops, peak = flops_per_token(layout.model, layout.seq_len), peak_flops(stated, self.device, self.dtype)
         self.throughput = Throughput(layout.tokens_until, ranks=self.world_size, flops_per_token=flops, peak_flops=peak)
         shapes = Shapes(layout.model, layout.sequences, len(self.positions), layout.degrees["tp"], self.dtype)
         after = layout.ramp[-1][1] if layout.ramp else 0

@@ -21,8 +21,16 @@ def degrees(**sizes):
     ("sizes", "picture"),
     [
         ({}, []),
-        (dict(dp_shard=2), ["    +-----+", "    | 0 1 |", "    +-----+  in a box: dp_shard 0 to 1"]),
-        (dict(pp=2), ["        +---+", "  pp 0  | 0 |  layers 0-2", "  pp 1  | 1 |  layers 3-5", "        +---+"]),
+        (dict(dp_shard=2), ["    +-----+", "    | 0 1 |", "    +-----+  numbers are ranks; columns: dp_shard (FSDP)"]),
+        (
+            dict(pp=2),
+            [
+                "        +---+",
+                "  pp 0  | 0 |  layers 0-2",
+                "  pp 1  | 1 |  layers 3-5",
+                "        +---+  numbers are ranks; rows: pp (pipeline)",
+            ],
+        ),
         (
             dict(pp=2, dp_shard=2, tp=2),
             [
@@ -30,7 +38,8 @@ def degrees(**sizes):
                 "        +------------+------------+",
                 "  pp 0  |    0 1     |    2 3     |  layers 0-2",
                 "  pp 1  |    4 5     |    6 7     |  layers 3-5",
-                "        +------------+------------+  in a box: tp 0 to 1",
+                "        +------------+------------+  numbers are ranks; rows: pp (pipeline), boxes: dp_shard (FSDP), "
+                "columns in a box: tp (tensor parallelism)",
             ],
         ),
     ],
@@ -56,7 +65,7 @@ def test_of_many_ranks_the_middle_is_left_out():
 def test_ranks_stand_where_the_mesh_has_them():
     sizes = degrees(pp=2, dp_shard=2, tp=2)
     ranks = torch.arange(8).view(*sizes.values())
-    lines = [line for line in mesh_picture(sizes) if "pp " in line]
+    lines = [line for line in mesh_picture(sizes) if line.startswith("  pp ")]
     for pipeline, line in enumerate(lines):
         boxes = [[int(rank) for rank in box.split()] for box in line.split("|")[1:3]]
         assert boxes == ranks[pipeline, 0, :, 0, :].tolist()

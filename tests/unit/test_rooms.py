@@ -57,7 +57,7 @@ ROOMS = {
     "metrics/lines": (*PART, "titan_lite.compiler"),
     "layout": (*PART, "titan_lite.shape", "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler"),
     "metrics/throughput": (),
-    "metrics/timelines": ("titan_lite.compiler", "matplotlib"),
+    "metrics/timelines": ("titan_lite.compiler", "titan_lite.distributed.axes", "matplotlib"),
     "plan": (
         "titan_lite.command",
         "titan_lite.layout",

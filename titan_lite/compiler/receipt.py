@@ -89,11 +89,14 @@ def describe(receipts: Sequence[Receipt]) -> list[str]:
     return lines
 
 
-def step_timelines(receipts: Sequence[Receipt]) -> list[Timeline]:
-    """Estimates for forward and backward, in a pipeline for its first rank; none where nothing communicates or is estimated."""
-    own = [receipt.timeline for receipt in receipts if not receipt.pp_rank and receipt.graph != "inference"]
-    times = [timeline for timeline in own if timeline is not None]
-    return times if any(each.communication for each in times) else []
+def rank_timelines(receipts: Sequence[Receipt]) -> dict[int, list[Timeline]]:
+    """Estimates for forward and backward of each pipeline rank, by rank; none where nothing communicates or is estimated."""
+    found: dict[int, list[Timeline]] = {}
+    for receipt in receipts:
+        if receipt.timeline is not None and receipt.graph != "inference":
+            found.setdefault(receipt.pp_rank or 0, []).append(receipt.timeline)
+    every = [timeline for timelines in found.values() for timeline in timelines]
+    return found if any(each.communication or each.waited for each in every) else {}
 
 
 def milliseconds(seconds: float) -> str:
@@ -111,4 +114,5 @@ def _as_object(receipt: Receipt) -> dict:
     if receipt.timeline is not None:
         sums = vars(receipt.timeline).items()
         found["timeline"] = {name: value for name, value in sorted(sums) if name not in ("spans", "graph")}
+        found["timeline"]["waited"] = receipt.timeline.waited
     return found

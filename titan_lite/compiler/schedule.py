@@ -69,7 +69,6 @@ class Schedule:
         graph, started = module.graph, time.perf_counter()
         before = count_collectives(graph)
         self.write(graph, name, "0_traced")
-        bound = lower_bound(graph, self.machine, fused=self.fused) if self.machine else 0.0
         self.bucket(module, name)
         self.write(graph, name, "1_bucketed")
         moved = 0
@@ -79,7 +78,10 @@ class Schedule:
             moved = reordering.overlap(graph, self.machine, fused=self.fused)
             self.write(graph, name, "2_reordered")
         module.recompile()
-        timeline = simulate(graph, self.machine, name=name, fused=self.fused, bound=bound) if self.machine else None
+        timeline = None
+        if self.machine is not None:
+            bound = lower_bound(graph, self.machine, fused=self.fused)
+            timeline = simulate(graph, self.machine, name=name, fused=self.fused, bound=bound)
         self.receipts.append(
             Receipt(
                 name,

@@ -10,9 +10,8 @@ arXiv 2411.00284, section 4.2).
 """
 
 import dataclasses
-import math
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from torch.fx import Graph, Node
@@ -28,7 +27,6 @@ from titan_lite.compiler.collectives import (
     parameter_collectives,
     parameters_of,
     preparation,
-    ranks_of,
 )
 from titan_lite.compiler.hardware import Machine, is_free, is_fused_away
 
@@ -45,6 +43,11 @@ class Span:
     under: float = 0.0  # and seconds of computation between its start and that wait
     group: str = ""  # the process group of any collective, also one that counts as computation
 
+    @property
+    def waited(self) -> float:
+        """Seconds in which nothing computes: all of a collective that counts as computation."""
+        return self.seconds if self.lane == "compute" and self.group else self.exposed
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -56,8 +59,13 @@ class Timeline:
     compute: float
     communication: float
     exposed: float
-    bound: float  # communication that no order of its collectives could hide
+    bound: float  # exposed at least, wherever its collectives of parameters stand
     peak_bytes: int  # most at once of what the graph allocates, or is given to free
+
+    @property
+    def waited(self) -> float:
+        """Seconds in which nothing computes: exposed, and those of collectives that are waited for at once."""
+        return self.exposed + sum(span.waited for span in self.spans if span.lane == "compute")
 
     def collectives(self) -> list[Span]:
         """Spans of communication, in the graph's order."""
@@ -65,7 +73,7 @@ class Timeline:
 
 
 def simulate(graph: Graph, machine: Machine, *, name: str = "", fused: bool = True, bound: float = 0.0) -> Timeline:
-    """fused: as in `Machine.cost`."""
+    """fused: as in `Machine.cost`; bound: `lower_bound` of this graph."""
     now = compute = exposed = 0.0
     lanes: dict[str, float] = {}  # until when each group's links are busy
     spans: list[Span] = []
@@ -88,6 +96,7 @@ def simulate(graph: Graph, machine: Machine, *, name: str = "", fused: bool = Tr
             spans.append(Span("compute", node.name, now, seconds, group=group_of(node) if node.target in KINDS else ""))
             now, compute = now + seconds, compute + seconds
     communication = sum(span.seconds for span in spans if span.lane == "communication")
+    bound = min(bound, exposed)  # sums in another order: the last digit may differ
     return Timeline(name, tuple(spans), now, compute, communication, exposed, bound, peak_bytes(graph))
 
 
@@ -119,27 +128,39 @@ def label(node: Node) -> str:
 
 
 def lower_bound(graph: Graph, machine: Machine, *, fused: bool = True) -> float:
-    """Seconds of communication that no order of these collectives and this computation can hide.
+    """Seconds that computation waits at least, wherever in this graph the parameters' collectives and work on shards stand.
 
-    The first all-gather, but for what can be computed without any; the last reduction, but for what is computed after it; and
-    what of the others takes longer than all computation, without their latencies, which buckets could save. Of the graph as it
-    is: copies into buckets, which it does not have, can hide a little more.
+    All other computation keeps its order. Each collective has a head, the least time from the graph's beginning to its start,
+    and a tail, the least time from its end to the end of the graph. Those of one group travel one after another, so a set of them
+    takes the smallest head, their sum and the smallest tail. The graph takes the longest of these at least; what of it is not
+    computation is exposed.
     """
-    mine = parameter_collectives(graph)
-    gathers = [node for node in mine if is_all_gather(node)]
-    reductions = [node for node in mine if not is_all_gather(node)]
-    after_gathers = descendants(*gathers)
-    compute = free = 0.0
-    done: dict[Node, float] = {}
-    for node in graph.nodes:
-        done[node] = compute
-        if node not in mine:
-            compute += (seconds := machine.cost(node, fused))
-            free += 0.0 if node in after_gathers else seconds
-    first = max(0.0, machine.cost(gathers[0]) - free) if gathers else 0.0
-    last = max(0.0, machine.cost(reductions[-1]) - (compute - done[reductions[-1]])) if reductions else 0.0
-    bandwidth = math.fsum(machine.cost(node) - machine.collective(kind_of(node), 0, ranks_of(node)) for node in mine)
-    return first + last + max(0.0, bandwidth - first - last - compute)
+    mine, movable = set(parameter_collectives(graph)), shards_of(graph)
+    seconds = {node: machine.cost(node, fused) for node in graph.nodes}
+
+    def earliest(nodes: Iterable[Node], before: Callable[[Node], Iterable[Node]]) -> dict[Node, float]:
+        """The least time that passes before each node, from the side on which `before` is."""
+        found: dict[Node, float] = {}
+        done = 0.0  # of what keeps its order
+        for node in nodes:
+            found[node] = max((found[each] + seconds[each] for each in before(node)), default=0.0)
+            if seconds[node] and node not in mine and node not in movable:
+                found[node] = max(found[node], done)
+                done = found[node] + seconds[node]
+        return found
+
+    heads = earliest(graph.nodes, lambda node: node.all_input_nodes)
+    tails = earliest(reversed(graph.nodes), lambda node: node.users)
+    longest = 0.0
+    for group in {group_of(node) for node in mine}:
+        lane = sorted((node for node in mine if group_of(node) == group), key=lambda node: -tails[node])
+        for head in {heads[node] for node in lane}:
+            travels = 0.0
+            for node in lane:
+                if heads[node] >= head:
+                    travels += seconds[node]
+                    longest = max(longest, head + travels + tails[node])
+    return max(0.0, longest - sum(seconds[node] for node in graph.nodes if node not in mine))
 
 
 def peak_bytes(graph: Graph, without: Collection[Node] = ()) -> int:

@@ -160,7 +160,7 @@ class Compile:
     machine: str = setting(
         "",
         "what prices communication and computation: a profile (A100, H100, H100 PCIe, H100 NVL, H200, H200 NVL, B200, MI300X) or "
-        "the path of a .toml file (compiler/hardware.py); empty: this machine's, a CPU measured",
+        "the path of a .toml file (compiler/hardware.py), on a CPU also the peak of MFU; empty: this machine's, a CPU measured",
         "name or path",
         path=".toml",
         needs=COMPILES_MODEL,

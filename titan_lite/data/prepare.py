@@ -20,9 +20,7 @@ import hashlib
 import json
 import multiprocessing
 import os
-import signal
 import sys
-import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -36,7 +34,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from titan_lite import manifest
-from titan_lite.command import Parser, command
+from titan_lite.command import Parser, command, end_with_parent
 from titan_lite.config import ConfigError, Data
 from titan_lite.config.recipe import load_config
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
@@ -288,16 +286,7 @@ _of_process: list[Any] = []  # tokenizer and dtype, in the process that tokenize
 
 def _start_worker(tokenizer: Tokenizer, dtype: np.dtype) -> None:
     _of_process[:] = [tokenizer, dtype]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends these
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end_with_parent() -> None:
-        """Its siblings hold the pipe open that would otherwise tell."""
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    end_with_parent()
 
 
 def _encode(texts: list[str]) -> list[np.ndarray]:

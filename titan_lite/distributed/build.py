@@ -26,6 +26,7 @@ from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import compile_model
 from titan_lite.config import ActivationCheckpoint, Compile, Parallelism, Training
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
+from titan_lite.distributed.axes import axes_of, by_axis
 from titan_lite.distributed.context_parallel import Attend, apply_context_parallel, attend_to_the_past, own_positions
 from titan_lite.distributed.degrees import AXES
 from titan_lite.distributed.mesh import parameter_mesh, stage_exchange
@@ -152,7 +153,9 @@ def build_runner(
 
 
 def gather_receipts(receipts: list[Receipt], mesh: DeviceMesh) -> list[Receipt]:
-    """The receipts of all pipeline ranks, each with its rank; called by all together."""
+    """The receipts of all pipeline ranks, each with its rank, groups in its timeline named by axis; called by all together."""
+    axes = axes_of(mesh)
+    receipts = [replace(each, timeline=each.timeline and by_axis(each.timeline, axes)) for each in receipts]
     if mesh["pp"].size() == 1:
         return receipts
     mine = [replace(receipt, pp_rank=mesh["pp"].get_local_rank()) for receipt in receipts]

@@ -10,7 +10,8 @@ All carry the same names. `metrics.jsonl` has one object a line; a resumed run a
     grad_norm               global L2 norm before clipping
     tps                     tokens a second and device
     tflops                  10^12 floating-point operations a second and device that the model needs, recomputation not counted
-    mfu                     tflops relative to the device's peak, percent; left out where the peak is not known
+    mfu                     tflops relative to the device's stated peak, percent; left out on CPUs and GPUs without one,
+                            unless compile.machine states it
     memory_gib              peak of one device: reserved by the CUDA allocator, or resident memory of a CPU process
     data_wait               share of the time spent waiting for the loader, percent
     step_time               seconds a step
@@ -147,8 +148,6 @@ class MetricsWriter:
             if name in values:
                 part = text.format(values[name])
                 parts.append(f"{COLOURS[name]}{part}\033[0m" if self.colour and name in COLOURS else part)
-            elif name == "mfu" and "tflops" in values:
-                parts.append("mfu n/a")
         logger.info("  ".join(parts))
         if not self.writes:
             return

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_lite.compiler.receipt import Receipt, describe, milliseconds, step_timelines, write_receipts
+from titan_lite.compiler.receipt import Receipt, describe, milliseconds, rank_timelines, write_receipts
 from titan_lite.logging import logger
 from titan_lite.metrics.records import read_metrics
 from titan_lite.metrics.timelines import write_timelines
@@ -52,14 +52,16 @@ def end_lines(
         f"{how}: step {step}, {tokens:,} tokens, {skipped} step{'s' * (skipped != 1)} skipped{bad_documents}{''.join(losses)}"
     ]
     if column["tps"]:
-        mfu = f"{statistics.median(column['mfu']):.1f}%" if column["mfu"] else "n/a (the device's peak is not known)"
+        mfu = f", MFU {statistics.median(column['mfu']):.1f}%" if column["mfu"] else ""
         lines.append(
-            f"speed: {statistics.median(column['tps']):,.0f} tokens a second and device, MFU {mfu}, waiting for data "
+            f"speed: {statistics.median(column['tps']):,.0f} tokens a second and device{mfu}, waiting for data "
             f"{statistics.median(column['data_wait']):.1f}% (medians); peak memory {max(column['memory_gib']):.2f} GiB"
         )
-    if times := step_timelines(receipts):
-        exposed, seconds = (milliseconds(sum(getattr(each, name) for each in times)) for name in ("exposed", "seconds"))
-        lines.append(f"communication: {exposed} of {seconds} exposed, as estimated (compile.json)")
+    if ranks := rank_timelines(receipts):
+        times = [timeline for timelines in ranks.values() for timeline in timelines]
+        exposed, seconds = (milliseconds(sum(getattr(each, name) for each in times)) for name in ("waited", "seconds"))
+        over = f" over {len(ranks)} pipeline ranks" if len(ranks) > 1 else ""
+        lines.append(f"communication: {exposed} of {seconds} exposed{over}, as estimated (compile.json)")
     lines.append(f"checkpoints: {', '.join(f'step-{step}' for step in steps_on_disk) or 'none'}")
     board = f"; tensorboard --logdir {dump_folder}" if tensorboard else ""
     lines.append(f"to look at: python -m titan_lite.report {dump_folder}{board}")

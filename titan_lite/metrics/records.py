@@ -25,6 +25,7 @@ from titan_lite.outside import (
     maybe,
     one_of,
     open_regular,
+    optional,
     read_json,
 )
 
@@ -43,7 +44,8 @@ _RECEIPT = {
     "pp_rank": maybe(COUNT),
 }
 _SPAN = {"ph": one_of("X"), "name": WORD, "cat": WORD, "ts": NUMBER, "dur": NUMBER, "tid": COUNT, "args": {"exposed_us": NUMBER}}
-_TRACE = {"traceEvents": [(_SPAN, {"ph": one_of("M")})]}
+_NAMED = {"ph": one_of("M"), "name": WORD, "args": {"name": WORD}}
+_TRACE = {"traceEvents": [(_SPAN | {"pid": optional(COUNT)}, _NAMED | {"pid": optional(COUNT)})]}
 
 
 class RecordError(ValueError):
@@ -58,7 +60,7 @@ class RunRecord:
     events: list[dict[str, Any]]  # as in events.jsonl, with the resumes
     recipe: dict[str, Any] = field(default_factory=dict)  # {"training.steps": 1000, ...}; empty without config.toml
     receipts: list[dict] = field(default_factory=list)  # compile.json
-    timeline: dict[str, list] | None = None
+    timelines: list[dict[str, Any]] = field(default_factory=list)  # of `_timelines`
     notes: list[str] = field(default_factory=list)  # on lines left out
 
     def column(self, name: str) -> list[float]:
@@ -148,7 +150,7 @@ def read_run(folder: Path, name: str) -> RunRecord:
     except (ValueError, RecursionError) as error:  # a number of too many digits, or nested too deeply
         raise RecordError(f"{folder / 'config.toml'}: not a run's recipe: {error}") from None
     run.receipts = _read_json(folder / "compile.json", [_RECEIPT], [])
-    run.timeline = _timeline(_read_json(folder / "timeline.json", _TRACE, {"traceEvents": []}))
+    run.timelines = _timelines(_read_json(folder / "timeline.json", _TRACE, {"traceEvents": []}))
     return run
 
 
@@ -213,24 +215,32 @@ def _read_json(path: Path, form: Any, otherwise: Any) -> Any:
         raise RecordError(f"{path.parent}: {damage}; remove the file, and the page is made without") from None
 
 
-def _timeline(trace: dict) -> dict[str, list] | None:
-    """A Chrome trace in milliseconds: graphs, and spans [lane, start, length, exposed, name], computation without gaps as one."""
-    bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    if not bars:
-        return None
-    spans: list[list] = []
-    graphs: list[dict] = []
-    before: list | None = None  # the last span of computation
-    for bar in sorted(bars, key=lambda bar: bar["ts"]):
-        start, length, graph = bar["ts"] / 1e3, bar["dur"] / 1e3, bar["cat"]
+def _timelines(trace: dict) -> list[dict[str, Any]]:
+    """A Chrome trace, each process a pipeline rank: title, lanes, graphs and, in milliseconds, spans [number of the lane, start,
+    length, exposed, name], computation without gaps as one."""
+    found: dict[int, dict[str, Any]] = {}
+
+    def of(event: dict) -> dict[str, Any]:
+        return found.setdefault(event.get("pid", 0), {"title": "", "lanes": [], "graphs": [], "spans": []})
+
+    events = trace.get("traceEvents", ())
+    for event in events:
+        if event.get("ph") == "M" and event["name"] == "process_name":
+            of(event)["title"] = event["args"]["name"]
+        elif event.get("ph") == "M" and event["name"] == "thread_name":
+            of(event)["lanes"].append(event["args"]["name"])
+    for bar in sorted((event for event in events if event.get("ph") == "X"), key=lambda bar: bar["ts"]):
+        start, length, graph, lane = bar["ts"] / 1e3, bar["dur"] / 1e3, bar["cat"], bar["tid"]
+        spans, graphs = of(bar)["spans"], of(bar)["graphs"]
         if not graphs or graphs[-1]["name"] != graph:
             graphs.append({"name": graph, "start": start, "end": start})
         graphs[-1]["end"] = max(graphs[-1]["end"], start + length)
-        if bar["tid"]:
-            spans.append(["communication", start, length, bar["args"]["exposed_us"] / 1e3, bar["name"]])
+        if lane:
+            spans.append([lane, start, length, bar["args"]["exposed_us"] / 1e3, bar["name"]])
             continue
+        before = next((span for span in reversed(spans) if span[0] == 0), None)
         if before and start - before[1] - before[2] < 1e-6 and before[4] == f"{graph}: computation":
             before[2] = start + length - before[1]
         else:
-            spans.append(before := ["compute", start, length, 0, f"{graph}: computation"])
-    return {"graphs": graphs, "spans": spans}
+            spans.append([0, start, length, 0, f"{graph}: computation"])
+    return [found[pid] for pid in sorted(found) if found[pid]["spans"]]

@@ -2,58 +2,79 @@
 
     write_timelines(receipts, dump_folder)       # timeline.png and timeline.json of a run
 
-A lane shows the spans that `lane_of` puts in it; the first lane is computation. plan/picture.py draws plans with the same parts.
+Computation has a lane, and so has each mesh axis along which something is sent. plan/picture.py draws plans with the same parts.
 """
 
 import itertools
 import json
-import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_lite.compiler.receipt import Receipt, step_timelines
+from titan_lite.compiler.receipt import Receipt, rank_timelines
 from titan_lite.compiler.timeline import Span, Timeline
+from titan_lite.distributed.axes import WORDS
 
-LANES = ("compute", "communication")
-LaneOf = Callable[[Span], str]
 TraceSpan = tuple[int, str, str, float, float, dict[str, Any]]  # lane, category, name, start and length in seconds, arguments
+COLORS = {
+    "computation": "tab:blue",
+    "communication under computation": "tab:orange",
+    "communication while nothing computes": "tab:red",
+}
 
 
 def write_timelines(receipts: Sequence[Receipt], folder: Path) -> None:
-    """timeline.png and timeline.json of `step_timelines`; none without any."""
-    timelines = step_timelines(receipts)
-    if not timelines:
+    """timeline.png and timeline.json of `rank_timelines`, a panel or a process for each pipeline rank; none without any."""
+    ranks = rank_timelines(receipts)
+    if not ranks:
         return
 
     from matplotlib.figure import Figure
 
-    lane_of = operator.attrgetter("lane")
-    figure = Figure(figsize=(12, 3), layout="constrained")
-    captions = [f"{timeline.graph}: {1e3 * timeline.exposed:.3g} ms exposed" for timeline in timelines]
-    draw_graphs(figure.subplots(), timelines, LANES, lane_of, captions)
+    lanes = lanes_of([timeline for timelines in ranks.values() for timeline in timelines])
+    titles = [f"pipeline rank {rank}" for rank in ranks] if len(ranks) > 1 else ["every rank"]
+    figure = Figure(figsize=(14, 1 + len(ranks) * (0.8 + 0.5 * len(lanes))), layout="constrained")
+    panels = figure.subplots(len(ranks), squeeze=False, sharex=True)[:, 0]
+    for panel, title, timelines in zip(panels, titles, ranks.values(), strict=True):
+        captions = [f"{timeline.graph}: {1e3 * timeline.waited:.3g} ms exposed" for timeline in timelines]
+        draw_graphs(panel, timelines, lanes, captions)
+        panel.set_title(title, loc="left")
+        panel.label_outer()
+    panels[0].set_xlim(0, 1e3 * max(sum(timeline.seconds for timeline in timelines) for timelines in ranks.values()))
+    add_legend(panels[0], COLORS)
     figure.savefig(folder / "timeline.png", dpi=120)
-    write_trace(folder / "timeline.json", ("forward and backward", LANES, graph_spans(timelines, LANES, lane_of)))
+    spans = (graph_spans(timelines, lanes) for timelines in ranks.values())
+    write_trace(folder / "timeline.json", *zip(titles, itertools.repeat(lanes), spans, strict=False))
 
 
-def draw_graphs(axes: Any, timelines: Sequence[Timeline], lanes: Sequence[str], lane_of: LaneOf, captions: Sequence[str]) -> None:
-    """One graph after another over milliseconds, with its caption; red: nothing computes meanwhile."""
+def lane_of(span: Span) -> str:
+    """The lane of a span, whose group is named by axis."""
+    return WORDS[span.group] if span.group else "computation"
+
+
+def lanes_of(timelines: Iterable[Timeline]) -> list[str]:
+    """Computation, then the axes along which something is sent."""
+    groups = {span.group for timeline in timelines for span in timeline.spans}
+    return ["computation", *(word for axis, word in WORDS.items() if axis in groups)]
+
+
+def draw_graphs(axes: Any, timelines: Sequence[Timeline], lanes: Sequence[str], captions: Sequence[str]) -> None:
+    """One graph after another over milliseconds, with its caption, in COLORS."""
+    computing, hidden, waiting = COLORS.values()
     bars: dict[tuple[float, str], list[tuple[float, float]]] = defaultdict(list)
     for (timeline, offset), caption in zip(_one_after_another(timelines), captions, strict=True):
         for span in timeline.spans:
             lane = lanes.index(lane_of(span))
             height, start = len(lanes) - 0.9 - lane, 1e3 * (offset + span.start)
-            bars[height, "tab:orange" if lane else "tab:blue"].append((start, 1e3 * span.seconds))
-            if lane:
-                waited = span.seconds if span.lane == "compute" else span.exposed
-                bars[height, "tab:red"].append((start + 1e3 * (span.seconds - waited), 1e3 * waited))
+            bars[height, hidden if lane else computing].append((start, 1e3 * span.seconds))
+            bars[height, waiting].append((start + 1e3 * (span.seconds - span.waited), 1e3 * span.waited))
         middle = 1e3 * (offset + timeline.seconds / 2)
         axes.text(middle, len(lanes), caption, ha="center", va="bottom")
         axes.axvline(1e3 * (offset + timeline.seconds), color="black", linewidth=0.8)
     draw_bars(axes, bars)
     axes.set(
-        xlabel="milliseconds, as estimated; red: nothing computes meanwhile",
+        xlabel="milliseconds, as estimated",
         yticks=[len(lanes) - 0.5 - number for number in range(len(lanes))],
         yticklabels=lanes,
         xlim=(0, 1e3 * sum(timeline.seconds for timeline in timelines)),
@@ -67,11 +88,19 @@ def draw_bars(axes: Any, bars: Mapping[tuple[float, str], Sequence[tuple[float, 
         axes.broken_barh([span for span in spans if span[1]], (height, 0.8), facecolors=color, edgecolors=edge, linewidth=0.2)
 
 
-def graph_spans(timelines: Sequence[Timeline], lanes: Sequence[str], lane_of: LaneOf) -> Iterator[TraceSpan]:
+def add_legend(axes: Any, colors: Mapping[str, str]) -> None:
+    """colors: by meaning."""
+    from matplotlib.patches import Patch
+
+    patches = [Patch(color=color, label=meaning) for meaning, color in colors.items()]
+    axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+
+
+def graph_spans(timelines: Sequence[Timeline], lanes: Sequence[str]) -> Iterator[TraceSpan]:
     """One graph after another."""
     for timeline, offset in _one_after_another(timelines):
         for span in timeline.spans:
-            args = {"graph": timeline.graph, "exposed_us": 1e6 * span.exposed}
+            args = {"graph": timeline.graph, "exposed_us": 1e6 * span.waited}
             yield lanes.index(lane_of(span)), timeline.graph, span.name, offset + span.start, span.seconds, args
 
 

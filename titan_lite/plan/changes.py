@@ -7,22 +7,27 @@ print("\\n".join(table(rows)))
 """
 
 import itertools
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
-
-from tqdm import tqdm
+from collections.abc import Callable, Iterable, Sequence
 
 from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.compiler.stage import CompileError
 from titan_lite.config import KEYS, ConfigError
+from titan_lite.plan.progress import Progress
 from titan_lite.plan.summary import Plan, make_plans, what_binds
 from titan_lite.plan.trace import PlannedLayout
 
 Change = dict[str, str]  # {"section.key": value as on a command line}
 Row = tuple[Change, Plan | str]  # a change, and its plan or why there is none
-Each = TypeVar("Each")
 CHECKPOINTING = ("none", "selective", "full")
+
+
+class Stopped(KeyboardInterrupt):
+    """By Ctrl-C or SIGTERM. rows: what was planned until then, ranked; said: lines about it, for stdout."""
+
+    def __init__(self, rows: "Sequence[Row]", wanted: int):
+        self.rows, self.planned, self.wanted = rows, sum(isinstance(plan, Plan) for _, plan in rows), wanted
+        super().__init__(f"stopped when {self.planned} of {wanted} were planned")
+        self.said: list[str] = [f"PARTIAL: {self}", *table(rows)] if self.planned else []
 
 
 def candidates(layout: PlannedLayout, machine: Machine) -> list[Change]:
@@ -73,11 +78,15 @@ def grid(sweeps: Sequence[str]) -> list[Change]:
 
 
 def plan_changes(
-    lay_out: Callable[[Change], PlannedLayout], wanted: Iterable[Change], machine: Machine, full: bool = False
+    lay_out: Callable[[Change], PlannedLayout],
+    wanted: Iterable[Change],
+    machine: Machine,
+    full: bool = False,
+    name: Callable[[Change], str] | None = None,
 ) -> list[Row]:
-    """A row each, ranked. lay_out: raises ConfigError where a recipe so changed cannot run.
+    """A row each, ranked. lay_out: raises ConfigError where a recipe so changed cannot run; name: a change in words.
 
-    Raises ConfigError for what is wrong with the recipe as it is, which is the change {}.
+    Raises ConfigError for what is wrong with the recipe as it is, which is the change {}, and Stopped.
     """
     layouts: list[tuple[Change, PlannedLayout]] = []
     rows: list[Row] = []
@@ -89,11 +98,26 @@ def plan_changes(
             if not change:
                 raise
             refused.append((change, str(error)))
-    plans = make_plans([layout for _, layout in layouts], machine.spread(), full)
-    for (change, _), plan in zip(layouts, with_progress(plans, len(layouts), "planned"), strict=True):
-        if isinstance(plan, CompileError) and not change:
-            raise ConfigError(str(plan)) from plan
-        rows.append((change, str(plan) if isinstance(plan, CompileError) else plan))
+    progress = Progress()
+
+    def show(share: float) -> None:
+        best = ""
+        if fit := fitting(ranked(rows)):
+            change, plan = fit[0]
+            best = f"{plan.tokens_per_second(plan.steps[0]):,.0f} tokens/s a GPU: {(name or words_of)(change) or 'as it is'}"
+        if len(layouts) > 1:
+            progress.show(f"planned {len(rows)} of {len(layouts)}", share, best)
+
+    try:
+        plans = make_plans([layout for _, layout in layouts], machine.spread(), full, show)
+        for (change, _), plan in zip(layouts, plans, strict=True):
+            if isinstance(plan, CompileError) and not change:
+                raise ConfigError(str(plan)) from plan
+            rows.append((change, str(plan) if isinstance(plan, CompileError) else plan))
+    except KeyboardInterrupt:
+        raise Stopped(ranked([*rows, *refused]), len(layouts)) from None
+    finally:
+        progress.close()
     return ranked([*rows, *refused])
 
 
@@ -144,8 +168,3 @@ def best_changes(plan: Plan, rows: Sequence[Row]) -> list[str]:
         lines.append(f"  {100 * gain:+5.1f}% tokens/s, {memory:+6.1f} GiB{batch}: {words_of(change)}")
     none = f"  none: of {len(fit)} that fit, no one is faster" if plan.fits else "  none: no one fits; more ranks would be needed"
     return lines if gains else [*lines, none]
-
-
-def with_progress(each: Iterable[Each], count: int, done: str) -> Iterator[Each]:
-    """Show a progress bar on a terminal."""
-    yield from tqdm(each, total=count, desc=done, disable=count < 2 or not sys.stderr.isatty(), leave=False, file=sys.stderr)

@@ -49,7 +49,12 @@ def main(arguments: Sequence[str]) -> None:
     either("--search", type=int, nargs="?", const=SEARCHED, metavar="PLANS", help=search)
     calibrate = "fit the machine's profile to what a run has measured, and write it"
     either("--calibrate", type=Path, metavar="RUN_FOLDER", help=calibrate)
-    print(answer(parser.parse_args(arguments)))
+    options = parser.parse_args(arguments)
+    try:
+        print(answer(options))
+    except KeyboardInterrupt as stopped:
+        print(*getattr(stopped, "said", ()), sep="\n", end="\n" * hasattr(stopped, "said"), flush=True)
+        raise KeyboardInterrupt(*stopped.args or ("stopped before anything was planned",)) from None
 
 
 def answer(options: argparse.Namespace) -> str:
@@ -94,7 +99,7 @@ def plan_recipe(options: argparse.Namespace) -> str:
     # torch is imported only now: a wrong recipe is told at once
     from titan_lite.plan.changes import best_changes, candidates, grid, plan_changes, table
     from titan_lite.plan.picture import draw_plan, write_plan_trace
-    from titan_lite.plan.search import search
+    from titan_lite.plan.search import lighter, search
     from titan_lite.plan.summary import as_json, describe
 
     said = f"--hardware {options.hardware}" if options.hardware else f'compile.machine = "{config.compile.machine}"'
@@ -113,7 +118,10 @@ def plan_recipe(options: argparse.Namespace) -> str:
         write_plan_trace(base, options.trace)
     if options.json:
         return as_json(base)
-    return "\n".join([*describe(base, options.tokens), *(best_changes(base, rows) if options.changes else ())])
+    if options.changes:
+        return "\n".join([*describe(base, options.tokens), *best_changes(base, rows)])
+    less = plan_changes(lay_out_changed, lighter(base, lay_out_changed), machine, options.full)
+    return "\n".join(describe(base, options.tokens, next((plan for _, plan in less if not isinstance(plan, str)), None)))
 
 
 def lay_out(config: Config, world_size: int, memory: float = math.inf) -> Any:

@@ -5,40 +5,18 @@ bytes_of(graph, fused=True)                                      # {"saved": ...
 round_figures(plans, machine, axes)                              # of the parameters' collectives once a step
 """
 
-import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx import Graph
 
 from titan_lite.compiler.collectives import KINDS, collective_bytes, kind_of, parameter_collectives, ranks_of
 from titan_lite.compiler.hardware import Machine, flops_of
-from titan_lite.compiler.timeline import Span, Timeline, alive_bytes, saved_bytes, simulate
+from titan_lite.compiler.timeline import alive_bytes, saved_bytes, simulate
 from titan_lite.distributed.accumulation import Plans, gather_buckets, reduce_buckets
-from titan_lite.distributed.degrees import AXES
+from titan_lite.distributed.axes import Axes, axis_along, ranks_in
 
 Figures = dict[str, float]
-Axes = Mapping[tuple[int, ...], str]  # the axis that a group is along, by its ranks
-
-
-def axes_of(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
-    """The axis that each of rank 0's groups is along, by its ranks; where parameters are sharded over cp as well: dp_shard."""
-    groups = {tuple(dist.get_process_group_ranks(mesh.get_group(axis))): axis for axis in AXES if mesh[axis].size() > 1}
-    shards = tuple(mesh.mesh[0, 0, :, :, 0].flatten().tolist())  # over dp_shard and cp
-    return {shards: "dp_shard", **groups} if mesh["cp"].size() > 1 else groups
-
-
-def ranks_in(group: str) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(_resolve_process_group(group)))  # type: ignore[arg-type]
-
-
-def axis_along(ranks: tuple[int, ...], axes: Axes, of_parameters: bool) -> str:
-    """The axis of a collective, "" for one of a single rank; parameters that are sharded over cp alone are FSDP's, too."""
-    axis = axes[ranks] if len(ranks) > 1 else ""
-    return "dp_shard" if of_parameters and axis == "cp" else axis
 
 
 def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figures:
@@ -83,16 +61,6 @@ def bytes_of(graph: Graph, fused: bool, blocks: int, keeps_inputs: bool = False)
         first, last = places[of_two - 1] + 1, places[-of_two]
     made, given = saved_bytes(graph)
     return {"saved": made, "inputs": given, "peak.start": max(alive[:first]), "peak.end": max(alive[last:])}
-
-
-def by_axis(timeline: Timeline | None, axes: Axes) -> Timeline:
-    """Name the groups of its collectives by axis."""
-    assert timeline is not None
-
-    def named(span: Span) -> Span:
-        return dataclasses.replace(span, group=axis_along(ranks_in(span.group), axes, span.lane == "communication"))
-
-    return dataclasses.replace(timeline, spans=tuple(named(span) if span.group else span for span in timeline.spans))
 
 
 def _add_collective(

@@ -43,11 +43,13 @@ class Shapes:
     dtype: torch.dtype
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s of dense matrix products of one device; None for a device that is not known. A CPU is measured (0.2 s)."""
-    if device.type == "cpu":
-        return _cpu_flops(dtype)
-    machine = profile_of(torch.cuda.get_device_name(device))
+def peak_flops(stated: Machine | None, device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s of dense matrix products of one device, by its datasheet, else of the machine that the recipe states; None: neither.
+
+    That of a CPU would have to be measured, beside whatever else it does at that moment.
+    """
+    known = profile_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    machine = known or stated
     return None if machine is None else machine.flops(dtype)
 
 

@@ -10,21 +10,28 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_lite.compiler.timeline import Span, Timeline
-from titan_lite.distributed.degrees import AXES
-from titan_lite.metrics.timelines import TraceSpan, draw_bars, draw_graphs, graph_spans, write_trace
-from titan_lite.plan.summary import WORDS, Plan
+from titan_lite.compiler.timeline import Timeline
+from titan_lite.metrics.timelines import COLORS, TraceSpan, add_legend, draw_bars, draw_graphs, graph_spans, lanes_of, write_trace
+from titan_lite.plan.summary import Plan
 
-COLORS = {"F": "tab:blue", "B": "tab:green", "I": "tab:green", "W": "tab:olive"}
-ENDS = {"gather": "tab:orange", "reduce": "tab:orange", "optimizer": "tab:gray"}
 NAMES = {"F": "forward", "B": "backward", "I": "backward, of inputs", "W": "backward, of weights"}
+ENDS = {"gather": "gather weights", "reduce": "reduce gradients", "optimizer": "clipping and optimizer"}
+STEP_COLORS = {
+    "forward": "tab:blue",
+    "backward": "tab:green",
+    "backward, of inputs": "tab:green",
+    "backward, of weights": "tab:olive",
+    "gather weights": "tab:orange",
+    "reduce gradients": "tab:brown",
+    "clipping and optimizer": "tab:gray",
+}
 
 
 def step_spans(plan: Plan) -> list[tuple[int, str, str, float, float]]:
     """(pipeline rank, F B I W or one of ENDS, name, start, seconds) of everything that a step does."""
     step, found = plan.steps[0], []
     for rank, ends in enumerate(step.ends):
-        found.append((rank, "gather", "gather weights", 0.0, ends["gather"]))
+        found.append((rank, "gather", ENDS["gather"], 0.0, ends["gather"]))
     start = max(ends["gather"] for ends in step.ends)
     for batch in range(plan.layout.accumulation):
         for rank, actions in step.run.actions.items():
@@ -33,8 +40,8 @@ def step_spans(plan: Plan) -> list[tuple[int, str, str, float, float]]:
                 found.append((rank, kind, name, start + begin, end - begin))
         start += step.run.seconds
     for rank, ends in enumerate(step.ends):
-        found.append((rank, "reduce", "reduce gradients", start, ends["reduce"]))
-        found.append((rank, "optimizer", "clipping and optimizer", start + ends["reduce"], ends["optimizer"]))
+        found.append((rank, "reduce", ENDS["reduce"], start, ends["reduce"]))
+        found.append((rank, "optimizer", ENDS["optimizer"], start + ends["reduce"], ends["optimizer"]))
     return [each for each in found if each[-1] > 0]
 
 
@@ -43,16 +50,11 @@ def deepest(plan: Plan) -> tuple[str, Sequence[Timeline], list[str]]:
     kind = max(plan.timelines, key=lambda kind: plan.depths[kind][-1])
     beside = f" with {', '.join(kind)}" if kind else ""
     title = f"one microbatch: a stage of {plan.depths[kind][-1]} blocks{beside}, as traced"
-    groups = {span.group for timeline in plan.timelines[kind] for span in timeline.spans}
-    return title, plan.timelines[kind], ["computation", *(WORDS[axis] for axis in AXES if axis in groups)]
-
-
-def lane_of(span: Span) -> str:
-    return WORDS[span.group] if span.group else "computation"
+    return title, plan.timelines[kind], lanes_of(plan.timelines[kind])
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
-    """A PNG: bars over milliseconds; what of communication nothing computes under is red."""
+    """A PNG: bars over milliseconds, each panel with its legend."""
     from matplotlib.figure import Figure
 
     title, timelines, lanes = deepest(plan)
@@ -61,20 +63,24 @@ def draw_plan(plan: Plan, path: Path) -> None:
     figure = Figure(figsize=(14, sum(sizes) + 1), layout="constrained")
     step, graphs = figure.subplots(2, gridspec_kw={"height_ratios": sizes})
     bars: dict[tuple[float, str], list[tuple[float, float]]] = defaultdict(list)
+    drawn: dict[str, str] = {}
     for rank, what, _, start, seconds in step_spans(plan):
-        bars[degree - 0.9 - rank, (COLORS | ENDS)[what]].append((1e3 * start, 1e3 * seconds))
+        name = (NAMES | ENDS)[what]
+        drawn[name] = STEP_COLORS[name]
+        bars[degree - 0.9 - rank, STEP_COLORS[name]].append((1e3 * start, 1e3 * seconds))
     draw_bars(step, bars, edge="white")
     step.set(
-        title=f"the step, as stated: {plan.steps[0].seconds:.3g} s; blue forward, green backward, orange FSDP once a step, grey "
-        "optimizer",
+        title=f"the step, as stated: {plan.steps[0].seconds:.3g} s",
         yticks=[degree - 0.5 - rank for rank in range(degree)],
         yticklabels=[f"pipeline rank {rank}" if degree > 1 else "every rank" for rank in range(degree)],
         xlim=(0, 1e3 * plan.steps[0].seconds),
         ylim=(0, degree),
     )
+    add_legend(step, drawn)
     room = 0.08 * sum(each.seconds for each in timelines)  # that a name needs
     names = [timeline.graph.replace("_", ": ") if timeline.seconds > room else "" for timeline in timelines]
-    draw_graphs(graphs, timelines, lanes, lane_of, names)
+    draw_graphs(graphs, timelines, lanes, names)
+    add_legend(graphs, COLORS)
     graphs.set_title(title, pad=12)
     figure.savefig(path, dpi=120)
 
@@ -84,4 +90,4 @@ def write_plan_trace(plan: Plan, path: Path) -> None:
     title, timelines, lanes = deepest(plan)
     ranks = [f"pipeline rank {rank}" for rank in range(plan.layout.degrees["pp"])]
     step: list[TraceSpan] = [(*span, {}) for span in step_spans(plan)]
-    write_trace(path, ("the step, as stated", ranks, step), (title, lanes, graph_spans(timelines, lanes, lane_of)))
+    write_trace(path, ("the step, as stated", ranks, step), (title, lanes, graph_spans(timelines, lanes)))

@@ -9,7 +9,7 @@ for backward, without anything that comes and goes), so nothing that would fit i
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -17,8 +17,9 @@ from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.config import Config, ConfigError, flatten
 from titan_lite.distributed.degrees import DEGREES
 from titan_lite.layout import itemsizes
-from titan_lite.plan.changes import CHECKPOINTING, Change, fitting, plan_changes, ranked, table, with_progress
+from titan_lite.plan.changes import CHECKPOINTING, Change, Row, Stopped, fitting, plan_changes, ranked, table
 from titan_lite.plan.memory import OUTSIDE
+from titan_lite.plan.progress import Progress
 from titan_lite.plan.summary import Plan, name_of
 from titan_lite.plan.trace import PlannedLayout, layers_of
 from titan_lite.shape import shape_of
@@ -29,7 +30,10 @@ LONG = 32768  # tokens, from which on sequences are worth splitting
 def search(
     config: Config, world_size: int, lay_out: Callable[[Change], PlannedLayout], machine: Machine, count: int, full: bool
 ) -> list[str]:
-    """Lines: the number of layouts, a ranked table, and why the others lost. count: of those to plan, of all that are priced."""
+    """Lines: the number of layouts, a ranked table, and why the others lost. count: of those to plan, of all that are priced.
+
+    Raises Stopped, which has the lines of what was planned.
+    """
     sequences = config.training.global_batch_size
     if sequences == -1:
         try:
@@ -41,7 +45,10 @@ def search(
     found: list[tuple[float, Change]] = []
     refused = large = 0
     tried = list(space(config, world_size, machine, sequences))
-    for change in with_progress(tried, len(tried), "priced by formula"):
+    progress = Progress()
+    for number, change in enumerate(tried):
+        if number % 50 == 0:
+            progress.show(f"priced {number:,} of {len(tried):,} layouts by formula", number / len(tried))
         try:
             seconds, nbytes = guess(lay_out(change), machine)
         except ConfigError:
@@ -51,24 +58,46 @@ def search(
             found.append((seconds, change))
         else:
             large += 1
+    progress.close()
     found.sort(key=lambda each: each[0])
     lines = [
         f"{len(tried):,} layouts of {world_size} ranks with {sequences:,} sequences a step: {refused:,} cannot run, "
         f"{large:,} cannot fit, by what parameters, optimizer and kept activations need alone; of {len(found):,} the "
-        f"{min(count, len(found))} fastest by formula were planned",
+        f"{min(count, len(found))} fastest by formula are planned",
         "",
     ]
-    rows = plan_changes(lay_out, [change for _, change in found[:count]], machine, full)
-    if fit := fitting(rows):
-        change, best = fit[0]
-        rows = ranked([*rows, *plan_changes(lay_out, other_buckets(change, best.layout), machine, full)])
-    lines += table(rows, label)
-    if not fit:
-        return [*lines, "", "no layout fits; more ranks, fewer sequences a step or shorter ones would be needed"]
-    (change, best), *_ = fitting(rows)
+    rows: list[Row] = []
+    try:
+        rows = plan_changes(lay_out, [change for _, change in found[:count]], machine, full, label)
+        if fit := fitting(rows):
+            change, best = fit[0]
+            rows = ranked([*rows, *plan_changes(lay_out, other_buckets(change, best.layout), machine, full, label)])
+    except Stopped as stopped:
+        stopped = Stopped(ranked([*rows, *stopped.rows]), len(rows) + stopped.wanted)
+        stopped.said = [*lines, f"PARTIAL: {stopped}", *table(stopped.rows, label), *outcome(config, stopped.rows)]
+        raise stopped from None
+    return [*lines, *table(rows, label), *outcome(config, rows)]
+
+
+def outcome(config: Config, rows: Sequence[Row]) -> list[str]:
+    """Lines under a table: why the others lost, and the keys of the best."""
+    if not (fit := fitting(rows)):
+        return ["", "no layout fits; more ranks, fewer sequences a step or shorter ones would be needed"]
+    (change, best), *_ = fit
     lost = [f"  {why_lost(plan, best)}: {label(its)}" for its, plan in rows if isinstance(plan, Plan) and plan is not best]
     keys = " ".join(f"--set {key}={value}" for key, value in differing(config, change).items())
-    return [*lines, "", "why the others lost", *lost, "", f"best: {keys}"]
+    return ["", "why the others lost", *lost, "", f"best: {keys}"]
+
+
+def lighter(plan: Plan, lay_out: Callable[[Change], PlannedLayout]) -> list[Change]:
+    """The least activation checkpointing that should fit, if less than the plan's should: its memory, scaled by the formula's."""
+    mode = plan.layout.config.activation_checkpoint.mode
+    lower_bound = guess(plan.layout, plan.machine)[1]
+    for less in CHECKPOINTING[: CHECKPOINTING.index(mode)] if mode in CHECKPOINTING else ():
+        change = {"activation_checkpoint.mode": less}
+        if plan.memory.total * guess(lay_out(change), plan.machine)[1] / lower_bound <= plan.capacity:
+            return [change]
+    return []
 
 
 def other_buckets(change: Change, layout: PlannedLayout) -> list[Change]:

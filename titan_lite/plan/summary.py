@@ -12,7 +12,7 @@ compiler/hardware.py says of their uncertainty.
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import BrokenExecutor, Future
+from concurrent.futures import BrokenExecutor, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,11 @@ from titan_lite.compiler.hardware import GIB, UNCERTAINTY, Machine
 from titan_lite.compiler.stage import CompileError
 from titan_lite.compiler.timeline import Timeline
 from titan_lite.config import ConfigError
+from titan_lite.distributed.axes import WORDS as AXIS_WORDS
 from titan_lite.models.llama3 import flops_per_token
 from titan_lite.plan.memory import OUTSIDE, Memory, memory_of
+from titan_lite.plan.progress import in_units, rounded
+from titan_lite.plan.published import bias_of
 from titan_lite.plan.simulate import StepTimes, simulate_step
 from titan_lite.plan.trace import Kind, PlannedLayout, Traced, figures_at, kind_of_stage, layers_of, start_trace, start_tracing
 from titan_lite.shape import shape_words
@@ -32,11 +35,7 @@ WORDS = {
     "compute": "computation",
     "bubble": "waiting for other pipeline ranks",
     "optimizer": "clipping and optimizer",
-    "dp_shard": "FSDP",
-    "dp_replicate": "data-parallel copies",
-    "tp": "tensor parallelism",
-    "cp": "context parallelism",
-    "pp": "pipeline",
+    **AXIS_WORDS,
 }
 
 
@@ -86,8 +85,11 @@ def make_plan(layout: PlannedLayout, machines: Sequence[Machine]) -> Plan:
     return plan
 
 
-def make_plans(layouts: Sequence[PlannedLayout], machines: Sequence[Machine], full: bool) -> Iterator[Plan | CompileError]:
-    """Plans in one world, one after another as they are ready, with a step on each machine. full: every block is traced."""
+def make_plans(
+    layouts: Sequence[PlannedLayout], machines: Sequence[Machine], full: bool, watch: Callable[[float], None] = lambda share: None
+) -> Iterator[Plan | CompileError]:
+    """Plans in one world, one after another as they are ready, with a step on each machine. full: every block is traced; watch:
+    is told about every second which share of all traces is there."""
     if not layouts:
         return
     started = time.perf_counter()
@@ -95,6 +97,9 @@ def make_plans(layouts: Sequence[PlannedLayout], machines: Sequence[Machine], fu
         shared: dict[Any, Future[Traced]] = {}
         tasks = [start_trace(processes, layout, machines, full, shared) for layout in layouts]
         for layout, task in zip(layouts, tasks, strict=True):
+            mine = [each for depths in task.values() for each in depths.values()]
+            while wait(mine, timeout=1).not_done:
+                watch(sum(each.done() for each in shared.values()) / len(shared))
             try:
                 traced = {kind: {depth: each.result() for depth, each in depths.items()} for kind, depths in task.items()}
             except CompileError as error:
@@ -116,8 +121,9 @@ def make_plans(layouts: Sequence[PlannedLayout], machines: Sequence[Machine], fu
             yield Plan(layout, machines[0], steps, memory_of(layout, stages[0]), depths, seconds, timelines)
 
 
-def describe(plan: Plan, token_budget: float = 0.0) -> list[str]:
-    """One screen. token_budget: how many tokens to say the days and GPU-hours of; 0: those of training.steps."""
+def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None) -> list[str]:
+    """One screen. token_budget: how many tokens to say the time and GPU-hours of; 0: those of training.steps; lighter: the same
+    recipe with less activation checkpointing."""
     layout, machine, memory = plan.layout, plan.machine, plan.memory
     config, (stated, slow, fast) = layout.config, plan.steps
     axes = " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items() if degree > 1) or "one rank"
@@ -127,8 +133,9 @@ def describe(plan: Plan, token_budget: float = 0.0) -> list[str]:
         return f"{scale * figure(slow):,.0f} to {scale * figure(fast):,.0f}"
 
     budget = token_budget or layout.tokens_until(config.training.steps)
-    days = [budget / layout.tokens * step.seconds / 86400 for step in (fast, slow)]
-    hours = [24 * each * layout.world_size for each in days]
+    takes = [budget / layout.tokens * step.seconds for step in (fast, slow)]
+    gpu_hours = " to ".join(rounded(layout.world_size * each / 3600) for each in takes)
+    bias = bias_of(config.compile, machine)
     of_what = "" if token_budget else f" ({config.training.steps:,} steps)"
     lines = [
         f"{shape_words(config.model)} on {layout.world_size} {machine.name} ({axes}); {compiled}, "
@@ -138,11 +145,10 @@ def describe(plan: Plan, token_budget: float = 0.0) -> list[str]:
         *([f"priced once the ramp is over: {layout.ramp_in_words} (training.global_batch_ramp)"] if layout.ramp else []),
         "",
         f"  step time        {fast.seconds:.3g} to {slow.seconds:.3g} s",
-        f"  tokens/s a GPU   {slow_to_fast(plan.tokens_per_second)}",
+        f"  tokens/s a GPU   {slow_to_fast(plan.tokens_per_second)}{bias and f'; {bias}'}",
         f"  TFLOP/s a GPU    {slow_to_fast(plan.model_flops, 1e-12)}",
         f"  MFU              {slow_to_fast(plan.mfu, 100)}%, HFU {slow_to_fast(plan.hfu, 100)}%",
-        f"  {budget:.3g} tokens{of_what}: {days[0]:.3g} to {days[1]:.3g} days, {hours[0]:,.0f} to {hours[1]:,.0f} GPU-hours, "
-        "without stops",
+        f"  {budget:.3g} tokens{of_what}: {in_units(*takes)}, {gpu_hours} GPU-hours, without stops",
         "",
         "of the step, as stated",
     ]
@@ -166,9 +172,19 @@ def describe(plan: Plan, token_budget: float = 0.0) -> list[str]:
         *lines,
         "",
         f"what binds: {what_binds(plan)}",
+        *([spare(plan, lighter)] if lighter and plan.fits else ()),
         f"ranges: efficiencies of {uncertain} either way; stages of {traced} blocks traced; the loader is never waited for; "
         f"planned in {plan.seconds:.0f} s",
     ]
+
+
+def spare(plan: Plan, lighter: Plan) -> str:
+    """What memory that is left could buy: a step that computes less a second time."""
+    mode, needs = lighter.layout.config.activation_checkpoint.mode, lighter.memory.total / GIB
+    saves = 100 * (1 - lighter.steps[0].seconds / plan.steps[0].seconds)
+    why = f"would take {saves:.0f}% less time a step" if lighter.fits else "would not fit"
+    left = (plan.capacity - plan.memory.total) / GIB
+    return f"memory to spare: {left:.1f} GiB; activation_checkpoint.mode = {mode} needs {needs:.1f} GiB in all, and {why}"
 
 
 def name_of(part: str) -> str:
@@ -216,6 +232,7 @@ def as_json(plan: Plan) -> str:
         "model_flops": each(plan.model_flops),
         "mfu": each(plan.mfu),
         "hfu": each(plan.hfu),
+        "bias": bias_of(layout.config.compile, plan.machine),
         "parts_seconds": stated.parts,
         "sent_bytes": stated.sent,
         "sent_to_other_nodes_bytes": stated.across,

@@ -15,11 +15,14 @@ import functools
 import gc
 import logging
 import math
+import signal
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from typing import Any
 
 import torch
@@ -30,7 +33,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from tqdm import tqdm
 
+from titan_lite.command import end_with_parent
 from titan_lite.compiler.collectives import is_all_gather, parameter_all_gathers, parameter_collectives, parameters_of, wait_of
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.reordering import move_gather_before
@@ -38,6 +43,7 @@ from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import compile_model
 from titan_lite.compiler.timeline import Timeline
 from titan_lite.config import Compile, Config, Parallelism
+from titan_lite.distributed.axes import Axes, axes_of, by_axis
 from titan_lite.distributed.build import build_stages, compile_stages
 from titan_lite.distributed.context_parallel import attend_to_the_past
 from titan_lite.distributed.eager import Eager
@@ -48,7 +54,7 @@ from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.layout import Layout
 from titan_lite.loss import build_loss, own_vocabulary
 from titan_lite.models.llama3 import Transformer
-from titan_lite.plan.costs import Axes, Figures, axes_of, by_axis, bytes_of, figures_of, round_figures
+from titan_lite.plan.costs import Figures, bytes_of, figures_of, round_figures
 
 PROCESSES = 2
 GRAPHS = ("forward", "loss_forward", "loss_backward", "backward")
@@ -89,15 +95,25 @@ def start_tracing(world_size: int) -> Iterator[ProcessPoolExecutor]:
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([__name__])
+    here = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server has it from here; Ctrl-C in its imports would be a traceback
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, here)
+    others = set(mp.active_children())
     with ProcessPoolExecutor(PROCESSES, context, initializer=start_fake_world, initargs=(world_size,)) as processes:
         try:
             yield processes
         except BaseException:
             processes.shutdown(wait=False, cancel_futures=True)
+            for process in set(mp.active_children()) - others:  # in the midst of a trace, which nobody wants
+                process.kill()
             raise
 
 
 def start_fake_world(world_size: int) -> None:
+    end_with_parent()
+    tqdm.set_lock(threading.RLock())  # which torch uses; its own has a semaphore, that would outlive a killed process
     torch.set_num_threads(1)
     torch._logging.set_logs(all=logging.ERROR)  # what a run is warned of is no news of a plan
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -282,7 +298,9 @@ class _Priced(Schedule):
         # Of no machine's making. What aot_eager compiles is called with arguments that stay until it returns.
         held = bytes_of(module.graph, self.fused, self.blocks, keeps_inputs=not self.priced_as)
         each = [held | figures_of(module.graph, machine, self.fused, self.axes) for machine in self.machines]
-        self.graphs[name] = each, by_axis(self.receipts[-1].timeline, self.axes)
+        timeline = self.receipts[-1].timeline
+        assert timeline is not None
+        self.graphs[name] = each, by_axis(timeline, self.axes)
 
 
 def _run_ahead(graph: Graph) -> None:

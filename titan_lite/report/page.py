@@ -85,7 +85,7 @@ def drawn(run: RunRecord, number: int) -> dict[str, Any]:
             for event in run.events
             if (kind := "failed" if event["event"] == "error" else event["event"]) not in ("start", "done", "restart")
         ],
-        "timeline": run.timeline and {**run.timeline, "spans": [[*map(_round, span)] for span in run.timeline["spans"]]},
+        "timelines": [{**each, "spans": [[*map(_round, span)] for span in each["spans"]]} for each in run.timelines],
     }
 
 
@@ -155,10 +155,12 @@ def _card(run: RunRecord, number: int) -> str:
 
 
 def exposed_share(receipts: Iterable[Mapping[str, Any]]) -> str:
-    """The time of a pass of forward and backward in which nothing computes, by compile.json; empty where none communicates."""
-    times = [r["timeline"] for r in receipts if r.get("timeline") and r.get("graph") != "inference" and not r.get("pp_rank")]
-    communication, exposed, seconds = (sum(time[name] for time in times) for name in ("communication", "exposed", "seconds"))
-    return f"{1e3 * exposed:.3g} of {1e3 * seconds:.3g} ms" if communication else ""
+    """The time of a pass of forward and backward, of all pipeline ranks, in which nothing computes, by compile.json; empty where
+    none communicates."""
+    times = [r["timeline"] for r in receipts if r.get("timeline") and r.get("graph") != "inference"]
+    exposed = sum(time.get("waited", time["exposed"]) for time in times)
+    seconds, communication = (sum(time[name] for time in times) for name in ("seconds", "communication"))
+    return f"{1e3 * exposed:.3g} of {1e3 * seconds:.3g} ms" if communication or exposed else ""
 
 
 def _sources(runs: Sequence[RunRecord]) -> str:
@@ -205,19 +207,22 @@ def _buckets(runs: Sequence[RunRecord]) -> str:
         if not run.receipts:
             continue
         parts.append(f"<h3>{_text(run.name)}</h3>")
-        if run.timeline:
+        for place, timeline in enumerate(run.timelines):
+            lanes = timeline["lanes"]
             parts.append(
-                f'<figure><svg id="timeline-{number}" height="100" role="img" aria-label="timeline of {_text(run.name)}"></svg>'
+                f'<figure><p class="muted">{_text(timeline["title"])}, from above: {_text(", ".join(lanes))}</p>'
+                f'<svg id="timeline-{number}-{place}" height="{36 + 32 * len(lanes)}" role="img" '
+                f'aria-label="timeline of {_text(run.name)}, {_text(timeline["title"])}"></svg>'
                 '<figcaption class="readout"></figcaption></figure>'
             )
         parts += map(_receipt, run.receipts)
     if not parts:
         return ""
     legend = (
-        '<p class="muted">As estimated for one pass: computation above, parameters\' all-gathers and reductions below it; in red '
-        "what of these nothing computes under.</p>"
+        '<p class="muted">As estimated for one pass: computation, and what is sent along each mesh axis; in red '
+        "what of this nothing computes under.</p>"
     )
-    return f"<h2>Buckets</h2>{legend if any(run.timeline for run in runs) else ''}{''.join(parts)}"
+    return f"<h2>Buckets</h2>{legend if any(run.timelines for run in runs) else ''}{''.join(parts)}"
 
 
 def _receipt(receipt: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from titan_lite.compiler import hardware, receipt, schedule, timeline, wrapping
+from titan_lite.compiler import hardware, receipt, schedule, wrapping
 from titan_lite.compiler.collectives import collective_bytes, kind_of, parameter_collectives, parameters_of
 from titan_lite.compiler.hardware import Link, Machine
 
@@ -113,7 +113,7 @@ def priced(latency=0.0):
 @pytest.fixture
 def two_ranks(monkeypatch):
     """Groups need not exist."""
-    for module in (hardware, receipt, schedule, timeline, wrapping):
+    for module in (hardware, receipt, schedule, wrapping):
         monkeypatch.setattr(module, "ranks_of", lambda node: (0, 1))
 
 

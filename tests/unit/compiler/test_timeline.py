@@ -3,9 +3,13 @@
 import pytest
 import torch
 from hand import GATHER, Hand, aten, collectives, places, priced, two_ranks  # noqa: F401
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from titan_lite.compiler.bucketing import merge
 from titan_lite.compiler.reordering import overlap, wait_for_reductions_late
 from titan_lite.compiler.timeline import lower_bound, peak_bytes, simulate
+from titan_lite.compiler.wrapping import greedy
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
 
@@ -36,11 +40,14 @@ def test_one_that_is_started_early_travels_under_computation():
 
 
 def test_the_bound_is_the_first_gather_and_what_computation_is_too_short_for():
-    assert lower_bound(two_products(), priced()) == 8.0
-    assert lower_bound(two_products(), priced(latency=1.0)) == 9.0
+    graph = two_products()
+    assert lower_bound(graph, priced()) == 16.0 - 5.0  # g comes after both gathers
+    assert lower_bound(graph, priced(latency=1.0)) == 18.0 - 5.0
+    overlap(graph)
+    assert simulate(graph, priced()).exposed == lower_bound(graph, priced()) == 11.0  # there is none better
     hand = Hand()
     gathered = [hand.compute(name, 2.0, hand.gather(hand.input(1), name)) for name in "abc"]
-    assert lower_bound(hand.output(*gathered), priced()) == 24.0 - 6.0
+    assert lower_bound(hand.output(*gathered), priced()) == 24.0 - 4.0
 
 
 def test_the_bound_counts_the_last_reduction_and_what_needs_no_weight():
@@ -49,6 +56,60 @@ def test_the_bound_counts_the_last_reduction_and_what_needs_no_weight():
     whole = hand.gather(hand.input(1), "a")
     graph = hand.output(hand.reduce(hand.compute("f", 50.0, first, whole), "a"))
     assert lower_bound(graph, priced()) == (8.0 - 3.0) + 16.0
+
+
+def test_groups_that_travel_beside_each_other_are_not_added_up():
+    hand = Hand()
+    shards = [hand.input(1), hand.input(1)]
+    graph = hand.output(hand.compute("f", 1.0, *map(hand.gather, shards, "ab", ("dp", "tp"))))
+    overlap(graph)
+    timeline = simulate(graph, priced(), bound=lower_bound(graph, priced()))
+    assert timeline.bound == timeline.exposed == 8.0
+
+
+NODE = st.tuples(
+    st.sampled_from(["gather", "compute", "tensor parallel", "reduce", "reduce twice"]),
+    st.integers(0, 9),
+    st.sampled_from(["dp", "tp"]),
+    st.integers(1, 5),
+)
+
+
+@given(st.lists(NODE, min_size=1, max_size=12), st.sampled_from([0.0, 2.0]), st.booleans())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_schedule_exposes_less_than_the_bound(nodes, latency, merged):
+    """Random graphs, with and without buckets: as they are, and with their collectives moved in both ways."""
+    hand, machine = Hand(), priced(latency)
+    x, *inputs = hand.input(2), *(hand.input(2 * size) for *_, size in nodes)
+    results = []
+    for number, ((kind, seconds, group, _), own) in enumerate(zip(nodes, inputs, strict=True)):
+        name = f"{kind} {number}"
+        if kind == "gather":
+            shard = hand.call(aten._to_copy.default, own, dtype=torch.float64)
+            shard.meta["seconds"] = float(seconds)
+            whole = hand.call(aten.sum.default, hand.gather(shard, name, group))
+            x = hand.compute(name, 1.0, hand.call(aten.mul.Tensor, x, whole))
+        elif kind == "tensor parallel":
+            gathered = hand.call(GATHER, x, 2, "tp")
+            gathered.meta["seconds"] = float(seconds)
+            x = hand.call(aten.slice.Tensor, hand.call(collectives.wait_tensor.default, gathered), 0, 0, 2)
+        elif kind == "compute":
+            x = hand.compute(name, float(seconds), x)
+        else:
+            gradient = hand.compute(name, float(seconds), hand.call(aten.mul.Tensor, own, hand.call(aten.sum.default, x)))
+            reduced = hand.reduce(gradient, name, group)
+            results.append(hand.all_reduce(reduced, name) if kind == "reduce twice" else reduced)
+    graph = hand.output(x, *results)
+    if merged:
+        merge(graph, greedy(graph, machine))
+    bound = lower_bound(graph, machine)
+    assert bound <= simulate(graph, machine).exposed + 1e-9
+    for prices in (None, machine):
+        overlap(graph, prices)
+        timeline = simulate(graph, machine, bound=lower_bound(graph, machine))
+        assert lower_bound(graph, machine) <= timeline.exposed + 1e-9
+        assert bound <= timeline.exposed + 1e-9
+        assert timeline.bound <= timeline.exposed
 
 
 def test_groups_do_not_wait_for_each_other():

@@ -1,9 +1,10 @@
 """The lines at a run's end: figures of the whole run."""
 
 import json
+from dataclasses import replace
 
 from titan_lite.compiler.receipt import Receipt
-from titan_lite.compiler.timeline import Timeline
+from titan_lite.compiler.timeline import Span, Timeline
 from titan_lite.metrics.lines import end_lines, show_receipts
 
 
@@ -16,17 +17,18 @@ def test_the_end_is_told_in_figures_of_the_whole_run(tmp_path):
         {"step": 30, "validation_loss": 1.5},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    exchange = Span("compute", "all_gather", 0.0, 0.05, group="tp")  # which is waited for at once
     timeline = Timeline("forward", (), 0.4, 0.3, 0.2, 0.1, 0.0, 0)
     receipts = [
         Receipt("forward", {}, (), 0, "", timeline),
         Receipt("inference", {}, (), 0, "", timeline),
-        Receipt("forward", {}, (), 0, "", timeline, pp_rank=1),
+        Receipt("forward", {}, (), 0, "", replace(timeline, spans=(exchange,)), pp_rank=1),
     ]
     arguments = dict(step=30, tokens=3000, skipped=1, steps_on_disk=(10, 30), tensorboard=True)
     assert end_lines(tmp_path, "done", receipts=receipts, **arguments) == [
         "done: step 30, 3,000 tokens, 1 step skipped; loss 1.0000; validation loss 1.5000",
         "speed: 200 tokens a second and device, MFU 20.0%, waiting for data 2.0% (medians); peak memory 0.70 GiB",
-        "communication: 100 ms of 400 ms exposed, as estimated (compile.json)",
+        "communication: 250 ms of 800 ms exposed over 2 pipeline ranks, as estimated (compile.json)",
         "checkpoints: step-10, step-30",
         f"to look at: python -m titan_lite.report {tmp_path}; tensorboard --logdir {tmp_path}",
     ]
@@ -34,7 +36,7 @@ def test_the_end_is_told_in_figures_of_the_whole_run(tmp_path):
     arguments = dict(step=1, tokens=9, skipped=0, steps_on_disk=(), again="./run_train.sh --training.steps 9")
     told = end_lines(tmp_path, "stopped", receipts=[], **arguments)
     assert told[0] == "stopped: step 1, 9 tokens, 0 steps skipped"
-    assert "MFU n/a" in told[1]
+    assert told[1] == "speed: 5 tokens a second and device, waiting for data 0.0% (medians); peak memory 0.10 GiB"
     assert told[2:] == [
         "checkpoints: none",
         f"to look at: python -m titan_lite.report {tmp_path}",  # without TensorBoard

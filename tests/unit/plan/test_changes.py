@@ -9,7 +9,8 @@ from titan_lite.config import ActivationCheckpoint, Compile, Config, ConfigError
 from titan_lite.distributed.degrees import resolve_degrees
 from titan_lite.distributed.pipeline_plan import PipelinePlan, Timetable
 from titan_lite.models.llama3 import FLAVORS
-from titan_lite.plan.changes import best_changes, candidates, grid, ranked, table
+from titan_lite.plan import changes
+from titan_lite.plan.changes import Stopped, best_changes, candidates, grid, plan_changes, ranked, table
 from titan_lite.plan.memory import Memory
 from titan_lite.plan.simulate import StepTimes
 from titan_lite.plan.summary import Plan, describe, what_binds
@@ -119,6 +120,20 @@ def test_a_collective_that_leaves_its_node_is_told():
     assert "tensor parallelism, between nodes" in what_binds(dataclasses.replace(plan, steps=(step, *plan.steps[1:])))
 
 
+def test_memory_to_spare_is_said_with_what_it_buys():
+    config = dataclasses.replace(layout().config, activation_checkpoint=ActivationCheckpoint(mode="none"))
+    faster = dataclasses.replace(planned(0.9, memory=75.0), layout=dataclasses.replace(layout(), config=config))
+    said = (
+        "memory to spare: 20.0 GiB; activation_checkpoint.mode = none needs 77.0 GiB in all, and would take 10% less time a step"
+    )
+    base = planned(1.0, memory=58.0)
+    assert said in describe(base, lighter=faster)
+    too_large = dataclasses.replace(faster, memory=planned(memory=90.0).memory)
+    assert "92.0 GiB in all, and would not fit" in "\n".join(describe(base, lighter=too_large))
+    for lines in (describe(base), describe(planned(memory=90.0), lighter=faster)):
+        assert "to spare:" not in "\n".join(lines)
+
+
 def test_one_screen_says_ranges_memory_and_whether_it_fits():
     lines = describe(planned(memory=90.0), token_budget=1e12)
     assert len(lines) < 50
@@ -126,7 +141,8 @@ def test_one_screen_says_ranges_memory_and_whether_it_fits():
     tokens = 2 * 8192
     assert f"{tokens / 1.2:,.0f} to {tokens / 0.9:,.0f}" in text
     assert "does not fit: 12.0 too many" in text
-    assert "1e+12 tokens: " in text
+    assert "1e+12 tokens: 39.7 to 53 days, 15,259 to 20,345 GPU-hours" in text
+    assert "; plans of 2 published runs (inductor) came out 1.26 to 1.30 times as fast as the runs" in text
     assert "ramp" not in text
 
 
@@ -139,3 +155,21 @@ def test_of_a_ramp_the_last_batch_is_priced_and_all_tokens_are_counted():
     assert f"batch: {4 * batch} sequences" in text
     assert f"priced once the ramp is over: {batch} sequences until step 400 (training.global_batch_ramp)" in text
     assert f"{8192 * batch * (400 + 4 * 600):.3g} tokens (1,000 steps)" in text
+
+
+def test_what_was_planned_until_ctrl_c_is_there(monkeypatch, capsys):
+    def plans(layouts, machines, full, watch):
+        yield planned(2.0)
+        yield planned(1.0)
+        watch(0.5)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(changes, "make_plans", plans)
+    wanted = [{"a": str(number)} for number in range(4)]
+    with pytest.raises(Stopped, match="stopped when 2 of 4 were planned") as stopped:
+        plan_changes(lambda change: layout(), wanted, H100)
+    assert [change["a"] for change, _ in stopped.value.rows] == ["1", "0"]
+    assert stopped.value.said == ["PARTIAL: stopped when 2 of 4 were planned", *table(stopped.value.rows)]
+    assert "planned 2 of 4, " in (err := capsys.readouterr().err)
+    assert "; best so far " in err
+    assert Stopped([], 3).said == []

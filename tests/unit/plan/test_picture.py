@@ -5,9 +5,11 @@ import itertools
 import json
 
 import pytest
+from matplotlib.figure import Figure
 from test_simulate import AT_ONCE, layout, stages_of
 
 from titan_lite.compiler.timeline import Span, Timeline
+from titan_lite.metrics.timelines import COLORS
 from titan_lite.plan.memory import memory_of
 from titan_lite.plan.picture import deepest, draw_plan, step_spans, write_plan_trace
 from titan_lite.plan.simulate import simulate_step
@@ -67,7 +69,14 @@ def test_a_trace_has_a_thread_for_each_rank_and_lane(plan, tmp_path):
     assert (gather["ts"], gather["dur"], gather["args"]["exposed_us"]) == (0.0, 2e6, 1e6)
 
 
-def test_a_picture_is_drawn(plan, tmp_path):
+def test_a_picture_is_drawn_with_legends(plan, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    draw_plan(plan, tmp_path / "plan.png")
+    step, graphs = ([text.get_text() for text in panel.get_legend().get_texts()] for panel in drawn[0].axes)
+    assert step == ["gather weights", "forward", "backward", "reduce gradients", "clipping and optimizer"]
+    assert graphs == list(COLORS)
+    monkeypatch.undo()
     draw_plan(plan, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert deepest(plan)[2] == ["computation", "FSDP", "tensor parallelism"]

@@ -1,8 +1,14 @@
 """What a search looks at, how it prices by formula, and what it says of those that lost."""
 
+import contextlib
+import os
+import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
+from commands import Job, python
 from test_changes import H100, planned
 
 from titan_lite.compiler.hardware import GIB
@@ -113,9 +119,44 @@ def test_a_search_finds_what_fits(capsys):
     overrides = ["--set", "model.flavor=1B", "--set", "training.seq_len=2048", "--set", "training.global_batch_size=16"]
     assert main([str(RECIPES / "llama3_8b.toml"), "--world-size", "4", *overrides, "--search", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "the 3 fastest by formula were planned" in lines[0]
+    assert "the 3 fastest by formula are planned" in lines[0]
     assert "why the others lost" in lines
     assert lines[-1].startswith("best: --set ")
+
+
+def processes_of(session):
+    """Numbers of processes that are not zombies."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, own, *_ = path.read_text().rpartition(") ")[2].split()
+            found += [path.parent.name] if int(own) == session and state != "Z" else []
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_a_search_that_is_stopped_shows_what_it_has_and_leaves_nothing_behind(name, tmp_path):
+    keys = [f"--set={key}" for key in ("training.global_batch_size=16", "training.seq_len=64")]
+    command = python("-m", "titan_lite.plan", RECIPES / "debug_model.toml", "--world-size", 4, *keys, "--search", 30)
+    with open(tmp_path / "out", "w") as out, Job(tmp_path / "err", *command, stdout=out, session=True) as job:
+        session = job.process.pid
+        job.until(r"planned [1-9]\d* of 30, .* of about .*; best so far .* tokens/s a GPU: ", seconds=400)
+        if name == "SIGKILL":
+            job.process.kill()
+        else:  # as a terminal does, or timeout
+            os.killpg(session, getattr(signal, name))
+        assert job.process.wait(60) == (-9 if name == "SIGKILL" else 130)
+        deadline = time.monotonic() + 60
+        while processes_of(session):
+            assert time.monotonic() < deadline, processes_of(session)
+            time.sleep(0.1)
+        if name != "SIGKILL":
+            lines = (tmp_path / "out").read_text().splitlines()
+            assert re.fullmatch(r"PARTIAL: stopped when \d+ of 30 were planned", lines[2])
+            assert lines[-1].startswith("best: --set ")
+            assert job.output.splitlines()[-1] == lines[2].removeprefix("PARTIAL: ")
+            assert not re.search("Traceback|resource_tracker", job.output)
 
 
 def test_no_recipe_is_told(capsys):

@@ -7,10 +7,10 @@ import pytest
 from titan_lite.compiler.hardware import load_machine
 from titan_lite.compiler.stage import CompileError
 from titan_lite.config import ActivationCheckpoint, Compile, Config, ConfigError, Parallelism, Training
+from titan_lite.distributed.axes import axis_along
 from titan_lite.layout import make_layout
 from titan_lite.models.llama3 import ModelConfig, flops_per_token
 from titan_lite.plan import summary
-from titan_lite.plan.costs import axis_along
 from titan_lite.plan.simulate import simulate_step
 from titan_lite.plan.trace import PlannedLayout, Traced, depths_to_trace, figures_at, start_tracing, trace_stage
 

@@ -183,35 +183,44 @@ def test_a_key_of_an_earlier_version_is_not_its_own_choice_where_it_says_what_ho
 
 
 def test_buckets_and_their_timeline(run):
-    def span(lane, name, start, length, exposed=0.0, graph="forward"):
-        return {
-            "ph": "X", "tid": lane, "name": name, "ts": start, "dur": length, "cat": graph, "args": {"exposed_us": exposed}
-        }  # fmt: skip
+    def span(lane, name, start, length, exposed=0.0, graph="forward", rank=0):
+        times = {"ts": start, "dur": length, "args": {"exposed_us": exposed}}
+        return {"ph": "X", "pid": rank, "tid": lane, "name": name, "cat": graph, **times}
+
+    def named(what, rank, name):
+        return {"ph": "M", "name": what, "pid": rank, "args": {"name": name}}
 
     spans = [
-        {"ph": "M", "name": "thread_name"},
+        *(named("process_name", rank, f"pipeline rank {rank}") for rank in (0, 1)),
+        *(named("thread_name", rank, name) for rank in (0, 1) for name in ("computation", "FSDP")),
         span(0, "mm", 0, 1000),
         span(1, "all_gather a.weight", 500, 2000, 700),
         span(0, "add", 1000, 500),
         span(0, "mm_2", 2500, 1500),
         span(0, "mm_3", 4000, 1000, graph="backward"),
+        span(0, "mm", 0, 2000, rank=1),
     ]
-    found = read_run(run(receipts=[RECEIPT, {**RECEIPT, "graph": "inference"}], spans=spans), "run")
-    assert found.timeline["graphs"] == [
+    found = read_run(run(receipts=[RECEIPT, {**RECEIPT, "graph": "inference"}, {**RECEIPT, "pp_rank": 1}], spans=spans), "run")
+    first, second = found.timelines
+    assert (first["title"], first["lanes"]) == ("pipeline rank 0", ["computation", "FSDP"])
+    assert (second["title"], second["spans"]) == ("pipeline rank 1", [[0, 0.0, 2.0, 0, "forward: computation"]])
+    assert first["graphs"] == [
         {"name": "forward", "start": 0.0, "end": 4.0},
         {"name": "backward", "start": 4.0, "end": 5.0},
     ]
-    assert found.timeline["spans"] == [  # computation without a gap is one
-        ["compute", 0.0, 1.5, 0, "forward: computation"],
-        ["communication", 0.5, 2.0, 0.7, "all_gather a.weight"],
-        ["compute", 2.5, 1.5, 0, "forward: computation"],
-        ["compute", 4.0, 1.0, 0, "backward: computation"],
+    assert first["spans"] == [  # computation without a gap is one
+        [0, 0.0, 1.5, 0, "forward: computation"],
+        [1, 0.5, 2.0, 0.7, "all_gather a.weight"],
+        [0, 2.5, 1.5, 0, "forward: computation"],
+        [0, 4.0, 1.0, 0, "backward: computation"],
     ]
     text = page([found])
-    assert 'id="timeline-0"' in text
+    assert 'id="timeline-0-0"' in text
+    assert 'id="timeline-0-1"' in text
+    assert "pipeline rank 1, from above: computation, FSDP" in text
     assert "forward: 9 all_gather → 1" in text
     assert "a.weight and 1 more" in text
-    assert "0.5 of 4 ms" in text  # exposed
+    assert "1 of 8 ms" in text  # exposed, of both ranks
     alone = {**RECEIPT, "timeline": {"exposed": 0.0, "seconds": 0.004, "communication": 0.0}}
     assert [exposed_share(receipts) for receipts in ([], [alone], [{**RECEIPT, "timeline": None}])] == [""] * 3
 

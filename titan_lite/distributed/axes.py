@@ -1,0 +1,51 @@
+"""The mesh axis that a collective is along: by its ranks, and in words.
+
+timeline = by_axis(timeline, axes_of(mesh))            # the groups of its collectives are called dp_shard, tp, ...
+WORDS["tp"]                                            # tensor parallelism
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from titan_lite.compiler.timeline import Span, Timeline
+from titan_lite.distributed.degrees import AXES
+
+Axes = Mapping[tuple[int, ...], str]  # the axis that a group is along, by its ranks
+WORDS = {
+    "pp": "pipeline",
+    "dp_replicate": "data-parallel copies",
+    "dp_shard": "FSDP",
+    "cp": "context parallelism",
+    "tp": "tensor parallelism",
+}
+
+
+def axes_of(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
+    """The axis that each of this rank's groups is along, by its ranks; where parameters are sharded over cp as well: dp_shard."""
+    groups = {tuple(dist.get_process_group_ranks(mesh.get_group(axis))): axis for axis in AXES if mesh[axis].size() > 1}
+    pipeline, copy, _, _, tensor = mesh.get_coordinate()  # type: ignore[misc]
+    shards = tuple(mesh.mesh[pipeline, copy, :, :, tensor].flatten().tolist())  # over dp_shard and cp
+    return {shards: "dp_shard", **groups} if mesh["cp"].size() > 1 else groups
+
+
+def ranks_in(group: str) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(_resolve_process_group(group)))  # type: ignore[arg-type]
+
+
+def axis_along(ranks: tuple[int, ...], axes: Axes, of_parameters: bool) -> str:
+    """The axis of a collective, "" for one of a single rank; parameters that are sharded over cp alone are FSDP's, too."""
+    axis = axes[ranks] if len(ranks) > 1 else ""
+    return "dp_shard" if of_parameters and axis == "cp" else axis
+
+
+def by_axis(timeline: Timeline, axes: Axes) -> Timeline:
+    """Name the groups of its collectives by axis."""
+
+    def named(span: Span) -> Span:
+        return dataclasses.replace(span, group=axis_along(ranks_in(span.group), axes, span.lane == "communication"))
+
+    return dataclasses.replace(timeline, spans=tuple(named(span) if span.group else span for span in timeline.spans))
