@@ -40,6 +40,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_lite.compiler import collectives, resharding
 from titan_lite.compiler.fqns import parameters_within
+from titan_lite.compiler.pinning import PinnedOrder
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.config import Compile, ConfigError
 
@@ -151,8 +152,9 @@ def _aot_eager(reshard: _Pass | None, compiling: Compiling, priced_as: str = "")
 
 
 def _inductor(reshard: _Pass | None, compiling: Compiling, async_tensor_parallel: str = "") -> Callable:
-    # Inductor would order nodes by memory; theirs is ours.
-    patches: dict[str, Any] = {"reorder_for_peak_memory": False, "reorder_for_compute_comm_overlap": False}
+    # Inductor would order nodes by memory, by locality and by what it fuses; theirs is ours.
+    orders = ("reorder_for_peak_memory", "reorder_for_compute_comm_overlap", "reorder_for_locality")
+    patches: dict[str, Any] = {"_pre_fusion_custom_pass": PinnedOrder(), **dict.fromkeys(orders, False)}
     if reshard is not None:
         patches["joint_custom_post_pass"] = reshard
     if async_tensor_parallel:
