@@ -110,7 +110,7 @@ if [[ -n $explain ]]; then
     exec "$python" -m titan_lite.train "$recipe" "$@"
 fi
 
-# What the number of ranks decides, where it is known, is told before they are started.
+# What files and the number of ranks decide, where it is known, is told before ranks are started.
 [[ $nodes == *:* ]] || titan_lite_recipe "$python" --world-size $((nodes * processes)) "$recipe" "$@"
 say "starting $processes $( ((gpus > 0)) && echo GPU || echo CPU) process$( ((processes == 1)) || echo es): $recipe"
 

@@ -21,9 +21,9 @@ from titan_lite.checkpoint.weights import check_fit, open_weights
 from titan_lite.compiler.hardware import PROFILES, profile_of
 from titan_lite.compiler.stage import check_backend
 from titan_lite.config import KEYS, Compile, Config, ConfigError, flatten
-from titan_lite.data.dataset import check_data, fingerprint
-from titan_lite.data.prepared import SPLITS, PreparedSource, check_prepared
+from titan_lite.data.dataset import fingerprint
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from titan_lite.inputs import check_inputs
 from titan_lite.layout import Layout, make_layout
 from titan_lite.logging import logger
 from titan_lite.ranks import device_memory
@@ -32,18 +32,7 @@ from titan_lite.shape import shape_words
 
 def check(config: Config, layout: Layout) -> Tokenizer:
     """The tokenizer of a recipe that can run here. Raises ConfigError."""
-    tokenizer = load_tokenizer(config.model.tokenizer_path)
-    if tokenizer.vocab_size > layout.model.vocab_size:
-        wrong = f'model.tokenizer_path = "{config.model.tokenizer_path}" has {tokenizer.vocab_size} tokens, but'
-        room = "model.vocab_size" if config.model.vocab_size else f"flavor {config.model.flavor}"
-        works = f"use that flavor's tokenizer, a flavor with room, or model.vocab_size = {tokenizer.vocab_size}"
-        raise ConfigError(f"{wrong} {room} has room for {layout.model.vocab_size}; {works}")
-    check_data(config.data)
-    for _, part in config.data.mixture():
-        if part.dataset == "prepared":
-            check_prepared(part, tokenizer.sha256, tokenizer.vocab_size)
-            for split in SPLITS if config.validation.enable else SPLITS[:1]:
-                PreparedSource(part, split, seed=0)
+    tokenizer = check_inputs(config, layout)
     check_machine(config)
     check_memory(config, layout, device_memory())
     check_prices(config.compile)

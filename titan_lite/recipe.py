@@ -1,7 +1,7 @@
 """Check a recipe, or print it resolved, in a tenth of a second; and the help text of a run. Standard library only.
 
     python -m titan_lite.recipe RECIPE [--section.key value ...] [--print-config]
-    python -m titan_lite.recipe --world-size 8 RECIPE ...      # also what the number of ranks decides, and LOG_RANK
+    python -m titan_lite.recipe --world-size 8 RECIPE ...      # also what the number of ranks decides, tokenizer, data, LOG_RANK
 
 Exit code 0: the recipe can be read; 2: something in it or on the command line is wrong.
 """
@@ -109,7 +109,9 @@ def main(arguments: Sequence[str]) -> int:
             log_ranks(world_size)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        make_layout(config, world_size)
+        from titan_lite.inputs import check_inputs  # which needs packages that are there once ./run_train.sh has set them up
+
+        check_inputs(config, make_layout(config, world_size))
     if "--print-config" in arguments:
         print(to_toml(config, origins))
     return 0

@@ -78,7 +78,8 @@ ROOMS = {
         "titan_lite.command",
         "titan_lite.metrics.records",
     ),  # no torch: a page is made where a run's folder was copied to
-    "recipe": ("titan_lite.config", "titan_lite.command", "titan_lite.layout", "titan_lite.logging"),
+    "recipe": ("titan_lite.config", "titan_lite.command", "titan_lite.layout", "titan_lite.logging", "titan_lite.inputs"),
+    "inputs": ("titan_lite.config", "titan_lite.layout", "titan_lite.data"),
     "environment": ("titan_lite.config", "titan_lite.logging"),
     "launch": ("torch", "titan_lite.faults.signals"),
     "convert": (
@@ -108,6 +109,7 @@ WHOLE_CONFIG = {  # the others take their own section, or plain values
     "check",
     "describe",
     "recipe",
+    "inputs",
     "layout",
     "trainer",
     "train",

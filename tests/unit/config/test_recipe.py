@@ -713,7 +713,8 @@ def test_only_the_standard_library_is_imported():
     nodes = [node for module in modules for node in ast.walk(ast.parse(Path(module.__file__).read_text()))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
-    names -= {f"titan_lite.{name}" for name in ("command", "config", "layout", "logging")}  # layout: torch where it must, below
+    # layout and inputs: torch where they must, below
+    names -= {f"titan_lite.{name}" for name in ("command", "config", "inputs", "layout", "logging")}
     names -= {f"titan_lite.config.{name}" for name in ("aliases", "keys", "learning", "recipe", "row", "system", "toml")}
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names | {"tomli"}  # tomli: before Python 3.11
 
@@ -750,11 +751,13 @@ def test_exit_code_2_and_one_line_for_a_wrong_one(tmp_path):
         ),
         ("4", ["--model.flavor=7B"], 'model.flavor = "7B"'),
         ("4", ["--training.global_batch_size=6"], "is not a multiple"),
+        ("4", ["--model.tokenizer_path=/nowhere/tokenizer.model"], "/nowhere/tokenizer.model"),
+        ("4", ["--data.dataset=local", "--data.path=/nowhere/*.jsonl"], 'data.path = "/nowhere/*.jsonl"'),
         ("0", [], "--world-size 0: expected"),
         ("two", [], "--world-size two: expected"),
     ],
 )
-def test_what_the_number_of_ranks_decides_is_told_without_torch(ranks, options, words, tmp_path):
+def test_what_files_and_the_number_of_ranks_decide_is_told_without_torch(ranks, options, words, tmp_path):
     code = "import sys; from titan_lite.recipe import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     arguments = ["--world-size", ranks, str(SHIPPED[0]), *options]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)

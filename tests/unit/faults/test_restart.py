@@ -1,8 +1,10 @@
 """Attempts of one run, one after the other, as torchrun's environment tells them apart."""
 
+import sys
+
 import pytest
 
-from titan_lite.faults.restart import RepeatedFault, Restarts
+from titan_lite.faults.restart import RepeatedFault, Restarts, again
 
 
 @pytest.fixture
@@ -80,3 +82,23 @@ def test_the_file_of_another_run_that_has_the_folder_since_is_left_alone(tmp_pat
     restarts.path.write_text("another run's")
     restarts.begin(3)
     assert restarts.path.read_text() == "another run's"
+
+
+@pytest.mark.parametrize(
+    ("variables", "command"),
+    [
+        ({}, "python -u -m titan_lite.train 'a recipe.toml'"),
+        ({"TITAN_LITE_COMMAND": "NGPU=2 ./run_train.sh"}, "NGPU=2 ./run_train.sh"),
+        ({"WORLD_SIZE": "2"}, "torchrun --nproc-per-node 2 -m titan_lite.train 'a recipe.toml'"),
+        ({"WORLD_SIZE": "8"}, "torchrun --nnodes 4 ... --nproc-per-node 2 -m titan_lite.train 'a recipe.toml'"),
+    ],
+)
+def test_the_command_that_goes_on(variables, command, monkeypatch):
+    for name in ("TITAN_LITE_COMMAND", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    if "WORLD_SIZE" in variables:
+        variables = {**variables, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "run"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "-m", "titan_lite.train", "a recipe.toml"])
+    assert again() == command

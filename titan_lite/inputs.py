@@ -1,0 +1,27 @@
+"""Checks of the files that a recipe reads: its tokenizer and its data. Without torch, so that one process tells of it first.
+
+tokenizer = check_inputs(config, make_layout(config, world_size=8))
+"""
+
+from titan_lite.config import Config, ConfigError
+from titan_lite.data.dataset import check_data
+from titan_lite.data.prepared import SPLITS, PreparedSource, check_prepared
+from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from titan_lite.layout import Layout
+
+
+def check_inputs(config: Config, layout: Layout) -> Tokenizer:
+    """The tokenizer of a recipe whose model has room for it, and whose documents can be read. Raises ConfigError."""
+    tokenizer = load_tokenizer(config.model.tokenizer_path)
+    if tokenizer.vocab_size > layout.model.vocab_size:
+        wrong = f'model.tokenizer_path = "{config.model.tokenizer_path}" has {tokenizer.vocab_size} tokens, but'
+        room = "model.vocab_size" if config.model.vocab_size else f"flavor {config.model.flavor}"
+        works = f"use that flavor's tokenizer, a flavor with room, or model.vocab_size = {tokenizer.vocab_size}"
+        raise ConfigError(f"{wrong} {room} has room for {layout.model.vocab_size}; {works}")
+    check_data(config.data)
+    for _, part in config.data.mixture():
+        if part.dataset == "prepared":
+            check_prepared(part, tokenizer.sha256, tokenizer.vocab_size)
+            for split in SPLITS if config.validation.enable else SPLITS[:1]:
+                PreparedSource(part, split, seed=0)
+    return tokenizer
