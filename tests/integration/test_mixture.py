@@ -6,7 +6,7 @@ import re
 import pyarrow
 import pytest
 from commands import python, run, script, train
-from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, ROOT, SMALL, steps
+from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_WORKERS, ROOT, SMALL, steps
 
 from titan_lite.metrics.records import read_metrics
 
@@ -71,7 +71,7 @@ def test_the_mixture_of_the_readme_trains_resumes_and_its_report_shows_the_sourc
     assert f"{rows[10]['validation_loss_by_source/code']:.4f}" in table
 
 
-OPTIONS = [*SMALL, *steps(3), *NO_CHECKPOINT, "--training.global_batch_size=16", "--validation.freq=3", "--validation.steps=2"]
+OPTIONS = [*SMALL, *steps(2), *NO_CHECKPOINT, *NO_WORKERS, "--validation.freq=2", "--validation.steps=1"]
 
 
 @pytest.fixture(scope="module")
