@@ -282,7 +282,7 @@ def step(hugging_face, tmp_path_factory):
     folder.parent.mkdir()
     write_step(folder, open_weights(hugging_face))
     state = {"step": 5, "tokens_seen": 640, "tensors": ["model"], "validation_due": False, "skipped_steps": 0}
-    state |= {"skipped_in_a_row": 0, "spikes": {"accepted": [8.0, 7.5], "skipped": 0}, **described()}
+    state |= {"skipped_in_a_row": 0, "spikes": {"accepted": [8.0, 7.5], "skipped": [{"step": 3, "loss": 99.0}]}, **described()}
     state |= {"loader": {"rows": {"0": [5, [2, 3]], "1": [5, [1, 0]]}, "of": 2}}
     (folder / "state.json").write_text(json.dumps(state))
     seal(folder)

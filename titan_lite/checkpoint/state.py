@@ -57,7 +57,7 @@ _STATE = {
     "validation_due": optional(FLAG),
     "skipped_steps": optional(COUNT),
     "skipped_in_a_row": optional(COUNT),
-    "spikes": optional({"accepted": [NUMBER], "skipped": COUNT}),
+    "spikes": optional({"accepted": [NUMBER], "skipped": [OBJECT]}),  # losses may be infinite
     "loader": optional({"rows": {WORD: Form("[windows, [ordinal, tokens], ...]", _is_place)}, "of": COUNT}),
     "special_tokens": optional({"bos_token_id": maybe(TOKENS), "eos_token_id": maybe(TOKENS)}),
     WORD: ANY,

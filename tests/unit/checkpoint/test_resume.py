@@ -45,7 +45,7 @@ def saved(*overrides, **facts):
     """state.json of step 50, as it is read."""
     rows = {str(row): [50, [row + 8 * (row % 3), 12]] for row in range(8)}
     state = {"step": 50, "tokens_seen": 102_400, "loader": {"rows": rows, "of": 8}, "tensors": ["model", "optimizer"]}
-    state |= {"validation_due": False, "skipped_steps": 0, "skipped_in_a_row": 0, "spikes": {"accepted": [8.5], "skipped": 0}}
+    state |= {"validation_due": False, "skipped_steps": 0, "skipped_in_a_row": 0, "spikes": {"accepted": [8.5], "skipped": []}}
     return json.loads(json.dumps({**state, **described(*overrides, **facts)}))
 
 
