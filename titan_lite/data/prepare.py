@@ -163,7 +163,7 @@ def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, p
             progress["files"].update(shard.close())
             shards.append({"name": shard.name, "documents": shard.documents, "tokens": shard.tokens})
             logger.info(f"{shard.name}: {shard.documents:,} documents, {shard.tokens:,} tokens")
-        progress["bad"] += [document._asdict() for document in bad]
+        progress["bad"] += [document.listed() for document in bad]
         progress["next"] = next_ordinal
         bad.clear()
         manifest.write_whole(folder / PROGRESS, json.dumps(progress))
