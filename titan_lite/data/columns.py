@@ -8,11 +8,14 @@ footer may say anything), and a string that many rows have is not repeated. limi
 has at most PAGES times as many.
 """
 
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
+import numpy as np
 import pyarrow
+from pyarrow import compute
 
 from titan_lite.data.readers import BLOCK, NoText, TooLarge, no_column
 
@@ -280,20 +283,36 @@ def _is_text(kind: Any) -> bool:
 
 def _values(column: Any, first: int, limit: int) -> Iterator[tuple[int, Any]]:
     """(row, bytes, None or a ValueError): one by one, so that what many rows have is never there as often."""
-    column = _in_bytes(column)
-    wrapped = pyarrow.types.is_dictionary(column.type) or pyarrow.types.is_run_end_encoded(column.type)
-    for row, value in enumerate(column, start=first):
-        scalar = value.value if wrapped else value
-        buffer = scalar.as_buffer() if scalar is not None and scalar.is_valid else None
-        yield row, buffer if buffer is None else TooLarge(limit) if buffer.size > limit else buffer.to_pybytes()
+    if isinstance(column, pyarrow.ExtensionArray):
+        column = column.storage
+    places: Iterable[int | None] = range(len(column))
+    if pyarrow.types.is_dictionary(column.type):
+        # from_arrays checks that indices are within the dictionary
+        column = pyarrow.DictionaryArray.from_arrays(column.indices, _in_bytes(column.dictionary))
+        column, places = column.dictionary, column.indices.to_pylist()
+    elif pyarrow.types.is_run_end_encoded(column.type):
+        column.validate(full=True)
+        begins = itertools.pairwise([0, *column.run_ends.to_pylist()])
+        places = (place for place, (begin, end) in enumerate(begins) for _ in range(end - begin))
+        column = _in_bytes(column.values)
+    else:
+        column = _in_bytes(column)
+    sizes = _sizes(column)
+    for row, place in enumerate(places, start=first):
+        size = None if place is None else sizes[place].as_py()
+        yield row, None if size is None else TooLarge(limit) if size > limit else column[place].as_py()
+
+
+def _sizes(column: Any) -> Any:
+    """Bytes of each value."""
+    if column.type != pyarrow.binary_view():
+        return compute.binary_length(column)
+    begins = np.frombuffer(column.buffers()[1], dtype="<i4")[4 * column.offset :: 4]  # of 16 bytes each, which begin with it
+    return compute.if_else(column.is_valid(), pyarrow.array(begins[: len(column)]), None)
 
 
 def _in_bytes(column: Any) -> Any:
     """The column, checked: offsets of a damaged file would be read out of bounds. Of bytes, since a string may be no UTF-8."""
-    if isinstance(column, pyarrow.ExtensionArray):
-        column = column.storage
-    if pyarrow.types.is_dictionary(column.type):
-        return pyarrow.DictionaryArray.from_arrays(column.indices, _in_bytes(column.dictionary))  # which checks the indices
     if column.type in _BYTES:
         column = column.view(_BYTES[column.type])
     column.validate(full=True)

@@ -9,7 +9,7 @@ what cannot be read from some place on is one document there, whose raw form is 
 
 Whatever is in a file, reading it and taking the text of one document after the other needs at most MEMORY times
 data.max_document_mib, beside the 128 MiB that a zstd file may ask for as its window: what is larger is a bad document before it
-is decoded. A line of JSON needs most: its objects are up to thirty times as large as its bytes.
+is decoded. A dictionary of parquet needs most, and a line of JSON, whose objects are up to thirty times as large as its bytes.
 """
 
 import json
@@ -29,7 +29,7 @@ from titan_lite.logging import logger
 
 FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet", ".arrow")
 PIECE = 2**20  # bytes of a jsonl file in a piece: little enough to skip over, enough to be worth a seek
-MEMORY = 40  # times data.max_document_mib; tests measure it
+MEMORY = 48  # times data.max_document_mib; tests measure it
 MOST_PIECES = 100_000  # of a corpus; those of a larger one are larger, so that their list is no burden
 _WORKS = (
     f"name a file, a folder or a glob of {', '.join(FORMATS)} files (all but the last two also .gz and .zst), "
@@ -185,7 +185,7 @@ def _parse(raw: Any, data: Data, is_json: bool) -> str:
         except RecursionError:
             raise ValueError("not JSON (nested too deeply)") from None
         except ValueError as error:  # a number of thousands of digits
-            raise ValueError(f"not JSON ({error})") from None
+            raise ValueError(f"not JSON ({str(error).partition(';')[0]})") from None
         if is_json and not isinstance(raw, dict):
             raise ValueError(f"no JSON object, but {'null' if raw is None else f'a {type(raw).__name__}'}")
     if isinstance(raw, dict):

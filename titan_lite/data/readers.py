@@ -18,7 +18,7 @@ from typing import Any
 
 BLOCK = 2**20  # bytes that are decompressed at once
 MOST_BLANK = 2**20  # blank lines in a row; more are no text, and a gigabyte of them is a minute
-MOST_TOKENS = 2**23  # brackets and strings in an element of an array, some seconds
+MOST_TOKENS = 2**22  # brackets and quotes in an element of an array, some seconds
 
 
 class NoText(ValueError):
@@ -168,6 +168,7 @@ def elements(file: io.BufferedReader, limit: int) -> Iterator[tuple[int, bytes |
         raise ValueError("no array")
     at += 1
     number, closed = 0, next_byte() == b"]"
+    at += closed
     while not closed:
         next_byte()
         number += 1
@@ -183,7 +184,7 @@ def elements(file: io.BufferedReader, limit: int) -> Iterator[tuple[int, bytes |
             byte = block[at : at + 1]
             tokens += 1
             if tokens > MOST_TOKENS:
-                raise ValueError(f"an element of more than {MOST_TOKENS:,} brackets and strings")
+                raise ValueError(f"an element of more than {MOST_TOKENS:,} brackets and quotes")
             if not byte:
                 size += len(block) - begin
                 if size <= limit:
@@ -214,19 +215,34 @@ def elements(file: io.BufferedReader, limit: int) -> Iterator[tuple[int, bytes |
         block, at = file.read1(BLOCK), 0
 
 
+_LINE_END = re.compile(r"\r\n?|\n")
+_QUOTE_OR_LINE_END = re.compile(r'"|\r\n?|\n')
+
+
 class _Lines:
     """The lines of a csv file, for csv.reader, as long as a record is no larger than the limit."""
 
     def __init__(self, file: io.BufferedReader, limit: int):
         self._text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
         self._limit, self._count, self._left, self._quoted, self._cut = limit, 0, limit, False, False
+        self._ahead, self._at = "", 0  # text that was read already, and from where on it is to be given
 
     def begin(self) -> int:
         """The number of the line that a record begins with, after what is left of a record that was too large."""
-        while self._cut and (rest := self._text.readline(BLOCK)):
-            self._count += self._whole(rest)
-            self._quoted ^= rest.count('"') % 2 == 1
-            self._cut = self._quoted or not self._whole(rest)
+        quotes = 0
+        while self._cut and (block := self._text.read(BLOCK)):
+            at = 0
+            while self._cut and at < len(block):
+                found = _QUOTE_OR_LINE_END.search(block, at) if not self._quoted else None
+                at = (found.end() if found else len(block)) if not self._quoted else block.find('"', at) + 1 or len(block) + 1
+                if found and found[0] != '"':
+                    self._cut = False
+                elif found or (self._quoted and at <= len(block)):
+                    self._quoted, quotes = not self._quoted, quotes + 1
+            if quotes > MOST_TOKENS:
+                raise ValueError(f"a record of more than {MOST_TOKENS:,} quotes")
+            self._ahead, self._at = ("", 0) if self._cut else (block, at)
+            self._count += block.count("\n", 0, at)
         self._left, self._quoted, self._cut = self._limit, False, False
         return self._count + 1
 
@@ -234,20 +250,25 @@ class _Lines:
         return self
 
     def __next__(self) -> str:
-        line = self._text.readline(self._left + 1)
+        size, line = self._left + 1, ""
+        if self._ahead:
+            found = _LINE_END.search(self._ahead, self._at)
+            end = min(self._at + size, found.end() if found else len(self._ahead))
+            line, self._at = self._ahead[self._at : end], end
+            if end == len(self._ahead):
+                self._ahead = ""
+        if len(line) < size and line[-1:] not in ("\r", "\n"):
+            line += self._text.readline(size - len(line))
         if not line:
             raise StopIteration
-        self._count += self._whole(line)
+        whole = line[-1] in "\r\n"
+        self._count += whole
         self._left -= len(line)
         self._quoted ^= line.count('"') % 2 == 1
         if self._left < 0:
-            self._cut = self._quoted or not self._whole(line)
+            self._cut = self._quoted or not whole
             raise TooLarge(self._limit)
         return line
-
-    @staticmethod
-    def _whole(line: str) -> bool:
-        return line[-1] in "\r\n"
 
 
 def records(file: io.BufferedReader, limit: int, field: str) -> Iterator[tuple[int, str | ValueError]]:
