@@ -23,14 +23,18 @@ from titan_lite.outside import WORD, faults
 
 
 class BadDocument(NamedTuple):
-    """In place of a document's text: where it is, and why it has none."""
+    """In place of a document's text: where it is, and why it has none; instead: a setting with which it would have one."""
 
     file: str
     place: str
     reason: str
+    instead: str = ""
 
     def __str__(self) -> str:
         return f"{self.file}, {self.place}: {self.reason}"
+
+    def listed(self) -> dict[str, str]:
+        return {"file": self.file, "place": self.place, "reason": self.reason}
 
 
 @dataclass
@@ -52,17 +56,19 @@ class BadDocumentPolicy:
     def skip(self, bad: BadDocument) -> None:
         """Raises ConfigError: a bad document is an error, or this is one too many."""
         if self.data.on_bad_document == "error":
-            raise ConfigError(f'{bad}; repair it or take it out, or data.on_bad_document = "skip" would work')
+            skip = 'data.on_bad_document = "skip"'
+            field = f"{bad.instead} would work, or, where other documents have it, {skip}"
+            raise ConfigError(f"{bad}; {field if bad.instead else f'repair it or take it out, or {skip} would work'}")
         self.last = bad
         self.known.add(bad[:2])
-        self.check(len(self.known), f"the last one {bad}")
+        self.check(len(self.known), f"the last one {bad}", bad.instead)
 
-    def check(self, count: int, which: str) -> None:
+    def check(self, count: int, which: str, instead: str = "") -> None:
         """Raises ConfigError: more different bad documents than data.max_bad_documents."""
         if count > self.data.max_bad_documents:
             raise ConfigError(
-                f"data.max_bad_documents = {self.data.max_bad_documents}: there are {count}, {which}; a higher one, or other "
-                "documents, would work"
+                f"data.max_bad_documents = {self.data.max_bad_documents}: there are {count}, {which}; "
+                f"{instead or 'a higher one, or other documents,'} would work"
             )
 
 
@@ -125,7 +131,7 @@ class BadDocumentsLog:
             f"{_documents(len(new))} left out, {len(known)} in all; {next(iter(new.values()))}"
             + (f"; all are listed in {self.path}" if len(new) > 1 else "")
         )
-        lines = [document._asdict() for document in new.values()]
+        lines = [document.listed() for document in new.values()]
         self.listed += lines
         try:
             with open(self.path, "a", encoding="utf-8") as file:

@@ -81,18 +81,25 @@ class PiecewiseSource:
         beginning, rest = divmod(start, EPOCH)
         for epoch in itertools.count(beginning):
             found = epoch == beginning and rest > 0
+            readable, bad = found, ""
             for number, group in enumerate(self._groups(epoch)):
                 if epoch == beginning and number < rest // GROUP:
                     continue
                 base = epoch * EPOCH + number * GROUP
                 for ordinal, (piece, place, raw) in enumerate(self._in_order(group, f"{self.seed} {epoch} {number}"), start=base):
                     want = ordinal >= start and wanted(ordinal)
+                    if not isinstance(raw, ValueError):
+                        readable = True
+                    else:
+                        bad = bad or str(self._text(piece, place, raw))
                     if (want or not found) and self._is_ours(piece, place):
                         found = True
                         if want:
                             yield ordinal, self._text(piece, place, raw)
             if not found:
                 raise _empty(self.data, self.split)
+            if bad and not readable:  # another epoch would take as long: what is too large is decompressed to its end
+                raise ConfigError(f"{bad}; nothing else is there that could be read; other documents would work")
 
     def _groups(self, epoch: int) -> list[list[Piece]]:
         pieces = list(self.pieces)

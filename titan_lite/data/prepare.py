@@ -7,6 +7,8 @@
 RECIPE FOLDER       what the recipe's [data] reads and model.tokenizer_path makes of it, written to a folder not there yet
 --section.key V     any key of the recipe, as in training
 
+Of a mixture ([[data.sources]]) each source becomes a folder within FOLDER, and what to put in the recipe is printed.
+
 data.validation_fraction of the documents make shards of their own, as a hash of their names decides: what training on
 the text itself would hold out. Their order is that of the files: training shuffles all of them, anew every epoch.
 
@@ -20,6 +22,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -37,9 +40,10 @@ from titan_lite import manifest
 from titan_lite.command import Parser, command, end_with_parent
 from titan_lite.config import ConfigError, Data
 from titan_lite.config.recipe import load_config
+from titan_lite.config.toml import in_toml
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
 from titan_lite.data.dataset import NoDocuments, Split, build_source, fingerprint
-from titan_lite.data.prepared import DTYPE, FORMAT, SPLITS, WRITTEN, check_shards, read_manifest
+from titan_lite.data.prepared import DTYPE, FORMAT, SPLITS, WRITTEN, check_prepared, check_shards, read_manifest
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import init_logging, logger
 from titan_lite.outside import ANY, COUNT, MOST, WORD, Damaged, one_of, read_json
@@ -63,26 +67,56 @@ class Portion(NamedTuple):
     bad: list[BadDocument]  # skipped
 
 
+def prepare_mixture(data: Data, tokenizer: Tokenizer, folder: Path, **how: Any) -> list[tuple[Path, dict[str, Any] | None]]:
+    """Do so for each of data.sources, in a folder within: (folder, manifest), of one that is prepared already (its own, None)."""
+    parts = [part for _, part in data.mixture()]
+    names = [f"{number}-{_name(part)}" for number, part in enumerate(parts, start=1)]
+    if folder.exists():
+        raise ConfigError(f"{folder} is there, and nothing is overwritten; name a folder that is not there yet")
+    unfinished = folder.with_name(f"unfinished-{folder.name}")
+    try:
+        unfinished.mkdir(parents=True, exist_ok=True)
+        with _alone(unfinished):
+            if foreign := {path.name for path in unfinished.iterdir()} - {*names, *(f"unfinished-{name}" for name in names)}:
+                raise ConfigError(f"{unfinished} has {min(foreign)}, which is not of this command; name another folder to write")
+            done: list[tuple[Path, dict[str, Any] | None]] = []
+            for name, part in zip(names, parts, strict=True):
+                if part.dataset == "prepared":
+                    check_prepared(part, tokenizer.sha256, tokenizer.vocab_size)
+                    done.append((Path(part.path), None))
+                    continue
+                if not (unfinished / name).exists():
+                    prepare(part, tokenizer, unfinished / name, **how)
+                described = read_manifest(unfinished / name)
+                before, now = _flat(described), _flat(json.loads(json.dumps(_about(part, tokenizer, how["shard_tokens"]))))
+                if other := [key for key in now if before.get(key) != now[key]]:
+                    made = f"{unfinished / name} was made with other {', '.join(other)}"
+                    raise ConfigError(f"{made}; with the same it goes on, and where it is removed it begins anew")
+                done.append((folder / name, described))
+            manifest.publish(unfinished, folder)
+    except BlockingIOError:
+        raise ConfigError(f"{unfinished} is being written by another process; wait for that, or name another folder") from None
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error}; the same command goes on from there") from None
+    return done
+
+
+def _name(data: Data) -> str:
+    """A source in a folder's name: books of books/*.jsonl."""
+    parts = [part for part in Path(data.path).parts if not set(part) & set("*?[")] or [data.dataset]
+    return re.sub(r"[^\w.-]+", "-", Path(parts[-1]).name.split(".")[0] or data.dataset)[:40]
+
+
 def prepare(data: Data, tokenizer: Tokenizer, folder: Path, *, workers: int, shard_tokens: int = 1 << 28) -> dict[str, Any]:
     """Write the folder, or what is left to write of it; its manifest. Raises ConfigError."""
     if data.dataset == "prepared":
         raise ConfigError(
             f'{data.key("dataset")} = "prepared": {data.path} is prepared already; "local", "stdlib" or "c4" would work'
         )
-    if data.sources:
-        raise ConfigError("data.sources: prepare each by itself, and mix the folders")
     if folder.exists():
         raise ConfigError(f"{folder} is there, and nothing is overwritten; name a folder that is not there yet")
     unfinished = folder.with_name(f"unfinished-{folder.name}")
-    about = {
-        "format": FORMAT,
-        "tokenizer": tokenizer.sha256,
-        "vocab_size": tokenizer.vocab_size,
-        "dtype": "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
-        "data": {key: value for key, value in dataclasses.asdict(data).items() if key not in _NO_MATTER},
-        "documents": fingerprint(data),
-        "shard_tokens": shard_tokens,
-    }
+    about = _about(data, tokenizer, shard_tokens)
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
         with _alone(unfinished):
@@ -99,6 +133,19 @@ def prepare(data: Data, tokenizer: Tokenizer, folder: Path, *, workers: int, sha
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error}; the same command goes on from there") from None
     return described
+
+
+def _about(data: Data, tokenizer: Tokenizer, shard_tokens: int) -> dict[str, Any]:
+    """What the bytes of a folder follow from."""
+    return {
+        "format": FORMAT,
+        "tokenizer": tokenizer.sha256,
+        "vocab_size": tokenizer.vocab_size,
+        "dtype": "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
+        "data": {key: value for key, value in dataclasses.asdict(data).items() if key not in _NO_MATTER},
+        "documents": fingerprint(data),
+        "shard_tokens": shard_tokens,
+    }
 
 
 @contextmanager
@@ -172,7 +219,7 @@ def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, p
             progress["files"].update(shard.close())
             shards.append({"name": shard.name, "documents": shard.documents, "tokens": shard.tokens})
             logger.info(f"{shard.name}: {shard.documents:,} documents, {shard.tokens:,} tokens")
-        progress["bad"] += [document._asdict() for document in bad]
+        progress["bad"] += [document.listed() for document in bad]
         progress["next"] = next_ordinal
         bad.clear()
         if len(text := json.dumps(progress)) > MOST * 2 // 3:  # the lines of a manifest are indented
@@ -328,11 +375,21 @@ def main(arguments: Sequence[str]) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected {least} or more")
     config, _ = load_config(others[0], others[2:])
     folder, tokenizer = Path(others[1]), load_tokenizer(config.model.tokenizer_path)
+    how = {"workers": options.workers, "shard_tokens": options.shard_tokens}
     try:
-        described = prepare(config.data, tokenizer, folder, workers=options.workers, shard_tokens=options.shard_tokens)
+        if not config.data.sources:
+            described = prepare(config.data, tokenizer, folder, **how)
+            print(f"{folder}: {_summary(described)}; --data.dataset prepared --data.path {folder} trains on it")
+            return
+        done = prepare_mixture(config.data, tokenizer, folder, **how)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("stopped: the same command goes on after the last whole shard") from None
-    print(f"{folder}: {_summary(described)}; --data.dataset prepared --data.path {folder} trains on it")
+    for path, part in done:
+        print(f"{path}: {_summary(part) if part else 'was prepared before'}")
+    print("\nto train on it, this takes the place of [[data.sources]] in the recipe:")
+    for (path, _), source in zip(done, config.data.sources, strict=True):
+        table = {"dataset": "prepared", "path": str(path.absolute()), "weight": source.weight}
+        print("\n[[data.sources]]", *(f"{key} = {in_toml(value)}" for key, value in table.items()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class PreparedSource:
     """Documents of one split, as arrays of token ids that have BOS and EOS already."""
 
     def __init__(self, data: Data, split: Split, seed: int):
-        self.folder, self.shuffle, self.seed = Path(data.path), data.shuffle, seed
+        self.folder, self.shuffle, self.seed, self.said = Path(data.path), data.shuffle, seed, data.key("path")
         described = read_manifest(self.folder, said=data.key("path"))
         self.dtype, self.vocab_size = np.dtype(described["dtype"]).newbyteorder("<"), described["vocab_size"]
         shards = described["splits"][split]
@@ -84,7 +84,7 @@ class PreparedSource:
                     begin, end = begins[at : at + 2].tolist()  # numpy's own integers make slower slices
                     if not begin < end <= len(tokens) or tokens[begin:end].max() >= self.vocab_size:
                         raise ConfigError(
-                            f'data.path = "{self.folder}": {self.names[number]}, document {at}: not one of this tokenizer; '
+                            f'{self.said} = "{self.folder}": {self.names[number]}, document {at}: not one of this tokenizer; '
                             "prepared anew with `python -m titan_lite.data.prepare` it would work"
                         )
                     yield ordinal, tokens[begin:end]

@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import numpy as np
 import tiktoken
 
 from titan_lite.config import ConfigError
+from titan_lite.data.files import kind_of_file
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -123,10 +125,17 @@ class JsonTokenizer:
             return self._theirs.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (UnicodeEncodeError, TypeError):
             return self._theirs.encode_batch_fast([_without_halves(text)], add_special_tokens=False)[0].ids
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic is no Exception: a pattern that would look for hours ends in one
+            words = " ".join(str(error).split())[:300]
+            raise ConfigError(f"model.tokenizer_path: a text of {len(text):,} characters cannot be encoded ({words})") from None
 
 
 Tokenizer = TiktokenTokenizer | JsonTokenizer
 
+# bytes of a file, which is read whole: Llama 3's tokenizer.model has 2 MiB, Gemma 3's tokenizer.json 32
+MOST_TIKTOKEN, MOST_JSON = 2**24, 2**26
 _WORKS = (
     "name a file in tiktoken's format, such as assets/tokenizer/debug.model or Llama 3's original/tokenizer.model, "
     "or a tokenizer.json"
@@ -145,7 +154,7 @@ def load_tokenizer(path: str | os.PathLike, key: str = "model.tokenizer_path =")
 def load_tiktoken(path: str | os.PathLike, key: str = "model.tokenizer_path =") -> TiktokenTokenizer:
     """Raises ConfigError for a file that cannot be read, or has a line that is not what tiktoken's format asks for."""
     wrong = f'{key} "{os.fspath(path)}"'
-    content = _read(path, wrong)
+    content = _read(path, wrong, MOST_TIKTOKEN)
     others = {  # that go by such names
         "a SentencePiece model, as Llama 2's; the tokenizer.json of such a tokenizer": content[:1] == b"\n"
         and b"<unk>" in content,
@@ -187,13 +196,15 @@ def _load_json(path: Path, key: str) -> JsonTokenizer:
             f"{wrong}: a tokenizer.json needs the package tokenizers, which is not installed; "
             "pip install 'titan_lite[tokenizers]' brings it, and a file in tiktoken's format works without"
         ) from None
-    raw = _read(path, wrong)
+    raw = _read(path, wrong, MOST_JSON)
     try:
         content = raw.decode("utf-8")
         theirs = Theirs.from_str(content)
-    except Exception as error:  # theirs is this very class
-        raise ConfigError(f"{wrong}: cannot be read as a tokenizer.json ({error}); {_WORKS}") from None
-    plain, whole = (theirs.encode("a", add_special_tokens=special).ids for special in (False, True))
+        plain, whole = (theirs.encode("a", add_special_tokens=special).ids for special in (False, True))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # theirs is Exception itself, and a panic is not even that
+        raise _no_tokenizer(wrong, error) from None
     at = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
     said = _said_beside(path, wrong)
     ids = []
@@ -212,26 +223,44 @@ def _load_json(path: Path, key: str) -> JsonTokenizer:
         if id is None:
             raise ConfigError(f"{wrong} {lacks}")
         ids.append(id)
-    return JsonTokenizer(content, *ids)
+    try:
+        return JsonTokenizer(content, *ids)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise _no_tokenizer(wrong, error) from None
+
+
+def _no_tokenizer(wrong: str, error: BaseException) -> ConfigError:
+    return ConfigError(f"{wrong}: cannot be read as a tokenizer.json ({' '.join(str(error).split())[:300]}); {_WORKS}")
 
 
 def _said_beside(path: Path, wrong: str) -> dict[str, str]:
     """bos_token and eos_token of the tokenizer_config.json beside it, those of them that it has."""
     config = path.with_name("tokenizer_config.json")
-    if not config.is_file():
+    if not config.exists():
         return {}
+    raw = _read(config, f"{wrong}: {config}", MOST_TIKTOKEN)
     try:
-        said = json.loads(config.read_text(encoding="utf-8"))
+        said = json.loads(raw)
         tokens = {key: said.get(key) for key in ("bos_token", "eos_token")}
-    except (OSError, ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{wrong}: {config} cannot be read ({error}); repair it or take it away") from None
     contents = {key: token.get("content") if isinstance(token, dict) else token for key, token in tokens.items()}
-    return {key: content for key, content in contents.items() if isinstance(content, str)}
+    return {key: content for key, content in contents.items() if isinstance(content, str) and content.isprintable()}
 
 
-def _read(path: str | os.PathLike, wrong: str) -> bytes:
+def _read(path: str | os.PathLike, wrong: str, most: int) -> bytes:
+    """All of a file that has at most so many bytes. Raises ConfigError."""
     try:
-        return Path(path).read_bytes()
+        # without waiting for who might write to a pipe
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(f"{wrong} is {kind_of_file(path)}, and no file; {_WORKS}")
+            content = file.read(most + 1)
+        if len(content) > most:
+            raise ConfigError(f"{wrong} has more than {most >> 20} MiB, and is no tokenizer; {_WORKS}")
+        return content
     except IsADirectoryError:
         names = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
         works = next((f"its {name} would work" for name in names if Path(path, name).is_file()), _WORKS)

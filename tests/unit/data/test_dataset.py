@@ -223,10 +223,14 @@ def test_an_empty_split_is_an_error_and_no_hang(tmp_path, split, fraction):
         ("folder", None, ["folder", "none of the 1 files"]),
         ("a.xml", "<text>x</text>", ["a.xml", 'unknown format ".xml"', ".jsonl"]),
         ("a.parquet.gz", b"", ["a.parquet.gz", 'unknown format ".parquet.gz"']),
-        ("a.jsonl", '{"body": "x", "id": 1}\n', ["a.jsonl, line 1: ", 'data.text_field = "text"', "fields with text: body"]),
+        (
+            "a.jsonl",
+            '{"body": "x", "id": 1}\n',
+            ["a.jsonl, line 1: ", 'data.text_field = "text"', 'fields with text: body; data.text_field = "body" would work,'],
+        ),
         ("a.jsonl", '{"text": 5}\n', ["a.jsonl, line 1: ", 'data.text_field = "text" is a int']),
         ("a.jsonl", '{"text": "x"\n', ["a.jsonl, line 1: not JSON"]),
-        ("a.csv", "body,id\nx,1\n", ["a.csv, line 1: ", "its columns: body, id"]),
+        ("a.csv", "body,id\nx,1\n", ["a.csv, line 1: ", "its columns: body, id; one of these as data.text_field would work"]),
         ("a.parquet", "PAR1", ["a.parquet, row 0: cannot be read"]),
         ("a.txt", b"\xff\xfe\xff", ["a.txt, whole: not UTF-8 (byte 0"]),
         ("a.txt", b"", ["a.txt, whole: empty"]),
@@ -243,7 +247,8 @@ def test_wrong_local_data_is_found_before_anything_starts(tmp_path, path, conten
     for part in parts:
         assert part in str(error.value)
     if content is not None and "unknown format" not in parts[-1] and content != "\n":
-        assert 'data.on_bad_document = "skip" would work' in str(error.value) or path == "a.xml"
+        works = "would work, or, where other documents have it, " if "fields" in parts[-1] or "columns" in parts[-1] else ""
+        assert f'{works}data.on_bad_document = "skip"' in str(error.value) or path == "a.xml"
         if path != "a.xml":
             check_data(local(tmp_path / path, on_bad_document="skip"))
 
@@ -284,8 +289,8 @@ def test_a_group_is_small_and_going_on_opens_no_file_before_it(tmp_path, monkeyp
     groups = {(ordinal // GROUP) for ordinal, _ in epoch}
     assert len(groups) >= 4 if not compression else groups == {0}  # compressed all are one group
     opened = []
-    open_file = files._open
-    monkeypatch.setattr(files, "_open", lambda file: opened.append(file) or open_file(file))
+    open_file = files.open_bytes
+    monkeypatch.setattr(files, "open_bytes", lambda file, compression: opened.append(file) or open_file(file, compression))
     assert read(source, epoch[-1][0], 1) == epoch[-1:]
     assert len(opened) <= (3 if not compression else 12)
 
@@ -294,8 +299,8 @@ def test_of_txt_files_only_those_wanted_are_read(tmp_path, monkeypatch):
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text(f"{number}")
     opened = []
-    open_file = files._open
-    monkeypatch.setattr(files, "_open", lambda file: opened.append(file) or open_file(file))
+    open_file = files.open_bytes
+    monkeypatch.setattr(files, "open_bytes", lambda file, compression: opened.append(file) or open_file(file, compression))
     source = build_source(local(tmp_path, shuffle=True), split="train", seed=0)
     some = list(islice(source.documents(0, lambda ordinal: ordinal % 8 == 3), 5))
     assert [Path(file).stem for file in opened] == [text for _, text in some]

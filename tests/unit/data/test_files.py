@@ -11,6 +11,7 @@ from titan_lite.config import ConfigError, Data
 from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.dataset import build_source, check_data
 from titan_lite.data.files import local_pieces, read_piece, text_of
+from titan_lite.data.readers import TooLarge
 
 pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
@@ -136,22 +137,22 @@ CASES = [  # what is wrong; file; its bytes; where, and what is said; how many o
     ("large", "a.jsonl", lines(b'{"text": "' + LARGE.encode() + b'"}\n'), "line 2", "more than data.max_document_mib = 1", 2),
     ("a file cut short", "a.jsonl", lines()[:-5], "line 2", "not JSON", 1),
     ("a file cut short", "a.jsonl.gz", gzip.compress(lines() + b" " * 10_000)[:-9], "line 3", "cannot be read from here on", 2),
-    ("a file cut short", "a.json", as_json(GOOD)[:-5], "line 1", "cannot be read from here on (JSONDecodeError", 0),
-    ("no gzip", "a.jsonl.gz", lines(), "line 1", "cannot be read from here on (BadGzipFile", 0),
+    ("a file cut short", "a.json", as_json(GOOD)[:-5], "line 2", "from here on (the file ends within the array", 1),
+    ("no gzip", "a.jsonl.gz", lines(), "line 1", "from here on (error: Error -3 while decompressing data: incorrect header", 0),
     ("no zstd", "a.jsonl.zst", lines(), "line 1", "cannot be read from here on (OSError: ZSTD", 0),
-    ("deep array", "a.json", b"[" * 100_000, "line 1", "cannot be read from here on (RecursionError", 0),
+    ("deep array", "a.json", b"[" * 100_000, "line 1", "cannot be read from here on (the file ends within", 0),
     ("null", "a.json", as_json([GOOD[0], None, GOOD[1]]), "line 2", "null", 2),
-    ("no object", "a.json", b'[{"text": "good one"}, 3, {"text": "good two"}]', "line 2", "a int in it, not text", 2),
+    ("no object", "a.json", b'[{"text": "good one"}, 3, {"text": "good two"}]', "line 2", "no JSON object, but a int", 2),
     ("bad UTF-8", "a.csv", b"text\ngood one\n\xff\ngood two\n", "line 3", "not UTF-8 (character 0", 2),
     ("empty", "a.csv", b'text,id\ngood one,1\n"",2\ngood two,3\n', "line 3", "empty", 2),
     ("missing", "a.csv", b"id,text\n1,good one\n2\n3,good two\n", "line 3", '"text" is not a field of it', 2),
     ("no column", "a.csv", b"id,body\n1,good one\n", "line 1", '"text" is no column of it; its columns: id, body', 0),
-    ("large", "a.csv", f"text\ngood one\n{LARGE}\ngood two\n".encode(), "line 3", "field larger than field limit", 2),
+    ("large", "a.csv", f"text\ngood one\n{LARGE}\ngood two\n".encode(), "line 3", "more than data.max_document_mib = 1", 2),
     ("two columns", "a.csv", b"text,text\ngood one,x\n", "line 1", '"text" is several columns of it', 0),
     ("open quote", "a.csv", b'text\ngood one\ngood two\n"no end\nof it\n', "line 4", "unexpected end of data", 2),
     ("bad UTF-8", "a.txt", b"fine \xc3(", "whole", "not UTF-8 (byte 5", 0),
     ("empty", "a.txt", b"", "whole", "empty", 0),
-    ("large", "a.json", as_json([*GOOD, LARGE]), "line 3", "1.0 MiB, more than data.max_document_mib = 1", 2),
+    ("large", "a.json", as_json([*GOOD, LARGE]), "line 3", "more than data.max_document_mib = 1", 2),
     ("large", "a.txt", LARGE.encode(), "whole", "more than data.max_document_mib = 1", 0),
     ("null", "a.parquet", as_parquet([GOOD[0], None, GOOD[1]]), "row 1", "null", 2),
     ("empty", "a.parquet", as_parquet([GOOD[0], "", GOOD[1]]), "row 1", "empty", 2),
@@ -206,7 +207,7 @@ def test_a_line_without_end_is_not_held_in_memory(tmp_path):
         file.truncate(2**27)  # zeros, which take no room on the disk
     piece = local_pieces(local(tmp_path, max_document_mib=1))[0]
     [(_, raw)] = read_piece(piece, local(tmp_path, max_document_mib=1))
-    assert len(raw) == 2**20 + 1
+    assert isinstance(raw, TooLarge)
 
 
 def test_what_the_machine_cannot_read_is_an_error_whatever_the_recipe_says(tmp_path):

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from titan_lite import manifest
 from titan_lite.check import check
-from titan_lite.config import ConfigError, Data, DataSource
+from titan_lite.config import ConfigError, Data
 from titan_lite.config.recipe import load_config
 from titan_lite.data import prepare as command
 from titan_lite.data.dataset import build_source, fingerprint
@@ -287,10 +287,61 @@ def test_more_shards_than_a_manifest_may_list_are_refused_while_they_are_made(co
         prepare(local(corpus), TOKENIZER, tmp_path / "p", workers=0, shard_tokens=9)
 
 
-def test_several_sources_are_prepared_one_by_one(tmp_path):
-    data = Data(sources=(DataSource(), DataSource()))
-    with pytest.raises(ConfigError, match=r"data.sources: prepare each by itself, and mix the folders"):
-        prepare(data, TOKENIZER, tmp_path / "p", workers=0)
+def mixture(corpus, folder, tmp_path):
+    """A recipe's options: two folders of text, one prepared before."""
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books/a.jsonl").write_text("".join(json.dumps({"text": text(i)}) + "\n" for i in range(200, 240)))
+    sources = [("local", corpus, 2), ("local", tmp_path / "books/*.jsonl", 1), ("prepared", folder, 1)]
+    tables = ", ".join(f'{{dataset = "{name}", path = "{path}", weight = {weight}}}' for name, path, weight in sources)
+    return [RECIPE, str(tmp_path / "mix"), "--workers=0", f"--data.sources=[{tables}]"]
+
+
+def test_a_mixture_becomes_a_folder_for_each_source_and_a_part_of_a_recipe(corpus, folder, tmp_path, capsys):
+    options = mixture(corpus, folder, tmp_path)
+    assert command.main(options) == 0
+    out = capsys.readouterr().out
+    names = ["1-corpus0", "2-books"]
+    assert sorted(path.name for path in (tmp_path / "mix").iterdir()) == names
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'extends = "{RECIPE}"\n' + out[out.index("\n[[data.sources]]") :])
+    data = load_config(recipe)[0].data
+    assert [source.path for source in data.sources] == [*(f"{tmp_path}/mix/{name}" for name in names), str(folder)]
+    assert [(share, part.dataset) for share, part in data.mixture()] == [
+        (0.5, "prepared"),
+        (0.25, "prepared"),
+        (0.25, "prepared"),
+    ]
+    fraction = load_config(RECIPE)[0].data.validation_fraction
+    prepare(local(tmp_path / "books", validation_fraction=fraction), TOKENIZER, tmp_path / "alone", workers=0)
+    alone, part = contents(tmp_path / "alone"), contents(tmp_path / "mix/2-books")
+    assert {name: content for name, content in alone.items() if "manifest" not in name}.items() <= part.items()
+    [loader] = loaders(data, 1, 4, 4, 16)
+    next(loader)
+    assert command.main(options) == 2  # nothing is overwritten
+    assert "mix is there, and nothing is overwritten" in capsys.readouterr().err
+
+
+def test_a_mixture_goes_on_after_the_sources_that_are_whole(corpus, folder, tmp_path, capsys, monkeypatch):
+    options, each = mixture(corpus, folder, tmp_path), []
+
+    def stopped(data, tokenizer, path, *, prepare=command.prepare, **how):
+        each.append(path.name)
+        if len(each) == 2:
+            raise KeyboardInterrupt
+        return prepare(data, tokenizer, path, **how)
+
+    monkeypatch.setattr(command, "prepare", stopped)
+    assert command.main(options) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert not (tmp_path / "mix").exists()
+    assert command.main([*options, "--shard-tokens=99"]) == 2
+    assert "unfinished-mix/1-corpus0 was made with other shard_tokens; with the same it goes on" in capsys.readouterr().err
+    assert command.main(options) == 0
+    assert each == ["1-corpus0", "2-books", "2-books"]
+    (tmp_path / "unfinished-other").mkdir()
+    (tmp_path / "unfinished-other/notes.txt").touch()
+    assert command.main([RECIPE, str(tmp_path / "other"), *options[2:]]) == 2
+    assert "unfinished-other has notes.txt, which is not of this command" in capsys.readouterr().err
 
 
 # What is read

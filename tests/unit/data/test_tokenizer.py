@@ -1,4 +1,5 @@
 import base64
+import os
 import pickle
 from itertools import groupby
 from pathlib import Path
@@ -165,6 +166,49 @@ def test_another_kind_of_file_is_called_by_its_name(tmp_path, content, words):
         load_tokenizer(tmp_path / "some.model")
     assert str(error.value).startswith(f'model.tokenizer_path = "{tmp_path}/some.model" is ')
     assert words in str(error.value)
+
+
+def test_what_is_no_file_or_too_large_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe.model")
+    os.mkfifo(tmp_path / "pipe.json")
+    for name, size in (("large.model", 2**24 + 1), ("large.json", 10 * 2**30)):
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(size)  # which takes no room on the disk
+    for path, words in (
+        ("pipe.model", "is a pipe, and no file"),
+        ("pipe.json", "is a pipe, and no file"),
+        ("/dev/zero", "is a device, and no file"),
+        ("large.model", "has more than 16 MiB"),
+        ("large.json", "has more than 64 MiB"),
+    ):
+        with pytest.raises(ConfigError, match=words) as error:
+            load_tokenizer(tmp_path / path)
+        assert "\n" not in str(error.value)
+
+
+PIECES = st.sampled_from([b"\n", b" ", b"AA==", b"!", b"0", b"1", b"999999999999999999999", b"\xff", b"{", b"=", b"\0"])
+
+
+def told(path, content):
+    """A tokenizer of any bytes, or what is wrong in one line."""
+    path.write_bytes(content)
+    try:
+        tokenizer = load_tokenizer(path)
+    except ConfigError as error:
+        assert str(error).isprintable(), str(error)  # noqa: PT017
+        assert len(str(error)) < 2000  # noqa: PT017
+    else:
+        assert max(tokenizer.encode("some text")) < tokenizer.vocab_size
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_bytes_are_a_tokenizer_or_told(tmp_path_factory, data):
+    real = b"\n".join(BYTES)
+    at = data.draw(st.integers(0, len(real)))
+    put = data.draw(st.lists(PIECES, max_size=5).map(b"".join) | st.binary(max_size=20))
+    content = real[:at] + put + real[at + data.draw(st.integers(0, 9)) :]
+    told(tmp_path_factory.getbasetemp() / "fuzz.model", data.draw(st.sampled_from([content, content[:at], put])))
 
 
 def test_of_a_folder_its_tokenizer_is_named(tmp_path):

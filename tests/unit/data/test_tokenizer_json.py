@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import SPECIAL_TOKENS, TiktokenTokenizer, load_tokenizer
 from titan_lite.data.tokenizer_json import CHARACTERS, to_json, tokenizer_config
 
+SMALL = TiktokenTokenizer({bytes([byte]): byte for byte in range(256)} | {b"so": 256, b"me": 257}, "0" * 64)
+TREE = json.dumps(to_json(SMALL))
 OURS = load_tokenizer(Path(__file__).parents[3] / "assets/tokenizer/debug.model")
 
 
@@ -200,6 +202,62 @@ def test_a_file_of_another_kind_is_an_error(tmp_path, content):
     with pytest.raises(ConfigError) as error:
         load_tokenizer(tmp_path / "some.json")
     assert str(error.value).startswith(f'model.tokenizer_path = "{tmp_path}/some.json": cannot be read as a tokenizer.json')
+
+
+def test_a_pattern_that_would_look_for_hours_is_told(path):
+    content = json.loads(path.read_text())
+    content["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": "(a+)+$"}
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"a text of 31 characters cannot be encoded \(Onig: Regex search error: retry-limit"):
+        load_tokenizer(path).encode("a" * 30 + "!")
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, '{"a": ' * 100_000, '"\\ud800"', "5", '{"bos_token": "\\ud800", "eos_token": 5}']
+)
+def test_any_tokenizer_config_beside_it_is_read_or_told(path, content):
+    path.with_name("tokenizer_config.json").write_text(content)
+    try:
+        assert load_tokenizer(path).bos_id == OURS.bos_id
+    except ConfigError as error:
+        assert "tokenizer_config.json cannot be read" in str(error)  # noqa: PT017
+        assert str(error).isprintable()  # noqa: PT017
+
+
+VALUES = [None, -1, 2**32, 2**64, 1e400, "", "\ud800", [], {}, [[]], {"type": "BPE"}, "<|end_of_text|>", True]
+
+
+def nodes(tree, path=()):
+    """Paths of all that is in JSON's objects and lists, but for all of the vocabulary."""
+    if isinstance(tree, dict | list):
+        for key, child in list(tree.items() if isinstance(tree, dict) else enumerate(tree))[:12]:
+            yield (*path, key)
+            yield from nodes(child, (*path, key))
+
+
+@settings(max_examples=80)
+@given(data=st.data())
+def test_any_tokenizer_json_is_a_tokenizer_or_told(tmp_path_factory, data):
+    pytest.importorskip("tokenizers")
+    tree = json.loads(TREE)
+    for path in data.draw(st.lists(st.sampled_from(list(nodes(tree))), min_size=1, max_size=3)):
+        parent = tree
+        try:
+            for key in path[:-1]:
+                parent = parent[key]
+            parent[path[-1]] = data.draw(st.sampled_from(VALUES))
+        except (KeyError, IndexError, TypeError):  # an earlier change took it away
+            pass
+    content = json.dumps(tree)
+    cut = data.draw(st.sampled_from([0, 0, 0, 1, 1000]))
+    file = tmp_path_factory.getbasetemp() / "fuzz.json"
+    file.write_text(content[: len(content) - cut])
+    try:
+        tokenizer = load_tokenizer(file)
+        assert all(id < tokenizer.vocab_size for id in tokenizer.encode("some text"))
+    except ConfigError as error:
+        assert str(error).isprintable(), str(error)  # noqa: PT017
+        assert len(str(error)) < 2000  # noqa: PT017
 
 
 def test_where_the_package_is_missing_the_extra_is_named(path, monkeypatch):
