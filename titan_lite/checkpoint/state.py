@@ -58,7 +58,10 @@ _STATE = {
     "skipped_steps": optional(COUNT),
     "skipped_in_a_row": optional(COUNT),
     "spikes": optional({"accepted": [NUMBER], "skipped": [OBJECT]}),  # losses may be infinite
-    "loader": optional({"rows": {WORD: Form("[windows, [ordinal, tokens], ...]", _is_place)}, "of": COUNT}),
+    "loader": optional(
+        {"windows": optional(COUNT), "rows": {WORD: Form("[windows, [ordinal, tokens], ...]", _is_place)}, "of": COUNT}
+    ),
+    "tokens_by_source": optional({WORD: COUNT}),
     "special_tokens": optional({"bos_token_id": maybe(TOKENS), "eos_token_id": maybe(TOKENS)}),
     WORD: ANY,
 }
@@ -70,7 +73,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     if (loader := state.get("loader")) is not None:
         rows, run = loader["rows"], state.get("run", {})
         widths = {len(row) for row in rows.values()}
-        said = loader["of"], run.get("rows", len(rows)), {1 + len(run["shares"])} if "shares" in run else widths
-        if said != (len(rows), len(rows), widths) or len(widths) != 1 or rows.keys() != set(map(str, range(len(rows)))):
+        said = loader["of"], {1 + len(run["shares"])} if "shares" in run else widths
+        if said != (len(rows), widths) or len(widths) != 1 or rows.keys() != set(map(str, range(len(rows)))):
             raise Damaged(f"{NAME}: loader does not say where each row of the run stands in each of its sources")
     return state
