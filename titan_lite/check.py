@@ -26,7 +26,7 @@ from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.inputs import check_inputs
 from titan_lite.layout import Layout, make_layout
 from titan_lite.logging import logger
-from titan_lite.ranks import device_memory
+from titan_lite.ranks import device_memory, gather_objects
 from titan_lite.shape import shape_words
 
 
@@ -138,6 +138,13 @@ def check_memory(config: Config, layout: Layout, memory: float) -> None:
             f'parallelism.fsdp_communication = "step" needs {(steady + step) / 2**30:.0f} GiB a rank before any activation, and '
             f'a device has {memory / 2**30:.0f}; use "microbatch" or "auto"'
         )
+
+
+def check_agreement(layout: Layout) -> None:
+    """With a process group. Raises ConfigError where GPUs of different memory would gather weights at different times."""
+    if len({*gather_objects(layout.gathers_once)}) > 1:
+        key = "parallelism.fsdp_communication"
+        raise ConfigError(f'{key} = "auto": GPUs of different memory would disagree; use "step" or "microbatch"')
 
 
 def check_prices(stage: Compile) -> None:

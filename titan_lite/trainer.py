@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_lite.check import accepted_state, check, describe_run
+from titan_lite.check import accepted_state, check, check_agreement, describe_run
 from titan_lite.checkpoint.lock import FolderTaken
 from titan_lite.checkpoint.resume import explain, git_revision, restarts_data
 from titan_lite.checkpoint.saving import GROUP as CHECKPOINT_GROUP
@@ -26,7 +26,7 @@ from titan_lite.checkpoint.weights import load_initial
 from titan_lite.compiler.autotune import Autotuner, check_steps
 from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.stage import CompileError, compile_function
-from titan_lite.config import Config, ConfigError, flatten
+from titan_lite.config import Config, flatten
 from titan_lite.config.recipe import save_recipe
 from titan_lite.data.bad_documents import BadDocumentsLog
 from titan_lite.data.loader import Batch, LoaderError, build_loader, document_begins, merge_states
@@ -62,6 +62,7 @@ from titan_lite.optimizer import build_optimizer, clip_grad_norm_, optimizer_sta
 from titan_lite.plan.measure import Shapes, find_machine, peak_flops
 from titan_lite.plan.plan_vs_actual import PlanVsActual
 from titan_lite.ranks import device_memory, gather_objects, init_device, init_process_group
+from titan_lite.validation import Validation
 
 DeviceBatch = tuple[Tensor, Tensor, Tensor | None]  # input, label and, with training.mask_documents, begins (models/llama3.py)
 Observe = Callable[[str, "Trainer"], None]
@@ -111,9 +112,7 @@ class Trainer:
         meet(config.comm.init_timeout_seconds + PATIENCE)
         # A pipeline's sends and receives would wait for each other on a communicator that is made at once.
         init_process_group(self.device, config.comm.init_timeout_seconds + PATIENCE, connect=degrees["pp"] == 1)
-        if len({*gather_objects(self.layout.gathers_once)}) > 1:
-            key = "parallelism.fsdp_communication"
-            raise ConfigError(f'{key} = "auto": GPUs of different memory would disagree; use "step" or "microbatch"')
+        check_agreement(self.layout)
         self.mesh = build_mesh(degrees, self.device.type)
         self.dp_rank, self.dp_degree = data_rank(self.mesh)
         self.machine = find_machine(config.compile.machine, self.device) if config.compile.enable else None
@@ -125,15 +124,8 @@ class Trainer:
         modules = [plan.modules[stage] for stage in plan.stages_of(self.mesh["pp"].get_local_rank())]
         make_model = functools.partial(Transformer, layout.model)
         self.stages = build_stages(make_model, modules, self.mesh, training=config.training, **sections)
-        compile_as = functools.partial(
-            compile_stages,
-            self.stages,
-            self.mesh,
-            compile=config.compile,
-            machine=self.machine,
-            dump_folder=self.dump_folder,
-            **sections,
-        )
+        sections |= dict(compile=config.compile, machine=self.machine, dump_folder=self.dump_folder)
+        compile_as = functools.partial(compile_stages, self.stages, self.mesh, **sections)
         self.autotuner = Autotuner(self.stages, compile_as, config.compile, self.device)
         self.receipts: list[Receipt] = []
         self.watchdog.enter("start", "init_timeout_seconds")  # which sets the limits of the groups made since
@@ -157,24 +149,20 @@ class Trainer:
 
     def build_data(self) -> None:
         config, layout = self.config, self.layout
-        build = functools.partial(
-            build_loader,
-            config.data,
-            self.tokenizer,
-            batch_size=layout.local_batch_size,
-            seq_len=layout.seq_len,
-            dp_rank=self.dp_rank,
-            dp_degree=self.dp_degree,
-            seed=config.debug.seed,
-        )
+        ranks: dict[str, Any] = dict(dp_rank=self.dp_rank, dp_degree=self.dp_degree)
+        share = dict(ranks, batch_size=layout.local_batch_size, seq_len=layout.seq_len)
+        build = functools.partial(build_loader, config.data, self.tokenizer, **share, seed=config.debug.seed)
         self.loader = build(split="train", rows=layout.most_rows)
-        self.validation_loader = build(split="validation", rows=layout.rows) if config.validation.enable else None
-        self.loaders = [loader for loader in (self.loader, self.validation_loader) if loader is not None]
+        self.loaders = [self.loader]
         self.bad_documents = BadDocumentsLog(config.data, self.dump_folder, self.dp_rank)
         self.document_begin = self.tokenizer.bos_id
         sums = (functools.partial(add_up, mesh=self.mesh) for add_up in (sum_of_losses, sum_over_tokens))
         by_source = functools.partial(BySource, config.data.source_names(), self.device, *sums)
-        self.by_source, self.validation_by_source = by_source(), by_source()
+        self.by_source = by_source()
+        if config.validation.enable:
+            self.loaders.append(build(split="validation", rows=layout.rows))
+            batches = config.validation.steps, layout.accumulation
+            self.validation = Validation(self.loaders[-1], *batches, by_source(), self.device, self.mesh)
 
     def build_metrics(self) -> None:
         """The parts that log, write and watch the run; the lines at its start."""
@@ -193,9 +181,8 @@ class Trainer:
         self.throughput = Throughput(layout.tokens_until, ranks=self.world_size, flops_per_token=flops, peak_flops=peak)
         shapes = Shapes(layout.model, layout.sequences, len(self.positions), layout.degrees["tp"], self.dtype)
         after = layout.ramp[-1][1] if layout.ramp else 0
-        self.plan_vs_actual = PlanVsActual(
-            config.metrics.compare_plan, self.dump_folder, self.device, self.machine, shapes, after
-        )
+        compared = config.metrics.compare_plan, self.dump_folder, self.device, self.machine, shapes, after
+        self.plan_vs_actual = PlanVsActual(*compared)
         self.stragglers = Stragglers(self.rank, self.mesh.mesh.flatten(1).tolist(), self.device)
         notes: dict[str, Any] = dict(priced=self.machine is not None, sources=self.loader.source_lines())
         for line in start_lines(config, layout, self.device, **notes):
@@ -205,15 +192,9 @@ class Trainer:
 
     def train(self) -> bool:
         """Until training.steps, or a signal to stop (False); saves and measures. Raises TrainingError where it cannot go on."""
-        with self.watchdog.reporting(CompileError, CheckpointError, LoaderError):
-            try:
-                return self.loop()
-            except FolderTaken:
-                raise
-            except ConfigError:
-                for loader in self.loaders:
-                    self.bad_documents.list_alone(loader.take_skipped())
-                raise
+        listing = self.bad_documents.listing(self.loaders, unless=FolderTaken)
+        with self.watchdog.reporting(CompileError, CheckpointError, LoaderError), listing:
+            return self.loop()
 
     def loop(self) -> bool:
         config, steps = self.config, self.config.training.steps
@@ -331,31 +312,21 @@ class Trainer:
             begins = document_begins(input, self.document_begin)[:, self.positions]
         return input[:, self.positions], label[:, self.positions], begins
 
-    @torch.no_grad()
     def validate(self) -> None:
-        """The loss on the first validation.steps global batches of held-out documents, logged with the current step."""
-        assert self.validation_loader is not None
-        beginning = self.validation_loader.state_dict()
-        sums = torch.zeros(2, device=self.device, dtype=torch.float64)
+        """The loss on held-out documents, logged with the current step; a run that stops meanwhile begins with it again."""
         limit = nullcontext() if self.validated else self.watchdog.within("validation", self.compile_limit)
         with self.throughput.exclude(), limit:
-            for _ in range(self.config.validation.steps):
-                for _ in range(self.layout.accumulation):
-                    self.observe("validation", self)
-                    self.watchdog.beat("validation")
-                    batch = self.to_device(next(self.validation_loader))
-                    self.validation_by_source.read(self.validation_loader.sources, counted(batch[1]))
-                    sums[0] += self.validation_by_source.add(self.runner.evaluate(*batch))
-                    sums[1] += counted(batch[1]).sum()
-                if self.stopping.ask():
-                    return  # a resumed run begins with it
-            sum_of_losses(sums[0], self.mesh)
-            sum_over_tokens(sums[1], self.mesh)
-            self.validation_loader.load_state_dict(beginning)
-            self.hold_folder()
-            values = {"validation_loss": float(sums[0] / sums[1]), **self.validation_by_source.figures("validation_")}
-            self.metrics.log(self.step, values)
+            figures = self.validation.figures(self.runner.evaluate, self.to_device, self.begin_validation, self.stopping.ask)
+        if figures is None:
+            return
+        self.hold_folder()
+        self.metrics.log(self.step, figures)
         self.validated, self.validation_due = bool(self.autotuner.chosen), False
+
+    def begin_validation(self) -> None:
+        """Called before each batch."""
+        self.observe("validation", self)
+        self.watchdog.beat("validation")
 
     @property
     def compile_limit(self) -> str:
@@ -445,6 +416,7 @@ class Trainer:
 
     def finish(self, how: str) -> None:
         """how: "done" or "stopped". A summary; after "done" also the loss picture, and how the plan of the run was met."""
+        self.read(now=True)
         self.metrics.close()
         planned = []
         if how == "done":

@@ -28,6 +28,7 @@ ROOMS = {
     "models": ("torch", "titan_lite.outside"),
     "shape": ("titan_lite.config", "titan_lite.models"),
     "loss": PART,
+    "validation": (*PART, "titan_lite.distributed", "titan_lite.loss", "titan_lite.metrics"),
     "optimizer": PART,
     "lr_scheduler": PART,
     "compiler": ("torch", "titan_lite.config", "titan_lite.outside"),

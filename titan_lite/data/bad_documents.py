@@ -11,10 +11,11 @@ once, in however many epochs and by however many ranks it is read, and a resumed
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from titan_lite.config import ConfigError, Data
 from titan_lite.logging import logger
@@ -104,10 +105,19 @@ class BadDocumentsLog:
         self.policy.check(self.bad, f"listed in {self.path}")
         return {**({"bad_documents": self.bad} if skips else {}), **({"short_documents": self.short} if shortens else {})}
 
-    def list_alone(self, skipped: SkippedDocuments) -> None:
-        """List what a rank has skipped that cannot go on, and so does not meet the others again."""
-        self.policy.known.update(map(_place, self._read()))
-        self._list(skipped.bad)
+    @contextmanager
+    def listing(self, loaders: Iterable[Any], *, unless: type[Exception]) -> Iterator[None]:
+        """Within: where data end the run, list what this rank has skipped, since it does not meet the others again.
+
+        unless: another run's folder is not written to.
+        """
+        try:
+            yield
+        except ConfigError as error:
+            self.policy.known.update(map(_place, self._read()))
+            for loader in () if isinstance(error, unless) else loaders:
+                self._list(loader.take_skipped().bad)
+            raise
 
     def summary(self) -> str:
         """For the end of a run; empty where nothing was skipped."""

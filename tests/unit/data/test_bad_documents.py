@@ -1,6 +1,7 @@
 """Counts of all ranks, each bad document once, in however many epochs, ranks and starts it is met."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -62,7 +63,13 @@ def test_where_nothing_may_be_skipped_ranks_need_not_talk(tmp_path, monkeypatch)
 
 def test_a_rank_that_cannot_go_on_lists_alone_what_is_not_listed_yet(tmp_path, others):
     BadDocumentsLog(SKIP, tmp_path, dp_rank=0).gather([SkippedDocuments([bad(3)])])
-    BadDocumentsLog(SKIP, tmp_path, dp_rank=1).list_alone(SkippedDocuments([bad(3), bad(9)]))
+    loader = SimpleNamespace(take_skipped=lambda: SkippedDocuments([bad(3), bad(9)]))
+    with pytest.raises(ConfigError), BadDocumentsLog(SKIP, tmp_path, dp_rank=1).listing([loader], unless=FileNotFoundError):
+        raise ConfigError("too many")
+    assert listed(tmp_path) == [bad(3), bad(9)]
+    loader = SimpleNamespace(take_skipped=lambda: SkippedDocuments([bad(11)]))
+    with pytest.raises(ConfigError), BadDocumentsLog(SKIP, tmp_path, dp_rank=1).listing([loader], unless=ConfigError):
+        raise ConfigError("the folder is another run's")
     assert listed(tmp_path) == [bad(3), bad(9)]
 
 

@@ -1,0 +1,53 @@
+"""The loss on held-out documents: always on the same ones, of each source as well.
+
+validation = Validation(loader, batches=20, by_source, device, mesh)
+figures = validation.figures(runner.evaluate, to_device, begin_batch, stopping.ask)       # None where the run is to stop
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_lite.distributed.mesh import sum_of_losses, sum_over_tokens
+from titan_lite.loss import counted
+from titan_lite.metrics.sources import BySource
+
+
+class Validation:
+    """loader: of the held-out documents; batches: global ones, each of `accumulation` local batches."""
+
+    def __init__(self, loader: Any, batches: int, accumulation: int, by_source: BySource, device: torch.device, mesh: DeviceMesh):
+        self.loader, self.batches, self.accumulation = loader, batches, accumulation
+        self.by_source, self.device, self.mesh = by_source, device, mesh
+
+    @torch.no_grad()
+    def figures(
+        self,
+        evaluate: Callable[..., Tensor],
+        to_device: Callable[[Any], tuple[Tensor, Tensor, Tensor | None]],
+        begin_batch: Callable[[], None],
+        stops: Callable[[], bool],
+    ) -> dict[str, float] | None:
+        """The validation loss in nats a token, over all ranks; the next call begins with the same batch.
+
+        evaluate: a batch -> the sum of its losses, or (B,) of them; stops: asked after each global batch, on all ranks together.
+        """
+        beginning = self.loader.state_dict()
+        sums = torch.zeros(2, device=self.device, dtype=torch.float64)
+        for _ in range(self.batches):
+            for _ in range(self.accumulation):
+                begin_batch()
+                batch = to_device(next(self.loader))
+                labels = counted(batch[1])
+                self.by_source.read(self.loader.sources, labels)
+                sums[0] += self.by_source.add(evaluate(*batch))
+                sums[1] += labels.sum()
+            if stops():
+                return None
+        sum_of_losses(sums[0], self.mesh)
+        sum_over_tokens(sums[1], self.mesh)
+        self.loader.load_state_dict(beginning)
+        return {"validation_loss": float(sums[0] / sums[1]), **self.by_source.figures("validation_")}
