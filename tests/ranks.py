@@ -34,14 +34,14 @@ PRELOADED += ["titan_lite.train", "titan_lite.trainer", "titan_lite.verify", "ma
 PRELOADED += ["torch.utils.tensorboard"]
 
 
-def run_ranks(world_size: int, function: Callable, *args: Any, init: bool = True) -> list[Any]:
+def run_ranks(world_size: int, function: Callable, *args: Any, init: bool = True, seconds: float = TIMEOUT) -> list[Any]:
     """Return what function(*args) returned on each rank. Fails the test with the traceback of the rank that failed.
 
-    init: have the process group up when function is called; else function, such as a Trainer, makes it.
+    init: have the process group up when function is called; else function, such as a Trainer, makes it. seconds: until it hangs.
     """
     with tempfile.TemporaryDirectory() as folder:
         processes = start_ranks(world_size, _rank_main, Path(folder), function, args, init)
-        codes = end_ranks(processes, TIMEOUT)
+        codes = end_ranks(processes, seconds)
         if any(codes):
             told = [file.read_text() for file in sorted(Path(folder).glob("*.txt"))]
             pytest.fail("\n".join([*told, f"exit codes of the ranks, None where one was ended: {codes}"]), pytrace=False)

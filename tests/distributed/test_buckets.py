@@ -13,7 +13,7 @@ from titan_lite.compiler.hardware import load_machine
 
 CONFIG = replace(HEADS, n_layers=3)
 LAYOUTS = {"FSDP-2": (1, 2, 1), "FSDP-4": (1, 4, 1), "HSDP-2x2": (2, 2, 1), "DDP-2": (2, 1, 1), "dp2tp2": (1, 2, 2)}
-PARAMETERS, BUCKETS = 30, 5  # nine a layer and three; a bucket a layer, one for the embedding, one for norm and output
+PARAMETERS, BUCKETS = 30, 5  # nine a layer and three; a bucket a layer, one for embedding and output each
 MODES = ("none", "block", "greedy", "auto")
 
 

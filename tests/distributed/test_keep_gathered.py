@@ -22,7 +22,7 @@ AGAIN = {
     ("layers", "norm", "output"): 0,
 }
 FEWER = [(), ("norm", "output"), ("layers.1", "norm"), ("layers", "norm", "output")]
-AGAIN_IN_BUCKETS = dict(zip(FEWER, (3, 2, 2, 0), strict=True))  # one a layer, and one for norm and output, or what is left of it
+AGAIN_IN_BUCKETS = dict(zip(FEWER, (3, 2, 2, 0), strict=True))  # one a layer, the last with the norm, and the output's
 AGAIN_TIED = {(): 20, ("output",): 19, ("tok_embeddings",): 19, ("norm", "output"): 18}
 AGAIN_RECOMPUTED = {(): 20, ("layers.1", "norm"): 19}  # what is recomputed is read again
 CASES = {  # model, options, gathers in forward, in backward by what is kept

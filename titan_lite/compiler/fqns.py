@@ -9,12 +9,17 @@ from collections.abc import Iterable
 from torch import nn
 
 
-def block_of(fqn: str) -> str:
-    """ "layers.3.attention.wq.weight" -> "layers.3"; "norm.weight" and "output.weight" -> "norm output"."""
+def block_of(fqn: str, last: str = "norm") -> str:
+    """ "layers.3.attention.wq.weight" -> "layers.3"; "norm.weight" -> last, the block that `last_block` names; "output.weight" ->
+    "output", which is alone, as the embedding is: it is large, and what is alone in a bucket is not copied out of it."""
     parts = fqn.split(".")
-    if parts[0] == "layers":
-        return ".".join(parts[:2])
-    return "norm output" if parts[0] in ("norm", "output") else parts[0]
+    return ".".join(parts[:2]) if parts[0] == "layers" else last if parts[0] == "norm" else parts[0]
+
+
+def last_block(fqns: Iterable[str]) -> str:
+    """The transformer block that the last norm travels with: that of the highest number; "norm", alone, where there is none."""
+    numbers = [int(fqn.split(".")[1]) for fqn in fqns if fqn.startswith("layers.")]
+    return f"layers.{max(numbers)}" if numbers else "norm"
 
 
 def lies_within(fqn: str, prefixes: Iterable[str]) -> bool:

@@ -24,7 +24,7 @@ from titan_lite.compiler.collectives import (
     parameters_of,
     ranks_of,
 )
-from titan_lite.compiler.fqns import block_of, lies_within
+from titan_lite.compiler.fqns import block_of, last_block, lies_within
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.timeline import computed_before
 
@@ -32,8 +32,9 @@ Buckets = dict[Node, object]  # collective -> the bucket it belongs to
 
 
 def by_block(graph: Graph) -> Buckets:
-    """One bucket a transformer block, one for the embedding, one for last norm and output."""
-    return _by(graph, block_of)
+    """One bucket a transformer block, the last norm with the last block; one for the embedding, one for the output."""
+    last = last_block(fqn for node in parameter_collectives(graph) for fqn in parameters_of(node))
+    return _by(graph, lambda fqn: block_of(fqn, last))
 
 
 def by_names(graph: Graph, buckets: Sequence[str]) -> Buckets:
@@ -71,7 +72,8 @@ def greedy(graph: Graph, machine: Machine, *, fused: bool = True) -> Buckets:
     The rule: the next parameter joins while gathering the bucket takes no longer than what the previous bucket computes, less
     what is reduced meanwhile, and both together have no more bytes than buckets by block ever have. Gradients are grouped by the
     same rule, from the last one backwards: a bucket is reduced under the computation of the one after it. Beyond the paper: a
-    parameter also joins where the latency that this saves is more than could hide alone.
+    parameter also joins where the latency that this saves is more than could hide alone, and one larger than the rest of its
+    bucket leaves it again where copying it takes longer than that latency.
     """
     nodes = parameter_collectives(graph)
     gathers = [node for node in nodes if is_all_gather(node)]
@@ -99,7 +101,8 @@ def greedy(graph: Graph, machine: Machine, *, fused: bool = True) -> Buckets:
     ]
     plan: Buckets = {}
     for name, items in (("gather", gather_items), ("reduce", reduce_items[::-1])):
-        for number, bucket in enumerate(_grow(items, machine)):
+        grown = (part for bucket in _grow(items, machine) for part in _apart(bucket, machine))
+        for number, bucket in enumerate(grown):
             plan |= {node: (name, number) for item in bucket for node in item.nodes}
     return plan
 
@@ -132,6 +135,17 @@ def _grow(items: Sequence[_Item], machine: Machine) -> list[list[_Item]]:
     return buckets
 
 
+def _apart(bucket: list[_Item], machine: Machine) -> list[list[_Item]]:
+    """The bucket, but a weight larger than all others of it alone, where copying it out of the bucket takes longer than the
+    latency that this saves."""
+    large = [item for item in bucket if 2 * _nbytes([item]) > _nbytes(bucket)]  # one at most
+    others = [item for item in bucket if item not in large]
+    if not large or not others:
+        return [bucket]
+    saved = _price(machine, large) + _price(machine, others) - _price(machine, bucket)
+    return [bucket] if machine.memory_traffic(2 * _nbytes(large)) <= saved else [others, large]
+
+
 def _price(machine: Machine, bucket: Sequence[_Item]) -> float:
     """Seconds of a bucket's collectives: one of each kind and group."""
     sizes: Counter[tuple[str, tuple[int, ...]]] = Counter()
@@ -156,6 +170,8 @@ def _nbytes(bucket: Sequence[_Item]) -> int:
 def _bytes_of_two_blocks(items: Sequence[_Item]) -> int:
     """The most that a block and the one after it have."""
     sizes: Counter[str] = Counter()
-    for item in items:
-        sizes[block_of(parameters_of(item.nodes[0])[0])] += _nbytes([item])
+    names = [parameters_of(item.nodes[0])[0] for item in items]
+    last = last_block(names)
+    for name, item in zip(names, items, strict=True):
+        sizes[block_of(name, last)] += _nbytes([item])
     return max((before + after for before, after in itertools.pairwise([*sizes.values(), 0])), default=0)

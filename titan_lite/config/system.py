@@ -144,7 +144,7 @@ class Compile:
     bucketing: str = setting(
         "block",
         "which parameters share an all-gather and a reduction. none: each has its own; block: those of each transformer block, "
-        "of the embedding, and of last norm and output; plan: as buckets says; greedy: as many as hide under the computation "
+        "of the last one with the last norm; plan: as buckets says; greedy: as many as hide under the computation "
         "before them, as priced for this machine; auto: what Inductor's overlap scheduler finds, with the same prices; measured: "
         "the first steps try all of these but plan, which must all fit, and the fastest that leaves memory free stays",
         choices=("none", "block", "plan", "greedy", "auto", "measured"),

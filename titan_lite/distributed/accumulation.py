@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from titan_lite.compiler.fqns import block_of
+from titan_lite.compiler.fqns import block_of, last_block
 from titan_lite.distributed.gather import Bucket, GatherPlan, local
 from titan_lite.distributed.simple_fsdp import as_shard_of, model_of
 
@@ -72,16 +72,18 @@ def _reduce(gradients: dict[nn.Parameter, Tensor], plans: Plans) -> None:
 
 def gather_buckets(plans: Plans) -> StepBuckets:
     """Weights that are gathered together; one that all ranks have is alone."""
+    last = last_block(plan.fqn for plan in plans.values())
 
     def travels_with(plan: GatherPlan) -> Hashable:
-        return (block_of(plan.fqn), plan.shard_group, plan.param_dtype) if plan.shard_degree > 1 else plan
+        return (block_of(plan.fqn, last), plan.shard_group, plan.param_dtype) if plan.shard_degree > 1 else plan
 
     return _buckets(plans, travels_with)
 
 
 def reduce_buckets(plans: Plans) -> StepBuckets:
     """Gradients that are reduced together."""
-    return _buckets(plans, lambda plan: (block_of(plan.fqn), plan.shard_group, plan.sum_groups, plan.reduce_dtype))
+    last = last_block(plan.fqn for plan in plans.values())
+    return _buckets(plans, lambda plan: (block_of(plan.fqn, last), plan.shard_group, plan.sum_groups, plan.reduce_dtype))
 
 
 def _buckets(plans: Plans, travels_with: Callable[[GatherPlan], Hashable]) -> StepBuckets:

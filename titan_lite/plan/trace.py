@@ -31,6 +31,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
@@ -189,16 +190,7 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     config = layout.config
     mesh = build_mesh(layout.degrees, "cpu")
     axes = axes_of(mesh)
-    shape = dataclasses.replace(layout.model, n_layers=max(n_layers, 1))
-    (model,) = build_stages(
-        functools.partial(Transformer, shape),
-        [[*kind, *(f"layers.{number}" for number in range(n_layers))]],
-        mesh,
-        training=config.training,
-        parallelism=config.parallelism,
-        activation_checkpoint=config.activation_checkpoint,
-        attend=attend_as_on_gpus,
-    )
+    model = build_stage(layout, mesh, kind, n_layers)
     plans = model_of(model).plans
     compile = dataclasses.replace(config.compile, backend="aot_eager")
     plain = dataclasses.replace(compile, bucketing="none", reordering=False)
@@ -207,11 +199,7 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     dtype = getattr(torch, config.training.mixed_precision_param)
     tokens, tp = len(model.positions), axis_of(mesh["tp"])
     with FakeTensorMode(allow_non_fake_inputs=True):
-        materialize(model, torch.device("cpu"))
-        if layout.gathers_once:
-            whole = functools.partial(torch.zeros, requires_grad=True)
-            wholes = {plan.fqn: whole(plan.rows, *plan.row_shape, dtype=plan.param_dtype) for plan in plans.values()}
-            model_of(model).gathered = wholes
+        materialize_stage(layout, model)
         compile_stages(
             [model],
             mesh,
@@ -222,10 +210,8 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
             schedule=passes,
             priced_as=passes.priced_as,
         )
-        between = (layout.sequences, tokens // tp.degree, layout.model.dim)
-        ids = torch.zeros(layout.sequences, tokens, dtype=torch.long)
-        given = ids if "tok_embeddings" in kind else torch.zeros(between, dtype=dtype, requires_grad=True)
-        model(given, ids if config.training.mask_documents else None)
+        ids, between = stage_inputs(layout, model)
+        model(ids if "tok_embeddings" in kind else between, ids if config.training.mask_documents else None)
         if "output" in kind:
             loss = _Loss(build_loss(layout.model.vocab_size, tp.rank, tp.degree, tp.group))
             compile_model(loss, plain, reshard_after_forward=False, schedule=loss_passes, priced_as=loss_passes.priced_as)
@@ -237,7 +223,7 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
         "whole": float(sum(plan.rows * math.prod(plan.row_shape) for plan in plans.values())),  # and when all are gathered
         "tensors": float(len(plans)),
         "buffers": float(sum(buffer.nbytes for buffer in model.buffers())),  # bytes, as what follows
-        "activations.between": float(dtype.itemsize * math.prod(between)),
+        "activations.between": float(between.nbytes),
     }
     if "output" in kind:
         held["activations.logits"] = float(logits.nbytes)
@@ -250,6 +236,39 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
         found.append(figures)
     in_order = sorted(graphs, key=GRAPHS.index)
     return Traced(found, [dataclasses.replace(graphs[name][1], graph=name) for name in in_order])
+
+
+def build_stage(layout: PlannedLayout, mesh: DeviceMesh, kind: Kind, n_layers: int) -> Transformer:
+    """A stage of `kind` with so many blocks, on the meta device."""
+    config, shape = layout.config, dataclasses.replace(layout.model, n_layers=max(n_layers, 1))
+    (model,) = build_stages(
+        functools.partial(Transformer, shape),
+        [[*kind, *(f"layers.{number}" for number in range(n_layers))]],
+        mesh,
+        training=config.training,
+        parallelism=config.parallelism,
+        activation_checkpoint=config.activation_checkpoint,
+        attend=attend_as_on_gpus,
+    )
+    return model
+
+
+def materialize_stage(layout: PlannedLayout, model: Transformer) -> None:
+    """In a fake world: parameters, gathered or not, as they are in a step."""
+    materialize(model, torch.device("cpu"))
+    if layout.gathers_once:
+        plans = model_of(model).plans
+        whole = functools.partial(torch.zeros, requires_grad=True)
+        wholes = {plan.fqn: whole(plan.rows, *plan.row_shape, dtype=plan.param_dtype) for plan in plans.values()}
+        model_of(model).gathered = wholes
+
+
+def stage_inputs(layout: PlannedLayout, model: Transformer) -> tuple[Tensor, Tensor]:
+    """This rank's token ids of a microbatch, (B, T), and what a stage without the embedding is given for them, (B, T, C)."""
+    tokens, tp = len(model.positions), layout.degrees["tp"]
+    dtype = getattr(torch, layout.config.training.mixed_precision_param)
+    ids = torch.zeros(layout.sequences, tokens, dtype=torch.long)
+    return ids, torch.zeros(layout.sequences, tokens // tp, layout.model.dim, dtype=dtype, requires_grad=True)
 
 
 def attend_as_on_gpus(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -3,13 +3,16 @@
 import torch
 from torch import nn
 
-from titan_lite.compiler.fqns import block_of, parameters_within
+from titan_lite.compiler.fqns import block_of, last_block, parameters_within
 
 
 def test_blocks_have_names():
     assert block_of("layers.12.feed_forward.w2.weight") == "layers.12"
     assert block_of("tok_embeddings.weight") == "tok_embeddings"
-    assert block_of("norm.weight") == block_of("output.weight") != block_of("layers.1.attention_norm.weight")
+    assert block_of("output.weight") == "output"
+    names = ["layers.2.attention.wq.weight", "layers.10.attention.wq.weight", "norm.weight", "output.weight"]
+    assert block_of("norm.weight", last_block(names)) == "layers.10"
+    assert block_of("norm.weight", last_block(names[2:])) == "norm"  # of a stage without blocks
 
 
 def test_prefixes_are_of_whole_names_and_tied_weights_have_two():

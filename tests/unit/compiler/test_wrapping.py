@@ -67,6 +67,15 @@ def test_a_parameter_joins_where_the_latency_saved_is_more_than_could_hide(laten
     assert buckets(forward((A, 8, 1.0), (B, 8, 50.0), (C, 8, 1.0)), latency) == in_one_block(expected)
 
 
+@pytest.mark.parametrize(("latency", "expected"), [(1.0, ["a", "b c"]), (0.0, ["a", "b", "c"])])
+@pytest.mark.parametrize("large", ["b", "c"])
+def test_a_weight_larger_than_the_rest_of_its_bucket_is_not_copied_to_save_less_than_that_takes(latency, expected, large):
+    sizes = {"a": 8, "b": 8, "c": 8, large: 24}
+    assert buckets(forward(*((f"layers.0.{name}", size, 99.0) for name, size in sizes.items())), latency) == in_one_block(
+        expected
+    )
+
+
 @pytest.mark.parametrize(("computes", "expected"), [(16.0, ["a b", "c"]), (15.9, ["a", "b", "c"])])
 def test_gradients_are_grouped_from_the_last_one_backwards(computes, expected):
     assert buckets(backward((A, 8, 1.0), (B, 8, 1.0), (C, 8, computes))) == in_one_block(expected)

@@ -1,0 +1,368 @@
+"""Inductor's code for a GPU, of a stage of a recipe's layout, written on a machine that has none.
+
+    graphs = lower_stage("llama3_8b.toml", 8, ["--compile.bucketing=greedy"])       # {"forward": Lowered, "backward": Lowered}
+    graphs["backward"].replay.order == graphs["backward"].asked
+
+A stage is traced as the trainer builds it, on fake CPU tensors in a fake process group. Each graph that the passes leave is
+copied onto fake CUDA tensors and goes through the real compile_fx_inner, which is stopped where the code is written. To be called
+in a process of its own (ranks.run_ranks): the process group is one per process, and fake CUDA tensors may abort the interpreter.
+"""
+
+import ast
+import contextlib
+import copy
+import ctypes
+import dataclasses
+import functools
+import runpy
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._inductor.config as inductor_config
+from tiny import RECIPES
+from torch import Tensor
+from torch._dynamo.device_interface import CudaInterface
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor import compile_fx, ir, scheduler
+from torch._inductor.exc import InductorError
+from torch._inductor.graph import GraphLowering
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed import _symmetric_memory
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils import _triton
+from wrapper_code import Replay, triton_kernels
+
+from titan_lite.compiler import stage as compiler_stage
+from titan_lite.compiler.collectives import aten, collectives
+from titan_lite.compiler.hardware import load_machine
+from titan_lite.compiler.schedule import Schedule
+from titan_lite.compiler.stage import FUSED_PRODUCTS
+from titan_lite.config.recipe import load_config
+from titan_lite.distributed.build import compile_stages
+from titan_lite.distributed.mesh import build_mesh
+from titan_lite.layout import make_layout
+from titan_lite.plan.trace import PlannedLayout, build_stage, kind_of_stage, materialize_stage, stage_inputs, start_fake_world
+
+CUDA = torch.device("cuda", 0)
+PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default}
+H100 = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3",
+    type="cuda",
+    index=0,
+    major=9,
+    minor=0,
+    total_memory=80 << 30,
+    multi_processor_count=132,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    warp_size=32,
+    shared_memory_per_multiprocessor=233472,
+    shared_memory_per_block_optin=232448,
+    shared_memory_per_block=49152,
+    L2_cache_size=50 << 20,
+    gcnArchName="",
+    is_integrated=False,
+    clock_rate=1980000,
+    memory_clock_rate=2619000,
+    memory_bus_width=5120,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """asked: the order of the graph that the passes left, as in Replay.order; fused: once Inductor has put collectives of tensor
+    parallelism and products into one operator, where the recipe says so."""
+
+    asked: list[tuple[str, str]]
+    fused: list[tuple[str, str]]
+    source: str
+    kernels: dict[str, list[str]]
+    nbytes: dict[str, int]
+
+    @functools.cached_property
+    def replay(self) -> Replay:
+        return Replay(self.source, self.kernels, self.nbytes)
+
+
+@dataclasses.dataclass
+class _Captured:
+    module: GraphModule
+    asked: list[tuple[str, str]]
+    options: dict[str, Any]  # of compile_fx_inner
+    settings: dict[str, Any]  # of Inductor
+
+
+def lower_stage(recipe: str, world_size: int, options: Sequence[str] = (), number: int = 0) -> dict[str, Lowered]:
+    """The code of each graph of a pipeline stage, cut to three blocks: "forward" and "backward", and "inference"."""
+    start_fake_world(world_size)
+    captured = capture(RECIPES / recipe, world_size, options, 3, number)
+    _guard_cuda()
+    return {name: lower(each) for name, each in captured.items()}
+
+
+def capture(recipe: Path, world_size: int, options: Sequence[str], blocks: int, number: int) -> dict[str, _Captured]:
+    """Each graph of a stage as the passes leave it, on fake CPU tensors: with gradients, then without."""
+    config, _ = load_config(recipe, options)
+    layout = PlannedLayout(**vars(make_layout(config, world_size)), config=config)
+    mesh = build_mesh(layout.degrees, "cpu")
+    kind = kind_of_stage(layout.pipeline.modules[number])
+    model = build_stage(layout, mesh, kind, blocks)
+    graphs: dict[str, _Captured] = {}
+    defaults = inductor_config.get_config_copy()
+
+    def keep(module: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        """In place of compile_fx_inner."""
+        name = "backward" if options.get("is_backward") else "inference" if options.get("is_inference") else "forward"
+        settings = {key: value for key, value in inductor_config.get_config_copy().items() if value != defaults[key]}
+        graphs[name] = _Captured(module, events(module.graph), options, settings)
+        (results,) = next(iter(reversed(module.graph.nodes))).args
+        return make_boxed_func(lambda *_: [result.meta["val"] if isinstance(result, Node) else result for result in results])
+
+    with FakeTensorMode(allow_non_fake_inputs=True), mock.patch.object(compiler_stage, "compile_fx_inner", keep):
+        materialize_stage(layout, model)
+        compile_stages(
+            [model],
+            mesh,
+            "",
+            compile=config.compile,
+            parallelism=config.parallelism,
+            activation_checkpoint=config.activation_checkpoint,
+            schedule=Schedule(config.compile, load_machine("H100"), fused=True),
+        )
+        ids, between = stage_inputs(layout, model)
+        given = ids if "tok_embeddings" in kind else between
+        mask = ids if config.training.mask_documents else None
+        model(given, mask)
+        with torch.no_grad():
+            model(given.detach(), mask)
+    return graphs
+
+
+def events(graph: Graph) -> list[tuple[str, str]]:
+    """The order of a graph, as in Replay.order."""
+    found = []
+    for node in graph.nodes:
+        if _is_collective(node):
+            found.append(("start", node.name))
+        elif node.target is collectives.wait_tensor.default:
+            found.append(("wait", node.args[0].name))
+        elif _is_product(node):
+            found.append(("product", node.name))
+        elif _is_attention(node):
+            found.append(("attention", node.name))
+    return found
+
+
+def _is_collective(node: Node) -> bool:
+    """True of Inductor's collectives in place, too."""
+    return str(node.target).startswith("_c10d_functional.") and node.target is not collectives.wait_tensor.default
+
+
+def _is_product(node: Node) -> bool:
+    return node.target in PRODUCTS or str(node.target) in FUSED_PRODUCTS
+
+
+def _is_attention(node: Node) -> bool:
+    return node.op == "call_function" and "scaled_dot_product" in str(node.target)
+
+
+def lower(captured: _Captured) -> Lowered:
+    """The code of a graph for an H100, by Inductor as the compile stage has set it."""
+    asked = events(captured.module.graph)
+    module, inputs = on_cuda(captured.module)
+    found: list[tuple[str, GraphLowering]] = []
+
+    def write(graph: GraphLowering) -> None:
+        code, _ = graph.codegen()
+        found.append((code.value, graph))
+        raise NotImplementedError("there is no GPU to load the code on")
+
+    settings = {**captured.settings, "fx_graph_cache": False, "compile_threads": 1}
+    with (
+        _cuda_there(),
+        inductor_config.patch(settings),
+        mock.patch.object(GraphLowering, "compile_to_module", write),
+        torch._guards.tracing(torch._guards.TracingContext(None)),
+        _symmetric_memory._test_mode(),
+    ):
+        try:
+            compile_fx.compile_fx_inner(module, inputs, **captured.options)
+        except InductorError:
+            if not found:
+                raise
+    ((source, graph),) = found
+    return Lowered(asked, events(module.graph), source, _kernels(graph), _sizes(graph))
+
+
+def on_cuda(module: GraphModule) -> tuple[GraphModule, list[Any]]:
+    """A copy of a graph of CPU tensors, and its inputs, on a GPU, where attention is another operator."""
+    copied = GraphModule(module, copy.deepcopy(module.graph))
+    graph, mode = copied.graph, FakeTensorMode()
+    for node in list(graph.nodes):
+        if node.target is aten._scaled_dot_product_flash_attention_for_cpu.default:
+            node.target = aten._scaled_dot_product_flash_attention.default
+            node.kwargs = {key: value for key, value in node.kwargs.items() if key != "attn_mask"}
+        elif node.target is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            gradient, q, k, v, out, lse, dropout, causal = node.args
+            lengths = [each.meta["val"].shape[2] for each in (q, k)]
+            state = [_random_state(graph, name, shape) for name, shape in (("philox_seed", (2,)), ("philox_offset", ()))]
+            node.target = aten._scaled_dot_product_flash_attention_backward.default
+            node.args = (gradient, q, k, v, out, lse, None, None, *lengths, dropout, causal, *state)
+            node.kwargs = {key: value for key, value in node.kwargs.items() if key != "attn_mask"}
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": CUDA}
+    inputs = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta["val"] = _fake(node.meta["val"], mode)
+            inputs.append(node.meta["val"])
+        else:
+            node.meta.pop("val", None)
+    graph.lint()
+    copied.recompile()
+    with mode, torch.no_grad():
+        FakeTensorProp(copied, mode=mode).propagate_dont_convert_inputs(*inputs)
+    return copied, inputs
+
+
+def _random_state(graph: Graph, name: str, shape: tuple[int, ...]) -> Node:
+    """An input with the state of a random generator, which the forward with CUDA's attention would save."""
+    inputs = graph.find_nodes(op="placeholder")
+    found = next((node for node in inputs if node.name == name), None)
+    if found is None:
+        with graph.inserting_after(inputs[-1]):
+            found = graph.placeholder(name)
+        found.meta["val"] = torch.empty(shape, dtype=torch.uint64, device="meta")
+    return found
+
+
+def _fake(value: Any, mode: FakeTensorMode) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    with unset_fake_temporarily():
+        meta = torch.empty_strided(tuple(value.shape), tuple(value.stride()), dtype=value.dtype, device="meta")
+    return FakeTensor(mode, meta, CUDA)
+
+
+def _kernels(graph: GraphLowering) -> dict[str, list[str]]:
+    """As in Replay."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for kernel in graph.operations:
+        if not isinstance(kernel, ir.ExternKernel) or isinstance(kernel, ir._WaitKernel):
+            continue
+        collective = isinstance(kernel, ir._CollectiveKernel)
+        in_place = collective and isinstance(kernel.layout, ir.NoneLayout)
+        for node in kernel.get_origins():
+            if _is_collective(node) if collective else _is_product(node) or _is_attention(node):
+                found[(kernel.inputs[0] if in_place else kernel).get_name()].append(node.name)
+    return dict(found)
+
+
+def _sizes(graph: GraphLowering) -> dict[str, int]:
+    """Bytes of each buffer and input that is one tensor."""
+    found = {}
+    for name, value in [*graph.name_to_buffer.items(), *graph.graph_inputs.items()]:
+        if name.startswith("primals"):  # parameters stay where they are
+            continue
+        with contextlib.suppress(NotImplementedError, AttributeError):
+            found[name] = int(value.get_layout().storage_size()) * value.get_dtype().itemsize
+    return found
+
+
+def _guard_cuda() -> None:
+    """Operators that PyTorch composes in C++ ask for a guard of their device, which only CUDA builds register; the one of meta
+    tensors does nothing, which will do."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libc10.so"))
+    guards = (ctypes.c_void_p * 22).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    cuda, meta = 1, 14  # of c10::DeviceType
+    guards[cuda] = guards[cuda] or guards[meta]
+
+
+@contextlib.contextmanager
+def _cuda_there() -> Iterator[None]:
+    """Within: what Inductor asks of a GPU is answered as by an H100."""
+
+    def yes(*_: Any, **__: Any) -> bool:
+        return True
+
+    def zero(*_: Any, **__: Any) -> int:
+        return 0
+
+    properties = {"get_device_properties": lambda *_: H100, "current_device": zero}
+    answers: Mapping[Any, Mapping[str, Any]] = {
+        torch.cuda: {
+            **properties,
+            "is_available": yes,
+            "device_count": lambda: 1,
+            "_lazy_init": zero,
+            "get_device_capability": lambda *_: (9, 0),
+            "get_device_name": lambda *_: H100.name,
+            "is_bf16_supported": yes,
+            "set_device": zero,
+            "synchronize": zero,
+            "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
+            "set_rng_state": zero,
+            "_get_device_properties": lambda *_: H100,
+        },
+        torch.version: {"cuda": "12.8"},
+        _triton: {"triton_hash_with_backend": lambda: "", "has_triton": yes},
+        scheduler: {"has_triton": yes},
+        compile_fx: {"get_cuda_device_context": contextlib.nullcontext},
+        torch.distributed: {"is_nccl_available": yes},
+    }
+    interface: Mapping[Any, Mapping[str, Any]] = {
+        CudaInterface: {
+            **properties,
+            "is_available": yes,
+            "get_compute_capability": lambda *_: 90,
+            "device_count": lambda: 1,
+            "raise_if_triton_unavailable": zero,
+            "is_triton_capable": yes,
+        },
+        CudaInterface.Worker: properties,
+    }
+    with contextlib.ExitStack() as stack:
+        for owner, values in answers.items():
+            for name, value in values.items():
+                stack.enter_context(mock.patch.object(owner, name, value, create=True))
+        for owner, values in interface.items():
+            for name, value in values.items():
+                stack.enter_context(mock.patch.object(owner, name, staticmethod(value), create=True))
+        yield
+
+
+def compile_kernels(graph: Lowered, capability: int) -> dict[str, int]:
+    """Bytes of machine code of each kernel of a block, by triton's own assembler. capability: 90 for an H100, 100 for a B200."""
+    import triton
+    from torch._inductor.runtime import triton_helpers
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    target = GPUTarget("cuda", capability, 32)
+    driver = SimpleNamespace(
+        get_current_target=lambda: target, get_current_device=lambda: 0, get_active_torch_device=lambda: CUDA
+    )
+    triton.runtime.driver.set_active(driver)
+    sources, compiled = dict(triton_kernels(ast.parse(graph.source))), {}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(triton_helpers, "set_driver_to_gpu"):
+        for name in {name for kind, name in graph.replay.block() if kind == "triton"}:
+            path = Path(folder) / f"{name}.py"
+            path.write_text(sources[name])  # triton reads a function's source from its file
+            module = runpy.run_path(str(path))
+            kernel = module[name]
+            first, meta, names = kernel.configs[0], kernel.triton_meta, kernel.fn.arg_names
+            constants = {**meta.get("constants", {}), **first.kwargs}
+            signature = {each: "constexpr" if each in constants else meta["signature"].get(each, "constexpr") for each in names}
+            values = {(names.index(each),): value for each, value in constants.items() if each in names}
+            source = ASTSource(kernel.fn, signature, values, meta["configs"][0])
+            options = {"num_warps": first.num_warps, "num_stages": first.num_stages}
+            compiled[name] = len(triton.compile(source, target=target, options=options).asm["cubin"])
+    return compiled
