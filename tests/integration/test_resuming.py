@@ -234,7 +234,8 @@ def test_a_recipe_that_cannot_go_on_is_told_in_one_line_before_anything_starts(u
     options = ["--job.dump_folder", folder, *OPTIONS, *steps(8), "--debug.seed=4"]
     result = run(*python("-m", "titan_lite.train", DEBUG, *options))
     assert result.returncode == 2
-    (line,) = result.stdout.splitlines()
+    starting, line = result.stdout.splitlines()
+    assert starting.endswith("starting on 1 rank")
     assert "debug.seed = 4, was 0" in line
 
 
