@@ -340,7 +340,7 @@ def _cuda_there() -> Iterator[None]:
 
 
 def compile_kernels(graph: Lowered, capability: int) -> dict[str, int]:
-    """Bytes of machine code of each kernel of a block, by triton's own assembler. capability: 90 for an H100, 100 for a B200."""
+    """Bytes of machine code of each kernel of a graph, by triton's own assembler. capability: 90 for an H100, 100 for a B200."""
     import triton
     from torch._inductor.runtime import triton_helpers
     from triton.backends.compiler import GPUTarget
@@ -351,13 +351,12 @@ def compile_kernels(graph: Lowered, capability: int) -> dict[str, int]:
         get_current_target=lambda: target, get_current_device=lambda: 0, get_active_torch_device=lambda: CUDA
     )
     triton.runtime.driver.set_active(driver)
-    sources, compiled = dict(triton_kernels(ast.parse(graph.source))), {}
+    compiled = {}
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(triton_helpers, "set_driver_to_gpu"):
-        for name in {name for kind, name in graph.replay.block() if kind == "triton"}:
+        for name, text in triton_kernels(ast.parse(graph.source)):
             path = Path(folder) / f"{name}.py"
-            path.write_text(sources[name])  # triton reads a function's source from its file
-            module = runpy.run_path(str(path))
-            kernel = module[name]
+            path.write_text(text)  # triton reads a function's source from its file
+            kernel = runpy.run_path(str(path))[name]
             first, meta, names = kernel.configs[0], kernel.triton_meta, kernel.fn.arg_names
             constants = {**meta.get("constants", {}), **first.kwargs}
             signature = {each: "constexpr" if each in constants else meta["signature"].get(each, "constexpr") for each in names}

@@ -121,12 +121,12 @@ class Replay:
             flight = self.flights.pop(key) if key else Flight(ast.unparse(call.args[0]), frozenset(), frozenset())
             self._launch("wait", flight.name, call)
             return
-        in_place = operator.endswith("_")
-        name = self._kernel(*(self._names(call.args[0]) if in_place else [result]))
-        self._launch("start", name, call, reads, reads if in_place else frozenset())
-        if not in_place:
+        out = [keyword.value for keyword in call.keywords if keyword.arg == "out"] or call.args[:1] * operator.endswith("_")
+        name = self._kernel(*(self._names(call.args[0]) if out else [result]))
+        self._launch("start", name, call, reads, self._read(*out))
+        if not out:
             self._make(result)
-        self.flights[name] = Flight(name, reads, reads if in_place else frozenset({self.storages[result]}))
+        self.flights[name] = Flight(name, reads, self._read(*out) if out else frozenset({self.storages[result]}))
 
     def _launch(
         self, kind: str, name: str, call: ast.Call, reads: frozenset[int] | None = None, writes: frozenset[int] = frozenset()

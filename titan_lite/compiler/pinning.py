@@ -12,6 +12,7 @@ anything is fused; what would need another order is then not fused. The dependen
 collectives: they order, and keep no buffer alive.
 """
 
+import heapq
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.scheduler import BaseSchedulerNode
 from torch._inductor.virtualized import V
+from torch.fx import Graph, Node
 
 
 def pin_order(nodes: Sequence[BaseSchedulerNode]) -> int:
@@ -31,6 +33,39 @@ def pin_order(nodes: Sequence[BaseSchedulerNode]) -> int:
         node.add_fake_dep(WeakDep(done, mutating_buf=own, is_fake=True))
     V.graph.scheduler.compute_ancestors()  # by which fusion knows what must not be fused
     return len(pinned)
+
+
+def note_places(graph: Graph) -> None:
+    """Remember the order of `graph`, for `restore_places`."""
+    for place, node in enumerate(graph.nodes):
+        node.meta["place"] = place
+
+
+def restore_places(graph: Graph) -> None:
+    """Put the nodes back in the order that was noted; a new node goes behind all that it reads.
+
+    Where Inductor puts a collective and a product into one operator, it puts that where the collective started, and what the
+    product reads before it: waits come before collectives that started ahead of them.
+    """
+    places: dict[Node, tuple[float, int]] = {}
+    for number, node in enumerate(graph.nodes):
+        after = max((places[each][0] for each in node.all_input_nodes), default=-1.0)
+        places[node] = -1.0 if node.op == "placeholder" else node.meta.get("place", after), number
+    missing = {node: len(node.all_input_nodes) for node in graph.nodes}
+    ready = [(*places[node], node) for node, count in missing.items() if not count]
+    heapq.heapify(ready)
+    first, placed = next(iter(graph.nodes)), []
+    while ready:
+        *_, node = heapq.heappop(ready)
+        placed.append(node)
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (*places[user], user))
+    first.prepend(placed[0])
+    for before, node in itertools.pairwise(placed):
+        before.append(node)
+    graph.lint()
 
 
 def is_pinned(node: BaseSchedulerNode) -> bool:

@@ -38,9 +38,8 @@ from torch.fx import Graph, GraphModule
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy
 
-from titan_lite.compiler import collectives, resharding
+from titan_lite.compiler import collectives, pinning, resharding
 from titan_lite.compiler.fqns import parameters_within
-from titan_lite.compiler.pinning import PinnedOrder
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.config import Compile, ConfigError
 
@@ -124,7 +123,7 @@ class _Pass(CustomGraphPass):
 
     def uuid(self) -> Any:
         call = f"{self.run.__name__} {self.arguments}".encode()
-        return call + get_hash_for_files((__file__, collectives.__file__, resharding.__file__))
+        return call + get_hash_for_files((__file__, collectives.__file__, pinning.__file__, resharding.__file__))
 
 
 def _aot_eager(reshard: _Pass | None, compiling: Compiling, priced_as: str = "") -> Callable:
@@ -154,17 +153,18 @@ def _aot_eager(reshard: _Pass | None, compiling: Compiling, priced_as: str = "")
 def _inductor(reshard: _Pass | None, compiling: Compiling, async_tensor_parallel: str = "") -> Callable:
     # Inductor would order nodes by memory, by locality and by what it fuses; theirs is ours.
     orders = ("reorder_for_peak_memory", "reorder_for_compute_comm_overlap", "reorder_for_locality")
-    patches: dict[str, Any] = {"_pre_fusion_custom_pass": PinnedOrder(), **dict.fromkeys(orders, False)}
+    patches: dict[str, Any] = {"_pre_fusion_custom_pass": pinning.PinnedOrder(), **dict.fromkeys(orders, False)}
     if reshard is not None:
         patches["joint_custom_post_pass"] = reshard
     if async_tensor_parallel:
         enable_symm_mem_for_group(async_tensor_parallel)  # type: ignore[arg-type]
-        patches |= {"_micro_pipeline_tp": True, "post_grad_custom_post_pass": _Pass(expect_fused_products)}
+        patches |= {"_micro_pipeline_tp": True, "post_grad_custom_post_pass": _Pass(check_fused_products)}
 
     def compile_one(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """Here and not in one of Inductor's own places for passes, which a graph from its cache does not come by."""
         name = "backward" if options.get("is_backward") else "inference" if options.get("is_inference") else "forward"
         with compiling(graph, name), _meshes_in_keys():
+            pinning.note_places(graph.graph)
             return compile_fx_inner(graph, inputs, **options)
 
     def backend(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
@@ -172,6 +172,12 @@ def _inductor(reshard: _Pass | None, compiling: Compiling, async_tensor_parallel
             return compile_fx(graph, inputs, inner_compile=compile_one, config_patches=patches)
 
     return backend
+
+
+def check_fused_products(graph: Graph) -> None:
+    """Raises as expect_fused_products; what was moved to fuse them goes back."""
+    expect_fused_products(graph)
+    pinning.restore_places(graph)
 
 
 def expect_fused_products(graph: Graph) -> int:

@@ -52,12 +52,10 @@ def check(graphs, fused=False):
     for name, graph in graphs.items():
         assert graph.replay.order == graph.fused, name
         assert graph.replay.faults == [], name
-        if not fused:
-            assert graph.fused == graph.asked, name
-        else:
-            left = [event for event in graph.asked if event in graph.fused]
-            assert 0 < len(left) < len(graph.asked)
-            assert [event for event in graph.fused if event in graph.asked] == left, name
+        left = [event for event in graph.asked if event in graph.fused]
+        assert (left == graph.asked) != fused
+        communication = [[event for event in each if event[0] in ("start", "wait")] for each in (left, graph.fused)]
+        assert communication[0] == [event for event in communication[1] if event in left], name
 
 
 def test_the_code_has_the_order_of_the_graph():
@@ -98,9 +96,9 @@ def test_the_code_of_other_layouts_has_the_order_of_their_graphs(layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("name", ["forward", "backward"])
-def test_the_kernels_of_a_block_compile(name, capability):
+def test_all_kernels_compile(name, capability):
     (compiled,) = run_ranks(1, _compile, lowered(*EIGHT)[name], capability, init=False, seconds=SECONDS)
-    assert len(compiled) > 15
+    assert set(compiled) == {kernel for kind, kernel in lowered(*EIGHT)[name].replay.launches if kind == "triton"}
     assert all(compiled.values())
 
 
