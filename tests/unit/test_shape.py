@@ -9,7 +9,7 @@ import torch
 from tiny import DEBUG, DEBUG_TOKENIZER
 
 from titan_lite.check import describe_run
-from titan_lite.checkpoint.resume import compare, explain, refuse
+from titan_lite.checkpoint.resume import NEEDED, compare, explain, refuse
 from titan_lite.config import KEYS, ConfigError, Model
 from titan_lite.config.recipe import load_config
 from titan_lite.data.tokenizer import load_tokenizer
@@ -125,8 +125,7 @@ CHANGED = ["--model.n_layers=3", "--model.dim=128", "--model.tied_embeddings=yes
 def test_a_layout_has_the_shape_and_the_start_says_it():
     config, layout = configured(*CHANGED)
     assert layout.model == dataclasses.replace(FLAVORS["debug"], n_layers=3, dim=128, tied_embeddings=True, max_seq_len=256)
-    parameters = [torch.empty(2**20, device="meta")]
-    lines = start_lines(config, layout, torch.device("cpu"), parameters, priced=True)
+    lines = start_lines(config, layout, torch.device("cpu"), priced=True)
     words = "debug with dim = 128 (not 256), n_layers = 3 (not 6), tied_embeddings = True (not False)"
     assert any(line.startswith(f"model: llama3 {words}, {layout.parameters:,} parameters; torch") for line in lines)
 
@@ -157,7 +156,8 @@ def test_a_step_says_the_shape_which_becomes_a_config_json_and_back():
 
 
 def test_a_step_of_another_shape_is_refused_with_the_key():
-    was = described() | {"step": 5, "tensors": ["model", "optimizer"]}
+    was = dict.fromkeys(NEEDED, 0) | described() | {"step": 5, "tensors": ["model", "optimizer"]}
+    was["loader"] = {"windows": 40, "rows": {}, "of": 8}
     config, _ = configured()
     assert compare(was, described()) == []
     changed = compare(was, described("--model.n_layers=3"))

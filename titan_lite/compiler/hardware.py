@@ -25,8 +25,7 @@ from torch.fx import Node
 
 from titan_lite.compiler.collectives import KINDS, aten, collective_bytes, collectives, kind_of, nbytes_of, ranks_of
 from titan_lite.config import ConfigError
-from titan_lite.config.toml import read_toml
-from titan_lite.outside import shown
+from titan_lite.config.toml import read_toml, shown
 
 GB, GIB = 1e9, 2**30
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_lite.config import ConfigError, Data
+from titan_lite.config.row import one_line
 from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.readers import NoText, TooLarge, elements, is_array, lines, open_bytes, records, shown
 from titan_lite.logging import logger
@@ -245,5 +246,5 @@ def _of_the_file(error: BaseException, file: str) -> str:
     """The error in one line; ConfigError where the machine says that it cannot read the file now."""
     if getattr(error, "errno", None) is not None:
         raise ConfigError(f"{file} cannot be read: {error}") from error
-    words = " ".join(str(error).split())[:300]
+    words = one_line(" ".join(str(error).split()), 300)
     return words if type(error) is ValueError else f"{type(error).__name__}: {words}"

@@ -169,6 +169,9 @@ def test_print_config_is_a_recipe_that_loads_to_the_same_values(recipe, tmp_path
     assert load_config(write(tmp_path, printed))[0] == config
 
 
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
+
+
 def values_of(key):
     """Any value that the key admits."""
     field, rule = KEYS[key], KEYS[key].metadata
@@ -178,13 +181,13 @@ def values_of(key):
     if field.type is bool:
         return st.booleans()
     if field.type is str:
-        return st.text(st.characters(codec="utf-8", exclude_characters="\0"))
+        return TEXT
     if rule["table"] is DataSource:
         return st.sampled_from(
             [(), (DataSource(), DataSource("local", path='/a "b"', weight=0.1), DataSource("o/n", subset="x"))]
         )
     if field.type is tuple:
-        return st.lists(st.text()).map(tuple)
+        return st.lists(TEXT).map(tuple)
     low = rule["least"] if rule["least"] is not None else rule["above"]
     high = next((rule[bound] for bound in ("most", "below") if rule[bound] is not None), reading.MOST)
     if field.type is int:
@@ -746,7 +749,7 @@ def test_exit_code_2_and_one_line_for_a_wrong_one(tmp_path):
         ("4", ["--parallelism.tensor_parallel_degree=8"], "which does not divide 4 ranks"),
         (
             "4",
-            ["--parallelism.pipeline_parallel_degree=2", "--compile.enable", "--compile.bucketing=greedy"],
+            ["--parallelism.fsdp_communication=step", "--compile.enable", "--compile.bucketing=greedy"],
             "nothing to bucket",
         ),
         ("4", ["--model.flavor=7B"], 'model.flavor = "7B"'),

@@ -300,7 +300,7 @@ def test_a_mixture_becomes_a_folder_for_each_source_and_a_part_of_a_recipe(corpu
     options = mixture(corpus, folder, tmp_path)
     assert command.main(options) == 0
     out = capsys.readouterr().out
-    names = ["1-corpus0", "2-books"]
+    names = [f"1-{corpus.name}", "2-books"]
     assert sorted(path.name for path in (tmp_path / "mix").iterdir()) == names
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(f'extends = "{RECIPE}"\n' + out[out.index("\n[[data.sources]]") :])
@@ -335,9 +335,9 @@ def test_a_mixture_goes_on_after_the_sources_that_are_whole(corpus, folder, tmp_
     assert "the same command goes on" in capsys.readouterr().err
     assert not (tmp_path / "mix").exists()
     assert command.main([*options, "--shard-tokens=99"]) == 2
-    assert "unfinished-mix/1-corpus0 was made with other shard_tokens; with the same it goes on" in capsys.readouterr().err
+    assert f"unfinished-mix/1-{corpus.name} was made with other shard_tokens; with the same it goes on" in capsys.readouterr().err
     assert command.main(options) == 0
-    assert each == ["1-corpus0", "2-books", "2-books"]
+    assert each == [f"1-{corpus.name}", "2-books", "2-books"]
     (tmp_path / "unfinished-other").mkdir()
     (tmp_path / "unfinished-other/notes.txt").touch()
     assert command.main([RECIPE, str(tmp_path / "other"), *options[2:]]) == 2
