@@ -202,7 +202,7 @@ def test_a_second_run_in_one_folder_ends_before_it_begins(tmp_path):
         result = run(*python("-m", "titan_lite.train", DEBUG, "--job.dump_folder", tmp_path, *OPTIONS))
         holder.kill()
     assert result.returncode == 2
-    (line,) = result.stdout.splitlines()
+    _, line = result.stdout.splitlines()  # after the one that says it starts
     assert re.fullmatch(r'error: checkpoint.folder = "checkpoint": \S+ is in use by process 7 on x; end that run, or .*', line)
 
 

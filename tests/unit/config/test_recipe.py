@@ -749,7 +749,12 @@ def test_exit_code_2_and_one_line_for_a_wrong_one(tmp_path):
         ("4", ["--parallelism.tensor_parallel_degree=8"], "which does not divide 4 ranks"),
         (
             "4",
-            ["--parallelism.fsdp_communication=step", "--compile.enable", "--compile.bucketing=greedy"],
+            [
+                "--parallelism.pipeline_parallel_degree=2",
+                "--parallelism.fsdp_communication=step",
+                "--compile.enable",
+                "--compile.bucketing=greedy",
+            ],
             "nothing to bucket",
         ),
         ("4", ["--model.flavor=7B"], 'model.flavor = "7B"'),
