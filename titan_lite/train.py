@@ -77,7 +77,8 @@ def report(error: Exception, code: int) -> int:
     """One line: what is wrong before ranks talk to each other is the same on all of a node, and later may be one rank's own."""
     everywhere = getattr(error, "everywhere", False)
     place = f"[rank {os.environ['RANK']}] " if process_group_is_up() and not everywhere else ""
-    if place or os.environ.get("RANK" if everywhere else "LOCAL_RANK", "0") == "0":
+    first = os.environ.get("RANK" if everywhere else "LOCAL_RANK", "0") == "0"
+    if place or first or str(error).startswith("environment:"):  # whose ranks cannot be told
         print(f"error: {place}{error}", file=sys.stderr, flush=True)
     decided(str(error), code)
     return code

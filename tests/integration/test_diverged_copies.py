@@ -123,6 +123,8 @@ DEGREES = {
 @pytest.mark.parametrize("way", [[], AOT_EAGER], ids=["eager", "aot_eager"])
 @pytest.mark.parametrize("layout", DEGREES)
 def test_copies_are_equal_to_the_bit_on_every_layout(layout, way, tmp_path):
+    if layout == "tp-zbv" and way:
+        pytest.skip("a schedule that cuts backward in two is not compiled")
     ranks = 2 if layout in ("ddp", "tp") else 4
     options = ["--training.compare_copies_freq=1", "--no-checkpoint.enable", "--training.global_batch_size=16", *way]
     assert train(ranks, DEBUG, tmp_path, *OPTIONS, *options, *steps(3), *DEGREES[layout]).returncode == 0

@@ -332,6 +332,11 @@ def read_step(folder):
         (lambda s: s["loader"]["rows"].update({"1": [5, 7]}), r"loader.rows.1 = \[5, 7\], where \[windows, \[ordinal, tokens\]"),
         (lambda s: s["spikes"].update(accepted=["x"]), r"spikes.accepted\[0\] = 'x', where a number"),
         (lambda s: s.update(step=6), "state.json is of another step"),
+        (lambda s: s.update(tensors=["optimizer"]), "state.json: tensors has no model"),
+        (lambda s: s["loader"].update(windows=2**95), r"loader.windows = \d+.*, where a whole number from 0 to 2\*\*62"),
+        (lambda s: s["recipe"].pop("training"), r"state.json of the step does not say how it goes on \(training\)"),
+        (lambda s: s["recipe"]["training"].update(global_batch_ramp=[1, -5]), r"global_batch_ramp\[0\] = 1, where a string"),
+        (lambda s: s["recipe"].update({"\ud800": {"x": "1"}}), "where a name that can be printed"),
         (lambda s: s.pop("loader"), r"state.json of the step does not say how it goes on \(loader\)"),
     ],
 )

@@ -60,7 +60,7 @@ class Difference:
 
 def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[Difference]:
     """The differences between a step's state.json and this run: keys of the recipe, then FACTS. Raises ConfigError."""
-    lacking = sorted(NEEDED - state.keys()) or sorted({"data", "optimizer", "lr_scheduler"} - state["recipe"].keys())
+    lacking = sorted(NEEDED - state.keys()) or sorted({"data", "optimizer", "lr_scheduler", "training"} - state["recipe"].keys())
     if lacking or "total_steps" not in state["run"]:
         raise ConfigError(
             f"checkpoint.folder: state.json of the step does not say how it goes on ({', '.join(lacking) or 'run.total_steps'}); "

@@ -11,7 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from titan_lite.config import LRScheduler
-from titan_lite.outside import ANY, COUNT, FLAG, NUMBER, OBJECT, TOKENS, WORD, Damaged, Form, maybe, one_of, optional, read_json
+from titan_lite.outside import (
+    ANY,
+    BYTES,
+    COUNT,
+    FLAG,
+    NUMBER,
+    OBJECT,
+    TOKENS,
+    WORD,
+    Damaged,
+    Form,
+    maybe,
+    one_of,
+    optional,
+    read_json,
+)
 
 NAME = "state.json"
 
@@ -30,15 +45,16 @@ def _is_place(value: Any) -> bool:
     """[windows given, [ordinal, tokens used] in each source]"""
     if type(value) is not list or len(value) < 2 or not all(type(pair) is list and len(pair) == 2 for pair in value[1:]):
         return False
-    return all(map(COUNT.holds, (value[0], *(number for pair in value[1:] for number in pair))))
+    return BYTES.holds(value[0]) and all(COUNT.holds(number) for pair in value[1:] for number in pair)
 
 
 _RECIPE = {
+    "training": optional({"global_batch_ramp": optional([WORD]), WORD: ANY}),
     "data": optional({"sources": optional([OBJECT]), WORD: ANY}),
     "optimizer": optional({"lr": optional(NUMBER), WORD: ANY}),
     "lr_scheduler": optional({**{field.name: optional(_within_bounds(field)) for field in fields(LRScheduler)}, WORD: ANY}),
     "model": optional({"tokenizer_path": optional(WORD), WORD: ANY}),
-    WORD: OBJECT,
+    Form("a name that can be printed", lambda value: type(value) is str and value.isprintable()): OBJECT,
 }
 _RUN = {
     "model": optional(OBJECT),
@@ -59,7 +75,7 @@ _STATE = {
     "skipped_in_a_row": optional(COUNT),
     "spikes": optional({"accepted": [NUMBER], "skipped": [OBJECT]}),  # losses may be infinite
     "loader": optional(
-        {"windows": optional(COUNT), "rows": {WORD: Form("[windows, [ordinal, tokens], ...]", _is_place)}, "of": COUNT}
+        {"windows": optional(BYTES), "rows": {WORD: Form("[windows, [ordinal, tokens], ...]", _is_place)}, "of": COUNT}
     ),
     "tokens_by_source": optional({WORD: COUNT}),
     "special_tokens": optional({"bos_token_id": maybe(TOKENS), "eos_token_id": maybe(TOKENS)}),
@@ -70,6 +86,8 @@ _STATE = {
 def read_state(folder: Path) -> dict[str, Any]:
     """The state of the step in this folder. Raises Damaged."""
     state = read_json(folder / NAME, _STATE)
+    if "model" not in state.get("tensors", ["model"]):
+        raise Damaged(f"{NAME}: tensors has no model")
     if (loader := state.get("loader")) is not None:
         rows, run = loader["rows"], state.get("run", {})
         widths = {len(row) for row in rows.values()}

@@ -58,7 +58,7 @@ _PREFIXES = {  # bytes in which the length of an argument is given
     pickletools.TAKEN_FROM_ARGUMENT4U: 4,
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
-_DTYPES = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_DTYPES = {("torch", name): getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64", "int32", "int64")}
 
 
 def _admitted() -> dict[tuple[str, str], Any]:
@@ -114,6 +114,20 @@ def _check_opcodes(content: bytes) -> None:
         at += 1 + length
 
 
+def _is_covered(tensor: dcp.TensorStorageMetadata) -> bool:
+    """True where the chunks lie within the tensor, begin at different places and have as many numbers as it."""
+    filled = [chunk for chunk in tensor.chunks if chunk.sizes.numel()]
+    within = all(
+        len(chunk.offsets) == len(chunk.sizes) == len(tensor.size)
+        and all(
+            start >= 0 and start + size <= most for start, size, most in zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
+        )
+        for chunk in filled
+    )
+    numbers = sum(chunk.sizes.numel() for chunk in filled)
+    return within and numbers == tensor.size.numel() and len({chunk.offsets for chunk in filled}) == len(filled)
+
+
 def read_metadata(folder: Path, files: Collection[str]) -> dcp.Metadata:
     """Names, shapes and places of all tensors, each place in one of `files`. Raises Damaged."""
     try:
@@ -126,6 +140,8 @@ def read_metadata(folder: Path, files: Collection[str]) -> dcp.Metadata:
             sizes = (tensor.size, *(part for chunk in tensor.chunks for part in (chunk.offsets, chunk.sizes)))
             if type(name) is not str or {*map(type, sizes)} != {torch.Size} or type(tensor.properties.dtype) is not torch.dtype:
                 raise Damaged(f"{NAME} has a tensor without a size or dtype")
+            if not _is_covered(tensor):
+                raise Damaged(f"{NAME}: the parts of {name[:200]} are not the whole of it")
         for place in metadata.storage_data.values():
             # A path that leads out of the folder, or a transformation to undo, is not of our making.
             if place.relative_path not in files or place.transform_descriptors:

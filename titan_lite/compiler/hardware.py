@@ -25,6 +25,7 @@ from torch.fx import Node
 
 from titan_lite.compiler.collectives import KINDS, aten, collective_bytes, collectives, kind_of, nbytes_of, ranks_of
 from titan_lite.config import ConfigError
+from titan_lite.config.row import one_line
 from titan_lite.config.toml import read_toml, shown
 
 GB, GIB = 1e9, 2**30
@@ -257,14 +258,16 @@ def machine_from(tables: Mapping[str, Any], file: str) -> Machine:
     fields = {field.name: field for field in dataclasses.fields(Machine)}
     for key, value in tables.items():
         if key not in fields:
-            raise ConfigError(f"{file}: {key} is not known; known are {', '.join(fields)} and like")
+            raise ConfigError(f"{file}: {one_line(key, 100)} is not known; known are {', '.join(fields)} and like")
         if key in ("intra_node", "inter_node"):
             value = Link(**_numbers(file, key, value, ("bandwidth", "latency")))
         elif key == "tflops":
             value = {**values.get("tflops", {}), **_numbers(file, key, value, ())}
             unknown = [name for name in value if not isinstance(getattr(torch, name, None), torch.dtype)]
             if unknown:
-                raise ConfigError(f"{file}: tflops.{unknown[0]} is no dtype of torch; bfloat16, float32, float8_e4m3fn are")
+                raise ConfigError(
+                    f"{file}: tflops.{one_line(unknown[0], 100)} is no dtype of torch; bfloat16, float32, float8_e4m3fn are"
+                )
         elif key == "name":
             if not isinstance(value, str):
                 raise ConfigError(f"{file}: name = {shown(value)} is no string")
@@ -287,7 +290,7 @@ def _numbers(file: str, table: str, value: Any, keys: tuple[str, ...]) -> dict[s
     if not isinstance(value, dict) or (keys and set(value) != set(keys)):
         works = "{ " + ", ".join(f"{key} = ..." for key in keys or ("bfloat16", "float32")) + " }"
         raise ConfigError(f"{file}: {table} = {shown(value)}; {table} = {works} would work")
-    return {key: _number(file, f"{table}.{key}", number) for key, number in value.items()}
+    return {key: _number(file, f"{table}.{one_line(key, 100)}", number) for key, number in value.items()}
 
 
 def _number(file: str, key: str, value: Any) -> float:

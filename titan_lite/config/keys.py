@@ -84,6 +84,8 @@ def batch_ramp(entries: Sequence[str]) -> list[tuple[int, int]]:
         if not found:
             raise ConfigError(f'{wrong} is not sequences and the last step with so many: write it like "64 until 1000"')
         sequences, last = map(int, found.groups())
+        if sequences > 2**20:
+            raise ConfigError(f"{wrong}: a global batch has at most {2**20} sequences")
         if ramp and last <= ramp[-1][1]:
             raise ConfigError(
                 f"{wrong} does not come after step {ramp[-1][1]}, where the entry before it ends; a later step would"

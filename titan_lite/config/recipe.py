@@ -198,7 +198,8 @@ def _parse_text(key: str, text: str) -> Any:
         elif KEYS[key].metadata["table"]:
             value = parse_value(text)
         elif kind is tuple:
-            value = [word.strip() for word in text.split(",") if word.strip()]
+            bare = text.strip().removeprefix("[").removesuffix("]")  # as in a recipe, or without brackets and quotes
+            value = [word.strip().strip("\"'") for word in bare.split(",") if word.strip()]
     except (KeyError, ValueError):
         wrong = f"--{key}={one_line(text, 100)}: expected {_expected(KEYS[key])}"
         raise ConfigError(f"command line: {wrong}, such as {in_toml(KEYS[key].default)}") from None

@@ -18,7 +18,9 @@ class ConfigError(ValueError):
     """A recipe or command line that cannot be run; each message names the key, the value and what would work."""
 
     def __str__(self) -> str:
-        return str(self.args[0]) if len(self.args) == 1 else "\n  ".join(("several things are wrong:", *self.args))
+        # A value may have line breaks and control characters; a list of ours is indented.
+        lines = ["\n  ".join(one_line(part, 10**6) for part in str(line).split("\n  ")) for line in self.args]
+        return lines[0] if len(lines) == 1 else "\n  ".join(("several things are wrong:", *lines))
 
 
 class Mistakes(list[str]):

@@ -54,7 +54,8 @@ def read_toml(path: Path, what: str = "file") -> dict[str, Any]:
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}; a line reads `key = value` under a `[section]`") from None
+        why = one_line(str(error), 300)
+        raise ConfigError(f"{path}: not valid TOML: {why}; a line reads `key = value` under a `[section]`") from None
 
 
 def loads(text: str) -> dict[str, Any]:

@@ -162,8 +162,9 @@ def check_prepared(data: Data, tokenizer_sha256: str, vocab_size: int) -> None:
     described = read_manifest(Path(data.path), said=data.key("path"))
     if (described["tokenizer"], described["vocab_size"]) != (tokenizer_sha256, vocab_size):
         raise ConfigError(
-            f'{data.key("path")} = "{data.path}" was made by another tokenizer (SHA-256 {described["tokenizer"][:12]}) than '
-            f"model.tokenizer_path ({tokenizer_sha256[:12]}); with that one, or prepared anew, it would work"
+            f'{data.key("path")} = "{data.path}" was made by another tokenizer (SHA-256 {described["tokenizer"][:12]}, '
+            f"{described['vocab_size']} tokens) than model.tokenizer_path ({tokenizer_sha256[:12]}, {vocab_size} tokens); "
+            "with that one, or prepared anew, it would work"
         )
 
 

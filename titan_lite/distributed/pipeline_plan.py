@@ -195,8 +195,8 @@ def read_schedule(path: Path, degree: int, microbatches: int) -> Order:
         stages = len({action.stage_index for actions in order.values() for action in actions if action is not None})
         _validate_schedule(order, degree, stages, microbatches)
         bubble_fraction(order)
-    except (AssertionError, KeyError) as error:
-        why = str(error).splitlines()[0]
+    except (AssertionError, KeyError, IndexError) as error:
+        why = (str(error).splitlines() or ["not in order"])[0]
         raise ConfigError(
             f"{key} is no schedule for {microbatches} microbatches (training.local_batch_size / "
             f"pipeline_parallel_microbatch_size): {why}; every stage needs F and B, or I and W, of microbatches 0 to "

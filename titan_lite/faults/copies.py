@@ -45,20 +45,17 @@ class Copies:
     """freq: steps from one comparison to the next, 0: none of these. describe_saved: says from which step the run can go on."""
 
     def __init__(self, freq: int, describe_saved: Callable[[], str]):
-        self.freq, self.describe_saved, self.checked = freq, describe_saved, -1
+        self.freq, self.describe_saved = freq, describe_saved
 
     def check_if_due(self, step: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
         if self.freq and step % self.freq == 0:
             self.check(step, tensors)
 
     def check(self, step: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Once a step. tensors: makes {"model.FQN": DTensor, "optimizer.FQN.step": one that all ranks hold alike, ...}.
+        """tensors: makes {"model.FQN": DTensor, "optimizer.FQN.step": one that all ranks hold alike, ...}.
 
         Raises TrainingError, the same on all ranks.
         """
-        if step == self.checked:
-            return
-        self.checked = step
         found = find(tensors())
         if found is not None:
             raise TrainingError(

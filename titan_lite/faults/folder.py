@@ -22,5 +22,5 @@ def hold_folder(folder: Path, parts: Iterable[Callable[[], bool]], write_recipe:
             write_recipe()
         logger.warning(
             f"files of this run were removed from {folder} while it goes on: its lock, config.toml and metrics are made again; "
-            "what else was there, saved steps and earlier metrics included, is gone"
+            "what else was removed with them, such as saved steps and earlier metrics, is gone"
         )

@@ -72,7 +72,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
 
     A line of more than LONGEST bytes is none, either. Raises Damaged: no regular file. A file that is not there has none.
     """
-    if not path.exists():
+    if not path.exists() or path.is_dir():
         return
     with open_regular(path) as file:
         for number in itertools.count(1):

@@ -81,6 +81,8 @@ def search(
 
 def outcome(config: Config, rows: Sequence[Row]) -> list[str]:
     """Lines under a table: why the others lost, and the keys of the best."""
+    if not rows:
+        return ["", "none was planned yet"]
     if not (fit := fitting(rows)):
         return ["", "no layout fits; more ranks, fewer sequences a step or shorter ones would be needed"]
     (change, best), *_ = fit

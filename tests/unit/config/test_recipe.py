@@ -1007,3 +1007,21 @@ def test_a_folder_whose_name_is_not_utf_8_is_told(tmp_path, monkeypatch):
     (line,) = lines_of(write(tmp_path, TOKENIZER), ["--data.dataset=local", "--data.path=a.txt"])
     assert "not valid UTF-8, which a recipe is; in another folder" in line
     assert line.isprintable()
+
+
+@pytest.mark.parametrize("text", ["4 until 5,8 until 9", '["4 until 5", "8 until 9"]'])
+def test_a_list_on_the_command_line_may_stand_as_in_a_recipe(text):
+    assert load_config(SHIPPED[0], [f"--training.global_batch_ramp={text}"])[0].training.global_batch_ramp == (
+        "4 until 5",
+        "8 until 9",
+    )
+
+
+def test_a_ramp_has_the_bound_of_a_global_batch():
+    with pytest.raises(ConfigError, match=r'"9999996 until 10": a global batch has at most 1048576 sequences'):
+        batch_ramp(["9999996 until 10"])
+
+
+def test_a_value_cannot_add_a_line_to_a_message():
+    assert str(ConfigError("a = /x\nerror: \x1b[31mred")) == r"a = /x\nerror: \x1b[31mred"
+    assert str(ConfigError("two things:\n  one\n  two")) == "two things:\n  one\n  two"

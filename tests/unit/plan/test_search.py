@@ -15,7 +15,7 @@ from titan_lite.compiler.hardware import GIB
 from titan_lite.config import Config, ConfigError, Model, Training
 from titan_lite.config.recipe import load_config
 from titan_lite.plan.command import lay_out, main
-from titan_lite.plan.search import differing, guess, label, space, why_lost
+from titan_lite.plan.search import differing, guess, label, outcome, space, why_lost
 
 RECIPES = Path(__file__).parents[3] / "train_configs"
 SEVENTY = str(RECIPES / "llama3_70b.toml")
@@ -164,3 +164,7 @@ def test_no_recipe_is_told(capsys):
     assert "no recipe" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         changed("llama3_8b", 7, parallelism__tensor_parallel_degree=2)
+
+
+def test_a_search_that_has_planned_nothing_says_so():
+    assert outcome(Config(), []) == ["", "none was planned yet"]
