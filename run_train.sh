@@ -66,10 +66,12 @@ recipe=${CONFIG_FILE:-train_configs/debug_model.toml}
 [[ ! -e $recipe && -e $root/$recipe ]] && recipe="$root/$recipe"
 nodes=${NNODES:-1} restarts=${MAX_RESTARTS:-0} rendezvous=()
 
-[[ ${NGPU:-1} =~ ^[1-9][0-9]*$ ]] || wrong_usage "NGPU=$NGPU: expected the number of processes, at least 1, such as NGPU=2"
-[[ $nodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] || wrong_usage "NNODES=$nodes: expected the number of nodes, such as NNODES=2"
+[[ -z ${OMP_NUM_THREADS:-} || $OMP_NUM_THREADS =~ ^[1-9][0-9]{0,5}$ ]] ||
+    wrong_usage "OMP_NUM_THREADS=$OMP_NUM_THREADS: expected a number of threads, such as OMP_NUM_THREADS=1"
+[[ ${NGPU:-1} =~ ^[1-9][0-9]{0,5}$ ]] || wrong_usage "NGPU=$NGPU: expected the number of processes, at least 1, such as NGPU=2"
+[[ $nodes =~ ^[1-9][0-9]{0,5}(:[1-9][0-9]{0,5})?$ ]] || wrong_usage "NNODES=$nodes: expected the number of nodes, such as NNODES=2"
 [[ ${NODE_RANK:-0} =~ ^[0-9]+$ ]] || wrong_usage "NODE_RANK=$NODE_RANK: expected 0 on one node, and such as 1 on another"
-[[ $restarts =~ ^[0-9]+$ ]] || wrong_usage "MAX_RESTARTS=$restarts: expected a number, such as MAX_RESTARTS=0"
+[[ $restarts =~ ^[0-9]{1,6}$ ]] || wrong_usage "MAX_RESTARTS=$restarts: expected a number, such as MAX_RESTARTS=0"
 if [[ $nodes != 1 ]]; then
     [[ -n ${RDZV_ENDPOINT:-} ]] || wrong_usage "NNODES=$nodes needs RDZV_ENDPOINT=HOST:PORT of a node, such as node0:29500"
     [[ -z ${LOCAL_ADDR:-} ]] || rendezvous=(--local-addr "$LOCAL_ADDR")

@@ -329,6 +329,8 @@ def test_gpus_that_torch_cannot_use_are_an_error_but_where_the_cpu_is_wanted(tmp
     ("environment", "said"),
     [
         ({"NGPU": "0"}, "NGPU=0: expected the number of processes"),
+        ({"NGPU": "99999999999999999999"}, "NGPU=99999999999999999999: expected the number of processes"),
+        ({"OMP_NUM_THREADS": "abc"}, "OMP_NUM_THREADS=abc: expected a number of threads"),
         ({"NNODES": "two"}, "NNODES=two: expected the number of nodes"),
         ({"NNODES": "2"}, "NNODES=2 needs RDZV_ENDPOINT=HOST:PORT"),
         ({"NNODES": "2", "RDZV_ENDPOINT": "no.such.host.invalid:29500"}, "this node knows no host no.such.host.invalid"),

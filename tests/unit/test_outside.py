@@ -158,6 +158,7 @@ def sealed_prepared(folder, change):
         (lambda d: d["splits"]["train"][0].update(documents="many"), r"documents = 'many', where a whole number"),
         (lambda d: d["splits"]["train"][0].update(name="/etc/passwd"), r"name = '/etc/passwd', where the name of a file in"),
         (lambda d: d["splits"]["train"][0].update(name="../x"), r"name = '\.\./x', where the name of a file in this folder"),
+        (lambda d: d["splits"]["train"].append(d["splits"]["train"][0]), "train-00000 is listed twice"),
         (lambda d: d["splits"]["train"].append(7), r"splits.train\[\d+\] = 7, where an object"),
         (lambda d: d.update(splits=[]), r"splits = \[\], where an object"),
         (lambda d: d.update(dtype="object"), "dtype = 'object', where 'uint16' or 'uint32' is what works"),

@@ -244,7 +244,8 @@ class NoDocuments(ConfigError):
 def _empty(data: Data, split: Split) -> NoDocuments:
     where = f' at {data.key("path")} = "{data.path}"' if data.path else ""
     other = 0.5 if split == "validation" else 0.05
-    instead = f" or validation_fraction = {other}" if (data.validation_fraction < other) == (split == "validation") else ""
+    helps = data.validation_fraction < other if split == "validation" else data.validation_fraction > other
+    instead = f" or validation_fraction = {other}" if helps else ""
     return NoDocuments(
         f'{data.key("dataset")} = "{data.dataset}"{where} has no {split} document with data.validation_fraction = '
         f"{data.validation_fraction}; more documents{instead} would work"

@@ -146,8 +146,12 @@ def read_manifest(folder: Path, every_byte: bool = False, said: str = "data.path
 
 
 def check_shards(described: Mapping[str, Any]) -> None:
-    """Raises Damaged where the documents and tokens of a shard do not make its files."""
+    """Raises Damaged where the documents and tokens of a shard do not make its files, and where one is listed twice."""
+    names = set[str]()
     for shard in itertools.chain.from_iterable(described["splits"].values()):
+        if shard["name"] in names:
+            raise Damaged(f"{manifest.NAME}: {shard['name']} is listed twice, whose documents would be read twice")
+        names.add(shard["name"])
         name, documents, tokens = shard["name"], shard["documents"], shard["tokens"]
         sizes = {"tokens": np.dtype(described["dtype"]).itemsize * tokens, "documents": 8 * (documents + 1)}
         listed = {suffix: described["files"].get(f"{name}.{suffix}", {}).get("size") for suffix in sizes}

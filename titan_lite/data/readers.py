@@ -298,6 +298,9 @@ def records(file: io.BufferedReader, limit: int, field: str) -> Iterator[tuple[i
             yield line, row[column] if column < len(row) else NoText(f'data.text_field = "{field}" is not a field of it')
         elif row.count(field) == 1:
             column = row.index(field)
+        elif any("\0" in name for name in row):
+            yield line, ValueError("not UTF-8 (its columns have NUL characters, as UTF-16 has)")
+            return
         else:
             yield line, no_column(field, row)
             return

@@ -92,7 +92,8 @@ signals.listen(starting=True)
 if sys.argv[1] == "started":
     signals.started()
 print("up", flush=True)
-ctypes.CDLL(None).usleep(3_000_000)  # in a library, where no Python handler runs
+for _ in range(30):  # a signal ends the first of them early
+    ctypes.CDLL(None).usleep(100_000)  # in a library, where no Python handler runs
 print("through", signals.received(), flush=True)
 """
 
