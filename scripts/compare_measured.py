@@ -88,6 +88,7 @@ def rank_main(pipe: Connection, rank: int, ranks: int, store: str, overrides: st
         def step() -> None:
             trainer.step += 1
             trainer.train_step()
+            trainer.read(now=True)
 
         for _ in range(WARM_UP_STEPS):
             step()

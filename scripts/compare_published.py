@@ -141,7 +141,7 @@ ROWS = (
 
 def compare(row: Row) -> str:
     config, _ = load_config(RECIPES / f"llama3_{row.recipe}.toml", row.keys.split())
-    layout = lay_out(config, row.ranks)
+    layout = lay_out(config, row.ranks, row.machine.memory * GIB)
     plan = make_plan(layout, row.machine.spread())
     published = row.published
     if row.tflops:

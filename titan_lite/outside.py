@@ -186,5 +186,5 @@ def check_form(value: Any, form: Any, name: str) -> Any:
 
 
 def read_json(path: Path, form: Any = OBJECT) -> Any:
-    """What a JSON file has, in this form. Raises Damaged."""
+    """Read a JSON file whose content has this form. Raises Damaged."""
     return check_form(parse_json(read_text(path), path.name), form, path.name)

@@ -276,7 +276,7 @@ class Trainer:
         self.readings.put(self.step, **figures, asked=ending[1], tokens=tokens)
 
     def read(self, *, now: bool) -> None:
-        """What has arrived of the steps done, or all of it. Raises TrainingError for too many skipped steps in a row."""
+        """Note the figures that have arrived from the device; now: all of them. Raises TrainingError: too many skipped steps."""
         for step, values in self.readings.take(now=now):
             loss, grad_norm = values["loss"], values["grad_norm"]
             self.skipped.note(step, loss, grad_norm, values["skip"], values["limit"])

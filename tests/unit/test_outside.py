@@ -581,7 +581,7 @@ def test_any_measurements_of_a_run(examples, tmp_path, monkeypatch):
 
     def read(content):
         (tmp_path / "measured.json").write_bytes(content)
-        calibrate.calibrate_run(tmp_path, lambda config, world_size: None)
+        calibrate.calibrate_run(tmp_path, lambda config, world_size, memory: None)
 
     content = json.dumps(record).encode()
     fuzz(examples, mutated(record).map(lambda value: json.dumps(value).encode()) | damaged(content), read)

@@ -237,7 +237,7 @@ class _Flatbuffer:
         return int.from_bytes(self.data[at : at + width], "little", signed=width > 2)
 
     def field(self, table: int, number: int) -> int:
-        """Where a field is; 0: it has its default."""
+        """Offset of a field; 0: it has its default."""
         vtable = table - self.integer(table, 4)
         slot = 4 + 2 * number
         offset = self.integer(vtable + slot, 2) if slot < self.integer(vtable, 2) else 0
@@ -252,7 +252,7 @@ class _Flatbuffer:
         return at + self.integer(at, 4)
 
     def vector(self, table: int, field: int, width: int) -> tuple[int, int]:
-        """Where its first element is, and how many there are, of so many bytes each."""
+        """(offset of the first element, number of elements) of a vector whose elements have `width` bytes."""
         if not self.field(table, field):
             return 0, 0
         at = self.table(table, field)
@@ -263,7 +263,7 @@ class _Flatbuffer:
 
 
 def _wrong_column(schema: Any, field: str) -> NoText | None:
-    """Why a column has no texts."""
+    """The reason why a column has no texts; None: it has."""
     texts = [name for name, kind in zip(schema.names, schema.types, strict=True) if _is_text(kind)]
     if schema.names.count(field) != 1:
         return no_column(field, schema.names, texts)

@@ -174,7 +174,7 @@ def build_source(data: Data, *, split: Split, seed: int) -> Source:
 
 
 def amount(source: Source) -> str:
-    """How much there is to read, as far as is known without reading it."""
+    """Describe the size of a source, as far as it is known without reading: documents, files and MiB, or shards."""
     if isinstance(source, PreparedSource):
         return f"{source.firsts[-1]:,} documents, tokenized"
     if isinstance(source, StdlibSource):

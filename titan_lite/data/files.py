@@ -79,7 +79,7 @@ def local_files(data: Data) -> list[tuple[str, str, int]]:
 
 
 def kind_of_file(path: str | os.PathLike) -> str:
-    """What is there, in words."""
+    """The kind of thing that a path leads to, in words."""
     mode = os.stat(path).st_mode
     kinds = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket", stat.S_ISREG: "a file"}
     return next((words for is_kind, words in kinds.items() if is_kind(mode)), "a device")

@@ -78,7 +78,7 @@ class _PackedRows(IterableDataset):
         self.phase = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:8], "big")
 
     def begin(self, own: range, rows: int, windows: int, places: Places, rank: int, ranks: int) -> None:
-        """Where to begin: of `rows` rows in all, those in `own`, at these places, after so many windows of the run."""
+        """Set the place to begin at: the rows `own` of `rows` in all, at these places, after so many windows of the run."""
         self.own, self.rows, self.windows, self.places, self.rank, self.ranks = own, rows, windows, places, rank, ranks
 
     def __iter__(self) -> Iterator[tuple[list[Window] | ConfigError, SkippedDocuments]]:

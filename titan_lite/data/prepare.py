@@ -74,30 +74,24 @@ def prepare_mixture(data: Data, tokenizer: Tokenizer, folder: Path, **how: Any) 
     if folder.exists():
         raise ConfigError(f"{folder} is there, and nothing is overwritten; name a folder that is not there yet")
     unfinished = folder.with_name(f"unfinished-{folder.name}")
-    try:
-        unfinished.mkdir(parents=True, exist_ok=True)
-        with _alone(unfinished):
-            if foreign := {path.name for path in unfinished.iterdir()} - {*names, *(f"unfinished-{name}" for name in names)}:
-                raise ConfigError(f"{unfinished} has {min(foreign)}, which is not of this command; name another folder to write")
-            done: list[tuple[Path, dict[str, Any] | None]] = []
-            for name, part in zip(names, parts, strict=True):
-                if part.dataset == "prepared":
-                    check_prepared(part, tokenizer.sha256, tokenizer.vocab_size)
-                    done.append((Path(part.path), None))
-                    continue
-                if not (unfinished / name).exists():
-                    prepare(part, tokenizer, unfinished / name, **how)
-                described = read_manifest(unfinished / name)
-                before, now = _flat(described), _flat(json.loads(json.dumps(_about(part, tokenizer, how["shard_tokens"]))))
-                if other := [key for key in now if before.get(key) != now[key]]:
-                    made = f"{unfinished / name} was made with other {', '.join(other)}"
-                    raise ConfigError(f"{made}; with the same it goes on, and where it is removed it begins anew")
-                done.append((folder / name, described))
-            manifest.publish(unfinished, folder)
-    except BlockingIOError:
-        raise ConfigError(f"{unfinished} is being written by another process; wait for that, or name another folder") from None
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error}; the same command goes on from there") from None
+    with _writing(folder, unfinished):
+        if foreign := {path.name for path in unfinished.iterdir()} - {*names, *(f"unfinished-{name}" for name in names)}:
+            raise ConfigError(f"{unfinished} has {min(foreign)}, which is not of this command; name another folder to write")
+        done: list[tuple[Path, dict[str, Any] | None]] = []
+        for name, part in zip(names, parts, strict=True):
+            if part.dataset == "prepared":
+                check_prepared(part, tokenizer.sha256, tokenizer.vocab_size)
+                done.append((Path(part.path), None))
+                continue
+            if not (unfinished / name).exists():
+                prepare(part, tokenizer, unfinished / name, **how)
+            described = read_manifest(unfinished / name)
+            before, now = _flat(described), _flat(json.loads(json.dumps(_about(part, tokenizer, how["shard_tokens"]))))
+            if other := [key for key in now if before.get(key) != now[key]]:
+                made = f"{unfinished / name} was made with other {', '.join(other)}"
+                raise ConfigError(f"{made}; with the same it goes on, and where it is removed it begins anew")
+            done.append((folder / name, described))
+        manifest.publish(unfinished, folder)
     return done
 
 
@@ -117,26 +111,20 @@ def prepare(data: Data, tokenizer: Tokenizer, folder: Path, *, workers: int, sha
         raise ConfigError(f"{folder} is there, and nothing is overwritten; name a folder that is not there yet")
     unfinished = folder.with_name(f"unfinished-{folder.name}")
     about = _about(data, tokenizer, shard_tokens)
-    try:
-        unfinished.mkdir(parents=True, exist_ok=True)
-        with _alone(unfinished):
-            progress = _begun(unfinished, about)
-            for split in SPLITS:
-                if split in progress["left"]:
-                    _write_split(split, data, tokenizer, unfinished, progress, workers)
-            described = {**about, **{key: progress[key] for key in ("splits", "bad", "files")}}
-            manifest.write_sealed(unfinished / manifest.NAME, described)
-            (unfinished / PROGRESS).unlink()
-            manifest.publish(unfinished, folder)
-    except BlockingIOError:
-        raise ConfigError(f"{unfinished} is being written by another process; wait for that, or name another folder") from None
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error}; the same command goes on from there") from None
+    with _writing(folder, unfinished):
+        progress = _begun(unfinished, about)
+        for split in SPLITS:
+            if split in progress["left"]:
+                _write_split(split, data, tokenizer, unfinished, progress, workers)
+        described = {**about, **{key: progress[key] for key in ("splits", "bad", "files")}}
+        manifest.write_sealed(unfinished / manifest.NAME, described)
+        (unfinished / PROGRESS).unlink()
+        manifest.publish(unfinished, folder)
     return described
 
 
 def _about(data: Data, tokenizer: Tokenizer, shard_tokens: int) -> dict[str, Any]:
-    """What the bytes of a folder follow from."""
+    """Settings and inputs that decide the bytes of a prepared folder."""
     return {
         "format": FORMAT,
         "tokenizer": tokenizer.sha256,
@@ -149,14 +137,20 @@ def _about(data: Data, tokenizer: Tokenizer, shard_tokens: int) -> dict[str, Any
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Raises BlockingIOError where another process is within."""
-    lock = os.open(folder, os.O_RDONLY)
+def _writing(folder: Path, unfinished: Path) -> Iterator[None]:
+    """Within: `unfinished`, which becomes `folder`, is there, and no other process writes to it. Raises ConfigError."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(lock)
+        unfinished.mkdir(parents=True, exist_ok=True)
+        lock = os.open(unfinished, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        finally:
+            os.close(lock)
+    except BlockingIOError:
+        raise ConfigError(f"{unfinished} is being written by another process; wait for that, or name another folder") from None
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error}; the same command goes on from there") from None
 
 
 def _begun(folder: Path, about: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,8 @@ LAG = {"cpu": 0}  # steps; of other devices, 1
 
 
 class Readings:
+    """Values of steps that are not read yet. device: that of the tensors."""
+
     def __init__(self, device: torch.device):
         self.device, self.lag = device, LAG.get(device.type, 1)
         self.waiting: deque[tuple[int, list[str], Tensor, Any]] = deque()
@@ -34,7 +36,7 @@ class Readings:
         self.waiting.append((step, [*values], packed, arrived))
 
     def take(self, *, now: bool) -> Iterator[tuple[int, dict[str, float]]]:
-        """What is due, oldest first."""
+        """Yield (step, values) of the steps that are due, oldest first. now: of all, waiting for the last."""
         while len(self.waiting) > (0 if now else self.lag):
             step, names, packed, arrived = self.waiting.popleft()
             if arrived is not None:

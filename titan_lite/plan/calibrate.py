@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from titan_lite.compiler.hardware import Machine, machine_from
+from titan_lite.compiler.hardware import GIB, Machine, machine_from
 from titan_lite.config import Config, ConfigError
 from titan_lite.config.recipe import load_config
 from titan_lite.outside import NO_OTHER, OBJECT, POSITIVE, SIZE, WORD, Damaged, optional, read_json
@@ -36,7 +36,9 @@ _RECORD = {
 PACES = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.6, 2.0, 4.0, 10.0)  # at which computation is tried
 
 
-def calibrate_run(folder: Path, lay_out: Callable[[Config, int], PlannedLayout], profile: Machine | None = None) -> list[str]:
+def calibrate_run(
+    folder: Path, lay_out: Callable[[Config, int, float], PlannedLayout], profile: Machine | None = None
+) -> list[str]:
     """Fits the profile that a run was planned with, or another one, to its measurements; writes it to the run's folder, and says
     by how much each number moved. Raises ConfigError where the run has none.
 
@@ -53,8 +55,8 @@ def calibrate_run(folder: Path, lay_out: Callable[[Config, int], PlannedLayout],
     except Damaged as damage:
         raise ConfigError(f"--calibrate {folder}: {damage}; a run's own would work") from None
     config, _ = load_config(folder / "config.toml", [])
-    layout = lay_out(config, record["world_size"])
     stated = profile or machine_from(record["profile"], str(path))
+    layout = lay_out(config, record["world_size"], stated.memory * GIB)
     dtype = getattr(torch, config.training.mixed_precision_param)
     reached = calibrated(stated, record["reached"], dtype, record["nodes"])
     plan = make_plan(layout, [stated, reached, *(paced(reached, pace) for pace in PACES)])

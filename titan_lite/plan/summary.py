@@ -179,7 +179,7 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
 
 
 def spare(plan: Plan, lighter: Plan) -> str:
-    """What memory that is left could buy: a step that computes less a second time."""
+    """A line on memory to spare, and on `lighter`, the plan that spends it on recomputing less."""
     mode, needs = lighter.layout.config.activation_checkpoint.mode, lighter.memory.total / GIB
     saves = 100 * (1 - lighter.steps[0].seconds / plan.steps[0].seconds)
     why = f"would take {saves:.0f}% less time a step" if lighter.fits else "would not fit"

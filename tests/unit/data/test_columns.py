@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from bombs import contents, measure
+from bombs import contents, write_and_measure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,10 +19,7 @@ BOMBS = {name: what for name, what in contents(MIB * 2**20).items() if name.ends
 
 @pytest.fixture(scope="module")
 def took(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bombs")
-    for name, (content, _) in BOMBS.items():
-        (folder / name).write_bytes(content)
-    return {path.name: one for path, one in measure([folder / name for name in BOMBS], MIB).items()}
+    return write_and_measure(BOMBS, tmp_path_factory.mktemp("bombs"), MIB)
 
 
 @pytest.mark.parametrize("name", BOMBS)

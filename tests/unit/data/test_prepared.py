@@ -176,7 +176,10 @@ def test_a_worker_that_dies_is_an_error_and_no_hang(corpus, tmp_path):
 
 def test_two_at_once_are_refused(corpus, tmp_path):
     (tmp_path / "unfinished-p").mkdir()
-    with command._alone(tmp_path / "unfinished-p"), pytest.raises(ConfigError, match="being written by another process"):
+    with (
+        command._writing(tmp_path / "p", tmp_path / "unfinished-p"),
+        pytest.raises(ConfigError, match="being written by another process"),
+    ):
         prepare(local(corpus), TOKENIZER, tmp_path / "p", workers=0)
 
 
