@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from titan_lite.config import SECTIONS
+from titan_lite.config import KEYS, SECTIONS
 from titan_lite.config.recipe import admitted_values
 from titan_lite.config.toml import in_toml
 
@@ -34,7 +34,7 @@ def key_tables() -> str:
         lines += ["| key | default | values | purpose |", "|---|---|---|---|"]
         for field in dataclasses.fields(cls):
             cells = f"`{field.name}`", f"`{in_toml(field.default)}`", _values(field), _purpose(field)
-            lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
+            lines.append(f"| {' | '.join(cell.replace('|', '&#124;').replace('<', '&lt;') for cell in cells)} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -47,7 +47,7 @@ def _values(field: dataclasses.Field) -> str:
 
 def _purpose(field: dataclasses.Field) -> str:
     row = field.metadata
-    keys = ", ".join(f"`{key}`" for key in dict.fromkeys(need.key for need in row["needs"]))
+    keys = ", ".join(f"`{key}`" for key in dict.fromkeys(need.key for need in row["needs"]) if key in KEYS)
     notes = [row["gpu"] and f"needs a GPU: {row['gpu']}", row["package"] and f"needs `pip install {row['package']}`"]
     notes.append(keys and f"whether it has an effect depends on {keys}")
     return f"{row['doc']}. {''.join(f'({note}) ' for note in notes if note)}".strip()

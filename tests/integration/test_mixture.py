@@ -1,4 +1,4 @@
-"""The README's mixture trains with every default and goes on, and its report shows the sources; figures on any layout."""
+"""The mixture of docs/data.md trains with every default and goes on, and its report shows the sources; figures on any layout."""
 
 import json
 import re
@@ -6,12 +6,12 @@ import re
 import pyarrow
 import pytest
 from commands import python, run, script, train
+from pages import ALL, blocks
 from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_WORKERS, ROOT, SMALL, steps
 
 from titan_lite.metrics.records import read_metrics
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-(MIXTURE,) = (block for block in re.findall(r"```toml\n(.*?)```", README, re.DOTALL) if "[[data.sources]]" in block)
+(MIXTURE,) = (block for block in blocks(ALL, "toml") if "[[data.sources]]" in block)
 FAKE = """import json, pathlib
 class Run:
     def define_metric(self, *names, **options): pass
@@ -27,7 +27,7 @@ def init(*, dir, config, **options):
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    """The README's recipe beside the files that it names."""
+    """The recipe of docs/data.md beside the files that it names."""
     folder = tmp_path_factory.mktemp("mixture")
     for path, field, words in (("web/a.jsonl.zst", "text", "a page of the web "), ("code/b.jsonl", "content", "return x + 1; ")):
         (folder / path).parent.mkdir()
@@ -38,7 +38,7 @@ def recipe(tmp_path_factory):
     return folder / "mixture.toml"
 
 
-def test_the_mixture_of_the_readme_trains_resumes_and_its_report_shows_the_sources(recipe, tmp_path):
+def test_the_mixture_of_the_pages_trains_resumes_and_its_report_shows_the_sources(recipe, tmp_path):
     (tmp_path / "packages/wandb").mkdir(parents=True)
     (tmp_path / "packages/wandb/__init__.py").write_text(FAKE)
     folder = tmp_path / "out"

@@ -1,4 +1,4 @@
-"""Every command of the README is run as it stands there, but for what makes it small enough for any machine."""
+"""Every command of README.md and docs/ is run as it stands there, but for what makes it small enough for any machine."""
 
 import json
 import os
@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from commands import run
+from pages import PAGES, blocks, prose
 from tiny import DEBUG, ROOT
 
 from titan_lite.config.recipe import load_config
 from titan_lite.metrics.records import read_metrics
 from titan_lite.models.llama3 import FLAVORS, Transformer
-
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 SHORT = "--training.steps 4 --training.seq_len 64 --checkpoint.interval 2 --metrics.log_freq 1 --validation.freq 4"
 SHORT += " --validation.steps 1"
@@ -39,6 +38,8 @@ PREPARE = "python -m titan_lite.data.prepare"
 BOOKS = "prepared/books --data.dataset local --data.path 'books/*.jsonl'"
 PLANNER = "python -m titan_lite.plan"
 RECIPE = {"RECIPE": "train_configs/debug_model.toml"}
+PLANNED_8B, PLANNED_405B = ({f"train_configs/llama3_{size}.toml": RECIPE["RECIPE"]} for size in ("8b", "405b"))
+META_TOKENIZER = {"Meta-Llama-3/original/tokenizer.model": "assets/tokenizer/debug.model"}
 PLAN = "--hardware h100 --world-size 8 --set training.global_batch_size=64"
 HERE = {
     "scripts/test.sh": Run("pytest 9", "--version"),
@@ -47,6 +48,8 @@ HERE = {
     "./run_train.sh --compile.enable --job.dump_folder outputs/compiled --parallelism.fsdp_communication microbatch": Run(
         "57 all_gather -> 8", f"{SHORT} --training.steps 1 --compile.backend aot_eager"
     ),
+    # in a copy of the first run's folder
+    "./run_train.sh --training.steps 200": Run("steps: 4 done of 6", f"{SHORT} --training.steps 6 --job.dump_folder outputs/a"),
     "./run_train.sh --training.steps 1": Run("done: step 1", f"{SHORT} --training.steps 1 --job.dump_folder outputs/one"),
     "NGPU=4 ./run_train.sh": Run("layout: 4 ranks", f"{SHORT} --training.steps 1 --job.dump_folder outputs/four"),
     "CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh": Run(
@@ -72,6 +75,14 @@ HERE = {
     ),
     'python -m titan_lite.generate outputs/debug_model --prompt "def main("': Run("def main(", "--max-new-tokens 5"),
     f"{PLANNER} train_configs/llama3_405b.toml": Run("what binds: waiting for other pipeline ranks"),
+    f"{PLANNER} train_configs/llama3_405b.toml --picture plan.png": Run("step time", PLAN, PLANNED_405B),
+    f"{PLANNER} train_configs/llama3_8b.toml --sweep parallelism.tensor_parallel_degree=1,2,4,8": Run(
+        "tensor_parallel_degree=2", PLAN, PLANNED_8B
+    ),
+    f"{PLANNER} train_configs/llama3_8b.toml --sweep activation_checkpoint.mode=none,selective,full": Run(
+        "activation_checkpoint.mode=full", PLAN, PLANNED_8B
+    ),
+    f"{PLANNER} RECIPE": Run("step time", PLAN, RECIPE),
     f"{PLANNER} RECIPE --world-size 128 --hardware h200 --set training.local_batch_size=1": Run(
         "128 H200", "--set training.global_batch_size=128", RECIPE
     ),
@@ -93,9 +104,15 @@ HERE = {
         "--job.dump_folder outputs/launched",
     ),
     "MAX_RESTARTS=5 ./run_train.sh": Run("done: step 1", f"{SHORT} --training.steps 1 --job.dump_folder outputs/restarts"),
-    "python scripts/benchmark_resume.py --megabytes 50": Run("parquet", "--megabytes 2 --rounds 1"),
-    "python scripts/benchmark_data.py": Run(
-        "Loader, prepared", "--characters 100000 --tokens 400000 --rounds 1 --seq-len 64 --mean-document 100"
+    "python scripts/write_docs.py": Run("", quick=True),
+    "scripts/test_versions.sh 2.11.0 2.14.1": Run("torch 2.14.1: passed", "-- --version"),
+    "python scripts/gpu_day.py --device cpu": Run("| debug | FSDP2 loop, compiled |"),
+    "python scripts/benchmark_resume.py --megabytes 50 --rounds 2": Run("parquet", "--megabytes 2 --rounds 1"),
+    "python scripts/benchmark_data.py tokenize --tokenizer Meta-Llama-3/original/tokenizer.model --seq-len 2048 --rounds 7": Run(
+        "Loader, local jsonl", "--characters 100000 --rounds 1 --seq-len 64", META_TOKENIZER
+    ),
+    "python scripts/benchmark_data.py read --tokens 20000000 --rounds 5": Run(
+        "Loader, prepared", "--tokens 400000 --rounds 1 --seq-len 64 --mean-document 100"
     ),
     "python scripts/benchmark_checkpoint.py": Run("async", "--flavor debug --saves 1"),
     "python scripts/benchmark_schedule.py predict --layers 6": Run("greedy", "--layers 2 --world-sizes 8 --batch-sizes 1"),
@@ -120,14 +137,14 @@ ELSEWHERE = {
 def commands():
     """Lines of blocks and inline code that begin as a command does, once each."""
     begins = re.compile(r"(?:[A-Z_]+=\S+ )*(?:\./run_train\.sh|scripts/\w+\.sh|python |torchrun |sbatch |tail |tensorboard )")
-    blocks = re.findall(r"^```\w*\n(.*?)^```", README, re.M | re.S)
-    lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
-    lines += re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", README, flags=re.M | re.S))
+    texts = PAGES.values()
+    lines = [line.removeprefix("$ ") for text in texts for block in blocks(text) for line in block.splitlines()]
+    lines += [code for text in texts for code in re.findall(r"`([^`\n]+)`", prose(text))]
     found = [re.sub(r"\s+# .*", "", line).strip() for line in lines if begins.match(line)]
     return list(dict.fromkeys(found))
 
 
-def test_every_command_of_the_readme_is_run_here_or_by_the_test_that_is_named():
+def test_every_command_of_the_pages_is_run_here_or_by_the_test_that_is_named():
     assert sorted({FIRST, *HERE, *ELSEWHERE}) == sorted(commands())
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     assert all(f"def {test}(" in sources for test in ELSEWHERE.values())
@@ -143,12 +160,18 @@ def typed(folder, command):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of this checkout, beside which the commands' own input lies."""
+    """A copy of this checkout, beside which the commands' own input lies; its other versions of torch are this one."""
     folder = tmp_path_factory.mktemp("checkout")
-    for name in ("titan_lite", "train_configs", "scripts", "assets", "tests"):
+    for name in ("titan_lite", "train_configs", "scripts", "assets", "tests", "docs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("run_train.sh", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
+    for version in ("2.11.0", "2.14.1"):
+        python = folder / ".versions" / version / "bin/python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+        python.chmod(0o755)
+        (folder / ".versions" / version / "complete").touch()
     (folder / "books").mkdir()
     lines = [json.dumps({"text": f"Chapter {number}. It was the best of times. " * 9}) for number in range(200)]
     (folder / "books/one.jsonl").write_text("\n".join(lines))
@@ -157,7 +180,7 @@ def checkout(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(checkout):
-    """After the README's first command; with the other folders that its commands name."""
+    """After the first command of README.md; with the other folders that its commands name."""
     assert "done: step 4" in typed(checkout, f"{FIRST} {SHORT} --metrics.compare_plan always")
     outputs = checkout / "outputs"
     assert len(read_metrics(outputs / "debug_model/metrics.jsonl")) >= 4
@@ -179,7 +202,7 @@ def trained(checkout):
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, marks=() if here.quick else pytest.mark.slow) for c, here in HERE.items()])
-def test_a_command_of_the_readme_does_what_it_says(command, checkout, request):
+def test_a_command_of_the_pages_does_what_it_says(command, checkout, request):
     wanted = HERE[command]
     if not wanted.quick:
         request.getfixturevalue("trained")

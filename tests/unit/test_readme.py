@@ -1,45 +1,116 @@
-"""What the README names is there."""
+"""What README.md and docs/ name is there, and what is made from the sources is up to date."""
 
+import importlib.util
+import os
 import re
-from pathlib import Path
 
+import pytest
+from pages import ALL, PAGES, README, ROOT, anchor, anchors, blocks, links
 from tiny import DEBUG
 
+from titan_lite.config import KEYS
 from titan_lite.config.recipe import load_config
 from titan_lite.layout import make_layout
 
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 
-
-def test_every_test_and_file_that_it_names_is_there():
+def test_every_test_and_file_that_a_page_names_is_there():
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
-    named = set(re.findall(r"`(test_\w+)`", README))
+    named = set(re.findall(r"`(test_\w+)`", ALL))
     assert len(named) > 20
     assert named <= set(re.findall(r"def (test_\w+)\(", sources))
-    for path in re.findall(r"\b(?:titan_lite|scripts|tests|train_configs)/[\w/.]+\.(?:py|sh|toml)\b", README):
-        assert (ROOT / path).is_file(), path
+    for path in re.findall(
+        r"\b(?:titan_lite|scripts|tests|train_configs|docs|assets)/[\w/.]+\.(?:py|sh|toml|md|slurm|png)\b", ALL
+    ):
+        assert (ROOT / path).is_file() or "NAME" in path, path
+
+
+def test_every_key_that_a_page_names_is_one():
+    sections = {key.partition(".")[0] for key in KEYS}
+    words = re.findall(r"`-*([a-z_]+)\.(\w+)\b(?![./(])", ALL)
+    named = {f"{section}.{name}" for section, name in words if section in sections and name not in ("json", "jsonl", "py")}
+    assert len(named) > 40
+    assert named <= {*KEYS, "checkpoint.explain"}  # which is a flag
+
+
+def test_the_readme_is_short():
+    assert len(PAGES[README].splitlines()) <= 170
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_to_a_page_and_a_heading(page):
+    for target in links(PAGES[page]):
+        path, _, fragment = target.partition("#")
+        there = os.path.normpath(os.path.join(os.path.dirname(page), path)) if path else page
+        assert (ROOT / there).is_file(), target
+        assert not fragment or fragment in anchors(PAGES[there]), target
+
+
+def test_every_page_is_reached_from_the_readme():
+    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} == {*PAGES} - {README}
+    assert {*PAGES} - {README} <= set(links(PAGES[README]))
+
+
+def test_fragments_are_those_of_github():
+    assert anchor("`[checkpoint]`, and what it costs: 2x") == "checkpoint-and-what-it-costs-2x"
 
 
 def test_the_spine_stays_under_3000_lines():
-    section = README.partition("## Read it in this order")[2].partition("Then, as needed")[0]
+    section = PAGES[README].partition("## Read it in this order")[2].partition("Then, as needed")[0]
     spine = re.findall(r"`(titan_lite/[\w/]+\.py)`", section)
     assert len(spine) == 13
     assert sum(len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in spine) < 3000
 
 
-TRAINED = {  # parts of recipes in it: a line of each, and the test that trains with it, every default as it is
-    "[[data.sources]]": "test_the_mixture_of_the_readme_trains_resumes_and_its_report_shows_the_sources",
+TRAINED = {  # parts of recipes in the pages: a line of each, and the test that trains with it, every default as it is
+    "[[data.sources]]": "test_the_mixture_of_the_pages_trains_resumes_and_its_report_shows_the_sources",
     "global_batch_ramp": "test_a_ramp_takes_the_same_windows_on_any_ranks_with_any_workers",
 }
 
 
-def test_every_part_of_a_recipe_that_it_shows_is_one_and_is_trained_by_a_test(tmp_path):
-    blocks = re.findall(r"```toml\n(.*?)```", README, re.DOTALL)
+def test_every_part_of_a_recipe_that_a_page_shows_is_one_and_is_trained_by_a_test(tmp_path):
+    shown = blocks(ALL, "toml")
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
-    assert len(blocks) == len(TRAINED)
-    for block in blocks:
+    assert len(shown) == len(TRAINED)
+    for block in shown:
         (test,) = (test for line, test in TRAINED.items() if line in block)
         assert f"def {test}(" in sources
         (tmp_path / "part.toml").write_text(f'extends = "{DEBUG}"\n{block}')
         make_layout(load_config(tmp_path / "part.toml")[0], world_size=2)
+
+
+@pytest.fixture(scope="module")
+def write_docs():
+    spec = importlib.util.spec_from_file_location("write_docs", ROOT / "scripts/write_docs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_is_made_from_the_sources_is_up_to_date(write_docs):
+    for name in write_docs.PARTS:
+        assert write_docs.as_of_today(ROOT / "docs" / name) == PAGES[f"docs/{name}"], "run python scripts/write_docs.py"
+
+
+def test_every_key_has_a_row(write_docs):
+    rows = re.findall(r"^\| `(\w+)` \|", write_docs.key_tables(), re.M)
+    assert rows == [key.partition(".")[2] for key in KEYS]
+
+
+def test_a_page_that_is_not_up_to_date_is_found_and_written(write_docs, monkeypatch, tmp_path, capsys):
+    for name in write_docs.PARTS:
+        (tmp_path / name).write_text(f"before\n{write_docs.BEGIN}old\n{write_docs.END}after\n")
+    monkeypatch.setattr(write_docs, "DOCS", tmp_path)
+    monkeypatch.setattr(write_docs, "ROOT", tmp_path)
+    for arguments, code in ((["--check"], 1), ([], 0), (["--check"], 0)):
+        monkeypatch.setattr("sys.argv", ["write_docs.py", *arguments])
+        assert write_docs.main() == code
+    text = (tmp_path / "recipes.md").read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "`mask_documents`" in text
+
+
+def test_the_drawing_has_no_arrow_that_a_longer_way_replaces(write_docs):
+    assert write_docs.shortened({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {"a": {"b"}, "b": {"c"}, "c": set()}
+    with pytest.raises(ValueError, match="circle: a, b"):
+        write_docs.shortened({"a": {"b"}, "b": {"a"}})

@@ -1,4 +1,4 @@
-"""How plans of published runs came out: the one place for the figures, which README's table and every plan show.
+"""How plans of published runs came out: the one place for the figures, which docs/benchmarks.md and every plan show.
 
 `python scripts/compare_published.py` plans the runs and says where a ratio is another one now. Kept are those alike in everything
 that a recipe says; what differs in others (float8, stages, whether compiled) stands in the script's table.

@@ -1,17 +1,20 @@
-"""The figures of published runs: those of README's table, and what a plan says of them."""
+"""The figures of published runs: those of the table in docs/benchmarks.md, and what a plan says of them."""
 
 import re
-from pathlib import Path
+
+from pages import PAGES
 
 from titan_lite.compiler.hardware import PROFILES, machine_from
 from titan_lite.config import Compile
 from titan_lite.plan.published import RATIOS, bias_of
 
-README = Path(__file__).parents[3] / "README.md"
-
 
 def test_the_figures_are_those_of_the_table():
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in README.read_text().splitlines() if line[:1] == "|"]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in PAGES["docs/benchmarks.md"].splitlines()
+        if line[:1] == "|"
+    ]
     table = {row[0]: (row[3], row[6]) for row in rows if len(row) == 7 and re.fullmatch(r"\d\.\d\d", row[3])}
     assert {name: (f"{ratio:.2f}", "") for name, (_, ratio) in RATIOS.items()} == {
         name: found for name, found in table.items() if not found[1]
