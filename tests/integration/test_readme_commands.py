@@ -153,7 +153,7 @@ def test_every_command_of_the_pages_is_run_here_or_by_the_test_that_is_named():
 def typed(folder, command):
     """As typed in a shell whose Python has what is needed, and which finds this checkout's package there."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = run("bash", "-c", command, cwd=folder, seconds=900, PATH=path, PYTHONPATH=folder, PYTHONSAFEPATH=None)
+    done = run("bash", "-c", command, cwd=folder, seconds=1800, PATH=path, PYTHONPATH=folder, PYTHONSAFEPATH=None)
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
 
@@ -201,7 +201,9 @@ def trained(checkout):
     return checkout
 
 
-@pytest.mark.parametrize("command", [pytest.param(c, marks=() if here.quick else pytest.mark.slow) for c, here in HERE.items()])
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, id=c, marks=() if here.quick else pytest.mark.slow) for c, here in HERE.items()]
+)
 def test_a_command_of_the_pages_does_what_it_says(command, checkout, request):
     wanted = HERE[command]
     if not wanted.quick:
