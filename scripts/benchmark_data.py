@@ -140,8 +140,9 @@ def synthetic(folder: Path, tokens: int, mean: int) -> Path:
         files |= {f"{name}.{suffix}": digest(path / f"{name}.{suffix}") for suffix in ("tokens", "documents")}
         shards.append({"name": name, "documents": len(some), "tokens": int(ends[-1])})
     data = {"dataset": "local", "validation_fraction": 0.0}
-    about = {"format": FORMAT, "tokenizer": "", "vocab_size": 128_256, "dtype": "uint32", "data": data, "documents": ""}
-    described = {**about, "shard_tokens": 0, "splits": {"train": shards, "validation": []}, "files": files}
+    nobody = "0" * 64  # the hash of a tokenizer and of documents that there are not
+    about = {"format": FORMAT, "tokenizer": nobody, "vocab_size": 128_256, "dtype": "uint32", "data": data, "documents": nobody}
+    described = {**about, "shard_tokens": 0, "splits": {"train": shards, "validation": []}, "bad": [], "files": files}
     write_sealed(path / NAME, described)
     return path
 
