@@ -384,6 +384,7 @@ MISTAKES = [
     an_option("--no- of a number", "--no-training.steps", ("--no-training.steps",), "=VALUE", "--training.steps=5"),
     an_option("--no- and a value", "--no-compile.enable=true", ("--no-compile.enable=true",), "=VALUE", "--compile.enable=true"),
     an_option("word for integer", "--training.steps=ten", ("--training.steps=ten",), "such as 1000", "--training.steps=1000"),
+    an_option("Arabic digits", "--training.steps=٣", ("--training.steps=",), "such as 1000", "--training.steps=1000"),
     an_option("float for integer", "--training.steps=1e3", ("--training.steps=1e3",), "such as 1000", "--training.steps=1000"),
     an_option("word for boolean", "--compile.enable=on", ("--compile.enable=on",), "true or false", "--compile.enable=true"),
     an_option("out of range", "--debug.seed=-1", ("[debug] seed = -1",), "at least 0", "--debug.seed=0"),
