@@ -57,7 +57,7 @@ def test_a_loss_that_is_not_finite_is_that_of_its_source_alone():
 
 
 def test_a_source_without_a_held_out_sequence_is_named_once(caplog):
-    by_source = made()
+    by_source = made(("web", "code"))
     for _ in range(2):
         by_source.read([1], torch.tensor([4]))
         by_source.add(torch.tensor([2.0]))
