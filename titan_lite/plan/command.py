@@ -88,9 +88,7 @@ def answer(options: argparse.Namespace) -> str:
 def plan_recipe(options: argparse.Namespace) -> str:
     overrides = [f"--{override}" for override in options.set]
     config, _ = load_config(options.recipe, overrides)
-    if (
-        config.parallelism.enable_async_tensor_parallel
-    ):  # Inductor's pass needs GPUs; and a change may turn tensor parallelism off
+    if config.parallelism.enable_async_tensor_parallel:  # which needs GPUs; a change may turn tensor parallelism off
         key = "parallelism.enable_async_tensor_parallel"
         print(f"{key} = true is planned as false: waits for tensor parallelism are upper bounds", file=sys.stderr)
         overrides.append(f"--no-{key}")
