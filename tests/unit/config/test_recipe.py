@@ -1018,6 +1018,13 @@ def test_a_list_on_the_command_line_may_stand_as_in_a_recipe(text):
     )
 
 
+@pytest.mark.parametrize("value", [None, True, 3, 0.5, "model", [], [None], {}])
+def test_the_needs_of_keys_take_any_value_that_a_saved_recipe_may_have(value):
+    for key in KEYS:
+        section, _, name = key.partition(".")
+        without_need({section: {name: value if key != "data.sources" else []}}, resuming=True)
+
+
 def test_a_ramp_has_the_bound_of_a_global_batch():
     with pytest.raises(ConfigError, match=r'"9999996 until 10": a global batch has at most 1048576 sequences'):
         batch_ramp(["9999996 until 10"])
