@@ -26,7 +26,7 @@ from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.inputs import check_inputs
 from titan_lite.layout import Layout, make_layout
 from titan_lite.logging import logger
-from titan_lite.ranks import device_memory, gather_objects
+from titan_lite.ranks import device_memory, gather_objects, host_memory
 from titan_lite.shape import shape_words
 
 
@@ -34,7 +34,7 @@ def check(config: Config, layout: Layout) -> Tokenizer:
     """The tokenizer of a recipe that can run here. Raises ConfigError."""
     tokenizer = check_inputs(config, layout)
     check_machine(config)
-    check_memory(config, layout, device_memory())
+    check_memory(config, layout, device_memory() if torch.cuda.is_available() else host_memory())
     check_prices(config.compile)
     check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
     check_writable(Path(config.job.dump_folder))
@@ -124,19 +124,19 @@ def check_machine(config: Config) -> None:
 
 
 def check_memory(config: Config, layout: Layout, memory: float) -> None:
-    """Raises ConfigError where weights, gradients and optimizer state alone are more than a device's memory, in bytes."""
+    """Raises ConfigError where weights, gradients and optimizer state alone are more than a rank's memory, in bytes."""
     steady, step = layout.steady_bytes(config.training), layout.step_bytes(config.training)
     if steady > memory:
         shards = math.ceil(layout.degrees["dp_shard"] * steady / memory)
         raise ConfigError(
             f"{shape_words(config.model)} on {layout.world_size} ranks: weights, gradients and optimizer state need "
-            f"{steady / 2**30:.0f} GiB a rank, and a device has {memory / 2**30:.0f}; use parallelism.data_parallel_shard_degree "
+            f"{steady / 2**30:.0f} GiB a rank, and there are {memory / 2**30:.0f}; use parallelism.data_parallel_shard_degree "
             f"= {shards} or more"
         )
     if layout.gathers_once and steady + step > memory:
         raise ConfigError(
             f'parallelism.fsdp_communication = "step" needs {(steady + step) / 2**30:.0f} GiB a rank before any activation, and '
-            f'a device has {memory / 2**30:.0f}; use "microbatch" or "auto"'
+            f'there are {memory / 2**30:.0f}; use "microbatch" or "auto"'
         )
 
 

@@ -49,10 +49,15 @@ def init_device(debug: Debug, float32_matmul_precision: str = "highest") -> torc
 
 
 def device_memory() -> float:
-    """Bytes of this rank's GPU; infinite on a CPU, whose memory is shared with whatever else runs there."""
+    """Bytes of this rank's GPU; infinite on a CPU: see `host_memory`."""
     if not torch.cuda.is_available():
         return math.inf
     return torch.cuda.get_device_properties(int(os.environ.get("LOCAL_RANK", "0"))).total_memory
+
+
+def host_memory() -> float:
+    """Bytes of this machine's memory for each rank on it."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def init_process_group(device: torch.device, seconds: float, *, connect: bool) -> None:

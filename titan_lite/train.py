@@ -25,9 +25,9 @@ from titan_lite.logging import events, init_logging, logger
 
 def main(arguments: list[str], observe: Any = None) -> int:
     """observe: as in Trainer."""
-    if not arguments or {"--help", "-h", "--print-config"} & set(arguments):
-        return recipe.main(arguments) if os.environ.get("RANK", "0") == "0" else 0
     try:
+        if not arguments or {"--help", "-h", "--print-config"} & set(arguments):
+            return recipe.main(arguments) if number("RANK", 0) == 0 else 0
         config, _ = load_config(arguments[0], recipe.without_flags(arguments[1:]))
         if "--checkpoint.explain" in arguments:
             return explain(config)

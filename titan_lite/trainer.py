@@ -177,8 +177,9 @@ class Trainer:
         write_recipe = functools.partial(save_recipe, config, self.dump_folder)
         self.hold_folder = functools.partial(hold_folder, self.dump_folder, holds, write_recipe)
         stated = self.machine if config.compile.machine else None
-        flops, peak = flops_per_token(layout.model, layout.seq_len), peak_flops(stated, self.device, self.dtype)
-        self.throughput = Throughput(layout.tokens_until, ranks=self.world_size, flops_per_token=flops, peak_flops=peak)
+        causal, full = (flops_per_token(layout.model, layout.seq_len, full_attention=full) for full in (False, True))
+        peak = peak_flops(stated, self.device, self.dtype)
+        self.throughput = Throughput(layout.tokens_until, ranks=self.world_size, flops_per_token=(causal, full), peak_flops=peak)
         shapes = Shapes(layout.model, layout.sequences, len(self.positions), layout.degrees["tp"], self.dtype)
         after = layout.ramp[-1][1] if layout.ramp else 0
         compared = config.metrics.compare_plan, self.dump_folder, self.device, self.machine, shapes, after

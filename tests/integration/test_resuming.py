@@ -202,7 +202,7 @@ def test_explain_says_what_would_be_loaded_and_what_differs_and_starts_nothing(u
     assert loaded == f"{folder}/checkpoint/step-6 is loaded, the newest of 2, 4, 6, {whole}"
     assert re.match(r"step 6, 1,536 tokens seen: 48 sequences of 8 streams, which stand in", position)
     assert [line for line in lines if "git revision" not in line] == [  # somebody may work on the checkout meanwhile
-        "how it learns changes: the learning rate of step 7 is 2.00e-03, where it would have been 1.70e-03",
+        "training changes: the learning rate of step 7 is 2.00e-03, where it would have been 1.70e-03",
         "  lr_scheduler.total_steps = 24, was 12",
         "  steps of the schedule (lr_scheduler.total_steps): 24, was 12",
         "numbers change by rounding",

@@ -1,6 +1,7 @@
 """Layouts that cannot be: refused before a process group starts, with key and value and what would work, which does."""
 
 import importlib
+import math
 import re
 import sys
 from pathlib import Path
@@ -237,6 +238,7 @@ def test_the_table_is_long_enough():
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_a_wrong_layout_is_refused_and_the_way_out_works(wrong, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("titan_lite.check.host_memory", lambda: 2**50)
     with pytest.raises(ConfigError) as error:
         checked(wrong.ranks, wrong.keys)
     message = str(error.value)
@@ -386,13 +388,19 @@ def test_weights_are_gathered_once_a_step_where_that_fits(gib, options, once):
 
 def test_what_cannot_fit_is_refused_with_what_would():
     config, layout = layout_of("llama3_8b", 1, 80)
-    with pytest.raises(ConfigError, match=r"need 120 GiB a rank, .* has 80; use .*data_parallel_shard_degree = 2 or more"):
+    with pytest.raises(ConfigError, match=r"need 120 GiB a rank, .* there are 80; use .*data_parallel_shard_degree = 2 or more"):
         check_memory(config, layout, 80 * 2**30)
     accumulates = ["--training.local_batch_size=1", "--training.global_batch_size=32", "--compile.bucketing=block"]
     config, layout = layout_of("llama3_8b", 8, 60, *accumulates, "--parallelism.fsdp_communication=step")
-    with pytest.raises(ConfigError, match=r'fsdp_communication = "step" needs 75 GiB .* has 60; use "microbatch" or "auto"'):
+    with pytest.raises(ConfigError, match=r'fsdp_communication = "step" needs 75 GiB .* are 60; use "microbatch" or "auto"'):
         check_memory(config, layout, 60 * 2**30)
     check_memory(*layout_of("llama3_8b", 8, 60, *accumulates), 60 * 2**30)
+
+
+def test_a_model_that_this_machine_cannot_hold_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"dim = 65536.* need \d+ GiB a rank, and there are \d+; use"):
+        check(*layout_of("debug_model", 2, math.inf, "--model.dim=65536", "--model.n_layers=256", "--model.n_heads=512"))
 
 
 def test_the_memory_of_a_rank_is_that_of_the_stages_with_most_parameters():

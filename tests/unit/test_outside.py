@@ -161,6 +161,7 @@ def sealed_prepared(folder, change):
         (lambda d: d["splits"]["train"].append(d["splits"]["train"][0]), "train-00000 is listed twice"),
         (lambda d: d["splits"]["train"].append(7), r"splits.train\[\d+\] = 7, where an object"),
         (lambda d: d.update(splits=[]), r"splits = \[\], where an object"),
+        (lambda d: d["splits"].update(test=None), r"splits has 'test', where no other key is what works"),
         (lambda d: d.update(dtype="object"), "dtype = 'object', where 'uint16' or 'uint32' is what works"),
         (lambda d: d.update(dtype="uint32"), "train-00000 has .* documents and .* tokens, and no files of such sizes"),
         (lambda d: d.update(vocab_size=2**29), "was made by another tokenizer"),

@@ -39,7 +39,7 @@ class FolderLock:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = self.path.open("a+", encoding="utf-8")
         except OSError as error:
-            works = "a folder that can be written would work, or checkpoint.enable = false"
+            works = "name a job.dump_folder or checkpoint.folder that can be written, or set checkpoint.enable = false"
             raise ConfigError(f"{self.key}: {error.filename}: {error.strerror}; {works}") from None
         try:
             # POSIX's lock and not BSD's, which a data loader's process would inherit and hold after this one was killed.

@@ -80,7 +80,7 @@ def batch_ramp(entries: Sequence[str]) -> list[tuple[int, int]]:
     ramp: list[tuple[int, int]] = []
     for entry in entries:
         wrong = f'training.global_batch_ramp: "{entry}"'
-        found = re.fullmatch("([1-9][0-9]{0,11}) until ([1-9][0-9]{0,11})", entry)
+        found = re.fullmatch(" *([1-9][0-9]{0,11}) +until +([1-9][0-9]{0,11}) *", entry)
         if not found:
             raise ConfigError(f'{wrong} is not sequences and the last step with so many: write it like "64 until 1000"')
         sequences, last = map(int, found.groups())

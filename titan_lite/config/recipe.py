@@ -194,7 +194,7 @@ def _parse_text(key: str, text: str) -> Any:
         if kind is bool:
             value = {"true": True, "false": False}[text.lower()]
         elif kind in (int, float):
-            value = kind(text)
+            value = kind(text.encode("ascii"))  # ValueError for digits of other scripts
         elif KEYS[key].metadata["table"]:
             value = parse_value(text)
         elif kind is tuple:

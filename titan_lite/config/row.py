@@ -60,9 +60,9 @@ CANNOT = "it cannot work"
 PLACE = "the data cannot go on where it was"
 FRESH = "the optimizer starts anew"
 DATA = "the data goes on at the same token, in sequences of another length"
-LEARNING = "how it learns changes"
+LEARNING = "training changes"
 ROUNDING = "numbers change by rounding"
-NOTHING = "no number of the training changes"
+NOTHING = "training does not depend on it"
 WORST_FIRST = (CANNOT, PLACE, FRESH, DATA, LEARNING, ROUNDING, NOTHING)
 
 

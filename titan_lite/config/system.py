@@ -12,7 +12,7 @@ COMPILES_MODEL = (
     COMPILES,
     Need(
         "compile.components",
-        lambda names: "model" in names,
+        lambda names: isinstance(names, list | tuple) and "model" in names,
         'compile.components = ["model", "loss"]',
         "the model is not in compile.components",
     ),

@@ -22,7 +22,7 @@ import numpy as np
 
 from titan_lite import manifest
 from titan_lite.config import ConfigError, Data
-from titan_lite.outside import ANY, BYTES, FILE, HASH, NUMBER, SIZE, WORD, Damaged, check_form, one_of
+from titan_lite.outside import ANY, BYTES, FILE, HASH, NO_OTHER, NUMBER, SIZE, WORD, Damaged, check_form, one_of
 
 FORMAT = 1
 Split = Literal["train", "validation"]
@@ -30,7 +30,7 @@ SPLITS: tuple[Split, Split] = ("train", "validation")
 _AT_ONCE = 1024  # documents whose place in the order is computed together
 DTYPE = one_of("uint16", "uint32")
 WRITTEN = {  # the form of what tells of shards, in a manifest and before there is one
-    "splits": {split: [{"name": FILE, "documents": BYTES, "tokens": BYTES}] for split in SPLITS},
+    "splits": {split: [{"name": FILE, "documents": BYTES, "tokens": BYTES}] for split in SPLITS} | {NO_OTHER: ANY},
     "files": manifest.FILES,
     "bad": [{"file": WORD, "place": WORD, "reason": WORD}],
 }

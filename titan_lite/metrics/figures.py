@@ -10,8 +10,9 @@ All carry the same names. `metrics.jsonl` has one object a line; a resumed run a
     grad_norm               global L2 norm before clipping
     tps                     tokens a second and device
     tflops                  10^12 floating-point operations a second and device that the model needs, recomputation not counted
-    mfu                     tflops relative to the device's stated peak, percent; left out on CPUs and GPUs without one,
-                            unless compile.machine states it
+    mfu                     tflops relative to the device's stated peak, percent; causal attention counts as half of full
+                            attention; left out on CPUs and GPUs without a stated peak, unless compile.machine states it
+    mfu_full_attention      the same with attention counted as full, as torchtitan and others do
     memory_gib              peak of one device: reserved by the CUDA allocator, or resident memory of a CPU process
     data_wait               share of the time spent waiting for the loader, percent
     step_time               seconds a step

@@ -45,7 +45,7 @@ def end_lines(
     rows = read_metrics(dump_folder / "metrics.jsonl").values()
     column = {
         name: [row[name] for row in rows if row.get(name) is not None]
-        for name in ("loss", "validation_loss", "tps", "mfu", "data_wait", "memory_gib")
+        for name in ("loss", "validation_loss", "tps", "mfu", "mfu_full_attention", "data_wait", "memory_gib")
     }
     losses = [f"; {name.replace('_', ' ')} {column[name][-1]:.4f}" for name in ("loss", "validation_loss") if column[name]]
     lines = [
@@ -53,6 +53,8 @@ def end_lines(
     ]
     if column["tps"]:
         mfu = f", MFU {statistics.median(column['mfu']):.1f}%" if column["mfu"] else ""
+        if column["mfu_full_attention"]:
+            mfu += f" ({statistics.median(column['mfu_full_attention']):.1f}% with attention counted as full)"
         lines.append(
             f"speed: {statistics.median(column['tps']):,.0f} tokens a second and device{mfu}, waiting for data "
             f"{statistics.median(column['data_wait']):.1f}% (medians); peak memory {max(column['memory_gib']):.2f} GiB"

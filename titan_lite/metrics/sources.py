@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_lite.logging import logger
+
 
 class BySource:
     """names: of the sources, none where there is one alone. sum_losses, sum_tokens: add a tensor up over ranks, in place."""
@@ -33,6 +35,7 @@ class BySource:
         self.window = torch.zeros(2, len(names), dtype=torch.float64)
         self.seen = [0] * len(names)  # tokens of the whole run
         self.waiting: deque[Tensor] = deque()
+        self.missing: set[str] = set()  # figures with a prefix that were left out, and this was said
 
     def read(self, sources: Sequence[int], counted: Tensor) -> None:
         """sources: (B,) of a local batch's sequences; counted: (B,) labels of each that count."""
@@ -70,7 +73,12 @@ class BySource:
         window = zip(self.names, *self.window.tolist(), strict=True)
         values = {f"{prefix}loss_by_source/{name}": nats / tokens for name, nats, tokens in window if tokens}
         self.window.zero_()
-        if not prefix:
+        if prefix:
+            for key in (f"{prefix}loss_by_source/{name}" for name in self.names):
+                if key not in values and key not in self.missing:
+                    self.missing.add(key)
+                    logger.warning(f"{key} is left out: no sequence of that source was read; raise validation.steps")
+        else:
             values |= {f"tokens_by_source/{name}": seen for name, seen in zip(self.names, self.seen, strict=True)}
         return values
 

@@ -1,6 +1,6 @@
 """Throughput of training, in windows from one log line to the next.
 
-throughput = Throughput(layout.tokens_until, ranks=8, flops_per_token=6e9, peak_flops=989e12)
+throughput = Throughput(layout.tokens_until, ranks=8, flops_per_token=(6.0e9, 6.8e9), peak_flops=989e12)
 throughput.start(step)                          # training begins
 with throughput.waiting(): batch = next(loader)
 with throughput.exclude(): save()               # not training
@@ -14,11 +14,19 @@ from contextlib import contextmanager
 
 
 class Throughput:
-    """tokens_until: (step) -> tokens of all steps up to it, on all ranks. peak_flops: of one device, a second; None where it is
-    not known, which leaves out mfu."""
+    """tokens_until: (step) -> tokens of all steps up to it, on all ranks. flops_per_token: with attention counted as causal, and
+    as full. peak_flops: of one device, a second; None where it is not known, which leaves out mfu."""
 
-    def __init__(self, tokens_until: Callable[[int], int], *, ranks: int, flops_per_token: float, peak_flops: float | None):
-        self.tokens_until, self.ranks, self.flops_per_token, self.peak_flops = tokens_until, ranks, flops_per_token, peak_flops
+    def __init__(
+        self,
+        tokens_until: Callable[[int], int],
+        *,
+        ranks: int,
+        flops_per_token: tuple[float, float],
+        peak_flops: float | None,
+    ):
+        self.tokens_until, self.ranks, self.peak_flops = tokens_until, ranks, peak_flops
+        self.causal, self.full = flops_per_token
         self.start(0)
 
     def start(self, step: int) -> None:
@@ -45,10 +53,11 @@ class Throughput:
         tps = (self.tokens_until(step) - self.tokens_until(self.first)) / self.ranks / seconds
         values = {
             "tps": tps,
-            "tflops": tps * self.flops_per_token / 1e12,
+            "tflops": tps * self.causal / 1e12,
             "data_wait": 100 * self.waited / seconds,
             "step_time": seconds / steps,
         }
         if self.peak_flops is not None:
-            values["mfu"] = 100 * tps * self.flops_per_token / self.peak_flops
+            values["mfu"] = 100 * tps * self.causal / self.peak_flops
+            values["mfu_full_attention"] = 100 * tps * self.full / self.peak_flops
         return values

@@ -203,16 +203,16 @@ class Transformer(nn.Module):
         return 0.02, 2.0
 
 
-def flops_per_token(config: ModelConfig, seq_len: int) -> int:
+def flops_per_token(config: ModelConfig, seq_len: int, *, full_attention: bool = False) -> int:
     """Floating-point operations that training on one token needs: forward plus backward, recomputation not counted.
 
     6 for every weight of a matrix product (the embedding look-up is none; the output projection is one, tied or not), and
-    6 C T a layer for causal attention: a token looks back at T / 2 others on average, so this is half of the 12 C T that
-    formulas without the mask give.
+    6 C T a layer for causal attention: a token looks back at T / 2 others on average. full_attention: 12 C T, as if every token
+    attended to all T, which is how PaLM (arXiv 2204.02311, appendix B) and torchtitan count.
     """
     attention = config.dim * config.head_dim * (2 * config.n_heads + 2 * config.n_kv_heads)
     weights = config.n_layers * (attention + 3 * config.dim * config.hidden_dim) + config.dim * config.vocab_size
-    return 6 * weights + 6 * config.n_layers * config.dim * seq_len
+    return 6 * weights + (12 if full_attention else 6) * config.n_layers * config.dim * seq_len
 
 
 def _fill_normal(local: Tensor, offset: tuple[int, ...], shape: torch.Size, std: float, cutoff: float, key: str) -> None:

@@ -16,6 +16,7 @@ at, and no GPU or network is needed. Exit code 0: planned, whether it fits or no
 import argparse
 import math
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,11 @@ def answer(options: argparse.Namespace) -> str:
 def plan_recipe(options: argparse.Namespace) -> str:
     overrides = [f"--{override}" for override in options.set]
     config, _ = load_config(options.recipe, overrides)
+    if config.parallelism.enable_async_tensor_parallel:  # which needs GPUs; a change may turn tensor parallelism off
+        key = "parallelism.enable_async_tensor_parallel"
+        print(f"{key} = true is planned as false: waits for tensor parallelism are upper bounds", file=sys.stderr)
+        overrides.append(f"--no-{key}")
+        config, _ = load_config(options.recipe, overrides)
     world_size = world_size_of(Path(options.recipe)) if options.world_size is None else options.world_size
     if world_size < 1:
         raise ConfigError(f"--world-size {world_size} is no number of ranks; 8 would work")
@@ -130,11 +136,6 @@ def lay_out(config: Config, world_size: int, memory: float = math.inf) -> Any:
     from titan_lite.plan.trace import PlannedLayout
 
     layout = make_layout(config, world_size, memory=memory)
-    if config.parallelism.enable_async_tensor_parallel:
-        raise ConfigError(
-            "parallelism.enable_async_tensor_parallel = true is not planned: Inductor's pass needs GPUs; --set "
-            "parallelism.enable_async_tensor_parallel=false would work, and waits for tensor parallelism are then an upper bound"
-        )
     if config.compile.compiles("model") and config.compile.bucketing == "measured":
         raise ConfigError(
             'compile.bucketing = "measured" is decided by a run; --set compile.bucketing=greedy, or block, would work'

@@ -68,6 +68,11 @@ class Plan:
     def mfu(self, step: StepTimes) -> float:
         return self.model_flops(step) / self.peak_flops
 
+    def mfu_full_attention(self, step: StepTimes) -> float:
+        """MFU with attention counted as full, and not as causal."""
+        flops = flops_per_token(self.layout.model, self.layout.seq_len, full_attention=True)
+        return self.tokens_per_second(step) * flops / self.peak_flops
+
     def hfu(self, step: StepTimes) -> float:
         """MFU with what is recomputed."""
         return (step.matmul + step.attention) / step.seconds / self.peak_flops
@@ -147,7 +152,8 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
         f"  step time        {fast.seconds:.3g} to {slow.seconds:.3g} s",
         f"  tokens/s a GPU   {slow_to_fast(plan.tokens_per_second)}{bias and f'; {bias}'}",
         f"  TFLOP/s a GPU    {slow_to_fast(plan.model_flops, 1e-12)}",
-        f"  MFU              {slow_to_fast(plan.mfu, 100)}%, HFU {slow_to_fast(plan.hfu, 100)}%",
+        f"  MFU              {slow_to_fast(plan.mfu, 100)}% ({slow_to_fast(plan.mfu_full_attention, 100)}% with attention "
+        f"counted as full), HFU {slow_to_fast(plan.hfu, 100)}%",
         f"  {budget:.3g} tokens{of_what}: {in_units(*takes)}, {gpu_hours} GPU-hours, without stops",
         "",
         "of the step, as stated",
@@ -231,6 +237,7 @@ def as_json(plan: Plan) -> str:
         "tokens_per_second": each(plan.tokens_per_second),
         "model_flops": each(plan.model_flops),
         "mfu": each(plan.mfu),
+        "mfu_full_attention": each(plan.mfu_full_attention),
         "hfu": each(plan.hfu),
         "bias": bias_of(layout.config.compile, plan.machine),
         "parts_seconds": stated.parts,

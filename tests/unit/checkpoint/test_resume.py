@@ -273,24 +273,24 @@ def test_the_explanation_goes_from_the_worst_to_nothing_and_tells_the_learning_r
         "the data goes on at the same token, in sequences of another length",
         "  training.seq_len = 512, was 256",
         # of 100 steps the second half decays from 2e-3 to a tenth of that
-        "how it learns changes: the learning rate of step 51 is 2.00e-03, where it would have been 1.96e-03",
+        "training changes: the learning rate of step 51 is 2.00e-03, where it would have been 1.96e-03",
         "  training.steps = 200, was 100",
         "  steps of the schedule (lr_scheduler.total_steps): 200, was 100",
         "numbers change by rounding",
         '  device: "GPU", was "CPU"',
-        "no number of the training changes",
+        "training does not depend on it",
         "  metrics.log_freq = 1, was 5",
     ]
     now = described("--training.global_batch_size=16", rows=16)
     refuse(compare(state, now), "out/step-50", Checkpoint())
     assert explain(compare(state, now), state, now)[0] == (
-        "how it learns changes: step 51 has 16 sequences, where it would have had 8, from the next one on"
+        "training changes: step 51 has 16 sequences, where it would have had 8, from the next one on"
     )
     for until, told in ((60, ": step 51 has 4 sequences, where it would have had 8, from the next one on"), (50, "")):
         now = described(f"--training.global_batch_ramp=4 until {until}")  # one of them is over
-        assert explain(compare(state, now), state, now)[0] == f"how it learns changes{told}"
+        assert explain(compare(state, now), state, now)[0] == f"training changes{told}"
     now = described("--optimizer.beta1=0.8")
-    assert explain(compare(state, now), state, now)[0] == "how it learns changes"  # at the same rate
+    assert explain(compare(state, now), state, now)[0] == "training changes"  # at the same rate
 
 
 def test_the_position_in_words():

@@ -90,7 +90,7 @@ def test_the_output_weight_is_read_where_it_was_gathered():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_code_of_other_layouts_has_the_order_of_their_graphs(layout):
     recipe, world_size, options, *stage = LAYOUTS[layout]
-    check(lowered(recipe, world_size, tuple(options), *stage), fused=ASYNC[0] in options)
+    check(lowered(recipe, world_size, tuple(options), *stage), fused=ASYNC[0] in options or "70B" in layout or "405B" in layout)
 
 
 @pytest.mark.slow

@@ -384,6 +384,7 @@ MISTAKES = [
     an_option("--no- of a number", "--no-training.steps", ("--no-training.steps",), "=VALUE", "--training.steps=5"),
     an_option("--no- and a value", "--no-compile.enable=true", ("--no-compile.enable=true",), "=VALUE", "--compile.enable=true"),
     an_option("word for integer", "--training.steps=ten", ("--training.steps=ten",), "such as 1000", "--training.steps=1000"),
+    an_option("Arabic digits", "--training.steps=٣", ("--training.steps=",), "such as 1000", "--training.steps=1000"),
     an_option("float for integer", "--training.steps=1e3", ("--training.steps=1e3",), "such as 1000", "--training.steps=1000"),
     an_option("word for boolean", "--compile.enable=on", ("--compile.enable=on",), "true or false", "--compile.enable=true"),
     an_option("out of range", "--debug.seed=-1", ("[debug] seed = -1",), "at least 0", "--debug.seed=0"),
@@ -1015,6 +1016,13 @@ def test_a_list_on_the_command_line_may_stand_as_in_a_recipe(text):
         "4 until 5",
         "8 until 9",
     )
+
+
+@pytest.mark.parametrize("value", [None, True, 3, 0.5, "model", [], [None], {}])
+def test_the_needs_of_keys_take_any_value_that_a_saved_recipe_may_have(value):
+    for key in KEYS:
+        section, _, name = key.partition(".")
+        without_need({section: {name: value if key != "data.sources" else []}}, resuming=True)
 
 
 def test_a_ramp_has_the_bound_of_a_global_batch():

@@ -10,10 +10,10 @@ from titan_lite.metrics.lines import end_lines, show_receipts
 
 def test_the_end_is_told_in_figures_of_the_whole_run(tmp_path):
     lines = [
-        {"step": 10, "loss": 3.0, "tps": 100.0, "mfu": 10.0, "data_wait": 9.0, "memory_gib": 0.5},
+        {"step": 10, "loss": 3.0, "tps": 100.0, "mfu": 10.0, "mfu_full_attention": 12.0, "data_wait": 9.0, "memory_gib": 0.5},
         {"resumed_from": 10},
-        {"step": 20, "loss": 2.0, "tps": 300.0, "mfu": 30.0, "data_wait": 1.0, "memory_gib": 0.7},
-        {"step": 30, "loss": 1.0, "tps": 200.0, "mfu": 20.0, "data_wait": 2.0, "memory_gib": 0.6},
+        {"step": 20, "loss": 2.0, "tps": 300.0, "mfu": 30.0, "mfu_full_attention": 36.0, "data_wait": 1.0, "memory_gib": 0.7},
+        {"step": 30, "loss": 1.0, "tps": 200.0, "mfu": 20.0, "mfu_full_attention": 24.0, "data_wait": 2.0, "memory_gib": 0.6},
         {"step": 30, "validation_loss": 1.5},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -27,7 +27,8 @@ def test_the_end_is_told_in_figures_of_the_whole_run(tmp_path):
     arguments = dict(step=30, tokens=3000, skipped=1, steps_on_disk=(10, 30), tensorboard=True)
     assert end_lines(tmp_path, "done", receipts=receipts, **arguments) == [
         "done: step 30, 3,000 tokens, 1 step skipped; loss 1.0000; validation loss 1.5000",
-        "speed: 200 tokens a second and device, MFU 20.0%, waiting for data 2.0% (medians); peak memory 0.70 GiB",
+        "speed: 200 tokens a second and device, MFU 20.0% (24.0% with attention counted as full), "
+        "waiting for data 2.0% (medians); peak memory 0.70 GiB",
         "communication: 250 ms of 800 ms exposed over 2 pipeline ranks, as estimated (compile.json)",
         "checkpoints: step-10, step-30",
         f"to look at: python -m titan_lite.report {tmp_path}; tensorboard --logdir {tmp_path}",

@@ -56,6 +56,16 @@ def test_a_loss_that_is_not_finite_is_that_of_its_source_alone():
     assert found["validation_loss_by_source/code"] == 0.5
 
 
+def test_a_source_without_a_held_out_sequence_is_named_once(caplog):
+    by_source = made(("web", "code"))
+    for _ in range(2):
+        by_source.read([1], torch.tensor([4]))
+        by_source.add(torch.tensor([2.0]))
+        assert by_source.figures("validation_").keys() == {"validation_loss_by_source/code"}
+    (line,) = caplog.messages
+    assert "validation_loss_by_source/web is left out: no sequence of that source was read; raise validation.steps" in line
+
+
 def test_a_rank_without_the_last_stage_adds_zeros():
     by_source = made()
     by_source.read([0, 1], torch.tensor([4, 4]))

@@ -365,6 +365,9 @@ def test_bfloat16_follows_float32_with_rotary_tables_in_float32():
 )
 def test_flops_per_token_by_hand(flavor, seq_len, expected):
     assert flops_per_token(FLAVORS[flavor], seq_len) == expected
+    shape = FLAVORS[flavor]
+    attention = 6 * shape.n_layers * shape.dim * seq_len
+    assert flops_per_token(shape, seq_len, full_attention=True) == expected + attention
 
 
 def test_flops_per_token_are_those_that_torch_counts():

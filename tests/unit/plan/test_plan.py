@@ -34,10 +34,6 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
         (["--set", "training.seq_len"], ["training.seq_len", "no value"]),
         (["--set", "model.flavor=7B"], ['model.flavor = "7B"', "8B"]),
         (["--set", "compile.bucketing=measured"], ["compile.bucketing", "measured", "greedy"]),
-        (
-            ["--set", "parallelism.tensor_parallel_degree=2", "--set", "parallelism.enable_async_tensor_parallel=true"],
-            ["enable_async_tensor_parallel", "not planned"],
-        ),
         (["--tokens", "many"], ["--tokens", "many"]),
         (["--world-size", "many"], ["--world-size", "many"]),
     ],
@@ -68,6 +64,16 @@ def test_no_tokenizer_and_no_data_are_looked_at(capsys):
     assert not Path(RECIPES / "../assets/tokenizer/llama3/tokenizer.model").exists()
     assert main([EIGHT, "--set", "training.seq_len=200000"]) == 2
     assert "training.seq_len = 200000" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_async_tensor_parallelism_is_planned_without_and_says_so(capsys):
+    key = "parallelism.tensor_parallel_degree"
+    asynchronous = ["--set", f"{key}=2", "--set", "parallelism.enable_async_tensor_parallel=true"]
+    assert main([EIGHT, *asynchronous, "--sweep", f"{key}=1,2"]) == 0
+    said = capsys.readouterr()
+    assert "enable_async_tensor_parallel = true is planned as false: waits for tensor parallelism are upper bounds" in said.err
+    assert said.out.count("yes") == 2
 
 
 @pytest.fixture(scope="module")
