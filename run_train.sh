@@ -106,6 +106,8 @@ fi
 # Without fixed segments less memory is lost to gaps.
 ((gpus == 0)) || [[ -n ${PYTORCH_CUDA_ALLOC_CONF:-} ]] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 
+((gpus < 2)) || numa=$(numa_options /sys/devices/system/node)
+
 # What a run would load is said by one process, in the place of all.
 if [[ -n $explain ]]; then
     export RANK=0 LOCAL_RANK=0 WORLD_SIZE=$((${nodes##*:} * processes))
@@ -131,4 +133,4 @@ waiting=(env --block-signal=TERM,USR1,INT)
 # exec: an interrupt or a scheduler's signal reaches the launcher itself. Port 0 is a free one.
 exec ${waiting[@]+"${waiting[@]}"} "$python" -m titan_lite.launch --nnodes "$nodes" --nproc-per-node "$processes" --max-restarts "$restarts" \
     --rdzv-backend c10d --rdzv-endpoint "${RDZV_ENDPOINT:-localhost:0}" --rdzv-id "${RDZV_ID:-titan_lite}" \
-    ${rendezvous[@]+"${rendezvous[@]}"} -m titan_lite.train "$recipe" "$@"
+    ${rendezvous[@]+"${rendezvous[@]}"} ${numa:-} -m titan_lite.train "$recipe" "$@"
