@@ -29,6 +29,8 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
     how = f"{config.compile.backend} ({', '.join(config.compile.components)})" if config.compile.enable else "eager"
     if training.float32_matmul_precision != "highest":
         how += f"; float32 products in {training.float32_matmul_precision} precision (TF32 on GPUs)"
+    if training.attention_kernel != "auto":
+        how += f"; attention by {training.attention_kernel} (training.attention_kernel)"
     axes = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
     notes = ["; ".join(short_names(plan.modules[stage]) for stage in plan.stages_of(rank)) for rank in range(degrees["pp"])]
     when = ""

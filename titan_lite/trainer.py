@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_lite.attention import masks_by_kernel
+from titan_lite.attention import masks_by_kernel, use_kernel
 from titan_lite.check import accepted_state, check, check_agreement, describe_run
 from titan_lite.checkpoint.lock import FolderTaken
 from titan_lite.checkpoint.resume import explain, git_revision, restarts_data
@@ -112,6 +112,7 @@ class Trainer:
         self.watchdog.enter("start", "init_timeout_seconds")
         self.observe("start", self)
         self.device = init_device(config.debug, config.training.float32_matmul_precision)
+        use_kernel(config.training.attention_kernel)
         by_kernel = masks_by_kernel(self.device, self.dtype, self.layout.model.head_dim, degrees["cp"])
         self.counts_documents = config.training.mask_documents and by_kernel
         meet(config.comm.init_timeout_seconds + PATIENCE)
