@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from packed_attention import packed_attention
+from tiny import DEBUG
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_lite.attention import PACKAGES, attend_in_two_parts, check_kernel, documents_of, masks_by_kernel, use_kernel
+from titan_lite.check import check_machine
 from titan_lite.config import ConfigError
+from titan_lite.config.recipe import load_config
 from titan_lite.data.loader import document_begins, document_counts
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_lite.distributed.context_parallel import attend_to_the_past
@@ -223,6 +226,13 @@ def test_a_kernel_that_cannot_be_had_is_refused(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
     with pytest.raises(ConfigError, match='this torch has no cuDNN; use "auto" or "FA2"'):
         check_kernel("cudnn")
+
+
+def test_a_kernel_that_sums_in_any_order_is_refused_where_a_run_is_to_be_repeated(monkeypatch):
+    monkeypatch.setattr("titan_lite.check.check_kernel", lambda kernel: None)
+    config, _ = load_config(DEBUG, ["--training.attention_kernel=cudnn", "--debug.deterministic"])
+    with pytest.raises(ConfigError, match=r'debug.deterministic = true: attention_kernel = "cudnn" sums gradients in any order'):
+        check_machine(config)
 
 
 @pytest.fixture
