@@ -48,7 +48,15 @@ from titan_lite.config.recipe import load_config
 from titan_lite.distributed.build import compile_stages
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.layout import make_layout
-from titan_lite.plan.trace import PlannedLayout, build_stage, kind_of_stage, materialize_stage, stage_inputs, start_fake_world
+from titan_lite.plan.trace import (
+    PlannedLayout,
+    build_stage,
+    documents_for,
+    kind_of_stage,
+    materialize_stage,
+    stage_inputs,
+    start_fake_world,
+)
 
 CUDA = torch.device("cuda", 0)
 PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default}
@@ -139,10 +147,10 @@ def capture(recipe: Path, world_size: int, options: Sequence[str], blocks: int, 
         )
         ids, between = stage_inputs(layout, model)
         given = ids if "tok_embeddings" in kind else between
-        mask = ids if config.training.mask_documents else None
-        model(given, mask)
+        documents = documents_for(layout, ids, load_machine("H100"))
+        model(given, **documents)
         with torch.no_grad():
-            model(given.detach(), mask)
+            model(given.detach(), **documents)
     return graphs
 
 
@@ -171,7 +179,7 @@ def _is_product(node: Node) -> bool:
 
 
 def _is_attention(node: Node) -> bool:
-    return node.op == "call_function" and "scaled_dot_product" in str(node.target)
+    return node.op == "call_function" and any(word in str(node.target) for word in ("scaled_dot_product", "flash_attention"))
 
 
 def lower(captured: _Captured) -> Lowered:
@@ -220,9 +228,10 @@ def on_cuda(module: GraphModule) -> tuple[GraphModule, list[Any]]:
         if "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": CUDA}
     inputs = []
+    counts = [node.args[-1] for node in graph.nodes if "within_documents" in str(node.target)]  # which stay on the host
     for node in graph.nodes:
         if node.op == "placeholder":
-            node.meta["val"] = _fake(node.meta["val"], mode)
+            node.meta["val"] = _fake(node.meta["val"], mode, torch.device("cpu") if node in counts else CUDA)
             inputs.append(node.meta["val"])
         else:
             node.meta.pop("val", None)
@@ -244,12 +253,12 @@ def _random_state(graph: Graph, name: str, shape: tuple[int, ...]) -> Node:
     return found
 
 
-def _fake(value: Any, mode: FakeTensorMode) -> Any:
+def _fake(value: Any, mode: FakeTensorMode, device: torch.device) -> Any:
     if not isinstance(value, Tensor):
         return value
     with unset_fake_temporarily():
         meta = torch.empty_strided(tuple(value.shape), tuple(value.stride()), dtype=value.dtype, device="meta")
-    return FakeTensor(mode, meta, CUDA)
+    return FakeTensor(mode, meta, device)
 
 
 def _kernels(graph: GraphLowering) -> dict[str, list[str]]:

@@ -107,7 +107,7 @@ class Replay:
         elif function.startswith(COLLECTIVES):
             self._communicate(function.removeprefix(COLLECTIVES).removesuffix(".default"), call, result)
         elif function.startswith("torch.ops.") or function.partition("[")[0] in self.storages:  # buf3[...].view(...).sum(...)
-            words = {"scaled_dot_product": "attention", "matmul": "product"}
+            words = {"scaled_dot_product": "attention", "flash_attention": "attention", "matmul": "product"}
             kind = next((kind for word, kind in words.items() if word in function), "operator")
             self._launch(kind, self._kernel(result), call)
             if result:

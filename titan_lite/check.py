@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from titan_lite import __version__
+from titan_lite.attention import check_kernel
 from titan_lite.checkpoint.resume import Difference, compare, explain, git_revision, position, refuse
 from titan_lite.checkpoint.saving import Checkpointer
 from titan_lite.checkpoint.weights import check_fit, open_weights
@@ -114,6 +115,9 @@ def is_installed(module: str) -> bool:
 
 def check_machine(config: Config) -> None:
     """Raises ConfigError where a key asks for a GPU or a package that is not here."""
+    check_kernel(config.training.attention_kernel)
+    if config.training.attention_kernel == "cudnn" and config.debug.deterministic:
+        raise ConfigError('debug.deterministic = true: attention_kernel = "cudnn" sums gradients in any order; "FA2" would work')
     for key, value in flatten(config).items():
         gpu, package = KEYS[key].metadata["gpu"], KEYS[key].metadata["package"]
         if value and gpu and not torch.cuda.is_available():

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from titan_lite.attention import masks_by_kernel
 from titan_lite.config import KEYS, Config, flatten, without_need
 from titan_lite.distributed.activation_checkpoint import recomputes
 from titan_lite.distributed.axes import WORDS
@@ -28,6 +29,8 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
     how = f"{config.compile.backend} ({', '.join(config.compile.components)})" if config.compile.enable else "eager"
     if training.float32_matmul_precision != "highest":
         how += f"; float32 products in {training.float32_matmul_precision} precision (TF32 on GPUs)"
+    if training.attention_kernel != "auto":
+        how += f"; attention by {training.attention_kernel} (training.attention_kernel)"
     axes = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
     notes = ["; ".join(short_names(plan.modules[stage]) for stage in plan.stages_of(rank)) for rank in range(degrees["pp"])]
     when = ""
@@ -45,6 +48,10 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
         *([f"batch ramp: {layout.ramp_in_words} (training.global_batch_ramp)"] if layout.ramp else []),
         *sources,
     ]
+    if training.mask_documents:
+        lines.append(
+            f"documents: attention stays within them, by {_documents_by(config, layout, device)} (training.mask_documents)"
+        )
     if config.compile.compiles("model") and not priced:
         lines.append(f"no prices for {name}: what communication costs is not estimated (compile.machine)")
     if degrees["pp"] > 1:
@@ -64,6 +71,15 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
         f"checkpoints: {saves} (checkpoint.{'interval' if config.checkpoint.enable else 'enable = false'})",
         *(["compiling comes first: the first step and the first validation take longer"] if config.compile.enable else []),
     ]
+
+
+def _documents_by(config: Config, layout: Layout, device: torch.device) -> str:
+    dtype, cp = getattr(torch, config.training.mixed_precision_param), layout.degrees["cp"]
+    if masks_by_kernel(device, dtype, layout.model.head_dim, cp):
+        return "FlashAttention, with no mask"
+    pairs = layout.sequences * layout.seq_len**2 // cp
+    bias = f", and a bias of {pairs * dtype.itemsize / 2**30:.2f} GiB for its kernel" if device.type == "cuda" else ""
+    return f"a mask of {pairs / 2**30:.2f} GiB{bias}"
 
 
 def without_effect(config: Config, layout: Layout) -> list[str]:

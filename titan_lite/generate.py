@@ -18,7 +18,7 @@ from titan_lite.command import Parser, command
 from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import init_logging
-from titan_lite.models.llama3 import Attention, ModelConfig, Transformer, rope_tables
+from titan_lite.models.llama3 import Attention, Mask, ModelConfig, Transformer, rope_tables
 
 
 class CachedAttention(Attention):
@@ -29,10 +29,10 @@ class CachedAttention(Attention):
         self.max_tokens, self.tokens = config.max_seq_len, 0
         self.keys = self.values = torch.empty(0)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask = None) -> Tensor:
         return super().forward(x, cos[self.tokens :], sin[self.tokens :], mask)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """q (B, t, H, D), k and v (B, t, K, D) of the tokens that follow -> (B, t, H, D)."""
         if not self.tokens:
             self.keys, self.values = (x.new_empty(x.shape[0], self.max_tokens, *x.shape[2:]) for x in (k, v))
@@ -40,10 +40,11 @@ class CachedAttention(Attention):
         self.keys[:, before : self.tokens], self.values[:, before : self.tokens] = k, v
         if not before:
             return super().attend(q, k, v, mask)
-        if q.shape[1] > 1:  # one token alone looks at all of them
-            mask = torch.ones(q.shape[1], self.tokens, dtype=torch.bool, device=q.device).tril(before)
+        past = None  # one token alone looks at all of them
+        if q.shape[1] > 1:
+            past = torch.ones(q.shape[1], self.tokens, dtype=torch.bool, device=q.device).tril(before)
         q, k, v = (x.transpose(1, 2) for x in (q, self.keys[:, : self.tokens], self.values[:, : self.tokens]))
-        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, past, enable_gqa=True).transpose(1, 2)
 
 
 class Decoder(Transformer):
@@ -55,7 +56,7 @@ class Decoder(Transformer):
             layer.attention = CachedAttention(config)
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, begins: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, begins: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
         """tokens (B, t) -> logits (B, V) of the one after them."""
         assert self.tok_embeddings is not None
         assert self.norm is not None

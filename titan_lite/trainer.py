@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_lite.attention import masks_by_kernel, use_kernel
 from titan_lite.check import accepted_state, check, check_agreement, describe_run
 from titan_lite.checkpoint.lock import FolderTaken
 from titan_lite.checkpoint.resume import explain, git_revision, restarts_data
@@ -29,7 +30,7 @@ from titan_lite.compiler.stage import CompileError, compile_function
 from titan_lite.config import Config, flatten
 from titan_lite.config.recipe import save_recipe
 from titan_lite.data.bad_documents import BadDocumentsLog
-from titan_lite.data.loader import Batch, LoaderError, build_loader, document_begins, merge_states
+from titan_lite.data.loader import Batch, LoaderError, build_loader, document_begins, document_counts, merge_states
 from titan_lite.data.preflight import check_first_loss, preflight
 from titan_lite.describe import start_lines
 from titan_lite.distributed.accumulation import gathered_for_step
@@ -64,7 +65,9 @@ from titan_lite.plan.plan_vs_actual import PlanVsActual
 from titan_lite.ranks import device_memory, gather_objects, init_device, init_process_group
 from titan_lite.validation import Validation
 
-DeviceBatch = tuple[Tensor, Tensor, Tensor | None]  # input, label and, with training.mask_documents, begins (models/llama3.py)
+DeviceBatch = tuple[
+    Tensor, Tensor, dict[str, Tensor]
+]  # input, label and, with training.mask_documents, what the model is to know
 Observe = Callable[[str, "Trainer"], None]
 
 
@@ -109,6 +112,9 @@ class Trainer:
         self.watchdog.enter("start", "init_timeout_seconds")
         self.observe("start", self)
         self.device = init_device(config.debug, config.training.float32_matmul_precision)
+        use_kernel(config.training.attention_kernel)
+        by_kernel = masks_by_kernel(self.device, self.dtype, self.layout.model.head_dim, degrees["cp"])
+        self.counts_documents = config.training.mask_documents and by_kernel
         meet(config.comm.init_timeout_seconds + PATIENCE)
         # A pipeline's sends and receives would wait for each other on a communicator that is made at once.
         init_process_group(self.device, config.comm.init_timeout_seconds + PATIENCE, connect=degrees["pp"] == 1)
@@ -308,10 +314,12 @@ class Trainer:
     def to_device(self, batch: Batch) -> DeviceBatch:
         """Move a batch to the device; under context parallelism, this rank's tokens of every sequence."""
         input, label = (tensor.to(self.device, non_blocking=True) for tensor in batch)
-        begins = None
+        documents = {}
         if self.config.training.mask_documents:
-            begins = document_begins(input, self.document_begin)[:, self.positions]
-        return input[:, self.positions], label[:, self.positions], begins
+            documents["begins"] = document_begins(input, self.document_begin)[:, self.positions]
+            if self.counts_documents:
+                documents["counts"] = document_counts(batch[0], self.document_begin)  # on the host, as the batch is
+        return input[:, self.positions], label[:, self.positions], documents
 
     def validate(self) -> None:
         """The loss on held-out documents, logged with the current step; a run that stops meanwhile begins with it again."""

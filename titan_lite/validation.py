@@ -27,7 +27,7 @@ class Validation:
     def figures(
         self,
         evaluate: Callable[..., Tensor],
-        to_device: Callable[[Any], tuple[Tensor, Tensor, Tensor | None]],
+        to_device: Callable[[Any], tuple[Tensor, Tensor, dict[str, Tensor]]],
         begin_batch: Callable[[], None],
         stops: Callable[[], bool],
     ) -> dict[str, float] | None:

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 
 import pytest
+from packed_attention import packed_attention
 from tiny import DEBUG, DEBUG_TOKENIZER
 
 from titan_lite.config.recipe import load_config
@@ -75,8 +76,9 @@ def expected(layers, masked):
     return run(reference(twin_of("dp_shard=1", options)), twin_model(FLAVORS["debug"], layers))
 
 
-def trained(config, layers=4):
-    return compare(run(config, twin_model(FLAVORS["debug"], layers)), expected(layers, config.training.mask_documents))
+def trained(config, layers=4, prepare=None):
+    found = run(config, twin_model(FLAVORS["debug"], layers), prepare=prepare)
+    return compare(found, expected(layers, config.training.mask_documents))
 
 
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
@@ -91,6 +93,25 @@ def test_a_layout_is_the_run_of_one_process(layout, options):
 def test_a_twin_has_documents_to_mask():
     masked, whole = (expected(4, masked).gradients["layers.0.attention.wq.weight"] for masked in (True, False))
     assert (masked - whole).norm() > 0.05 * whole.norm()
+
+
+def as_on_gpus(trainer):
+    """Documents by a kernel and no mask, or what stands for it on a CPU."""
+    trainer.counts_documents, trainer.kernel = True, packed_attention()
+    trainer.kernel.__enter__()
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("pp=2,tp=2", [*INTERLEAVED, *SELECTIVE]),
+        pytest.param("dp_shard=2", [*COMPILED, *SELECTIVE], marks=pytest.mark.slow),
+        pytest.param("pp=2", ZBV, marks=pytest.mark.slow),
+    ],
+)
+def test_documents_by_a_kernel_are_those_by_a_mask(layout, options):
+    result = trained(twin_of(layout, [*options, *MASKED]), prepare=as_on_gpus)
+    assert result.agrees, result
 
 
 @pytest.mark.slow

@@ -23,16 +23,24 @@ ROOMS = {
     "outside": ("titan_lite.config.row",),
     "ranks": ("torch", "titan_lite.config"),
     "config": ("tomli",),  # the standard library has it from Python 3.11 on
-    "describe": (*PART, "titan_lite.layout", "titan_lite.shape", "titan_lite.distributed"),
+    "attention": ("torch", "titan_lite.config"),  # operators, which the model and its parallel forms call
+    "describe": (*PART, "titan_lite.attention", "titan_lite.layout", "titan_lite.shape", "titan_lite.distributed"),
     "check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
-    "models": ("torch", "titan_lite.outside"),
+    "models": ("torch", "titan_lite.attention", "titan_lite.outside"),
     "shape": ("titan_lite.config", "titan_lite.models"),
     "loss": PART,
     "validation": (*PART, "titan_lite.distributed", "titan_lite.loss", "titan_lite.metrics"),
     "optimizer": PART,
     "lr_scheduler": PART,
     "compiler": ("torch", "titan_lite.config", "titan_lite.outside"),
-    "distributed": ("torch", "titan_lite.config", "titan_lite.compiler", "titan_lite.outside", "titan_lite.ranks"),
+    "distributed": (
+        "torch",
+        "titan_lite.attention",
+        "titan_lite.config",
+        "titan_lite.compiler",
+        "titan_lite.outside",
+        "titan_lite.ranks",
+    ),
     "data": (
         *PART,
         "torchdata",
@@ -60,6 +68,7 @@ ROOMS = {
     "metrics/throughput": (),
     "metrics/timelines": ("titan_lite.compiler", "titan_lite.distributed.axes", "matplotlib"),
     "plan": (
+        "titan_lite.attention",
         "titan_lite.command",
         "titan_lite.layout",
         "titan_lite.shape",

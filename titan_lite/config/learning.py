@@ -92,8 +92,17 @@ class Training:
     seq_len: int = setting(2048, "tokens the model sees at once", "tokens >= 1 <= 16777216", resume=DATA)
     mask_documents: bool = setting(
         False,
-        "a token attends to its own document alone, and not to those packed before it (Llama 3, section 3.2); without, attention "
-        "is faster on GPUs, whose flash kernels know no such mask",
+        "a token attends to its own document alone, and not to those packed before it (Llama 3, section 3.2); by "
+        "FlashAttention on NVIDIA GPUs in bfloat16; with context parallelism and elsewhere by a mask of all pairs of tokens",
+    )
+    attention_kernel: str = setting(
+        "auto",
+        "attention on NVIDIA GPUs: auto is torch's choice (a new cuDNN on H100 and B200, else FlashAttention 2) and with context "
+        "parallelism FlashAttention 2; FA3 (H100, package flash_attn_interface) and FA4 (H100 and B200, package flash_attn) are "
+        "newer ones; mask_documents knows no cuDNN",
+        choices=("auto", "cudnn", "FA2", "FA3", "FA4"),
+        resume=ROUNDING,
+        needs=Need("training.mixed_precision_param", lambda dtype: dtype == "bfloat16"),
     )
     max_norm: float = setting(1.0, "gradients are scaled down to this global norm", "L2 norm > 0")
     steps: int = setting(1000, "optimizer steps of the whole run, resumed parts included", "steps >= 1", fact="total_steps")

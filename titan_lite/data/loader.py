@@ -188,6 +188,12 @@ def document_begins(tokens: torch.Tensor, bos_id: int) -> torch.Tensor:
     return torch.where(tokens == bos_id, positions, 0).cummax(dim=1).values
 
 
+def document_counts(tokens: torch.Tensor, bos_id: int) -> torch.Tensor:
+    """(B, T) tokens -> (B, 2) int64: how many documents a row has, cut ones too, and how many tokens of the longest."""
+    begins, positions = document_begins(tokens, bos_id), torch.arange(tokens.shape[1], device=tokens.device)
+    return torch.stack(((begins == positions).sum(dim=1), (positions - begins).amax(dim=1) + 1), dim=1)
+
+
 class LoaderError(RuntimeError):
     """Processes of a loader that cannot be started, or have ended; the message says why and what would work."""
 

@@ -14,9 +14,10 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from titan_lite.attention import OPERATORS
 from titan_lite.compiler.collectives import aten, collectives
 
-# What is expensive to compute again, with all attention kernels that F.scaled_dot_product_attention may choose; and the
+# What is expensive to compute again, with all attention kernels that F.scaled_dot_product_attention may choose and ours; and the
 # reduce-scatters of tensor parallelism, whose results are small. What it and context parallelism gather is gathered again.
 EXPENSIVE = frozenset(
     {
@@ -26,6 +27,7 @@ EXPENSIVE = frozenset(
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
+        *OPERATORS,
     }
 )
 

@@ -11,6 +11,7 @@ of what SimpleFSDP makes of a block, so that recomputing a block gathers its wei
 everything.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,14 +48,15 @@ def build_stages(
     training: Training,
     parallelism: Parallelism,
     activation_checkpoint: ActivationCheckpoint,
-    attend: Attend = attend_to_the_past,
+    attend: Attend | None = None,
 ) -> list[Model]:
     """One model on the meta device for each entry of `modules`, which are the modules it keeps, made parallel; FQNs stay.
 
     make_model: (positions of this rank's tokens within a sequence) -> the model, whose blocks are the children of `layers`.
-    attend: the attention of context parallelism.
+    attend: another attention of context parallelism.
     """
     positions = own_positions(training.seq_len, mesh["cp"].get_local_rank(), mesh["cp"].size())
+    attend = attend or functools.partial(attend_to_the_past, kernel=training.attention_kernel)
     reshard, keep = _resharding(parallelism)
     parameters = parameter_mesh(mesh)
     stages = []

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titan_lite.attention import attend_in_two_parts, fits_flash
 from titan_lite.distributed.tensor_parallel import Axis, axis_of, gather_tokens
 
 ATTENTION = "layers.*.attention"  # modules with a method `attend`
@@ -74,14 +75,17 @@ def in_order(gathered: Tensor, degree: int) -> Tensor:
     return torch.cat((heads, tails), dim=1)
 
 
-def attend_to_the_past(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def attend_to_the_past(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, kernel: str = "auto") -> Tensor:
     """Queries (B, t, H, D) that are the last t of S positions, to keys and values (B, S, K, D) up to each one's own.
 
-    mask: True (B, 1, t, S or more) where a query may look, if that is not everywhere up to its own.
+    mask: True (B, 1, t, S or more) where a query may look, if that is not everywhere up to its own. kernel: as
+    training.attention_kernel; but for cuDNN it is FlashAttention, in the version that attention.use_kernel has set.
     """
     tokens, past = q.shape[1], k.shape[1]
-    fits = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    flash = mask is None and q.is_cuda and fits and torch.backends.cuda.is_flash_attention_available()
+    fits = mask is None and q.is_cuda and fits_flash(q.dtype, q.shape[-1])
+    if fits and kernel == "cudnn":
+        return attend_in_two_parts(q, k, v)
+    flash = fits and torch.backends.cuda.is_flash_attention_available()
     if mask is not None or (q.is_cuda and not flash):  # no CUDA kernel that knows a mask knows groups of heads, too
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

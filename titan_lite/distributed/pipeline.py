@@ -2,7 +2,7 @@
 
     keep_modules(model, plan.modules[0])           # a stage is a model without the others' modules; FQNs stay
     pipeline = Pipeline(stages, plan, mesh["pp"], ...)                  # or SingleStage(model, loss_sum) for one stage
-    loss = pipeline.forward_backward(input, label, begins, tokens)
+    loss = pipeline.forward_backward(input, label, documents, tokens)
 
 Schedules are those of torch.distributed.pipelining, which runs them; ours are the split (pipeline_plan.py), the loss, and the
 handling of SimpleFSDP's gathered weights when backward is cut in two. A microbatch's loss is divided by the number of tokens of
@@ -39,21 +39,22 @@ class SingleStage:
     """The whole model on every rank: the same methods as Pipeline, without one.
 
     loss_sum: (logits, labels) -> summed loss, a scalar or one for each sequence (B,), and such are the losses returned (loss.py).
+    documents: by name, what the model takes beside tokens (models/llama3.py), a row for each sequence.
     """
 
     def __init__(self, model: nn.Module, loss_sum: Callable[[Tensor, Tensor], Tensor]):
         self.model, self.loss_sum = model, loss_sum
 
-    def forward_backward(self, input: Tensor, label: Tensor, begins: Tensor | None, tokens: Tensor) -> Tensor:
+    def forward_backward(self, input: Tensor, label: Tensor, documents: dict[str, Tensor], tokens: Tensor) -> Tensor:
         """Gradients of the loss of a local batch (B, T) over the step's `tokens` tokens; returns the loss."""
-        losses = self.loss_sum(self.model(input, begins), label) / tokens
+        losses = self.loss_sum(self.model(input, **documents), label) / tokens
         losses.sum().backward()
         return losses.detach()
 
     @torch.no_grad()
-    def evaluate(self, input: Tensor, label: Tensor, begins: Tensor | None) -> Tensor:
+    def evaluate(self, input: Tensor, label: Tensor, documents: dict[str, Tensor]) -> Tensor:
         """The summed loss of a local batch (B, T), without gradients."""
-        return self.loss_sum(self.model(input, begins), label)
+        return self.loss_sum(self.model(input, **documents), label)
 
 
 class Pipeline:
@@ -109,17 +110,13 @@ class Pipeline:
             cls: Any = get_schedule_class(parallelism.pipeline_parallel_schedule)
             self.schedule = cls(parts[0] if issubclass(cls, PipelineScheduleSingle) else parts, **options)
 
-    def forward_backward(self, input: Tensor, label: Tensor, begins: Tensor | None, tokens: Tensor) -> Tensor:
-        """Gradients of the loss of a local batch (B, T) over the step's `tokens` tokens; the loss, zero but on the last stage.
-
-        begins: (B, T) for all stages, or none (models/llama3.py).
-        """
+    def forward_backward(self, input: Tensor, label: Tensor, documents: dict[str, Tensor], tokens: Tensor) -> Tensor:
+        """Gradients of the loss of a local batch (B, T) over the step's `tokens` tokens; the loss, zero but on the last stage."""
         self.tokens = tokens
         self.losses: list[Tensor] = []  # in the order of the microbatches, as the schedule's own
         arguments = (input,) if 0 in self.models else ()
         target = label if self.has_last else None
-        named = {} if begins is None else {"begins": begins}
-        self.schedule.step(*arguments, target=target, return_outputs=False, **named)
+        self.schedule.step(*arguments, target=target, return_outputs=False, **documents)
         if not self.has_last:
             return torch.zeros((), device=self.device)
         return torch.cat(self.losses) if self.losses[0].ndim else torch.stack(self.losses).sum()
@@ -130,7 +127,7 @@ class Pipeline:
         return losses.sum()
 
     @torch.no_grad()
-    def evaluate(self, input: Tensor, label: Tensor, begins: Tensor | None) -> Tensor:
+    def evaluate(self, input: Tensor, label: Tensor, documents: dict[str, Tensor]) -> Tensor:
         """The summed loss of a local batch (B, T), without gradients; zero but on the last stage.
 
         A microbatch goes through all stages of a rank before the next one does, so that no two ranks wait for each other to
@@ -139,14 +136,14 @@ class Pipeline:
         losses: list[Tensor] = []
         sends = []
         number = self.plan.microbatches
-        documents = [None] * number if begins is None else begins.chunk(number)
-        for tokens, labels, theirs in zip(input.chunk(number), label.chunk(number), documents, strict=True):
+        for tokens, labels, *parts in zip(*(each.chunk(number) for each in (input, label, *documents.values())), strict=True):
+            theirs = dict(zip(documents, parts, strict=True))
             output = torch.empty(0)
             for stage, model in self.models.items():
                 if stage > 0 and self.plan.rank_of[stage - 1] != self.rank:
                     output = torch.empty(self.hidden, dtype=self.dtype, device=self.device)
                     dist.recv(output, group=self.group, group_src=self.plan.rank_of[stage - 1])
-                output = model(output if stage > 0 else tokens, theirs)
+                output = model(output if stage > 0 else tokens, **theirs)
                 if stage == self.last:
                     losses.append(self.loss_sum(output, labels))
                 elif self.plan.rank_of[stage + 1] != self.rank:

@@ -18,7 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_lite.attention import Documents, attend_within_documents, documents_of
 from titan_lite.models.shapes import FLAVORS, ModelConfig, RopeScaling  # noqa: F401 - the whole model can be had from here
+
+Mask = Tensor | Documents | None  # of `attention_mask`, or what a kernel takes in its place
 
 
 def rope_tables(config: ModelConfig, positions: Sequence[int], device: torch.device | None = None) -> tuple[Tensor, Tensor]:
@@ -79,7 +82,7 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask = None) -> Tensor:
         # -1 and not a number of heads: a tensor-parallel rank holds only some of them
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))
@@ -88,8 +91,10 @@ class Attention(nn.Module):
         out = self.attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v, mask)
         return self.wo(out.flatten(-2))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D). mask: as of `attention_mask`; None: all that come before."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D). mask: where a token looks; None: at all that come before."""
+        if isinstance(mask, Documents):
+            return attend_within_documents(q, k, v, mask)
         if mask is not None or not has_grouped_kernel(q):
             k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -118,7 +123,7 @@ class TransformerBlock(nn.Module):
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         return x + self.feed_forward(self.ffn_norm(x))
 
@@ -130,7 +135,8 @@ class Transformer(nn.Module):
     Transformer without some of its modules: what it lacks is None, or not in `layers`, and in place of tokens or logits it takes
     or gives what travels between layers, (B, T, C).
 
-    begins: (B, T) int64, the position at which each token's document begins, where attention is to stay within documents.
+    begins: (B, T) int64, the position at which each token's document begins, where attention is to stay within documents. counts:
+    as of `Documents`, where a kernel is to see to that and no mask; of all T tokens, and on GPUs.
     """
 
     tok_embeddings: nn.Embedding | None
@@ -156,11 +162,12 @@ class Transformer(nn.Module):
         self.register_buffer("rope_sin", sin, persistent=False)
         self.register_buffer("own_positions", torch.tensor(self.positions), persistent=False)
 
-    def forward(self, tokens: Tensor, begins: Tensor | None = None) -> Tensor:
-        mask = None
+    def forward(self, tokens: Tensor, begins: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
+        mask: Mask = None
         if begins is not None:
             t = begins.shape[1]
-            mask = attention_mask(begins, self.own_positions[:t], t * (self.config.max_seq_len // len(self.positions)))
+            positions, every = self.own_positions[:t], t * (self.config.max_seq_len // len(self.positions))
+            mask = attention_mask(begins, positions, every) if counts is None else documents_of(begins, positions, counts)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for layer in self.layers.values():
             x = layer(x, self.rope_cos, self.rope_sin, mask)

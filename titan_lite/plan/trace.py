@@ -36,6 +36,7 @@ from torch.fx import Graph, GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
 
+from titan_lite.attention import fits_flash
 from titan_lite.command import end_with_parent
 from titan_lite.compiler.collectives import is_all_gather, parameter_all_gathers, parameter_collectives, parameters_of, wait_of
 from titan_lite.compiler.hardware import Machine
@@ -211,7 +212,7 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
             priced_as=passes.priced_as,
         )
         ids, between = stage_inputs(layout, model)
-        model(ids if "tok_embeddings" in kind else between, ids if config.training.mask_documents else None)
+        model(ids if "tok_embeddings" in kind else between, **documents_for(layout, ids, machines[0]))
         if "output" in kind:
             loss = _Loss(build_loss(layout.model.vocab_size, tp.rank, tp.degree, tp.group))
             compile_model(loss, plain, reshard_after_forward=False, schedule=loss_passes, priced_as=loss_passes.priced_as)
@@ -269,6 +270,16 @@ def stage_inputs(layout: PlannedLayout, model: Transformer) -> tuple[Tensor, Ten
     dtype = getattr(torch, layout.config.training.mixed_precision_param)
     ids = torch.zeros(layout.sequences, tokens, dtype=torch.long)
     return ids, torch.zeros(layout.sequences, tokens // tp, layout.model.dim, dtype=dtype, requires_grad=True)
+
+
+def documents_for(layout: PlannedLayout, ids: Tensor, machine: Machine) -> dict[str, Tensor]:
+    """With training.mask_documents what a stage is told of the documents of `ids`, as in a run on such a machine."""
+    if not layout.config.training.mask_documents:
+        return {}
+    dtype, kernel = getattr(torch, layout.config.training.mixed_precision_param), not machine.name.startswith(("CPU", "MI"))
+    if kernel and layout.degrees["cp"] == 1 and fits_flash(dtype, layout.model.head_dim):
+        return {"begins": ids, "counts": torch.zeros(layout.sequences, 2, dtype=torch.long)}
+    return {"begins": ids}
 
 
 def attend_as_on_gpus(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -20,6 +20,7 @@ TP = ["--parallelism.tensor_parallel_degree=2"]
 ASYNC = ["--parallelism.enable_async_tensor_parallel"]
 GREEDY, AUTO = (["--compile.bucketing=" + bucketing] for bucketing in ("greedy", "auto"))
 EIGHT = "llama3_8b.toml", 8
+DOCUMENTS = *EIGHT, ("--training.mask_documents",)
 LAYOUTS = {  # recipe, world size, options, pipeline stage
     "8B, greedy": ("llama3_8b.toml", 8, GREEDY),
     "8B, auto": ("llama3_8b.toml", 8, AUTO),
@@ -91,6 +92,16 @@ def test_the_output_weight_is_read_where_it_was_gathered():
 def test_the_code_of_other_layouts_has_the_order_of_their_graphs(layout):
     recipe, world_size, options, *stage = LAYOUTS[layout]
     check(lowered(recipe, world_size, tuple(options), *stage), fused=ASYNC[0] in options or "70B" in layout or "405B" in layout)
+
+
+@pytest.mark.slow
+def test_attention_within_documents_is_a_kernel_and_no_mask():
+    graphs = lowered(*DOCUMENTS)
+    check(graphs)
+    for name, graph in graphs.items():
+        operator = "flash_attention_within_documents" + "_backward" * (name == "backward")
+        assert [kernel.startswith(operator) for kind, kernel in graph.replay.launches if kind == "attention"] == [True] * 3
+        assert "8192, 8192" not in graph.source  # no tensor of all pairs
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import titan_lite.attention  # noqa: F401 - its operators
 from titan_lite.compiler.hardware import Link, load_machine
 from titan_lite.config import ConfigError
 
@@ -59,6 +60,14 @@ def test_attention_counts_half_where_it_is_causal_and_five_products_backward():
     whole, causal = (max(costs(graph_of(attend(flag), *shapes)).values()) for flag in (False, True))
     assert whole == pytest.approx(4 * 32 * 8192 * 8192 * 128 / (0.4 * 989.4e12) + 3e-6)
     assert causal == pytest.approx(whole / 2, rel=1e-2)
+
+
+def test_our_attention_counts_as_causal_attention_of_the_last_positions():
+    def attend(q, k, v):
+        return torch.ops.titan_lite.flash_attention_in_two_parts(q, k, v)[0]
+
+    (found,) = costs(graph_of(attend, (1, 2048, 32, 128), (1, 8192, 32, 128), (1, 8192, 32, 128))).values()
+    assert found == pytest.approx(4 * 32 * 2048 * 8192 * 128 * 7 / 8 / (0.4 * 989.4e12) + 3e-6)
 
 
 def test_a_fused_region_reads_and_writes_once():

@@ -35,14 +35,14 @@ def test_a_single_stage_gives_the_loss_and_gradients_of_the_model():
     expected = cross_entropy_sum(model(input), label) / 10
     gradients = torch.autograd.grad(expected, list(model.parameters()))
     stage = SingleStage(model, cross_entropy_sum)
-    loss = stage.forward_backward(input, label, None, torch.tensor(10))
+    loss = stage.forward_backward(input, label, {}, torch.tensor(10))
     assert torch.equal(loss, expected)
     assert not loss.requires_grad
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
     by_sequence = SingleStage(model, functools.partial(cross_entropy_sum, by_sequence=True))
-    assert by_sequence.forward_backward(input, label, None, torch.tensor(10)).sum() == pytest.approx(loss.item())
+    assert by_sequence.forward_backward(input, label, {}, torch.tensor(10)).sum() == pytest.approx(loss.item())
     assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), gradients, strict=True))
-    assert by_sequence.evaluate(input, label, None).shape == (2,)
-    summed = stage.evaluate(input, label, None)
+    assert by_sequence.evaluate(input, label, {}).shape == (2,)
+    summed = stage.evaluate(input, label, {})
     assert torch.equal(summed / 10, expected)
     assert not summed.requires_grad
