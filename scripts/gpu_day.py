@@ -138,6 +138,7 @@ def fsdp2(recipe: str, options: Sequence[str], compiles: bool) -> dict[str, floa
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from titan_lite.config.recipe import load_config
+    from titan_lite.distributed.simple_fsdp import shard_of
     from titan_lite.layout import make_layout
     from titan_lite.models.llama3 import Transformer
     from titan_lite.ranks import init_device
@@ -156,7 +157,7 @@ def fsdp2(recipe: str, options: Sequence[str], compiles: bool) -> dict[str, floa
         fully_shard(block, mp_policy=precision)
     fully_shard(model, mp_policy=precision)
     model.to_empty(device=device)
-    model.init_weights(0)
+    model.init_weights(0, shard_of)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     shape = layout.local_batch_size, layout.seq_len + 1
     seconds = []
