@@ -183,9 +183,8 @@ def _accumulated(query: Tensor) -> torch.dtype:
     return torch.promote_types(query.dtype, torch.float32)
 
 
-_lse_dims: dict[
-    str, int
-] = {}  # of a device's kernel, which torch's versions do not agree on for cuDNN: (B, H, t) or (B, H, t, 1)
+# Dimensions of a device's log-sum-exps: (B, H, t) or (B, H, t, 1). Versions of torch differ for cuDNN.
+_lse_dims: dict[str, int] = {}
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:

@@ -65,9 +65,7 @@ from titan_lite.plan.plan_vs_actual import PlanVsActual
 from titan_lite.ranks import device_memory, gather_objects, init_device, init_process_group
 from titan_lite.validation import Validation
 
-DeviceBatch = tuple[
-    Tensor, Tensor, dict[str, Tensor]
-]  # input, label and, with training.mask_documents, what the model is to know
+DeviceBatch = tuple[Tensor, Tensor, dict[str, Tensor]]  # input, label, and the model's `begins` and `counts` of documents
 Observe = Callable[[str, "Trainer"], None]
 
 
