@@ -98,8 +98,8 @@ class Eager:
     collective of a reduction is waited for when the gradient is used, or when IN_FLIGHT younger ones like it have been started:
     the reduce-scatter of HSDP, upon which its all-reduce starts, and that all-reduce once IN_FLIGHT more have started. Both
     bounds are the memory that overlap may cost. The order is learnt from the program alone, so it is the same on every rank.
-    To add a microbatch's gradient to an earlier one's is no use of either. A weight that is read twice (tied) is: autograd adds
-    up its two gradients at once.
+    Adding a microbatch's gradient to an earlier one's uses neither. The limit is a weight that is read twice (tied): autograd
+    adds up its two gradients when the second one comes, and waits for both.
     """
 
     IN_FLIGHT = 4
