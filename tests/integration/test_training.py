@@ -11,9 +11,10 @@ import pytest
 import torch
 from commands import ROOT, python, run, script, torchrun, train
 from ranks import run_ranks
-from tiny import AOT_EAGER, DEBUG, SMALL, every, steps
+from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, SMALL, every, steps
 
 from titan_lite import optimizer
+from titan_lite.compiler import autotune
 from titan_lite.config.recipe import load_config
 from titan_lite.faults import TrainingError
 from titan_lite.metrics.records import read_metrics, read_run
@@ -148,6 +149,24 @@ def test_measured_bucketing_changes_no_number_and_leaves_its_receipt(tmp_path):
     assert forward["timeline"]["exposed"] >= 0
     assert {"timeline.png", "timeline.json"} <= {path.name for path in (tmp_path / "measured").iterdir()}
     assert len(list((tmp_path / "measured/graphs").rglob("*_traced.txt"))) == 4 * 2  # by one rank
+
+
+def trained_within(memory, folder, *options):
+    """memory: bytes of each rank's device, as the choice of buckets sees it."""
+    config, _ = load_config(DEBUG, [f"--job.dump_folder={folder}", *options])
+    autotune.memory_of = lambda device: memory[int(os.environ["RANK"])]
+    Trainer(config).train()
+
+
+@pytest.mark.slow
+def test_a_way_to_bucket_that_one_rank_has_no_memory_for_is_run_by_none(tmp_path):
+    options = [*OPTIONS, *steps(12), "--training.local_batch_size", "4", *NO_VALIDATION, *NO_CHECKPOINT]
+    expected = trained(2, DEBUG, tmp_path / "eager", *options)
+    measured = [*options, *AOT_EAGER, "--compile.bucketing", "measured"]
+    run_ranks(2, trained_within, (math.inf, 1.0), str(tmp_path / "measured"), *map(str, measured), init=False)
+    same(read_metrics(tmp_path / "measured/metrics.jsonl"), expected)
+    forward = json.loads((tmp_path / "measured/compile.json").read_text())[0]
+    assert len(forward["after"]) == forward["before"]["all_gather"] == 57  # as "none" leaves them
 
 
 @pytest.mark.slow

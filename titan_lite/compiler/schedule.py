@@ -39,11 +39,15 @@ from titan_lite.compiler.timeline import lower_bound, simulate
 from titan_lite.config import Compile, ConfigError
 
 
+class DoesNotFit(Exception):
+    """A graph that `Schedule.fits` refuses, raised on all ranks that would run it, before any of them has."""
+
+
 @dataclass
 class Schedule:
     """machine: None for one that is not known, whose times are not estimated. fused: as in `Machine.cost`. exchange: shows a word
     to all ranks that run the same graph, and returns theirs by rank. dump: a folder for graphs as text. must_merge:
-    whether buckets that are asked for and merge nothing are an error."""
+    whether buckets that are asked for and merge nothing are an error. fits: False for a graph that one rank must not run."""
 
     config: Compile
     machine: Machine | None = None
@@ -51,6 +55,7 @@ class Schedule:
     exchange: Callable[[str], dict[int, str]] = lambda word: {0: word}
     dump: Path | None = None
     must_merge: bool = True
+    fits: Callable[[Receipt], bool] | None = None
     receipts: list[Receipt] = field(default_factory=list)
 
     @contextmanager
@@ -65,7 +70,7 @@ class Schedule:
         self.receipts[-1] = dataclasses.replace(self.receipts[-1], compile_seconds=seconds, cache=cache)
 
     def __call__(self, module: GraphModule, name: str) -> None:
-        """Raises ConfigError where the recipe asks for buckets and none were made, and where ranks differ."""
+        """Raises ConfigError where the recipe asks for buckets and none were made, and where ranks differ; and DoesNotFit."""
         graph, started = module.graph, time.perf_counter()
         before = count_collectives(graph)
         self.write(graph, name, "0_traced")
@@ -93,6 +98,8 @@ class Schedule:
                 pass_seconds=time.perf_counter() - started,
             )
         )
+        if self.fits is not None and not all(map(bool, self.show("fits" * self.fits(self.receipts[-1])).values())):
+            raise DoesNotFit(name)
 
     def bucket(self, module: GraphModule, name: str) -> None:
         config, graph, merged = self.config, module.graph, 0

@@ -40,7 +40,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_lite.compiler import collectives, pinning, resharding
 from titan_lite.compiler.fqns import parameters_within
-from titan_lite.compiler.schedule import Schedule
+from titan_lite.compiler.schedule import DoesNotFit, Schedule
 from titan_lite.config import Compile, ConfigError
 
 Compiling = Callable[[GraphModule, str], AbstractContextManager]  # of a graph and its name; compiled within
@@ -248,7 +248,7 @@ def _with_backward(backend: Callable, memory_budget: float = 1.0) -> Callable:
 
 
 def _told(compiled: Callable, config: Compile, component: str) -> Callable:
-    """`compiled`, where a failure to compile is a CompileError."""
+    """`compiled`, where a failure to compile is a CompileError, or the schedule's own DoesNotFit."""
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -256,15 +256,17 @@ def _told(compiled: Callable, config: Compile, component: str) -> Callable:
             with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
                 return compiled(*args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            raise CompileError(_sentence(error, config, component)) from error
+            cause: BaseException = error
+            while isinstance(cause, BackendCompilerFailed):
+                cause = cause.inner_exception
+            if isinstance(cause, DoesNotFit):
+                raise cause from error
+            raise CompileError(_sentence(error, cause, config, component)) from error
 
     return call
 
 
-def _sentence(error: Exception, config: Compile, component: str) -> str:
-    cause: BaseException = error
-    while isinstance(cause, BackendCompilerFailed):
-        cause = cause.inner_exception
+def _sentence(error: Exception, cause: BaseException, config: Compile, component: str) -> str:
     if isinstance(cause, ConfigError):  # of a pass, which knows the key
         return str(cause)
     ways = []

@@ -93,12 +93,13 @@ def compile_stages(
     dump_folder: Path | None = None,
     schedule: Schedule | None = None,
     priced_as: str = "",
+    fits: Callable[[Receipt], bool] | None = None,
 ) -> list[Receipt]:
     """Each stage as one graph, in place. Returns what becomes its receipts once graphs are compiled, at the first call.
 
     bucketing: in place of compile.bucketing. machine: what the passes price with; dump_folder: where compile.dump_graphs writes;
-    schedule: passes of one's own in their place; priced_as: as in compile_model. It may make process groups, which all ranks do
-    together.
+    schedule: passes of one's own in their place; priced_as: as in compile_model; fits: as in Schedule. It may make process
+    groups, which all ranks do together.
     """
     if schedule is None:
         must_merge, compile = compile.bucketing != "measured", replace(compile, bucketing=bucketing)
@@ -106,7 +107,8 @@ def compile_stages(
         if dump_folder and compile.dump_graphs and all(mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp"):
             dump = dump_folder / "graphs" / f"pp_{mesh['pp'].get_local_rank()}_{bucketing}"  # other ranks' are the same
         fused = compile.backend == "inductor"
-        schedule = Schedule(compile, machine, fused=fused, exchange=stage_exchange(mesh), dump=dump, must_merge=must_merge)
+        exchange = stage_exchange(mesh)
+        schedule = Schedule(compile, machine, fused, exchange=exchange, dump=dump, must_merge=must_merge, fits=fits)
     reshard, keep = _resharding(parallelism)
     for model in stages:
         # a stage without blocks has no matrix product to overlap with

@@ -10,7 +10,7 @@ Both are passes of SimpleFSDP's compiler (arXiv 2411.00284); eager mode has no g
 """
 
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -21,6 +21,71 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from titan_lite.distributed.gather import GatherPlan, InFlight, local
 
+aten = torch.ops.aten
+
+
+class Reduction:
+    """The sum of one gradient on its way, over one group after another; dtype: of the sum. left: collectives not waited for."""
+
+    def __init__(self, gradient: Tensor, plan: GatherPlan, dtype: torch.dtype):
+        self.plan, self.dtype, self.left = plan, dtype, len(plan.reduce_groups)
+        self.size, self.device = (plan.own_rows, *gradient.shape[1:]), gradient.device
+        self.rows = plan.start_reduce(gradient)
+        self.onto: Reduction | None = None  # an earlier microbatch's, which this one is added to
+        self.later: Reduction | None = None  # which is added to this one
+
+    def go_on(self) -> None:
+        """Wait for the collective in flight, and start the next one."""
+        self.rows = self.plan.next_reduce(self.rows, len(self.plan.reduce_groups) - self.left)
+        self.left -= 1
+
+    def finish(self) -> Tensor:
+        while self.left:
+            self.go_on()
+        self.rows = self.rows.to(self.dtype)
+        if self.later is not None:
+            self.later.finish()
+        if self.onto is not None:
+            self.onto.rows.add_(self.rows)
+            self.onto.later, self.onto = None, None
+        return self.rows
+
+    def add(self, later: "Reduction") -> None:
+        """Once it is there."""
+        self.finish()
+        self.later, later.onto = later, self
+
+
+class Rows(AsyncCollectiveTensor):
+    """What a reduction will give; any use waits for it, but that autograd passes it on, or adds it to an earlier one."""
+
+    reduction: Reduction
+
+    @staticmethod
+    def __new__(cls, reduction: Reduction) -> "Rows":
+        rows = Tensor._make_wrapper_subclass(cls, reduction.size, dtype=reduction.dtype, device=reduction.device)
+        rows.reduction = reduction
+        return rows
+
+    @property
+    def elem(self) -> Tensor:  # type: ignore[override]
+        return self.reduction.finish()
+
+    def trigger_wait(self) -> Tensor:
+        return self.reduction.finish()
+
+    wait = trigger_wait
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        rows = args[0]
+        if func is aten.detach.default or (func is aten.view.default and tuple(args[1]) == rows.shape):
+            return Rows(rows.reduction)
+        if func is aten.add_.Tensor and not kwargs and isinstance(rows, Rows) and isinstance(args[1], Rows):
+            rows.reduction.add(args[1].reduction)
+            return rows
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
 
 class Eager:
     """The state that the reads of one model's weights share.
@@ -30,9 +95,11 @@ class Eager:
     are recognised; it counts while the weight lives, so that an activation at a freed weight's address is not taken for it.
 
     Overlap: weights are read in the same order every time, so a read starts the gathers that followed it last time; and a
-    reduction is waited for when its gradient is used, or when IN_FLIGHT younger ones have been started. Both bounds are the
-    memory that overlap may cost. The order is learnt from the program alone, so it is the same on every rank. What DDP and HSDP
-    all-reduce is waited for at once.
+    collective of a reduction is waited for when the gradient is used, or when IN_FLIGHT younger ones like it have been started:
+    the reduce-scatter of HSDP, upon which its all-reduce starts, and that all-reduce once IN_FLIGHT more have started. Both
+    bounds are the memory that overlap may cost. The order is learnt from the program alone, so it is the same on every rank.
+    Adding a microbatch's gradient to an earlier one's uses neither. The limit is a weight that is read twice (tied): autograd
+    adds up its two gradients when the second one comes, and waits for both.
     """
 
     IN_FLIGHT = 4
@@ -45,7 +112,7 @@ class Eager:
         # in the last backward (True) or forward
         self.last_order: dict[bool, list[tuple[Tensor, GatherPlan]]] = {False: [], True: []}
         self.gathering: dict[tuple[GatherPlan, int], InFlight] = {}  # the address tells whether the shard is still the same
-        self.reducing: deque[AsyncCollectiveTensor] = deque()
+        self.reducing: defaultdict[int, deque[Reduction]] = defaultdict(deque)  # lines, by collectives left to wait for
 
     def gather(self, shard: Tensor, plan: GatherPlan) -> Tensor:
         if plan.shard_degree == 1:
@@ -61,17 +128,36 @@ class Eager:
         return started.wait()
 
     def reduce(self, gradient: Tensor, plan: GatherPlan, dtype: torch.dtype) -> Tensor:
+        """This rank's rows of the sum; where there is anything to add, a tensor that its first use waits for."""
+        if not plan.reduce_groups:
+            return plan.start_reduce(gradient).to(dtype)
+        if not self.reducing:  # the first of this backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         plan.note()
-        started = plan.start_reduce(gradient)
-        if plan.shard_degree == 1 or plan.sum_groups or started.shape[0] != plan.own_rows or started.dtype != dtype:
-            return plan.finish_reduce(started).to(dtype)
-        waits_when_used = AsyncCollectiveTensor(started)
-        if not self.reducing:  # the first of this backward; after the last, gradients belong to the optimizer alone
-            torch.autograd.Variable._execution_engine.queue_callback(self.reducing.clear)
-        self.reducing.append(waits_when_used)
-        if len(self.reducing) > self.IN_FLIGHT:
-            self.reducing.popleft().trigger_wait()
-        return waits_when_used
+        reduction = Reduction(gradient, plan, dtype)
+        self._line_up(reduction)
+        return Rows(reduction)
+
+    def _line_up(self, reduction: Reduction) -> None:
+        """Behind those that have as many collectives left. The oldest of more than IN_FLIGHT goes on, into the next line."""
+        line = self.reducing[reduction.left]
+        line.append(reduction)
+        if len(line) > self.IN_FLIGHT:
+            oldest = line.popleft()
+            if oldest.left > 1:
+                oldest.go_on()
+                self._line_up(oldest)
+            else:
+                oldest.finish()
+
+    def _end_backward(self) -> None:
+        """Start all that is left to start, so that no look at a gradient starts a collective on one rank alone. What is in flight
+        then belongs to the optimizer, or to the next microbatch's backward."""
+        left = [reduction for line in self.reducing.values() for reduction in line]
+        self.reducing.clear()
+        while left := [reduction for reduction in left if reduction.left > 1]:
+            for reduction in left:
+                reduction.go_on()
 
     @contextmanager
     def forward(self, reshard: bool) -> Iterator[None]:

@@ -69,6 +69,11 @@ class GatherPlan:
         """Rows of a padded shard."""
         return -(-self.rows // self.shard_degree)
 
+    @property
+    def reduce_groups(self) -> tuple[str, ...]:
+        """The groups of a reduction's collectives, in order."""
+        return (self.shard_group, *self.sum_groups) if self.shard_degree > 1 else self.sum_groups
+
     def gather(self, shard: Tensor) -> Tensor:
         """This rank's rows -> the whole in param_dtype, as nodes of a graph."""
         shard = shard.to(self.param_dtype)
@@ -95,8 +100,7 @@ class GatherPlan:
 
     def note(self) -> None:
         """To be called in eager mode before a collective starts: should it hang, it can be told what for."""
-        groups = (self.shard_group,) if self.shard_degree > 1 else self.sum_groups[:1]
-        started_last.extend((time.time_ns(), group, self.fqn) for group in groups)
+        started_last.extend((time.time_ns(), group, self.fqn) for group in self.reduce_groups[:1])
 
     def start_reduce(self, gradient: Tensor) -> Tensor:
         """This rank's gradient of the whole -> the sum of this rank's rows over the first group that has any to add, in
@@ -109,12 +113,18 @@ class GatherPlan:
 
     def finish_reduce(self, gradient: Tensor) -> Tensor:
         """The result of start_reduce -> the sum over all groups."""
-        if self.shard_degree > 1 or self.sum_groups:
-            gradient = collectives.wait_tensor(gradient)[: self.own_rows]
-        # after the reduce-scatter: only a shard travels between copies
-        for group in self.sum_groups if self.shard_degree > 1 else self.sum_groups[1:]:
-            gradient = collectives.wait_tensor(collectives.all_reduce(gradient.contiguous(), "sum", group))
+        for number in range(len(self.reduce_groups)):
+            gradient = self.next_reduce(gradient, number)
         return gradient
+
+    def next_reduce(self, gradient: Tensor, number: int) -> Tensor:
+        """The result of a reduction's collective `number`, waited for -> that of the next one, perhaps still in flight; after the
+        last, the sum over all groups."""
+        gradient = collectives.wait_tensor(gradient)
+        if number == 0:  # after the reduce-scatter: only a shard travels between copies
+            gradient = gradient[: self.own_rows]
+        following = self.reduce_groups[number + 1 :]
+        return collectives.all_reduce(gradient.contiguous(), "sum", following[0]) if following else gradient
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,9 @@ GONE = 3.0  # seconds for those of ranks that have lost a connection, as all do 
 HOST = 1.0  # seconds that a rank goes on after it has seen the verdict: where it hosts the store, the others must see it too
 RESTING = float("inf")
 
+# torch 2.14 made it public
+_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+
 
 class Watchdog:
     """One in each process; a rank that is alone has no others to wait for it, and no threads. Between enter and rest the process
@@ -74,7 +77,7 @@ class Watchdog:
         self.phase, self.key, self.limit = phase, key, getattr(self.comm, key)
         for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
             if group.group_desc != self.apart:
-                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.limit + PATIENCE), group)
+                _set_timeout(timedelta(seconds=self.limit + PATIENCE), group)
         self.beat()
 
     @contextlib.contextmanager

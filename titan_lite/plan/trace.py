@@ -32,13 +32,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
 
 from titan_lite.attention import fits_flash
 from titan_lite.command import end_with_parent
-from titan_lite.compiler.collectives import is_all_gather, parameter_all_gathers, parameter_collectives, parameters_of, wait_of
+from titan_lite.compiler.collectives import (
+    descendants,
+    is_all_gather,
+    parameter_all_gathers,
+    parameter_collectives,
+    parameters_of,
+    wait_of,
+)
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.reordering import move_gather_before
 from titan_lite.compiler.schedule import Schedule
@@ -334,16 +341,21 @@ class _Priced(Schedule):
 
 
 def _run_ahead(graph: Graph) -> None:
-    """Eager mode's order, once distributed/eager.py knows it: a gather starts some reads before its own, and a reduction is
-    waited for some reductions later."""
+    """Eager mode's order, once distributed/eager.py knows it: a gather starts some reads before its own, and each collective of a
+    reduction is waited for some reductions later."""
     mine = parameter_collectives(graph)
     gathers = [node for node in parameter_all_gathers(graph) if parameters_of(node)]
     for place, gather in enumerate(gathers[1:], 1):
         move_gather_before(gather, wait_of(gathers[max(0, place - Eager.IN_FLIGHT)]))
-    # Those that the optimizer uses; what is cast, cut or reduced again is waited for at once.
-    reductions = [node for node in mine if not is_all_gather(node) and all(user.op == "output" for user in wait_of(node).users)]
+    lines: dict[int, list[Node]] = {}  # by how many collectives follow on the way to the output
+    for reduction in mine:
+        way = set() if is_all_gather(reduction) else descendants(wait := wait_of(reduction))
+        if way and all(way.issuperset(node.all_input_nodes) for node in way - {wait}):  # else of a weight that is read twice
+            lines.setdefault(len(way.intersection(mine)), []).append(reduction)
     last = next(iter(reversed(graph.nodes)))
-    for place, reduction in enumerate(reductions):
-        later = reductions[place + Eager.IN_FLIGHT].next if place + Eager.IN_FLIGHT < len(reductions) else last
-        later.prepend(wait_of(reduction))
+    for _, line in sorted(lines.items(), reverse=True):
+        for place, reduction in enumerate(line):
+            later = line[place + Eager.IN_FLIGHT].next if place + Eager.IN_FLIGHT < len(line) else last
+            for node in sorted(descendants(wait_of(reduction))):
+                later.prepend(node)
     graph.lint()

@@ -7,8 +7,11 @@ import torch
 from torch import nn
 
 from titan_lite.compiler import autotune as module
-from titan_lite.compiler.autotune import STEPS, WAYS, Autotuner, check_steps
+from titan_lite.compiler.autotune import FITS, STEPS, WAYS, Autotuner, check_steps
 from titan_lite.compiler.receipt import Collective, Receipt
+from titan_lite.compiler.schedule import DoesNotFit
+from titan_lite.compiler.stage import CompileError
+from titan_lite.compiler.timeline import Timeline
 from titan_lite.config import Compile, ConfigError
 
 MEASURED = Compile(enable=True, bucketing="measured")
@@ -33,7 +36,7 @@ def run(clock, seconds, compiles=5.0, share=lambda step: 1.0):
     model = nn.Linear(1, 1)
     compiled = []
 
-    def compile_as(way):
+    def compile_as(way, fits):
         compiled.append(way)
         model._compiled_call_impl = way
         return [Receipt("forward", {"all_gather": 6}, (Collective("all_gather", ("a",), 8, 2),), 0, "")]
@@ -85,8 +88,91 @@ def test_ranks_decide_on_the_slowest(clock, monkeypatch):
     assert autotune.chosen == "greedy"
 
 
+GIB = 2**30
+BYTES = {"none": (1, 5), "block": (2, 5), "greedy": (1, 9), "auto": (1, 6)}  # GiB that each way's graphs hold at once
+
+
+class Compiled(nn.Module):
+    """A model whose first call as `way` compiles a forward and a backward graph, and which notes what has run."""
+
+    def __init__(self):
+        super().__init__()
+        self.ran = []
+
+    def compile_as(self, way, fits):
+        receipts = []
+
+        def call():
+            for graph, held in zip(("forward", "backward"), BYTES[way] if not receipts else (), strict=False):
+                receipts.append(Receipt(graph, {}, (), 0, "", Timeline(graph, (), *[0.0] * 5, held * GIB)))
+                if fits is not None and not fits(receipts[-1]):
+                    raise DoesNotFit
+            self.ran.append(way)
+
+        self._compiled_call_impl = call
+        return receipts
+
+
+def measured_within(memory, clock, monkeypatch, seconds):
+    """The autotuner after a run on a device of `memory` GiB, and what has run in each step."""
+    monkeypatch.setattr(module, "memory_of", lambda device: memory * GIB)
+    model = Compiled()
+    autotune = Autotuner([model], model.compile_as, MEASURED, torch.device("cpu"))
+    while not autotune.decided:
+        with autotune.step():
+            model()
+            clock.now += seconds[model.ran[-1]]
+    model()
+    return autotune, model.ran
+
+
+SECONDS = {"none": 4.0, "block": 3.0, "greedy": 1.0, "auto": 2.0}
+
+
+def test_a_way_that_would_not_fit_is_not_run_and_another_stays(clock, monkeypatch):
+    autotune, ran = measured_within(4 / FITS - 0.1, clock, monkeypatch, SECONDS)
+    assert ran == ["none"] * 3 + ["block"] * 3 + ["none"] * 3 + ["auto"] * 4
+    assert autotune.describe()[2] == 'bucketing "greedy": not run, as it would need 4.00 GiB'
+    assert autotune.describe()[3].endswith("; it stays")
+
+
+def test_where_nothing_else_fits_the_first_way_stays(clock, monkeypatch):
+    autotune, ran = measured_within(0.5, clock, monkeypatch, SECONDS)
+    assert ran == ["none"] * 13
+    assert autotune.chosen == "none"
+
+
+def test_a_way_that_fits_is_run(clock, monkeypatch):
+    assert measured_within(4 / FITS + 0.1, clock, monkeypatch, SECONDS)[0].chosen == "greedy"
+
+
+def test_what_does_not_fit_another_rank_does_not_stay(clock, monkeypatch):
+    """Here everything fits; a rank with less memory, of another stage, has not run "greedy", and "auto" filled it."""
+
+    def full_elsewhere(figures, operation):
+        figures[WAYS.index("greedy")] = torch.tensor([float("inf"), 9.0 * GIB, 1.1])
+        figures[WAYS.index("auto"), 2] = 0.99
+
+    monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(module.dist, "all_reduce", full_elsewhere)
+    autotune, _ = measured_within(100, clock, monkeypatch, SECONDS)
+    assert autotune.chosen == "block"
+    assert autotune.describe()[2] == 'bucketing "greedy": not run, as it would need 9.00 GiB'
+
+
+def test_an_estimate_that_was_too_low_is_an_error_that_names_the_way(clock):
+    model = Compiled()
+    autotune = Autotuner([model], model.compile_as, MEASURED, torch.device("cpu"))
+    for _ in range(STEPS):
+        with autotune.step():
+            model()
+    told = r'"measured" ran out of memory with "block"; bucketing = "none" has run'
+    with pytest.raises(CompileError, match=told), autotune.step():
+        raise torch.OutOfMemoryError
+
+
 def test_a_step_that_fails_decides_nothing(clock):
-    autotune = Autotuner([], lambda way: [], MEASURED, torch.device("cpu"))
+    autotune = Autotuner([], lambda way, fits: [], MEASURED, torch.device("cpu"))
     with contextlib.suppress(ZeroDivisionError), autotune.step():
         raise ZeroDivisionError
     assert (autotune.steps, autotune.chosen) == (0, "")
@@ -94,7 +180,9 @@ def test_a_step_that_fails_decides_nothing(clock):
 
 def test_any_other_way_is_compiled_at_once_and_decided_after_one_step():
     receipts = [Receipt("forward", {}, (), 0, "")]
-    autotune = Autotuner([], {"block": receipts}.__getitem__, Compile(enable=True, bucketing="block"), torch.device("cpu"))
+    autotune = Autotuner(
+        [], lambda way, fits: {"block": receipts}[way], Compile(enable=True, bucketing="block"), torch.device("cpu")
+    )
     assert autotune.receipts is receipts
     decided = []
     for _ in range(3):

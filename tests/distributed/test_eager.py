@@ -1,0 +1,118 @@
+"""Reductions in eager mode overlap with backward on every layout, in one order on all ranks, and change no number."""
+
+import functools
+from unittest import mock
+
+import pytest
+import torch
+from parity import batch, build, gradients, make_mesh, my_microbatches
+from ranks import run_ranks
+from tiny import HEADS, TIED, UNTIED
+
+from titan_lite.distributed import gather
+from titan_lite.distributed.eager import Eager
+from titan_lite.distributed.tensor_parallel import axis_of
+from titan_lite.loss import build_loss
+
+SCATTER, ALL = "reduce_scatter_tensor", "all_reduce"
+LAYOUTS = {"DDP": ((2, 1), [ALL]), "FSDP": ((1, 2), [SCATTER]), "HSDP": ((2, 2), [SCATTER, ALL])}
+READ = 21  # parameters
+
+
+class Watched:
+    """The collectives' operators; calls: sums that are started and waited for, and what else is noted there."""
+
+    def __init__(self):
+        self.operators, self.calls, self.started = gather.collectives, [], {}
+
+    def __getattr__(self, name):
+        operator = getattr(self.operators, name)
+
+        def call(tensor, *args):
+            result = operator(tensor, *args)
+            if name in (SCATTER, ALL):
+                self.started[result.data_ptr()] = name
+                self.calls.append((name, args[-1], tuple(tensor.shape)))
+            elif name == "wait_tensor" and tensor.data_ptr() in self.started:
+                self.calls.append((f"wait for {self.started.pop(tensor.data_ptr())}",))
+            return result
+
+        return call
+
+
+def train(model, mesh, count, waits_at_once=False):
+    """(gradients of `count` microbatches; calls, with the end of each backward among them)."""
+
+    def at_once(eager, gradient, plan, dtype):
+        return plan.finish_reduce(plan.start_reduce(gradient)).to(dtype)
+
+    tokens, labels = batch()
+    tp = axis_of(mesh["tp"])
+    loss_sum = build_loss(model.config.vocab_size, tp.rank, tp.degree, tp.group)
+    model.zero_grad()
+    watched = Watched()
+    with (
+        mock.patch.object(gather, "collectives", watched),
+        mock.patch.object(Eager, "reduce", at_once if waits_at_once else Eager.reduce),
+    ):
+        for input, label in my_microbatches(mesh, tokens, labels, count=count):
+            (loss_sum(model(input), label) / (labels != -100).sum()).backward()
+            watched.calls.append(("end",))
+        return gradients(model, whole=False), watched.calls
+
+
+def two_microbatches(layout):
+    mesh = make_mesh(*LAYOUTS[layout][0])
+    return train(build(UNTIED, mesh), mesh, 2)[1]
+
+
+@functools.cache
+def of_two_microbatches(layout):
+    replicate, shard = LAYOUTS[layout][0]
+    return run_ranks(replicate * shard, two_microbatches, layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sum_is_waited_for_when_younger_ones_were_started(layout):
+    kinds = LAYOUTS[layout][1]
+    for calls in of_two_microbatches(layout):
+        names = [name for name, *_ in calls]
+        ends = [place for place, name in enumerate(names) if name == "end"]
+        for begin, end in ((0, ends[0]), (ends[0] + 1, ends[1])):
+            backward = names[begin:end]
+            for kind in kinds:
+                assert backward.count(kind) == READ
+                before = backward[: backward.index(f"wait for {kind}")]
+                assert before.count(kind) > Eager.IN_FLIGHT
+        in_flight = names[ends[1] + 1 :]
+        assert set(in_flight) == {f"wait for {kinds[-1]}"}  # a look at a gradient starts nothing
+        assert len(in_flight) >= Eager.IN_FLIGHT
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_of_a_group_sum_in_one_order(layout):
+    by_group = {}
+    for calls in of_two_microbatches(layout):
+        mine = [call for call in calls if len(call) == 3]
+        for group in {group for _, group, _ in mine}:
+            by_group.setdefault(group, []).append([call for call in mine if call[1] == group])
+    assert all(len(ranks) == 2 and ranks[0] == ranks[1] for ranks in by_group.values())
+
+
+def ways(layout):
+    mesh = make_mesh(*layout)
+    cases = dict(
+        f32=(UNTIED, {}), tied=(TIED, {}), bf16=(UNTIED, dict(param=torch.bfloat16)), full=(UNTIED, dict(checkpointing="full"))
+    )
+    for config, options in [(HEADS, {})] if layout[2:] else cases.values():
+        model = build(config, mesh, **options)
+        for count in (1, 3):
+            expected, found = train(model, mesh, count, waits_at_once=True)[0], train(model, mesh, count)[0]
+            assert all(torch.equal(found[fqn], gradient) for fqn, gradient in expected.items())
+            assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (2, 2), pytest.param((1, 4), marks=pytest.mark.slow), (1, 2, 2)])
+def test_gradients_are_to_the_bit_those_of_sums_that_are_waited_for_at_once(layout):
+    world_size = layout[0] * layout[1] * (layout[2] if layout[2:] else 1)
+    run_ranks(world_size, ways, layout)
