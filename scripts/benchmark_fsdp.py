@@ -80,6 +80,7 @@ def simple_fsdp(
     backend: str,
     reshard: bool,
     bucketing: str = "none",
+    bucket_mode: str = "copy",
     reordering: bool = True,
     machine: Machine | None = None,
 ) -> list[Receipt]:
@@ -88,7 +89,7 @@ def simple_fsdp(
     apply_simple_fsdp(model, parameter_mesh(mesh), param_dtype=torch.float32, reduce_dtype=torch.float32, **resharding)
     receipts: list[Receipt] = []
     if backend:
-        config = Compile(enable=True, backend=backend, bucketing=bucketing, reordering=reordering)
+        config = Compile(enable=True, backend=backend, bucketing=bucketing, bucket_mode=bucket_mode, reordering=reordering)
         machine = machine or find_machine("", device)
         schedule = Schedule(config, machine, backend == "inductor", exchange=stage_exchange(mesh), receipts=receipts)
         compile_model(model, config, **resharding, schedule=schedule)

@@ -13,6 +13,7 @@ and the loss is not in the graphs. All figures are of forward and backward toget
     collectives     of parameters, forward + backward
     communication   ms that these keep the links busy; computation: the rest
     exposed         ms that computation waits for them; bound: at least so much, wherever these stand
+    copied          GiB that buckets write to put shards and gradients into them and to take weights out
     peak            GiB that a graph holds at most at once, gradients included, beside parameters and optimizer state
     passes          seconds of ours; compile: of the first call, tracing and passes included, once the process has compiled before
 
@@ -70,7 +71,7 @@ from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, materialize
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
 from titan_lite.plan.measure import find_machine
 
-MODES = ("none", "block", "auto", "greedy")
+MODES = ("none", "block", "auto", "greedy", "block-coalesced", "greedy-coalesced")
 BACKENDS = ("aot_eager", "inductor")
 
 
@@ -89,12 +90,18 @@ def start_fake_world(world_size: int) -> None:
     compile_fake(replace(FLAVORS["debug"], n_layers=1, max_seq_len=16), 1, "none", load_machine("H100"))
 
 
+def keys_of(mode: str) -> dict[str, str]:
+    """Of [compile]."""
+    bucketing, _, bucket_mode = mode.partition("-")
+    return {"bucketing": bucketing, "bucket_mode": bucket_mode or "copy"}
+
+
 def compile_fake(config: ModelConfig, batch_size: int, mode: str, machine: Machine) -> Compiled:
     """The model, for sequences of max_seq_len tokens, as a rank of a recipe that only trains with FSDP compiles it."""
     torch._dynamo.reset()
     gc.collect()  # the graphs before
     mesh = build_mesh(resolve_degrees(Parallelism(), dist.get_world_size()), "cpu")
-    stage = Compile(enable=True, backend="aot_eager", bucketing=mode)
+    stage = Compile(enable=True, backend="aot_eager", **keys_of(mode))
     schedule = Schedule(stage, machine, fused=True)
     resharding: dict[str, Any] = dict(reshard_after_forward=True, keep_gathered=Parallelism().fsdp_keep_gathered)
     with torch.device("meta"):
@@ -140,7 +147,7 @@ def predict(arguments: argparse.Namespace) -> None:
 
 
 PREDICTED = (
-    *("collectives", "communication ms", "computation ms", "exposed ms", "bound ms", "exposed/bound", "peak GiB"),
+    *("collectives", "communication ms", "computation ms", "exposed ms", "bound ms", "exposed/bound", "copied GiB", "peak GiB"),
     *("passes s", "compile s"),
 )
 
@@ -149,12 +156,14 @@ def prediction(mode: str, compiled: Compiled) -> list[str]:
     timelines = [receipt.timeline for receipt in compiled.receipts if receipt.timeline is not None]
     communication = sum(timeline.communication for timeline in timelines)
     compute = sum(timeline.compute for timeline in timelines)
+    copied = [receipt.copied for receipt in compiled.receipts]
     exposed, bound = sum(timeline.exposed for timeline in timelines), sum(timeline.bound for timeline in timelines)
     return [
         mode,
         counts(compiled.receipts),
         *(f"{1e3 * seconds:.2f}" for seconds in (communication, compute, exposed, bound)),
         f"{exposed / bound:.2f}" if bound else "-",
+        "-" if None in copied else f"{sum(copied) / 2**30:.2f}",
         f"{max(timeline.peak_bytes for timeline in timelines) / 2**30:.2f}",
         f"{passes(compiled.receipts):.2f}",
         f"{compiled.seconds:.1f}",
@@ -200,7 +209,7 @@ def measure(arguments: argparse.Namespace) -> None:
     variants: dict[str, Variant] = {"fsdp2-compiled": (fsdp2, dict(backend="inductor"))}
     for backend in arguments.backends:
         for mode in arguments.modes:
-            settings = dict(backend=backend, reshard=True, bucketing=mode, machine=machine)
+            settings = dict(backend=backend, reshard=True, machine=machine, **keys_of(mode))
             variants[f"{mode}, {backend}"] = simple_fsdp, settings
     for name in arguments.models:
         config, batch_size = MODELS[name]

@@ -40,7 +40,7 @@ from torch.utils import _triton
 from wrapper_code import Replay, triton_kernels
 
 from titan_lite.compiler import stage as compiler_stage
-from titan_lite.compiler.collectives import aten, collectives
+from titan_lite.compiler.collectives import aten, collectives, start_of
 from titan_lite.compiler.hardware import load_machine
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import FUSED_PRODUCTS
@@ -161,7 +161,7 @@ def events(graph: Graph) -> list[tuple[str, str]]:
         if _is_collective(node):
             found.append(("start", node.name))
         elif node.target is collectives.wait_tensor.default:
-            found.append(("wait", node.args[0].name))
+            found.append(("wait", start_of(node).name))
         elif _is_product(node):
             found.append(("product", node.name))
         elif _is_attention(node):

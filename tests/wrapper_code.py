@@ -14,7 +14,7 @@ nor its output read, written or freed. A statement that is not understood is an 
 import ast
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -74,8 +74,10 @@ class Replay:
                         self._make(ast.unparse(name))
                 case ast.Assign(targets=[ast.Name(id=name)], value=ast.Name(id=same)):
                     self.storages[name] = self.storages[same]
-                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Subscript()):
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Subscript() as part):
                     self._make(name)  # one of several results of an operator
+                    if flight := self.flights.get(ast.unparse(part)):
+                        self.flights[ast.unparse(part)] = replace(flight, outputs=frozenset({self.storages[name]}))
                 case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call):
                     self._call(call, name)
                 case ast.Expr(value=ast.Call() as call):
@@ -127,6 +129,10 @@ class Replay:
         self._launch("start", name, call, reads, self._read(*out))
         if not out:
             self._make(result)
+        if operator.endswith("_coalesced"):  # several flights, whose outputs are taken out of the result
+            for number, each in enumerate(call.args[0].elts):  # type: ignore[attr-defined]
+                self.flights[f"{result}[{number}]"] = Flight(name, self._read(each), frozenset())
+            return
         self.flights[name] = Flight(name, reads, self._read(*out) if out else frozenset({self.storages[result]}))
 
     def _launch(

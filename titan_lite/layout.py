@@ -171,7 +171,8 @@ def make_layout(config: Config, world_size: int, model: ModelConfig | None = Non
         gathers_once=microbatches > 1 and parallelism.fsdp_communication == "step",
     )
     if microbatches > 1 and parallelism.fsdp_communication == "auto":
-        buckets = config.compile.compiles("model") and config.compile.bucketing not in ("none", "block")
+        stage = config.compile
+        buckets = stage.compiles("model") and (stage.bucketing not in ("none", "block") or stage.bucket_mode != "copy")
         fits = memory == math.inf or layout.steady_bytes(training) + layout.step_bytes(training) <= FILLED * memory
         once = fits and not buckets and parallelism.fsdp_reshard_after_forward != "always"
         layout = dataclasses.replace(layout, gathers_once=once)
@@ -237,6 +238,11 @@ def _check_schedule(config: Config, layout: Layout) -> None:
         raise ConfigError(
             f'compile.bucketing = "{stage.bucketing}" has nothing to bucket: parallelism.fsdp_communication = "step" gathers '
             f'once for {layout.microbatches} microbatches; fsdp_communication = "microbatch" or bucketing = "block" would work'
+        )
+    if stage.bucket_mode != "copy" and layout.gathers_once:
+        raise ConfigError(
+            f'compile.bucket_mode = "{stage.bucket_mode}" has nothing to bucket: parallelism.fsdp_communication = "step" gathers '
+            f'once for {layout.microbatches} microbatches; fsdp_communication = "microbatch" or bucket_mode = "copy" would work'
         )
     if stage.bucketing == "measured":
         from titan_lite.compiler.autotune import check_steps

@@ -50,6 +50,7 @@ def build(
     compiled=None,
     checkpointing="none",
     bucketing="none",
+    bucket_mode="copy",
     machine=None,
     receipts=None,
 ):
@@ -70,7 +71,7 @@ def build(
     )
     if compiled:
         torch._dynamo.reset()
-        stage = Compile(enable=True, backend=compiled, bucketing=bucketing)
+        stage = Compile(enable=True, backend=compiled, bucketing=bucketing, bucket_mode=bucket_mode)
         schedule = Schedule(stage, machine, fused=compiled == "inductor", exchange=stage_exchange(mesh))
         schedule.receipts = [] if receipts is None else receipts
         rest = dict(compile=stage, parallelism=parallelism, activation_checkpoint=checkpoint)

@@ -14,11 +14,12 @@ from titan_lite.compiler.hardware import load_machine
 CONFIG = replace(HEADS, n_layers=3)
 LAYOUTS = {"FSDP-2": (1, 2, 1), "FSDP-4": (1, 4, 1), "HSDP-2x2": (2, 2, 1), "DDP-2": (2, 1, 1), "dp2tp2": (1, 2, 2)}
 PARAMETERS, BUCKETS = 30, 5  # nine a layer and three; a bucket a layer, one for embedding and output each
-MODES = ("none", "block", "greedy", "auto")
+COALESCED = ("block coalesced", "greedy coalesced")
+MODES = ("none", "block", "greedy", "auto", *COALESCED)
 
 
 def train(mesh, **options):
-    """(losses of ten steps, this rank's parameters, collectives of the last step)"""
+    """(losses of ten steps, this rank's parameters and last gradients, collectives of the last step)"""
     tokens, labels = batch()
     mine = my_microbatches(mesh, tokens, labels)
     model = build(CONFIG, mesh, **options)
@@ -32,20 +33,25 @@ def train(mesh, **options):
             with counted() as counts:
                 step(model, mesh, mine, (labels != -100).sum(), gradient=False)
         optimizer.step()
-    return losses, [parameter.detach().to_local().clone() for parameter in model.parameters()], counts
+    parameters = list(model.parameters())
+    return losses, [each.detach().to_local().clone() for each in (*parameters, *(each.grad for each in parameters))], counts
 
 
 def compare(layout, backend, modes, checkpointing, reshard, param):
-    """What `train` found in eager mode and in each other one, and of these [(graph, collectives before, after, moved)]."""
+    """What `train` found in eager mode and in each other one, and of these [(graph, before, after, moved, copied)]."""
     mesh = make_mesh(*LAYOUTS[layout])
     options = dict(reshard=reshard, param=param, checkpointing=checkpointing)
     found, receipts = {"eager": train(mesh, **options)}, {}
     for mode in modes:
         receipts[mode] = []
-        compiled = dict(compiled=backend, bucketing=mode, machine=load_machine("H100"), receipts=receipts[mode])
+        bucketing, _, bucket_mode = mode.partition(" ")
+        compiled = dict(compiled=backend, bucketing=bucketing, machine=load_machine("H100"), receipts=receipts[mode])
+        compiled["bucket_mode"] = bucket_mode or "copy"
         found[mode] = train(mesh, **options, **compiled)
     as_read = {
-        mode: [(receipt.graph, sum(receipt.before.values()), len(receipt.after), receipt.moved) for receipt in each]
+        mode: [
+            (receipt.graph, sum(receipt.before.values()), len(receipt.after), receipt.moved, receipt.copied) for receipt in each
+        ]
         for mode, each in receipts.items()
     }
     return found, as_read
@@ -69,7 +75,7 @@ CASES = [
             ("dp2tp2", "selective", True, torch.float32, MODES),
             ("dp2tp2", "full", True, torch.float32, MODES),
             # here Inductor's scheduler would merge nothing in backward, which is an error
-            ("dp2tp2", "none", False, torch.bfloat16, ("none", "block", "greedy")),
+            ("dp2tp2", "none", False, torch.bfloat16, ("none", "block", "greedy", *COALESCED)),
         ]
     ),
 ]
@@ -98,7 +104,14 @@ def test_buckets_change_no_number(layout, checkpointing, reshard, param, modes):
             assert sum(found[mode][2].values()) < sum(found["none"][2].values()), mode
         for mode in modes:
             assert [graph for graph, *_ in receipts[mode]] == ["forward", "backward"]
-            assert all(moved > 0 for _, before, _, moved in receipts[mode] if before), mode
+            assert all(moved > 0 for _, before, _, moved, _ in receipts[mode] if before), mode
+        assert all(not copied for *_, copied in receipts["none"])
+        if "block coalesced" in modes:
+            block, coalesced = (receipts[mode] for mode in ("block", "block coalesced"))
+            assert [after for _, _, after, *_ in coalesced] == [after for _, _, after, *_ in block]
+            assert all(copied for _, before, *_, copied in block if before)
+            if replicate == 1 and tp == 1:
+                assert all(copied == 0 for mode in COALESCED for *_, copied in receipts[mode])
 
 
 @pytest.mark.slow
@@ -117,10 +130,11 @@ def test_inductor_runs_the_same_buckets(layout, checkpointing, modes):
         for mode in modes:
             assert found[mode][0] == pytest.approx(found["eager"][0], rel=1e-5), mode
             # Adam divides by a gradient's size, however small: a thousandth of what ten steps move at most
-            for one, other in zip(found[mode][1], found["eager"][1], strict=True):
+            parameters = len(found["eager"][1]) // 2
+            for one, other in zip(found[mode][1][:parameters], found["eager"][1][:parameters], strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-3 * 10 * 1e-2)
-            left = sum(after for _, _, after, _ in receipts[mode])
-            if layout != "dp2tp2":  # which has more collectives than those of parameters
+            left = sum(after for _, _, after, *_ in receipts[mode])
+            if layout != "dp2tp2" and mode not in COALESCED:  # more collectives than those of parameters; one for each tensor
                 assert sum(found[mode][2].values()) == left, mode
         if layout == "FSDP-2":
             assert found["none"][2] == {"all_gather": 2 * PARAMETERS - 1, "reduce_scatter": PARAMETERS}

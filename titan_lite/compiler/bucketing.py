@@ -5,11 +5,15 @@
     before   w1 = wait(all_gather(s1)); y = x @ w1; w2 = wait(all_gather(s2)); z = y @ w2
     after    b = wait(all_gather(cat(s1, s2))); w1 = b[:, :n1]; w2 = b[:, n1:]; y = x @ w1; z = y @ w2
 
+    coalesced  c = all_gather_coalesced([s1, s2]); w1 = wait(c[0]); w2 = wait(c[1]); y = x @ w1; z = y @ w2
+
 A collective costs a latency however small it is, and a block of Llama has nine parameters (SimpleFSDP, arXiv 2411.00284, section
-4.1). The numbers stay what they are: an all-gather moves them, and a reduction adds up the same ones for each element.
+4.1). A coalesced one is one launch, too, and copies nothing: each weight is gathered where it is read. The numbers stay what they
+are: an all-gather moves them, and a reduction adds up the same ones for each element.
 """
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -20,6 +24,7 @@ from torch._dynamo.utils import detect_fake_mode
 from torch.fx import Graph, Node
 
 from titan_lite.compiler.collectives import (
+    COALESCED,
     aten,
     collectives,
     descendants,
@@ -33,10 +38,11 @@ from titan_lite.compiler.collectives import (
 )
 
 
-def merge(graph: Graph, plan: Mapping[Node, Hashable]) -> int:
+def merge(graph: Graph, plan: Mapping[Node, Hashable], coalesce: bool = False) -> int:
     """Merge the collectives that `plan` gives one bucket, where they are of one kind, group, dtype and reduction; in place.
 
-    Returns how many there are less.
+    coalesce: as one coalesced collective, but for all-reduces, which need a copy of what they overwrite anyway. Returns how many
+    there are less.
     """
     members: dict[tuple, list[Node]] = defaultdict(list)
     for node, bucket in plan.items():
@@ -45,7 +51,8 @@ def merge(graph: Graph, plan: Mapping[Node, Hashable]) -> int:
     for nodes in members.values():
         if len(nodes) > 1:
             # sorted here, since merging others may have moved these
-            (_merge_all_gathers if is_all_gather(nodes[0]) else _merge_reductions)(graph, sorted(nodes))
+            copying = _merge_all_gathers if is_all_gather(nodes[0]) else _merge_reductions
+            (_coalesce if coalesce and nodes[0].target in COALESCED else copying)(graph, sorted(nodes))
             for node in nodes:
                 graph.erase_node(node)
     graph.eliminate_dead_code()
@@ -61,6 +68,7 @@ def _merge_all_gathers(graph: Graph, nodes: list[Node]) -> None:
     move_before(first, {leading for node in nodes for leading in preparation(node) or ()})
     with graph.inserting_before(first):
         flat = _call(graph, aten.cat.default, [_flat(graph, shard) for shard in shards])
+        flat.meta["copies"] = True
         gathered = _call(graph, first.target, flat, *first.args[1:], bucket=nodes)
         rows = _call(graph, aten.view.default, _call(graph, collectives.wait_tensor.default, gathered), [ranks, -1])
         start = 0
@@ -68,6 +76,7 @@ def _merge_all_gathers(graph: Graph, nodes: list[Node]) -> None:
             numbers = shard.meta["val"].numel()
             columns = _call(graph, aten.slice.Tensor, rows, 1, start, start + numbers)
             whole = _call(graph, aten.clone.default, columns, memory_format=torch.contiguous_format)
+            whole.meta["copies"] = True
             _take_the_place_of(node, _call(graph, aten.view.default, whole, list(node.meta["val"].shape)))
             start += numbers
 
@@ -81,6 +90,7 @@ def _merge_reductions(graph: Graph, nodes: list[Node]) -> None:
         else:  # a row a rank
             rows = [_call(graph, aten.reshape.default, gradient, [group_size(last), -1]) for gradient in gradients]
             bucket = _call(graph, aten.cat.default, rows, 1)
+        bucket.meta["copies"] = True
         reduced = _call(graph, last.target, bucket, *last.args[1:], bucket=nodes)
         flat, start = _flat(graph, _call(graph, collectives.wait_tensor.default, reduced)), 0
         for node in nodes:
@@ -88,6 +98,21 @@ def _merge_reductions(graph: Graph, nodes: list[Node]) -> None:
             part = _call(graph, aten.slice.Tensor, flat, 0, start, start + numbers)
             _take_the_place_of(node, _call(graph, aten.view.default, part, list(node.meta["val"].shape)), after=last)
             start += numbers
+
+
+def _coalesce(graph: Graph, nodes: list[Node]) -> None:
+    """Where copying ones stand. Tensors are flat, which leaves a compiler no strides to choose, and rows are in order anyway."""
+    gathers, place = is_all_gather(nodes[0]), nodes[0] if is_all_gather(nodes[0]) else nodes[-1]
+    if gathers:
+        move_before(place, {leading for node in nodes for leading in preparation(node) or ()})
+    with graph.inserting_before(place):
+        inputs = [_flat(graph, node.all_input_nodes[0]) for node in nodes]
+        started = _call(graph, COALESCED[place.target], inputs, *place.args[1:], bucket=nodes)  # type: ignore[index]
+        results = [_call(graph, operator.getitem, started, number) for number in range(len(nodes))]
+        waits = [_call(graph, collectives.wait_tensor.default, result) for result in results]
+        for node, wait in zip(nodes, waits, strict=True):
+            part = _call(graph, aten.view.default, wait, list(node.meta["val"].shape))
+            _take_the_place_of(node, part, after=None if gathers else place)
 
 
 def _take_the_place_of(node: Node, part: Node, after: Node | None = None) -> None:

@@ -1,5 +1,6 @@
 """Questions about an FX graph's collectives."""
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -26,7 +27,14 @@ PREPARATION = frozenset(
         aten.detach.default,
     }
 )
+# Of several tensors in one launch; each result is waited for by itself, and the first wait is the one that holds computation up.
+COALESCED = {
+    collectives.all_gather_into_tensor.default: collectives.all_gather_into_tensor_coalesced.default,
+    collectives.reduce_scatter_tensor.default: collectives.reduce_scatter_tensor_coalesced.default,
+}
 KINDS = {
+    collectives.all_gather_into_tensor_coalesced.default: "all_gather",
+    collectives.reduce_scatter_tensor_coalesced.default: "reduce_scatter",
     collectives.all_gather_into_tensor.default: "all_gather",
     collectives.all_gather_into_tensor_out.default: "all_gather",
     collectives.reduce_scatter_tensor.default: "reduce_scatter",
@@ -61,7 +69,12 @@ def parameter_collectives(graph: Graph) -> list[Node]:
 
 def collective_bytes(node: Node) -> int:
     """The size of the whole that one of KINDS gathers or reduces."""
-    return nbytes_of(node if is_all_gather(node) else node.all_input_nodes[0])
+    return nbytes_of(node) if is_all_gather(node) else sum(map(nbytes_of, node.all_input_nodes))
+
+
+def tensors_of(node: Node) -> int:
+    """How many tensors one of KINDS gathers or reduces."""
+    return len(node.args[0]) if isinstance(node.args[0], list | tuple) else 1
 
 
 def group_of(node: Node) -> str:
@@ -74,10 +87,26 @@ def ranks_of(node: Node) -> Sequence[int]:
     return dist.get_process_group_ranks(_resolve_process_group(group_of(node)))  # type: ignore[arg-type]
 
 
+def results_of(node: Node) -> list[Node]:
+    """The results of a coalesced collective, in its inputs' order; none for others, which are their own result."""
+    return [user for user in node.users if user.target is operator.getitem]
+
+
+def waits_of(node: Node) -> list[Node]:
+    """The waits for one of KINDS, in the graph's order."""
+    results = results_of(node) or [node]
+    return sorted(user for each in results for user in each.users if user.target is collectives.wait_tensor.default)
+
+
 def wait_of(node: Node) -> Node:
-    """The wait for one of KINDS."""
-    (wait,) = (user for user in node.users if user.target is collectives.wait_tensor.default)
-    return wait
+    """The wait for one of KINDS, the first of several."""
+    return waits_of(node)[0]
+
+
+def start_of(wait: Node) -> Node:
+    """What a wait waits for."""
+    (started,) = wait.all_input_nodes
+    return started.all_input_nodes[0] if started.target is operator.getitem else started
 
 
 def nbytes_of(node: Node) -> int:

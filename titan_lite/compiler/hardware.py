@@ -23,7 +23,16 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
-from titan_lite.compiler.collectives import KINDS, aten, collective_bytes, collectives, kind_of, nbytes_of, ranks_of
+from titan_lite.compiler.collectives import (
+    KINDS,
+    aten,
+    collective_bytes,
+    collectives,
+    kind_of,
+    nbytes_of,
+    ranks_of,
+    tensors_of,
+)
 from titan_lite.config import ConfigError
 from titan_lite.config.row import one_line
 from titan_lite.config.toml import read_toml, shown
@@ -52,6 +61,7 @@ class Machine:
     ranks_per_node: int = 8
     launch: float = 3.0  # microseconds from one kernel to the next
     collective_launch: float = 14.0  # microseconds that any collective takes
+    coalesced_latency: float = 0.05  # share of a collective's latency that each further tensor of a coalesced one takes; a guess
     matmul_efficiency: float = 0.7  # shares of the peaks that large products, attention, memory traffic and collectives reach
     attention_efficiency: float = 0.4
     memory_efficiency: float = 0.85
@@ -64,8 +74,9 @@ class Machine:
         name = "bfloat16" if name == "float16" else name
         return self.tflops.get(name, self.tflops["float32"]) * 1e12
 
-    def collective(self, kind: str, nbytes: float, ranks: Sequence[int]) -> float:
-        """Seconds of one of KINDS. nbytes: of the whole, gathered or still to be reduced; ranks: numbered node by node."""
+    def collective(self, kind: str, nbytes: float, ranks: Sequence[int], tensors: int = 1) -> float:
+        """Seconds of one of KINDS, of so many tensors. nbytes: of the whole, gathered or still to be reduced; ranks: numbered
+        node by node."""
         if len(ranks) < 2:
             return 0.0
         nodes = len({rank // self.ranks_per_node for rank in ranks})
@@ -75,6 +86,7 @@ class Machine:
             bandwidth = min(bandwidth, self.inter_node.bandwidth * len(ranks) / nodes)
         rounds = 2 if kind == "all_reduce" else 1  # a reduce-scatter and an all-gather
         latency = self.collective_launch + rounds * ((hops - across) * self.intra_node.latency + across * self.inter_node.latency)
+        latency *= 1 + (tensors - 1) * self.coalesced_latency
         gather = latency * 1e-6 + rounds * nbytes * hops / len(ranks) / (bandwidth * self.link_efficiency * GB)
         return gather * {"all_gather": 1.0, "reduce_scatter": self.reduction}.get(kind, (1.0 + self.reduction) / 2)
 
@@ -92,7 +104,7 @@ class Machine:
         if node.op != "call_function" or is_free(node):
             return 0.0
         if node.target in KINDS:
-            return self.collective(kind_of(node), collective_bytes(node), ranks_of(node))
+            return self.collective(kind_of(node), collective_bytes(node), ranks_of(node), tensors_of(node))
         seconds = self.memory_traffic(_bytes_moved(node, fused))
         matmul, attention = flops_of(node)
         if matmul or attention:
@@ -182,6 +194,13 @@ def _bytes_moved(node: Node, fused: bool) -> int:
     joins = fused and _joins(node)
     read = (source for source in node.all_input_nodes if not (joins and _is_pointwise(_behind_views(source))))
     return sum(map(nbytes_of, read)) + written
+
+
+def bytes_copied(node: Node, fused: bool) -> int:
+    """Bytes that aten.cat or aten.clone writes of what is there already, and not of what a kernel computes into it."""
+    if node.target is aten.cat.default:
+        return sum(nbytes_of(each) for each in node.all_input_nodes if not (fused and _is_pointwise(_behind_views(each))))
+    return 0 if fused and is_fused_away(node) else nbytes_of(node)
 
 
 def flops_of(node: Node) -> tuple[float, float]:

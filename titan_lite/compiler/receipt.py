@@ -14,6 +14,7 @@ from pathlib import Path
 from torch.fx import Graph
 
 from titan_lite.compiler.collectives import collective_bytes, kind_of, parameter_collectives, parameters_of, ranks_of
+from titan_lite.compiler.hardware import bytes_copied
 from titan_lite.compiler.timeline import Timeline
 
 
@@ -37,7 +38,8 @@ class Receipt:
     """One graph's: "forward", "backward", or "inference" without gradients.
 
     before: how many collectives of parameters of each kind there were; after: those that are left, in order; moved: how many
-    stand elsewhere than they did; schedule: a hash of all collectives in their order. timeline: the estimate, None for a machine
+    stand elsewhere than they did; copied: bytes written to put shards and gradients into buckets and to take weights out, None
+    for Inductor's own buckets; schedule: a hash of all collectives in their order. timeline: the estimate, None for a machine
     that is not known. compile_seconds: for this graph; pass_seconds: of these, for our passes; cache: "hit" or "miss" of
     Inductor's, "" without. pp_rank: of the ranks that run it, in a pipeline.
     """
@@ -50,6 +52,7 @@ class Receipt:
     timeline: Timeline | None = None
     pass_seconds: float = 0.0
     compile_seconds: float = 0.0
+    copied: int | None = None
     cache: str = ""
     pp_rank: int | None = None
 
@@ -68,6 +71,10 @@ def list_collectives(graph: Graph, timeline: Timeline | None) -> tuple[Collectiv
     )
 
 
+def copied_by_buckets(graph: Graph, fused: bool) -> int:
+    return sum(bytes_copied(node, fused) for node in graph.nodes if "copies" in node.meta)
+
+
 def describe(receipts: Sequence[Receipt]) -> list[str]:
     """A line a graph."""
     lines = []
@@ -75,7 +82,10 @@ def describe(receipts: Sequence[Receipt]) -> list[str]:
         left = Counter(collective.kind for collective in receipt.after)
         counts = [f"{count} {kind} -> {left[kind]}" for kind, count in receipt.before.items()]
         gib = sum(collective.nbytes for collective in receipt.after) / 2**30
-        words = [f"{', '.join(counts)} ({gib:.3f} GiB)", f"{receipt.moved} moved to overlap"]
+        words = [f"{', '.join(counts)} ({gib:.3f} GiB)"]
+        if receipt.copied is not None:
+            words.append(f"{receipt.copied / 2**30:.3f} GiB copied into and out of buckets")
+        words.append(f"{receipt.moved} moved to overlap")
         if (times := receipt.timeline) is not None:
             words.append(
                 f"estimated {milliseconds(times.communication)} communication beside {milliseconds(times.compute)} computation, "

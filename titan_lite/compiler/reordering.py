@@ -22,12 +22,16 @@ from titan_lite.compiler.collectives import (
     collectives,
     descendants,
     is_all_gather,
+    kind_of,
     move_before,
     parameter_all_gathers,
     parameter_collectives,
     parameters_of,
     preparation,
+    results_of,
+    start_of,
     wait_of,
+    waits_of,
 )
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.timeline import computed_before, peak_bytes, shards_of
@@ -56,7 +60,7 @@ def start_gathers_early(graph: Graph, machine: Machine | None = None, *, fused: 
             place = last.next
         if move_gather_before(gather, place, lambda: peak_bytes(graph, without) <= most):
             moved.add(gather)
-        last = gather
+        last = max(gather, *results_of(gather)) if results_of(gather) else gather
     if machine is not None and gathers:
         _prepare_meanwhile(gathers, machine, fused)
     return len(moved)
@@ -78,11 +82,11 @@ def _prepare_meanwhile(gathers: Sequence[Node], machine: Machine, fused: bool) -
 
 
 def move_gather_before(gather: Node, place: Node, keep: Callable[[], bool] = lambda: True) -> bool:
-    """With what leads to it; whether it stood behind that place and, there, `keep` is true."""
+    """With what leads to it, and its results; whether it stood behind that place and, there, `keep` is true."""
     leading = preparation(gather) or []
     while place in leading:
         place = place.next
-    return gather > place and move_before(place, (*leading, gather), keep)
+    return gather > place and move_before(place, (*leading, gather, *results_of(gather)), keep)
 
 
 def _places_in_time(graph: Graph, gathers: Sequence[Node], machine: Machine, fused: bool) -> dict[Node, Node]:
@@ -117,10 +121,10 @@ def wait_for_reductions_late(graph: Graph, machine: Machine | None = None, *, fu
     if any(parameters_of(later) for node in reducing for later in descendants(node) if later is not node):
         machine = None
     moved = 0
-    for target in (collectives.reduce_scatter_tensor.default, collectives.all_reduce.default):
-        reductions = [node for node in graph.nodes if node.target is target and parameters_of(node)]
+    for kind in ("reduce_scatter", "all_reduce"):
+        reductions = [node for node in reducing if kind_of(node) == kind]
         for current, following in _waiting_places(graph, reductions, machine, fused):
-            late = sorted(node for node in descendants(wait_of(current)) if node < following)
+            late = sorted(node for node in descendants(*waits_of(current)) if node < following)
             if late and following not in descendants(current):
                 for node in late:
                     following.prepend(node)
@@ -152,7 +156,7 @@ def _waiting_places(
             travelling.append(node)
         if parameters_of(node):
             lane = arrival[node] = max(now, lane) + machine.cost(node)
-        elif node.target is collectives.wait_tensor.default and node.args[0] in arrival and node.args[0] not in mine:
-            stalled += max(0.0, arrival[node.args[0]] - now)
+        elif node.target is collectives.wait_tensor.default and start_of(node) in arrival and start_of(node) not in mine:
+            stalled += max(0.0, arrival[start_of(node)] - now)
     for reduction in travelling:
         yield reduction, output

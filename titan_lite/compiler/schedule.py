@@ -34,7 +34,7 @@ from titan_lite.compiler.collectives import (
     wait_of,
 )
 from titan_lite.compiler.hardware import Machine
-from titan_lite.compiler.receipt import Receipt, count_collectives, list_collectives
+from titan_lite.compiler.receipt import Receipt, copied_by_buckets, count_collectives, list_collectives
 from titan_lite.compiler.timeline import lower_bound, simulate
 from titan_lite.config import Compile, ConfigError
 
@@ -96,6 +96,7 @@ class Schedule:
                 self.agreed(schedules(graph), name),
                 timeline,
                 pass_seconds=time.perf_counter() - started,
+                copied=None if self.config.bucketing == "auto" else copied_by_buckets(graph, self.fused),
             )
         )
         if self.fits is not None and not all(map(bool, self.show("fits" * self.fits(self.receipts[-1])).values())):
@@ -103,15 +104,17 @@ class Schedule:
 
     def bucket(self, module: GraphModule, name: str) -> None:
         config, graph, merged = self.config, module.graph, 0
+        coalesce = config.bucket_mode == "coalesced"
         mergeable = Counter((node.target, group_of(node), node.meta["val"].dtype) for node in parameter_collectives(graph))
         if config.bucketing == "none" or not mergeable:
             return
         if config.bucketing == "block":
-            merged = bucketing.merge(graph, wrapping.by_block(graph))
+            merged = bucketing.merge(graph, wrapping.by_block(graph), coalesce)
         elif config.bucketing == "plan":
-            merged = bucketing.merge(graph, wrapping.by_names(graph, config.buckets))
+            merged = bucketing.merge(graph, wrapping.by_names(graph, config.buckets), coalesce)
         elif config.bucketing == "greedy":
-            merged = bucketing.merge(graph, self.of_first_rank(wrapping.greedy(graph, self.priced(), fused=self.fused)))
+            plan = wrapping.greedy(graph, self.priced(), fused=self.fused, coalesce=coalesce)
+            merged = bucketing.merge(graph, self.of_first_rank(plan), coalesce)
         elif config.bucketing == "auto":
             schedule_by_inductor(module, self.priced(), fused=self.fused)
             merged = sum(mergeable.values()) - len(parameter_collectives(graph))

@@ -27,6 +27,7 @@ from titan_lite.compiler.collectives import (
     parameter_collectives,
     parameters_of,
     preparation,
+    start_of,
 )
 from titan_lite.compiler.hardware import Machine, is_free, is_fused_away
 
@@ -86,8 +87,8 @@ def simulate(graph: Graph, machine: Machine, *, name: str = "", fused: bool = Tr
             lanes[group] = start + seconds
             started[node] = (len(spans), compute)
             spans.append(Span("communication", label(node), start, seconds, group=group))
-        elif node.target is collectives.wait_tensor.default and node.args[0] in started:
-            number, before = started[node.args[0]]
+        elif node.target is collectives.wait_tensor.default and start_of(node) in started:
+            number, before = started.pop(start_of(node))
             span = spans[number]
             held_up = max(0.0, span.start + span.seconds - now)
             spans[number] = dataclasses.replace(span, exposed=held_up, under=compute - before)

@@ -7,6 +7,7 @@
 SimpleFSDP calls the first two manual wrapping and the last automatic wrapping (arXiv 2411.00284, section 4.1 and algorithm 1).
 """
 
+import dataclasses
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -66,15 +67,17 @@ class _Item:
     busy: float = 0.0
 
 
-def greedy(graph: Graph, machine: Machine, *, fused: bool = True) -> Buckets:
+def greedy(graph: Graph, machine: Machine, *, fused: bool = True, coalesce: bool = False) -> Buckets:
     """Buckets grow in the order in which weights are read, while they hide under the computation of the bucket before.
 
     The rule: the next parameter joins while gathering the bucket takes no longer than what the previous bucket computes, less
     what is reduced meanwhile, and both together have no more bytes than buckets by block ever have. Gradients are grouped by the
     same rule, from the last one backwards: a bucket is reduced under the computation of the one after it. Beyond the paper: a
     parameter also joins where the latency that this saves is more than could hide alone, and one larger than the rest of its
-    bucket leaves it again where copying it takes longer than that latency.
+    bucket leaves it again where copying it takes longer than that latency. coalesce: as `bucketing.merge` will do, and nothing is
+    copied.
     """
+    machine = machine if coalesce else dataclasses.replace(machine, coalesced_latency=0.0)
     nodes = parameter_collectives(graph)
     gathers = [node for node in nodes if is_all_gather(node)]
     chains: list[list[Node]] = []  # a reduction, and those that its result goes through
@@ -101,7 +104,9 @@ def greedy(graph: Graph, machine: Machine, *, fused: bool = True) -> Buckets:
     ]
     plan: Buckets = {}
     for name, items in (("gather", gather_items), ("reduce", reduce_items[::-1])):
-        grown = (part for bucket in _grow(items, machine) for part in _apart(bucket, machine))
+        grown = _grow(items, machine)
+        if not coalesce:
+            grown = [part for bucket in grown for part in _apart(bucket, machine)]
         for number, bucket in enumerate(grown):
             plan |= {node: (name, number) for item in bucket for node in item.nodes}
     return plan
@@ -148,10 +153,10 @@ def _apart(bucket: list[_Item], machine: Machine) -> list[list[_Item]]:
 
 def _price(machine: Machine, bucket: Sequence[_Item]) -> float:
     """Seconds of a bucket's collectives: one of each kind and group."""
-    sizes: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    sizes: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
     for node in (node for item in bucket for node in item.nodes):
-        sizes[kind_of(node), tuple(ranks_of(node))] += collective_bytes(node)
-    return sum(machine.collective(kind, size, ranks) for (kind, ranks), size in sizes.items())
+        sizes[kind_of(node), tuple(ranks_of(node))].append(collective_bytes(node))
+    return sum(machine.collective(kind, sum(each), ranks, len(each)) for (kind, ranks), each in sizes.items())
 
 
 def _moving(machine: Machine, nodes: Sequence[Node]) -> float:

@@ -94,7 +94,8 @@ class Parallelism:
         "with several microbatches (gradient accumulation, pipeline): step gathers all weights and reduces all gradients once an "
         "optimizer step (memory: the rank's whole stages in mixed_precision_param plus their gradients in "
         "mixed_precision_reduce); microbatch does both for every microbatch (traffic times the number of microbatches); auto is "
-        "step where that leaves 40% of a GPU for activations and compile.bucketing is none or block, else microbatch",
+        "step where that leaves 40% of a GPU for activations and compile.bucketing is none or block, bucket_mode copy, else "
+        "microbatch",
         choices=("auto", "step", "microbatch"),
     )
 
@@ -156,6 +157,17 @@ class Compile:
         '["tok_embeddings", "layers.0 layers.1", "norm output"]; what is not named stays alone',
         "FQNs",
         needs=(*COMPILES_MODEL, Need("compile.bucketing", lambda way: way == "plan")),
+    )
+    bucket_mode: str = setting(
+        "copy",
+        "how a bucket travels. copy: as one tensor, into which shards and gradients are copied, and weights out of it; "
+        "coalesced: each tensor by itself, all in one launch, and nothing copied but what is all-reduced",
+        choices=("copy", "coalesced"),
+        needs=(
+            *COMPILES_MODEL,
+            Need("compile.bucketing", lambda way: way in ("block", "plan", "greedy", "measured"), 'bucketing = "block"'),
+        ),
+        refused=True,
     )
     machine: str = setting(
         "",

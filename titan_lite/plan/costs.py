@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch.fx import Graph
 
-from titan_lite.compiler.collectives import KINDS, collective_bytes, kind_of, parameter_collectives, ranks_of
+from titan_lite.compiler.collectives import KINDS, collective_bytes, kind_of, parameter_collectives, ranks_of, tensors_of
 from titan_lite.compiler.hardware import Machine, flops_of
 from titan_lite.compiler.timeline import alive_bytes, saved_bytes, simulate
 from titan_lite.distributed.accumulation import Plans, gather_buckets, reduce_buckets
@@ -38,7 +38,7 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figur
         elif len(ranks := tuple(ranks_of(node))) > 1:
             held_up = exposed[node].exposed if node in exposed else None
             axis = axis_along(ranks, axes, node in exposed)
-            _add_collective(result, axis, kind_of(node), collective_bytes(node), ranks, machine, held_up)
+            _add_collective(result, axis, kind_of(node), collective_bytes(node), ranks, machine, held_up, tensors_of(node))
     return dict(result)
 
 
@@ -64,10 +64,17 @@ def bytes_of(graph: Graph, fused: bool, blocks: int, keeps_inputs: bool = False)
 
 
 def _add_collective(
-    result: Figures, axis: str, kind: str, nbytes: float, ranks: Sequence[int], machine: Machine, exposed: float | None = None
+    result: Figures,
+    axis: str,
+    kind: str,
+    nbytes: float,
+    ranks: Sequence[int],
+    machine: Machine,
+    exposed: float | None = None,
+    tensors: int = 1,
 ) -> None:
     """exposed: seconds; None for a collective that is waited for at once."""
-    seconds = machine.collective(kind, nbytes, ranks)
+    seconds = machine.collective(kind, nbytes, ranks, tensors)
     nodes = len({rank // machine.ranks_per_node for rank in ranks})
     sent = (2 if kind == "all_reduce" else 1) * nbytes * (len(ranks) - 1) / len(ranks)
     result[f"communication.{axis}"] += seconds

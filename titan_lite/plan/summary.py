@@ -133,6 +133,7 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
     config, (stated, slow, fast) = layout.config, plan.steps
     axes = " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items() if degree > 1) or "one rank"
     compiled = f"{config.compile.backend}, {config.compile.bucketing} buckets" if config.compile.compiles("model") else "eager"
+    compiled += ", coalesced" if config.compile.bucket_mode == "coalesced" else ""
 
     def slow_to_fast(figure: Callable[[StepTimes], float], scale: float = 1.0) -> str:
         return f"{scale * figure(slow):,.0f} to {scale * figure(fast):,.0f}"

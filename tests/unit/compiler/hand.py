@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from titan_lite.compiler import hardware, receipt, schedule, wrapping
-from titan_lite.compiler.collectives import collective_bytes, kind_of, parameter_collectives, parameters_of
+from titan_lite.compiler.collectives import collective_bytes, kind_of, parameter_collectives, parameters_of, start_of
 from titan_lite.compiler.hardware import Link, Machine
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
@@ -74,6 +74,9 @@ def run_one(target, args, kwargs):
         return torch.cat([args[0] + rank for rank in range(args[1])])
     if target is collectives.reduce_scatter_tensor.default:
         return args[0].chunk(args[2])[0] * args[2]
+    if target in (collectives.all_gather_into_tensor_coalesced.default, collectives.reduce_scatter_tensor_coalesced.default):
+        single = GATHER if "gather" in str(target) else REDUCE
+        return [run_one(single, (each, *args[1:]), kwargs) for each in args[0]]
     if target is collectives.all_reduce.default:
         return args[0] * RANKS
     if target is collectives.wait_tensor.default:
@@ -129,8 +132,8 @@ def places(graph):
         if parameters_of(node):
             names[node] = f"{kind_of(node).replace('all_', '').replace('_scatter', '')} {'+'.join(parameters_of(node))}"
             words.append(names[node])
-        elif node.target is collectives.wait_tensor.default and node.args[0] in names:
-            words.append(f"wait {names[node.args[0]]}")
+        elif node.target is collectives.wait_tensor.default and start_of(node) in names:
+            words.append(f"wait {names[start_of(node)]}")
         elif "seconds" in node.meta:
             words.append(node.meta["called"])
     return words

@@ -18,6 +18,7 @@ def test_a_line_a_graph():
         "computation, 3 ms exposed (at least 2 ms); schedule abc; compiled in 12.3 s, cache miss",
         "backward graph: 1 all_gather -> 1 (1.000 GiB); 0 moved to overlap; schedule def; compiled in 2.0 s",
     ]
+    assert "(1.000 GiB); 0.500 GiB copied into and out of buckets; 1 moved" in describe([replace(FORWARD, copied=2**29)])[0]
     assert describe([replace(BACKWARD, pp_rank=1)])[0].startswith("pipeline rank 1, backward graph: 1 all_gather -> 1")
     assert describe([Receipt("forward", {}, (), 0, "abc")]) == [
         "forward graph: no collectives of parameters; compiled in 0.0 s",
@@ -25,7 +26,7 @@ def test_a_line_a_graph():
 
 
 def test_the_file_has_every_bucket_with_its_parameters_and_times(tmp_path):
-    write_receipts([FORWARD, BACKWARD], tmp_path)
+    write_receipts([replace(FORWARD, copied=2**29), BACKWARD], tmp_path)
     forward, backward = json.loads((tmp_path / "compile.json").read_text())
     assert (forward["graph"], forward["before"], forward["schedule"], forward["cache"]) == (
         "forward",
@@ -33,6 +34,7 @@ def test_the_file_has_every_bucket_with_its_parameters_and_times(tmp_path):
         "abc",
         "miss",
     )
+    assert (forward["copied"], backward["copied"]) == (2**29, None)
     (bucket,) = forward["after"]
     assert bucket["fqns"] == ["layers.0.a.weight", "layers.0.b.weight"]
     assert (bucket["nbytes"], bucket["ranks"], bucket["seconds"], bucket["under"], bucket["exposed"]) == (

@@ -29,19 +29,22 @@ def scheduled(graph_module, machine=None, **options):
     return schedule.receipts[0]
 
 
-KEYS = ("bucketing", "reordering", "buckets")
+KEYS = ("bucketing", "bucket_mode", "reordering", "buckets")
 
 
 @pytest.mark.parametrize(
-    ("options", "after"),
+    ("options", "after", "copied"),  # weights in buckets
     [
-        (dict(bucketing="none"), 4),
-        (dict(bucketing="block"), 2),
-        (dict(bucketing="plan", buckets=("layers.0 layers.1.a",)), 2),
-        (dict(bucketing="greedy"), 1),
+        (dict(bucketing="none"), 4, 0),
+        (dict(bucketing="block"), 2, 4),
+        (dict(bucketing="plan", buckets=("layers.0 layers.1.a",)), 2, 3),
+        (dict(bucketing="greedy"), 1, 4),
+        (dict(bucketing="block", bucket_mode="coalesced"), 2, 0),
+        (dict(bucketing="plan", buckets=("layers.0 layers.1.a",), bucket_mode="coalesced"), 2, 0),
+        (dict(bucketing="greedy", bucket_mode="coalesced"), 1, 0),
     ],
 )
-def test_each_way_to_bucket(options, after):
+def test_each_way_to_bucket(options, after, copied):
     graph_module = layers()
     receipt = scheduled(graph_module, priced(latency=100.0), **options)
     assert receipt.before == {"all_gather": 4}
@@ -50,6 +53,7 @@ def test_each_way_to_bucket(options, after):
         f"layers.{n}.{p}.weight" for n in (0, 1) for p in "ab"
     ]
     assert receipt.moved == after - 1
+    assert receipt.copied == copied * (4 + 8) * 4  # a shard and the whole, in float32
 
 
 def test_without_reordering_everything_stays_where_it_is_needed():

@@ -1,5 +1,7 @@
 """Two lanes by hand: a gather of two floats a rank takes 16 seconds, and so on; what is exposed, and what must be."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hand import GATHER, Hand, aten, collectives, places, priced, two_ranks  # noqa: F401
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from titan_lite.compiler.bucketing import merge
 from titan_lite.compiler.reordering import overlap, wait_for_reductions_late
 from titan_lite.compiler.timeline import lower_bound, peak_bytes, simulate
-from titan_lite.compiler.wrapping import greedy
+from titan_lite.compiler.wrapping import by_block, greedy
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
 
@@ -37,6 +39,20 @@ def test_one_that_is_started_early_travels_under_computation():
     timeline = simulate(graph, priced())
     assert (timeline.exposed, timeline.seconds) == (11.0, 21.0)
     assert [(span.start, span.exposed, span.under) for span in timeline.collectives()] == [(0.0, 8.0, 0.0), (8.0, 3.0, 5.0)]
+
+
+@pytest.mark.parametrize("coalesced", [False, True])
+def test_a_bucket_holds_computation_up_once(coalesced):
+    hand = Hand()
+    a, b = (hand.gather(shard, f"layers.0.{name}") for name, shard in {name: hand.input(1) for name in "ab"}.items())
+    graph = hand.output(hand.compute("f", 5.0, a, b))
+    merge(graph, by_block(graph), coalesced)
+    timeline = simulate(graph, replace(priced(latency=10.0), coalesced_latency=0.1))
+    latency = 10.0 + (1.0 if coalesced else 0.0)  # of the second tensor
+    assert [(span.name, span.seconds, span.exposed) for span in timeline.collectives()] == [
+        ("all_gather layers.0.a and 1 more", latency + 16.0, latency + 16.0)
+    ]
+    assert (timeline.exposed, timeline.seconds) == (latency + 16.0, latency + 16.0 + 5.0)
 
 
 def test_the_bound_is_the_first_gather_and_what_computation_is_too_short_for():

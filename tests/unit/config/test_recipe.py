@@ -222,6 +222,7 @@ TOGETHER = {
     "compile.enable",
     "compile.components",
     "compile.bucketing",
+    "compile.bucket_mode",
     "compile.reordering",
     "activation_checkpoint.selective_ac_option",
 }
@@ -870,6 +871,10 @@ def test_a_machine_is_a_name_or_the_path_of_a_file(tmp_path):
         ('bucketing = "plan"', r'bucketing = "plan" needs compile.buckets, such as'),
         ('bucketing = "auto"\nreordering = false', r'reordering = false: compile.bucketing = "auto" orders what it buckets'),
         ('bucketing = "measured"\nreordering = false', r"reordering = true or bucketing"),
+        (
+            'bucketing = "none"\nbucket_mode = "coalesced"',
+            r'bucket_mode = "coalesced" has no effect: .* bucketing = "block" would work',
+        ),
     ],
 )
 def test_ways_to_bucket_that_cannot_be(keys, message, tmp_path):
