@@ -126,7 +126,7 @@ def speed(recipe: str, folder: Path, device: str, *options: str) -> dict[str, fl
     """Median tokens a second, MFU in percent, peak GiB of a run of 12 steps, without the first four."""
     run(*training(recipe, folder, "--training.steps=12", "--no-checkpoint.enable", *options), device=device)
     late = [values for step, values in metrics(folder).items() if step > 4]
-    names = {"tokens_per_second": "tokens_per_second", "mfu": "mfu", "memory": "memory_gib"}
+    names = {"tokens_per_second": "tps", "mfu": "mfu", "memory": "memory_gib"}
     return {name: statistics.median(values[key] for values in late) for name, key in names.items() if key in late[0]}
 
 
