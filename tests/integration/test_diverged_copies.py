@@ -62,7 +62,7 @@ def refused(ranks, folder, *arguments):
     assert [code for code, _, _ in found] == [1] * ranks
     (line,) = [line for _, lines, _ in found for line in lines]
     assert sorted(path.name for path in (folder / "checkpoint").iterdir()) == ["lock", "step-2"]
-    assert f"so nothing was saved at this step; started again, by hand or by the launcher, the run goes on from {folder}" in line
+    assert f"so nothing was saved at this step; started again, by hand or by the launcher, the run resumes from {folder}" in line
     return re.sub(r" \([\w.-]+\)", "", line), found[0][2]
 
 

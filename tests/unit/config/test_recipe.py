@@ -780,7 +780,7 @@ def test_a_layout_that_fits_and_ranks_that_print_are_told_nothing(monkeypatch, c
     assert main(["--world-size", "4", str(SHIPPED[0])]) == 0
     assert capsys.readouterr() == ("", "")
     assert main(["--world-size", "2", str(SHIPPED[0])]) == 2
-    assert capsys.readouterr().err.startswith("error: LOG_RANK=3: expected ranks below 2")
+    assert capsys.readouterr().err.startswith("error: LOG_RANK=3: use ranks below 2")
 
 
 def test_print_config_prints_a_recipe(tmp_path, capsys):

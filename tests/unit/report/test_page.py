@@ -255,7 +255,7 @@ def test_lines_torn_by_a_kill_are_left_out_and_told(run):
         (['{"resumed_from": null}\n'], "line 1: neither"),
         (
             ['{"step": 10, "loss": 1}\n', '{"step": 20, "loss": "low"}\n'],
-            "line 2: neither a step nor a resume: loss = 'low', where a number is",
+            "line 2: neither a step nor a resume: loss = 'low': expected a number",
         ),
         (["\n"], "has no step yet"),
         ([], "has no step yet"),
@@ -337,14 +337,14 @@ def test_a_folder_that_is_none_or_has_no_run(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("compile.json", "[", "compile.json is no JSON"),
-        ("compile.json", "{}", "the whole = {}, where a list is what works"),
-        ("compile.json", '[{"graph": "forward"}]', "[0].before = None, where an object is"),
-        ("compile.json", "[1]", "[0] = 1, where an object is"),
-        ("compile.json", '[{"graph": "forward", "timeline": {}}]', "[0].timeline.communication = None, where a number"),
-        ("timeline.json", "]", "timeline.json is no JSON"),
-        ("timeline.json", '{"traceEvents": [{"ph": "X"}]}', "traceEvents[0].name = None, where a string is"),
-        ("timeline.json", '{"traceEvents": 5}', "traceEvents = 5, where a list is"),
+        ("compile.json", "[", "compile.json is not JSON"),
+        ("compile.json", "{}", "its content = {}: expected a list"),
+        ("compile.json", '[{"graph": "forward"}]', "[0].before = None: expected an object"),
+        ("compile.json", "[1]", "[0] = 1: expected an object"),
+        ("compile.json", '[{"graph": "forward", "timeline": {}}]', "[0].timeline.communication = None: expected a number"),
+        ("timeline.json", "]", "timeline.json is not JSON"),
+        ("timeline.json", '{"traceEvents": [{"ph": "X"}]}', "traceEvents[0].name = None: expected a string"),
+        ("timeline.json", '{"traceEvents": 5}', "traceEvents = 5: expected a list"),
         ("config.toml", "[training\n", "not valid TOML"),
     ],
 )
