@@ -68,8 +68,8 @@ def test_what_is_left_out_is_as_transformers_has_it_by_default():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "mistral"}, "model_type = 'mistral', where 'llama'"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu', where 'silu'"),
+        ({"model_type": "mistral"}, "model_type = 'mistral': expected 'llama'"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu': expected 'silu'"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"mlp_bias": True}, "mlp_bias = True"),
         ({"head_dim": 16}, "head_dim = 16, where hidden_size / num_attention_heads"),

@@ -233,7 +233,7 @@ def test_a_resume_is_marked_and_what_it_repeats_counts(run):
     found = read_run(folder, "run")
     assert [(each["step"], each["loss"]) for each in found.rows] == [(10, 3.0), (20, 2.5)]
     (resume,) = [each for each in found.events if each["event"] == "resume"]
-    assert (resume["step"], resume["text"]) == (10, "resumed from step 10; steps 11 to 30 of before do not count")
+    assert (resume["step"], resume["text"]) == (10, "resumed from step 10; the earlier steps 11 to 30 do not count")
     assert found.rows[-1]["hours"] == pytest.approx(40 / 3600)
 
 
@@ -242,13 +242,13 @@ def test_lines_torn_by_a_kill_are_left_out_and_told(run):
     found = read_run(run(metrics=lines), "run")
     assert [each["step"] for each in found.rows] == [10, 20]
     assert [re.search(r"line (\d)", note)[1] for note in found.notes] == ["2", "5"]
-    assert "line 2, was cut short" in page([found])
+    assert "line 2, was cut off" in page([found])
 
 
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        (['{"step": 10}\n', "not json\n", '{"step": 20}\n'], "line 2: not valid JSON, in the midst"),
+        (['{"step": 10}\n', "not json\n", '{"step": 20}\n'], "line 2: not valid JSON, in the middle"),
         (["nor this\n", "not this\n"], "line 1: not valid JSON"),
         (['{"step": "ten"}\n'], "line 1: neither a step nor a resume"),
         (['{"loss": 1.0}\n'], "line 1: neither"),
@@ -324,8 +324,8 @@ def test_a_run_of_before_there_were_events(run):
 def test_a_folder_that_is_none_or_has_no_run(run, tmp_path, capsys):
     run("runs/a"), run("runs/b")
     for folder, words in (
-        (tmp_path / "absent", "no such folder; name a run's job.dump_folder, such as"),
-        (tmp_path / "runs", f"has no metrics.jsonl; the runs in it are {tmp_path}/runs/a, {tmp_path}/runs/b"),
+        (tmp_path / "absent", "no such folder; use a run's job.dump_folder, such as"),
+        (tmp_path / "runs", f"has no metrics.jsonl; use one of its runs: {tmp_path}/runs/a, {tmp_path}/runs/b"),
         (tmp_path / "runs/a/metrics.jsonl", "no such folder"),
     ):
         assert main([str(folder)]) == 2
