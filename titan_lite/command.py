@@ -1,4 +1,4 @@
-"""The frame of a program that a person runs: its help, one line for what is wrong, its exit code. Standard library only.
+"""Common parts of command-line programs: help, one line for an error, exit codes. Standard library only.
 
 @command
 def main(arguments: Sequence[str]) -> None:
@@ -20,9 +20,9 @@ from titan_lite.config import ConfigError
 
 
 class Parser(argparse.ArgumentParser):
-    """The help is the module's docstring, then the options. Without arguments it is printed too, and the exit code is 2.
+    """A parser whose help is the module's docstring and the options. Without arguments it prints the help, with exit code 2.
 
-    needs_arguments: False where the program says itself what is missing.
+    needs_arguments: False if the program itself reports missing arguments.
     """
 
     def __init__(self, doc: str | None, *, needs_arguments: bool = True):
@@ -44,9 +44,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def command(main: Callable[[Sequence[str]], int | None], *, gone: int = 0) -> Callable[[Sequence[str]], int]:
-    """`main`, returning an exit code: its own (None: 0), 2 after a ConfigError, 130 after Ctrl-C, each told in a line on stderr.
+    """Wrap `main` to return an exit code: its own (None: 0), 2 after a ConfigError, 130 after Ctrl-C, with a line on stderr.
 
-    gone: where the reader of its output, a pager or head, has had enough.
+    gone: the exit code if the reader of its output, such as head, has closed the pipe.
     """
 
     @functools.wraps(main)
@@ -60,7 +60,7 @@ def command(main: Callable[[Sequence[str]], int | None], *, gone: int = 0) -> Ca
             return 2
         except UnicodeEncodeError as error:
             wrong = f"standard output is {error.encoding}, which has no {error.object[error.start]!a}"
-            print(f"error: {wrong}; PYTHONIOENCODING=utf-8 would work", file=sys.stderr)
+            print(f"error: {wrong}; use PYTHONIOENCODING=utf-8", file=sys.stderr)
             return 2
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -73,15 +73,14 @@ def command(main: Callable[[Sequence[str]], int | None], *, gone: int = 0) -> Ca
 
 
 def end_with_parent() -> None:
-    """In a worker of a program's pool: Ctrl-C and SIGTERM, which reach all of a group, are the program's; it ends as the program
-    ends, however that is."""
+    """Run in a worker of a program's pool: ignore Ctrl-C and SIGTERM, which the program handles, and end with the program."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
 
     def end() -> None:
-        """Its siblings hold the pipe open that would otherwise tell."""
+        """Wait for the parent itself, since siblings keep the pipe to it open."""
         parent.join()
         os._exit(1)
 

@@ -1,11 +1,11 @@
-"""Weights from one kind of folder to another, tensor by tensor: Hugging Face or Meta -> a step, a step or a run -> Hugging Face.
+"""Convert weights, tensor by tensor: from Hugging Face or Meta to a step, or from a step or a run to Hugging Face.
 
     python -m titan_lite.convert outputs/debug_model exported                 # the run's newest step, for transformers
     python -m titan_lite.convert Meta-Llama-3.1-8B initial                    # a step, for checkpoint.initial_load_path
     python -m titan_lite.convert Meta-Llama-3.1-8B/original exported --to hf  # Meta's consolidated.*.pth
 
-Nothing is overwritten, and the folder has its name when all of it is on disk; until then it is unfinished-TARGET-*, which stays
-where the program was killed, to be deleted by hand. Memory: one file's tensors at most.
+Nothing is overwritten. Until everything is on disk, the folder is called unfinished-TARGET-*; if the program is killed, delete it
+by hand. Memory: at most the tensors of one file.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from titan_lite.models.hf import config_to_hf, hf_names, to_hf
 
 
 def write_step(folder: Path, weights: Weights, dtype: torch.dtype | None = None) -> None:
-    """A step 0 of ours, the model alone, from which a run can start by checkpoint.initial_load_path. Raises ConfigError."""
+    """Write a step 0 with only the model, for checkpoint.initial_load_path. Raises ConfigError."""
     dtypes = {fqn: dtype or weights.dtypes[fqn] for fqn in weights.shapes}
     planned = {f"model.{fqn}": torch.empty(shape, dtype=dtypes[fqn], device="meta") for fqn, shape in weights.shapes.items()}
     state = {
@@ -49,16 +49,16 @@ def write_step(folder: Path, weights: Weights, dtype: torch.dtype | None = None)
     last = torch.empty(0)
 
     def read(name: str) -> Tensor:
-        """The tensor is emptied when the next one is asked for, as torch keeps what it has written."""
+        """Read a tensor, and free the one before, since torch keeps what it has written."""
         nonlocal last
         fqn = name.removeprefix("model.")
         last.untyped_storage().resize_(0)
-        last = weights.read(fqn).to(dtypes[fqn], copy=True)  # what is mapped from a file cannot be emptied
+        last = weights.read(fqn).to(dtypes[fqn], copy=True)  # a mapped tensor cannot be freed
         return last
 
     with _whole(folder, sum(tensor.nbytes for tensor in planned.values())) as unfinished:
         writer = tensor_files.Writer(unfinished)
-        writer.per_thread_copy_ahead = 0  # beside a GPU, too, a tensor is asked for when the one before is written
+        writer.per_thread_copy_ahead = 0  # with a GPU, too, request a tensor only when the one before is written
         with tensor_files.alone(f"{folder} cannot be written"):
             dcp.save(planned, storage_writer=writer, planner=tensor_files.FromHost(read), no_dist=True)
         manifest.write_text(unfinished / "state.json", json.dumps(state, indent=1) + "\n")
@@ -74,9 +74,9 @@ def write_hf(
     asked_for: bool = False,
     shard_bytes: float = 5e9,
 ) -> None:
-    """A folder that transformers' from_pretrained opens. Raises ConfigError.
+    """Write a folder that transformers' from_pretrained opens. Raises ConfigError.
 
-    tokenizer: its file and others to go along. asked_for: by its name, so that it must be understood.
+    tokenizer: its file, and others to copy. asked_for: the user named it, so that it must be readable.
     """
     understood = _understand(weights, tokenizer[0], asked_for) if tokenizer else None
     names = hf_names(weights.config)
@@ -93,7 +93,7 @@ def write_hf(
             file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             tensors = {names[fqn]: to_hf(fqn, weights.read(fqn), weights.config).to(dtypes[fqn]) for fqn in shard}
             save_file(tensors, unfinished / file, metadata={"format": "pt"})
-            del tensors  # before those of the next are read
+            del tensors  # before those of the next shard are read
             file_of |= {names[fqn]: file for fqn in shard}
             logger.info(f"{file}: {len(shard)} tensors, {sum(sizes[fqn] for fqn in shard) / 1e9:.2f} GB")
         if len(shards) > 1:
@@ -107,22 +107,22 @@ def write_hf(
 
 
 def _understand(weights: Weights, path: Path, asked_for: bool) -> Tokenizer | None:
-    """None: it is told that it is not understood. Raises ConfigError where it is not the model's."""
+    """Load a tokenizer, or warn and return None if it cannot be read. Raises ConfigError if it is not the model's."""
     try:
         tokenizer = load_tokenizer(path, "--tokenizer" if asked_for else "tokenizer")
     except ConfigError as error:
         if asked_for:
             raise
-        logger.warning(f"the tokenizer is copied as it is, and not understood: {error}")  # such as SentencePiece's
+        logger.warning(f"the tokenizer is copied unchanged, since it cannot be read: {error}")  # such as SentencePiece's
         return None
     check_tokenizer(weights, path, tokenizer.vocab_size, tokenizer.sha256)
     return tokenizer
 
 
 def _copy_tokenizer(folder: Path, files: Sequence[Path], tokenizer: Tokenizer | None) -> None:
-    """The files, and of one in tiktoken's format tokenizer.json, which transformers reads."""
+    """Copy the files; for a file in tiktoken's format also write tokenizer.json, which transformers reads."""
     for number, path in enumerate(files):
-        # What a recipe calls by any name has the one by which it is found in such a folder.
+        # The recipe's file may have any name; here it gets the one that transformers looks for.
         name = path.name if number else f"tokenizer.{'json' if path.suffix == '.json' else 'model'}"
         shutil.copyfile(path, folder / name)
     if isinstance(tokenizer, TiktokenTokenizer):
@@ -136,25 +136,25 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _whole(folder: Path, needed: int) -> Iterator[Path]:
-    """A folder to fill with `needed` bytes, which has its name when they are on disk; of a failure nothing is left.
+    """Return a context with a folder to fill with `needed` bytes, which is renamed when they are on disk, or removed on failure.
 
-    Until then its name is one that nobody else has, so that nothing is deleted but what was made here.
+    Until then it has a unique name, so that only what was made here is deleted.
     """
     if folder.exists():
-        raise ConfigError(f"{folder} is there, and nothing is overwritten; name a folder that is not there yet")
+        raise ConfigError(f"{folder} exists, and nothing is overwritten; use a new folder")
     unfinished = folder.with_name(f"unfinished-{folder.name}-{secrets.token_hex(8)}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder.parent).free
         if free < needed:
-            raise ConfigError(f"{folder} needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free")
+            raise ConfigError(f"{folder} needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free; use another disk")
         unfinished.mkdir()
         yield unfinished
         for path in unfinished.iterdir():
             manifest.sync(path)
         manifest.publish(unfinished, folder)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{folder} cannot be written: {error}") from None
+        raise ConfigError(f"{folder} cannot be written: {error}; use another folder") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -163,36 +163,36 @@ def _whole(folder: Path, needed: int) -> Iterator[Path]:
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("source", help="what is read")
-    add("target", type=Path, help="a folder not there yet")
-    add("--to", choices=("hf", "step"), help="what is written; without it, a step from anything else, and hf from a step")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="without it, as stored")
-    where = "the model's: a file, or a folder that has one, copied beside the weights; without it, what SOURCE has"
+    add("source", help="a step, a run's folder, a Hugging Face folder, or Meta's")
+    add("target", type=Path, help="a new folder")
+    add("--to", choices=("hf", "step"), help="the format to write (default: hf from a step, and a step from anything else)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="the dtype to write (default: as stored)")
+    where = "the model's tokenizer, a file or a folder that has one, to copy beside the weights (default: that of SOURCE)"
     add("--tokenizer", metavar="PATH", help=where)
-    add("--max-shard-size", type=float, metavar="GB", help="most that one safetensors file has (default 5)")
+    add("--max-shard-size", type=float, metavar="GB", help="largest safetensors file (default 5)")
     options = parser.parse_args(arguments)
     init_logging()
     if options.max_shard_size is not None and not options.max_shard_size > 0:  # nan is neither
-        raise ConfigError(f"--max-shard-size {options.max_shard_size}: expected GB above 0, such as 5")
+        raise ConfigError(f"--max-shard-size {options.max_shard_size}: use GB above 0, such as 5")
     weights = open_weights(options.source, every_byte=True)
     dtype = getattr(torch, options.dtype) if options.dtype else None
     logger.info(f"{weights.folder}: {weights.kind}, {sum(s.numel() for s in weights.shapes.values()):,} parameters")
     if (options.to or ("hf" if isinstance(weights, StepFolder) else "step")) == "step":
         if options.tokenizer:
-            raise ConfigError("--tokenizer: a step holds none, the recipe names it (model.tokenizer_path); leave it out")
+            raise ConfigError("--tokenizer: a step has none, the recipe names it (model.tokenizer_path); leave it out")
         if options.max_shard_size is not None:
-            raise ConfigError(f"--max-shard-size {options.max_shard_size}: a step has one file; leave it out, or --to hf")
+            raise ConfigError(f"--max-shard-size {options.max_shard_size}: a step has one file; leave it out, or use --to hf")
         write_step(options.target, weights, dtype)
     else:
         asked_for = bool(options.tokenizer)
         files = tokenizer_files(options.tokenizer) if asked_for else weights.tokenizer_files()
         if asked_for and not files:
-            works = " or ".join(TOKENIZER_FILES[:2])
-            raise ConfigError(f"--tokenizer {options.tokenizer}: no file, and no folder with {works}")
+            fix = " or ".join(TOKENIZER_FILES[:2])
+            raise ConfigError(f"--tokenizer {options.tokenizer}: no such file; use a file, or a folder with {fix}")
         shard_bytes = (options.max_shard_size or 5.0) * 1e9
         write_hf(options.target, weights, dtype, tokenizer=files, asked_for=asked_for, shard_bytes=shard_bytes)
         if not files:
-            logger.warning("no tokenizer was copied: --tokenizer PATH would")
+            logger.warning("no tokenizer was copied; use --tokenizer PATH to copy one")
     logger.info(f"written to {options.target}")
 
 

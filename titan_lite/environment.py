@@ -1,8 +1,8 @@
-"""The environment variables that a run reads, all checked at once, before torch is imported.
+"""Check all environment variables that a run reads, before torch is imported.
 
     rank, world_size = check_environment()
 
-Launchers set those of WORLD. A process without them is alone: it gets what a launcher would set.
+Launchers set those of WORLD. A process without them runs alone, and sets them as a launcher would.
 """
 
 import os
@@ -18,10 +18,10 @@ RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 
 
 def number(name: str, default: int) -> int:
-    """A variable of which only this value counts. Raises ConfigError."""
+    """Return one variable as a number. Raises ConfigError."""
     text = os.environ.get(name) or str(default)
     if not _is_number(text):
-        raise ConfigError(f"environment: {name}={text}: expected a number from 0 on")
+        raise ConfigError(f"environment: {name}={text}: expected an integer at least 0, such as {name}={default}")
     return int(text)
 
 
@@ -30,7 +30,7 @@ def _is_number(text: str) -> bool:
 
 
 def check_environment() -> tuple[int, int]:
-    """(rank, number of ranks) of this process. Raises ConfigError, which names every variable that is wrong, and its value."""
+    """Return (rank, number of ranks) of this process. Raises ConfigError with every wrong variable and its value."""
     missing = [name for name in WORLD if not os.environ.get(name)]
     if missing and all(os.environ.get(name) in (None, "", value) for name, value in ALONE.items()):
         with socket.socket() as free:
@@ -40,13 +40,13 @@ def check_environment() -> tuple[int, int]:
     wrong = []
     if missing:
         there = " ".join(f"{name}={os.environ[name]}" for name in WORLD if name not in missing)
-        wrong.append(f"{there} without {', '.join(missing)}: torchrun and ./run_train.sh set all of them; one process needs none")
+        wrong.append(f"{there} without {', '.join(missing)}: use torchrun or ./run_train.sh, which set all, or set none")
     values: dict[str, int] = {}
     for name in (*ALONE, "MASTER_PORT", *RESTARTS):
         text = os.environ.get(name) or "0"
         values[name] = int(text) if _is_number(text) else -1
         if values[name] == -1:
-            wrong.append(f"{name}={text}: expected a number from 0 on")
+            wrong.append(f"{name}={text}: expected an integer at least 0")
     if not wrong:
         rank, world_size, local_rank, local_size, port = (values[name] for name in WORLD if name != "MASTER_ADDR")
         if not rank < world_size:

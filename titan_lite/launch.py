@@ -1,12 +1,12 @@
-"""torchrun for ./run_train.sh: the same options, but signals reach the run, and the exit code says how it ended.
+"""Launch a run like torchrun, with the same options; signals reach the run, and the exit code says how it ended.
 
     python -m titan_lite.launch --nproc-per-node 8 --max-restarts 3 -m titan_lite.train train_configs/llama3_8b.toml
 
-torchrun itself dies of SIGUSR1 and leaves its processes behind, kills a run that needs more than 30 s to save after SIGTERM,
-exits with 1 whatever happened, and starts again what has stopped on purpose. Here SIGTERM, SIGUSR1 and SIGINT go to the
-processes of this node, and there is no time limit, since the sender of the signal has one. A second SIGINT kills them. Exit codes
-are those of `faults/signals.py`, and 130 after a second SIGINT; only a run that failed with 1, or was killed, is restarted. The
-processes learn of the launcher's death, also by SIGKILL, and stop saved.
+torchrun dies of SIGUSR1 and leaves its processes behind, kills a run that needs more than 30 s to save after SIGTERM, exits with
+1 for every failure, and restarts a run that has stopped on request. This launcher passes SIGTERM, SIGUSR1 and SIGINT on to the
+processes of this node, without a time limit, since the sender of the signal has one. A second SIGINT kills them. Exit codes are
+those of `faults/signals.py`, and 130 after a second SIGINT. Only a run that failed with 1, or was killed, is restarted. If the
+launcher dies, even by SIGKILL, the processes detect it, save and stop.
 """
 
 import functools
@@ -23,17 +23,17 @@ from typing import Any, NoReturn
 
 from titan_lite.faults.signals import FAILED, NOTHING, REPEATED, STOPPED, STOPPING, WRONG_INPUT, announce, end_with, settle, tell
 
-ANSWER = 20  # seconds for another node's answer, once all processes of this node have ended
-MENDED = 600  # where they can be started again when the network is back, as long as torchrun waits for nodes
+ANSWER = 20  # seconds to wait for other nodes, once all processes of this node have ended
+MENDED = 600  # the same if a restart is possible when the network is back; torchrun waits for nodes as long
 
 
 def exit_code(codes: Iterable[int], asked: bool) -> int:
-    """The launcher's, where processes ended with these, negative where a signal killed them. asked: they were told to stop."""
+    """Return the launcher's exit code for those of its processes (negative: killed by a signal). asked: it told them to stop."""
     ended = set(codes)
-    for code in (WRONG_INPUT, REPEATED):  # told by one rank perhaps; the others lost their connection to it
+    for code in (WRONG_INPUT, REPEATED):  # perhaps from one rank; the others lost their connection to it
         if code in ended:
             return code
-    # A process that is already at its end dies of the signal.
+    # A process that is already exiting dies of the signal.
     died = {-number for number in STOPPING}
     return STOPPED if ended - died == {STOPPED} or (asked and ended <= died) else FAILED
 
@@ -41,7 +41,7 @@ def exit_code(codes: Iterable[int], asked: bool) -> int:
 def main(arguments: Sequence[str]) -> int:
     for number in STOPPING:
         signal.signal(number, lambda *_: os._exit(STOPPED))  # nothing has been started
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # which ./run_train.sh blocks until here
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # ./run_train.sh has blocked them
 
     # Imports that take seconds
     from torch.distributed import run
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     asked: list[int] = []
 
     class Agent(LocalElasticAgent):
-        """torchrun's, which starts the processes of a node and watches them."""
+        """torchrun's agent, which starts and watches the processes of a node."""
 
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
             if again and number == signal.SIGINT and self.running():
                 for pid in self.processes():
                     with suppress(ProcessLookupError):
-                        os.killpg(pid, signal.SIGKILL)  # each leads a group, with its loader
+                        os.killpg(pid, signal.SIGKILL)  # each process and its loader are a group
                 sys.exit(128 + number)
             if len(asked) > 1:
                 if len(asked) == 2:
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
             return list(self._pcontext.pids().values()) if self._pcontext else []
 
         def codes(self) -> list[int | None]:
-            """Exit codes of the processes, None of one that runs."""
+            """Return the exit codes of the processes; None for one that runs."""
             handlers = self._pcontext.subprocess_handlers.values() if isinstance(self._pcontext, SubprocessContext) else ()
             return [handler.proc.poll() for handler in handlers]
 
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
             tell(f"titan_lite: {name}: stopping at the end of the step")
 
         def nodes_waiting(self, ask: Callable[[], int]) -> int:
-            """As torchrun asks; but where the launcher that the nodes meet at has died, processes get the time of a save."""
+            """Ask like torchrun for the number of new nodes; if the rendezvous host has died, let the processes save and stop."""
             try:
                 return ask()
             except RendezvousError:
@@ -119,8 +119,8 @@ def main(arguments: Sequence[str]) -> int:
             super()._initialize_workers(worker_group)
 
         def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-            self.starting = True  # an exception would leave behind those that have been started
-            signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # theirs too, until they listen
+            self.starting = True  # so that no signal handler raises, which would leave started processes behind
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # inherited by them until they listen
             try:
                 return super()._start_workers(worker_group)
             finally:
@@ -139,18 +139,18 @@ def main(arguments: Sequence[str]) -> int:
             return result
 
         def watch(self) -> NoReturn:
-            """End where torchrun would wait for another node's answer, over a cable that is cut, for a quarter of an hour."""
+            """End if other nodes do not answer, for which torchrun would wait a quarter of an hour."""
             while True:
                 time.sleep(1)
                 codes = self.codes()
                 waited = time.monotonic() - self.looked
                 ended = [code for code in codes if code is not None]
-                # In the other states it waits for nodes, with a limit of its own.
+                # In other states torchrun waits for nodes with its own limit.
                 asking = self._worker_group.state in (WorkerState.HEALTHY, WorkerState.UNHEALTHY, WorkerState.FAILED)
                 limit = MENDED if self._remaining_restarts and not asked else ANSWER
                 if asking and ended and len(ended) == len(codes) and waited > limit:
-                    told = ", ".join(map(str, ended))
-                    tell(f"error: the other nodes are not reached for {limit} s; the processes here ended with exit code {told}")
+                    text = ", ".join(map(str, ended))
+                    tell(f"error: the other nodes are not reached for {limit} s; the processes here ended with exit code {text}")
                     os._exit(exit_code(ended, bool(asked)) if any(ended) else 0)
 
         def judge(self, failures: dict[int, Any]) -> None:
@@ -164,16 +164,16 @@ def main(arguments: Sequence[str]) -> int:
                 tell(f"error: rank {rank} (process {first.pid}) was the first to end, {how}{left}")
 
     launcher.LocalElasticAgent = Agent  # type: ignore[misc] # torchrun has no option for it
-    # These are logged whatever the end; `judge` tells those that are failures.
+    # These are logged in any case; `judge` reports failures.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(
         lambda record: not str(record.msg).startswith(("failed (exitcode", "Sending process"))
     )
-    # SIGHUP stays torchrun's, which ends all at once, but for a run under nohup.
+    # torchrun handles SIGHUP, and ends all at once, except under nohup.
     hangup = ["SIGHUP"] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
     options = run.parse_args([f"--signals-to-handle={','.join(['SIGQUIT', *hangup])}", *arguments])
     if options.max_restarts or options.nnodes != "1":
-        # Else all attempts share one store, where processes find addresses of the attempt before, and wait for those until the
-        # time limit (torch 2.11 to 2.13; https://github.com/pytorch/pytorch/issues/135712).
+        # Otherwise all attempts share one store, where processes find addresses of the previous attempt and wait for them until
+        # the time limit (torch 2.11 to 2.13; https://github.com/pytorch/pytorch/issues/135712).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with announce():
         try:

@@ -1,11 +1,11 @@
-"""The run's log: plain lines on the ranks named in LOG_RANK (default 0), on standard output; and `events.jsonl`.
+"""Write the run's log: plain lines on standard output of the ranks in LOG_RANK (default 0), and `events.jsonl`.
 
     init_logging(rank=0, world_size=2)
     logger.info("step 1")
     events.keep(dump_folder, rank=0)                       # from now on
     logger.info("saved", extra={"event": "checkpoint"})    # {"time": ..., "event": "checkpoint", "step": 50, ...}
 
-`events.jsonl` has an object a line: time, event, step, text. It holds what has `extra={"event": ...}`, and warnings and errors.
+`events.jsonl` has an object per line: time, event, step, text. It has records with `extra={"event": ...}`, warnings and errors.
 """
 
 import json
@@ -24,19 +24,19 @@ logger = logging.getLogger("titan_lite")
 
 
 def log_ranks(world_size: int) -> set[int]:
-    """The ranks that print. Raises ValueError where LOG_RANK is not a list of ranks that there are."""
+    """Return the ranks that print. Raises ValueError if LOG_RANK is not a list of existing ranks."""
     text = os.environ.get("LOG_RANK", "0")
     ranks = text.replace(" ", "").split(",")
     if not all(re.fullmatch("[0-9]{1,9}", rank) and int(rank) < world_size for rank in ranks):
-        raise ValueError(f"LOG_RANK={text}: expected ranks below {world_size}, separated by commas, such as LOG_RANK=0")
+        raise ValueError(f"LOG_RANK={text}: use ranks below {world_size}, separated by commas, such as LOG_RANK=0")
     return {int(rank) for rank in ranks}
 
 
 def init_logging(rank: int = 0, world_size: int = 0, stream: TextIO | None = None, *, all_warnings: bool = True) -> None:
-    """Warnings and errors are shown on every rank, the rest on the ranks of LOG_RANK. Raises ValueError.
+    """Show warnings and errors on every rank, and the rest on the ranks of LOG_RANK. Raises ValueError.
 
-    world_size: 0 of a program that is no run, and shows everything. stream: None is standard output. all_warnings: otherwise
-    those of libraries are shown once, as a line of these ranks, and the HARMLESS ones not at all.
+    world_size: 0 for a program that is not a run, and shows everything. stream: None is standard output. all_warnings: False
+    shows warnings of libraries once, as a line of these ranks, and the HARMLESS ones not at all.
     """
     ranks = log_ranks(world_size) if world_size else {rank}
     console.to = stream
@@ -51,29 +51,26 @@ def init_logging(rank: int = 0, world_size: int = 0, stream: TextIO | None = Non
 
 
 class Console(logging.StreamHandler):
-    """to: None is standard output; around: makes a context for each line, where something else is drawn on the terminal too."""
+    """The handler that prints lines."""
 
-    to: TextIO | None = None
-    around: Callable[[], AbstractContextManager] = staticmethod(nullcontext)
+    to: TextIO | None = None  # None: standard output
+    around: Callable[[], AbstractContextManager] = staticmethod(nullcontext)  # a context for each line, such as of a progress bar
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = self.to or sys.stdout  # of now: tests and notebooks change it
+        self.stream = self.to or sys.stdout  # read each time: tests and notebooks change it
         with self.around():
             super().emit(record)
 
 
 class Events(logging.Handler):
-    """Writes events.jsonl once `keep` was called. step: the loop's, for events that do not say theirs.
-
-    owned: False where the folder has become another run's.
-    """
+    """The handler that writes events.jsonl, once `keep` was called."""
 
     path: Path | None = None
-    step = 0
-    owned: Callable[[], bool] = staticmethod(lambda: True)
+    step = 0  # of the loop, for events without a step
+    owned: Callable[[], bool] = staticmethod(lambda: True)  # False if another run has taken the folder
 
     def keep(self, folder: Path, rank: int) -> None:
-        """The first rank writes every event; the others write errors alone, such as a verdict, which one of them has for all."""
+        """Start to write to `folder`: every event on the first rank, only errors on the others."""
         self.path, self.owned = folder / "events.jsonl", Events.owned
         self.setLevel(logging.INFO if rank == 0 else logging.ERROR)
 
@@ -83,12 +80,12 @@ class Events(logging.Handler):
             return
         time = datetime.now(timezone.utc).isoformat(timespec="seconds")
         entry = {"time": time, "event": event, "step": getattr(record, "step", self.step), "text": record.getMessage()}
-        with suppress(OSError), self.path.open("ab", buffering=0) as file:  # with no folder, or a full disk, the run can go on
-            file.write(json.dumps(entry).encode() + b"\n")  # at once, since ranks share the file
+        with suppress(OSError), self.path.open("ab", buffering=0) as file:  # the run goes on without a folder or on a full disk
+            file.write(json.dumps(entry).encode() + b"\n")  # in one write, since ranks share the file
 
     @contextmanager
     def failures(self) -> Iterator[None]:
-        """Within: an exception is an event, of the rank that keeps everything."""
+        """Return a context that writes an exception as an event, on the first rank."""
         try:
             yield
         except Exception as error:
@@ -100,26 +97,26 @@ class Events(logging.Handler):
 
 console, events = Console(sys.stdout), Events()
 
-HARMLESS = (  # warnings of libraries that a run need not care about, word for word
-    # each trace has a file of its own
+HARMLESS = (  # exact texts of warnings of libraries that do not matter here
+    # each trace has its own file
     "UserWarning: Warning: Profiler clears events at the end of each cycle. Only events from the current cycle will be reported. "
     "To keep events across cycles, set acc_events=True.",
-    # which is this rank's own, as the trainer sets it
+    # the trainer has set this rank's device
     "UserWarning: barrier(): using the device under current context. You can specify `device_id` in `init_process_group` to mute "
     "this warning.",
 )
 
 
 def hush(shown: bool) -> None:
-    """Python's warnings become lines of the log, each once, where shown; elsewhere torch's loggers have errors alone."""
-    told = set(HARMLESS)
+    """Log each of Python's warnings once if `shown`, else drop them, and all of torch's log but errors."""
+    seen = set(HARMLESS)
     if not shown:
         os.environ.setdefault("TORCH_LOGS", "-all")  # read when torch is imported
 
     def show_once(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any) -> None:
         text = f"{category.__name__}: {message}"
-        if shown and text not in told:
-            logger.warning(f"{text} ({filename}:{lineno})", extra={"event": ""})  # of a library, and not of the run
-        told.add(text)
+        if shown and text not in seen:
+            logger.warning(f"{text} ({filename}:{lineno})", extra={"event": ""})  # not an event of the run
+        seen.add(text)
 
     warnings.showwarning = show_once

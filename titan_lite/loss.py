@@ -1,6 +1,6 @@
-"""Next-token cross-entropy as a sum, so that one division by the tokens of all ranks gives the same loss on every layout.
+"""Next-token cross-entropy as a sum over tokens; divided by the tokens of all ranks, it is the same on every layout.
 
-by_sequence: of a microbatch not one sum but one for each sequence (B,), of which the loss of each source of a mixture is made.
+by_sequence: a sum for each sequence (B,) instead of one for the microbatch, for the loss of each source of a mixture.
 """
 
 import functools
@@ -15,21 +15,21 @@ IGNORE_INDEX = -100  # a label that is not counted
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, *, by_sequence: bool = False) -> Tensor:
-    """logits (B, T, V) in any float type, labels (B, T) -> loss summed over the counted tokens, nats, float32, scalar or (B,)."""
+    """Return the loss of logits (B, T, V) and labels (B, T), summed over counted tokens: nats, float32, scalar or (B,)."""
     reduction = "none" if by_sequence else "sum"
     losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
     return losses.view(labels.shape).sum(1) if by_sequence else losses
 
 
 def counted(labels: Tensor) -> Tensor:
-    """(B, T) -> (B,): the labels of each sequence that count."""
+    """Return the number of counted labels of each sequence: (B, T) -> (B,)."""
     return (labels != IGNORE_INDEX).sum(1)
 
 
 def build_loss(
     vocab_size: int, rank: int, degree: int, group: str, *, by_sequence: bool = False
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """(logits, labels) -> the sum, on rank `rank` of `degree` that share the vocabulary, ceil(V / degree) tokens each."""
+    """Return (logits, labels) -> loss for rank `rank` of `degree` that share the vocabulary, ceil(V / degree) tokens each."""
     if degree == 1:
         return functools.partial(cross_entropy_sum, by_sequence=True) if by_sequence else cross_entropy_sum
     first = own_vocabulary(vocab_size, rank, degree).start
@@ -37,7 +37,7 @@ def build_loss(
 
 
 def own_vocabulary(vocab_size: int, rank: int, degree: int) -> range:
-    """The tokens whose logits rank `rank` of `degree` has."""
+    """Return the tokens whose logits are on rank `rank` of `degree`."""
     share = -(-vocab_size // degree)
     return range(min(rank * share, vocab_size), min((rank + 1) * share, vocab_size))
 
@@ -45,10 +45,10 @@ def own_vocabulary(vocab_size: int, rank: int, degree: int) -> range:
 def vocabulary_parallel_cross_entropy_sum(
     logits: Tensor, labels: Tensor, *, first: int, group: str, by_sequence: bool = False
 ) -> Tensor:
-    """The same, of logits (B, T, v) for the v tokens from `first` on; the ranks of the process group `group` have the others.
+    """Return the loss from logits (B, T, v) of the v tokens from `first` on; other ranks of `group` have the other tokens.
 
-    No rank sees the logits of all tokens: what is reduced over ranks are three numbers for each label (arXiv 1909.08053,
-    section 3). The result is the same on all of these ranks, and so the loss of each, not to be added up.
+    No rank has the logits of all tokens: three numbers per label are reduced over the ranks (arXiv 1909.08053, section 3). The
+    result is the same on all ranks of the group, and must not be summed over them.
     """
     losses: Tensor = _VocabularyParallelCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), first, group)
     return losses.view(labels.shape).sum(1) if by_sequence else losses.sum()

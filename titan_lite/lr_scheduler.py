@@ -1,8 +1,8 @@
-"""Warm-up, stable, decay: the learning rate as a plain function of the step.
+"""The learning rate as a function of the step: warm-up, constant, decay.
 
     lr_factor(step, config.lr_scheduler, total_steps=1000) * config.optimizer.lr
 
-It has no state: a resumed run is at the same learning rate because it is at the same step.
+There is no state: a resumed run has the same learning rate at the same step.
 """
 
 import math
@@ -11,11 +11,11 @@ from titan_lite.config import LRScheduler
 
 
 def lr_factor(step: int, config: LRScheduler, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (the first is 1) relative to the peak.
+    """Return the learning rate of optimizer step `step` (the first is 1) relative to the peak.
 
-    Linear from 0 to 1 over warmup_steps, then 1, then over the last decay_ratio x total_steps (or what warm-up left of
-    them) down to min_lr_factor, which step total_steps reaches, and keeps after it; with decay_ratio 0 it stays at the peak.
-    A run shorter than the warm-up ends within it.
+    It rises linearly from 0 to 1 over warmup_steps, stays at 1, and decays to min_lr_factor over the last
+    decay_ratio x total_steps (or the steps that warm-up leaves). Step total_steps and later ones have min_lr_factor. With
+    decay_ratio = 0 there is no decay.
     """
     if step <= config.warmup_steps:
         return step / config.warmup_steps

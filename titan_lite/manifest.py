@@ -1,9 +1,9 @@
-"""Files that are whole or absent, and manifests: JSON with a SHA-256 of its own that lists size and SHA-256 of a folder's files.
+"""Write files and folders that are complete or absent, and manifests: JSON with the size and SHA-256 of each file of a folder.
 
 write_whole(folder / "progress.json", text)                 # one file
 publish(unfinished, folder)                                 # a folder that was filled under another name
 write_sealed(folder / NAME, {"files": {...}, ...})
-content = read_sealed(folder, {"files": FILES, ...})       # raises Damaged: a bit of it is another, or it has another form
+content = read_sealed(folder, {"files": FILES, ...})       # raises Damaged: it was altered, or has another form
 
 write(folder, step=50, files={"__0_0.distcp": digest(folder / "__0_0.distcp"), ...})     # of a step, written last
 files = check_step(folder, step=50)         # raises Damaged: a file is missing, cut short or foreign; reads no data
@@ -24,7 +24,7 @@ FILES = {FILE: {"sha256": HASH, "size": BYTES}}
 
 
 def sync(path: Path) -> None:
-    """A file's content, or a folder's list of names, is on disk when this returns."""
+    """Wait until a file's content, or a folder's list of names, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -33,14 +33,14 @@ def sync(path: Path) -> None:
 
 
 def publish(unfinished: Path, path: Path) -> None:
-    """Give a file, or a folder whose files are synced, its name: whenever the machine stops, all of it is there or nothing."""
+    """Rename a file, or a folder whose files are synced: if the machine stops, all of it exists or nothing."""
     sync(unfinished)
     unfinished.rename(path)
     sync(path.parent)
 
 
 def is_open(file: IO[Any], path: Path) -> bool:
-    """True where the path still leads to the open file, which another process may have removed or replaced."""
+    """Return True if the path is still that of the open file, which another process may have removed or replaced."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except OSError:
@@ -53,14 +53,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file, or put it in the place of the one before; until then it is called NAME.new."""
+    """Write or replace a file atomically; until then it is called NAME.new."""
     unfinished = path.with_name(f"{path.name}.new")
     unfinished.write_text(text, encoding="utf-8")
     publish(unfinished, path)
 
 
 def digest(path: Path, beat: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Size in bytes and SHA-256 of a file. beat: called every 4 MiB. Raises Damaged: it is not there, or no regular one."""
+    """Return size in bytes and SHA-256 of a file. beat: called every 4 MiB. Raises Damaged if it is missing or not regular."""
     sha256, size = hashlib.sha256(), 0
     with open_regular(path) as file:
         while block := file.read(1 << 22):
@@ -71,7 +71,7 @@ def digest(path: Path, beat: Callable[[], None] = lambda: None) -> dict[str, Any
 
 
 def sealed(content: Mapping[str, Any]) -> str:
-    """JSON of an object that is not empty, with a SHA-256 of its own, so that an altered one is told from altered files."""
+    """Return a non-empty object as JSON with its own SHA-256, which distinguishes an altered manifest from altered files."""
     body = json.dumps(content, indent=1)
     return f'{body[:-2]},\n "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
@@ -85,20 +85,20 @@ def write(folder: Path, step: int, files: Mapping[str, Mapping[str, Any]]) -> No
 
 
 def read_sealed(folder: Path, form: Mapping[Any, Any]) -> dict[str, Any]:
-    """The object that was given to `write_sealed` as the manifest of this folder. Raises Damaged."""
-    size_of(folder, NAME)  # as it says where a link leads
+    """Return the object that `write_sealed` wrote as the manifest of this folder. Raises Damaged."""
+    size_of(folder, NAME)  # raises for a link out of the folder
     text = read_text(folder / NAME)
     content = parse_json(text, NAME)
     body, _, end = text.rpartition(',\n "sha256": "')
     sha256 = hashlib.sha256((body + "\n}").encode()).hexdigest()
     if end != f'{sha256}"\n}}\n':
         raise Damaged(f"{NAME} was altered: its SHA-256 is not the one in it")
-    del content["sha256"]  # which is at its end, so it is an object
+    del content["sha256"]  # the last key
     return check_form(content, form, NAME)
 
 
 def read(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
-    """{name: {"sha256", "size"}} of the files that belong to the step (None: whichever it is). Raises Damaged."""
+    """Return {name: {"sha256", "size"}} of the files of a step (None: of any step). Raises Damaged."""
     content = read_sealed(folder, {"files": FILES, "step": COUNT})
     if content["step"] != step and step is not None:
         raise Damaged(f"{NAME} is of step {content['step']}")
@@ -106,7 +106,7 @@ def read(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
 
 
 def check_step(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
-    """The files as in `read`, after a look at names and sizes of all that is in the folder. Raises Damaged."""
+    """Check the names and sizes of all files in the folder, and return the files as in `read`. Raises Damaged."""
     files = read(folder, step)
     try:
         foreign = sorted(set(os.listdir(folder)) - set(files) - {NAME})
@@ -119,14 +119,14 @@ def check_step(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
 
 
 def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises Damaged for the first of the files that is not there, or has another size."""
+    """Raise Damaged for the first file that is missing or has another size."""
     for name, expected in files.items():
         if (size := size_of(folder, name)) != expected["size"]:
             raise Damaged(f"{name} has {size:,} bytes of {expected['size']:,}")
 
 
 def check_bytes(folder: Path, files: Mapping[str, Mapping[str, Any]], beat: Callable[[], None] = lambda: None) -> None:
-    """Raises Damaged for the first of the files that is not what was written, to the bit. beat: as in `digest`."""
+    """Raise Damaged for the first file whose bytes are not those written. beat: as in `digest`."""
     for name, expected in files.items():
         try:
             found = digest(folder / name, beat)

@@ -1,11 +1,10 @@
-"""Files that somebody else may have written: regular, of a bounded size, and JSON of the form that its reader relies on.
+"""Read files that somebody else may have written: only regular files, of a bounded size, and JSON of a given form.
 
     state = read_json(folder / "state.json", {"step": COUNT, "tensors": [WORD], "from": maybe(WORD)})    # raises Damaged
-    size = size_of(folder, "train-00000.tokens")               # of a file of this folder, which no link leads out of
+    size = size_of(folder, "train-00000.tokens")               # raises Damaged for a link that leads out of this folder
 
-A form is a `Form` of one value; [form of each] of a list; {"key": form of its value} of an object, where a Form as key is that of
-all other keys; and of several forms in a tuple one is enough. `optional(form)` is of a key that may be absent, `maybe(form)` of
-one that may be null, too.
+A form is a `Form` for one value, [form] for a list, {"key": form} for an object (a Form as a key applies to all other keys), or a
+tuple of forms, one of which must hold. With `optional(form)` a key may be absent, with `maybe(form)` it may be null, too.
 """
 
 import itertools
@@ -22,19 +21,19 @@ from typing import IO, Any
 from titan_lite.config.row import ConfigError
 
 MOST = 1 << 25  # bytes of a JSON file, which may take 25 times as much in memory
-DEEPEST = 16  # objects and lists within each other
+DEEPEST = 16  # nested objects and lists
 
 
 class Damaged(ConfigError):
-    """A file or step that is not what was saved; the message begins with the file's name."""
+    """An error: a file or step is not as it was saved. The message begins with the file's name."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """words: such as "a string"; holds: takes any value of JSON or TOML."""
+    """A condition on a value."""
 
-    words: str
-    holds: Callable[[Any], bool]
+    words: str  # such as "a string"
+    holds: Callable[[Any], bool]  # takes any value of JSON or TOML
 
 
 def one_of(*values: Any) -> Form:
@@ -72,9 +71,9 @@ WORD = Form("a string", lambda value: type(value) is str)
 FLAG = Form("true or false", lambda value: type(value) is bool)
 COUNT = Form("a whole number from 0 to 2**96", lambda value: type(value) is int and 0 <= value < 1 << 96)
 BYTES = Form("a whole number from 0 to 2**62", lambda value: type(value) is int and 0 <= value < 1 << 62)
-# a product of two is one that torch can count
+# torch can represent the product of two of these
 SIZE = Form("a whole number above 0 and below 2**30", lambda value: type(value) is int and 0 < value < 1 << 30)
-POSITIVE = Form("a number above 0 and below 1e18", lambda value: _is_number(value) and 0 < value < 1e18)  # nan is neither
+POSITIVE = Form("a number above 0 and below 1e18", lambda value: _is_number(value) and 0 < value < 1e18)  # not nan
 NUMBER = Form("a number from -1e300 to 1e300", lambda value: _is_number(value) and -1e300 < value < 1e300)
 HASH = Form("a SHA-256", lambda value: type(value) is str and re.fullmatch("[0-9a-f]{64}", value) is not None)
 NO_OTHER = Form("no other key", lambda value: False)
@@ -87,28 +86,28 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 
 def shown(value: Any) -> str:
-    """The value in few characters."""
+    """Return the value in few characters."""
     try:
         return _SHORT.repr(value)
-    except ValueError:  # of thousands of digits
+    except ValueError:  # thousands of digits
         return "a very long number"
 
 
 def in_short(error: BaseException) -> str:
-    """One line of an error that may quote a whole file."""
+    """Return a short line for an error that may quote a complete file."""
     words = " ".join(str(error).split())
     return words if len(words) < 300 else f"{words[:200]} ... {words[-80:]}"
 
 
 def faults(value: Any, form: Any, place: str = "") -> Iterator[str]:
-    """A line for every value that does not have its form, with its place, such as "splits.train[3].documents"."""
+    """Yield a line for every value without its form. place: that of the value, such as "splits.train[3].documents"."""
     if isinstance(form, tuple):
         first, *rest = (list(itertools.islice(faults(value, each, place), 5)) for each in form)
         yield from first if all(rest) else ()
         return
     own: Form = LIST if isinstance(form, list) else OBJECT if isinstance(form, dict) else form
     if not own.holds(value):
-        yield f"{place or 'the whole'} = {shown(value)}, where {own.words} is what works"
+        yield f"{place or 'its content'} = {shown(value)}: expected {own.words}"
     elif isinstance(form, list):
         for number, each in enumerate(value):
             yield from faults(each, form[0], f"{place}[{number}]")
@@ -117,58 +116,58 @@ def faults(value: Any, form: Any, place: str = "") -> Iterator[str]:
         for name in dict.fromkeys((*(key for key in form if key is not others), *(value if others else ()))):
             known = name if name.isprintable() and len(name) < 60 else shown(name)
             if name not in form and others and not others.holds(name):
-                yield f"{place or 'the whole'} has {shown(name)}, where {others.words} is what works"
+                yield f"{place or 'its content'} has {shown(name)}: expected {others.words}"
             inside = f"{place}.{known}" if place else known
             yield from faults(value.get(name, _ABSENT), form.get(name, form.get(others)), inside)
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a file for reading; one that is no regular file is not waited for. Raises Damaged."""
+    """Open a regular file for reading. Raises Damaged for any other, without blocking."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # or a pipe waits for somebody who writes
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block
     except FileNotFoundError:
         raise Damaged(f"{path.name} is missing") from None
     except (OSError, ValueError) as error:
         raise Damaged(f"{path.name}: {error.strerror if isinstance(error, OSError) else error}") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise Damaged(f"{path.name} is no file")
+        raise Damaged(f"{path.name} is not a file")
     return os.fdopen(descriptor, "rb")
 
 
 def size_of(folder: Path, name: str) -> int:
-    """Bytes of a file of this folder. A link may lead within it and, in a snapshot of the hub's cache, to that cache's blobs.
+    """Return the bytes of a file of this folder. Raises Damaged for a link that leads out of it.
 
-    Raises Damaged.
+    In a snapshot of the hub's cache, links may also lead to the cache's blobs.
     """
     home, path = Path(os.path.realpath(folder)), Path(os.path.realpath(folder / name))
     blobs = [above.parent / "blobs" for above in (home, *home.parents) if above.name == "snapshots"]
     if not any(path.is_relative_to(each) for each in (home, *blobs)):
-        raise Damaged(f"{name} is a link that leads out of this folder; the file itself would work")
+        raise Damaged(f"{name} is a link that leads out of this folder; use a copy of the file")
     with open_regular(folder / name) as file:
         return os.fstat(file.fileno()).st_size
 
 
 def read_text(path: Path, most: int = MOST) -> str:
-    """Raises Damaged: no regular file, more than `most` bytes, or no UTF-8."""
+    """Return the text of a file. Raises Damaged if it is not regular, has more than `most` bytes, or is not UTF-8."""
     try:
         with open_regular(path) as file:
             content = file.read(most + 1)
         if len(content) > most:
-            raise Damaged(f"{path.name} has more than {most / 2**20:g} MiB, and is not read")
+            raise Damaged(f"{path.name} is larger than {most / 2**20:g} MiB")
         return content.decode("utf-8")
     except OSError as error:
         raise Damaged(f"{path.name}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise Damaged(f"{path.name} is no UTF-8: {error}") from None
+        raise Damaged(f"{path.name} is not UTF-8: {error}") from None
 
 
 def parse_json(text: str, name: str) -> Any:
-    """Raises Damaged: no JSON, or nested too deeply."""
+    """Parse JSON. Raises Damaged if it is invalid or nested too deeply. name: the beginning of errors."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{name} is no JSON: {error}") from None
+        raise Damaged(f"{name} is not JSON: {error}") from None
     level = [value]
     for _ in range(DEEPEST):
         inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
@@ -179,12 +178,12 @@ def parse_json(text: str, name: str) -> Any:
 
 
 def check_form(value: Any, form: Any, name: str) -> Any:
-    """The value. Raises Damaged with the first faults."""
+    """Return the value. Raises Damaged with the first faults."""
     if wrong := list(itertools.islice(faults(value, form), 5)):
         raise Damaged(f"{name}: {'; '.join(wrong)}")
     return value
 
 
 def read_json(path: Path, form: Any = OBJECT) -> Any:
-    """Read a JSON file whose content has this form. Raises Damaged."""
+    """Read a JSON file. Raises Damaged if its content does not have this form."""
     return check_form(parse_json(read_text(path), path.name), form, path.name)

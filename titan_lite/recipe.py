@@ -1,7 +1,7 @@
 """Check a recipe, or print it resolved, in a tenth of a second; and the help text of a run. Standard library only.
 
     python -m titan_lite.recipe RECIPE [--section.key value ...] [--print-config]
-    python -m titan_lite.recipe --world-size 8 RECIPE ...      # also what the number of ranks decides, tokenizer, data, LOG_RANK
+    python -m titan_lite.recipe --world-size 8 RECIPE ...      # also checks the layout of 8 ranks, tokenizer, data and LOG_RANK
 
 Exit code 0: the recipe can be read; 2: something in it or on the command line is wrong.
 """
@@ -29,38 +29,38 @@ RECIPE is a TOML file, such as train_configs/debug_model.toml. A key of it, in [
 
   --section.key value, --section.key=value     lists with commas: --parallelism.fsdp_keep_gathered norm,output
   --section.key, --no-section.key              true and false
-  --print-config                               print the resolved recipe, and where each value is from
-  --checkpoint.explain                         only say which step a run would load, and what has changed since
+  --print-config                               print the resolved recipe, with the origin of each value
+  --checkpoint.explain                         print which step a run would load, and what has changed since
   --help [SECTION]                             print this, or one section of it
 
-The command line counts more than the recipe, that more than the one it extends, and that more than the defaults.
+The command line overrides the recipe, which overrides the recipe it extends, which overrides the defaults.
 
   CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --training.steps 100 --compile.enable
   NGPU=4 ./run_train.sh --help checkpoint
 
-Beside training, each with its own --help: python -m titan_lite.plan, what will it cost? titan_lite.verify, is a layout right?
-titan_lite.report, runs as a page; titan_lite.data.prepare, documents as tokens; titan_lite.convert, weights in and out;
-titan_lite.generate, what the model learned.
+Other programs, each with its own --help: python -m titan_lite.plan predicts time and memory; titan_lite.verify compares a layout
+with one process; titan_lite.report makes a page of runs; titan_lite.data.prepare tokenizes documents; titan_lite.convert converts
+weights; titan_lite.generate continues a text.
 
 Environment of ./run_train.sh (its head says more): CONFIG_FILE; NGPU, processes on this node; NNODES and RDZV_ENDPOINT, more
 nodes; MAX_RESTARTS after a failure. Of any run: LOG_RANK, the ranks that print, such as 0,3.
 
-Exit codes: 0 trained, 1 could not go on, 2 wrong recipe, option or data, 3 the same step failed again after a restart, 75 stopped
-by a signal and saved.
+Exit codes: 0 trained, 1 failed, 2 wrong recipe, option or data, 3 the same step failed again after a restart, 75 stopped by a
+signal and saved.
 """
 
 
-FLAGS = ("--print-config", "--checkpoint.explain")  # options that are no key
+FLAGS = ("--print-config", "--checkpoint.explain")  # options that are not keys
 
 
 def without_flags(arguments: Sequence[str]) -> list[str]:
-    """The options that are keys of the recipe."""
+    """Return the options that are keys of the recipe."""
     return [argument for argument in arguments if argument not in FLAGS]
 
 
 def help_text(arguments: Sequence[str] = ()) -> str:
-    """The usage of a run, and every key with its default, admitted values, unit and purpose; or the section that follows --help
-    in the arguments. Raises ConfigError where there is no such section."""
+    """Return the usage of a run and every key with its default, admitted values, unit and purpose, or only the section that
+    follows --help in the arguments. Raises ConfigError for an unknown section."""
     words = [word for flag in ("--help", "-h") if flag in arguments for word in arguments[arguments.index(flag) + 1 :][:1]]
     wanted = words[0].strip("[]") if words and not words[0].startswith("-") else ""
     if wanted and wanted not in SECTIONS:
@@ -77,7 +77,7 @@ def help_text(arguments: Sequence[str] = ()) -> str:
 
 
 def _help_line(key: str) -> str:
-    """--training.steps (default 1000; an integer at least 1; steps)"""
+    """Return a line such as --training.steps (default 1000; an integer at least 1; steps)."""
     field, unit = KEYS[key], KEYS[key].metadata["unit"]
     words = [f"default {in_toml(field.default)}"]
     if field.type not in (bool, str) or field.metadata["choices"]:
@@ -88,11 +88,11 @@ def _help_line(key: str) -> str:
 
 
 def _world_size(arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
-    """(number of ranks, 0 where it is not given; the recipe and its options)."""
+    """Return (number of ranks, or 0 if not given; the recipe and its options). Raises ConfigError."""
     if arguments[0] != "--world-size":
         return 0, arguments
     if len(arguments) < 3 or not re.fullmatch("[1-9][0-9]{0,8}", arguments[1]):
-        raise ConfigError(f"command line: {' '.join(arguments[:2])}: expected --world-size N RECIPE, with at least 1 rank")
+        raise ConfigError(f"command line: {' '.join(arguments[:2])}: use --world-size N RECIPE, with N at least 1")
     return int(arguments[1]), arguments[2:]
 
 
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str]) -> int:
             log_ranks(world_size)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        from titan_lite.inputs import check_inputs  # which needs packages that are there once ./run_train.sh has set them up
+        from titan_lite.inputs import check_inputs  # needs packages that ./run_train.sh installs
 
         check_inputs(config, make_layout(config, world_size))
     if "--print-config" in arguments:

@@ -1,4 +1,4 @@
-"""The shape of a recipe's model: its flavor's, and what keys of [model] say otherwise.
+"""Make the shape of a recipe's model: its flavor, changed by keys of [model].
 
 shape_of(Model(flavor="debug", n_layers=12))      # ModelConfig(dim=256, n_layers=12, ...)
 shape_words(Model(flavor="debug", n_layers=12))   # "debug with n_layers = 12 (not 6)"
@@ -11,19 +11,19 @@ from titan_lite.config import ConfigError, Mistakes, Model
 from titan_lite.config.toml import shown
 from titan_lite.models.shapes import FLAVORS, ModelConfig, RopeScaling
 
-_NEEDED = ("dim", "n_layers", "n_heads", "hidden_dim", "vocab_size")  # without a flavor; of the others ModelConfig knows defaults
+_NEEDED = ("dim", "n_layers", "n_heads", "hidden_dim", "vocab_size")  # without a flavor; the others have defaults in ModelConfig
 
 
 def shape_of(model: Model) -> ModelConfig:
-    """Raises ConfigError for a flavor that there is not, and for what is no model."""
+    """Return the shape of the model. Raises ConfigError for an unknown flavor or an impossible shape."""
     if model.flavor not in ("", *FLAVORS):
-        works = 'known flavors are {}, or "" where keys of [model] say all of the shape'
-        raise ConfigError(f"model.flavor = {shown(model.flavor)}: {works.format(', '.join(FLAVORS))}")
+        fix = 'use one of {}, or "" and give the shape by keys of [model]'
+        raise ConfigError(f"model.flavor = {shown(model.flavor)}: {fix.format(', '.join(FLAVORS))}")
     written = _written(model)
     if model.flavor:
         shape = dataclasses.replace(FLAVORS[model.flavor], **written)
     elif missing := [f"model.{name}" for name in _NEEDED if name not in written]:
-        raise ConfigError(f'model.flavor = "" leaves open {", ".join(missing)}; give them, or a flavor such as "debug"')
+        raise ConfigError(f'model.flavor = "" needs {", ".join(missing)}; set them, or use a flavor such as "debug"')
     else:
         shape = ModelConfig(**{"n_kv_heads": model.n_heads, **written})
     _check(model, shape)
@@ -31,7 +31,7 @@ def shape_of(model: Model) -> ModelConfig:
 
 
 def shape_words(model: Model) -> str:
-    """The flavor's name, and what is not as it has it."""
+    """Return the flavor's name and the values that differ from it."""
     flavor, written = FLAVORS.get(model.flavor), _written(model)
     words = []
     for name, value in written.items():
@@ -46,7 +46,7 @@ def _short(value: Any) -> str:
 
 
 def _written(model: Model) -> dict[str, Any]:
-    """The fields of ModelConfig that keys of [model] say."""
+    """Return the fields of ModelConfig that keys of [model] set."""
     names = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in ("tied_embeddings", "rope_scaling")]
     written = {name: value for name in names if (value := getattr(model, name))}
     if model.tied_embeddings != "flavor":
@@ -58,20 +58,20 @@ def _written(model: Model) -> dict[str, Any]:
 
 
 def _check(model: Model, shape: ModelConfig) -> None:
-    """Raises ConfigError for sizes that do not fit each other."""
+    """Raise ConfigError for sizes that do not fit each other."""
 
-    def said(name: str) -> str:
+    def value(name: str) -> str:
         return (
             f"model.{name} = {getattr(shape, name)}" if getattr(model, name) else f"{name} = {getattr(shape, name)} of the flavor"
         )
 
     mistakes, heads, pair = Mistakes(), shape.n_heads, 2 * shape.n_heads
     if heads % shape.n_kv_heads:
-        works = " or ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
-        why = f"{said('n_heads')} is not a multiple of {said('n_kv_heads')}"
-        mistakes.append(f"{why}, and key/value heads are shared evenly; model.n_kv_heads = {works} would work")
+        fix = " or ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
+        why = f"{value('n_heads')} is not a multiple of {value('n_kv_heads')}"
+        mistakes.append(f"{why}, and key/value heads are shared evenly; use model.n_kv_heads = {fix}")
     if shape.dim % pair:
-        works = " or ".join(map(str, sorted({max(pair, shape.dim // pair * pair), -(-shape.dim // pair) * pair})))
-        why = f"{said('dim')} is not a multiple of 2 x {said('n_heads')}, and a head's dimensions rotate in pairs"
-        mistakes.append(f"{why}; model.dim = {works} would work")
+        fix = " or ".join(map(str, sorted({max(pair, shape.dim // pair * pair), -(-shape.dim // pair) * pair})))
+        why = f"{value('dim')} is not a multiple of 2 x {value('n_heads')}, and a head's dimensions rotate in pairs"
+        mistakes.append(f"{why}; use model.dim = {fix}")
     mistakes.refuse()

@@ -1,11 +1,11 @@
-"""The entry point: environment -> config -> Trainer(config).train().
+"""Train a recipe: check the environment, load the config, run Trainer(config).train().
 
     torchrun --nproc-per-node 8 -m titan_lite.train train_configs/llama3_8b.toml --training.steps 100
     python -m titan_lite.train train_configs/debug_model.toml             # one process, without torchrun
 
-Exit code 0: trained; 1: the run could not go on; 2: something in the recipe, the command line or the data is wrong; 3: the same
-step failed again after a restart; 75: stopped by a signal, and saved, to be started again. torchrun makes 1 of all but 0, the
-launcher of ./run_train.sh (launch.py) keeps them.
+Exit code 0: trained; 1: failed; 2: the recipe, the command line or the data is wrong; 3: the same step failed again after a
+restart; 75: stopped by a signal and saved, to be started again. torchrun turns all but 0 into 1; the launcher of ./run_train.sh
+(launch.py) keeps them.
 """
 
 import os
@@ -24,7 +24,7 @@ from titan_lite.logging import events, init_logging, logger
 
 
 def main(arguments: list[str], observe: Any = None) -> int:
-    """observe: as in Trainer."""
+    """Run the command line, and return the exit code. observe: as in Trainer."""
     try:
         if not arguments or {"--help", "-h", "--print-config"} & set(arguments):
             return recipe.main(arguments) if number("RANK", 0) == 0 else 0
@@ -37,7 +37,7 @@ def main(arguments: list[str], observe: Any = None) -> int:
 
 
 def explain(config: Config) -> int:
-    """Print what a resume would load; only on the first of the processes that a launcher starts."""
+    """Print what a resume would load, on the first rank only."""
     if number("RANK", 0) == 0:
         from titan_lite.check import explain_resume
 
@@ -50,7 +50,7 @@ def train(config: Config, observe: Any = None) -> int:
     signals.listen(starting=True)
     rank, world_size = check_environment()
     init_logging(rank, world_size, all_warnings=config.metrics.show_all_warnings)
-    make_layout(config, world_size)  # which needs no torch: what is wrong so far is told at once
+    make_layout(config, world_size)  # finds mistakes before torch is imported
     events.keep(Path(config.job.dump_folder), rank)
     try:
         Restarts(Path(config.job.dump_folder)).check()
@@ -68,24 +68,24 @@ def train(config: Config, observe: Any = None) -> int:
         if not isinstance(error, ConfigError):
             decided(f"{type(error).__name__}: {error}", signals.FAILED)
         raise
-    # Only now: after a failure the other ranks are in the middle of something, and would be waited for.
+    # Not after a failure, since this would wait for the other ranks.
     close_process_group()
     return 0 if trained else signals.STOPPED
 
 
 def report(error: Exception, code: int) -> int:
-    """One line: what is wrong before ranks talk to each other is the same on all of a node, and later may be one rank's own."""
+    """Print the error in one line, on one rank of a node if all have the same error, and return the exit code."""
     everywhere = getattr(error, "everywhere", False)
     place = f"[rank {os.environ['RANK']}] " if process_group_is_up() and not everywhere else ""
     first = os.environ.get("RANK" if everywhere else "LOCAL_RANK", "0") == "0"
-    if place or first or str(error).startswith("environment:"):  # whose ranks cannot be told
+    if place or first or str(error).startswith("environment:"):  # with a wrong environment the rank is unknown
         print(f"error: {place}{error}", file=sys.stderr, flush=True)
     decided(str(error), code)
     return code
 
 
 def decided(why: str, code: int) -> None:
-    """The exit code is decided; ranks that have come so far that they would wait for this one learn why."""
+    """Fix the exit code, and tell it to ranks that wait for this one."""
     signals.settle()
     if "titan_lite.trainer" in sys.modules:
         from titan_lite.faults.meeting import refuse

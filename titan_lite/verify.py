@@ -1,15 +1,15 @@
-"""Does a parallel run compute the right thing? A recipe's layout, small, on CPU processes, against one process.
+"""Verify that a parallel layout computes the same as one process: run a small twin of a recipe on CPU processes and compare.
 
     python -m titan_lite.verify RECIPE [--layouts LAYOUT ...] [--steps N] [--section.key value ...]
 
     LAYOUT: recipe (default), all, or degrees such as dp_shard=2,tp=2
 
-The *twin* of a recipe keeps what decides whether a layout is right: kinds of parallelism, schedule, activation checkpointing,
-the passes of the compile stage, communication, tied weights, RoPE scaling. It shrinks what does not: the model to the debug
-flavor, degrees to 2 or a little more, the batch to a few short sequences; layers are split evenly, and graphs run as they are
-traced, without Inductor. It is trained in float32 on the standard library's text, and so is the same model in one eager process
-without checkpointing, with the same seed and data. Compared are the losses of all steps and of validation, every gradient of
-the first step, and what every module gave in its forward.
+The *twin* of a recipe keeps what decides whether a layout is correct: kinds of parallelism, schedule, activation checkpointing,
+compiler passes, communication, tied weights, RoPE scaling. It shrinks the rest: the model to the debug flavor, degrees to 2 or a
+little more, the batch to a few short sequences; layers are split evenly, and graphs run as traced, without Inductor. The twin is
+trained in float32 on the standard library's text, and the same model is trained with the same seed and data in one eager process
+without checkpointing. The comparison covers the losses of all steps and of validation, every gradient of the first step, and the
+output of every module in its forward.
 
 Exit code 0: all layouts agree; 1: one does not; 2: wrong recipe or command line.
 """
@@ -49,10 +49,10 @@ from titan_lite.trainer import Trainer
 
 TOKENIZER = Path(__file__).parents[1] / "assets/tokenizer/debug.model"
 MOST_PROCESSES = 8
-LAYERS = 4  # of a twin, or more where its stages need them
+LAYERS = 4  # in a twin, or more if its stages need them
 ROWS, SEQ_LEN = 16, 32  # sequences and tokens of one step, on every layout
-LOSS_TOLERANCE = 1e-4  # relative, over all steps: rounding grows with training
-GRADIENT_TOLERANCE = 1e-4  # norm of the difference relative to the norm, of one parameter
+LOSS_TOLERANCE = 1e-4  # relative, over all steps, since rounding grows with training
+GRADIENT_TOLERANCE = 1e-4  # norm of the difference relative to the norm, for each parameter
 ACTIVATION_TOLERANCE = 1e-4  # of a module's sum of squares, relative
 Degrees = dict[str, int]  # by axis
 Prepare = Callable[[Trainer], None]
@@ -60,22 +60,22 @@ Prepare = Callable[[Trainer], None]
 
 @dataclass
 class Observed:
-    """Values of one run. losses: {(rank, step): (loss, gradient norm)}; activations: {FQN: (numbers, sum, sum of squares)}."""
+    """Values of one run."""
 
-    losses: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
-    validation: dict[int, float] = field(default_factory=dict)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    activations: dict[str, Tensor] = field(default_factory=dict)
+    losses: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)  # (rank, step): (loss, gradient norm)
+    validation: dict[int, float] = field(default_factory=dict)  # step: loss
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # by FQN
+    activations: dict[str, Tensor] = field(default_factory=dict)  # FQN: (number of elements, sum, sum of squares)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """loss, gradient: largest relative differences, the latter of `parameter`; module: the first that diverges."""
+    """Largest differences between two runs."""
 
-    loss: float
-    gradient: float
+    loss: float  # relative
+    gradient: float  # relative, of `parameter`
     parameter: str
-    module: str
+    module: str  # the first that diverges, or ""
 
     @property
     def agrees(self) -> bool:
@@ -83,13 +83,13 @@ class Comparison:
 
 
 def layout_of(config: Config) -> Degrees:
-    """The degrees of a recipe's twin: 2 for every kind it has, then data and context parallelism doubled while they are larger in
-    the recipe and MOST_PROCESSES are enough."""
+    """Return the degrees of a recipe's twin: 2 for each kind in the recipe, then data and context parallelism doubled as long as
+    the recipe has more and MOST_PROCESSES are enough."""
     wanted = {axis: getattr(config.parallelism, key) for axis, key in DEGREES.items()}
     if wanted["dp_shard"] == -1:
-        wanted["dp_shard"] = 4  # whatever the machine will have
+        wanted["dp_shard"] = 4  # for any number of GPUs
     layout = {axis: min(2, degree) for axis, degree in wanted.items()}
-    if config.parallelism.pipeline_parallel_schedule_csv:  # is for one degree only
+    if config.parallelism.pipeline_parallel_schedule_csv:  # has a fixed degree
         layout["pp"] = wanted["pp"]
     while True:
         largest = max(AXES, key=lambda axis: 0 if axis in ("pp", "tp") else wanted[axis] / layout[axis])
@@ -99,7 +99,7 @@ def layout_of(config: Config) -> Degrees:
 
 
 def every_layout() -> list[Degrees]:
-    """Every composition of degrees 1 and 2 that needs 2 to MOST_PROCESSES processes, small ones first."""
+    """Return all combinations of degrees 1 and 2 for 2 to MOST_PROCESSES processes, small ones first."""
     layouts = [dict(zip(AXES, degrees, strict=True)) for degrees in itertools.product((1, 2), repeat=len(AXES))]
     return sorted(
         (layout for layout in layouts if 1 < math.prod(layout.values()) <= MOST_PROCESSES),
@@ -108,13 +108,13 @@ def every_layout() -> list[Degrees]:
 
 
 def parse_layout(text: str) -> Degrees:
-    """ "dp_shard=2,tp=2" -> degrees of all axes. Raises ConfigError."""
+    """Parse "dp_shard=2,tp=2" into the degrees of all axes. Raises ConfigError."""
     layout = dict.fromkeys(AXES, 1)
     for part in text.split(","):
         axis, _, degree = part.partition("=")
         if axis not in AXES or not (degree.isascii() and degree.isdigit() and int(degree) > 0):
             raise ConfigError(
-                f"--layouts {text}: '{part}' is no degree; write recipe, all, or degrees of "
+                f"--layouts {text}: '{part}' is not a degree; use recipe, all, or degrees of "
                 f"{', '.join(AXES)} such as dp_shard=2,tp=2"
             )
         layout[axis] = int(degree)
@@ -126,7 +126,7 @@ def name_of(layout: Degrees) -> str:
 
 
 def twin_model(flavor: ModelConfig, stages: int) -> ModelConfig:
-    """The debug flavor with what of `flavor` is a kind and not a size, and layers for `stages` stages."""
+    """Return the debug flavor with the properties of `flavor` that are not sizes, and layers for `stages` stages."""
     return dataclasses.replace(
         FLAVORS["debug"],
         n_layers=max(LAYERS, stages),
@@ -137,7 +137,7 @@ def twin_model(flavor: ModelConfig, stages: int) -> ModelConfig:
 
 
 def twin(config: Config, layout: Degrees, steps: int) -> Config:
-    """`config`, small, on `layout`."""
+    """Return a small version of `config` on `layout`."""
     dp = layout["dp_replicate"] * layout["dp_shard"]
     shard = config.parallelism.data_parallel_shard_degree
     own_dp = config.parallelism.data_parallel_replicate_degree * shard if shard != -1 else dp
@@ -147,7 +147,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
     changes: dict[str, Any] = {"pipeline_parallel_split_points": ()}
     if layout["pp"] == 1:
         changes = {f.name: f.default for f in dataclasses.fields(Parallelism) if f.name.startswith("pipeline_parallel_")}
-    elif config.parallelism.pipeline_parallel_schedule_csv:  # and for one number of microbatches
+    elif config.parallelism.pipeline_parallel_schedule_csv:  # has a fixed number of microbatches
         changes["pipeline_parallel_microbatch_size"] = 1
         local = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
     else:
@@ -155,7 +155,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
         if config.parallelism.pipeline_parallel_degree == 1:
             changes["pipeline_parallel_first_stage_less_layers"] = changes["pipeline_parallel_last_stage_less_layers"] = 0
     if config.compile.compiles("model") and config.compile.bucketing not in ("none", "block"):
-        changes["fsdp_communication"] = "microbatch"  # else there would be nothing to bucket
+        changes["fsdp_communication"] = "microbatch"  # with "step" there is nothing to bucket
     changes["fsdp_keep_gathered"] = tuple(dict.fromkeys(kept))
     changes.update({DEGREES[axis]: degree for axis, degree in layout.items()})
     return dataclasses.replace(
@@ -185,7 +185,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
 
 
 def _compile_of_twin(stage: Compile) -> Compile:
-    """By the same passes, with the twin's names; what is measured is priced, since a twin's times are not the model's."""
+    """Return [compile] with the same passes and the twin's names; "measured" becomes "greedy", since a twin's times differ."""
     return dataclasses.replace(
         stage,
         backend="aot_eager",
@@ -195,18 +195,18 @@ def _compile_of_twin(stage: Compile) -> Compile:
 
 
 def _of_twin(fqn: str) -> str:
-    """A layer that the twin does not have is its last one."""
+    """Return an FQN of the twin; a layer that it does not have becomes its last one."""
     return re.sub(r"(?<=^layers\.)\d+", lambda layer: str(min(int(layer[0]), LAYERS - 1)), fqn)
 
 
 def reference(config: Config) -> Config:
-    """A twin's own oracle: the same batches in one eager process that keeps everything."""
+    """Return the reference for a twin: the same batches in one eager process without checkpointing."""
     plain = Parallelism(data_parallel_shard_degree=1)
     return dataclasses.replace(config, parallelism=plain, compile=Compile(), activation_checkpoint=ActivationCheckpoint())
 
 
 def run(config: Config, model: ModelConfig, *, prepare: Prepare | None = None) -> Observed:
-    """Train `config` on as many new CPU processes as it needs. prepare: called on each with its Trainer, before training."""
+    """Train `config` in new CPU processes, and return the values. prepare: called in each with its Trainer, before training."""
     processes = math.prod(getattr(config.parallelism, key) for key in DEGREES.values())
     with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -237,7 +237,7 @@ def _process(rank: int, processes: int, port: int, config: Config, model: ModelC
         MASTER_PORT=str(port),
         NO_COLOR="1",
     )
-    # of a whole gradient put together from two axes, which only this program does
+    # a warning about gathering a full gradient over two axes, which only this program does
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     recorder = _Recorder(prepare)
     Trainer(config, model=model, observe=recorder).train()
@@ -247,14 +247,14 @@ def _process(rank: int, processes: int, port: int, config: Config, model: ModelC
 
 
 class _Recorder:
-    """Observes a trainer: losses of every step; of the first one gradients and, in eager mode, what modules give."""
+    """An observer of a trainer that keeps the losses of every step, and the gradients and module outputs of the first."""
 
     def __init__(self, prepare: Prepare | None):
         self.prepare, self.observed, self.hooks = prepare, Observed(), list[Any]()
 
     def __call__(self, moment: str, trainer: Trainer) -> None:
         if moment == "built":
-            # A twin's sequences are shorter than documents: each full stop begins one, as far as training.mask_documents goes.
+            # A twin's sequences are shorter than documents; for training.mask_documents each full stop begins a document.
             trainer.document_begin = trainer.tokenizer.encode(".")[0]
             if self.prepare is not None:
                 self.prepare(trainer)
@@ -279,7 +279,7 @@ class _Recorder:
 def _summing(fqn: str, result: Observed) -> Callable:
     def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
         if torch._C._current_graph_task_id() != -1:
-            return  # activation checkpointing computes it again
+            return  # recomputed by activation checkpointing
         numbers = output.detach().double()
         sums = torch.stack((torch.tensor(float(numbers.numel())), numbers.sum(), numbers.square().sum()))
         result.activations[fqn] = result.activations.get(fqn, torch.zeros(3, dtype=torch.float64)) + sums
@@ -292,7 +292,7 @@ def compare(found: Observed, expected: Observed) -> Comparison:
         difference = abs(one - other) / max(abs(other), 1e-30)
         return difference if math.isfinite(difference) else math.inf
 
-    # on every rank, not only on one that has the last pipeline stage
+    # on every rank, not only on those of the last pipeline stage
     ranks = {rank for rank, _ in found.losses}
     losses = [
         apart(mine, value)
@@ -321,8 +321,8 @@ def _diverges(found: Tensor | None, expected: Tensor) -> bool:
 
 
 def verify(config: Config, layouts: Sequence[Degrees], *, steps: int = 5, prepare: Prepare | None = None) -> bool:
-    """Print a line a layout; whether all agree. Raises ConfigError where the only layout cannot be run."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before any process asks
+    """Print a line for each layout, and return whether all agree. Raises ConfigError if the only layout is impossible."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before CUDA is initialized
     flavor = shape_of(config.model)
     print(
         f"twin of {shape_words(config.model)}: {twin_model(flavor, 1).n_layers} layers or more, dim {FLAVORS['debug'].dim}, "
@@ -364,7 +364,7 @@ def verify(config: Config, layouts: Sequence[Degrees], *, steps: int = 5, prepar
 
 
 def _enough_layers(config: Config, flavor: ModelConfig, processes: int) -> ModelConfig:
-    """The twin's model with as few layers as its stages need. Raises ConfigError where the layout is wrong in other ways."""
+    """Return the twin's model with the fewest layers for its stages. Raises ConfigError if the layout has another mistake."""
     for layers in range(LAYERS, most := 4 * processes + 8):
         model = twin_model(flavor, layers)
         try:
@@ -378,7 +378,7 @@ def _enough_layers(config: Config, flavor: ModelConfig, processes: int) -> Model
 
 def at_least_one(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text}: expected an integer at least 1, such as 5")
+        raise argparse.ArgumentTypeError(f"{text}: use an integer at least 1, such as 5")
     return int(text)
 
 

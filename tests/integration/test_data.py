@@ -58,7 +58,7 @@ def test_what_ends_a_run_before_its_first_step_is_named_and_listed(tmp_path):
     more += [*NO_VALIDATION, "--data.on_bad_document", "skip"]
     result = train(1, DEBUG, tmp_path / "out", *OPTIONS, *more)
     assert re.search(
-        r"error: \[rank 0\] source 1: \d+ documents in a row.* are bad, such as .*bad.jsonl, line \d: not JSON", result.stdout
+        r"error: \[rank 0\] source 1: \d+ consecutive documents.* are bad, such as .*bad.jsonl, line \d: not JSON", result.stdout
     )
     listed = {json.loads(line)["place"] for line in (tmp_path / "out/bad_documents.jsonl").read_text().splitlines()}
     assert listed == {f"line {number}" for number in range(1, 10)}

@@ -62,13 +62,13 @@ def refused(ranks, folder, *arguments):
     assert [code for code, _, _ in found] == [1] * ranks
     (line,) = [line for _, lines, _ in found for line in lines]
     assert sorted(path.name for path in (folder / "checkpoint").iterdir()) == ["lock", "step-2"]
-    assert f"so nothing was saved at this step; started again, by hand or by the launcher, the run goes on from {folder}" in line
+    assert f"so nothing was saved at this step; started again, by hand or by the launcher, the run resumes from {folder}" in line
     return re.sub(r" \([\w.-]+\)", "", line), found[0][2]
 
 
 def test_a_rank_with_other_weights_is_told_before_the_save_and_the_run_goes_on_from_the_step_before(tmp_path):
     line, logged = refused(2, tmp_path, [*OPTIONS, *PURE_DDP], noise)
-    assert re.match(r"error: step 4: ranks 0 and 1 hold different copies of tok_embeddings.weight and \d+ others, and ", line)
+    assert re.match(r"error: step 4: ranks 0 and 1 have different copies of tok_embeddings.weight and \d+ others, and ", line)
     assert line.endswith("checkpoint/step-2")
     assert logged == ["1", "2", "3", "4"]
     again = train(2, DEBUG, tmp_path, *OPTIONS, *PURE_DDP)
@@ -78,7 +78,7 @@ def test_a_rank_with_other_weights_is_told_before_the_save_and_the_run_goes_on_f
 
 def test_a_bit_of_a_norm_under_tensor_parallelism_is_seen_every_so_many_steps(tmp_path):
     line, logged = refused(2, tmp_path, [*OPTIONS, *TENSOR, "--training.compare_copies_freq=3"], a_bit_of_a_norm)
-    assert line.startswith("error: step 3: ranks 0 and 1 hold different copies of layers.1.ffn_norm.weight, and which is right")
+    assert line.startswith("error: step 3: ranks 0 and 1 have different copies of layers.1.ffn_norm.weight, and which is right")
     assert logged == ["1", "2"]
 
 
@@ -91,8 +91,8 @@ def test_a_row_that_no_token_uses_is_seen_when_it_is_not_finite(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (noise, r"ranks 1 and 3 hold different copies of tok_embeddings.weight and \d+ others"),
-        (a_moment, r"ranks 1 and 3 hold different copies of output.weight and 1 other"),  # the weight follows
+        (noise, r"ranks 1 and 3 have different copies of tok_embeddings.weight and \d+ others"),
+        (a_moment, r"ranks 1 and 3 have different copies of output.weight and 1 other"),  # the weight follows
         (a_counter, r"rank 3 differs from the other copies of norm.weight and 1 other"),  # all four have the counter
     ],
 )

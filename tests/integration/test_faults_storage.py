@@ -102,7 +102,7 @@ def test_a_folder_that_may_not_be_written(tmp_path, world_of_one):
             save(steps_of, 2, tensors)
         assert steps_of.verified_step() == 1
         with pytest.raises(
-            ConfigError, match=r"checkpoint.folder = .*checkpoint/lock: Read-only file system; a folder that can be"
+            ConfigError, match=r"checkpoint.folder = .*checkpoint/lock: Read-only file system; use a job.dump_folder"
         ):
             steps_of.lock()
 
@@ -124,7 +124,7 @@ def test_a_run_goes_on_from_the_step_before_an_altered_one_as_if_it_had_not_been
     flip(tmp_path / "checkpoint/step-4" / file)
     again = trained(tmp_path, *steps(4))
     assert again.returncode == 0
-    assert re.search(rf"step-4 is not loaded: {file} (was altered|is no JSON): .*; set aside as invalid-step-4", again.stdout)
+    assert re.search(rf"step-4 is not loaded: {file} (was altered|is not JSON): .*; set aside as invalid-step-4", again.stdout)
     assert "step-2" in re.search(r"resumed from (\S+)", again.stdout)[1]
     found = read_metrics(tmp_path / "metrics.jsonl")
     for step in (3, 4):
@@ -186,7 +186,7 @@ def test_a_run_that_is_done_and_has_the_model_alone_has_nothing_to_do(tmp_path):
     assert "nothing to do: step 6 is done" in again.stdout
     longer = trained(tmp_path, *options, *steps(8))
     assert longer.returncode == 2
-    assert "the step has the model alone" in longer.stdout
+    assert "the step has only the model" in longer.stdout
 
 
 HOLDER = (

@@ -49,7 +49,7 @@ def test_it_is_made_again_with_one_line_and_the_run_ends_well(more, tmp_path):
     out = tmp_path / "out"
     ((code, said),) = run_ranks(1, meanwhile, tmp_path, rm_rf, [*OPTIONS, *more], init=False)
     assert code == 0
-    assert said.count(f"files of this run were removed from {out} while it goes on") == 1
+    assert said.count(f"files of this run were removed from {out} during the run") == 1
     assert not re.search("Traceback|error|LOST|no loss curve", said)
     assert re.search(r"done: step 8, .*; loss \d", said)
     assert [*read_metrics(out / "metrics.jsonl")] == [6, 8]
@@ -77,7 +77,7 @@ def test_a_run_that_has_taken_it_since_is_left_alone(tmp_path):
     assert re.match(
         r'error: checkpoint.folder = "checkpoint": \S+/out/checkpoint was removed while this run wrote to it, and ', line
     )
-    assert "is by now that of process 7 on x; this run ends, and leaves it alone; name another job.dump_folder" in line
+    assert "now belongs to process 7 on x; this run ends and writes nothing more; use another job.dump_folder" in line
     assert not any("Traceback" in said for _, said in found)
     out = tmp_path / "out"
     assert [str(path.relative_to(out)) for path in sorted(out.rglob("*"))] == ["checkpoint", "checkpoint/lock"]

@@ -200,9 +200,9 @@ def test_explain_says_what_would_be_loaded_and_what_differs_and_starts_nothing(u
     loaded, position, *lines = longer.stdout.splitlines()
     whole = "if every byte of its tensors is as it was saved"
     assert loaded == f"{folder}/checkpoint/step-6 is loaded, the newest of 2, 4, 6, {whole}"
-    assert re.match(r"step 6, 1,536 tokens seen: 48 sequences of 8 streams, which stand in", position)
+    assert re.match(r"step 6, 1,536 tokens seen: 48 sequences of 8 streams, which are at", position)
     assert [line for line in lines if "git revision" not in line] == [  # somebody may work on the checkout meanwhile
-        "training changes: the learning rate of step 7 is 2.00e-03, where it would have been 1.70e-03",
+        "training changes: the learning rate of step 7 is 2.00e-03 instead of 1.70e-03",
         "  lr_scheduler.total_steps = 24, was 12",
         "  steps of the schedule (lr_scheduler.total_steps): 24, was 12",
         "numbers change by rounding",
@@ -284,4 +284,4 @@ def test_another_global_batch_goes_on_at_the_next_window(uninterrupted, at_step_
     assert found[3] + found[4] == uninterrupted[1][3]
     assert found[5] + found[6] == sum(map(Counter, (uninterrupted[1][step] for step in (4, 5, 6))), Counter())
     explanation = explained(*script(at_step_2, *OPTIONS, *steps(8, schedule=12)), NGPU=2)
-    assert "step 7 has 8 sequences, where it would have had 12, from the next one on" in explanation.stdout
+    assert "step 7 has 8 sequences instead of 12" in explanation.stdout

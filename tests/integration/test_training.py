@@ -247,11 +247,11 @@ def test_a_wrong_recipe_ends_before_anything_starts(options, message, tmp_path):
 
 
 WRONG_FOR_THIS_RUN = [
-    (["--model.flavor", "7B"], r'model.flavor = "7B": known flavors are debug, 1B'),
+    (["--model.flavor", "7B"], r'model.flavor = "7B": use one of debug, 1B'),
     (["--training.seq_len", "200000"], r"training.seq_len = 200000 .* at most 131072 works"),
     (["--model.tokenizer_path", "nowhere.model"], r"model.tokenizer_path = .*nowhere.model.* cannot be read"),
     (["--data.dataset", "local", "--data.path", "nowhere/*.txt"], r"data.path = .*nowhere.* no file matches"),
-    (["--training.global_batch_size", "7"], r"global_batch_size = 7 is not a multiple .* 6 or 8 would work"),
+    (["--training.global_batch_size", "7"], r"global_batch_size = 7 is not a multiple .* use 6 or 8"),
     (["--parallelism.data_parallel_shard_degree", "4"], r"data_parallel_shard_degree = 4: .* need 4 ranks, but 1 are"),
     (
         ["--parallelism.tensor_parallel_degree", "2"],

@@ -96,15 +96,18 @@ def exit_code(arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([DEBUG, "--layouts", "dp=2"], r"--layouts dp=2: 'dp=2' is no degree; write recipe, all, or degrees of pp, dp_replicate"),
-        ([DEBUG, "--layouts", "tp=two"], r"'tp=two' is no degree"),
-        ([DEBUG, "--layouts", "tp=0"], r"'tp=0' is no degree"),
+        (
+            [DEBUG, "--layouts", "dp=2"],
+            r"--layouts dp=2: 'dp=2' is not a degree; use recipe, all, or degrees of pp, dp_replicate",
+        ),
+        ([DEBUG, "--layouts", "tp=two"], r"'tp=two' is not a degree"),
+        ([DEBUG, "--layouts", "tp=0"], r"'tp=0' is not a degree"),
         ([DEBUG, "--layouts"], r"argument --layouts: expected at least one argument"),
         ([DEBUG, "--steps", "none"], r"argument --steps: none: expected an integer at least 1"),
         ([DEBUG, "--steps"], r"argument --steps: expected one argument"),
         ([DEBUG, "--layouts=tp=3"], r"tensor_parallel_degree = 3 does not divide the 8 attention heads"),
         ([DEBUG, "--training.stepz=3"], r"unknown option --training.stepz=3; did you mean"),
-        ([DEBUG, "--model.flavor=7B"], r'model.flavor = "7B": known flavors are debug'),
+        ([DEBUG, "--model.flavor=7B"], r'model.flavor = "7B": use one of debug'),
         (["nowhere.toml"], r"nowhere.toml: no such recipe"),
     ],
 )

@@ -91,9 +91,9 @@ WRONG = {
         "seq_len=248",
     ),
     "global batch by data-parallel degree": Wrong(
-        4, "batch=4 global=24", ("global_batch_size = 24", "4 x 4 = 16", "16 or 32 would work"), "global=32"
+        4, "batch=4 global=24", ("global_batch_size = 24", "4 x 4 = 16", "use 16 or 32"), "global=32"
     ),
-    "global batch smaller than one round": Wrong(8, "batch=2 global=8", ("2 x 8 = 16; 16 would work",), "global=16"),
+    "global batch smaller than one round": Wrong(8, "batch=2 global=8", ("2 x 8 = 16; use 16",), "global=16"),
     "batch by microbatches": Wrong(
         2,
         "pp=2 batch=4 microbatch=3",

@@ -63,21 +63,21 @@ def test_one_that_lacks_some_is_told_which(environment):
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("RANK", "abc", "expected a number"),
-        ("RANK", "-1", "expected a number"),
+        ("RANK", "abc", "expected an integer"),
+        ("RANK", "-1", "expected an integer"),
         ("RANK", "4", "expected less than WORLD_SIZE=4"),
-        ("RANK", "³", "expected a number"),
-        ("WORLD_SIZE", "2.0", "expected a number"),
-        ("WORLD_SIZE", "9" * 5000, "expected a number"),
+        ("RANK", "³", "expected an integer"),
+        ("WORLD_SIZE", "2.0", "expected an integer"),
+        ("WORLD_SIZE", "9" * 5000, "expected an integer"),
         ("LOCAL_RANK", "2", "LOCAL_WORLD_SIZE=2"),
         ("LOCAL_WORLD_SIZE", "8", "at most WORLD_SIZE=4"),
-        ("MASTER_PORT", "http", "expected a number"),
+        ("MASTER_PORT", "http", "expected an integer"),
         ("MASTER_PORT", "65536", "expected a port"),
-        ("TORCHELASTIC_RESTART_COUNT", "once", "expected a number"),
-        ("TORCHELASTIC_MAX_RESTARTS", "x", "expected a number"),
-        ("LOG_RANK", "7", "expected ranks below 4"),
-        ("LOG_RANK", "³", "expected ranks below 4"),
-        ("LOG_RANK", "9" * 5000, "expected ranks below 4"),
+        ("TORCHELASTIC_RESTART_COUNT", "once", "expected an integer"),
+        ("TORCHELASTIC_MAX_RESTARTS", "x", "expected an integer"),
+        ("LOG_RANK", "7", "use ranks below 4"),
+        ("LOG_RANK", "³", "use ranks below 4"),
+        ("LOG_RANK", "9" * 5000, "use ranks below 4"),
     ],
 )
 def test_a_wrong_one_is_named_with_its_value(name, value, why, environment):
@@ -93,7 +93,7 @@ def test_one_that_alone_counts(environment):
     environment(WORLD_SIZE="8")
     assert (number("WORLD_SIZE", 1), number("RANK", 0)) == (8, 0)
     environment(RANK="abc")
-    with pytest.raises(ConfigError, match="RANK=abc: expected a number"):
+    with pytest.raises(ConfigError, match="RANK=abc: expected an integer"):
         number("RANK", 0)
 
 

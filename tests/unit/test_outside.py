@@ -56,18 +56,18 @@ examples = pytest.mark.parametrize("examples", [40, pytest.param(600, marks=pyte
 @pytest.mark.parametrize(
     ("text", "form", "words"),
     [
-        ("[", WORD, "a.json is no JSON: Expecting value"),
-        ("[" * 100_000, WORD, "a.json is no JSON: |a.json is nested deeper than 16"),
+        ("[", WORD, "a.json is not JSON: Expecting value"),
+        ("[" * 100_000, WORD, "a.json is not JSON: |a.json is nested deeper than 16"),
         (json.dumps(nested(17)), WORD, "a.json is nested deeper than 16 objects and lists"),
-        ("9" * 5000, COUNT, "a.json is no JSON: Exceeds the limit"),
-        ("-1", COUNT, r"a.json: the whole = -1, where a whole number from 0 to 2\*\*96 is what works"),
-        ("true", COUNT, "a.json: the whole = True, where a whole number"),
-        ("[1, NaN]", [COUNT], r"a.json: \[1\] = nan, where a whole number"),
-        ('{"a": {"b": []}}', {"a": {"b": WORD}}, r"a.json: a.b = \[\], where a string is what works"),
-        ("{}", {"a": WORD}, "a.json: a = None, where a string is what works"),
-        ('{"a": null}', {"a": optional(WORD)}, "a.json: a = None, where a string is what works"),
-        ('{"..": 1}', {FILE: COUNT}, r"a.json: the whole has '\.\.', where the name of a file in this folder is what works"),
-        (json.dumps({"x" * 9999: "y" * 9999}), {WORD: COUNT}, r"a.json: 'x+\.\.\.x+' = 'y+\.\.\.y+', where a whole number"),
+        ("9" * 5000, COUNT, "a.json is not JSON: Exceeds the limit"),
+        ("-1", COUNT, r"a.json: its content = -1: expected a whole number from 0 to 2\*\*96"),
+        ("true", COUNT, "a.json: its content = True: expected a whole number"),
+        ("[1, NaN]", [COUNT], r"a.json: \[1\] = nan: expected a whole number"),
+        ('{"a": {"b": []}}', {"a": {"b": WORD}}, r"a.json: a.b = \[\]: expected a string"),
+        ("{}", {"a": WORD}, "a.json: a = None: expected a string"),
+        ('{"a": null}', {"a": optional(WORD)}, "a.json: a = None: expected a string"),
+        ('{"..": 1}', {FILE: COUNT}, r"a.json: its content has '\.\.': expected the name of a file in this folder"),
+        (json.dumps({"x" * 9999: "y" * 9999}), {WORD: COUNT}, r"a.json: 'x+\.\.\.x+' = 'y+\.\.\.y+': expected a whole number"),
     ],
 )
 def test_json_of_another_form_is_one_line(text, form, words, tmp_path):
@@ -82,7 +82,7 @@ def test_what_has_the_form_is_read(tmp_path):
     path.write_text('{"a": null, "c": [1], "d": "x"}')
     found = read_json(path, {"a": maybe(WORD), "b": optional(WORD), "c": (COUNT, [COUNT]), WORD: WORD})
     assert found == {"a": None, "c": [1], "d": "x"}
-    with pytest.raises(Damaged, match="d = 'x', where a whole number"):
+    with pytest.raises(Damaged, match="d = 'x': expected a whole number"):
         check_form(found, {WORD: maybe((COUNT, [COUNT]))}, "found")
 
 
@@ -95,13 +95,13 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path):
         file.truncate(MOST + 1)
     (tmp_path / "latin").write_bytes(b'"\xe9"')
     for name, words in (
-        ("pipe", "pipe is no file"),
-        ("zero", "zero is no file"),
-        ("folder", "folder is no file"),
+        ("pipe", "pipe is not a file"),
+        ("zero", "zero is not a file"),
+        ("folder", "folder is not a file"),
         ("round", "round: Too many levels of symbolic links"),
         ("absent", "absent is missing"),
-        ("long", "long has more than 32 MiB, and is not read"),
-        ("latin", "latin is no UTF-8: 'utf-8' codec"),
+        ("long", "long is larger than 32 MiB"),
+        ("latin", "latin is not UTF-8: 'utf-8' codec"),
     ):
         with pytest.raises(Damaged, match=f"^{words}"):
             read_json(tmp_path / name)
@@ -153,23 +153,26 @@ def sealed_prepared(folder, change):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda d: d["splits"]["train"][0].update(documents=-5), r"splits.train\[0\].documents = -5, where a whole number"),
+        (lambda d: d["splits"]["train"][0].update(documents=-5), r"splits.train\[0\].documents = -5: expected a whole number"),
         (lambda d: d["splits"]["train"][0].update(documents=2**61), "train-00000 has 2,305,843,009,213,693,952 documents"),
-        (lambda d: d["splits"]["train"][0].update(documents="many"), r"documents = 'many', where a whole number"),
-        (lambda d: d["splits"]["train"][0].update(name="/etc/passwd"), r"name = '/etc/passwd', where the name of a file in"),
-        (lambda d: d["splits"]["train"][0].update(name="../x"), r"name = '\.\./x', where the name of a file in this folder"),
+        (lambda d: d["splits"]["train"][0].update(documents="many"), r"documents = 'many': expected a whole number"),
+        (lambda d: d["splits"]["train"][0].update(name="/etc/passwd"), r"name = '/etc/passwd': expected the name of a file in"),
+        (lambda d: d["splits"]["train"][0].update(name="../x"), r"name = '\.\./x': expected the name of a file in this folder"),
         (lambda d: d["splits"]["train"].append(d["splits"]["train"][0]), "train-00000 is listed twice"),
-        (lambda d: d["splits"]["train"].append(7), r"splits.train\[\d+\] = 7, where an object"),
-        (lambda d: d.update(splits=[]), r"splits = \[\], where an object"),
-        (lambda d: d["splits"].update(test=None), r"splits has 'test', where no other key is what works"),
-        (lambda d: d.update(dtype="object"), "dtype = 'object', where 'uint16' or 'uint32' is what works"),
+        (lambda d: d["splits"]["train"].append(7), r"splits.train\[\d+\] = 7: expected an object"),
+        (lambda d: d.update(splits=[]), r"splits = \[\]: expected an object"),
+        (lambda d: d["splits"].update(test=None), r"splits has 'test': expected no other key"),
+        (lambda d: d.update(dtype="object"), "dtype = 'object': expected 'uint16' or 'uint32'"),
         (lambda d: d.update(dtype="uint32"), "train-00000 has .* documents and .* tokens, and no files of such sizes"),
         (lambda d: d.update(vocab_size=2**29), "was made by another tokenizer"),
-        (lambda d: d.update(files=None), "files = None, where an object"),
-        (lambda d: d["files"].update({"../x": {"sha256": "0" * 64, "size": 1}}), r"files has '\.\./x', where the name of a file"),
-        (lambda d: next(iter(d["files"].values())).update(size="big"), "size = 'big', where a whole number"),
-        (lambda d: d.update(data={"validation_fraction": "x"}), "validation_fraction = 'x', where a number"),
-        (lambda d: d.update(bad=nested(14)), r"manifest.json: bad\[0\].file = None, where a string"),
+        (lambda d: d.update(files=None), "files = None: expected an object"),
+        (
+            lambda d: d["files"].update({"../x": {"sha256": "0" * 64, "size": 1}}),
+            r"files has '\.\./x': expected the name of a file",
+        ),
+        (lambda d: next(iter(d["files"].values())).update(size="big"), "size = 'big': expected a whole number"),
+        (lambda d: d.update(data={"validation_fraction": "x"}), "validation_fraction = 'x': expected a number"),
+        (lambda d: d.update(bad=nested(14)), r"manifest.json: bad\[0\].file = None: expected a string"),
         (lambda d: d.update(format=nested(10)), "manifest.json is in format "),
         (lambda d: d.update(other=nested(200)), "manifest.json is nested deeper than 16 objects and lists"),
     ],
@@ -186,7 +189,7 @@ def test_nested_json_needs_no_right_hash_to_be_one_line(prepared, tmp_path):
     folder = shutil.copytree(prepared, tmp_path / "copy")
     for levels in (400, 900, 100_000):
         (folder / manifest.NAME).write_text("[" * levels + "]" * levels)
-        with pytest.raises(ConfigError, match=r"manifest.json is (no JSON|nested deeper)"):
+        with pytest.raises(ConfigError, match=r"manifest.json is (not JSON|nested deeper)"):
             read_prepared(folder)
 
 
@@ -198,7 +201,7 @@ def test_documents_and_tokens_that_are_forged_are_one_line(number, prepared, tmp
     path.write_bytes(path.read_bytes()[:8] + struct.pack("<Q", number) + path.read_bytes()[16:])
     tokens = folder / "train-00000.tokens"
     tokens.write_bytes(b"\xff\xff" + tokens.read_bytes()[2:])
-    with pytest.raises(ConfigError, match=r"train-00000, document \d+: not one of this tokenizer"):
+    with pytest.raises(ConfigError, match=r"train-00000, document \d+: not of this tokenizer"):
         read_prepared(folder)
 
 
@@ -317,29 +320,41 @@ def read_step(folder):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda s: s["run"]["model"].update(dim="x"), "state.json: run.model: dim = 'x', where a whole number above 0"),
-        (lambda s: s["run"]["model"].update(n_heads=0), "state.json: run.model: n_heads = 0, where a whole number above 0"),
-        (lambda s: s["run"]["model"].update(n_heads=3), "3 heads, 1 of keys and values, in 8 dimensions: heads of an even size"),
-        (lambda s: s["run"]["model"].update(n_layers=10**6), "it is said to have 1,000,000 layers, and 21 tensors are there"),
+        (lambda s: s["run"]["model"].update(dim="x"), "state.json: run.model: dim = 'x': expected a whole number above 0"),
+        (lambda s: s["run"]["model"].update(n_heads=0), "state.json: run.model: n_heads = 0: expected a whole number above 0"),
+        (
+            lambda s: s["run"]["model"].update(n_heads=3),
+            "3 heads, 1 of keys and values, in 8 dimensions: heads must have an even size",
+        ),
+        (lambda s: s["run"]["model"].update(n_layers=10**6), "its shape has 1,000,000 layers, but it has 21 tensors"),
         (lambda s: s["run"]["model"].update(rope_scaling={"factor": 8.0, "x": 1}), "rope_scaling.low_freq_factor = None"),
-        (lambda s: s["run"]["model"].update(experts=8), "state.json: run.model: the whole has 'experts', where no other key"),
-        (lambda s: s.update(run=None), "state.json: run = None, where an object is what works"),
-        (lambda s: s.update(recipe=[]), r"state.json: recipe = \[\], where an object is what works"),
+        (
+            lambda s: s["run"]["model"].update(experts=8),
+            "state.json: run.model: its content has 'experts': expected no other key",
+        ),
+        (lambda s: s.update(run=None), "state.json: run = None: expected an object"),
+        (lambda s: s.update(recipe=[]), r"state.json: recipe = \[\]: expected an object"),
         (
             lambda s: s["recipe"]["lr_scheduler"].update(decay_type="stairs"),
-            "decay_type = 'stairs', where 'linear' or 'cosine' or",
+            "decay_type = 'stairs': expected 'linear' or 'cosine' or",
         ),
-        (lambda s: s["loader"].update(of=3), "state.json: loader does not say where each row of the run stands in each of its"),
-        (lambda s: s["loader"]["rows"].update({"1": [5, [1, 0], [1, 0]]}), "loader does not say where each row of the run"),
-        (lambda s: s["loader"]["rows"].update({"1": [5, 7]}), r"loader.rows.1 = \[5, 7\], where \[windows, \[ordinal, tokens\]"),
-        (lambda s: s["spikes"].update(accepted=["x"]), r"spikes.accepted\[0\] = 'x', where a number"),
+        (lambda s: s["loader"].update(of=3), "state.json: loader does not have the position of each row of the run in each"),
+        (
+            lambda s: s["loader"]["rows"].update({"1": [5, [1, 0], [1, 0]]}),
+            "loader does not have the position of each row of the run",
+        ),
+        (
+            lambda s: s["loader"]["rows"].update({"1": [5, 7]}),
+            r"loader.rows.1 = \[5, 7\]: expected \[windows, \[ordinal, tokens\]",
+        ),
+        (lambda s: s["spikes"].update(accepted=["x"]), r"spikes.accepted\[0\] = 'x': expected a number"),
         (lambda s: s.update(step=6), "state.json is of another step"),
         (lambda s: s.update(tensors=["optimizer"]), "state.json: tensors has no model"),
-        (lambda s: s["loader"].update(windows=2**95), r"loader.windows = \d+.*, where a whole number from 0 to 2\*\*62"),
-        (lambda s: s["recipe"].pop("training"), r"state.json of the step does not say how it goes on \(training\)"),
-        (lambda s: s["recipe"]["training"].update(global_batch_ramp=[1, -5]), r"global_batch_ramp\[0\] = 1, where a string"),
-        (lambda s: s["recipe"].update({"\ud800": {"x": "1"}}), "where a name that can be printed"),
-        (lambda s: s.pop("loader"), r"state.json of the step does not say how it goes on \(loader\)"),
+        (lambda s: s["loader"].update(windows=2**95), r"loader.windows = \d+.*: expected a whole number from 0 to 2\*\*62"),
+        (lambda s: s["recipe"].pop("training"), r"state.json of the step is incomplete \(no training\)"),
+        (lambda s: s["recipe"]["training"].update(global_batch_ramp=[1, -5]), r"global_batch_ramp\[0\] = 1: expected a string"),
+        (lambda s: s["recipe"].update({"\ud800": {"x": "1"}}), "expected a name that can be printed"),
+        (lambda s: s.pop("loader"), r"state.json of the step is incomplete \(no loader\)"),
     ],
 )
 def test_a_state_that_is_forged_is_one_line(change, words, step, tmp_path):
@@ -363,8 +378,8 @@ def test_a_forged_step_is_passed_over_and_named_where_it_was_asked_for(step, tmp
     manifest.write(tmp_path / "checkpoint/step-5", 5, entries)
     assert Checkpointer(Checkpoint(enable=True), tmp_path).step_to_load() == 4
     assert open_weights(tmp_path).folder.name == "step-4"
-    words = "manifest.json: files.state.json.size = 'big', where a whole number"
-    with pytest.raises(ConfigError, match=rf"checkpoint.load_step = 5: is not whole: {words}"):
+    words = "manifest.json: files.state.json.size = 'big': expected a whole number"
+    with pytest.raises(ConfigError, match=rf"checkpoint.load_step = 5: is damaged: {words}"):
         Checkpointer(Checkpoint(enable=True, load_step=5), tmp_path).step_to_load()
     with pytest.raises(ConfigError, match=rf"step-5: {words}"):
         open_weights(tmp_path / "checkpoint/step-5")
@@ -425,7 +440,7 @@ def test_a_place_in_the_memo_of_an_unpickler_takes_no_memory(step, tmp_path):
     for content in (b"\x80\x02Nr\xff\xff\xff\x0f.", b"Np268435455\n."):
         (folder / ".metadata").write_bytes(content)
         seal(folder)
-        with pytest.raises(ConfigError, match="names a place in the unpickler's memo, which DCP does not"):
+        with pytest.raises(ConfigError, match="has an index into the unpickler's memo, which DCP does not"):
             read_weights(folder)
 
 
@@ -466,7 +481,7 @@ def test_more_layers_than_tensors_are_refused_before_a_model_is_made(layers, hug
         folder = shutil.copytree(source, tmp_path / name)
         content = json.loads((folder / name).read_text()) | {key: layers, "use_scaled_rope": True}
         (folder / name).write_text(json.dumps(content))
-        with pytest.raises(ConfigError, match=f"it is said to have {layers:,} layers, and 21 tensors are there"):
+        with pytest.raises(ConfigError, match=f"its shape has {layers:,} layers, but it has 21 tensors"):
             open_weights(folder)
 
 
@@ -516,7 +531,9 @@ def test_tensors_with_more_elements_than_bytes_and_compressed_ones_are_refused(m
     with zipfile.ZipFile(meta / path.name) as whole, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
         for name in whole.namelist():
             packed.writestr(name, whole.read(name))
-    with pytest.raises(ConfigError, match=r"consolidated.00.pth cannot be read: it is compressed, as torch saves no tensors"):
+    with pytest.raises(
+        ConfigError, match=r"consolidated.00.pth cannot be read: it is compressed, and torch saves tensors uncompressed"
+    ):
         open_weights(folder)
 
 
@@ -653,7 +670,7 @@ def test_any_file_of_a_run(name, examples, tmp_path, monkeypatch):
             Restarts(tmp_path).check()
         text = page([read_run(tmp_path, "run")])
         data = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)[1]
-        json.loads(data, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+        json.loads(data, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
         (tmp_path / "report.html").write_text(text, encoding="utf-8", errors="backslashreplace")
         raise RecordError("read, as the other files of a run may be left out")
 

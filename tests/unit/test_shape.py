@@ -57,16 +57,16 @@ def test_a_shape_without_a_flavor():
 
 
 WRONG = [
-    (dict(flavor="7B"), 'model.flavor = "7B": known flavors are debug, 1B, 3B, 8B, 70B, 405B, or ""', {}),
-    (dict(flavor=""), 'model.flavor = "" leaves open model.dim, model.n_layers, model.n_heads, model.hidden_dim, ', None),
-    (dict(flavor="", dim=96, n_layers=1, n_heads=6, vocab_size=5), 'model.flavor = "" leaves open model.hidden_dim; give', None),
+    (dict(flavor="7B"), 'model.flavor = "7B": use one of debug, 1B, 3B, 8B, 70B, 405B, or ""', {}),
+    (dict(flavor=""), 'model.flavor = "" needs model.dim, model.n_layers, model.n_heads, model.hidden_dim, ', None),
+    (dict(flavor="", dim=96, n_layers=1, n_heads=6, vocab_size=5), 'model.flavor = "" needs model.hidden_dim; set', None),
     (dict(dim=260), "model.dim = 260 is not a multiple of 2 x n_heads = 8 of the flavor", dict(dim=256)),
-    (dict(dim=260), "model.dim = 256 or 272 would work", dict(dim=272)),
+    (dict(dim=260), "use model.dim = 256 or 272", dict(dim=272)),
     (dict(n_heads=12), "dim = 256 of the flavor is not a multiple of 2 x model.n_heads = 12", dict(n_heads=12, dim=264)),
     (dict(n_heads=6), "model.n_heads = 6 is not a multiple of n_kv_heads = 4 of the flavor", None),
     (dict(n_heads=64, dim=64), "model.dim = 64 is not a multiple of 2 x model.n_heads = 64", dict(n_heads=64, dim=128)),
     (dict(n_kv_heads=3), "n_heads = 8 of the flavor is not a multiple of model.n_kv_heads = 3", dict(n_kv_heads=1)),
-    (dict(n_kv_heads=3), "model.n_kv_heads = 1 or 2 or 4 or 8 would work", dict(n_kv_heads=8)),
+    (dict(n_kv_heads=3), "use model.n_kv_heads = 1 or 2 or 4 or 8", dict(n_kv_heads=8)),
     (dict(n_kv_heads=16), "n_heads = 8 of the flavor is not a multiple of model.n_kv_heads = 16", dict(n_kv_heads=4)),
 ]
 

@@ -1,9 +1,9 @@
-"""The lock of a checkpoint folder: one run writes there, and notices where the folder is removed under it.
+"""Lock a checkpoint folder, so that only one run writes there, and detect that the folder was removed.
 
 lock = FolderLock(folder, 'checkpoint.folder = "checkpoint"')
-lock.take()                  # ConfigError: another run has it
-lock.is_held()               # False once the file is gone, or another one is in its place
-if lock.hold(): ...          # it was gone, and has been taken again; ConfigError: another run has been there since
+lock.take()                  # raises ConfigError if another run has it
+lock.is_held()               # False once the lock file is gone or replaced
+if lock.hold(): ...          # True if it was gone and was taken again; raises ConfigError if another run has it now
 """
 
 import errno
@@ -20,43 +20,43 @@ from titan_lite.manifest import is_open
 
 
 class FolderTaken(ConfigError):
-    """The folder that a run writes to has become another run's; raised on all ranks."""
+    """An error on all ranks: another run has taken this run's folder."""
 
     everywhere = True
 
 
 class FolderLock:
-    """The file `lock` of a folder, which one process holds until it ends. key: begins errors."""
+    """The file `lock` of a folder, which one process holds until it ends. key: the beginning of errors."""
 
     def __init__(self, folder: Path, key: str):
         self.folder, self.key, self.path = folder, key, folder / "lock"
-        self.file: IO[str] | None = None  # where this process has taken it
-        self.watched = True  # False on a file system that gives one file several numbers
+        self.file: IO[str] | None = None  # open if this process has the lock
+        self.watched = True  # False on a file system without stable file numbers
 
     def take(self, tries: int = 3) -> bool:
-        """False where the file system has no locks. Raises ConfigError."""
+        """Take the lock; return False if the file system has no locks. Raises ConfigError if another run has it."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = self.path.open("a+", encoding="utf-8")
         except OSError as error:
-            works = "name a job.dump_folder or checkpoint.folder that can be written, or set checkpoint.enable = false"
-            raise ConfigError(f"{self.key}: {error.filename}: {error.strerror}; {works}") from None
+            fix = "use a job.dump_folder or checkpoint.folder that can be written, or checkpoint.enable = false"
+            raise ConfigError(f"{self.key}: {error.filename}: {error.strerror}; {fix}") from None
         try:
-            # POSIX's lock and not BSD's, which a data loader's process would inherit and hold after this one was killed.
+            # A POSIX lock: a BSD lock would be inherited by loader processes, and held after this process was killed.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                logger.warning(f"{self.folder} has no locks ({error.strerror}): a second run that writes there is not noticed")
+                logger.warning(f"{self.folder} has no locks ({error.strerror}): a second run that writes there is not detected")
                 self.file = file
                 return False
             file.seek(0)
             holder = file.read().strip() or "another process"
-            works = "end that run, or name another job.dump_folder"
-            raise ConfigError(f"{self.key}: {self.folder} is in use by {holder}; {works}") from None
+            fix = "end that run, or use another job.dump_folder"
+            raise ConfigError(f"{self.key}: {self.folder} is in use by {holder}; {fix}") from None
         self.watched = is_open(file, self.path)
         if not self.watched and tries > 1:  # removed since it was opened
             return self.take(tries - 1)
-        with suppress(OSError):  # on a full disk a second run is refused all the same, and told less of this one
+        with suppress(OSError):  # on a full disk the lock has no description, but still refuses a second run
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
@@ -64,18 +64,18 @@ class FolderLock:
         return True
 
     def is_held(self) -> bool:
-        """True also where this process has not taken it."""
+        """Return False if the lock file of this process is gone or replaced; True also if this process has no lock."""
         return self.file is None or not self.watched or is_open(self.file, self.path)
 
     def hold(self) -> bool:
-        """Take it again where its file is gone; True where that was so. Raises ConfigError where another run has been there."""
+        """Take the lock again if its file is gone, and return whether it was. Raises ConfigError if another run has it now."""
         if self.is_held():
             return False
         gone = f"{self.folder} was removed while this run wrote to it"
         if os.path.lexists(self.path):
             with suppress(OSError):
-                gone += f", and is by now that of {self.path.read_text(encoding='utf-8', errors='replace')[:200].strip()}"
-            works = "name another job.dump_folder to start again"
-            raise ConfigError(f"{self.key}: {gone}; this run ends, and leaves it alone; {works}")
+                gone += f", and now belongs to {self.path.read_text(encoding='utf-8', errors='replace')[:200].strip()}"
+            fix = "use another job.dump_folder to start again"
+            raise ConfigError(f"{self.key}: {gone}; this run ends and writes nothing more; {fix}")
         self.take()
         return True

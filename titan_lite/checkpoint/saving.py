@@ -1,20 +1,20 @@
 """Save and resume: tensors through torch.distributed.checkpoint (DCP), everything else as JSON.
 
 Problem. A run may be killed at any moment, a disk may fill up or lose bits, another run may write to the same folder, and
-training stands still for as long as a step takes to reach a disk.
+training stops while a step is written.
 
-Solution. A step is whole or absent: it is written under another name, which is changed when all of it is on disk.
+Solution. A step is complete or absent: it is written under another name, and renamed when all of it is on disk.
 
-    checkpoint/step-50/              .metadata, *.distcp      every parameter and optimizer state under its FQN, resharded on load
-                                     state.json               step, tokens, position of the data
+    checkpoint/step-50/              .metadata, *.distcp      all parameters and optimizer state by FQN, resharded on load
+                                     state.json               step, tokens, position in the data
                                      manifest.json            size and SHA-256 of each of these, written last
     checkpoint/unfinished-step-60/   being written
     checkpoint/deleting-step-20/     older than the newest checkpoint.keep_latest_k
-    checkpoint/invalid-step-40/      damaged, and set aside, since the run comes to its step again
+    checkpoint/invalid-step-40/      damaged, and renamed, since the run will save this step again
     checkpoint/lock                  held by the run that writes here
 
-With checkpoint.async_mode the loop waits for a copy in host memory alone. A thread on each rank writes it; these threads have a
-process group of their own, since collectives of two threads on one group would meet each other.
+With checkpoint.async_mode the loop waits only for a copy in host memory. A thread on each rank writes it. These threads have a
+process group of their own, since collectives of two threads on one group would be mixed up.
 
 Open point. A resume reads a step twice: all files are hashed, split over the ranks, before the first tensor is loaded.
 """
@@ -46,43 +46,43 @@ from titan_lite.outside import Damaged
 from titan_lite.ranks import gather_objects, is_communication
 
 T = TypeVar("T")
-GROUP = "checkpoint"  # what the process group of saves is called; its time limit is its own
-SMALL = (tensor_files.NAME, saved_state.NAME)  # which are read before a process group is there to compare the others
-LIMIT = datetime.timedelta(hours=1)  # for one phase of a save, beside which training goes on
+GROUP = "checkpoint"  # name of the process group of saves, which has a time limit of its own
+SMALL = (tensor_files.NAME, saved_state.NAME)  # checked before there is a process group, which checks the other files
+LIMIT = datetime.timedelta(hours=1)  # for one phase of a save, while training goes on
 
 
 class CheckpointError(RuntimeError):
-    """A step that could not be saved, the same on all ranks; those before it are whole."""
+    """An error on all ranks: a step could not be saved. Earlier steps are not affected."""
 
     everywhere = True
 
 
 class Checkpointer:
-    """The steps in one folder. All ranks call every method together, but for those that say otherwise.
+    """The steps in one folder. Methods are collectives unless they say otherwise.
 
-    beat: called now and then while files are written, read and hashed, which may take longer than the limit of a phase.
+    beat: called from time to time while files are written, read and hashed, which may take longer than the limit of a phase.
     """
 
     def __init__(self, config: Checkpoint, dump_folder: Path, beat: Callable[[], None] = lambda: None):
         self.config, self.beat = config, beat
         self.folder = dump_folder / config.folder
-        self.key = f'checkpoint.folder = "{config.folder}"'  # begins errors
+        self.key = f'checkpoint.folder = "{config.folder}"'  # the beginning of errors
         self.group: dist.ProcessGroup | None = None
         self.saving: threading.Thread | None = None
-        self.failure: CheckpointError | None = None  # of the save that has ended
-        self.newest = self.tried = 0  # the last step that is whole on disk, and that was to be; 0: the beginning
-        self.copies: dict[str, Tensor] = {}  # in pinned memory, used for every save
+        self.failure: CheckpointError | None = None  # of the last save
+        self.newest = self.tried = 0  # the last step on disk, and the last one attempted; 0: none
+        self.copies: dict[str, Tensor] = {}  # in pinned memory, reused for every save
         self.locked = FolderLock(self.folder, self.key)
 
     def lock(self) -> None:
-        """For rank 0, before there is a process group: no other run writes here, until this process ends. Raises ConfigError."""
+        """Lock the folder until this process ends. For rank 0, before there is a process group. Raises ConfigError."""
         if self.locked.take():
             self._remove_leftovers()
 
     def hold(self) -> bool:
-        """True on rank 0 where the folder was removed while the run goes on, and had to be made and locked again.
+        """Return True on rank 0 if the folder was removed during the run, and was made and locked again.
 
-        Raises FolderTaken where another run has it since.
+        Raises FolderTaken if another run has it now.
         """
         if not self.config.enable:
             return False
@@ -107,25 +107,25 @@ class Checkpointer:
         return self.folder / f"unfinished-step-{step}"
 
     def present(self) -> list[int]:
-        """The steps that have a folder, whole or not, oldest first."""
+        """Return the steps that have a folder, complete or not, oldest first. Raises ConfigError."""
         try:
             names = os.listdir(self.folder)
         except FileNotFoundError:
             return []
-        except OSError as error:  # of which a new run must not come
-            works = "a folder that can be read would work"
-            raise ConfigError(f"{self.key}: {self.folder} cannot be read: {error.strerror}; {works}") from None
+        except OSError as error:  # must not start a new run
+            fix = "use a folder that can be read"
+            raise ConfigError(f"{self.key}: {self.folder} cannot be read: {error.strerror}; {fix}") from None
         return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-(0|[1-9]\d*)", name))
 
     def steps(self) -> list[int]:
-        """The steps that can be loaded, as far as `fault` tells, oldest first. For one rank or all."""
+        """Return the steps in which `fault` finds nothing wrong, oldest first. For one rank or all."""
         return [step for step in self.present() if not self.fault(step)]
 
     def fault(self, step: int, *, share: bool = False) -> str:
-        """Why a step cannot be loaded; empty: it can. For one rank or all.
+        """Return why a step cannot be loaded, or "" if nothing is wrong. For one rank or all.
 
-        Looks at names and sizes of its files and at what the small ones say; share: at every byte of this rank's share of the
-        files, in which case no rank alone can tell.
+        Checks the names and sizes of its files and the content of the small ones. share: also checks every byte of this rank's
+        share of the files, so that the results of all ranks are needed.
         """
         path = self.path_of(step)
         try:
@@ -141,7 +141,7 @@ class Checkpointer:
         return ""
 
     def step_to_load(self, damaged: Mapping[int, str] | None = None) -> int | None:
-        """The step a run starts from, as far as `fault` tells, and not among the `damaged` ones; None: from the beginning.
+        """Return the step to start from, without fault and not `damaged`, or None for a new run.
 
         Needs no process group. Raises ConfigError.
         """
@@ -157,26 +157,26 @@ class Checkpointer:
         have = f"it has {', '.join(map(str, whole))}" if whole else "it has none"
         if wanted == -1 and present:
             each = "; ".join(f"step-{step}: {fault}" for step, fault in faults.items())
-            works = "to begin again, move them away, or name another job.dump_folder"
-            raise ConfigError(f"{self.key}: none of the steps in {self.folder} is whole ({each}); {works}")
+            fix = "to start a new run, move them away or use another job.dump_folder"
+            raise ConfigError(f"{self.key}: all steps in {self.folder} are damaged ({each}); {fix}")
         if wanted == -1 and self.config.must_resume:
-            raise ConfigError(f"checkpoint.must_resume = true: there is no step in {self.folder}; false would begin a new run")
+            raise ConfigError(f"checkpoint.must_resume = true: there is no step in {self.folder}; use false to start a new run")
         if wanted == -1:
             return None
         if wanted not in whole:
-            why = f"is not whole: {faults[wanted]}" if wanted in faults else f"there is no such step in {self.folder}"
-            raise ConfigError(f"checkpoint.load_step = {wanted}: {why}; {have}; -1 takes the newest")
+            why = f"is damaged: {faults[wanted]}" if wanted in faults else f"there is no such step in {self.folder}"
+            raise ConfigError(f"checkpoint.load_step = {wanted}: {why}; {have}; use -1 for the newest")
         if wanted != whole[-1] and self.read_state(whole[-1]).get("recipe", {}).get("checkpoint", {}).get("load_step") == wanted:
-            return whole[-1]  # the same command again, which has come so far since
+            return whole[-1]  # the same command was started again, and has newer steps of its own
         if wanted != whole[-1]:
             raise ConfigError(
-                f"checkpoint.load_step = {wanted}: {self.folder} has newer steps, up to {whole[-1]}, which this run would meet; "
-                f"move them away, or copy step-{wanted} into the checkpoint folder of another job.dump_folder"
+                f"checkpoint.load_step = {wanted}: {self.folder} has newer steps, up to {whole[-1]}, which this run would save "
+                f"again; move them away, or copy step-{wanted} into the checkpoint folder of another job.dump_folder"
             )
         return wanted
 
     def verified_step(self) -> int | None:
-        """`step_to_load`, after every byte of it was compared with its manifest. Newer ones are set aside, and the reason logged.
+        """Return `step_to_load` after a check of every byte. Damaged newer steps are renamed, and the reason is logged.
 
         Raises ConfigError.
         """
@@ -191,8 +191,8 @@ class Checkpointer:
             seen = self._gather(step)
             if len(set(seen)) > 1:
                 each = ", ".join(f"rank {rank}: {found or 'none'}" for rank, found in enumerate(seen) if found != seen[rank - 1])
-                works = "job.dump_folder on a file system that all nodes share would work"
-                raise ConfigError(f"checkpoint.folder: ranks see different newest steps in {self.folder} ({each}); {works}")
+                fix = "use a job.dump_folder on a file system that all nodes share"
+                raise ConfigError(f"checkpoint.folder: ranks see different newest steps in {self.folder} ({each}); {fix}")
             if step is None:
                 return None
             faults = [fault for fault in self._gather(self.fault(step, share=True)) if fault]
@@ -202,7 +202,7 @@ class Checkpointer:
             damaged[step] = faults[0]
 
     def _set_aside(self, step: int, damaged: Mapping[int, str]) -> None:
-        """Newer steps get another name: they are not loaded, and the run would meet them. Older ones are told."""
+        """Rename steps newer than `step`, since the run will save them again, and log what is wrong with older ones."""
         error = ""
         for other in self.present() if dist.get_rank() == 0 else ():
             fault = damaged.get(other) or self.fault(other)
@@ -216,18 +216,18 @@ class Checkpointer:
             try:
                 self.path_of(other).rename(aside)
             except OSError as wrong:
-                error = f"{self.key}: {self.path_of(other)} cannot be renamed: {wrong.strerror}"
+                error = f"{self.key}: {self.path_of(other)} cannot be renamed: {wrong.strerror}; move it away"
         self._agree(error)
 
     def read_state(self, step: int) -> dict[str, Any]:
-        """Read what was saved beside the tensors. For one rank or all. Raises ConfigError."""
+        """Read a step's state.json. For one rank or all. Raises ConfigError."""
         try:
             return saved_state.read_state(self.path_of(step))
         except Damaged as error:
-            raise ConfigError(f"{self.path_of(step)}/{error}; load another step with checkpoint.load_step") from None
+            raise ConfigError(f"{self.path_of(step)}/{error}; use another step with checkpoint.load_step") from None
 
     def load(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Fill the tensors in place, on this rank's layout. Raises ConfigError, on all ranks."""
+        """Fill the tensors in place, on this rank's layout. Raises ConfigError on all ranks."""
         path, reader = self.path_of(step), None
         try:
             metadata = tensor_files.read_metadata(path, manifest.read(path, step))
@@ -239,16 +239,17 @@ class Checkpointer:
             planner = tensor_files.Filling(self.beat)
             dcp.load(dict(tensors), storage_reader=reader, planner=planner, process_group=self._processes())
         except CheckpointException as failed:
-            raise ConfigError(f"{path} cannot be loaded: {_reasons(failed)}; remove it, and the one before is taken") from None
+            raise ConfigError(f"{path} cannot be loaded: {_reasons(failed)}; remove it to use the step before") from None
         self.newest = step
         logger.info(f"resumed from {path}")
 
     # Saving
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: dict[str, Any], *, last: bool = False) -> None:
-        """Write a step, or begin to; tensors: {name: tensor or DTensor}; state: JSON's types, only rank 0's is written.
+        """Save a step, or with checkpoint.async_mode start to save it, after the previous save has ended.
 
-        Waits for the save before. Raises CheckpointError where checkpoint.on_failure says so.
+        tensors: {name: tensor or DTensor}. state: of JSON types; rank 0's is written. Raises CheckpointError if a save has failed
+        and checkpoint.on_failure = "stop".
         """
         self.wait()
         self.tried = step
@@ -259,20 +260,20 @@ class Checkpointer:
         if self.config.async_mode == "disabled":
             self._save(step, tensors, {name: tensor_files.local_part(tensor) for name, tensor in tensors.items()}, state)
             self.wait()
-            self._gather(None)  # until rank 0 has deleted older steps, which the limit of a training step is not for
+            self._gather(None)  # wait until rank 0 has deleted older steps, with the limit of this group
         else:
             copies = self._copy(tensors)
-            # No daemon: where the run ends by an error of its own, the process still waits for the step to be whole.
+            # Not a daemon: if the run ends with an error, the process still waits until the step is saved.
             self.saving = threading.Thread(target=self._save, args=(step, tensors, copies, state), name=f"save of step {step}")
             self.saving.start()
 
     def poll(self) -> None:
-        """At every step's end: what became of a save in the background, once all ranks are through with it; as `save` raises."""
+        """Check at the end of a step whether a background save has ended on all ranks. Raises like `save`."""
         if self.saving is not None and not _most(int(self.saving.is_alive())):
             self.wait()
 
     def before_exit(self, step: int) -> str:
-        """The part of a sentence that says what a run does about this step before it exits; empty: nothing is left to do."""
+        """Return the part of a sentence about saving this step before the run exits, or "" if it is saved."""
         if not self.config.enable:
             return "checkpoint.enable = false, so nothing is saved; "
         if step == self.newest:
@@ -280,16 +281,16 @@ class Checkpointer:
         return "saving, then " if step != self.tried or self.saving else f"the newest step on disk is {self.newest}; "
 
     def describe_newest(self) -> str:
-        """For an error that ends the run: from where it goes on when it is started again. Waits for a save in flight."""
+        """Return the step that a restarted run resumes from, in words. Waits for a running save."""
         if not self.config.enable:
-            return "checkpoint.enable = false, so there is no step to go on from"
+            return "checkpoint.enable = false, so there is no step to resume from"
         with suppress(CheckpointError):
             self.wait()
-        where = f"goes on from {self.path_of(self.newest)}" if self.newest else "begins again, as there is no step"
+        where = f"resumes from {self.path_of(self.newest)}" if self.newest else "begins again, as there is no step"
         return f"started again, by hand or by the launcher, the run {where}"
 
     def wait(self) -> None:
-        """Until no save is in flight; raises as `save` does."""
+        """Wait until no save is running. Raises like `save`."""
         if self.saving is not None:
             self.saving.join()
             self.saving = None
@@ -298,10 +299,10 @@ class Checkpointer:
             raise failure
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's parts in host memory: when it returns, the optimizer may change the tensors."""
+        """Copy this rank's parts to host memory; afterwards the optimizer may change the tensors."""
         keep = self.config.async_mode == "async_with_pinned_mem"
         if keep and not self.copies and not torch.cuda.is_available():
-            logger.info('checkpoint.async_mode = "async_with_pinned_mem": without a GPU nothing is pinned; the copies are kept')
+            logger.info('checkpoint.async_mode = "async_with_pinned_mem": without a GPU nothing is pinned; copies are reused')
         copies = self.copies if keep else {}
         for name, tensor in tensors.items():
             local = tensor_files.local_part(tensor)
@@ -313,9 +314,9 @@ class Checkpointer:
         return copies
 
     def _save(self, step: int, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], state: dict[str, Any]) -> None:
-        """Ends with `failure` set alike on all ranks, or a whole step."""
+        """Save the step, or set `failure` on all ranks alike."""
         try:
-            if torch.cuda.is_available():  # a new thread is on GPU 0, where DCP would leave each rank's context of 0.5 GB
+            if torch.cuda.is_available():  # a new thread is on GPU 0, where DCP would create a context of 0.5 GB for each rank
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             self._commit(step, tensors, copies, state)
         except (Exception, CheckpointException) as error:
@@ -328,7 +329,7 @@ class Checkpointer:
                 shutil.rmtree(self._unfinished(step), ignore_errors=True)
         else:
             self.newest = step
-            if dist.get_rank() == 0:  # nobody waits for it
+            if dist.get_rank() == 0:  # other ranks do not wait for it
                 self._retain()
 
     def _commit(self, step: int, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], state: dict[str, Any]) -> None:
@@ -343,7 +344,7 @@ class Checkpointer:
         def prepare() -> None:
             check_lock()
             if os.path.lexists(path):
-                raise CheckpointError(f"{path} is there, and no step is overwritten; move it away")
+                raise CheckpointError(f"{path} exists, and no step is overwritten; move it away")
             self.folder.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
             free = shutil.disk_usage(self.folder).free
@@ -362,7 +363,7 @@ class Checkpointer:
             try:
                 manifest.check_step(unfinished, step)
             except Damaged as error:
-                raise CheckpointError(f"{error}, seen from here; do all nodes share the file system of {self.folder}?") from None
+                raise CheckpointError(f"{error}, seen from rank 0; use a {self.folder} on a file system of all nodes") from None
             manifest.publish(unfinished, path)
             logger.info(f"checkpoint written to {path}", extra={"event": "checkpoint", "step": step})
 
@@ -378,7 +379,7 @@ class Checkpointer:
         self._together(finish if rank == 0 else None)
 
     def _retain(self) -> None:
-        """Delete steps older than the newest keep_latest_k whole ones; a step that is half deleted has another name."""
+        """Delete all but the newest keep_latest_k complete steps; a step is renamed before it is deleted."""
         try:
             for old in self.steps()[: -self.config.keep_latest_k] if self.config.keep_latest_k else ():
                 doomed = self.folder / f"deleting-step-{old}"
@@ -389,15 +390,15 @@ class Checkpointer:
             logger.warning(f"an old step was not deleted: {error}")
 
     def _remove_leftovers(self) -> None:
-        """Delete steps that a run which was killed left half written or half deleted."""
+        """Delete half-written and half-deleted steps of a killed run."""
         for path in (*self.folder.glob("unfinished-step-*"), *self.folder.glob("deleting-step-*")):
             try:
                 shutil.rmtree(path)
-                logger.info(f"removed {path}, left by a run that was ended")
+                logger.info(f"removed {path}, left by a killed run")
             except OSError as error:
-                logger.warning(f"{path}, left by a run that was ended, was not removed: {error}")
+                logger.warning(f"{path}, left by a killed run, was not removed: {error}")
 
-    # Ranks among themselves, also in the background
+    # Communication, also in the background
 
     def _processes(self) -> dist.ProcessGroup:
         if self.group is None:
@@ -405,17 +406,17 @@ class Checkpointer:
         return self.group
 
     def _gather(self, mine: T) -> list[T]:
-        """By rank."""
+        """Return the values of all ranks, by rank."""
         return gather_objects(mine, self._processes())
 
     def _agree(self, error: str) -> None:
-        """Raises ConfigError on all ranks where one has an error."""
+        """Raise ConfigError on all ranks if one has an error."""
         for other in self._gather(error):
             if other:
                 raise ConfigError(other)
 
     def _together(self, work: Callable[[], T] | None) -> list[T | None]:
-        """Returns what `work` did on each rank. Raises CheckpointError on all where it failed on one."""
+        """Return the result of `work` on each rank. Raises CheckpointError on all ranks if it failed on one."""
         result, error = None, ""
         try:
             result = work() if work is not None else None
@@ -429,14 +430,14 @@ class Checkpointer:
 
 
 def _most(number: int) -> int:
-    """The largest over all ranks."""
+    """Return the maximum over all ranks."""
     most = torch.tensor(number, device="cuda" if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return int(most)
 
 
 def _reasons(error: BaseException) -> str:
-    """One line: of DCP's errors what failed on which rank, and no traceback."""
+    """Return an error in one line; of an error of DCP the failure of each rank, without tracebacks."""
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {_reasons(cause)}" for rank, (cause, _) in error.failures.items())
     words = " ".join(str(error).split())

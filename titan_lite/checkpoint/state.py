@@ -1,9 +1,9 @@
-"""state.json: what is saved of a step beside its tensors, in a form on which all that read it can rely.
+"""Read a step's state.json, which has what is saved beside its tensors, and check its form.
 
     state = read_state(folder / "step-50")                     # raises Damaged
-    state["run"]["model"], state["loader"]["rows"]["3"]        # [windows given, [ordinal, tokens used] of each source]
+    state["run"]["model"], state["loader"]["rows"]["3"]        # [windows taken, [ordinal, tokens used] of each source]
 
-A step that `convert` wrote has the model alone; a recipe's values are of any type, as another version may have written it.
+A step that `convert` wrote has only the model. A recipe's values may have any type, since another version may have written it.
 """
 
 from dataclasses import Field, fields
@@ -32,7 +32,7 @@ NAME = "state.json"
 
 
 def _within_bounds(field: Field) -> Form:
-    """A number within a key's bounds, or one of its choices."""
+    """Return the form of a key's values: a number within its bounds, or one of its choices."""
     row = field.metadata
     if row["choices"]:
         return one_of(*row["choices"])
@@ -42,7 +42,7 @@ def _within_bounds(field: Field) -> Form:
 
 
 def _is_place(value: Any) -> bool:
-    """[windows given, [ordinal, tokens used] in each source]"""
+    """Return True for [windows taken, [ordinal, tokens used] of each source]."""
     if type(value) is not list or len(value) < 2 or not all(type(pair) is list and len(pair) == 2 for pair in value[1:]):
         return False
     return BYTES.holds(value[0]) and all(COUNT.holds(number) for pair in value[1:] for number in pair)
@@ -84,14 +84,14 @@ _STATE = {
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The state of the step in this folder. Raises Damaged."""
+    """Return the state of the step in this folder. Raises Damaged."""
     state = read_json(folder / NAME, _STATE)
     if "model" not in state.get("tensors", ["model"]):
         raise Damaged(f"{NAME}: tensors has no model")
     if (loader := state.get("loader")) is not None:
         rows, run = loader["rows"], state.get("run", {})
         widths = {len(row) for row in rows.values()}
-        said = loader["of"], {1 + len(run["shares"])} if "shares" in run else widths
-        if said != (len(rows), widths) or len(widths) != 1 or rows.keys() != set(map(str, range(len(rows)))):
-            raise Damaged(f"{NAME}: loader does not say where each row of the run stands in each of its sources")
+        expected = loader["of"], {1 + len(run["shares"])} if "shares" in run else widths
+        if expected != (len(rows), widths) or len(widths) != 1 or rows.keys() != set(map(str, range(len(rows)))):
+            raise Damaged(f"{NAME}: loader does not have the position of each row of the run in each source")
     return state

@@ -1,11 +1,11 @@
-"""DCP's files, written and read: `.metadata` through an unpickler that admits only what DCP writes there, tensors as tensors.
+"""Read and write DCP's files: `.metadata` with an unpickler that admits only what DCP writes there, and tensors only.
 
     metadata = read_metadata(folder, files)            # raises Damaged
     dcp.load(tensors, storage_reader=Reader(folder, metadata))
     dcp.save(tensors, storage_writer=Writer(folder), planner=FromHost(copies.__getitem__))
 
-`.metadata` is a pickle, and a pickle can call anything, and set attributes of what it is given, classes too. The unpickler of
-torch 2.11 to 2.13 would let it; so would theirs of entries that are no tensors, which are refused here.
+`.metadata` is a pickle, and a pickle can call any function and set attributes of any object, also of classes. The unpickler of
+torch 2.11 to 2.13 would allow that. So would the one for entries that are not tensors, which are refused here.
 """
 
 import io
@@ -52,7 +52,7 @@ _CLASSES = (
     dcp.TensorStorageMetadata,
 )
 _LENGTHS = {ord(opcode.code): opcode.arg.n if opcode.arg else 0 for opcode in pickletools.opcodes}
-_PREFIXES = {  # bytes in which the length of an argument is given
+_PREFIXES = {  # bytes of the length of an argument
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
     pickletools.TAKEN_FROM_ARGUMENT4: 4,
     pickletools.TAKEN_FROM_ARGUMENT4U: 4,
@@ -62,12 +62,12 @@ _DTYPES = {("torch", name): getattr(torch, name) for name in ("float32", "bfloat
 
 
 def _admitted() -> dict[tuple[str, str], Any]:
-    """Names that a file may ask for -> things made for it alone: subclasses and functions that nobody else has."""
+    """Return {name that a file may ask for: a new subclass or function, which nothing else uses}."""
 
     def memory_format(value: int) -> Any:
         return dcp._MEM_FORMAT_ENCODING(value)
 
-    def member(kind: Any, name: str) -> Any:  # as which Python up to 3.11.3 writes a member of an enumeration
+    def member(kind: Any, name: str) -> Any:  # Python up to 3.11.3 pickles a member of an enumeration with getattr
         if kind is not memory_format:
             raise Damaged(f"{NAME} asks for builtins.getattr of {kind}, which DCP does not write for tensors")
         return dcp._MEM_FORMAT_ENCODING[name]
@@ -77,8 +77,8 @@ def _admitted() -> dict[tuple[str, str], Any]:
         **{(kind.__module__, kind.__qualname__): type(kind.__name__, (kind,), {}) for kind in _CLASSES},
         (dcp.__name__, "_MEM_FORMAT_ENCODING"): memory_format,
         ("torch", "Size"): torch.Size,
-        ("torch.serialization", "_get_layout"): lambda name: _get_layout(name),  # torch.strided by its name, from a table
-        ("pathlib", "PosixPath"): lambda *parts: None,  # the folder that it was written into
+        ("torch.serialization", "_get_layout"): lambda name: _get_layout(name),  # looks up torch.strided in a table
+        ("pathlib", "PosixPath"): lambda *parts: None,  # the folder it was written to
         ("pathlib._local", "PosixPath"): lambda *parts: None,  # from Python 3.13 on
         ("builtins", "getattr"): member,
     }
@@ -96,11 +96,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _check_opcodes(content: bytes) -> None:
-    """Raises Damaged for a place in the unpickler's memo that is said, and not counted: of 2**31, seven bytes take 32 GiB."""
+    """Raise Damaged for an explicit index into the unpickler's memo: with index 2**31, seven bytes would take 32 GiB."""
     at = 0
     while at < len(content) and (length := _LENGTHS.get(content[at])) is not None:
         if content[at] in b"pr":
-            raise Damaged(f"{NAME} names a place in the unpickler's memo, which DCP does not")
+            raise Damaged(f"{NAME} has an index into the unpickler's memo, which DCP does not write")
         if length == pickletools.UP_TO_NEWLINE:
             lines = 2 if content[at] in b"ci" else 1
             for _ in range(lines):
@@ -115,7 +115,7 @@ def _check_opcodes(content: bytes) -> None:
 
 
 def _is_covered(tensor: dcp.TensorStorageMetadata) -> bool:
-    """True where the chunks lie within the tensor, begin at different places and have as many numbers as it."""
+    """Return True if the chunks are inside the tensor, begin at different places and have its number of elements."""
     filled = [chunk for chunk in tensor.chunks if chunk.sizes.numel()]
     within = all(
         len(chunk.offsets) == len(chunk.sizes) == len(tensor.size)
@@ -129,36 +129,36 @@ def _is_covered(tensor: dcp.TensorStorageMetadata) -> bool:
 
 
 def read_metadata(folder: Path, files: Collection[str]) -> dcp.Metadata:
-    """Names, shapes and places of all tensors, each place in one of `files`. Raises Damaged."""
+    """Return names, shapes and places of all tensors, each place in one of `files`. Raises Damaged."""
     try:
         with open_regular(folder / NAME) as file:
             _check_opcodes(content := file.read())
         metadata = _Unpickler(io.BytesIO(content)).load()
         if not all(isinstance(tensor, dcp.TensorStorageMetadata) for tensor in metadata.state_dict_metadata.values()):
-            raise Damaged(f"{NAME} has an entry that is no tensor")
+            raise Damaged(f"{NAME} has an entry that is not a tensor")
         for name, tensor in metadata.state_dict_metadata.items():
             sizes = (tensor.size, *(part for chunk in tensor.chunks for part in (chunk.offsets, chunk.sizes)))
             if type(name) is not str or {*map(type, sizes)} != {torch.Size} or type(tensor.properties.dtype) is not torch.dtype:
                 raise Damaged(f"{NAME} has a tensor without a size or dtype")
             if not _is_covered(tensor):
-                raise Damaged(f"{NAME}: the parts of {name[:200]} are not the whole of it")
+                raise Damaged(f"{NAME}: the parts of {name[:200]} do not cover it")
         for place in metadata.storage_data.values():
-            # A path that leads out of the folder, or a transformation to undo, is not of our making.
+            # Our steps have no path out of the folder, and no transformation.
             if place.relative_path not in files or place.transform_descriptors:
                 raise Damaged(f"{NAME} has a tensor in {place.relative_path}, which is not of this step")
         metadata.storage_meta = dcp.StorageMeta()
-        # By the class itself, whose instances are equal to no subclass's.
+        # Use the class itself, since its instances are not equal to those of a subclass.
         places = metadata.storage_data.items()
         metadata.storage_data = {dcp.MetadataIndex(index.fqn, index.offset, index.index): place for index, place in places}
     except Damaged:
         raise
-    except Exception as error:  # what a pickle of arbitrary bytes raises
+    except Exception as error:  # arbitrary bytes may raise anything
         raise Damaged(f"{NAME} cannot be read: {type(error).__name__}: {in_short(error)}") from None
     return metadata
 
 
 class _Files(FileSystem):
-    """Errors name the file, and what the system said to it."""
+    """A file system whose errors name the file and the cause."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
@@ -166,30 +166,30 @@ class _Files(FileSystem):
         try:
             with super().create_stream(path, mode) as stream:
                 yield stream
-        except pickle.UnpicklingError as error:  # torch admits tensors alone; its advice is to admit anything
+        except pickle.UnpicklingError as error:  # torch admits only tensors; its message advises to admit anything
             wanted = re.search(r"GLOBAL (\S+)", str(error))
             reason = (
-                f"asks for {wanted[1]}, which may run code" if wanted else f"holds something else than tensors: {in_short(error)}"
+                f"asks for {wanted[1]}, which may run code" if wanted else f"has something other than tensors: {in_short(error)}"
             )
             raise Damaged(f"{name} {reason}") from None
         except Exception as error:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__context__  # on a full disk torch then misses bytes of its archive
+                cause = cause.__context__  # on a full disk, torch then raises an error about its archive
             if mode == "rb":
                 raise Damaged(f"{name} cannot be read: {in_short(error)}") from None
             raise (cause or error) from None
 
 
 class _Part(_ReaderView):
-    """A part of a file; torch's own (2.13) mistakes the sign of a place that is counted from the end."""
+    """A part of a file; torch's own (2.13) has the wrong sign for a position from the end."""
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         return super().seek(self.len + offset) if whence == os.SEEK_END else super().seek(offset, whence)
 
 
 class Reader(FileSystemReader):
-    """Tensors of a step whose metadata are known; torch reads its tensors with weights_only=True."""
+    """A reader of the tensors of a step whose metadata are known; torch reads them with weights_only=True."""
 
     def __init__(self, folder: Path, metadata: dcp.Metadata):
         super().__init__(folder)
@@ -205,16 +205,16 @@ class Reader(FileSystemReader):
 
 
 def check_uncompressed(file: IO[bytes]) -> None:
-    """Raises ValueError for an archive with an entry that is compressed, and so of any size in memory; torch saves none."""
+    """Raise ValueError for an archive with a compressed entry, which may have any size in memory; torch saves none."""
     if file.read(4) == b"PK\x03\x04":
         with zipfile.ZipFile(file) as archive:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise ValueError("it is compressed, as torch saves no tensors")
+                raise ValueError("it is compressed, and torch saves tensors uncompressed")
     file.seek(0)
 
 
 class Writer(FileSystemWriter):
-    """One file a rank, on disk before it counts."""
+    """A writer of one file per rank, synced to disk."""
 
     def __init__(self, folder: Path):
         super().__init__(folder, sync_files=True)
@@ -222,7 +222,7 @@ class Writer(FileSystemWriter):
 
 
 class FromHost(DefaultSavePlanner):
-    """Plans by the tensors, and writes what `copy_of` has under their names: this rank's part, on the host."""
+    """A planner that plans with the tensors, and writes `copy_of(name)` for each: this rank's part, on the host."""
 
     def __init__(self, copy_of: Callable[[str], Tensor]):
         super().__init__()
@@ -233,7 +233,7 @@ class FromHost(DefaultSavePlanner):
 
 
 class Filling(DefaultLoadPlanner):
-    """Fills tensors in place. beat: called for each part of one."""
+    """A planner that fills tensors in place. beat: called for each part."""
 
     def __init__(self, beat: Callable[[], None]):
         super().__init__()
@@ -246,7 +246,7 @@ class Filling(DefaultLoadPlanner):
 
 @contextmanager
 def alone(fault: str) -> Iterator[None]:
-    """Within, DCP works for this process alone (no_dist), and does not say so. Raises ConfigError that begins with `fault`."""
+    """Return a context for DCP in one process (no_dist), without its warning. Raises ConfigError that begins with `fault`."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -256,12 +256,12 @@ def alone(fault: str) -> Iterator[None]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part, no copy."""
+    """Return this rank's part, without a copy."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def share(tensor: Tensor) -> int:
-    """Bytes of a tensor that count on this rank: what k ranks hold alike counts 1/k on each."""
+    """Return this rank's share of the bytes of a tensor; bytes that k ranks have alike count 1/k on each."""
     if not isinstance(tensor, DTensor):
         return math.ceil(tensor.numel() * tensor.itemsize / dist.get_world_size())
     copies = math.prod(size for size, p in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if p.is_replicate())
@@ -269,11 +269,11 @@ def share(tensor: Tensor) -> int:
 
 
 def misfit(metadata: dcp.Metadata, tensors: Mapping[str, Tensor]) -> str:
-    """Why these tensors cannot be filled from a checkpoint with these metadata; empty: they can."""
+    """Return why these tensors cannot be filled from a checkpoint with these metadata, or "" if they can."""
     stored = metadata.state_dict_metadata
     missing = [name for name in tensors if name not in stored]
     if missing and not any(name.startswith("optimizer.") for name in stored):
-        return "it holds the model alone, as checkpoint.last_save_model_only = true leaves it, and no optimizer state"
+        return "it has only the model (checkpoint.last_save_model_only = true), and no optimizer state"
     if missing:
         return f"it has no {missing[0]}" + (f", nor {len(missing) - 1} others" if len(missing) > 1 else "")
     for name, tensor in tensors.items():

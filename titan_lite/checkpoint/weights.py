@@ -1,12 +1,11 @@
-"""Weights of a model wherever they lie: a step of ours, a Hugging Face folder, or Meta's consolidated files.
+"""Read a model's weights from a step of titan_lite, a Hugging Face folder, or Meta's consolidated files.
 
     weights = open_weights("outputs/debug_model")            # the newest step of a run; or any folder of the three kinds
     weights.config                                           # the model's shape
-    weights.read("layers.3.attention.wq.weight")             # one tensor, whole, under our name and in our layout
+    weights.read("layers.3.attention.wq.weight")             # one unsharded tensor, by our name and in our layout
     load(weights, dict(model.named_parameters()), shard_of)  # into a model on any layout
 
-Opening reads names and shapes alone, and tells everything that does not fit at once. Nothing is read through a pickle that
-could run code.
+Opening reads only names and shapes, and reports everything that does not fit at once. No pickle that could run code is read.
 """
 
 import dataclasses
@@ -37,7 +36,7 @@ from titan_lite.outside import FILE, TOKENS, WORD, Damaged, in_short, maybe, ope
 from titan_lite.ranks import gather_objects
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-TOKENIZER_FILES = (  # of a Hugging Face folder
+TOKENIZER_FILES = (  # in a Hugging Face folder
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -48,7 +47,7 @@ TOKENIZER_FILES = (  # of a Hugging Face folder
 
 
 class StepFolder:
-    """A step as a run saves it or `convert` writes it; of its tensors the model's. every_byte: compared when it is opened."""
+    """The model's weights in a step that a run or `convert` has written. every_byte: check all bytes on opening."""
 
     kind = "a step of titan_lite"
 
@@ -66,7 +65,7 @@ class StepFolder:
         stored = {
             name.removeprefix("model."): tensor
             for name, tensor in self.metadata.state_dict_metadata.items()
-            if name.startswith("model.") and isinstance(tensor, TensorStorageMetadata)  # as all are, says tensor_files
+            if name.startswith("model.") and isinstance(tensor, TensorStorageMetadata)  # all are, see tensor_files
         }
         check_size(self.config, len(stored))
         self.shapes = shapes(self.config)
@@ -75,11 +74,11 @@ class StepFolder:
         needed = sum(shape.numel() * self.dtypes[fqn].itemsize for fqn, shape in self.shapes.items())
         if needed > (there := sum(entry["size"] for entry in self.files.values())):
             raise Damaged(f"{tensor_files.NAME} lists tensors of {needed:,} bytes, and the files have {there:,}")
-        # Of what was imported; of a run its tokenizer knows them.
+        # Only a converted step has them; those of a run are in its tokenizer.
         self.special_tokens = self.state.get("special_tokens") or {"bos_token_id": None, "eos_token_id": None}
 
     def check_bytes(self, part: int = 0, of: int = 1) -> None:
-        """Compares every part-th file with its SHA-256. Raises Damaged."""
+        """Compare every `of`-th file, from `part` on, with its SHA-256. Raises Damaged."""
         manifest.check_bytes(self.folder, {name: self.files[name] for name in sorted(self.files)[part::of]})
 
     def read(self, fqn: str) -> Tensor:
@@ -88,19 +87,19 @@ class StepFolder:
         return tensor
 
     def read_into(self, parameters: Mapping[str, Tensor]) -> None:
-        """Fill tensors or DTensors, each rank for itself. Raises ConfigError."""
+        """Fill tensors or DTensors, without communication. Raises ConfigError."""
         tensors: dict[str, Any] = {f"model.{fqn}": parameter.detach() for fqn, parameter in parameters.items()}
         with tensor_files.alone(f"{self.folder} cannot be read"):
             dcp.load(tensors, storage_reader=tensor_files.Reader(self.folder, self.metadata), no_dist=True)
 
     def tokenizer_files(self) -> list[Path]:
-        """The tokenizer of the run's recipe, where it still lies there, and what stands beside a tokenizer.json."""
+        """Return the tokenizer of the run's recipe, if it still exists, and the files beside a tokenizer.json."""
         path = self.state.get("recipe", {}).get("model", {}).get("tokenizer_path")
         return tokenizer_files(path) if path and Path(path).is_file() else []
 
 
 class HuggingFaceFolder:
-    """A folder with config.json and safetensors files, of transformers or of `convert`."""
+    """The weights in a folder with config.json and safetensors files, from transformers or `convert`."""
 
     kind = "a Hugging Face folder"
 
@@ -117,14 +116,14 @@ class HuggingFaceFolder:
             open_regular(path).close()
             try:
                 with safe_open(path, "pt") as file:
-                    for name in file.keys():  # noqa: SIM118 - it is no dictionary
+                    for name in file.keys():  # noqa: SIM118 - not a dictionary
                         part = file.get_slice(name)
                         stored[name], self.file_of[name] = (torch.Size(part.get_shape()), part.get_dtype()), path
-            except (SafetensorError, OSError, RuntimeError, TypeError, OverflowError) as error:  # of sizes torch cannot count
+            except (SafetensorError, OSError, RuntimeError, TypeError, OverflowError) as error:  # the last three: huge sizes
                 raise Damaged(f"{path.name} cannot be read: {in_short(error)}") from None
         check_size(self.config, len(stored))
         self.names = hf_names(self.config)
-        _refuse([f"{name} is of dtype {dtype}" for name, (_, dtype) in stored.items() if dtype not in DTYPES])
+        _refuse([f"{name} has dtype {dtype}" for name, (_, dtype) in stored.items() if dtype not in DTYPES])
         self._drop_copies(stored)
         self.shapes = shapes(self.config)
         expected = {self.names[fqn]: shape for fqn, shape in self.shapes.items()}
@@ -137,7 +136,7 @@ class HuggingFaceFolder:
         if not index.exists():
             found = sorted(self.folder.glob("*.safetensors"))
             if not found:
-                raise Damaged("there is no .safetensors file; transformers writes one with save_pretrained")
+                raise Damaged("there is no .safetensors file; use save_pretrained of transformers to write one")
             return found
         named = read_json(index, {"weight_map": {WORD: FILE}})["weight_map"]
         files = [self.folder / name for name in sorted(set(named.values()))]
@@ -145,25 +144,25 @@ class HuggingFaceFolder:
         return files
 
     def _drop_copies(self, stored: dict[str, tuple[torch.Size, str]]) -> None:
-        """Leaves out what some folders hold beside parameters: frequencies that are computed, tied weights a second time."""
+        """Remove what some folders have beside parameters: computed frequencies, and a second copy of tied weights."""
         for name in [name for name in stored if name.endswith("rotary_emb.inv_freq")]:
             del stored[name]
         embedding, output = "model.embed_tokens.weight", "lm_head.weight"
         if self.config.tied_embeddings and {embedding, output} <= stored.keys():
             if not _equal(self._open(embedding), self._open(output)):
-                raise Damaged(f"config.json says tie_word_embeddings, but {output} is not {embedding}")
+                raise Damaged(f"config.json has tie_word_embeddings = true, but {output} is not {embedding}")
             del stored[output]
 
     def _special_tokens(self) -> dict[str, Any]:
         found: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
-        for name in ("config.json", "generation_config.json"):  # the latter knows more that end a text
+        for name in ("config.json", "generation_config.json"):  # the second may have more tokens that end a text
             if (self.folder / name).is_file():
-                said = read_json(self.folder / name, dict.fromkeys(found, maybe(TOKENS)))
-                found |= {key: said[key] for key in found if said.get(key) is not None}
+                content = read_json(self.folder / name, dict.fromkeys(found, maybe(TOKENS)))
+                found |= {key: content[key] for key in found if content.get(key) is not None}
         return found
 
     def _open(self, name: str) -> Tensor:
-        """Mapped from the file, so that bytes are read as they are used, and let go with the tensor."""
+        """Return a tensor mapped from its file: bytes are read on use, and freed with the tensor."""
         with safe_open(self.file_of[name], "pt") as file:
             return file.get_tensor(name)
 
@@ -175,7 +174,7 @@ class HuggingFaceFolder:
 
 
 class MetaFolder:
-    """Llama 3 as Meta releases it: params.json and one consolidated.*.pth for each rank of tensor parallelism."""
+    """The weights in a folder of Meta: params.json and one consolidated.*.pth for each rank of tensor parallelism."""
 
     kind = "Meta's consolidated files"
 
@@ -184,7 +183,7 @@ class MetaFolder:
         paths = sorted(folder.glob("consolidated.*.pth"))
         for number, path in enumerate(paths):
             if path.name != f"consolidated.{number:02d}.pth":
-                raise Damaged(f"consolidated.{number:02d}.pth is missing, and {path.name} is there")
+                raise Damaged(f"consolidated.{number:02d}.pth is missing, and {path.name} exists")
         self.parts = [self._read_part(path) for path in paths]
         tied = all(
             "output.weight" not in part or _equal(part["output.weight"], part["tok_embeddings.weight"])
@@ -206,20 +205,20 @@ class MetaFolder:
             faults += [f"{path.name}: {fault}" for fault in misfits(expected, found)]
         _refuse(faults)
         self.dtypes = {fqn: self.parts[0][fqn].dtype for fqn in expected}
-        bos = self.config.vocab_size - 256  # special tokens end Llama 3's vocabulary
+        bos = self.config.vocab_size - 256  # special tokens are last in Llama 3's vocabulary
         self.special_tokens = {"bos_token_id": bos, "eos_token_id": bos + 1}
 
     def _read_part(self, path: Path) -> dict[str, Tensor]:
-        """Tensors by name, mapped from the file."""
+        """Return the tensors of a file by name, mapped. Raises Damaged."""
         try:
             with open_regular(path) as file:
                 tensor_files.check_uncompressed(file)
             part = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Damaged:
             raise
-        except pickle.UnpicklingError:  # torch's advice is to admit anything
-            raise Damaged(f"{path.name} holds something else than tensors, which may run code") from None
-        except Exception as error:  # what arbitrary bytes raise
+        except pickle.UnpicklingError:  # torch's message advises to admit anything
+            raise Damaged(f"{path.name} has something other than tensors, which may run code") from None
+        except Exception as error:  # arbitrary bytes may raise anything
             raise Damaged(f"{path.name} cannot be read: {in_short(error)}") from None
         if not isinstance(part, dict) or not all(type(name) is str and _is_plain(part[name]) for name in part):
             raise Damaged(f"{path.name} has no tensors by name")
@@ -232,21 +231,21 @@ class MetaFolder:
         )
         part.pop("rope.freqs", None)
         unknown = {name: tensor.dtype for name, tensor in part.items() if tensor.dtype not in DTYPES.values()}
-        _refuse([f"{path.name}: {name} is of dtype {dtype}" for name, dtype in unknown.items()])
+        _refuse([f"{path.name}: {name} has dtype {dtype}" for name, dtype in unknown.items()])
         return part
 
     def _check_count(self) -> None:
-        """Raises Damaged where a part is the part of a whole, and there are not as many: a line, and not one for every tensor."""
+        """Raise Damaged if the shape of one tensor shows that files are missing: one line, instead of one for every tensor."""
         name = "layers.0.attention.wq.weight"
         (rows, *rest), part = self.shapes[name], self.parts[0].get(name, torch.empty(0)).shape
         if list(part[1:]) == rest and 0 < part[0] < rows != part[0] * len(self.parts) and rows % part[0] == 0:
             raise Damaged(
-                f"consolidated.*.pth: {len(self.parts)} found, and {rows // part[0]} would make a whole, as {name} is "
+                f"consolidated.*.pth: {len(self.parts)} found, and {rows // part[0]} expected, as {name} is "
                 f"{list(part)} in the first, and {[rows, *rest]} by params.json; a file may be missing"
             )
 
     def _axis(self, part: Tensor, whole: torch.Size) -> int | None:
-        """The dimension along which the parts make the whole; -1: each is the whole; None: they do not."""
+        """Return the dimension along which the parts are split; -1: each part is the full tensor; None: they do not fit."""
         if part.shape == whole:
             return -1
         for dim in range(part.dim()):
@@ -268,9 +267,9 @@ ShardOf = Callable[[Tensor], tuple[Tensor, tuple[int, ...]]]
 
 
 def open_weights(path: str | Path, key: str = "", *, every_byte: bool = False) -> Weights:
-    """The weights in a folder of any kind; of a run, or of a folder of steps, the newest step that is whole.
+    """Open the weights in a folder of any kind; of a run or a folder of steps, the newest undamaged step.
 
-    key: the recipe's, which an error then names. every_byte: compare all of a step with its manifest, and not sizes alone.
+    key: the recipe's key, which errors name. every_byte: compare all bytes of a step with its manifest, not only sizes.
     Raises ConfigError with all names and shapes that do not fit.
     """
     folder, wrong = Path(path), f'{key} = "{path}"' if key else f"{path}"
@@ -286,22 +285,22 @@ def open_weights(path: str | Path, key: str = "", *, every_byte: bool = False) -
             try:
                 return StepFolder(step, every_byte=every_byte)
             except Damaged as damage:
-                logger.warning(f"{step} is passed over: {damage}")
+                logger.warning(f"{step} is skipped: {damage}")
     except (Damaged, ConfigError) as error:
         raise ConfigError(f"{wrong}: {error}") from None
     except OSError as error:
         raise ConfigError(f"{wrong}: {error.filename}: {error.strerror}") from None
     if steps:
-        raise ConfigError(f"{wrong}: none of its {len(steps)} steps is whole")
-    what = "has none of them" if folder.is_dir() else "is no folder"
+        raise ConfigError(f"{wrong}: all of its {len(steps)} steps are damaged; use another folder")
+    what = "has no weights" if folder.is_dir() else "is not a folder"
     raise ConfigError(
-        f"{wrong} {what}: a step (such as outputs/NAME/checkpoint/step-100), a run's folder, a Hugging Face folder (config.json "
-        "and *.safetensors) or Meta's (params.json and consolidated.*.pth) would work"
+        f"{wrong} {what}; use a step (such as outputs/NAME/checkpoint/step-100), a run's folder, a Hugging Face folder "
+        "(config.json and *.safetensors) or Meta's (params.json and consolidated.*.pth)"
     )
 
 
 def load_initial(path: str, parameters: Mapping[str, Tensor], shard_of: ShardOf) -> None:
-    """Fill a run's parameters from checkpoint.initial_load_path, where it has one. For all ranks; raises ConfigError on all."""
+    """Fill a run's parameters from checkpoint.initial_load_path, if set. A collective. Raises ConfigError on all ranks."""
     if not path:
         return
     wrong, started, fault = f'checkpoint.initial_load_path = "{path}"', time.perf_counter(), ""
@@ -315,8 +314,8 @@ def load_initial(path: str, parameters: Mapping[str, Tensor], shard_of: ShardOf)
     for folder, fault in seen:
         if fault:
             raise ConfigError(f"{wrong}: {folder}: {fault}")
-        if folder != seen[0][0]:  # a run that is still going saves another one
-            raise ConfigError(f"{wrong}: ranks see different newest steps in it, {seen[0][0]} and {folder}; name one of them")
+        if folder != seen[0][0]:  # that run may still save steps
+            raise ConfigError(f"{wrong}: ranks see different newest steps in it, {seen[0][0]} and {folder}; use one of them")
     load(weights, parameters, shard_of)
     dtypes = {str(dtype).removeprefix("torch.") for dtype in weights.dtypes.values()}
     logger.info(
@@ -327,9 +326,9 @@ def load_initial(path: str, parameters: Mapping[str, Tensor], shard_of: ShardOf)
 
 @torch.no_grad()
 def load(weights: Weights, parameters: Mapping[str, Tensor], shard_of: ShardOf | None = None) -> None:
-    """Fill the parameters in place, by name. Without a word between ranks: each reads its part.
+    """Fill the parameters in place, by name. Each rank reads its part, without communication. Raises ConfigError.
 
-    shard_of: parameter -> (the tensor this rank holds of it, its offset in the whole); default: the whole. Raises ConfigError.
+    shard_of: parameter -> (this rank's part, its offset in the parameter); default: the full parameter.
     """
     if isinstance(weights, StepFolder):
         weights.read_into(parameters)
@@ -341,24 +340,24 @@ def load(weights: Weights, parameters: Mapping[str, Tensor], shard_of: ShardOf |
 
 
 def check_fit(weights: Weights, flavor: ModelConfig, key: str) -> None:
-    """Raises ConfigError where these are weights of another model than the flavor; what only computes otherwise is told."""
+    """Raise ConfigError if the shapes are not those of the flavor; log differences that only change the computation."""
     theirs, ours = dataclasses.asdict(weights.config), dataclasses.asdict(flavor)
     differing = [f"{name} is {theirs[name]} there, {ours[name]} here" for name in ours if theirs[name] != ours[name]]
-    told = [line for line in differing if line.startswith(("rope_", "norm_eps"))]
-    refused = [line for line in differing if line not in told and not line.startswith("max_seq_len")]
+    logged = [line for line in differing if line.startswith(("rope_", "norm_eps"))]
+    refused = [line for line in differing if line not in logged and not line.startswith("max_seq_len")]
     if refused:
         fitting = [name for name, other in FLAVORS.items() if shapes(other) == weights.shapes]
         keys = [line.partition(" ")[0] for line in refused]
         yes_no = {"tied_embeddings": '"yes"' if weights.config.tied_embeddings else '"no"'}
-        works = ", ".join(f"model.{name} = {yes_no.get(name, theirs[name])}" for name in keys)
-        works = f'model.flavor = "{fitting[0]}"' if fitting else works
-        raise ConfigError(f'{key} = "{weights.folder}" has another model: {"; ".join(refused)}; {works} would work')
-    if told:
-        logger.info(f"{key}: these weights were trained for another computation: {'; '.join(told)}")
+        fix = ", ".join(f"model.{name} = {yes_no.get(name, theirs[name])}" for name in keys)
+        fix = f'model.flavor = "{fitting[0]}"' if fitting else fix
+        raise ConfigError(f'{key} = "{weights.folder}" has another model: {"; ".join(refused)}; use {fix}')
+    if logged:
+        logger.info(f"{key}: these weights were trained for another computation: {'; '.join(logged)}")
 
 
 def tokenizer_files(path: str | Path) -> list[Path]:
-    """The tokenizer, of any name, or of a folder those that transformers looks for, and after it what stands beside; or none."""
+    """Return a tokenizer's file, or the first one that transformers finds in a folder, then the files beside it; [] if none."""
     path = Path(path)
     if path.is_file():
         beside = path.with_name("tokenizer_config.json")
@@ -368,22 +367,22 @@ def tokenizer_files(path: str | Path) -> list[Path]:
 
 
 def check_tokenizer(weights: Weights, path: str | Path, vocab_size: int, sha256: str) -> None:
-    """Raises ConfigError where it is not the run's, as far as a step knows that, or has more tokens than the model."""
+    """Raise ConfigError if a tokenizer is not that of the step, if known, or has more tokens than the model."""
     trained_with = weights.state["run"].get("tokenizer") if isinstance(weights, StepFolder) else None
     if trained_with not in (None, sha256):
         raise ConfigError(
             f"tokenizer {path} has SHA-256 {sha256[:12]}, and {weights.folder} was trained with {str(trained_with)[:12]}; "
-            "--tokenizer with that one would work"
+            "use --tokenizer with that one"
         )
     if vocab_size > weights.config.vocab_size:
         raise ConfigError(
-            f"tokenizer {path} has {vocab_size} tokens, and the model {weights.config.vocab_size}; --tokenizer with the one it "
-            "was trained with would work"
+            f"tokenizer {path} has {vocab_size} tokens, and the model {weights.config.vocab_size}; use --tokenizer with the one "
+            "it was trained with"
         )
 
 
 def shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Our name of every parameter -> its shape, in the model's order."""
+    """Return {our name: shape} of every parameter, in the model's order."""
     with torch.device("meta"):
         model = Transformer(dataclasses.replace(config, n_layers=1, max_seq_len=1))
     found: dict[str, torch.Size] = {}
@@ -403,18 +402,18 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def check_size(config: ModelConfig, tensors: int) -> None:
-    """Raises Damaged for a model that cannot be, or that has more layers than there are tensors; none of its names is made."""
+    """Raise Damaged for an impossible model, or one with more layers than tensors, before names are made for its layers."""
     if config.dim % (2 * config.n_heads) or config.n_heads % config.n_kv_heads:
         raise Damaged(
-            f"{config.n_heads:,} heads, {config.n_kv_heads:,} of keys and values, in {config.dim:,} dimensions: heads of an even "
-            "size, and a number of them that those of keys and values divide, would work"
+            f"{config.n_heads:,} heads, {config.n_kv_heads:,} of keys and values, in {config.dim:,} dimensions: heads must have "
+            "an even size, and their number must be a multiple of that of keys and values"
         )
     if config.n_layers > tensors:
-        raise Damaged(f"it is said to have {config.n_layers:,} layers, and {tensors:,} tensors are there")
+        raise Damaged(f"its shape has {config.n_layers:,} layers, but it has {tensors:,} tensors")
 
 
 def misfits(expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size]) -> list[str]:
-    """A line for every name that is missing, that is not expected, or whose shape is not."""
+    """Return a line for every name that is missing or unexpected, or has another shape."""
     return [
         *(f"{name} is missing" for name in expected if name not in found),
         *(f"{name} is unexpected" for name in found if name not in expected),
@@ -427,7 +426,7 @@ def misfits(expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size])
 
 
 def _refuse(lines: list[str]) -> None:
-    """Raises Damaged with the faults, if there are any."""
+    """Raise Damaged with the faults, if there are any."""
     if lines:
         more = [f"and {len(lines) - 40} more"] if len(lines) > 40 else []
         raise Damaged(lines[0] if len(lines) == 1 else "\n  ".join((f"{len(lines)} things do not fit:", *lines[:40], *more)))

@@ -1,4 +1,4 @@
-"""The keys of a recipe. Other rooms import them from here: row.py says what a key is, learning.py and system.py have the keys."""
+"""The keys of a recipe, for other rooms to import. row.py defines what a key is; learning.py and system.py list the keys."""
 
 # ruff: noqa: F403
 from titan_lite.config.keys import *

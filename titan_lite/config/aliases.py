@@ -1,12 +1,12 @@
-"""Names that keys have in other frameworks, so that who writes one of them is told the key here. Standard library only.
+"""Map key names of other frameworks to the keys here, so that an error about an unknown key can name the right one.
 
     key_called("learning_rate")        # "optimizer.lr"
 
-Names of TorchTitan, transformers' Trainer and config.json, Megatron-LM, nanoGPT and LitGPT; for a name that is a key here, in
-whatever section, no row is needed.
+The names are those of TorchTitan, transformers' Trainer and config.json, Megatron-LM, nanoGPT and LitGPT. A name that is already
+a key of some section needs no row. Standard library only.
 """
 
-_CALLED = {  # the key here -> what it is called elsewhere
+_CALLED = {  # the key here -> its names elsewhere
     "job.dump_folder": "output_dir out_dir save_dir",
     "job.description": "run_name experiment_name wandb_run_name",
     "model.flavor": "model_name model_size model_name_or_path",
@@ -55,5 +55,5 @@ _KEYS = {name: key for key, names in _CALLED.items() for name in names.split()}
 
 
 def key_called(name: str) -> str:
-    """The key here, "section.name"; empty: there is none for it."""
+    """Return the key here as "section.name", or "" if there is none."""
     return _KEYS.get(name.lower().replace("-", "_"), "")

@@ -5,8 +5,8 @@
     origins["training.steps"]        # "command line"
 
 Precedence: command line > recipe > the recipe it `extends` > default. Every mistake (unknown section or key, wrong type, value
-out of range, impossible combination) is one line of a `ConfigError`, with the place, the key, the value and something that would
-work. Standard library only.
+out of range, impossible combination) is one line of a `ConfigError`, with the place, the key, the value and what to use instead.
+Standard library only.
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ from titan_lite.config.keys import batch_ramp, flatten, gradient_accumulation_st
 from titan_lite.config.row import one_line
 from titan_lite.config.toml import did_you_mean, files_beside, in_toml, parse_value, read_toml, shown
 
-MOST = 10**15  # of a number that has no bound of its own: a float still tells it from the next
-MOST_TEXT = 4096  # characters, as many as a path has
-MOST_EXTENDED = 16  # recipes, each by the one before
+MOST = 10**15  # bound of numbers without one of their own; a float can still represent each integer
+MOST_TEXT = 4096  # characters, the longest path
+MOST_EXTENDED = 16  # recipes in a chain of `extends`
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, dict[str, str]]:
@@ -34,7 +34,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Conf
 
     recipe: path of a TOML file. overrides: `--section.key value`, `--section.key=value`, and for booleans
     `--section.key` and `--no-section.key`. origins maps "section.key" to "default", "command line" or the file's path.
-    Raises ConfigError with all mistakes of single keys, or else with all impossible combinations.
+    Raises ConfigError with all mistakes in single keys, or if there are none, with all impossible combinations.
     """
     mistakes = Mistakes()
     values, origins = _read_recipe(Path(recipe), (), mistakes)
@@ -59,7 +59,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Conf
 
 
 def to_toml(config: Config, origins: dict[str, str] | None = None) -> str:
-    """The whole recipe as TOML that loads back to the same config; with `origins`, each value says where it came from."""
+    """Return all keys as TOML that loads back to the same config; with `origins`, each line has a comment with its origin."""
     lines = []
     for name, cls in SECTIONS.items():
         lines.append(f"[{name}]")
@@ -79,11 +79,11 @@ def save_recipe(config: Config, folder: Path) -> None:
         (folder / "config.toml").write_text(to_toml(saved), encoding="utf-8")
     except OSError as error:
         wrong = f'job.dump_folder = "{config.job.dump_folder}": {error.strerror}: {error.filename}'
-        raise ConfigError(f"{wrong}; a folder that can be written would work") from None
+        raise ConfigError(f"{wrong}; use a folder that can be written") from None
 
 
 def _from_folder(field: dataclasses.Field, value: Any, folder: Path) -> Any:
-    """A value with its relative paths, or those of its tables, made absolute."""
+    """Return the value with its relative paths, or those of its tables, made absolute. Raises ConfigError."""
     if field.metadata["table"]:
         parts = dataclasses.fields(field.metadata["table"])
         return tuple(
@@ -95,21 +95,21 @@ def _from_folder(field: dataclasses.Field, value: Any, folder: Path) -> Any:
         return value
     path = os.path.abspath(folder / value)
     if fault := _unfit([path]):
-        raise ConfigError(f"{field.name} = {shown(value)}: {one_line(path, 200)}: {fault}; in another folder it would work")
+        raise ConfigError(f"{field.name} = {shown(value)}: {one_line(path, 200)}: {fault}; use another folder")
     return path
 
 
 def _read_recipe(path: Path, chain: tuple[str, ...], mistakes: Mistakes) -> tuple[dict[str, Any], dict[str, str]]:
-    """Flat {"section.key": value} of one file on top of the file it extends."""
+    """Return {"section.key": value} and {"section.key": origin} of one file on top of the file it extends."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     with mistakes.noted():
         if fault := _unfit([str(path)]):
-            raise ConfigError(f"{one_line(str(path), 200)}: {fault}; another path would work")
+            raise ConfigError(f"{one_line(str(path), 200)}: {fault}; use another path")
         resolved = os.path.realpath(path)
         if resolved in chain:
             loop = " -> ".join((*chain[chain.index(resolved) :], resolved))
-            raise ConfigError(f"{path}: extends goes round in a circle: {loop}; remove one of these `extends` lines")
+            raise ConfigError(f"{path}: extends is circular: {loop}; remove one of these `extends` lines")
         if len(chain) > MOST_EXTENDED:
             raise ConfigError(f"{path}: extended through more than {MOST_EXTENDED} recipes; extend one of the first")
         tables = read_toml(path, "recipe")
@@ -128,7 +128,7 @@ def _read_recipe(path: Path, chain: tuple[str, ...], mistakes: Mistakes) -> tupl
                     with mistakes.noted():
                         key = f"{section}.{name}"
                         if key in DROPPED and value == DROPPED[key][0]:
-                            continue  # a saved recipe of an earlier version, which says what holds
+                            continue  # a saved recipe of an earlier version, with the value that applies now
                         if key not in KEYS:
                             wrong = f"unknown key {shown(name)[1:-1]} = {shown(value)} in [{section}]"
                             raise ConfigError(f"{path}: {wrong}{_nearest_key(section, name)}")
@@ -138,9 +138,9 @@ def _read_recipe(path: Path, chain: tuple[str, ...], mistakes: Mistakes) -> tupl
 
 
 def _extended(path: Path, base: Any) -> Path:
-    """The recipe that the one at `path` extends by `extends = base`. Raises ConfigError."""
+    """Return the path of the recipe that the one at `path` extends with `extends = base`. Raises ConfigError."""
     if not isinstance(base, str) or not base:
-        raise ConfigError(f'{path}: extends = {shown(base)} is not a path; write it as extends = "debug_model.toml"')
+        raise ConfigError(f'{path}: extends = {shown(base)} is not a path; use one such as extends = "debug_model.toml"')
     found = path.parent / base
     if not os.path.exists(found):
         wrong = f"extends = {shown(base)}: no such file (looked for {one_line(str(found), 200)})"
@@ -149,7 +149,7 @@ def _extended(path: Path, base: Any) -> Path:
 
 
 def _parse_overrides(arguments: Sequence[str], mistakes: Mistakes) -> dict[str, str]:
-    """`--section.key value` and its other forms -> {"section.key": text}; a later one wins."""
+    """Parse `--section.key value` and its other forms into {"section.key": text}; the last one wins."""
     result: dict[str, str] = {}
     rest = list(arguments)
     while rest:
@@ -160,45 +160,45 @@ def _parse_overrides(arguments: Sequence[str], mistakes: Mistakes) -> dict[str, 
 
 
 def _next_override(rest: list[str]) -> tuple[str, str]:
-    """(key, text) of the first arguments, which are taken from the list. Raises ConfigError."""
+    """Remove the first option from the list of arguments and return it as (key, text). Raises ConfigError."""
     argument = rest.pop(0)
-    said = one_line(argument, 100)
+    written = one_line(argument, 100)
     if not argument.startswith("--"):
-        raise ConfigError(f"command line: '{said}' is not an option; write --section.key value, such as --training.steps 100")
+        raise ConfigError(f"command line: '{written}' is not an option; use --section.key value, such as --training.steps 100")
     name, equals, text = argument[2:].partition("=")
     key = name.replace("-", "_").removeprefix("no_")
     negated = len(key) < len(name)
     follows = bool(rest) and not rest[0].startswith("--")
     if key not in KEYS:
         if follows and not equals:
-            rest.pop(0)  # its value, no mistake of its own
-        raise ConfigError(f"command line: unknown option {said}{_nearest_key(*key.partition('.')[::2])}")
+            rest.pop(0)  # its value is not a second mistake
+        raise ConfigError(f"command line: unknown option {written}{_nearest_key(*key.partition('.')[::2])}")
     is_bool = KEYS[key].type is bool
     if negated and (equals or not is_bool):
-        raise ConfigError(f"command line: {said}: --no- is for booleans and takes no value; write --{key}=VALUE")
+        raise ConfigError(f"command line: {written}: --no- is for booleans and takes no value; use --{key}=VALUE")
     if negated:
         return key, "false"
     if not equals and is_bool:
         return key, rest.pop(0) if follows and rest[0].lower() in ("true", "false") else "true"
     if not equals and not follows:
         example = f"--{key}={in_toml(KEYS[key].default)}"
-        raise ConfigError(f"command line: {said} has no value; write {example} ({_expected(KEYS[key])})")
+        raise ConfigError(f"command line: {written} has no value; use {example} ({_expected(KEYS[key])})")
     return key, text if equals else rest.pop(0)
 
 
 def _parse_text(key: str, text: str) -> Any:
-    """A command-line word as the key's type."""
+    """Return a word of the command line as the key's type. Raises ConfigError."""
     kind = KEYS[key].type
     value: Any = text
     try:
         if kind is bool:
             value = {"true": True, "false": False}[text.lower()]
         elif kind in (int, float):
-            value = kind(text.encode("ascii"))  # ValueError for digits of other scripts
+            value = kind(text.encode("ascii"))  # a ValueError for digits of other scripts
         elif KEYS[key].metadata["table"]:
             value = parse_value(text)
         elif kind is tuple:
-            bare = text.strip().removeprefix("[").removesuffix("]")  # as in a recipe, or without brackets and quotes
+            bare = text.strip().removeprefix("[").removesuffix("]")  # with brackets and quotes as in a recipe, or without
             value = [word.strip().strip("\"'") for word in bare.split(",") if word.strip()]
     except (KeyError, ValueError):
         wrong = f"--{key}={one_line(text, 100)}: expected {_expected(KEYS[key])}"
@@ -207,7 +207,10 @@ def _parse_text(key: str, text: str) -> Any:
 
 
 def _check_value(key: str, value: Any, place: str, field: dataclasses.Field | None = None) -> Any:
-    """Type, range and choices of one value; an integer serves where a float is asked for. field: the key's, if not in KEYS."""
+    """Check type, range and choices of one value, and return it; an integer is accepted for a float. Raises ConfigError.
+
+    field: that of a key which is not in KEYS.
+    """
     field = field or KEYS[key]
     if field.metadata["table"] and isinstance(value, list):
         mistakes, tables = Mistakes(), []
@@ -236,35 +239,35 @@ def _check_value(key: str, value: Any, place: str, field: dataclasses.Field | No
     elif field.type in (int, float) and value != rule["also"]:
         compare = {"least": operator.ge, "above": operator.gt, "most": operator.le, "below": operator.lt}
         inside = all(rule[bound] is None or holds(value, rule[bound]) for bound, holds in compare.items())
-        if not inside or not abs(value) <= (rule["most"] or MOST):  # so nan, too
+        if not inside or not abs(value) <= (rule["most"] or MOST):  # nan is refused here, too
             most = f", at most {MOST:.0e}" if inside else ""
             wrong = f"out of range: expected {_expected(field)}{most}"
     if wrong:
-        said = key if "[" in key else f"[{section}] {name}"  # of a table within, or of the recipe
-        raise ConfigError(f"{place}: {said} = {shown(value)}: {wrong}{instead}")
+        written = key if "[" in key else f"[{section}] {name}"  # a key of a table in a list, or of a section
+        raise ConfigError(f"{place}: {written} = {shown(value)}: {wrong}{instead}")
     return value
 
 
 def _unfit(words: Sequence[str]) -> str:
-    """Why no key can have these words; empty: it can."""
+    """Return why no key can have these words as its value, or "" if it can."""
     if not all(map(_is_utf8, words)):
-        return "not valid UTF-8, which a recipe is"
+        return "not valid UTF-8"
     if any("\0" in word for word in words):
         return "has a NUL character"
     return f"longer than {MOST_TEXT} characters" if max(map(len, words), default=0) > MOST_TEXT else ""
 
 
 def _is_utf8(text: str) -> bool:
-    """False where a file name or an argument had other bytes."""
+    """Return False if the text is a file name or argument whose bytes are not UTF-8."""
     return text.isascii() or text.encode(errors="ignore").decode() == text
 
 
 def _check_table(key: str, table: Any, place: str, cls: type) -> Any:
-    """One element of a list of tables, as its dataclass. key: with its number, such as data.sources[1]."""
+    """Return one element of a list of tables as its dataclass. Raises ConfigError. key: numbered, such as data.sources[1]."""
     fields, mistakes, values = {field.name: field for field in dataclasses.fields(cls)}, Mistakes(), {}
     if not isinstance(table, dict):
         tables = key.partition("[")[0]
-        raise ConfigError(f"{place}: {key} = {shown(table)}: expected a table: write [[{tables}]] and the keys of each below")
+        raise ConfigError(f"{place}: {key} = {shown(table)}: expected a table; use [[{tables}]] with the keys of each below it")
     for name, value in table.items():
         with mistakes.noted():
             if name not in fields:
@@ -276,7 +279,7 @@ def _check_table(key: str, table: Any, place: str, cls: type) -> Any:
 
 
 def _impossible(config: Config, origins: dict[str, str]) -> Iterator[ConfigError]:
-    """An error for each thing that no single value shows."""
+    """Yield an error for each impossible combination of values."""
     values = flatten(config)
 
     def wrong(key: str, why: str) -> ConfigError:
@@ -284,36 +287,36 @@ def _impossible(config: Config, origins: dict[str, str]) -> Iterator[ConfigError
 
     for key, (why, need) in without_need(dataclasses.asdict(config)).items():
         if KEYS[key].metadata["refused"] and values[key] != KEYS[key].default:
-            yield wrong(key, f" has no effect: {why}; {need.fix} would work")
+            yield wrong(key, f" has no effect: {why}; use {need.fix}")
     schedule, steps, stage = config.lr_scheduler, config.training.steps, config.compile
     if -1 < schedule.total_steps < schedule.warmup_steps:
-        works = f"warmup_steps = {max(1, schedule.total_steps // 10)} would work"
-        yield wrong("lr_scheduler.warmup_steps", f" is longer than lr_scheduler.total_steps = {schedule.total_steps}; {works}")
+        fix = f"use warmup_steps = {max(1, schedule.total_steps // 10)}"
+        yield wrong("lr_scheduler.warmup_steps", f" is longer than lr_scheduler.total_steps = {schedule.total_steps}; {fix}")
     if -1 < schedule.total_steps < steps:
         yield wrong("lr_scheduler.total_steps", f" ends before training.steps = {steps}; use -1 or at least that many")
     if not config.model.tokenizer_path:
-        yield wrong("model.tokenizer_path", ' is empty: name a tokenizer file, such as "../assets/tokenizer/debug.model"')
+        yield wrong("model.tokenizer_path", ' names no file; use a tokenizer file, such as "../assets/tokenizer/debug.model"')
     if stage.enable and not stage.components:
-        works = 'components = ["model", "loss"], or compile.enable = false, would work'
-        yield wrong("compile.components", f" leaves nothing to compile, but compile.enable = true; {works}")
+        fix = 'use components = ["model", "loss"], or compile.enable = false'
+        yield wrong("compile.components", f" leaves nothing to compile, but compile.enable = true; {fix}")
     if stage.enable and stage.bucketing == "plan" and not stage.buckets:
-        works = 'such as buckets = ["tok_embeddings", "layers.0 layers.1"]; bucketing = "block" would work without'
-        yield wrong("compile.bucketing", f" needs compile.buckets, {works}")
+        fix = 'use buckets = ["tok_embeddings", "layers.0 layers.1"], or bucketing = "block", which needs none'
+        yield wrong("compile.bucketing", f" needs compile.buckets; {fix}")
     if stage.enable and stage.bucketing in ("auto", "measured") and not stage.reordering:
-        works = 'reordering = true or bucketing = "block" would work'
-        yield wrong("compile.reordering", f': compile.bucketing = "{stage.bucketing}" orders what it buckets; {works}')
+        fix = 'use reordering = true or bucketing = "block"'
+        yield wrong("compile.reordering", f': compile.bucketing = "{stage.bucketing}" orders what it buckets; {fix}')
     option = config.activation_checkpoint.selective_ac_option
     if option not in ("op", "op/2") and not (option.isascii() and option.isdigit() and int(option) > 0):
-        works = 'expected "op", "op/2", or a number of blocks in quotes, such as "2"'
-        yield wrong("activation_checkpoint.selective_ac_option", f": {works}")
+        fix = 'expected "op", "op/2", or a number of blocks in quotes, such as "2"'
+        yield wrong("activation_checkpoint.selective_ac_option", f": {fix}")
     if config.activation_checkpoint.mode == "memory_budget" and not stage.compiles("model"):
-        works = 'compile.enable = true and "model" in compile.components, or mode = "selective", would work'
-        yield wrong("activation_checkpoint.mode", f" lets the compiler choose, and the model is not compiled; {works}")
+        fix = 'use compile.enable = true with "model" in compile.components, or mode = "selective"'
+        yield wrong("activation_checkpoint.mode", f" lets the compiler choose, and the model is not compiled; {fix}")
     layout, training = config.parallelism, config.training
-    # the default one stands in every saved recipe, and asks for nothing
+    # the default is in every saved recipe, and is no request
     if layout.fsdp_reshard_after_forward == "always" and layout.fsdp_keep_gathered not in ((), Parallelism.fsdp_keep_gathered):
-        works = '"default" keeps these, and fsdp_keep_gathered = [] nothing'
-        yield wrong("parallelism.fsdp_keep_gathered", f': parallelism.fsdp_reshard_after_forward = "always" keeps none; {works}')
+        fix = 'use "default" to keep these, or fsdp_keep_gathered = []'
+        yield wrong("parallelism.fsdp_keep_gathered", f': parallelism.fsdp_reshard_after_forward = "always" keeps none; {fix}')
     try:
         batch_ramp(training.global_batch_ramp)
         if layout.data_parallel_shard_degree != -1:
@@ -324,20 +327,20 @@ def _impossible(config: Config, origins: dict[str, str]) -> Iterator[ConfigError
 
 
 def _impossible_sources(config: Config, origin: str, wrong: Callable[[str, str], ConfigError]) -> Iterator[ConfigError]:
-    """The same for where documents come from. origin: of data.sources. wrong: makes the error of a key from the reason."""
+    """Yield an error for each impossible combination in [data]. origin: that of data.sources. wrong: (key, why) -> error."""
     sources = config.data.sources
     for field in dataclasses.fields(Corpus) if sources else ():
         if getattr(config.data, field.name) != field.default:
-            works = f"write it into these, or remove it, or drop them with sources = [] in [data]; {field.name} = "
-            works += f"{in_toml(field.default)} takes back what a recipe says that is extended"
-            yield wrong(f"data.{field.name}", f" stands beside data.sources ({origin}), which take its place; {works}")
+            fix = f"move it into these, or use sources = []; if an extended recipe has it, use {field.name} = "
+            fix += in_toml(field.default)
+            yield wrong(f"data.{field.name}", f" is beside data.sources ({origin}), which replace it; {fix}")
     again: dict[Corpus, int] = {}
     for number, source in enumerate(sources, start=1):
         first = again.setdefault(dataclasses.replace(source, weight=1.0), number)
         if first != number:
             yield ConfigError(
                 f"{origin}: data.sources[{first}] and [{number}] have the same documents, which would be read twice; "
-                "one of them with the sum of both weights would work"
+                "use one of them with the sum of both weights"
             )
     for _, source in config.data.mixture():
 
@@ -347,20 +350,20 @@ def _impossible_sources(config: Config, origin: str, wrong: Callable[[str, str],
 
         here = {"local": "corpus/*.jsonl", "prepared": "prepared/books"}.get(source.dataset)
         if here and not source.path:
-            yield of("dataset", f' needs {source.key("path")}, such as path = "{here}"')
+            yield of("dataset", f' needs {source.key("path")}; use one such as path = "{here}"')
         if source.path and not here:
-            works = f'with {source.key("dataset")} = "local" or "prepared" (it is "{source.dataset}"); set that or remove path'
-            yield of("path", f" is only read {works}")
+            fix = f'{source.key("dataset")} = "local" or "prepared" (it is "{source.dataset}"); use one of these or remove path'
+            yield of("path", f" is only read with {fix}")
         if (source.subset or source.split != "train") and "/" not in source.dataset:
-            works = f'such as dataset = "HuggingFaceFW/fineweb" (it is "{source.dataset}"); name one or remove it'
-            yield of("subset" if source.subset else "split", f" is of datasets of the hub, {works}")
+            fix = f'(dataset = "{source.dataset}"); use one such as dataset = "HuggingFaceFW/fineweb", or remove it'
+            yield of("subset" if source.subset else "split", f" is only for datasets of the hub {fix}")
         if config.validation.enable and config.data.validation_fraction == 0 and source.dataset not in ("c4", "prepared"):
-            works = "set data.validation_fraction = 0.05, or validation.enable = false"
-            yield wrong("validation.enable", f" needs held-out documents: {works}")
+            fix = "use data.validation_fraction = 0.05, or validation.enable = false"
+            yield wrong("validation.enable", f" needs held-out documents; {fix}")
 
 
 def _expected(field: dataclasses.Field) -> str:
-    """'a number above 0 (L2 norm)' and the like."""
+    """Return the admitted values with their unit, such as 'a number above 0 (L2 norm)'."""
     unit = "" if field.metadata["choices"] else field.metadata["unit"]
     return admitted_values(field) + (f" ({unit})" if unit not in ("", "bool", "integer") else "")
 
@@ -380,7 +383,7 @@ def admitted_values(field: dataclasses.Field) -> str:
 
 
 def nearest_section(section: str) -> str:
-    """The home of a key that was written where a section belongs, else the nearest section, else all of them."""
+    """Return the end of a message about an unknown section: the key of this name, the nearest section, or all sections."""
     homes = [key for key in KEYS if key.endswith(f".{section}")]
     if homes:
         return f"; {section} is a key: {' or '.join(homes)}"
@@ -390,7 +393,7 @@ def nearest_section(section: str) -> str:
 
 
 def _nearest_key(section: str, name: str) -> str:
-    """The home of a key of this very name, or what became of it, else the nearest key of the section, else all its keys."""
+    """Return the end of a message about an unknown key: the key of this name elsewhere, the nearest key, or all keys."""
     key = key_called(name)
     if section not in SECTIONS:
         if key:
@@ -407,4 +410,4 @@ def _nearest_key(section: str, name: str) -> str:
 
 
 def _is_here(key: str) -> str:
-    return f"; that is {key} here: {KEYS[key].metadata['doc'].partition(';')[0]}"
+    return f"; use {key}: {KEYS[key].metadata['doc'].partition(';')[0]}"

@@ -1,8 +1,8 @@
-"""The row of a key: `setting`, with all that is known of the key, and the words and conditions that rows are made of.
+"""Define a row, which is all that is known of a key: `setting` makes one; consequences and conditions are its parts.
 
     spike_sigmas: float = setting(6.0, "how far above their mean a spike is", "standard deviations > 0", needs=(SPIKES,))
 
-Standard library only, as all that reads a recipe.
+Standard library only, like everything that reads a recipe.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class ConfigError(ValueError):
-    """A recipe or command line that cannot be run; each message names the key, the value and what would work."""
+    """A recipe or command line that cannot be run; each message names the key, the value and a value to use."""
 
     def __str__(self) -> str:
         # A value may have line breaks and control characters; a list of ours is indented.
@@ -24,12 +24,12 @@ class ConfigError(ValueError):
 
 
 class Mistakes(list[str]):
-    """Messages about things that are wrong independently of each other, to be told together.
+    """Messages about independent mistakes, to be raised together.
 
     mistakes = Mistakes()
-    with mistakes.noted():        # of a ConfigError
+    with mistakes.noted():        # catches a ConfigError
         ...
-    mistakes.refuse()             # ConfigError, if there are any
+    mistakes.refuse()             # raises a ConfigError with all of them, if there are any
     """
 
     MOST = 12
@@ -45,17 +45,17 @@ class Mistakes(list[str]):
 
     def refuse(self) -> None:
         if self:
-            told = [one_line(message, 1500) for message in dict.fromkeys(self)]
-            raise ConfigError(*told[: self.MOST], *(["and more, told when these are mended"] if len(told) > self.MOST else []))
+            lines = [one_line(message, 1500) for message in dict.fromkeys(self)]
+            raise ConfigError(*lines[: self.MOST], *(["and more; correct these first"] if len(lines) > self.MOST else []))
 
 
 def one_line(text: str, most: int) -> str:
-    """Without line breaks and other characters that cannot be seen, and cut in its middle where it is longer than `most`."""
+    """Escape line breaks and other unprintable characters, and cut the middle of a text longer than `most` characters."""
     text = text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-# Consequences of a change for a run that goes on from a saved step.
+# Consequences of a change for a run that resumes from a saved step
 CANNOT = "it cannot work"
 PLACE = "the data cannot go on where it was"
 FRESH = "the optimizer starts anew"
@@ -68,21 +68,17 @@ WORST_FIRST = (CANNOT, PLACE, FRESH, DATA, LEARNING, ROUNDING, NOTHING)
 
 @dataclass(frozen=True)
 class Need:
-    """A condition on the value of another key, without which a key has no effect.
+    """A condition on the value of another key, without which a key has no effect."""
 
-    holds: takes any value that a saved recipe may have. fix: a setting with which it holds. why_not: filled in with
-    key and value.
-    """
-
-    key: str
-    holds: Callable[[Any], bool]
-    fix: str = ""
-    why_not: str = "{key} = {value}"
+    key: str  # the other key
+    holds: Callable[[Any], bool]  # takes any value that a saved recipe may have
+    fix: str = ""  # a setting with which it holds
+    why_not: str = "{key} = {value}"  # a format of the key and its value
 
     def unmet(self, recipe: Mapping[str, Any]) -> str:
-        """Why it does not hold in {section: {name: value}}; empty: it does, or this recipe has no such key.
+        """Return why it does not hold in {section: {name: value}}, or "" if it holds or the recipe has no such key.
 
-        Where each of data.sources has its own value, it is enough that one of these holds.
+        If each of data.sources has its own value, one value that holds is enough.
         """
         section, _, name = self.key.partition(".")
         table = recipe.get(section, {})
@@ -115,19 +111,19 @@ def setting(
     gpu: str = "",
     package: str = "",
 ) -> Any:
-    """One key of a recipe: its default, what it is for, and
+    """Return the dataclass field of one key.
 
-    values: the unit, bounds, and one value that is admitted beside them, as in "sequences >= 1 or -1". choices: the words that
-    are admitted instead; or_like: beside these, words of a form, and the regular expression that tells them. path: a relative
-    path in a recipe is taken from that recipe's folder, on the command line from the current one; or the suffix of those values
-    that are paths. table: the dataclass of each element of a list of tables.
+    doc: its purpose. values: unit, bounds, and one value admitted outside the bounds, such as "sequences >= 1 or -1". choices:
+    the admitted words; or_like: (name, regular expression) of further words. path: the value is a path, relative to the
+    recipe's folder in a recipe and to the current folder on the command line; a suffix: only values with this suffix are paths.
+    table: the dataclass of each element, for a list of tables.
 
-    resume: the consequence of a change for a run that goes on, if not its section's. fact: the one of FACTS in
-    checkpoint/resume.py that decides it; as long as that is the same, the consequence is `resume`, if given, or NOTHING.
+    resume: the consequence of a change for a resumed run, by default that of the section. fact: the entry of FACTS in
+    checkpoint/resume.py that decides it; as long as the fact is the same, the consequence is `resume`, if given, or NOTHING.
 
-    needs: conditions on other keys; without them a value other than the default is told to have no effect, or is `refused`.
-    resume_needs: those without which a change does nothing on a resume. gpu, package: why a true value takes a GPU, and which
-    Python package.
+    needs: conditions on other keys; if one is not met, a value other than the default is reported as without effect, or is an
+    error (refused). resume_needs: a condition without which a change has no effect on a resume. gpu: why a true value needs a
+    GPU. package: the Python package that a true value needs.
     """
     kind = "bool" if isinstance(default, bool) else "name" if choices else "path" if path is True else ""
     parsed = _VALUES.fullmatch(values or kind)

@@ -1,4 +1,4 @@
-"""Keys of how a run is run: its ranks, memory, graphs, checkpoints, records and time limits. One row a key, as row.py says."""
+"""Keys that decide how a run is executed: layout, memory, compilation, checkpoints, logs and limits. One row per key (row.py)."""
 
 from dataclasses import dataclass
 
@@ -22,14 +22,14 @@ CHECKPOINTS = Need("checkpoint.enable", bool, "checkpoint.enable = true")
 
 @dataclass(frozen=True)
 class Parallelism:
-    """how many ranks share what; their product is the number of ranks"""
+    """the layout of ranks; the product of all degrees is the number of ranks"""
 
     resume = ROUNDING
     data_parallel_replicate_degree: int = setting(1, "copies of the sharded model (HSDP; DDP if shard degree is 1)", "ranks >= 1")
     data_parallel_shard_degree: int = setting(
-        -1, "ranks a copy is sharded over (FSDP); -1: all that are left", "ranks >= 1 or -1"
+        -1, "ranks that a copy is sharded over (FSDP); -1: all remaining ranks", "ranks >= 1 or -1"
     )
-    tensor_parallel_degree: int = setting(1, "ranks each matrix product is split over", "ranks >= 1")
+    tensor_parallel_degree: int = setting(1, "ranks that each matrix product is split over", "ranks >= 1")
     enable_async_tensor_parallel: bool = setting(
         False,
         "overlap tensor parallelism's collectives with the matrix products beside them (Inductor, on GPUs)",
@@ -41,48 +41,48 @@ class Parallelism:
         refused=True,
         gpu="its ranks write to each other's GPU memory",
     )
-    context_parallel_degree: int = setting(1, "ranks each sequence is split over", "ranks >= 1")
-    pipeline_parallel_degree: int = setting(1, "groups of ranks the layers are split over", "ranks >= 1")
+    context_parallel_degree: int = setting(1, "ranks that each sequence is split over", "ranks >= 1")
+    pipeline_parallel_degree: int = setting(1, "groups of ranks that the layers are split over", "ranks >= 1")
     pipeline_parallel_schedule: str = setting(
         "1F1B",
-        "order of forwards and backwards: GPipe and 1F1B have one stage a rank, Interleaved1F1B two or more, ZBVZeroBubble two, "
-        "with backward in two halves",
+        "order of forwards and backwards: GPipe and 1F1B have one stage per rank, Interleaved1F1B two or more, ZBVZeroBubble "
+        "two, with a backward in two halves",
         choices=("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"),
         needs=(PIPELINE, NO_CSV),
     )
     pipeline_parallel_schedule_csv: str = setting(
-        "", "your own schedule: a row a pipeline rank, such as 0F0,1F0,1B0 (stage, action, microbatch)", path=True, needs=PIPELINE
+        "", "a schedule of your own: a row per rank, such as 0F0,1F0,1B0 (stage, action, microbatch)", path=True, needs=PIPELINE
     )
     pipeline_parallel_microbatch_size: int = setting(
-        1, "sequences that go through the pipeline at once, cut from local_batch_size", "sequences >= 1", needs=PIPELINE
+        1, "sequences per pipeline microbatch, of the local_batch_size", "sequences >= 1", needs=PIPELINE
     )
     pipeline_parallel_stages_per_rank: int = setting(
-        -1, "stages of a pipeline rank; -1: the least that the schedule has", "stages >= 1 or -1", needs=(PIPELINE, NO_CSV)
+        -1, "stages per pipeline rank; -1: the fewest that the schedule admits", "stages >= 1 or -1", needs=(PIPELINE, NO_CSV)
     )
     pipeline_parallel_first_stage_less_layers: int = setting(
-        1, "layers that the first stage has less, for its embedding", "layers >= 0", needs=(PIPELINE, NO_POINTS)
+        1, "layers less in the first stage, which has the embedding", "layers >= 0", needs=(PIPELINE, NO_POINTS)
     )
     pipeline_parallel_last_stage_less_layers: int = setting(
-        1, "layers that the last stage has less, for norm, output and loss", "layers >= 0", needs=(PIPELINE, NO_POINTS)
+        1, "layers less in the last stage, which has norm, output and loss", "layers >= 0", needs=(PIPELINE, NO_POINTS)
     )
     pipeline_parallel_split_points: tuple = setting(
-        (), "modules that the later stages begin with, such as layers.2,layers.4; empty: automatic", "FQNs", needs=PIPELINE
+        (), "first modules of all stages but the first, such as layers.2,layers.4; empty: automatic", "FQNs", needs=PIPELINE
     )
     fsdp_reshard_after_forward: str = setting(
         "default",
-        "whether gathered weights are dropped after forward and gathered again in backward: all of them (always), none (never), "
-        "or all but those of fsdp_keep_gathered (default), except where fsdp_communication = step keeps all for a step",
+        "which gathered weights are freed after forward and gathered again in backward: all of them (always), none (never), "
+        "or all but those of fsdp_keep_gathered (default); fsdp_communication = step keeps all of them for a step",
         choices=("default", "always", "never"),
     )
     fsdp_keep_gathered: tuple = setting(
         ("norm", "output"),
         "modules whose gathered weights are kept from forward to backward, such as layers.31,norm,output (memory: these weights, "
-        "whole, in mixed_precision_param); norm and output, which backward needs first, are not worth dropping. A block that "
-        "activation_checkpoint recomputes gathers its weights again all the same",
+        "unsharded, in mixed_precision_param); norm and output are not worth freeing, since backward needs them first. A block "
+        "that activation_checkpoint recomputes gathers its weights again in any case",
         "FQNs",
         needs=(
             Need("parallelism.fsdp_reshard_after_forward", lambda when: when != "never"),
-            Need(  # which a recipe does not say; who asks may (describe.py)
+            Need(  # not a key of a recipe; describe.py adds it
                 "parallelism.microbatches_gathered_once",
                 lambda count: count == 1,
                 why_not='fsdp_communication = "step" keeps all weights gathered for the {value} microbatches of a step',
@@ -91,10 +91,10 @@ class Parallelism:
     )
     fsdp_communication: str = setting(
         "auto",
-        "with several microbatches (gradient accumulation, pipeline): step gathers all weights and reduces all gradients once an "
-        "optimizer step (memory: the rank's whole stages in mixed_precision_param plus their gradients in "
+        "with several microbatches (gradient accumulation, pipeline): step gathers all weights and reduces all gradients once "
+        "per optimizer step (memory: the rank's stages, unsharded, in mixed_precision_param, and their gradients in "
         "mixed_precision_reduce); microbatch does both for every microbatch (traffic times the number of microbatches); auto is "
-        "step where that leaves 40% of a GPU for activations and compile.bucketing is none or block, bucket_mode copy, else "
+        "step if that leaves 40% of a GPU for activations, compile.bucketing is none or block and bucket_mode is copy, else "
         "microbatch",
         choices=("auto", "step", "microbatch"),
     )
@@ -102,25 +102,25 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class ActivationCheckpoint:
-    """which activations are recomputed instead of kept"""
+    """recomputation of activations instead of keeping them"""
 
     resume = ROUNDING
     mode: str = setting(
         "none",
-        "none keeps every activation; full keeps each block's input and recomputes the rest; selective is what "
-        "selective_ac_option says; memory_budget lets the compiler choose, with memory_budget",
+        "none keeps every activation; full keeps each block's input and recomputes the rest; selective follows "
+        "selective_ac_option; memory_budget lets the compiler choose within the key memory_budget",
         choices=("none", "selective", "full", "memory_budget"),
     )
     selective_ac_option: str = setting(
         "op",
-        'with mode = selective: "op" keeps matrix products and attention of every block and recomputes what is cheap; "op/2" '
-        "of matrix products every second one too, as TorchTitan does; a number such as 2 recomputes every second block whole",
+        'with mode = selective: "op" keeps matrix products and attention of every block and recomputes the rest, which is cheap; '
+        '"op/2" also recomputes every second matrix product, like TorchTitan; a number such as 2 recomputes every second block',
         "op, op/2, or blocks",
         needs=Need("activation_checkpoint.mode", lambda mode: mode == "selective"),
     )
     memory_budget: float = setting(
         0.5,
-        "with mode = memory_budget and a compiled model: activations kept, between recomputing what can be (0) and nothing (1)",
+        "with mode = memory_budget and a compiled model: share of activations kept; 0 recomputes all that can be, 1 nothing",
         "fraction >= 0 <= 1",
         needs=Need("activation_checkpoint.mode", lambda mode: mode == "memory_budget"),
     )
@@ -128,33 +128,33 @@ class ActivationCheckpoint:
 
 @dataclass(frozen=True)
 class Compile:
-    """compiled graphs, and the passes that bucket and overlap communication"""
+    """torch.compile, and the passes that bucket and overlap communication"""
 
     resume = ROUNDING
-    enable: bool = setting(False, "compile what components names, each as one graph")
+    enable: bool = setting(False, "compile each of components as one graph")
     components: tuple = setting(
         ("model", "loss"),
-        "what is compiled: the model; the loss, of which Inductor makes one without float32 copies of the logits; the optimizer, "
-        "whose update is one kernel as it is",
+        "compiled parts: model; loss, for which Inductor avoids float32 copies of the logits; optimizer, which gains little, "
+        "since its fused update is already one kernel",
         choices=("model", "loss", "optimizer"),
         needs=COMPILES,
     )
     backend: str = setting(
-        "inductor", "inductor makes kernels; aot_eager only traces, for tests", choices=("inductor", "aot_eager"), needs=COMPILES
+        "inductor", "inductor makes kernels; aot_eager only traces (for tests)", choices=("inductor", "aot_eager"), needs=COMPILES
     )
     bucketing: str = setting(
         "block",
         "which parameters share an all-gather and a reduction. none: each has its own; block: those of each transformer block, "
-        "of the last one with the last norm; plan: as buckets says; greedy: as many as hide under the computation "
-        "before them, as priced for this machine; auto: what Inductor's overlap scheduler finds, with the same prices; measured: "
-        "the first steps try all of these but plan, which must all fit, and the fastest that leaves memory free stays",
+        "the last one with the last norm; plan: those of each entry of buckets; greedy: as many as fit under the computation "
+        "before them, by the cost model of machine; auto: Inductor's overlap scheduler, with the same cost model; measured: "
+        "the first steps try all but plan, which must all fit in memory, and the fastest that leaves memory free is used",
         choices=("none", "block", "plan", "greedy", "auto", "measured"),
         needs=COMPILES_MODEL,
     )
     buckets: tuple = setting(
         (),
         "with bucketing = plan, the modules or parameters of each bucket, with spaces between, such as "
-        '["tok_embeddings", "layers.0 layers.1", "norm output"]; what is not named stays alone',
+        '["tok_embeddings", "layers.0 layers.1", "norm output"]; each parameter not named has its own',
         "FQNs",
         needs=(*COMPILES_MODEL, Need("compile.bucketing", lambda way: way == "plan")),
     )
@@ -171,8 +171,9 @@ class Compile:
     )
     machine: str = setting(
         "",
-        "what prices communication and computation: a profile (A100, H100, H100 PCIe, H100 NVL, H200, H200 NVL, B200, MI300X) or "
-        "the path of a .toml file (compiler/hardware.py), on a CPU also the peak of MFU; empty: this machine's, a CPU measured",
+        "cost model of communication and computation: a profile (A100, H100, H100 PCIe, H100 NVL, H200, H200 NVL, B200, MI300X) "
+        "or the path of a .toml file (compiler/hardware.py), on a CPU also the peak for MFU; empty: this GPU's profile, or "
+        "measurements of this CPU",
         "name or path",
         path=".toml",
         needs=COMPILES_MODEL,
@@ -181,7 +182,7 @@ class Compile:
         False, "write every graph before and after each pass to graphs/", resume=NOTHING, needs=COMPILES_MODEL
     )
     reordering: bool = setting(
-        True, "gather before the wait for what is in use, and wait for a reduction when the next starts", needs=COMPILES_MODEL
+        True, "start each gather one bucket early, and wait for each reduction when the next starts", needs=COMPILES_MODEL
     )
 
     def compiles(self, component: str) -> bool:
@@ -190,57 +191,57 @@ class Compile:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """saving, and going on from what was saved; the flag --checkpoint.explain says what that would mean"""
+    """saving and resuming; the flag --checkpoint.explain prints what a resume would load, and what has changed"""
 
     resume = NOTHING
     enable: bool = setting(False, "save, and resume from the newest step found")
     folder: str = setting("checkpoint", "folder of the steps, inside job.dump_folder", "path")
-    interval: int = setting(500, "a step is saved every so often, and at the end", "steps >= 1")
-    keep_latest_k: int = setting(3, "older steps are deleted; 0 keeps all", "checkpoints >= 0")
-    load_step: int = setting(-1, "step to resume from; -1: newest whole one", "step >= 1 or -1", needs=CHECKPOINTS, refused=True)
+    interval: int = setting(500, "interval of saves; the last step is saved, too", "steps >= 1")
+    keep_latest_k: int = setting(3, "saved steps to keep; older ones are deleted; 0: keep all", "checkpoints >= 0")
+    load_step: int = setting(-1, "step to resume from; -1: the newest", "step >= 1 or -1", needs=CHECKPOINTS, refused=True)
     initial_load_path: str = setting(
         "",
-        "weights that a run without a step of its own starts from, on any layout: a step, a run's folder (its newest step), or a "
-        "Hugging Face folder (titan_lite/convert.py makes one of the other)",
+        "initial weights of a run that has no saved step, for any layout: a step, a run's folder (its newest step), or a "
+        "Hugging Face folder (titan_lite/convert.py converts between them)",
         path=True,
     )
-    must_resume: bool = setting(False, "a folder without a step is an error, and no new run", needs=CHECKPOINTS, refused=True)
+    must_resume: bool = setting(False, "fail if no checkpoint exists, and start no new run", needs=CHECKPOINTS, refused=True)
     async_mode: str = setting(
         "disabled",
-        "async: the run waits for a copy in host memory alone, which is written beside training; async_with_pinned_mem: the copy "
-        "is pinned and kept, quicker on GPUs",
+        "disabled: training waits until a step is on disk; async: training waits only for a copy in host memory, and goes on "
+        "while that is written; async_with_pinned_mem: the copy is pinned and reused, which is faster on GPUs",
         choices=("disabled", "async", "async_with_pinned_mem"),
     )
-    on_failure: str = setting("stop", "if a step cannot be saved: stop, or continue with a warning", choices=("stop", "continue"))
+    on_failure: str = setting("stop", "if a save fails: stop, or continue with a warning", choices=("stop", "continue"))
     last_save_model_only: bool = setting(
-        False, "at training.steps save the model without optimizer state; to go on from that takes accept_model_only"
+        False, "at training.steps, save the model without optimizer state; resuming from it needs accept_model_only"
     )
     restart_data: bool = setting(
         False,
-        "where the data is not that of the step loaded (other documents or another order), begin it at its first document; "
-        "later resumes go on in it. Otherwise such a resume is refused",
+        "if the loaded step had other data (other documents or another order), start the data of this recipe at its first "
+        "document; later resumes continue it. Without this key such a resume is an error",
         needs=CHECKPOINTS,
     )
     accept_model_only: bool = setting(
-        False, "start with a new optimizer where the step has the model alone; otherwise it is refused", needs=CHECKPOINTS
+        False, "start with a new optimizer if the step has only the model; without this key that is an error", needs=CHECKPOINTS
     )
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """what is shown and written along the way; NO_COLOR=1 in the environment: without colours and progress bar"""
+    """logging during training; NO_COLOR=1 in the environment turns colours and the progress bar off"""
 
     resume = NOTHING
-    log_freq: int = setting(10, "a line in the log, metrics.jsonl and TensorBoard every so often", "steps >= 1")
+    log_freq: int = setting(10, "interval of entries in the log, metrics.jsonl and TensorBoard", "steps >= 1")
     enable_tensorboard: bool = setting(True, "write TensorBoard events to tb/")
-    enable_wandb: bool = setting(False, "log to Weights & Biases as well, to the project of WANDB_PROJECT", package="wandb")
+    enable_wandb: bool = setting(False, "log to Weights & Biases, to the project WANDB_PROJECT", package="wandb")
     show_all_warnings: bool = setting(
-        False, "show libraries' warnings as they print them, on every rank; else once, and without those known to be harmless"
+        False, "show libraries' warnings unchanged on every rank; false: each once, without those known to be harmless"
     )
     compare_plan: str = setting(
         "auto",
-        "at the end of a run, planned against measured step time and memory, with plan.json and measured.json in the folder: on "
-        "GPUs (auto), also on CPUs, where the end then takes a quarter of a minute longer (always), or not (never)",
+        "at the end of a run, compare planned and measured step time and memory, and write plan.json and measured.json: on GPUs "
+        "(auto), on CPUs as well, where it takes about 15 s (always), or not at all (never)",
         choices=("auto", "always", "never"),
     )
 
@@ -251,32 +252,34 @@ class Profiling:
 
     resume = NOTHING
     enable_profiling: bool = setting(False, "write torch.profiler traces to profile_traces/")
-    profile_freq: int = setting(10, "steps from one trace to the next (the last of them is traced)", "steps >= 3")
+    profile_freq: int = setting(10, "interval of traces; its last step is traced", "steps >= 3")
     enable_memory_snapshot: bool = setting(
-        False, "CUDA memory, every trace period and on out-of-memory, to memory_snapshots/", gpu="snapshots are of CUDA memory"
+        False,
+        "write snapshots of CUDA memory to memory_snapshots/, every profile_freq steps and on out-of-memory",
+        gpu="snapshots are of CUDA memory",
     )
 
 
 @dataclass(frozen=True)
 class Comm:
-    """time limits, and the flight recorder"""
+    """time limits and the flight recorder"""
 
     resume = NOTHING
     init_timeout_seconds: int = setting(
         300,
-        "a rank hangs, and the run ends, if it neither enters nor leaves a collective for so long: until the first step is done, "
-        "and while a checkpoint is written",
+        "limit before the first step is done, and while a checkpoint is written: a rank that neither enters nor leaves a "
+        "collective for this time hangs, and the run ends",
         "seconds >= 1 <= 31536000",
     )
     compile_timeout_seconds: int = setting(
-        900, "the same in the first step and the first validation, if these compile", "seconds >= 1 <= 31536000", needs=COMPILES
+        900, "the same limit in a first step or validation that compiles", "seconds >= 1 <= 31536000", needs=COMPILES
     )
     train_timeout_seconds: int = setting(
-        100, "the same afterwards; a finished step or microbatch counts as well", "seconds >= 1 <= 31536000"
+        100, "the same limit afterwards; a finished step or microbatch counts as progress, too", "seconds >= 1 <= 31536000"
     )
     trace_buf_size: int = setting(
         2000,
-        "entries in the flight recorder, which tells where a run hangs; NCCL's dumps into job.dump_folder on a timeout; 0: off, "
+        "entries of the flight recorder, which shows where a run hangs; NCCL dumps it into job.dump_folder on a timeout; 0: off, "
         "and collectives do not count as progress",
         "collectives >= 0 <= 1048576",
     )

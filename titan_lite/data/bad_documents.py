@@ -1,13 +1,13 @@
-"""One policy for documents without text: an error at once, or skipped, counted, listed, and not too many.
+"""The policy for bad documents: raise an error, or skip, count and list them up to a limit.
 
     policy = BadDocumentPolicy(data)
-    policy.skip(BadDocument("a.jsonl", "line 34", "not JSON (...)"))     # or ConfigError, naming file and line
+    policy.skip(BadDocument("a.jsonl", "line 34", "not JSON (...)"))     # may raise ConfigError, with file and line
 
     log = BadDocumentsLog(config.data, dump_folder, dp_rank)
-    values = log.gather([loader.take_skipped()])     # all ranks together, every so many steps; ConfigError on all of them
+    values = log.gather([loader.take_skipped()])     # a collective; raises ConfigError on all ranks
 
-A line of `bad_documents.jsonl` is one document: {"file": "a.jsonl", "place": "line 34", "reason": "not JSON (...)"}. It is listed
-once, in however many epochs and by however many ranks it is read, and a resumed run counts on from there.
+A line of `bad_documents.jsonl` is one document: {"file": "a.jsonl", "place": "line 34", "reason": "not JSON (...)"}. Each one is
+listed once, however many epochs and ranks read it. A resumed run continues the list and its count.
 """
 
 import json
@@ -24,12 +24,12 @@ from titan_lite.outside import WORD, faults
 
 
 class BadDocument(NamedTuple):
-    """In place of a document's text: where it is, and why it has none; instead: a setting with which it would have one."""
+    """A document without a text, and the reason."""
 
     file: str
-    place: str
+    place: str  # such as "line 34"
     reason: str
-    instead: str = ""
+    instead: str = ""  # a setting with which it has a text
 
     def __str__(self) -> str:
         return f"{self.file}, {self.place}: {self.reason}"
@@ -40,41 +40,45 @@ class BadDocument(NamedTuple):
 
 @dataclass
 class SkippedDocuments:
-    """Documents that a loader has skipped since it was last asked: bad ones, and how many were too short."""
+    """Documents that a loader has skipped since its last report."""
 
     bad: list[BadDocument] = field(default_factory=list)
-    short: int = 0
+    short: int = 0  # number of documents below data.min_document_tokens
 
 
 class BadDocumentPolicy:
-    """data.on_bad_document and data.max_bad_documents; known: (file, place) of every bad document so far; last: of them."""
+    """Apply data.on_bad_document and data.max_bad_documents. known: (file, place) of every bad document so far."""
 
-    last: BadDocument | None = None
+    last: BadDocument | None = None  # the last one skipped
 
     def __init__(self, data: Data, known: Iterable[tuple[str, str]] = ()):
         self.data, self.known = data, set(known)
 
     def skip(self, bad: BadDocument) -> None:
-        """Raises ConfigError: a bad document is an error, or this is one too many."""
+        """Count a bad document. Raises ConfigError if bad documents are errors, or if this is one too many."""
         if self.data.on_bad_document == "error":
             skip = 'data.on_bad_document = "skip"'
-            field = f"{bad.instead} would work, or, where other documents have it, {skip}"
-            raise ConfigError(f"{bad}; {field if bad.instead else f'repair it or take it out, or {skip} would work'}")
+            field = f"use {bad.instead}, or {skip} if other documents need the present setting"
+            raise ConfigError(f"{bad}; {field if bad.instead else f'repair or remove it, or use {skip}'}")
         self.last = bad
         self.known.add(bad[:2])
         self.check(len(self.known), f"the last one {bad}", bad.instead)
 
     def check(self, count: int, which: str, instead: str = "") -> None:
-        """Raises ConfigError: more different bad documents than data.max_bad_documents."""
+        """Raise ConfigError if there are more different bad documents than data.max_bad_documents."""
         if count > self.data.max_bad_documents:
             raise ConfigError(
                 f"data.max_bad_documents = {self.data.max_bad_documents}: there are {count}, {which}; "
-                f"{instead or 'a higher one, or other documents,'} would work"
+                f"use {instead or 'a higher value or other documents'}"
             )
 
 
 class BadDocumentsLog:
-    """bad: different documents, over the whole run. short: documents below data.min_document_tokens, since this start."""
+    """Count and list the skipped documents of all ranks.
+
+    bad: different bad documents of the run, resumed parts included. short: documents below data.min_document_tokens, since this
+    start.
+    """
 
     def __init__(self, data: Data, dump_folder: Path, dp_rank: int):
         self.data, self.dp_rank = data, dp_rank
@@ -84,11 +88,11 @@ class BadDocumentsLog:
         self.bad = self.short = 0
 
     def gather(self, skipped: Sequence[SkippedDocuments]) -> dict[str, float]:
-        """The counts under their names in metrics.jsonl, where the recipe lets documents be skipped.
+        """Return the counts by their names in metrics.jsonl; {} if the recipe skips no documents. A collective.
 
-        skipped: of each loader of this rank. Raises ConfigError on all ranks, where there are more than data.max_bad_documents.
+        skipped: of each loader of this rank. Raises ConfigError on all ranks if there are more than data.max_bad_documents.
         """
-        import torch.distributed as dist  # here: prepare's processes need the policy, and do without torch
+        import torch.distributed as dist  # here, since prepare's processes need the policy but not torch
 
         from titan_lite.ranks import gather_objects
 
@@ -97,7 +101,7 @@ class BadDocumentsLog:
             return {}
         own = (self.dp_rank, sum(some.short for some in skipped), [bad for some in skipped for bad in some.bad])
         everyone = gather_objects(own)
-        # Ranks that work on the same sequences have read the same documents.
+        # Ranks with the same sequences have read the same documents.
         self.short += sum({dp_rank: short for dp_rank, short, _ in everyone}.values())
         if dist.get_rank() == 0:
             self._list([document for _, _, bad in everyone for document in bad])
@@ -107,9 +111,8 @@ class BadDocumentsLog:
 
     @contextmanager
     def listing(self, loaders: Iterable[Any], *, unless: type[Exception]) -> Iterator[None]:
-        """Within: where data end the run, list what this rank has skipped, since it does not meet the others again.
-
-        unless: another run's folder is not written to.
+        """Return a context that lists what this rank has skipped if an error in the data ends the run, since `gather` is not
+        called again. unless: the error after which the folder belongs to another run, and is not written to.
         """
         try:
             yield
@@ -120,7 +123,7 @@ class BadDocumentsLog:
             raise
 
     def summary(self) -> str:
-        """For the end of a run; empty where nothing was skipped."""
+        """Return a phrase for the end of a run, or "" if nothing was skipped."""
         bad = f", {_documents(self.bad)} left out, listed in {self.path}" if self.bad else ""
         least = self.data.min_document_tokens
         return bad + (f", {self.short} times a document left out that is shorter than {least} tokens" if self.short else "")
@@ -146,7 +149,7 @@ class BadDocumentsLog:
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line) + "\n" for line in (lines if file.tell() else self.listed))  # all, if it is new
-        except OSError as error:  # a list is not worth the run
+        except OSError as error:  # no reason to end the run
             logger.warning(f"{self.path} cannot be written, and lacks these: {error.strerror}")
 
 

@@ -1,11 +1,11 @@
-"""Documents of parquet and Arrow files, which decode many rows at once: looked at before, so that these are not too many bytes.
+"""Read the documents of parquet and Arrow files with bounded memory: sizes are checked before anything is decoded.
 
     for row, raw in parquet_rows("a.parquet", group=0, first=0, field="text", limit=2**25): ...
 
-`raw` is a text's bytes, None, or a ValueError: why it cannot be had. A small file can hold much: a string that a thousand rows
-have stands in it once, and compressed. So sizes are taken from the headers of pages and buffers, which the decoder goes by (a
-footer may say anything), and a string that many rows have is not repeated. limit: bytes of a document. What is decoded together
-has at most PAGES times as many.
+`raw` is a text's bytes, None, or a ValueError with the reason why it cannot be read. limit: bytes of a document. Both formats
+decode many rows at once, and a small file can expand to much: a string of a thousand rows is stored once, and compressed. So
+sizes are read from the headers of pages and buffers, which the decoder follows (a footer may be wrong), and a string of many rows
+is not repeated in memory. What is decoded at once has at most PAGES x limit bytes.
 """
 
 import itertools
@@ -19,24 +19,24 @@ from pyarrow import compute
 
 from titan_lite.data.readers import BLOCK, NoText, TooLarge, no_column
 
-PAGES = 8  # limits that a page of a parquet file, or a batch of an Arrow file, may have decompressed
-FOOTER = 8  # a parquet file's footer, a hundred times as large in memory, may have so many parts of the limit
-_ROWS = 1024  # at once
+PAGES = 8  # a decompressed page (parquet) or batch (Arrow) has at most PAGES x limit bytes
+FOOTER = 8  # a parquet file's footer, which takes a hundred times its size in memory, has at most limit / FOOTER bytes
+_ROWS = 1024  # decoded at once
 _BYTES = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
 _BYTES |= {pyarrow.string_view(): pyarrow.binary_view()}
-_DELTA = (6, 7)  # encodings of parquet whose lengths are all decoded together: DELTA_LENGTH_BYTE_ARRAY, DELTA_BYTE_ARRAY
+_DELTA = (6, 7)  # parquet encodings that decode all lengths at once: DELTA_LENGTH_BYTE_ARRAY, DELTA_BYTE_ARRAY
 _DELTA_BYTE_ARRAY = 7
 
 
 def row_groups(file: str, limit: int) -> list[tuple[int, int]]:
-    """(bytes, rows) of each row group of a parquet file, as its footer says. Raises what pyarrow does, or ValueError."""
+    """Return (bytes, rows) of each row group of a parquet file, from its footer. Raises ValueError or an error of pyarrow."""
     with _open_parquet(file, limit) as opened:
         groups = (opened.metadata.row_group(index) for index in range(opened.metadata.num_row_groups))
         return [(max(0, group.total_byte_size), max(0, group.num_rows)) for group in groups]
 
 
 def parquet_rows(file: str, group: int, first: int, field: str, limit: int) -> Iterator[tuple[int, Any]]:
-    """(row, raw) of a row group of which the first row has number `first`. Raises what pyarrow does, or ValueError."""
+    """Yield (row, raw) of a row group whose first row has number `first`. Raises ValueError or an error of pyarrow."""
     with _open_parquet(file, limit) as opened:
         metadata, schema = opened.metadata, opened.schema_arrow
     if wrong := _wrong_column(schema, field):
@@ -48,7 +48,7 @@ def parquet_rows(file: str, group: int, first: int, field: str, limit: int) -> I
         for column in map(columns.column, range(columns.num_columns)):
             if column.path_in_schema == field or column.path_in_schema.startswith(f"{field}."):
                 for values, encoding in _pages(source, column, limit):
-                    # One page or two at once. Of DELTA_BYTE_ARRAY a byte may repeat all of the string before.
+                    # At most two pages at once. In DELTA_BYTE_ARRAY, one byte may repeat the previous string.
                     at_once = min(at_once, 1 if encoding == _DELTA_BYTE_ARRAY else max(1, values)) if encoding >= 0 else at_once
                     shares |= encoding < 0
     with _open_parquet(file, limit, metadata=metadata, read_dictionary=[field] if shares else None) as opened:
@@ -66,18 +66,18 @@ def _open_parquet(file: str, limit: int, **how: Any) -> Any:
     if magic == b"PAR1" and footer > limit // FOOTER:
         raise ValueError(
             f"a footer of {footer / 2**20:.1f} MiB, more than 1/{FOOTER} of data.max_document_mib = {limit >> 20}; "
-            f"{(footer * FOOTER >> 20) + 1} would work"
+            f"use {(footer * FOOTER >> 20) + 1}"
         )
-    # a buffer: or all of a column is read at once
+    # without a buffer size, a column is read at once
     return parquet.ParquetFile(file, buffer_size=BLOCK, pre_buffer=False, **how)
 
 
 def _pages(source: BinaryIO, column: Any, limit: int) -> Iterator[tuple[int, int]]:
-    """(values, encoding or -1 of a dictionary) of a column's pages. Raises ValueError: one is too large to decode."""
+    """Yield (values, encoding; -1: a dictionary) of a column's pages. Raises ValueError if one is too large to decode."""
     at, seen = column.data_page_offset, 0
     if column.has_dictionary_page and 0 < column.dictionary_page_offset < at:
         at = column.dictionary_page_offset
-    end = at + column.total_compressed_size + 100  # files of an early writer have some bytes more than they say
+    end = at + column.total_compressed_size + 100  # columns of an early writer have some bytes more than the footer says
     most = PAGES * limit
     while seen < column.num_values and 0 <= at < end:
         source.seek(at)
@@ -87,14 +87,14 @@ def _pages(source: BinaryIO, column: Any, limit: int) -> Iterator[tuple[int, int
         about = dictionary or v1 or v2 or {}
         values = about.get(1, 0)
         encoding = -1 if dictionary else about.get(4 if v2 else 2, 0)
-        # in memory 16 bytes for each entry of a dictionary, 4 for each length
+        # in memory: 16 bytes for each entry of a dictionary, 4 for each length
         beside = values * (16 if dictionary else 4 if encoding in _DELTA else 0)
         if min(size, compressed, values) < 0:
             raise ValueError("a page of negative size")
         if (largest := max(size, compressed, beside)) > most:
             raise ValueError(
                 f"a page of {largest / 2**20:.0f} MiB, more than {PAGES} x data.max_document_mib = {limit >> 20}; "
-                f"{(largest // PAGES >> 20) + 1} would work"
+                f"use {(largest // PAGES >> 20) + 1}"
             )
         seen += 0 if dictionary else values
         if about:
@@ -103,7 +103,7 @@ def _pages(source: BinaryIO, column: Any, limit: int) -> Iterator[tuple[int, int
 
 
 def _struct(source: BinaryIO) -> dict[int, Any]:
-    """Fields of a struct in Thrift's compact protocol that are 32-bit integers or structs. Raises ValueError, EOFError."""
+    """Return the 32-bit integers and the structs of a struct in Thrift's compact protocol. Raises ValueError, EOFError."""
 
     def byte() -> int:
         if not (one := source.read(1)):
@@ -119,7 +119,7 @@ def _struct(source: BinaryIO) -> dict[int, Any]:
         return value | part << shift
 
     def value(kind: int, within: bool = False) -> Any:
-        if kind in (1, 2):  # a boolean, which has a byte of its own in a list
+        if kind in (1, 2):  # a boolean; only in a list it has a byte of its own
             return byte() if within else None
         if kind == 3:
             return byte()
@@ -153,7 +153,7 @@ def _struct(source: BinaryIO) -> dict[int, Any]:
             zigzag = 0 if head >> 4 else number()
             name = name + (head >> 4) if head >> 4 else (zigzag >> 1) ^ -(zigzag & 1)
             found = value(kind := head & 15)
-            if kind in (5, 12):  # of another type a field is not there for the decoder
+            if kind in (5, 12):  # the decoder ignores a field of another type
                 fields[name] = found
         return fields
 
@@ -161,16 +161,16 @@ def _struct(source: BinaryIO) -> dict[int, Any]:
 
 
 def arrow_rows(file: str, field: str, limit: int) -> Iterator[tuple[int, Any]]:
-    """(row, raw) of an Arrow file or stream. Raises what pyarrow does, or ValueError."""
+    """Yield (row, raw) of an Arrow file or stream. Raises ValueError or an error of pyarrow."""
     with pyarrow.memory_map(file) as source, pyarrow.memory_map(file) as ahead:
-        if source.read(6) == b"ARROW1":  # a file is a stream with a footer, which could lead elsewhere
+        if source.read(6) == b"ARROW1":  # a file is a stream with a footer, which is not trusted
             source.seek(8)
             ahead.seek(8)
         else:
             source.seek(0)
         messages, row = _checked(ahead, limit), 0
         next(messages, None)  # the schema
-        # another byte order would be turned round all at once
+        # another byte order would be converted all at once
         options = pyarrow.ipc.IpcReadOptions(ensure_native_endian=False, use_threads=False)
         reader = pyarrow.ipc.open_stream(source, options=options)
         if wrong := _wrong_column(reader.schema, field):
@@ -189,7 +189,7 @@ def arrow_rows(file: str, field: str, limit: int) -> Iterator[tuple[int, Any]]:
 
 
 def _checked(source: Any, limit: int) -> Iterator[str]:
-    """The kind of each message of a stream. Raises ValueError: one is too large to decode."""
+    """Yield the kind of each message of a stream. Raises ValueError if one is too large to decode."""
     dictionaries: dict[int, int] = {}
     for message in pyarrow.ipc.MessageReader.open_stream(source):
         size = 0
@@ -206,13 +206,13 @@ def _checked(source: Any, limit: int) -> Iterator[str]:
         if size > PAGES * limit:
             raise ValueError(
                 f"a {message.type} of {size / 2**20:.0f} MiB, more than {PAGES} x data.max_document_mib = {limit >> 20}; "
-                f"{(size // PAGES >> 20) + 1} would work"
+                f"use {(size // PAGES >> 20) + 1}"
             )
         yield message.type
 
 
 def _decompressed(table: "_Flatbuffer", batch: int, body: Any) -> int:
-    """Bytes that a record batch has decompressed beside the file; 0 of one that is not compressed."""
+    """Return the bytes of a record batch after decompression; 0 if it is not compressed."""
     if not table.field(batch, 3):
         return 0
     size, content = 0, memoryview(body)
@@ -225,7 +225,7 @@ def _decompressed(table: "_Flatbuffer", batch: int, body: Any) -> int:
 
 
 class _Flatbuffer:
-    """Positions and numbers in a flatbuffer, whose tables have their fields by number. Raises ValueError: out of bounds."""
+    """Read positions and numbers of a flatbuffer, whose tables have numbered fields. Raises ValueError if out of bounds."""
 
     def __init__(self, data: memoryview):
         self.data = data
@@ -237,7 +237,7 @@ class _Flatbuffer:
         return int.from_bytes(self.data[at : at + width], "little", signed=width > 2)
 
     def field(self, table: int, number: int) -> int:
-        """Offset of a field; 0: it has its default."""
+        """Return the offset of a field; 0: it has its default."""
         vtable = table - self.integer(table, 4)
         slot = 4 + 2 * number
         offset = self.integer(vtable + slot, 2) if slot < self.integer(vtable, 2) else 0
@@ -252,7 +252,7 @@ class _Flatbuffer:
         return at + self.integer(at, 4)
 
     def vector(self, table: int, field: int, width: int) -> tuple[int, int]:
-        """(offset of the first element, number of elements) of a vector whose elements have `width` bytes."""
+        """Return (offset of the first element, number of elements) of a vector whose elements have `width` bytes."""
         if not self.field(table, field):
             return 0, 0
         at = self.table(table, field)
@@ -263,7 +263,7 @@ class _Flatbuffer:
 
 
 def _wrong_column(schema: Any, field: str) -> NoText | None:
-    """The reason why a column has no texts; None: it has."""
+    """Return the reason why a column has no texts, or None if it has texts."""
     texts = [name for name, kind in zip(schema.names, schema.types, strict=True) if _is_text(kind)]
     if schema.names.count(field) != 1:
         return no_column(field, schema.names, texts)
@@ -282,12 +282,12 @@ def _is_text(kind: Any) -> bool:
 
 
 def _values(column: Any, first: int, limit: int) -> Iterator[tuple[int, Any]]:
-    """(row, bytes, None or a ValueError): one by one, so that what many rows have is never there as often."""
+    """Yield (row, bytes or None or a ValueError) one by one, so that a string of many rows is in memory once."""
     if isinstance(column, pyarrow.ExtensionArray):
         column = column.storage
     places: Iterable[int | None] = range(len(column))
     if pyarrow.types.is_dictionary(column.type):
-        # from_arrays checks that indices are within the dictionary
+        # from_arrays checks that indices are in the dictionary
         column = pyarrow.DictionaryArray.from_arrays(column.indices, _in_bytes(column.dictionary))
         column, places = column.dictionary, column.indices.to_pylist()
     elif pyarrow.types.is_run_end_encoded(column.type):
@@ -304,15 +304,15 @@ def _values(column: Any, first: int, limit: int) -> Iterator[tuple[int, Any]]:
 
 
 def _sizes(column: Any) -> Any:
-    """Bytes of each value."""
+    """Return the number of bytes of each value."""
     if column.type != pyarrow.binary_view():
         return compute.binary_length(column)
-    begins = np.frombuffer(column.buffers()[1], dtype="<i4")[4 * column.offset :: 4]  # of 16 bytes each, which begin with it
+    begins = np.frombuffer(column.buffers()[1], dtype="<i4")[4 * column.offset :: 4]  # a view has 16 bytes, first its length
     return compute.if_else(column.is_valid(), pyarrow.array(begins[: len(column)]), None)
 
 
 def _in_bytes(column: Any) -> Any:
-    """The column, checked: offsets of a damaged file would be read out of bounds. Of bytes, since a string may be no UTF-8."""
+    """Return the column validated (a damaged file may have offsets out of bounds), as bytes (a string may not be UTF-8)."""
     if column.type in _BYTES:
         column = column.view(_BYTES[column.type])
     column.validate(full=True)

@@ -1,12 +1,12 @@
-"""Documents: an endless, numbered stream of texts from the running Python, from local files or from the hub, or of tokens.
+"""Sources of documents: an endless, numbered stream of texts (standard library, local files, hub) or tokens (prepared).
 
     source = build_source(Data(dataset="stdlib"), split="train", seed=0)
     for ordinal, text in source.documents(start=0, wanted=lambda ordinal: ordinal % 8 == 3):
         ...                                 # documents 3, 11, 19, ... of the infinite concatenation of epochs
 
-An ordinal is a document's place in that concatenation; it is the same on every rank, so that the loader's whole state is
-numbers. Each epoch has a new order, which follows from the seed. A document belongs to training or to validation by a
-hash of its name: the split stays when documents are added, and no rank needs to be told of it.
+An ordinal is a document's position in that concatenation. It is the same on every rank, so the loader's state consists of
+numbers. The seed decides the order of each epoch. A hash of its name decides whether a document belongs to training or to
+validation: the split does not change when documents are added, and ranks need no communication about it.
 """
 
 import hashlib
@@ -25,14 +25,14 @@ from titan_lite.data.prepared import PreparedSource, Split, prepared_fingerprint
 
 _STDLIB = Path(sysconfig.get_path("stdlib"))
 _NOT_OURS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-# A piecewise source's ordinal is epoch * EPOCH + group * GROUP + place in the group. Primes, so that modulo any number of rows
-# each group begins with another row, and none has the longer share every time.
+# An ordinal of PiecewiseSource is epoch * EPOCH + group * GROUP + position in the group. Both are primes, so that modulo any
+# number of rows each group begins with another row, and no row has the longer share every time.
 EPOCH, GROUP = 2**61 - 1, 2**31 - 1
-SHUFFLED_BYTES = 4096  # for each document of data.shuffle_buffer
+SHUFFLED_BYTES = 4096  # per document of data.shuffle_buffer
 
 
 class StdlibSource:
-    """`pydoc_data.topics` and the sources of the standard library; any document can be read at once."""
+    """`pydoc_data.topics` and the sources of the standard library, with random access."""
 
     def __init__(self, data: Data, split: Split, seed: int):
         self.names = [name for name in _stdlib_names() if _belongs(name, split, data.validation_fraction)]
@@ -44,7 +44,7 @@ class StdlibSource:
         return ordinal // len(self.names)
 
     def documents(self, start: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, str]]:
-        """(ordinal, text) of the documents from `start` on whose ordinal is wanted; only these are read."""
+        """Yield (ordinal, text) of the documents from `start` on whose ordinal is wanted; only these are read."""
         count = len(self.names)
         for epoch in itertools.count(start // count):
             order = list(range(count))
@@ -55,16 +55,16 @@ class StdlibSource:
                     yield ordinal, _stdlib_text(self.names[order[ordinal % count]])
 
 
-_Raw = tuple[Piece, int, Any]  # its piece, its place there, what `read_piece` gives (nothing yet of a txt file)
+_Raw = tuple[Piece, int, Any]  # (piece, place in it, raw document of `read_piece`; None for a txt file)
 
 
 class PiecewiseSource:
-    """Documents that lie in pieces: of local files, or the shards of a dataset of the hub.
+    """Documents in pieces of local files or in shards of a dataset of the hub.
 
-    An epoch goes through groups of pieces, with `data.shuffle` in a new order. A group has so many bytes that its documents can
-    be shuffled in memory; one that has more, as a file that cannot be cut, is shuffled in parts. Where a group begins nobody
-    needs to know how many documents were before it, so a run that goes on opens only files from there on. Ordinals have gaps:
-    where a group ends, and where documents are of the other split.
+    An epoch visits groups of pieces, in a new order with `data.shuffle`. The documents of a group fit in memory to be shuffled; a
+    larger group, such as a file that cannot be cut, is shuffled in parts. The ordinals of a group do not depend on the number of
+    documents before it, so a resumed run opens only the files from its group on. Ordinals have gaps at the end of a group and at
+    documents of the other split.
     """
 
     def __init__(self, data: Data, split: Split, seed: int):
@@ -77,7 +77,7 @@ class PiecewiseSource:
         return ordinal // EPOCH
 
     def documents(self, start: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, str | BadDocument]]:
-        """(ordinal, text) of the documents from `start` on whose ordinal is wanted; only these are parsed. Or what is wrong."""
+        """Yield (ordinal, text or BadDocument) of the documents from `start` on with a wanted ordinal; only these are parsed."""
         beginning, rest = divmod(start, EPOCH)
         for epoch in itertools.count(beginning):
             found = epoch == beginning and rest > 0
@@ -98,8 +98,8 @@ class PiecewiseSource:
                             yield ordinal, self._text(piece, place, raw)
             if not found:
                 raise _empty(self.data, self.split)
-            if bad and not readable:  # another epoch would take as long: what is too large is decompressed to its end
-                raise ConfigError(f"{bad}; nothing else is there that could be read; other documents would work")
+            if bad and not readable:  # a further epoch would only repeat this
+                raise ConfigError(f"{bad}; no other document can be read; use other documents")
 
     def _groups(self, epoch: int) -> list[list[Piece]]:
         pieces = list(self.pieces)
@@ -125,7 +125,7 @@ class PiecewiseSource:
             yield from some
 
     def _take(self, documents: Iterator[_Raw]) -> list[_Raw]:
-        """As many as are shuffled at once."""
+        """Return as many documents as are shuffled at once."""
         some, size = [], 0
         for document in documents:
             some.append(document)
@@ -137,19 +137,19 @@ class PiecewiseSource:
         return some
 
     def _read(self, piece: Piece) -> Iterator[tuple[int, Any]]:
-        if piece.format == ".txt":  # one document, whoever wants it will read it
+        if piece.format == ".txt":  # one document, read by `_text`
             yield 0, None
             return
         if self.stream is None:
             yield from read_piece(piece, self.data)
             return
         shard = self.stream.shard(num_shards=len(self.pieces), index=piece.start)
-        # Plain iteration would give a loader process its share alone.
+        # Plain iteration would give each loader process only its share.
         for place, batch in enumerate(shard.iter(batch_size=1)):
             yield place, {name: values[0] for name, values in batch.items()}
 
     def _is_ours(self, piece: Piece, place: int) -> bool:
-        if self.data.dataset == "c4":  # it has been split already
+        if self.data.dataset == "c4":  # has a validation split already
             return True
         name = piece.name if piece.format == ".txt" else f"{piece.name}:{place}"
         return _belongs(name, self.split, self.data.validation_fraction)
@@ -164,9 +164,9 @@ Source = StdlibSource | PiecewiseSource | PreparedSource
 
 
 def build_source(data: Data, *, split: Split, seed: int) -> Source:
-    """The documents of one split of `data.dataset`; data.sources are several such, from `data.mixture()`.
+    """Return the source of one split of `data.dataset`; `data.mixture()` has one [data] section for each of data.sources.
 
-    Raises ConfigError: nothing to read, or not readable; where the split has no document, only once an epoch has been read.
+    Raises ConfigError if nothing can be read. That a split has no document is an error only after an epoch has been read.
     """
     if data.dataset == "prepared":
         return PreparedSource(data, split, seed)
@@ -174,7 +174,7 @@ def build_source(data: Data, *, split: Split, seed: int) -> Source:
 
 
 def amount(source: Source) -> str:
-    """Describe the size of a source, as far as it is known without reading: documents, files and MiB, or shards."""
+    """Describe the size of a source as far as it is known without reading: documents, files and MiB, or shards."""
     if isinstance(source, PreparedSource):
         return f"{source.firsts[-1]:,} documents, tokenized"
     if isinstance(source, StdlibSource):
@@ -187,7 +187,7 @@ def amount(source: Source) -> str:
 
 
 def check_data(data: Data) -> None:
-    """Raises ConfigError before any process starts, as reading would: reads one document of each format, nothing of the hub."""
+    """Read one document of each local format before any process starts, and nothing of the hub. Raises ConfigError."""
     policy = BadDocumentPolicy(data)
     for _, part in data.mixture():
         if part.dataset == "stdlib":
@@ -195,7 +195,7 @@ def check_data(data: Data) -> None:
         elif part.dataset == "local":
             pieces = local_pieces(part)
             if not any(True for piece in pieces for _ in read_piece(piece, part)):
-                raise ConfigError(f'{part.key("path")} = "{part.path}" has no document in it; files with some would work')
+                raise ConfigError(f'{part.key("path")} = "{part.path}" has no document; use files with documents')
             for piece in {piece.format: piece for piece in reversed(pieces)}.values():
                 for place, raw in itertools.islice(read_piece(piece, part), 1):
                     if isinstance(text := text_of(raw, piece, place, part), BadDocument):
@@ -203,10 +203,10 @@ def check_data(data: Data) -> None:
 
 
 def fingerprint(data: Data) -> str:
-    """SHA-256 of the documents there are, as far as can be told without reading them.
+    """Return a SHA-256 of the documents, without reading them.
 
-    Names and sizes of local files and the standard library, the name of a dataset of the hub, and which field has the text;
-    every byte of prepared data.
+    It covers names and sizes of local files and of the standard library, the name of a dataset of the hub, and the text field; of
+    prepared data it covers every byte.
     """
     known = [_fingerprint(part) for _, part in data.mixture()]
     return known[0] if len(known) == 1 else _sha256(known)
@@ -232,13 +232,13 @@ def _sha256(what: list) -> str:
 
 
 def _belongs(name: str, split: Split, validation_fraction: float) -> bool:
-    """A document is in validation or training by the hash of its name; over all names, validation has its fraction of them."""
+    """Return whether a document belongs to the split: the hash of its name puts `validation_fraction` of them in validation."""
     hashed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
     return (hashed < validation_fraction) == (split == "validation")
 
 
 class NoDocuments(ConfigError):
-    """A split is empty."""
+    """An error: a split has no document."""
 
 
 def _empty(data: Data, split: Split) -> NoDocuments:
@@ -248,7 +248,7 @@ def _empty(data: Data, split: Split) -> NoDocuments:
     instead = f" or validation_fraction = {other}" if helps else ""
     return NoDocuments(
         f'{data.key("dataset")} = "{data.dataset}"{where} has no {split} document with data.validation_fraction = '
-        f"{data.validation_fraction}; more documents{instead} would work"
+        f"{data.validation_fraction}; use more documents{instead}"
     )
 
 
@@ -256,20 +256,20 @@ def _empty(data: Data, split: Split) -> NoDocuments:
 
 
 def _stdlib_names() -> list[str]:
-    """Sorted names: "topics/NAME" of pydoc's help texts, paths relative to the standard library of its sources."""
+    """Return sorted names: "topics/NAME" for pydoc's help texts, and paths of sources, relative to the standard library."""
     names = [f"topics/{topic}" for topic in _topics()]
     for folder, subfolders, files in os.walk(_STDLIB):
         subfolders[:] = [name for name in subfolders if name not in _NOT_OURS]
         for path in (Path(folder, file) for file in files if file.endswith(".py")):
             name = path.relative_to(_STDLIB).as_posix()
-            # _sysconfigdata differs between builds of one Python, and the topics are in already.
+            # _sysconfigdata differs between builds of one Python; the topics are listed above.
             unfit = path.name.startswith("_sysconfigdata") or name == "pydoc_data/topics.py"
             if not unfit and path.is_file() and path.stat().st_size:
                 names.append(name)
     if len(names) < 100:
         raise ConfigError(
-            f'data.dataset = "stdlib": this Python comes without the sources of its standard library ({len(names)} documents, '
-            f'looked in {_STDLIB}); a full Python, or data.dataset = "local" with data.path, would work'
+            f'data.dataset = "stdlib": this Python has no sources of its standard library ({len(names)} documents in '
+            f'{_STDLIB}); use a full Python, or data.dataset = "local" with data.path'
         )
     return sorted(names)
 
@@ -284,16 +284,16 @@ def _stdlib_text(name: str) -> str:
 def _topics() -> dict[str, str]:
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions ship it in another package; the sources are most of the text
+    except ImportError:  # some distributions have it in another package; most of the text is sources
         return {}
     return topics
 
 
-# The hub. `datasets` takes a second to import, so only where it is used.
+# The hub. `datasets` takes a second to import, so it is imported only here.
 
 
 def _open_hub(data: Data, split: Split) -> Any:
-    """A streamed dataset. c4 is C4 in English, about 156 billion tokens of Llama 3, with a validation split of its own."""
+    """Open a streamed dataset. Raises ConfigError. c4 is C4 in English: about 156 billion tokens, and a validation split."""
     import datasets
 
     name, subset, which = data.dataset, data.subset or None, data.split
@@ -304,12 +304,12 @@ def _open_hub(data: Data, split: Split) -> Any:
     except Exception as error:
         raise ConfigError(
             f'{data.key("dataset")} = "{data.dataset}": {name} cannot be opened on the hub ({type(error).__name__}: {error}); '
-            f'without a way there, {data.key("dataset")} = "local" with {data.key("path")}, or "stdlib", would work'
+            f'without network, use {data.key("dataset")} = "local" with {data.key("path")}, or "stdlib"'
         ) from error
 
 
 def _shards(stream: Any, data: Data) -> list[Piece]:
-    """The files of a streamed dataset, each too large to be shuffled with others."""
+    """Return the files of a streamed dataset, each with a size too large to be shuffled with others."""
     size = SHUFFLED_BYTES * data.shuffle_buffer
     names = [f"{data.dataset} shard {index}" for index in range(stream.num_shards)]
     return [Piece(name, name, size, index) for index, name in enumerate(names)]

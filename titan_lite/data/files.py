@@ -1,15 +1,14 @@
-"""Local files as pieces that can be read alone: which raw documents are in a piece, and what the text of one is.
+"""Cut local files into pieces that can be read independently; read raw documents from a piece, and text from a raw document.
 
     for piece in local_pieces(data):                            # 1 MiB of a jsonl file, a row group, or a whole file
-        for place, raw in read_piece(piece, data):              # place: of a line, row or byte in its file
+        for place, raw in read_piece(piece, data):              # place: line, row or byte offset in the file
             text = text_of(raw, piece, place, data)             # or a BadDocument, which names file and line
 
-A raw document is what can be had without parsing it, so that who wants one in eight parses one in eight. Reading never fails:
-what cannot be read from some place on is one document there, whose raw form is a ValueError with the reason.
+A raw document is not parsed, so that a reader of one document in eight parses one in eight. Reading does not raise: if a file
+cannot be read from some place on, the last document is there, and its raw form is a ValueError with the reason.
 
-Whatever is in a file, reading it and taking the text of one document after the other needs at most MEMORY times
-data.max_document_mib, beside the 128 MiB that a zstd file may ask for as its window: what is larger is a bad document before it
-is decoded. A dictionary of parquet needs most, and a line of JSON, whose objects are up to thirty times as large as its bytes.
+Reading any file needs at most MEMORY times data.max_document_mib, and 128 MiB for the window of a zstd file: a larger document is
+bad before it is decoded. A dictionary of parquet needs most, and a line of JSON, whose objects take up to thirty times its bytes.
 """
 
 import json
@@ -29,11 +28,11 @@ from titan_lite.data.readers import NoText, TooLarge, elements, is_array, lines,
 from titan_lite.logging import logger
 
 FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet", ".arrow")
-PIECE = 2**20  # bytes of a jsonl file in a piece: little enough to skip over, enough to be worth a seek
-MEMORY = 48  # times data.max_document_mib; tests measure it
-MOST_PIECES = 100_000  # of a corpus; those of a larger one are larger, so that their list is no burden
-_WORKS = (
-    f"name a file, a folder or a glob of {', '.join(FORMATS)} files (all but the last two also .gz and .zst), "
+PIECE = 2**20  # bytes of a jsonl file in a piece: few enough to skip, enough for a seek to pay
+MEMORY = 48  # times data.max_document_mib; measured by tests
+MOST_PIECES = 100_000  # in a corpus; a larger corpus has larger pieces, to keep the list short
+_FIX = (
+    f"use a file, a folder or a glob of {', '.join(FORMATS)} files (all but the last two also .gz and .zst), "
     'such as path = "corpus/*.jsonl"'
 )
 
@@ -43,11 +42,11 @@ class Piece:
     """Bytes `start` to `end` of a jsonl file, row group `start` of a parquet file, or a whole file (end = -1)."""
 
     file: str
-    name: str  # of the file, relative to the corpus: by it documents are held out
-    size: int  # bytes, roughly
+    name: str  # relative to the corpus; documents are held out by it
+    size: int  # bytes, approximate
     start: int = 0
     end: int = -1
-    first: int = 0  # row of the file that a row group begins with
+    first: int = 0  # first row of a row group in its file
 
     @property
     def format(self) -> str:
@@ -55,7 +54,7 @@ class Piece:
 
 
 def local_files(data: Data) -> list[tuple[str, str, int]]:
-    """(path, name, bytes) of the files at `data.path`, sorted by path; the name is relative to the folder. Raises ConfigError."""
+    """Return (path, name relative to the folder, bytes) of the files at `data.path`, sorted by path. Raises ConfigError."""
     wrong, path = f'{data.key("path")} = "{data.path}"', os.path.abspath(data.path)
     if os.path.isdir(path):
         root = path
@@ -64,29 +63,29 @@ def local_files(data: Data) -> list[tuple[str, str, int]]:
         if len(files) < len(found):
             logger.info(f"{wrong}: {len(found) - len(files)} files of other formats are left out")
         if not files:
-            raise ConfigError(f"{wrong}: none of the {len(found)} files in this folder can be read; {_WORKS}")
+            raise ConfigError(f"{wrong}: none of the {len(found)} files in this folder can be read; {_FIX}")
     else:
         files = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob(path, recursive=True)))
         if not files and os.path.exists(path):
-            raise ConfigError(f"{wrong} is {kind_of_file(path)}, and no file that can be read again; {_WORKS}")
+            raise ConfigError(f"{wrong} is {kind_of_file(path)}, not a file that can be read again; {_FIX}")
         if not files:
-            raise ConfigError(f"{wrong}: no such file, and no file matches; {_WORKS}")
+            raise ConfigError(f"{wrong}: no such file, and no file matches; {_FIX}")
         for file in files:
             if not _format(file)[0]:
-                raise ConfigError(f'{wrong}: {file}: unknown format "{"".join(Path(file).suffixes)}"; {_WORKS}')
+                raise ConfigError(f'{wrong}: {file}: unknown format "{"".join(Path(file).suffixes)}"; {_FIX}')
         root = os.path.commonpath([os.path.dirname(file) for file in files])
     return [(file, os.path.relpath(file, root).replace(os.sep, "/"), os.path.getsize(file)) for file in files]
 
 
 def kind_of_file(path: str | os.PathLike) -> str:
-    """The kind of thing that a path leads to, in words."""
+    """Return the kind of a file system entry, such as "a folder"."""
     mode = os.stat(path).st_mode
     kinds = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket", stat.S_ISREG: "a file"}
     return next((words for is_kind, words in kinds.items() if is_kind(mode)), "a device")
 
 
 def _files_within(root: str) -> Iterator[str]:
-    """Also of folders that are linked, once each."""
+    """Yield the files below a folder, each linked folder once."""
     seen = set()
     for folder, subfolders, files in os.walk(root, followlinks=True):
         subfolders.sort()
@@ -98,7 +97,7 @@ def _files_within(root: str) -> Iterator[str]:
 
 
 def local_pieces(data: Data) -> list[Piece]:
-    """The files at `data.path` in order, cut where that makes them easier to reach."""
+    """Return the files at `data.path` in order, jsonl and parquet files cut into pieces. Raises ConfigError."""
     files = local_files(data)
     step = max(PIECE, sum(size for *_, size in files) // MOST_PIECES)
     pieces: list[Piece] = []
@@ -109,17 +108,17 @@ def local_pieces(data: Data) -> list[Piece]:
             case ".parquet", _:
                 pieces += _row_groups(file, name, size, data)
             case _, compression:
-                pieces.append(Piece(file, name, size * 4 if compression else size))  # as text about that much
+                pieces.append(Piece(file, name, size * 4 if compression else size))  # about its size as text
     return pieces
 
 
 def read_piece(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
-    """(place, raw) of its documents. Raises ConfigError where the machine, not the file, is at fault."""
+    """Yield (place, raw) of its documents. Raises ConfigError if the machine fails, and not the file."""
     place = piece.first - 1 if piece.format in (".parquet", ".arrow") else 0
     try:
         for place, raw in _documents(piece, data):
             yield place, raw
-    except Exception as error:  # libraries raise what they like; pyarrow has ten kinds
+    except Exception as error:  # pyarrow alone raises ten kinds
         yield place + 1, ValueError(f"cannot be read from here on ({_of_the_file(error, piece.file)})")
 
 
@@ -152,7 +151,7 @@ def _row_groups(file: str, name: str, size: int, data: Data) -> list[Piece]:
         groups = row_groups(file, data.max_document_mib * 2**20)
     except Exception as error:
         _of_the_file(error, file)
-        return [Piece(file, name, size)]  # whose reading tells
+        return [Piece(file, name, size)]  # reading it yields the error
     pieces, first = [], 0
     for index, (size, rows) in enumerate(groups):
         pieces.append(Piece(file, name, size, index, index + 1, first))
@@ -161,11 +160,11 @@ def _row_groups(file: str, name: str, size: int, data: Data) -> list[Piece]:
 
 
 def text_of(raw: Any, piece: Piece, place: int, data: Data) -> str | BadDocument:
-    """The text of a raw document."""
+    """Return the text of a raw document, or a BadDocument with the reason why it has none."""
     try:
         return _parse(raw, data, is_json=piece.format in (".jsonl", ".json"))
     except ValueError as error:
-        # readers know no mixture, where the key has another name
+        # in a mixture the key has another name, which readers do not know
         why, instead = (
             words.replace("data.text_field", data.key("text_field")) for words in (str(error), getattr(error, "instead", ""))
         )
@@ -173,7 +172,7 @@ def text_of(raw: Any, piece: Piece, place: int, data: Data) -> str | BadDocument
 
 
 def _parse(raw: Any, data: Data, is_json: bool) -> str:
-    """The text of bytes, a line of JSON, an example with fields, or a value. Raises ValueError: why it has none."""
+    """Return the text of bytes, a line of JSON, an example with fields, or a value. Raises ValueError with the reason if none."""
     limit, field = data.max_document_mib * 2**20, data.text_field
     if isinstance(raw, ValueError):
         raise raw
@@ -181,7 +180,7 @@ def _parse(raw: Any, data: Data, is_json: bool) -> str:
         if len(raw) > limit:
             raise TooLarge(limit)
         try:
-            raw = raw.decode().removeprefix("\ufeff")  # four times as fast as "utf-8-sig"
+            raw = raw.decode().removeprefix("\ufeff")  # a quarter of the time of "utf-8-sig"
             raw = json.loads(raw) if is_json else raw
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8 (byte {error.start}: {error.reason})") from None
@@ -192,7 +191,7 @@ def _parse(raw: Any, data: Data, is_json: bool) -> str:
         except ValueError as error:  # a number of thousands of digits
             raise ValueError(f"not JSON ({str(error).partition(';')[0]})") from None
         if is_json and not isinstance(raw, dict):
-            raise ValueError(f"no JSON object, but {'null' if raw is None else f'a {type(raw).__name__}'}")
+            raise ValueError(f"not a JSON object, but {'null' if raw is None else f'a {type(raw).__name__}'}")
     if isinstance(raw, dict):
         if raw.get(field) is None:
             others = sorted((name for name, value in raw.items() if isinstance(value, str)), key=lambda name: -len(raw[name]))
@@ -216,17 +215,17 @@ def _parse(raw: Any, data: Data, is_json: bool) -> str:
 
 @lru_cache(1024)  # asked for each document
 def _format(file: str) -> tuple[str, str]:
-    """("a.json.gz") -> (".json", ".gz"); empty: none of ours."""
+    """Split "a.json.gz" into (".json", ".gz"); ("", "") for an unknown format."""
     stem, compression = os.path.splitext(file)
     if compression not in (".gz", ".zst"):
         stem, compression = file, ""
     suffix = os.path.splitext(stem)[1]
-    known = FORMATS[:4] if compression else FORMATS  # the last two compress what they hold themselves
+    known = FORMATS[:4] if compression else FORMATS  # the last two have compression inside
     return (suffix, compression) if suffix in known else ("", "")
 
 
 def _in_words(piece: Piece, place: int) -> str:
-    """ "line 34" of a file with lines. In a piece of one a place is an offset: the lines before it are counted now."""
+    """Return a place in words, such as "line 34"; an offset in a jsonl file is converted by counting the lines before it."""
     match piece.format:
         case ".txt":
             return "whole"
@@ -243,7 +242,7 @@ def _in_words(piece: Piece, place: int) -> str:
 
 
 def _of_the_file(error: BaseException, file: str) -> str:
-    """The error in one line; ConfigError where the machine says that it cannot read the file now."""
+    """Return the error in one line. Raises ConfigError if the operating system cannot read the file."""
     if getattr(error, "errno", None) is not None:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     words = one_line(" ".join(str(error).split()), 300)

@@ -1,28 +1,28 @@
-"""Documents become batches, the same ones on any number of ranks.
+"""Make batches of documents, the same global batches on any number of ranks.
 
     1. documents      `Source.documents` (dataset.py) numbers them; row g reads those whose ordinal is g modulo `rows`
-    2. tokens         `Tokenizer.encode_document` (tokenizer.py) puts BOS and EOS around them, unless prepare.py has
+    2. tokens         `Tokenizer.encode_document` (tokenizer.py) puts BOS and EOS around them, unless prepare.py did so
     3. packed rows    `_PackedRows`, in the loader processes, cuts each row's tokens into windows of seq_len + 1
     4. batches        `Loader`, in the training process, stacks batch_size windows to (input, label)
 
     loader = build_loader(data, tokenizer, split="train", rows=8, batch_size=2, seq_len=512, dp_rank=0, dp_degree=2, seed=0)
     input, label = next(loader)                      # (2, 512) each; four of these on each rank are a step of 16 sequences
 
-A row is a stream of tokens; a run has as many as at its start, whatever its global batch becomes. Every token of a row is in
-exactly one window, a long document goes on in the next one. Window n of a run is the next one of row n modulo `rows`, and a step
-takes those that follow the windows of the step before, as many as it has sequences. Rank r has those that are r modulo dp_degree:
+A row is a stream of tokens. The number of rows is fixed when a run starts, even if its global batch changes. Every token of a
+row is in exactly one window; a long document continues in the next one. Window n of a run is the next one of row n modulo `rows`.
+A step takes as many consecutive windows as it has sequences, and rank r gets the windows n with n = r modulo dp_degree:
 
     windows of two steps   0 1 2 3 4 5 | 6 7 8 9       rows = 8, dp_degree = 2, batch_size = 1; first 6 sequences, then 4
     their rows             0 1 2 3 4 5 | 6 7 0 1
-    rank 0                 0   2   4   | 6   8         and so it reads rows 0, 2, 4, 6 alone
+    rank 0                 0   2   4   | 6   8         so rank 0 reads only rows 0, 2, 4, 6
 
-So the samples of a step belong to the run, not to the rank: another dp_degree, another number of loader processes, or another
-split into microbatches gives the same global batch; another global batch loses no window and repeats none. Where dp_degree does
-not divide `rows`, ranks share rows: each of these reads them whole. The state is how many windows the run has taken and, for each
-row, the ordinal of its current document and how many of that document's tokens are used.
+So the samples of a step do not depend on the layout: another dp_degree, number of loader processes or split into microbatches
+gives the same global batch. Another global batch size loses no window and repeats none. If dp_degree does not divide `rows`,
+ranks share rows, and each of them reads these rows completely. The state is the number of windows that the run has taken and, for
+each row, the ordinal of its current document and the number of that document's tokens already used.
 
-With several sources a row is such a stream of each, and every window is of one of them. The window's number in the run decides
-which: so shares hold in tokens, need no state, and may change when a run goes on.
+With several sources, a row has such a stream for each, and each window comes from one source. The number of the window decides
+which one: so shares count tokens, need no state, and may change when a run is resumed.
 """
 
 import bisect
@@ -55,20 +55,20 @@ from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.logging import logger
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-Place = tuple[int, int]  # of a row in a source: ordinal of its current document, that document's tokens already used
+Place = tuple[int, int]  # position of a row in a source: (ordinal of its current document, tokens of it already used)
 Places = dict[tuple[int, int], Place]  # by (row, source)
-# number, source, tokens, place after them; tokens are int32 as bytes, which a pipe takes faster than a tensor in shared memory;
-# empty where the window is another rank's
+# (number, source, tokens, place after them). Tokens are int32 as bytes, which pass through a pipe faster than a tensor through
+# shared memory; empty if the window belongs to another rank.
 Window = tuple[int, int, bytes, Place]
-GOLDEN = 0x9E3779B97F4A7C15  # of 2**64 the golden ratio's part: multiples of it, modulo 2**64, are spread as evenly as can be
-USELESS = 1000  # documents in a row, from two epochs or more, that give no token
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: its multiples modulo 2**64 are spread most evenly
+USELESS = 1000  # this many consecutive documents without a token, over two epochs, are an error
 
 
 class _PackedRows(IterableDataset):
-    """The windows of some rows without end, in the order of their numbers; of several loader processes each has every n-th row.
+    """The endless windows of some rows, in the order of their numbers; with n loader processes each has every n-th row.
 
-    Gives (about batch_size windows, documents skipped since the last ones); last of all, where it cannot go on, an error in place
-    of windows.
+    Yields (about batch_size windows, documents skipped since the last yield). After an error in the data, the last item has the
+    error in place of windows.
     """
 
     def __init__(self, data: Data, sources: Sequence[Source], tokenizer: Tokenizer, *, batch_size: int, seq_len: int, seed: int):
@@ -78,41 +78,41 @@ class _PackedRows(IterableDataset):
         self.phase = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:8], "big")
 
     def begin(self, own: range, rows: int, windows: int, places: Places, rank: int, ranks: int) -> None:
-        """Set the place to begin at: the rows `own` of `rows` in all, at these places, after so many windows of the run."""
+        """Start with the rows `own` of all `rows`, at these places, after `windows` windows of the run."""
         self.own, self.rows, self.windows, self.places, self.rank, self.ranks = own, rows, windows, places, rank, ranks
 
     def __iter__(self) -> Iterator[tuple[list[Window] | ConfigError, SkippedDocuments]]:
         if worker := get_worker_info():
             self.own = self.own[worker.id :: worker.num_workers]
-        self.places = dict(self.places)  # iterated again it begins again
+        self.places = dict(self.places)  # a second iteration begins at the same places
         self.skipped, self.policy = SkippedDocuments(), BadDocumentPolicy(self.data)
         self.documents: dict[int, Iterator[tuple[int, Any]]] = {}  # by source
-        # by (row, source): documents read while looking for another row's, and the tokens of the current document
+        # by (row, source): documents read while searching for those of another row, and the tokens of the current document
         self.pending: dict[Any, deque[tuple[int, Any]]] = defaultdict(deque)
         self.current: dict[Any, np.ndarray] = {}
-        # by source: the first of the last documents that gave no token, and how many they are
+        # by source: ordinal of the first of the latest consecutive documents without a token, and their number
         self.useless: dict[int, tuple[int, int]] = {}
         first = sorted(self.windows + (row - self.windows) % self.rows for row in self.own)
         numbers = (number + more for more in itertools.count(0, self.rows) for number in first)
         try:
             while True:
-                # As many from every process, since all have as many rows: so none gets ahead.
+                # The same number from every process, since all have the same number of rows: no process gets ahead.
                 yield (
                     [self._window(number) for number in itertools.islice(numbers, min(self.batch_size, len(first)))],
                     self.skipped,
                 )
                 self.skipped = SkippedDocuments()
         except ConfigError as error:
-            # across the process border as itself; raised, it would arrive wrapped in the worker's traceback
+            # yielded, since a raised error would arrive wrapped in the worker's traceback
             yield error, self.skipped
 
     def _source_of(self, number: int) -> int:
-        """The source of a window: of the run's first n each has its share, but for five at most (of a million)."""
+        """Return the source of a window. Of the first n windows (n up to a million) each source has its share within five."""
         point = (number * GOLDEN + self.phase) % 2**64 / 2**64
         return min(bisect.bisect_right(self.shares, point), len(self.sources) - 1)
 
     def _window(self, number: int) -> Window:
-        """The next seq_len + 1 tokens of a row, all of one source."""
+        """Return the next window of a row: seq_len + 1 tokens of one source."""
         row, source, filled, size = number % self.rows, self._source_of(number), 0, self.seq_len + 1
         ordinal, used = self.places[row, source]
         window = np.empty(size, dtype=np.int32)
@@ -132,7 +132,7 @@ class _PackedRows(IterableDataset):
         return number, source, window.tobytes() if number % self.ranks == self.rank else b"", (ordinal, used)
 
     def _next_document(self, row: int, source: int, at: int, used: int) -> tuple[int, np.ndarray]:
-        """(ordinal, tokens) of the row's first document from ordinal `at` on that has any; of that very one, if it is in use."""
+        """Return (ordinal, tokens) of the row's next document with tokens, from ordinal `at` on; if `used`, of document `at`."""
         if source not in self.documents:
             self.documents[source] = self._documents(source)
         pending = self.pending[row, source]
@@ -146,7 +146,7 @@ class _PackedRows(IterableDataset):
                 there = f"has {len(tokens)}" if ordinal == at and tokens is not None else "is not there"
                 raise ConfigError(
                     f"the loader's state is {used} tokens into document {at}, which {there}: documents, "
-                    "[data], model.tokenizer_path or debug.seed changed since; with those of that run it would work"
+                    "[data], model.tokenizer_path or debug.seed changed since; use those of the saved run"
                 )
             if tokens is not None:
                 self.useless.pop(source, None)
@@ -157,20 +157,20 @@ class _PackedRows(IterableDataset):
             if count >= USELESS and epoch(ordinal) >= epoch(first) + 2:
                 few = self.data.min_document_tokens
                 raise ConfigError(
-                    f"source {source + 1}: {count} documents in a row, of two epochs, are bad"
+                    f"source {source + 1}: {count} consecutive documents, over two epochs, are bad"
                     + (f" or shorter than data.min_document_tokens = {few}" if few else "")
                     + (f", such as {self.policy.last}" if self.policy.last else "")
-                    + (f"; {'less, or ' if few else ''}other documents would work")
+                    + (f"; use {'a smaller value or ' if few else ''}other documents")
                 )
 
     def _documents(self, source: int) -> Iterator[tuple[int, Any]]:
-        """The documents of a source for this process's rows, from where these stand now."""
+        """Yield this worker's documents of a source, from each row's current position."""
         rows, begins = self.rows, {row: self.places[row, source][0] for row in self.own}
         first = min(begins.values())
         return self.sources[source].documents(first, lambda at: (begin := begins.get(at % rows)) is not None and at >= begin)
 
     def _tokens(self, document: str | np.ndarray | BadDocument, least: int) -> np.ndarray | None:
-        """The tokens of a text or of a document tokenized before; None where it is skipped, as bad or shorter than `least`."""
+        """Return the tokens of a text or of a prepared document, or None for a document that is bad or shorter than `least`."""
         if isinstance(document, BadDocument):
             self.policy.skip(document)
             self.skipped.bad.append(document)
@@ -183,7 +183,7 @@ class _PackedRows(IterableDataset):
 
 
 def document_begins(tokens: torch.Tensor, bos_id: int) -> torch.Tensor:
-    """(B, T) tokens -> (B, T) int64: the position in its row at which each token's document begins; 0 where that was before."""
+    """Return for tokens (B, T) the position in the row where each one's document begins, (B, T) int64; 0 if before the row."""
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     return torch.where(tokens == bos_id, positions, 0).cummax(dim=1).values
 
@@ -195,7 +195,7 @@ def document_counts(tokens: torch.Tensor, bos_id: int) -> torch.Tensor:
 
 
 class LoaderError(RuntimeError):
-    """Processes of a loader that cannot be started, or have ended; the message says why and what would work."""
+    """Loader processes cannot be started, or have ended; the message says why and what to use."""
 
 
 STOPPING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
@@ -203,7 +203,7 @@ STOPPING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
 
 @contextmanager
 def _blocking_signals() -> Iterator[None]:
-    """Within: a process that is started, and whatever threads its libraries start at once, let the signals of STOPPING wait."""
+    """Return a context in which new processes, and the first threads of their libraries, block the signals of STOPPING."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING if hasattr(signal, "sigtimedwait") else ())  # not on macOS
     try:
         yield
@@ -212,10 +212,10 @@ def _blocking_signals() -> Iterator[None]:
 
 
 def _outlive_signals(worker: int) -> None:
-    """In the loader process: a signal to stop that all processes get is for the training process, which still wants batches.
+    """Run in a loader process: ignore stop signals that all processes get, since the training process still needs batches.
 
-    SIGTERM ends this one where the training process sent it, which Python's handlers are not told; so a thread waits for it. And
-    for the end of the training process, after which this one would try to hand over what it has read for ever.
+    A thread waits for SIGTERM from the training process, since Python's handlers do not know the sender. It also waits for the
+    end of the training process, after which this process would otherwise block for ever.
     """
     parent = os.getppid()
 
@@ -231,13 +231,13 @@ def _outlive_signals(worker: int) -> None:
 
 
 class Loader:
-    """An endless iterator over (input, label), int64 of (batch_size, seq_len) each, with `state_dict`.
+    """An endless iterator over (input, label), int64 of shape (batch_size, seq_len) each, with `state_dict`.
 
-    Reads ahead in `data.num_workers` processes of torchdata's StatefulDataLoader, or as many as its rows can be divided among;
-    they start at the first batch, run torch on one thread, and end with the iteration or with their parent, however that ends.
+    It reads ahead in `data.num_workers` processes of torchdata's StatefulDataLoader, or in the largest number below that divides
+    its rows. They start at the first batch, run torch on one thread, and end with the iteration or with their parent.
 
-    The state is of rows and not that of StatefulDataLoader, which is of its processes: only as many of them could load it, and
-    it stands after the windows received, not after the batches given, of which one may have windows of several processes.
+    The state is kept by row. That of StatefulDataLoader is kept by process: only the same number of processes could load it, and
+    it counts windows received, not batches returned.
     """
 
     def __init__(self, dataset: _PackedRows, rows: int, dp_rank: int, dp_degree: int):
@@ -247,9 +247,9 @@ class Loader:
         self._places: Places = {(row, source): (row, 0) for row in self._own for source in self._sources}
 
     def _begin(self, rows: int, windows: int) -> None:
-        """From there on, where the run has taken so many windows of `rows` rows."""
+        """Start after the run has taken `windows` windows of `rows` rows."""
         self._rows, self._windows = rows, windows
-        self._apart = math.gcd(rows, self._ranks)  # ranks that have rows of their own
+        self._apart = math.gcd(rows, self._ranks)  # number of disjoint sets of rows
         self._own = range(self._rank % self._apart, rows, self._apart)
         self._ready: dict[int, tuple[np.ndarray, int, Place]] = {}  # by number
         self._iterator: Iterator[Any] | None = None
@@ -266,22 +266,22 @@ class Loader:
         return batch
 
     def peek(self) -> Batch:
-        """The batch that `next` will give."""
+        """Return the batch that `next` will return."""
         numbers = self._upcoming()
         while not all(number in self._ready for number in numbers):
             self._receive()
         windows = np.stack([self._ready[number][0] for number in numbers if self._is_own(number)])
-        # by numpy, whose conversions of so little take two thirds of the time of torch's
+        # numpy converts such small arrays in two thirds of torch's time
         input, label = (torch.from_numpy(part.astype(np.int64, order="C")) for part in (windows[:, :-1], windows[:, 1:]))
         return (input.pin_memory(), label.pin_memory()) if torch.cuda.is_available() else (input, label)
 
     def _upcoming(self) -> range:
-        """The windows of this rank's rows that all ranks together take in the next microbatch."""
+        """Return the numbers of the windows from this rank's rows in the next microbatch of all ranks."""
         first = self._windows + (self._rank - self._windows) % self._apart
         return range(first, self._windows + self._dataset.batch_size * self._ranks, self._apart)
 
     def _is_own(self, number: int) -> bool:
-        """False for the window of a rank with which this one shares rows."""
+        """Return False if the window belongs to another rank that shares rows with this one."""
         return number % self._ranks == self._rank
 
     def _receive(self) -> None:
@@ -289,7 +289,7 @@ class Loader:
             try:
                 self._iterator = self._start_processes()
             except OSError as error:
-                # of the half made one, whose end would print a traceback (torchdata 0.11)
+                # the destructor of the incomplete iterator would print a traceback (torchdata 0.11)
                 _StatefulMultiProcessingDataLoaderIter._shutdown = True
                 raise LoaderError(_not_started(self._dataset.data.num_workers, error)) from error
         try:
@@ -299,11 +299,11 @@ class Loader:
             if not ended:
                 raise
             raise LoaderError(_ended(*ended[0])) from error
-        if self._rank < self._apart:  # of ranks that share rows, which skip the same, one counts
+        if self._rank < self._apart:  # ranks that share rows skip the same documents; one of them counts
             self._skipped.short += skipped.short
         self._skipped.bad += skipped.bad
         if isinstance(windows, ConfigError):
-            self._begin(self._rows, self._windows)  # without its processes
+            self._begin(self._rows, self._windows)  # drops the processes
             raise windows
         for number, source, tokens, place in windows:
             self._ready[number] = np.frombuffer(tokens, dtype=np.int32), source, place
@@ -314,7 +314,7 @@ class Loader:
         if workers < asked:
             logger.info(f"data.num_workers = {asked}: a rank's {len(self._own)} streams of sequences are divided among {workers}")
         self._dataset.begin(self._own, self._rows, self._windows, self._places, self._rank, self._ranks)
-        # torch's handler raises in the middle of whatever the training process does; `next` finds out by itself
+        # torch's handler would raise anywhere in the training process; `next` detects the end of a worker, too
         on_child = signal.getsignal(signal.SIGCHLD)
         with _blocking_signals(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
@@ -323,9 +323,9 @@ class Loader:
                 batch_size=None,
                 num_workers=workers,
                 prefetch_factor=self._dataset.data.prefetch if workers else None,
-                generator=torch.Generator(),  # torch's own would draw from that of the training process
+                generator=torch.Generator(),  # the default would draw from the generator of the training process
                 worker_init_fn=_outlive_signals,
-                snapshot_every_n_steps=None,  # never: each would cost a tenth of a millisecond
+                snapshot_every_n_steps=None,  # never; a snapshot takes 0.1 ms
             )
             iterator = iter(loader)
         if threading.current_thread() is threading.main_thread():
@@ -333,22 +333,22 @@ class Loader:
         return iterator
 
     def take_skipped(self) -> SkippedDocuments:
-        """The documents skipped since this was last called, those read ahead included."""
+        """Return the documents skipped since the last call, including those read ahead."""
         taken, self._skipped = self._skipped, SkippedDocuments()
         return taken
 
     def source_lines(self) -> list[str]:
-        """Each source of a mixture, its share and its documents, in words; none where there is one alone."""
+        """Describe each source of a mixture, its share and its documents; [] without a mixture."""
         data, sources = self._dataset.data, self._dataset.sources
-        told = zip(data.source_names(), data.mixture(), sources, strict=False)
-        return [f"source {name}: {100 * share:.3g}% of the tokens; {amount(source)}" for name, (share, _), source in told]
+        parts = zip(data.source_names(), data.mixture(), sources, strict=False)
+        return [f"source {name}: {100 * share:.3g}% of the tokens; {amount(source)}" for name, (share, _), source in parts]
 
     def state_dict(self) -> dict[str, Any]:
-        """The place after the last batch that `next` gave: {"windows": 40, "rows": {"3": [5, [17, 120]]}, "of": 8}.
+        """Return the position after the last batch of `next`: {"windows": 40, "rows": {"3": [5, [17, 120]]}, "of": 8}.
 
-        windows: taken by all ranks. rows: of this rank's, the windows taken, then ordinal and tokens used in each source; of: how
-        many there are in all. Small and made of JSON's types. `merge_states` of all ranks is a state that another number of ranks
-        can load.
+        windows: number taken by all ranks. rows: for each row of this rank, the windows taken, then (ordinal, tokens used) in
+        each source. of: number of all rows. The state is small and has only JSON types. `merge_states` makes one state of those
+        of all ranks, which any number of ranks can load.
         """
         rows = {}
         for row in self._own:
@@ -357,11 +357,11 @@ class Loader:
         return {"windows": self._windows, "rows": rows, "of": self._rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, with its rows, by this run or by one of another dp_degree; others' rows are ignored.
+        """Continue from a state, which may be of another dp_degree; rows of other ranks are ignored.
 
-        A state of other sources does not get here: checkpoint/resume.py refuses such a step.
+        checkpoint/resume.py refuses the state of other sources before this is called.
         """
-        # earlier versions said how many windows each row had given, and no more: the states of whole steps
+        # earlier versions saved only the number of windows of each row
         self._begin(state["of"], state.get("windows", sum(given for given, *_ in state["rows"].values())))
         self._places = {
             (row, source): (ordinal, used)
@@ -371,22 +371,22 @@ class Loader:
 
 
 def _not_started(workers: int, error: OSError) -> str:
-    """One line about processes that the operating system refuses. Their queues need semaphores, which are files in /dev/shm."""
+    """Return the message if the operating system refuses processes. Their queues need semaphores, which are files in /dev/shm."""
     why = error.strerror or str(error)
     with suppress(OSError):
         if error.errno == errno.ENOSPC:
             disk = shutil.disk_usage("/dev/shm")
             why += f": /dev/shm, where their semaphores are, has {disk.free >> 20} of {disk.total >> 20} MiB free"
-    works = "what fills it can be removed, in a container --shm-size raises it; data.num_workers = 0 works without"
-    return f"data.num_workers = {workers}: loader processes cannot be started: {why}; {works}"
+    fix = "free space there (in a container, use a larger --shm-size), or use data.num_workers = 0"
+    return f"data.num_workers = {workers}: loader processes cannot be started: {why}; {fix}"
 
 
 def _ended(pid: int, code: int) -> str:
-    """One line about a loader process that is gone, with the negative number of a signal or the exit code."""
+    """Return the message about a loader process that has ended. code: its exit code, or minus the number of a signal."""
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     why = ", as the kernel does where memory is short" if code == -signal.SIGKILL else ""
-    works = "another start goes on; smaller data.num_workers and data.prefetch need less memory, data.num_workers = 0 no process"
-    return f"loader process {pid} {how}{why}; {works}"
+    fix = "start again to resume; for less memory, use smaller data.num_workers and data.prefetch, or data.num_workers = 0"
+    return f"loader process {pid} {how}{why}; {fix}"
 
 
 def build_loader(
@@ -401,12 +401,12 @@ def build_loader(
     dp_degree: int,
     seed: int,
 ) -> Loader:
-    """Rank `dp_rank`'s share of the windows of `rows` rows, `batch_size` of them at a time.
+    """Return rank `dp_rank`'s loader over the windows of `rows` rows, `batch_size` at a time.
 
-    Raises ConfigError: the documents cannot be read.
+    Raises ConfigError if the documents cannot be read.
     """
     if split == "validation":
-        # Short and seldom: not worth a process, nor filling the shuffle buffer of a stream from afar.
+        # Validation is short and rare: a process or a filled shuffle buffer of a remote stream does not pay.
         here = all(part.dataset in ("stdlib", "local", "prepared") for _, part in data.mixture())
         data = dataclasses.replace(data, num_workers=0, shuffle=data.shuffle and here)
     sources = [build_source(part, split=split, seed=seed) for _, part in data.mixture()]
@@ -415,5 +415,5 @@ def build_loader(
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The states of several ranks as one, which `Loader.load_state_dict` of any rank accepts."""
+    """Merge the states of all ranks into one that `Loader.load_state_dict` accepts on any rank."""
     return {**states[0], "rows": {row: place for state in states for row, place in state["rows"].items()}}

@@ -1,7 +1,7 @@
-"""Checks before the first step and after it: that the ranks train on what the recipe's author thinks they do.
+"""Check the first batch of all ranks and the first loss, to find wrong data, tokenizers or weights early.
 
-preflight(loader.peek(), tokenizer, vocab_size, dp_rank)           # all ranks together, before the first step
-check_first_loss(loss, vocab_size)                                 # after it, of a model that knows nothing yet
+preflight(loader.peek(), tokenizer, vocab_size, dp_rank)           # a collective, before the first step
+check_first_loss(loss, vocab_size)                                 # after the first step of a new model
 """
 
 import hashlib
@@ -16,12 +16,12 @@ from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.logging import logger
 from titan_lite.ranks import gather_objects
 
-SHOWN = 200  # characters of the sample
-FAR = 0.1  # of ln(vocabulary): a fresh model is 1/32 nats above it, one with tied embeddings half a nat or so
+SHOWN = 200  # characters in the logged sample
+FAR = 0.1  # fraction of ln(vocabulary); the loss of a new model is 1/32 nats above, with tied embeddings about half a nat
 
 
 def preflight(batch: tuple[Tensor, Tensor], tokenizer: Tokenizer, vocab_size: int, dp_rank: int) -> None:
-    """Log a sample of the first batch. Raises ConfigError, on all ranks alike, for one that the ranks cannot train on."""
+    """Log a sample of the first batch. Raises ConfigError on all ranks if the batch of any rank is wrong."""
     input, label = batch
     digest = hashlib.sha256(input.numpy().tobytes() + label.numpy().tobytes()).hexdigest()
     largest = int(max(input.max(), label.max()))
@@ -32,13 +32,13 @@ def preflight(batch: tuple[Tensor, Tensor], tokenizer: Tokenizer, vocab_size: in
 
 
 def check_batches(everyone: list[tuple[int, str, int]], vocab_size: int) -> None:
-    """(place among the data-parallel ranks, hash of its batch, its largest token) of every rank. Raises ConfigError."""
+    """Compare (data-parallel rank, hash of its batch, its largest token) of all ranks. Raises ConfigError."""
     readers, batches = defaultdict(list), defaultdict(set)
     for rank, (dp_rank, digest, largest) in enumerate(everyone):
         if largest >= vocab_size:
             raise ConfigError(
                 f"rank {rank} has read token {largest}, and the model has room for {vocab_size}: model.tokenizer_path, or what "
-                "the data was prepared with, is of another vocabulary; the model's own would work"
+                "the data was prepared with, has another vocabulary; use the model's own tokenizer"
             )
         readers[digest].append(rank)
         batches[dp_rank].add(digest)
@@ -46,22 +46,22 @@ def check_batches(everyone: list[tuple[int, str, int]], vocab_size: int) -> None
         if len({everyone[rank][0] for rank in ranks}) > 1:
             raise ConfigError(
                 f"ranks {', '.join(map(str, ranks))} have read the same first batch: [data] has too few different documents for "
-                "so many ranks; more of them, or fewer ranks, would work"
+                "this number of ranks; use more documents or fewer ranks"
             )
     for dp_rank, digests in batches.items():
         if len(digests) > 1:
             ranks = [rank for rank, (other, *_) in enumerate(everyone) if other == dp_rank]
             raise ConfigError(
-                f"ranks {', '.join(map(str, ranks))} should work on the same sequences, and have read different ones: the files "
-                "of [data] are not the same on all nodes; the same ones would work"
+                f"ranks {', '.join(map(str, ranks))} need the same sequences, but have read different ones: the files "
+                "of [data] are not the same on all nodes; use the same ones"
             )
 
 
 def check_first_loss(loss: float, vocab_size: int) -> None:
-    """Warn where a model with fresh weights does better or worse than guessing."""
+    """Warn if the first loss of a new model is far from that of guessing, ln(vocab_size)."""
     expected = math.log(vocab_size)
-    if not abs(loss - expected) <= FAR * expected:  # so also no number at all
+    if not abs(loss - expected) <= FAR * expected:  # also true for nan
         logger.warning(
-            f"the first loss is {loss:.2f}, far from ln({vocab_size}) = {expected:.2f} of a model that knows nothing: initial "
+            f"the first loss is {loss:.2f}, far from ln({vocab_size}) = {expected:.2f}, that of an untrained model: initial "
             "weights, tokenizer or labels may be wrong"
         )

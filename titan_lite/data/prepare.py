@@ -1,19 +1,19 @@
-"""Tokenize a corpus once, for data.dataset = "prepared", which reads it without a tokenizer, in any order, from any place.
+"""Tokenize a corpus once, for data.dataset = "prepared", which has random access and needs no tokenizer.
 
     python -m titan_lite.data.prepare train_configs/llama3_8b.toml prepared/books --data.dataset local --data.path 'books/*.jsonl'
     ./run_train.sh --data.dataset prepared --data.path prepared/books
     python -m titan_lite.data.prepare --verify prepared/books
 
-RECIPE FOLDER       what the recipe's [data] reads and model.tokenizer_path makes of it, written to a folder not there yet
+RECIPE FOLDER       tokenize the recipe's [data] with its model.tokenizer_path into a new folder
 --section.key V     any key of the recipe, as in training
 
-Of a mixture ([[data.sources]]) each source becomes a folder within FOLDER, and what to put in the recipe is printed.
+Of a mixture ([[data.sources]]) each source becomes a folder inside FOLDER, and the tables for the recipe are printed.
 
-data.validation_fraction of the documents make shards of their own, as a hash of their names decides: what training on
-the text itself would hold out. Their order is that of the files: training shuffles all of them, anew every epoch.
+A hash of its name decides whether a document belongs to training or, for data.validation_fraction of them, to validation, as in
+training on the text itself; each split has its own shards. Documents are in the order of the files: training shuffles them.
 
-The bytes do not depend on the number of workers. FOLDER has its name when all of it is on disk; until then it is called
-unfinished-FOLDER, and the same command goes on after its last whole shard.
+The bytes do not depend on the number of workers. Until everything is on disk, the folder is called unfinished-FOLDER, and the
+same command continues after its last whole shard.
 """
 
 import dataclasses
@@ -49,10 +49,10 @@ from titan_lite.logging import init_logging, logger
 from titan_lite.outside import ANY, COUNT, MOST, WORD, Damaged, one_of, read_json
 
 PROGRESS = "progress.json"
-# keys of [data] that change nothing here; training leaves out what is too short
+# keys of [data] without effect here; training leaves out documents that are too short
 _NO_MATTER = {"path", "sources", "number", "shuffle", "shuffle_buffer", "min_document_tokens", "num_workers", "prefetch"}
-_MAY_CHANGE = {"on_bad_document", "max_bad_documents"}  # between a start and the next one: what is whole stays whole
-_PORTION = 1 << 18  # characters that are encoded together, about a tenth of a second
+_MAY_CHANGE = {"on_bad_document", "max_bad_documents"}  # from one start to the next, since whole shards stay valid
+_PORTION = 1 << 18  # characters that are encoded at once, in about 0.1 s
 _BEGUN: dict[Any, Any] = {
     **WRITTEN,
     "about": {"data": {WORD: ANY}, "dtype": DTYPE, WORD: ANY},
@@ -68,15 +68,18 @@ class Portion(NamedTuple):
 
 
 def prepare_mixture(data: Data, tokenizer: Tokenizer, folder: Path, **how: Any) -> list[tuple[Path, dict[str, Any] | None]]:
-    """Do so for each of data.sources, in a folder within: (folder, manifest), of one that is prepared already (its own, None)."""
+    """Prepare each of data.sources in a folder inside `folder`. Return (folder, manifest), or (path, None) if prepared before.
+
+    Raises ConfigError.
+    """
     parts = [part for _, part in data.mixture()]
     names = [f"{number}-{_name(part)}" for number, part in enumerate(parts, start=1)]
     if folder.exists():
-        raise ConfigError(f"{folder} is there, and nothing is overwritten; name a folder that is not there yet")
+        raise ConfigError(f"{folder} exists, and nothing is overwritten; use a new folder")
     unfinished = folder.with_name(f"unfinished-{folder.name}")
     with _writing(folder, unfinished):
         if foreign := {path.name for path in unfinished.iterdir()} - {*names, *(f"unfinished-{name}" for name in names)}:
-            raise ConfigError(f"{unfinished} has {min(foreign)}, which is not of this command; name another folder to write")
+            raise ConfigError(f"{unfinished} has {min(foreign)}, which this command did not write; use another folder")
         done: list[tuple[Path, dict[str, Any] | None]] = []
         for name, part in zip(names, parts, strict=True):
             if part.dataset == "prepared":
@@ -89,26 +92,24 @@ def prepare_mixture(data: Data, tokenizer: Tokenizer, folder: Path, **how: Any) 
             before, now = _flat(described), _flat(json.loads(json.dumps(_about(part, tokenizer, how["shard_tokens"]))))
             if other := [key for key in now if before.get(key) != now[key]]:
                 made = f"{unfinished / name} was made with other {', '.join(other)}"
-                raise ConfigError(f"{made}; with the same it goes on, and where it is removed it begins anew")
+                raise ConfigError(f"{made}; use the same to continue, or remove it to start again")
             done.append((folder / name, described))
         manifest.publish(unfinished, folder)
     return done
 
 
 def _name(data: Data) -> str:
-    """A source in a folder's name: books of books/*.jsonl."""
+    """Return a source's part of a folder name, such as "books" for books/*.jsonl."""
     parts = [part for part in Path(data.path).parts if not set(part) & set("*?[")] or [data.dataset]
     return re.sub(r"[^\w.-]+", "-", Path(parts[-1]).name.split(".")[0] or data.dataset)[:40]
 
 
 def prepare(data: Data, tokenizer: Tokenizer, folder: Path, *, workers: int, shard_tokens: int = 1 << 28) -> dict[str, Any]:
-    """Write the folder, or what is left to write of it; its manifest. Raises ConfigError."""
+    """Write the folder, or the rest of it, and return its manifest. Raises ConfigError."""
     if data.dataset == "prepared":
-        raise ConfigError(
-            f'{data.key("dataset")} = "prepared": {data.path} is prepared already; "local", "stdlib" or "c4" would work'
-        )
+        raise ConfigError(f'{data.key("dataset")} = "prepared": {data.path} is prepared already; use "local", "stdlib" or "c4"')
     if folder.exists():
-        raise ConfigError(f"{folder} is there, and nothing is overwritten; name a folder that is not there yet")
+        raise ConfigError(f"{folder} exists, and nothing is overwritten; use a new folder")
     unfinished = folder.with_name(f"unfinished-{folder.name}")
     about = _about(data, tokenizer, shard_tokens)
     with _writing(folder, unfinished):
@@ -124,7 +125,7 @@ def prepare(data: Data, tokenizer: Tokenizer, folder: Path, *, workers: int, sha
 
 
 def _about(data: Data, tokenizer: Tokenizer, shard_tokens: int) -> dict[str, Any]:
-    """Settings and inputs that decide the bytes of a prepared folder."""
+    """Return the settings and inputs that decide the bytes of a prepared folder."""
     return {
         "format": FORMAT,
         "tokenizer": tokenizer.sha256,
@@ -138,7 +139,7 @@ def _about(data: Data, tokenizer: Tokenizer, shard_tokens: int) -> dict[str, Any
 
 @contextmanager
 def _writing(folder: Path, unfinished: Path) -> Iterator[None]:
-    """Within: `unfinished`, which becomes `folder`, is there, and no other process writes to it. Raises ConfigError."""
+    """Return a context in which `unfinished`, which becomes `folder`, exists and is locked. Raises ConfigError."""
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
         lock = os.open(unfinished, os.O_RDONLY)
@@ -148,13 +149,13 @@ def _writing(folder: Path, unfinished: Path) -> Iterator[None]:
         finally:
             os.close(lock)
     except BlockingIOError:
-        raise ConfigError(f"{unfinished} is being written by another process; wait for that, or name another folder") from None
+        raise ConfigError(f"{unfinished} is being written by another process; wait for it, or use another folder") from None
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error}; the same command goes on from there") from None
+        raise ConfigError(f"{folder} cannot be written: {error}; use the same command to continue") from None
 
 
 def _begun(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """The progress so far; other shards in the folder go. Raises ConfigError: it is not ours, or of other documents."""
+    """Return the progress so far, and delete unfinished shards. Raises ConfigError for a foreign folder or other documents."""
     path = folder / PROGRESS
     if path.exists():
         try:
@@ -162,23 +163,21 @@ def _begun(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
             check_shards({**progress, "dtype": progress["about"]["dtype"]})
             manifest.check_sizes(folder, progress["files"])
         except Damaged as error:
-            raise ConfigError(f"{folder}: {error}; where {folder} is removed it begins anew") from None
+            raise ConfigError(f"{folder}: {error}; remove {folder} to start again") from None
         before, now = _flat(progress["about"]), _flat(json.loads(json.dumps(about)))
         if other := [key for key in now if before.get(key) != now[key]]:
             changed = ", ".join(f"{key} ({_short(now[key])}, was {_short(before.get(key))})" for key in other)
-            raise ConfigError(
-                f"{folder} was begun with other {changed}; with the same it goes on, and where it is removed it begins anew"
-            )
+            raise ConfigError(f"{folder} was begun with other {changed}; use the same to continue, or remove it to start again")
         progress["about"] = about
-        logger.info(f"{folder} has {len(progress['files']) // 2} whole shards: going on after them")
+        logger.info(f"{folder} has {len(progress['files']) // 2} whole shards: continuing after them")
     elif any(file.name != f"{PROGRESS}.new" for file in folder.iterdir()):
-        raise ConfigError(f"{folder} is there, and not of this command; move it, or name another folder to write")
+        raise ConfigError(f"{folder} exists, and this command did not write it; move it, or use another folder")
     else:
         progress = {"about": about, "splits": {split: [] for split in SPLITS}, "bad": [], "files": {}}
-        progress |= {"left": list(SPLITS), "next": 0}  # to write, from which ordinal on
+        progress |= {"left": list(SPLITS), "next": 0}  # splits to write; the next ordinal
         if not about["data"]["validation_fraction"] and about["data"]["dataset"] != "c4":
             progress["left"].remove("validation")
-        manifest.write_whole(path, json.dumps(progress))  # by which the folder is known as ours
+        manifest.write_whole(path, json.dumps(progress))  # marks the folder as ours
     for suffix in ("tokens", "documents"):
         for file in folder.glob(f"*.{suffix}"):
             if file.name not in progress["files"]:
@@ -187,18 +186,18 @@ def _begun(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flat(about: dict[str, Any]) -> dict[str, Any]:
-    """All that must be the same when the command is given again; keys of [data] by their names."""
+    """Return {name: value} of all that must be the same to continue; keys of [data] as "data.name"."""
     data = {f"data.{key}": value for key, value in about["data"].items() if key not in _MAY_CHANGE}
     return {**{key: value for key, value in about.items() if key != "data"}, **data}
 
 
 def _short(value: Any) -> str:
-    """A hash's beginning is enough to tell it by."""
+    """Return a value for a message; of a hash only its first 12 digits."""
     return value[:12] if isinstance(value, str) and len(value) == 64 else f"{json.dumps(value):.60}"
 
 
 def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, progress: dict[str, Any], workers: int) -> None:
-    """The shards of a split that are left to write. A shard ends where a portion does: so a resumed run cuts the same ones."""
+    """Write the remaining shards of a split. A shard ends with a portion, so that a resumed run cuts the same shards."""
     about, shards = progress["about"], progress["splits"][split]
     policy = BadDocumentPolicy(data, [(bad["file"], bad["place"]) for bad in progress["bad"]])
     in_order, most = dataclasses.replace(data, shuffle=False), min(_PORTION, about["shard_tokens"])
@@ -208,7 +207,7 @@ def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, p
     bad: list[BadDocument] = []
 
     def keep(next_ordinal: int) -> None:
-        """From now on what is written stays."""
+        """Record all that was written as done, and the next ordinal. Raises ConfigError."""
         if shard is not None:
             progress["files"].update(shard.close())
             shards.append({"name": shard.name, "documents": shard.documents, "tokens": shard.tokens})
@@ -219,7 +218,7 @@ def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, p
         if len(text := json.dumps(progress)) > MOST * 2 // 3:  # the lines of a manifest are indented
             raise ConfigError(
                 f"--shard-tokens {about['shard_tokens']}: {len(progress['files']):,} files are more than a manifest may list; "
-                "larger shards would work"
+                "use a larger value"
             )
         manifest.write_whole(folder / PROGRESS, text)
 
@@ -235,13 +234,13 @@ def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, p
                 keep(portion.next_ordinal)
                 shard = None
     if shard is None and not shards and split == "train":
-        raise ConfigError(f'{data.key("path")} = "{data.path}" has no document that could be read; other documents would work')
+        raise ConfigError(f'{data.key("path")} = "{data.path}" has no document that can be read; use other documents')
     progress["left"].remove(split)
     keep(0)
 
 
 class _Shard:
-    """Two files that grow, and their SHA-256 with them."""
+    """The two files of a shard, written in parts, with a running SHA-256 of each."""
 
     def __init__(self, folder: Path, name: str):
         self.name, self.documents, self.tokens = name, 0, 0
@@ -261,7 +260,7 @@ class _Shard:
         self._hashes[suffix].update(content)
 
     def close(self) -> dict[str, dict[str, Any]]:
-        """Both are on disk: {name: {"sha256", "size"}}."""
+        """Sync and close both files, and return {name: {"sha256", "size"}}."""
         written = {}
         for suffix, file in self._files.items():
             file.flush()
@@ -272,7 +271,7 @@ class _Shard:
 
 
 def _portions(data: Data, split: Split, start: int, most: int, policy: BadDocumentPolicy) -> Iterator[Portion]:
-    """The first epoch from ordinal `start` on, in portions of `most` characters, or a document more."""
+    """Yield the first epoch from ordinal `start` on, in portions that end with the document that reaches `most` characters."""
     portion, characters = Portion(start, [], []), 0
     try:
         source = build_source(data, split=split, seed=0)
@@ -290,7 +289,7 @@ def _portions(data: Data, split: Split, start: int, most: int, policy: BadDocume
                 yield portion._replace(next_ordinal=ordinal + 1)
                 portion, characters = Portion(ordinal + 1, [], []), 0
     except NoDocuments:
-        if split == "train":  # of validation it is no mistake
+        if split == "train":  # an empty validation split is no mistake
             raise
     if portion.texts or portion.bad:
         yield portion
@@ -299,12 +298,12 @@ def _portions(data: Data, split: Split, start: int, most: int, policy: BadDocume
 def _encoded(
     portions: Iterator[Portion], tokenizer: Tokenizer, dtype: np.dtype, workers: int
 ) -> Iterator[tuple[Portion, list[np.ndarray]]]:
-    """Each portion, in order, with the tokens of its documents."""
+    """Yield each portion, in order, with the tokens of its documents. Raises ConfigError if a worker dies."""
     if not workers:
         _of_process[:] = [tokenizer, dtype]
         yield from ((portion, _encode(portion.texts)) for portion in portions)
         return
-    # spawn: a fork would have the locks, but not the threads, of the libraries that read the corpus
+    # spawn: a fork would inherit the locks, but not the threads, of the libraries that read the corpus
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (tokenizer, dtype))
     ahead: deque[tuple[Portion, Future[list[np.ndarray]]]] = deque()
     try:
@@ -316,13 +315,13 @@ def _encoded(
             yield ahead[0][0], ahead.popleft()[1].result()
     except BrokenProcessPool:
         raise ConfigError(
-            f"--workers {workers}: a worker process died, perhaps for want of memory; with fewer the same command goes on"
+            f"--workers {workers}: a worker process died, perhaps for lack of memory; use fewer with the same command to continue"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-_of_process: list[Any] = []  # tokenizer and dtype, in the process that tokenizes
+_of_process: list[Any] = []  # tokenizer and dtype, in each process that tokenizes
 
 
 def _start_worker(tokenizer: Tokenizer, dtype: np.dtype) -> None:
@@ -349,21 +348,21 @@ def _summary(described: dict[str, Any]) -> str:
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(__doc__)
     add, cores = parser.add_argument, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    working = "processes that tokenize (default: one a core); 0: only this one, which reads and writes"
+    working = "processes that tokenize (default: one per core); 0: tokenize in this process"
     add("--workers", type=int, default=cores, metavar="N", help=working)
-    ending = "a shard ends when it has so many tokens or some more (default 268,435,456); a kill loses no more than one"
+    ending = "least tokens of a shard (default 268,435,456); a kill loses at most one shard"
     add("--shard-tokens", type=int, default=1 << 28, metavar="N", help=ending)
     comparing = "compare every byte with the SHA-256 in manifest.json, and write nothing"
     add("--verify", type=Path, metavar="FOLDER", help=comparing)
     init_logging()
     options, others = parser.parse_known_args(arguments)
     if options.verify and others:
-        raise ConfigError(f"--verify {options.verify}: expected nothing else, found {' '.join(others)}")
+        raise ConfigError(f"--verify {options.verify}: expected nothing else, found {' '.join(others)}; leave that out")
     if options.verify:
         print(f"{options.verify}: every byte is as written; {_summary(read_manifest(options.verify, every_byte=True))}")
         return
     if len(others) < 2 or others[0].startswith("-") or others[1].startswith("-"):
-        raise ConfigError(f"expected RECIPE FOLDER first, found {' '.join(others) or 'neither'}; --help shows an example")
+        raise ConfigError(f"expected RECIPE FOLDER first, found {' '.join(others) or 'neither'}; use --help for an example")
     for name, least in (("workers", 0), ("shard_tokens", 1)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected {least} or more")
@@ -377,10 +376,10 @@ def main(arguments: Sequence[str]) -> None:
             return
         done = prepare_mixture(config.data, tokenizer, folder, **how)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("stopped: the same command goes on after the last whole shard") from None
+        raise KeyboardInterrupt("stopped: use the same command to continue after the last whole shard") from None
     for path, part in done:
         print(f"{path}: {_summary(part) if part else 'was prepared before'}")
-    print("\nto train on it, this takes the place of [[data.sources]] in the recipe:")
+    print("\nto train on it, replace [[data.sources]] of the recipe by this:")
     for (path, _), source in zip(done, config.data.sources, strict=True):
         table = {"dataset": "prepared", "path": str(path.absolute()), "weight": source.weight}
         print("\n[[data.sources]]", *(f"{key} = {in_toml(value)}" for key, value in table.items()), sep="\n")

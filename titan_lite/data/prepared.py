@@ -1,15 +1,15 @@
-"""A corpus that `titan_lite.data.prepare` has tokenized: shards of tokens on disk, of which any document can be read at once.
+"""Read a corpus that `titan_lite.data.prepare` has tokenized: shards of tokens on disk, with random access to documents.
 
     manifest.json            the format's version, tokenizer, counts, skipped documents, and size and SHA-256 of every file
     train-00000.tokens       token ids, one document after the other, each with BOS and EOS; uint16 or uint32, little-endian
-    train-00000.documents    where each document begins, in tokens, and last where the last one ends; uint64, little-endian
+    train-00000.documents    first token of each document, then the number of tokens; uint64, little-endian
     validation-00000.tokens, ...
 
     source = PreparedSource(Data(dataset="prepared", path="prepared/c4"), split="train", seed=0)
     for ordinal, tokens in source.documents(start=0, wanted=lambda ordinal: True): ...
 
-Nothing is in memory but what is read, whatever the corpus has: files are mapped, and the order of an epoch is computed, not
-kept. numpy's permutation would be 8 bytes a document on every rank, seconds of a resume, and another order with another numpy.
+Memory does not grow with the corpus: files are mapped, and the order of an epoch is computed, not stored. numpy's permutation
+would take 8 bytes per document on every rank and seconds of a resume, and would change with the version of numpy.
 """
 
 import hashlib
@@ -27,9 +27,9 @@ from titan_lite.outside import ANY, BYTES, FILE, HASH, NO_OTHER, NUMBER, SIZE, W
 FORMAT = 1
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, Split] = ("train", "validation")
-_AT_ONCE = 1024  # documents whose place in the order is computed together
+_AT_ONCE = 1024  # documents whose place in the order is computed at once
 DTYPE = one_of("uint16", "uint32")
-WRITTEN = {  # the form of what tells of shards, in a manifest and before there is one
+WRITTEN = {  # the form of the description of shards, in a manifest and in progress.json
     "splits": {split: [{"name": FILE, "documents": BYTES, "tokens": BYTES}] for split in SPLITS} | {NO_OTHER: ANY},
     "files": manifest.FILES,
     "bad": [{"file": WORD, "place": WORD, "reason": WORD}],
@@ -45,27 +45,27 @@ _DESCRIBED: dict[Any, Any] = {
 
 
 class PreparedSource:
-    """Documents of one split, as arrays of token ids that have BOS and EOS already."""
+    """The documents of one split, as arrays of token ids with BOS and EOS."""
 
     def __init__(self, data: Data, split: Split, seed: int):
-        self.folder, self.shuffle, self.seed, self.said = Path(data.path), data.shuffle, seed, data.key("path")
-        described = read_manifest(self.folder, said=data.key("path"))
+        self.folder, self.shuffle, self.seed, self.key = Path(data.path), data.shuffle, seed, data.key("path")
+        described = read_manifest(self.folder, key=data.key("path"))
         self.dtype, self.vocab_size = np.dtype(described["dtype"]).newbyteorder("<"), described["vocab_size"]
         shards = described["splits"][split]
         self.names = [shard["name"] for shard in shards]
-        # firsts[i]: index of the first document of shard i; last of all their number
+        # firsts[i]: index of the first document of shard i; firsts[-1]: number of documents
         self.firsts = np.cumsum([0, *(shard["documents"] for shard in shards)])
         if not self.firsts[-1]:
             raise ConfigError(
-                f'{data.key("path")} = "{self.folder}" has no {split} document; prepared with another data.validation_fraction '
-                f"(it was {described['data']['validation_fraction']}) it would"
+                f'{data.key("path")} = "{self.folder}" has no {split} document; prepare it again with another '
+                f"data.validation_fraction (it was {described['data']['validation_fraction']})"
             )
 
     def epoch(self, ordinal: int) -> int:
         return ordinal // int(self.firsts[-1])
 
     def documents(self, start: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, np.ndarray]]:
-        """(ordinal, tokens) of the documents from `start` on whose ordinal is wanted; only these are read."""
+        """Yield (ordinal, tokens) of the documents from `start` on whose ordinal is wanted; only these are read."""
         count = int(self.firsts[-1])
         shards: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for epoch in itertools.count(start // count):
@@ -84,13 +84,13 @@ class PreparedSource:
                     begin, end = begins[at : at + 2].tolist()  # numpy's own integers make slower slices
                     if not begin < end <= len(tokens) or tokens[begin:end].max() >= self.vocab_size:
                         raise ConfigError(
-                            f'{self.said} = "{self.folder}": {self.names[number]}, document {at}: not one of this tokenizer; '
-                            "prepared anew with `python -m titan_lite.data.prepare` it would work"
+                            f'{self.key} = "{self.folder}": {self.names[number]}, document {at}: not of this tokenizer; '
+                            "use `python -m titan_lite.data.prepare` to prepare it again"
                         )
                     yield ordinal, tokens[begin:end]
 
     def _open(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """A shard's tokens and where its documents begin, mapped; as plain arrays, of which numpy makes parts faster."""
+        """Return a shard's tokens and the first token of each document, mapped; as plain arrays, which numpy slices faster."""
         name = self.names[number]
         tokens = np.memmap(self.folder / f"{name}.tokens", dtype=self.dtype, mode="r")
         begins = np.memmap(self.folder / f"{name}.documents", dtype="<u8", mode="r")
@@ -98,10 +98,10 @@ class PreparedSource:
 
 
 def shuffled(places: np.ndarray, count: int, key: str) -> np.ndarray:
-    """The documents at these places of an order of `count` that follows from the key: a bijection of range(count).
+    """Return the documents at these places of a pseudo-random order of range(count) that the key decides.
 
-    A Feistel network permutes the numbers of an even number of bits; one that leaves range(count) is permuted again, until
-    it is back (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+    A Feistel network permutes the numbers of an even number of bits. A number outside range(count) is permuted again until it is
+    inside (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
     """
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -118,17 +118,14 @@ def shuffled(places: np.ndarray, count: int, key: str) -> np.ndarray:
 
 
 def _mixed(bits: np.ndarray) -> np.ndarray:
-    """Every bit of each uint64 depends on every bit of it: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    """Mix the bits of each uint64 with the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))
 
 
-def read_manifest(folder: Path, every_byte: bool = False, said: str = "data.path") -> dict[str, Any]:
-    """The description that `prepare` wrote, after a look at the size of each file, or at all its bytes. Raises ConfigError.
-
-    said: the key that names the folder.
-    """
+def read_manifest(folder: Path, every_byte: bool = False, key: str = "data.path") -> dict[str, Any]:
+    """Return the manifest after a check of the size of each file, or of every byte. Raises ConfigError. key: names the folder."""
     try:
         described = manifest.read_sealed(folder, {WORD: ANY})
         if described.get("format") != FORMAT:
@@ -139,14 +136,12 @@ def read_manifest(folder: Path, every_byte: bool = False, said: str = "data.path
         if every_byte:
             manifest.check_bytes(folder, described["files"])
     except Damaged as why:
-        raise ConfigError(
-            f'{said} = "{folder}": {why}; prepared anew with `python -m titan_lite.data.prepare` it would work'
-        ) from None
+        raise ConfigError(f'{key} = "{folder}": {why}; use `python -m titan_lite.data.prepare` to prepare it again') from None
     return described
 
 
 def check_shards(described: Mapping[str, Any]) -> None:
-    """Raises Damaged where the documents and tokens of a shard do not make its files, and where one is listed twice."""
+    """Raise Damaged if a shard is listed twice, or if its files do not have the sizes of its documents and tokens."""
     names = set[str]()
     for shard in itertools.chain.from_iterable(described["splits"].values()):
         if shard["name"] in names:
@@ -162,17 +157,17 @@ def check_shards(described: Mapping[str, Any]) -> None:
 
 
 def check_prepared(data: Data, tokenizer_sha256: str, vocab_size: int) -> None:
-    """Raises ConfigError for a folder that is not whole, or that another tokenizer made."""
-    described = read_manifest(Path(data.path), said=data.key("path"))
+    """Raise ConfigError if the folder is damaged, or if another tokenizer made it."""
+    described = read_manifest(Path(data.path), key=data.key("path"))
     if (described["tokenizer"], described["vocab_size"]) != (tokenizer_sha256, vocab_size):
         raise ConfigError(
             f'{data.key("path")} = "{data.path}" was made by another tokenizer (SHA-256 {described["tokenizer"][:12]}, '
             f"{described['vocab_size']} tokens) than model.tokenizer_path ({tokenizer_sha256[:12]}, {vocab_size} tokens); "
-            "with that one, or prepared anew, it would work"
+            "use that tokenizer, or prepare it again"
         )
 
 
 def prepared_fingerprint(data: Data) -> str:
-    """SHA-256 of the manifest, and so of every byte."""
-    read_manifest(Path(data.path), said=data.key("path"))
+    """Return the SHA-256 of the manifest, which covers every byte."""
+    read_manifest(Path(data.path), key=data.key("path"))
     return manifest.digest(Path(data.path, manifest.NAME))["sha256"]

@@ -1,11 +1,11 @@
-"""Documents of text formats, one after the other, whatever their file holds: each is cut off before it is more than the limit.
+"""Read the documents of text formats one after the other with bounded memory: reading stops before a document exceeds the limit.
 
     with open_bytes("a.jsonl.gz", ".gz") as file:
         for place, raw in lines(file, limit=2**25):            # or elements(file, limit), records(file, limit, field)
             ...
 
-`raw` is the document as it stands in the file, or a ValueError: why it cannot be had. One that is too large is given as soon as
-that is known, and read over in blocks when the next one is asked for. limit: bytes of a document with all of its fields.
+`raw` is the document as it is in the file, or a ValueError with the reason why it cannot be read. A document that is too large is
+yielded as soon as that is known, and skipped in blocks before the next one. limit: bytes of a document with all of its fields.
 """
 
 import csv
@@ -17,12 +17,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 BLOCK = 2**20  # bytes that are decompressed at once
-MOST_BLANK = 2**20  # blank lines in a row; more are no text, and a gigabyte of them is a minute
-MOST_TOKENS = 2**22  # brackets and quotes in an element of an array, some seconds
+MOST_BLANK = 2**20  # consecutive blank lines; more are no text, and a gigabyte of them takes a minute
+MOST_TOKENS = 2**22  # brackets and quotes in an element of an array; they take some seconds
 
 
 class NoText(ValueError):
-    """Why a document has no text; instead: a setting with which it would have one, if that is known."""
+    """The reason why a document has no text. instead: a setting with which it has one, if known."""
 
     def __init__(self, why: str, instead: str = ""):
         super().__init__(why)
@@ -37,20 +37,20 @@ class TooLarge(ValueError):
 
 
 def shown(names: Sequence[str]) -> str:
-    """Names from a file in one line of some hundred characters."""
+    """Return names from a file in one line of some hundred characters."""
     short = [name if len(name) <= 40 and name.isprintable() else ascii(name[:40]) for name in names[:20]]
     return ", ".join(short + ["..."] * (len(names) > 20)) or "none"
 
 
 def no_column(field: str, names: Sequence[str], texts: Sequence[str] | None = None) -> NoText:
-    """texts: those of the columns that have text, if that is known."""
+    """Return the reason why a file has no usable column `field`. texts: the columns with text, if known."""
     what = "several columns" if field in names else "no column"
     instead = "one of these as data.text_field" if texts is None else f'data.text_field = "{shown(texts[:1])}"' if texts else ""
     return NoText(f'data.text_field = "{field}" is {what} of it; its columns: {shown(names)}', instead)
 
 
 class _Gunzipped(io.RawIOBase):
-    """All that is in a gzip file of any number of members; where it is damaged, all there is before that place."""
+    """The content of a gzip file with any number of members; of a damaged file, the content before the damage."""
 
     def __init__(self, file: str):
         self._file = io.FileIO(file)
@@ -87,18 +87,18 @@ class _Gunzipped(io.RawIOBase):
 
 
 def open_bytes(file: str, compression: str) -> io.BufferedReader:
-    """Its bytes, decompressed as they are read, a block at a time."""
+    """Open a file for reading, with decompression in blocks."""
     if compression == ".gz":
         return io.BufferedReader(_Gunzipped(file), BLOCK)
     if compression == ".zst":
         import pyarrow
 
         return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(file), "zstd"), BLOCK)
-    return io.BufferedReader(io.FileIO(file), 2**17)  # some documents at a time
+    return io.BufferedReader(io.FileIO(file), 2**17)  # some documents
 
 
 def lines(file: io.BufferedReader, limit: int, start: int = 0, end: int = -1) -> Iterator[tuple[int, bytes | ValueError]]:
-    """(place, line) of lines that are not blank: by number, or, with an end, by offset those that begin within start and end."""
+    """Yield (number, line) of lines that are not blank; with an end, (offset, line) of those that begin between start and end."""
     place, stop = (1, math.inf) if end < 0 else (_first_line(file, start, end), end)
     blank = 0
     while place < stop and (line := file.readline(limit + 1)):
@@ -119,10 +119,10 @@ def lines(file: io.BufferedReader, limit: int, start: int = 0, end: int = -1) ->
 
 
 def _first_line(file: io.BufferedReader, start: int, end: int) -> int:
-    """The offset of the first line that begins between them, where the file is read next; at or after the end: of none."""
+    """Seek to the first line that begins between start and end, and return its offset; at least `end` if there is none."""
     offset = max(0, start - 1)
     file.seek(offset)
-    skipped = b"" if start else b"\n"  # up to the end of the line that the piece before ends in
+    skipped = b"" if start else b"\n"  # the rest of the line in which the previous piece ends
     while offset < end and not skipped.endswith(b"\n"):
         skipped = file.readline(min(BLOCK, end - offset))
         if not skipped:  # the file has become shorter
@@ -133,19 +133,19 @@ def _first_line(file: io.BufferedReader, start: int, end: int) -> int:
 
 _MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark
 _SPACES = re.compile(rb"[ \t\r\n]*")
-_UP_TO_END = re.compile(rb'[^"\[\]{},]*')  # of an element, if it is not nested
+_UP_TO_END = re.compile(rb'[^"\[\]{},]*')  # the end of an element that is not nested
 _NESTED = re.compile(rb'[^"\[\]{}]*')
 
 
 def is_array(file: io.BufferedReader) -> bool:
-    """Does a JSON array begin here? Else there are lines, which go by the name of json as well. Nothing is read over."""
+    """Return True if a JSON array begins here, False if JSON lines do. Consumes nothing."""
     return file.peek(BLOCK).removeprefix(_MARK).lstrip()[:1] == b"["
 
 
 def elements(file: io.BufferedReader, limit: int) -> Iterator[tuple[int, bytes | ValueError]]:
-    """(number, JSON) of the elements of an array. Nothing is decoded: strings and brackets are followed.
+    """Yield (number, JSON) of the elements of an array. Nothing is decoded; only strings and brackets are matched.
 
-    Raises ValueError: it is no array, or not whole.
+    Raises ValueError if it is not an array, or not complete.
     """
     block, at = b"", 0
 
@@ -156,7 +156,7 @@ def elements(file: io.BufferedReader, limit: int) -> Iterator[tuple[int, bytes |
             raise ValueError("the file ends within the array")
 
     def next_byte() -> bytes:
-        """The next one that is no space."""
+        """Return the next byte that is not a space."""
         nonlocal at
         while (at := _SPACES.match(block, at).end()) == len(block):  # type: ignore[union-attr]
             read_on()
@@ -193,7 +193,7 @@ def elements(file: io.BufferedReader, limit: int) -> Iterator[tuple[int, bytes |
                     large, parts = True, []
                     yield number, TooLarge(limit)
                 read_on()
-                begin, at = 0, escapes % 2  # over what the last backslash is for
+                begin, at = 0, escapes % 2  # skip the character that the last backslash escapes
             elif byte == b'"':
                 inside, at = not inside or escapes % 2 == 1, at + 1
             elif byte in b"[{":
@@ -220,15 +220,15 @@ _QUOTE_OR_LINE_END = re.compile(r'"|\r\n?|\n')
 
 
 class _Lines:
-    """The lines of a csv file, for csv.reader, as long as a record is no larger than the limit."""
+    """The lines of a csv file, for csv.reader; raises TooLarge when a record exceeds the limit."""
 
     def __init__(self, file: io.BufferedReader, limit: int):
         self._text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
         self._limit, self._count, self._left, self._quoted, self._cut = limit, 0, limit, False, False
-        self._ahead, self._at = "", 0  # text that was read already, and from where on it is to be given
+        self._ahead, self._at = "", 0  # text that was read ahead, and the position of the next line in it
 
     def begin(self) -> int:
-        """The number of the line that a record begins with, after what is left of a record that was too large."""
+        """Skip the rest of a record that was too large, and return the number of the first line of the next record."""
         quotes = 0
         while self._cut and (block := self._text.read(BLOCK)):
             at = 0
@@ -272,10 +272,10 @@ class _Lines:
 
 
 def records(file: io.BufferedReader, limit: int, field: str) -> Iterator[tuple[int, str | ValueError]]:
-    """(line, text) of the records of a csv file, whose first one names the columns. Raises ValueError: only blank lines."""
+    """Yield (line, text) of the records of a csv file, whose first one names the columns. Raises ValueError if all is blank."""
     csv.field_size_limit(limit)
     fed = _Lines(file, limit)
-    # strict: or a quote that is never closed makes one document of all that follows
+    # strict: otherwise a quote that is never closed makes one document of the rest of the file
     rows = csv.reader(fed, strict=True)
     column, blank = -1, 0
     while True:

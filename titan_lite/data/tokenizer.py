@@ -1,16 +1,16 @@
-"""Text <-> token ids, from a file in tiktoken's format, by the rules of Llama 3, or from Hugging Face's tokenizer.json.
+"""Convert text to token ids and back, with a file in tiktoken's format by the rules of Llama 3, or with a tokenizer.json.
 
     tokenizer = load_tokenizer("assets/tokenizer/debug.model")
     tokenizer.encode("import os", bos=True)      # [1792, 759, 665]
     tokenizer.decode([759, 665])                 # "import os"
 
-A line in tiktoken's format is a token's bytes in base64, a space and its rank: the order in which byte-pair encoding merges,
-and the token's id. Llama 3's own `tokenizer.model` is such a file. 256 special tokens follow the ranks, so that a file of
+A line in tiktoken's format is a token's bytes in base64, a space and its rank. The rank is the order of merges in byte-pair
+encoding, and the token's id. Llama 3's `tokenizer.model` is such a file. 256 special tokens follow the ranks, so that a file of
 1,792 ranks makes a vocabulary of 2,048. Names, ids and the splitting pattern are those of
 https://github.com/meta-llama/llama-models/blob/main/models/llama3/tokenizer.py
 
-A file whose name ends in .json is read by the package `tokenizers`. Which of its tokens begin and end a document is what
-tokenizer_config.json beside it says, else what the file itself puts around a text, else Llama's names.
+A file whose name ends in .json is read by the package `tokenizers`. The tokens that begin and end a document are those of
+tokenizer_config.json beside it, else those that the file itself puts around a text, else those with Llama's names.
 """
 
 import base64
@@ -41,17 +41,17 @@ _NAMED = [
 # fmt: on
 SPECIAL_TOKENS = [f"<|{name}|>" for name in _NAMED + [f"reserved_special_token_{i}" for i in range(2, 246)]]
 
-# tiktoken's matcher recurses: it panics on very long texts, and its time grows with the square of a run of one class
-# (https://github.com/openai/tiktoken/issues/195). Cut where Llama 3's tokenizer cuts, so that the ids are the same.
+# tiktoken's matcher recurses: it panics on very long texts, and its time is quadratic in the length of a run of one class
+# (https://github.com/openai/tiktoken/issues/195). Texts are cut where Llama 3's tokenizer cuts, so that the ids are the same.
 _MAX_CHARS, _MAX_RUN = 400_000, 25_000
 _LONG_RUN = re.compile(rf"(?<!\S)\S{{{_MAX_RUN + 1},}}|(?<!\s)\s{{{_MAX_RUN + 1},}}")
-# A long run fills one of the stretches of half its length that start at multiples of it: looking there costs next to nothing.
+# A long run covers a stretch of half its length that starts at a multiple of that length: checking these stretches is fast.
 _HALF = _MAX_RUN // 2
 _HALF_RUN = re.compile(rf"\S{{{_HALF}}}|\s{{{_HALF}}}")
 
 
 class TiktokenTokenizer:
-    """`vocab_size` tokens, `bos_id` and `eos_id` among them; `sha256` of the file tells tokenizers apart. Pickles."""
+    """A tokenizer of a file in tiktoken's format. It has `vocab_size`, `bos_id`, `eos_id` and the file's `sha256`. Pickles."""
 
     def __init__(self, ranks: dict[bytes, int], sha256: str):
         special = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
@@ -65,16 +65,16 @@ class TiktokenTokenizer:
         self.sha256 = sha256
 
     def encode(self, text: str, *, bos: bool = False) -> list[int]:
-        """Ids of any text; what looks like a special token in it is text as any other."""
+        """Return the ids of any text; the name of a special token in it is plain text."""
         return self.encode_document(text)[0 if bos else 1 : -1].tolist()
 
     def encode_document(self, text: str) -> np.ndarray:
-        """The same between BOS and EOS, as uint32: without a Python integer for each, a tenth quicker, a ninth of the memory."""
+        """Return the ids between BOS and EOS, as uint32, which takes 10% less time and a ninth of the memory of a list."""
         parts = map(self._ids, _cut(text) if len(text) > _MAX_RUN else (text,))
         return np.concatenate(([self.bos_id], *parts, [self.eos_id]), dtype=np.uint32, casting="unsafe")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids in [0, vocab_size); bytes that are no UTF-8 become U+FFFD, special tokens their names."""
+        """Return the text of ids in [0, vocab_size); invalid UTF-8 becomes U+FFFD, special tokens their names."""
         return self._encoding.decode(ids)
 
     def _ids(self, text: str) -> np.ndarray:
@@ -85,7 +85,7 @@ class TiktokenTokenizer:
 
 
 class JsonTokenizer:
-    """The same of a tokenizer.json; its `sha256` is of the file and of the ids of BOS and EOS. Pickles."""
+    """A tokenizer of a tokenizer.json. Its `sha256` is of the file and of the ids of BOS and EOS. Pickles."""
 
     def __init__(self, content: str, bos_id: int, eos_id: int):
         from tokenizers import Tokenizer as Theirs
@@ -93,77 +93,78 @@ class JsonTokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: threads gain nothing, and warn of forks
         self._content, self.bos_id, self.eos_id = content, bos_id, eos_id
         self._theirs = Theirs.from_str(content)
-        self._theirs.no_truncation()  # which some files ask for, silently
+        self._theirs.no_truncation()  # some files enable it
         self._theirs.no_padding()
-        self._theirs.encode_special_tokens = True  # as the text that they are
+        self._theirs.encode_special_tokens = True  # as plain text
         self.vocab_size = 1 + max(self._theirs.get_vocab(with_added_tokens=True).values())
         added = self._theirs.get_added_tokens_decoder()
         self.special_tokens = {token.content: id for id, token in added.items() if token.special}
         self.sha256 = hashlib.sha256(f"{content}\n{bos_id} {eos_id}".encode()).hexdigest()
-        # Pieces are encoded as a whole would be, but where each is given a beginning of its own, as by Llama 2's.
+        # A text may be encoded in pieces, unless the tokenizer adds a prefix to each piece, like Llama 2's.
         self._cuts = self._theirs.decode(self._ids("a") + self._ids("a"), skip_special_tokens=False) == "aa"
 
-    def __reduce__(self) -> Any:  # theirs forget encode_special_tokens
+    def __reduce__(self) -> Any:  # a pickle of theirs loses encode_special_tokens
         return JsonTokenizer, (self._content, self.bos_id, self.eos_id)
 
     def encode(self, text: str, *, bos: bool = False) -> list[int]:
-        """Ids of any text; what looks like a special token in it is text as any other."""
+        """Return the ids of any text; the name of a special token in it is plain text."""
         ids = (id for piece in (_cut(text) if self._cuts else (text,)) for id in self._ids(piece))
         return [*([self.bos_id] if bos else []), *ids]
 
     def encode_document(self, text: str) -> np.ndarray:
-        """The same between BOS and EOS as uint32."""
+        """Return the ids between BOS and EOS, as uint32."""
         return np.array([*self.encode(text, bos=True), self.eos_id], dtype=np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids in [0, vocab_size); bytes that are no UTF-8 become U+FFFD, special tokens their names."""
+        """Return the text of ids in [0, vocab_size); invalid UTF-8 becomes U+FFFD, special tokens their names."""
         return self._theirs.decode(list(ids), skip_special_tokens=False)
 
     def _ids(self, text: str) -> list[int]:
-        """Twice as fast as their encode, which keeps the place of every token in the text."""
+        """Return the ids of a piece in half the time of their `encode`, which also stores offsets. Raises ConfigError."""
         try:
             return self._theirs.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (UnicodeEncodeError, TypeError):
             return self._theirs.encode_batch_fast([_without_halves(text)], add_special_tokens=False)[0].ids
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic is no Exception: a pattern that would look for hours ends in one
+        except BaseException as error:  # a panic is not an Exception; a pattern that backtracks for too long ends in one
             words = " ".join(str(error).split())[:300]
-            raise ConfigError(f"model.tokenizer_path: a text of {len(text):,} characters cannot be encoded ({words})") from None
+            wrong = f"model.tokenizer_path: a text of {len(text):,} characters cannot be encoded ({words})"
+            raise ConfigError(f"{wrong}; use another tokenizer, or remove that text") from None
 
 
 Tokenizer = TiktokenTokenizer | JsonTokenizer
 
-# bytes of a file, which is read whole: Llama 3's tokenizer.model has 2 MiB, Gemma 3's tokenizer.json 32
+# bytes of a file; Llama 3's tokenizer.model has 2 MiB, Gemma 3's tokenizer.json 32 MiB
 MOST_TIKTOKEN, MOST_JSON = 2**24, 2**26
-_WORKS = (
-    "name a file in tiktoken's format, such as assets/tokenizer/debug.model or Llama 3's original/tokenizer.model, "
+_FIX = (
+    "use a file in tiktoken's format, such as assets/tokenizer/debug.model or Llama 3's original/tokenizer.model, "
     "or a tokenizer.json"
 )
 
 
 def load_tokenizer(path: str | os.PathLike, key: str = "model.tokenizer_path =") -> Tokenizer:
-    """The tokenizer of a file in tiktoken's format, or of a tokenizer.json where the name ends in .json.
+    """Load a file in tiktoken's format, or a tokenizer.json if the name ends in .json.
 
-    key: how the user named the file, which errors begin with. Raises ConfigError: the file cannot be read, is no tokenizer, or
-    does not say what begins and ends a document.
+    key: the beginning of errors, which says how the user named the file. Raises ConfigError if the file cannot be read, is not a
+    tokenizer, or does not say which tokens begin and end a document.
     """
     return _load_json(Path(path), key) if os.fspath(path).endswith(".json") else load_tiktoken(path, key)
 
 
 def load_tiktoken(path: str | os.PathLike, key: str = "model.tokenizer_path =") -> TiktokenTokenizer:
-    """Raises ConfigError for a file that cannot be read, or has a line that is not what tiktoken's format asks for."""
+    """Load a file in tiktoken's format. Raises ConfigError if it cannot be read, or has another format."""
     wrong = f'{key} "{os.fspath(path)}"'
     content = _read(path, wrong, MOST_TIKTOKEN)
-    others = {  # that go by such names
-        "a SentencePiece model, as Llama 2's; the tokenizer.json of such a tokenizer": content[:1] == b"\n"
+    others = {  # files with such names
+        "a SentencePiece model, like Llama 2's; use the tokenizer.json of that tokenizer": content[:1] == b"\n"
         and b"<unk>" in content,
-        "a safetensors file, which has weights; a tokenizer's file": content[8:10] == b'{"',
-        "JSON, and its name does not end in .json; one that does": content[:200].lstrip()[:1] == b"{",
+        "a safetensors file, which has weights; use the tokenizer's file": content[8:10] == b'{"',
+        "JSON, and its name does not end in .json; rename it": content[:200].lstrip()[:1] == b"{",
     }
     for what, is_it in others.items():
         if is_it:
-            raise ConfigError(f"{wrong} is {what} would work; {_WORKS}")
+            raise ConfigError(f"{wrong} is {what}, or {_FIX}")
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):
         try:
@@ -171,18 +172,18 @@ def load_tiktoken(path: str | os.PathLike, key: str = "model.tokenizer_path =") 
             token, rank = base64.b64decode(text, validate=True), int(rank_text)
         except ValueError:
             shown = line[:40].decode(errors="replace")
-            raise ConfigError(f"{wrong}, line {number}: {shown!r} is not a base64 token, a space and a rank; {_WORKS}") from None
+            raise ConfigError(f"{wrong}, line {number}: {shown!r} is not a base64 token, a space and a rank; {_FIX}") from None
         if rank != len(ranks):
-            raise ConfigError(f"{wrong}, line {number}: rank {rank} where {len(ranks)} should follow; {_WORKS}")
+            raise ConfigError(f"{wrong}, line {number}: rank {rank} where {len(ranks)} should follow; {_FIX}")
         if token in ranks or not token:
             what = f"token {token!r} of rank {ranks[token]} again" if token else "an empty token"
-            raise ConfigError(f"{wrong}, line {number}: {what}; {_WORKS}")
+            raise ConfigError(f"{wrong}, line {number}: {what}; {_FIX}")
         ranks[token] = rank
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:  # tiktoken would panic at the first text that has such a byte
         raise ConfigError(
             f"{wrong}, line {len(ranks)}: the file ends without a token for {len(missing)} of the 256 bytes, "
-            f"such as {bytes(missing[:1])!r}; {_WORKS}"
+            f"such as {bytes(missing[:1])!r}; {_FIX}"
         )
     return TiktokenTokenizer(ranks, hashlib.sha256(content).hexdigest())
 
@@ -194,7 +195,7 @@ def _load_json(path: Path, key: str) -> JsonTokenizer:
     except ImportError:
         raise ConfigError(
             f"{wrong}: a tokenizer.json needs the package tokenizers, which is not installed; "
-            "pip install 'titan_lite[tokenizers]' brings it, and a file in tiktoken's format works without"
+            "use pip install 'titan_lite[tokenizers]', or a file in tiktoken's format"
         ) from None
     raw = _read(path, wrong, MOST_JSON)
     try:
@@ -203,22 +204,22 @@ def _load_json(path: Path, key: str) -> JsonTokenizer:
         plain, whole = (theirs.encode("a", add_special_tokens=special).ids for special in (False, True))
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # theirs is Exception itself, and a panic is not even that
+    except BaseException as error:  # theirs is Exception itself, and a panic is only a BaseException
         raise _no_tokenizer(wrong, error) from None
     at = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
-    said = _said_beside(path, wrong)
+    beside = _tokens_beside(path, wrong)
     ids = []
     for name, verb, around, usual in (
         ("bos_token", "begins", whole[:at], ("<|begin_of_text|>", "<s>")),
         ("eos_token", "ends", whole[at + len(plain) :], ("<|end_of_text|>", "</s>")),
     ):
-        if name in said:
-            known: Sequence[int | None] = [theirs.token_to_id(said[name])]
-            lacks = f"has no token {said[name]!r}, which tokenizer_config.json beside it calls {name}"
+        if name in beside:
+            known: Sequence[int | None] = [theirs.token_to_id(beside[name])]
+            lacks = f"has no token {beside[name]!r}, which tokenizer_config.json beside it calls {name}; correct one of them"
         else:
             known = around if len(around) == 1 else [theirs.token_to_id(token) for token in usual]
-            works = f'a tokenizer_config.json beside it with "{name}" would work, or a token called {" or ".join(usual)}'
-            lacks = f"does not say what {verb} a document; {works}"
+            fix = f'use a tokenizer_config.json beside it with "{name}", or a token called {" or ".join(usual)}'
+            lacks = f"does not say what {verb} a document; {fix}"
         id = next((id for id in known if id is not None), None)
         if id is None:
             raise ConfigError(f"{wrong} {lacks}")
@@ -232,50 +233,50 @@ def _load_json(path: Path, key: str) -> JsonTokenizer:
 
 
 def _no_tokenizer(wrong: str, error: BaseException) -> ConfigError:
-    return ConfigError(f"{wrong}: cannot be read as a tokenizer.json ({' '.join(str(error).split())[:300]}); {_WORKS}")
+    return ConfigError(f"{wrong}: cannot be read as a tokenizer.json ({' '.join(str(error).split())[:300]}); {_FIX}")
 
 
-def _said_beside(path: Path, wrong: str) -> dict[str, str]:
-    """bos_token and eos_token of the tokenizer_config.json beside it, those of them that it has."""
+def _tokens_beside(path: Path, wrong: str) -> dict[str, str]:
+    """Return bos_token and eos_token of the tokenizer_config.json beside the file, if it has them. Raises ConfigError."""
     config = path.with_name("tokenizer_config.json")
     if not config.exists():
         return {}
     raw = _read(config, f"{wrong}: {config}", MOST_TIKTOKEN)
     try:
-        said = json.loads(raw)
-        tokens = {key: said.get(key) for key in ("bos_token", "eos_token")}
+        content = json.loads(raw)
+        tokens = {key: content.get(key) for key in ("bos_token", "eos_token")}
     except (ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{wrong}: {config} cannot be read ({error}); repair it or take it away") from None
+        raise ConfigError(f"{wrong}: {config} cannot be read ({error}); repair or remove it") from None
     contents = {key: token.get("content") if isinstance(token, dict) else token for key, token in tokens.items()}
-    return {key: content for key, content in contents.items() if isinstance(content, str) and content.isprintable()}
+    return {key: name for key, name in contents.items() if isinstance(name, str) and name.isprintable()}
 
 
 def _read(path: str | os.PathLike, wrong: str, most: int) -> bytes:
-    """All of a file that has at most so many bytes. Raises ConfigError."""
+    """Return the content of a file of at most `most` bytes. Raises ConfigError."""
     try:
-        # without waiting for who might write to a pipe
+        # O_NONBLOCK: opening a pipe without a writer does not block
         with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ConfigError(f"{wrong} is {kind_of_file(path)}, and no file; {_WORKS}")
+                raise ConfigError(f"{wrong} is {kind_of_file(path)}, not a file; {_FIX}")
             content = file.read(most + 1)
         if len(content) > most:
-            raise ConfigError(f"{wrong} has more than {most >> 20} MiB, and is no tokenizer; {_WORKS}")
+            raise ConfigError(f"{wrong} is larger than {most >> 20} MiB, the most that a tokenizer may have; {_FIX}")
         return content
     except IsADirectoryError:
         names = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
-        works = next((f"its {name} would work" for name in names if Path(path, name).is_file()), _WORKS)
-        raise ConfigError(f"{wrong} is a folder, and cannot be read as a tokenizer; {works}") from None
+        fix = next((f"use its {name}" for name in names if Path(path, name).is_file()), _FIX)
+        raise ConfigError(f"{wrong} cannot be read: it is a folder; {fix}") from None
     except OSError as error:
-        raise ConfigError(f"{wrong}: cannot be read ({error.strerror}); {_WORKS}") from None
+        raise ConfigError(f"{wrong}: cannot be read ({error.strerror}); {_FIX}") from None
 
 
 def _without_halves(text: str) -> str:
-    """The text with U+FFFD for each half of a surrogate pair, as tiktoken's own encode makes it."""
+    """Replace each half of a surrogate pair by U+FFFD, as tiktoken's `encode` does."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _cut(text: str) -> Iterator[str]:
-    """Pieces of at most 400,000 characters without a run of more than 25,000 of whitespace or of anything else."""
+    """Cut a text into pieces of at most 400,000 characters, with runs of at most 25,000 spaces or of other characters."""
     for start in range(0, len(text), _MAX_CHARS):
         piece = text[start : start + _MAX_CHARS]
         begin = 0

@@ -1,10 +1,10 @@
-"""A tokenizer in tiktoken's format, written as Hugging Face's tokenizer.json, so that AutoTokenizer opens it.
+"""Convert a tokenizer in tiktoken's format to Hugging Face's tokenizer.json, so that AutoTokenizer can open it.
 
     to_json(load_tiktoken("assets/tokenizer/debug.model"))       # the content of tokenizer.json
-    tokenizer_config()                                           # and of the tokenizer_config.json beside it
+    tokenizer_config()                                           # the content of the tokenizer_config.json beside it
 
-A file in tiktoken's format has the ranks of tokens; tokenizer.json has pairs to merge, in order: those of a token with a smaller
-rank come first. Bytes are written as printable characters: themselves, or from U+0100 on.
+A file in tiktoken's format has the ranks of tokens. tokenizer.json has pairs to merge, in the order of the rank of the merged
+token. Bytes are written as printable characters: themselves, or from U+0100 on.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ CHARACTERS = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for 
 
 
 def to_json(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
-    """Encodes as ours does with bos=True, but for texts that look like special tokens, which become these."""
+    """Return a tokenizer.json that encodes like `encode(text, bos=True)`, except that names of special tokens become these."""
     pairs = (pair for token in tokenizer.ranks for pair in _pairs(token, tokenizer.ranks))
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
@@ -46,7 +46,7 @@ def to_json(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": True,  # a piece that is a token is this token, as in tiktoken
+            "ignore_merges": True,  # a piece that is a token is not split, as in tiktoken
             "vocab": {_text(token): rank for token, rank in tokenizer.ranks.items()},
             "merges": [[_text(part) for part in pair] for pair in pairs],
         },
@@ -64,7 +64,7 @@ def tokenizer_config() -> dict[str, Any]:
 
 
 def _pairs(token: bytes, ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """All that two tokens can be which make this one: tiktoken merges whichever stand beside each other."""
+    """Return all pairs of tokens whose concatenation is this token: tiktoken merges any of them."""
     halves = ((token[:at], token[at:]) for at in range(1, len(token)))
     return sorted(
         (pair for pair in halves if pair[0] in ranks and pair[1] in ranks), key=lambda pair: (ranks[pair[0]], ranks[pair[1]])

@@ -1,7 +1,7 @@
-"""Another process removes a run's folder while the run goes on: noticed before anything is written there, and mended or told.
+"""Detect that another process has removed a run's folder during the run, and make its files again or raise an error.
 
 hold = functools.partial(hold_folder, dump_folder, (checkpointer.hold, metrics.hold), write_recipe)
-hold()                                        # on all ranks together, before a save and before a line of metrics
+hold()                                        # a collective, before a save and before a line of metrics
 """
 
 from collections.abc import Callable, Iterable
@@ -13,14 +13,15 @@ from titan_lite.logging import logger
 
 
 def hold_folder(folder: Path, parts: Iterable[Callable[[], bool]], write_recipe: Callable[[], None]) -> None:
-    """parts: each makes its files again where they are gone, and returns True then; write_recipe: the same on the first rank.
+    """Make removed files again, and log a warning if there were any. A collective.
 
-    Raises what a part does where the folder has become another run's.
+    parts: each makes its files again if they are gone, and then returns True. write_recipe: makes config.toml again on the first
+    rank. Raises the error of a part if another run has taken the folder.
     """
-    if sum(hold() for hold in parts):  # not any(), which would leave out those after a True
-        with suppress(ConfigError):  # not writable, which a part that needs it says
+    if sum(hold() for hold in parts):  # not any(), which would skip the parts after a True
+        with suppress(ConfigError):  # not writable, which another part reports
             write_recipe()
         logger.warning(
-            f"files of this run were removed from {folder} while it goes on: its lock, config.toml and metrics are made again; "
-            "what else was removed with them, such as saved steps and earlier metrics, is gone"
+            f"files of this run were removed from {folder} during the run: its lock, config.toml and metrics are made again; "
+            "other removed files, such as saved steps and earlier metrics, are lost"
         )

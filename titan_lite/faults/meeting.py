@@ -1,11 +1,11 @@
-"""Ranks meet before they make a process group: what one of them refuses or fails at ends all of them, at once.
+"""Let ranks meet before they make a process group, so that an error of one rank ends all of them at once.
 
-    meet(seconds)                # this rank is ready: returns once all are; raises what another one has told
-    refuse(why, code)            # this rank will not come: the others are told
+    meet(seconds)                # this rank is ready: returns when all are ready; raises the error of another rank
+    refuse(why, code)            # this rank has an error: tells the others
 
-A rank that connects to a process group cannot be told anything: it would wait until the time limit for one that has ended. They
-meet in the store that the group will be made with. Its key "verdict" is set once: by the last rank that arrives, by the first one
-that refuses, or by one that has received a signal, so that all ranks go on, or none.
+A rank that is making a process group cannot receive messages: it would wait until the time limit for a rank that has ended. Ranks
+meet in the store that the group will use. Its key "verdict" is set once: by the last rank that arrives, by the first one that
+refuses, or by one that has received a signal. So all ranks continue, or none.
 """
 
 import contextlib
@@ -22,16 +22,16 @@ from titan_lite.config import ConfigError
 from titan_lite.faults import TrainingError, signals
 from titan_lite.logging import logger
 
-LINGER = 5.0  # seconds that a rank which is about to end waits for others to learn why
-PAUSE = 0.05  # seconds between two looks
+LINGER = 5.0  # seconds that an ending rank waits for others to read the verdict
+PAUSE = 0.05  # seconds between two checks
 
-_store: Any = None  # kept until the process ends: the process group connects to it where this rank hosts it
+_store: Any = None  # kept until the process ends: if this rank hosts it, the process group connects to it
 
 
 def meet(seconds: float) -> None:
-    """Wait for the other ranks, at most so long. From here on a signal is noted (signals.py).
+    """Wait for the other ranks. From here on a signal is only recorded (signals.py).
 
-    Raises ConfigError or TrainingError where one refuses or does not come; SystemExit where a signal came first, on all ranks.
+    Raises ConfigError or TrainingError if a rank refuses or does not come, and SystemExit on all ranks if a signal came first.
     """
     world_size, deadline = int(os.environ["WORLD_SIZE"]), time.monotonic() + seconds
     if _store is not None or world_size == 1:
@@ -62,16 +62,16 @@ def meet(seconds: float) -> None:
 
 
 def refuse(why: str, code: int) -> None:
-    """Tell the ranks that are or will be in `meet`. code: the exit code."""
+    """Send an error to the ranks that are or will be in `meet`. code: the exit code."""
     if _store is None and os.environ["WORLD_SIZE"] != "1":
-        with contextlib.suppress(dist.DistError):  # the host of the store has ended, and so will the others
+        with contextlib.suppress(dist.DistError):  # the host of the store has ended, which ends the others, too
             _connect(LINGER)
             _decide(error=why, rank=int(os.environ["RANK"]), code=code)
             _leave_together()
 
 
 def _leave_together() -> None:
-    """Wait until all ranks have read the verdict, since one of them hosts the store, or until some seem not to come."""
+    """Wait until all ranks have read the verdict, since one of them hosts the store, or for LINGER seconds."""
     read, deadline = _store.add("read", 1), time.monotonic() + LINGER
     with contextlib.suppress(dist.DistError):  # the host has left
         while read < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
@@ -80,7 +80,7 @@ def _leave_together() -> None:
 
 
 def _connect(seconds: float) -> dist.Store:
-    """The store, which rank 0 hosts where torchrun does not."""
+    """Connect to the store, which rank 0 hosts if torchrun does not."""
     global _store
     hosts = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=seconds)

@@ -1,11 +1,11 @@
-"""A run that torchrun starts again and again goes on as long as it gets further: `restarts.json` in the dump folder.
+"""Stop restarts by torchrun if two attempts ended in the same step; the steps are in `restarts.json` in the dump folder.
 
     restarts = Restarts(dump_folder)
-    restarts.check()          # RepeatedFault: the last two attempts that began a step ended in the same one
+    restarts.check()          # raises RepeatedFault if the last two attempts that began a step ended in the same one
     restarts.begin(13)        # at the start of every step
 
-The file holds the last step that each attempt began, {"0": 13, "1": 13}, and so outlives a process that is killed. The first rank
-writes it, where torchrun may restart (`--max-restarts`); the first attempt begins it anew.
+The file has the last step that each attempt began, such as {"0": 13, "1": 13}, and so survives a killed process. The first rank
+writes it if torchrun may restart (`--max-restarts`). The first attempt deletes an old file.
 """
 
 import json
@@ -20,7 +20,7 @@ from titan_lite.outside import BYTES, WORD, Damaged, read_json
 
 
 class RepeatedFault(RuntimeError):
-    """Another attempt would end as the ones before; the message says where that was."""
+    """An error: two attempts ended in the same step, which the message names, so that another one would, too."""
 
 
 class Restarts:
@@ -33,9 +33,9 @@ class Restarts:
         self.written = ""
 
     def check(self) -> None:
-        """To be called before a process group is made: no rank writes before all have read. Raises RepeatedFault."""
+        """Check the last attempts. Raises RepeatedFault. Call it before a process group is made, so that all ranks read first."""
         if self.attempt == 0:
-            with suppress(OSError):  # that there is none, or no such folder, which is told elsewhere
+            with suppress(OSError):  # no such file or folder
                 self.path.unlink()
             return
         last = self.steps.get(str(self.attempt - 1))
@@ -44,35 +44,35 @@ class Restarts:
             + ("before its first step" if last is None else f"in step {last}"),
             extra={"event": "restart", "step": last or 0},
         )
-        # An attempt that did not begin a step is no news of the fault.
+        # An attempt that did not begin a step says nothing about the fault.
         begun = [self.steps[str(attempt)] for attempt in range(self.attempt) if str(attempt) in self.steps]
         if len(begun) > 1 and begun[-1] == begun[-2]:
             raise RepeatedFault(
                 f"step {begun[-1]} failed twice in a row, the second time after a restart, so there is no further one; "
-                "the cause is told above"
+                "the cause is above"
             )
 
     def _read(self) -> dict[str, int]:
         with suppress(Damaged):
             return read_json(self.path, {WORD: BYTES})
-        return {}  # no attempt came to its first step
+        return {}  # no attempt has begun a step
 
     def begin(self, step: int) -> None:
         if self.writes:
             self.steps[str(self.attempt)] = step
             new = self.path.with_name("restarts.json.new")
-            with suppress(OSError):  # on a full disk the run can go on
+            with suppress(OSError):  # the run goes on with a full disk
                 if self.written and self.path.exists() and self.path.read_text() != self.written:
-                    return  # it is another run's by now
+                    return  # another run has taken the folder
                 self.written = json.dumps(self.steps) + "\n"
                 new.write_text(self.written)
                 new.replace(self.path)
 
 
 def again() -> str:
-    """The command that this process, or the launcher that it is of, was started by."""
+    """Return the command that started this process or its launcher."""
     if command := os.environ.get("TITAN_LITE_COMMAND"):
-        return command  # of ./run_train.sh
+        return command  # set by ./run_train.sh
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return shlex.join(sys.orig_argv)
     world_size, local_size = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))

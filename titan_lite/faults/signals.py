@@ -1,21 +1,21 @@
-"""Signals that ask a run to stop. It ends its step, saves, and exits with a code that says to start it again.
+"""Stop a run on a signal: it ends its step, saves, and exits with a code that says to start it again.
 
-    listen(starting=True)     # first of all: a signal ends the process at once, since there is nothing to save
-    started()                 # from now on a signal leaves a note, and nothing else
-    if received(): ...        # at the end of a step, where ranks tell each other
-    settle()                  # the exit code is decided, and no signal changes it
+    listen(starting=True)     # at the start: a signal ends the process at once, since there is nothing to save
+    started()                 # from now on a signal is only recorded
+    if received(): ...        # at the end of a step, where ranks exchange this
+    settle()                  # the exit code is fixed, and signals are ignored
     end_with(main)            # the exit code of main() is that of the process
 
 SIGTERM comes from schedulers and torchrun, SIGUSR1 from Slurm as a warning (`#SBATCH --signal=USR1@120`), SIGINT from Ctrl-C. The
-death of the launcher counts as one: ranks that nobody watches would hold the folder's lock and restart nothing.
-What comes again while the run stops changes nothing, so that no save is torn; but a second Ctrl-C ends the process at once.
+death of the launcher counts as a signal, since ranks without a launcher would keep the folder's lock and never restart.
+Further signals while the run stops are ignored, so that a save is not interrupted; but a second Ctrl-C ends the process at once.
 
 Exit codes of a run and of `launch.py`:
 
     0    trained
-    1    could not go on; another start may help
-    2    something in the recipe, the command line or the data is wrong
-    3    the same step failed again after a restart; another start would end there too
+    1    failed; another start may help
+    2    the recipe, the command line or the data is wrong
+    3    the same step failed again after a restart; another start would fail there, too
     75   stopped by a signal, and saved: start it again (EX_TEMPFAIL of sysexits.h)
 """
 
@@ -39,20 +39,20 @@ LOST = "the death of its launcher"
 
 _received: list[str] = []
 _starting = False
-_deciding = threading.Lock()  # of _starting: once `started` has returned, the process does not end by itself
+_deciding = threading.Lock()  # protects _starting: after `started` has returned, a signal does not end the process
 
 
 def listen(*, starting: bool = False) -> None:
-    """From now on a signal of STOPPING is noted for `received`, or ends the process where it is starting. For the main thread.
+    """Record the signals of STOPPING for `received`; if `starting`, end the process instead. For the main thread.
 
-    One that came before may have waited: launch.py starts processes with these blocked.
+    An earlier signal may be pending, since launch.py starts processes with these blocked.
     """
     global _starting
     _starting = starting
-    wake, wakeup = os.pipe()  # by which C code tells the thread, while the main one is in a library
+    wake, wakeup = os.pipe()  # written by Python's C handler, even while the main thread is in a library
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-    # of any torchrun's; without one a parent that ends is a shell
+    # with torchrun the parent is a launcher, without it a shell, whose end does not matter
     parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
     threading.Thread(target=_watch, args=(wake, parent), name="signals", daemon=True).start()
     for number in STOPPING:
@@ -61,25 +61,25 @@ def listen(*, starting: bool = False) -> None:
 
 
 def started() -> None:
-    """From now on the process does not end at a signal: other ranks count on it."""
+    """Keep signals from ending the process from now on, since other ranks depend on it."""
     global _starting
     with _deciding:
         _starting = False
 
 
 def settle() -> None:
-    """The exit code is decided: signals change nothing. For the main thread."""
+    """Ignore signals from now on, since the exit code is fixed. For the main thread."""
     started()
     for number in STOPPING:
         signal.signal(number, NOTHING)
 
 
 def end_with(main: Callable[[], int]) -> NoReturn:
-    """Run `main` and end the process with the code that it returns or exits with.
+    """Run `main`, and end the process with the code that it returns or exits with.
 
-    Without the interpreter's own end, in which signals kill again, a pipe that is gone makes another exit code, and threads of a
-    process group whose ranks are gone may end the process by SIGABRT. Called before torch is imported, it waits for what that
-    wants to do at the end.
+    This skips the end of the interpreter, in which signals kill again, a closed pipe changes the exit code, and threads of a
+    process group without peers may end the process by SIGABRT. Call it before torch is imported, so that torch's exit handlers
+    run first.
     """
     ended: list[Any] = []
     atexit.register(_leave, ended)
@@ -100,24 +100,24 @@ def _leave(ended: list[int]) -> None:
 
 
 def received() -> str:
-    """Name of the first signal that came, or LOST, or nothing."""
+    """Return the name of the first signal, or LOST, or ""."""
     return _received[0] if _received else ""
 
 
 def announce() -> AbstractContextManager[Any]:
-    """For a launcher: within, and until its process ends in whatever way, the processes that it starts know that it lives."""
+    """Return a context for a launcher, in which its processes can detect the launcher's death."""
     if sys.platform != "linux":
-        return nullcontext()  # they look who their parent is
+        return nullcontext()  # they check their parent instead
     name = f"titan_lite-{os.getpid()}-{os.urandom(8).hex()}"
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"\0{name}")  # in no folder, so that nothing is left behind
-    listener.listen(4096)  # and never accepted: when the listener is closed, they read an end of file
+    listener.bind(f"\0{name}")  # in the abstract namespace, so that no file is left behind
+    listener.listen(4096)  # never accepted: when the listener is closed, the processes read an end of file
     os.environ[LAUNCHER] = name
     return listener
 
 
-# A handler, and written in C: a storm would interrupt a Python function in itself, again and again. With SIG_IGN Python prints a
-# traceback where a signal has come a moment before.
+# A handler that ignores a signal, in C: many signals would interrupt a Python handler recursively. With SIG_IGN Python prints a
+# traceback if a signal arrived a moment before.
 NOTHING = operator.is_
 
 
@@ -125,14 +125,14 @@ def _note(number: int, frame: FrameType | None) -> None:
     for other in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(other, NOTHING)
     if number == signal.SIGINT:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # needs no Python, which may be waiting for another rank
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # works while Python waits for another rank
     _received.append(signal.Signals(number).name)
 
 
 def _watch(wake: int, parent: int) -> None:
-    """A thread: ends a process that is starting, also from within a library; notes the death of the launcher.
+    """Run in a thread: end a process that is starting, even if it is in a library; record the death of the launcher.
 
-    wake: where Python writes the number of each signal; parent: of this process, 0 where none is watched.
+    wake: pipe to which Python writes the number of each signal. parent: process to watch, 0: none.
     """
     launcher, lost = _connect()
     while True:
@@ -150,7 +150,7 @@ def _watch(wake: int, parent: int) -> None:
 
 
 def _connect() -> tuple[socket.socket | None, bool]:
-    """(the connection to the launcher, which ends when it does; True where it has)."""
+    """Return (connection to the launcher, which closes when that ends; True if the launcher has ended)."""
     name = os.environ.get(LAUNCHER)
     connection = socket.socket(socket.AF_UNIX) if name else None
     try:
@@ -158,13 +158,13 @@ def _connect() -> tuple[socket.socket | None, bool]:
             connection.setblocking(False)
             connection.connect(f"\0{name}")
     except BlockingIOError:
-        return None, False  # after very many restarts: the parent is looked at
+        return None, False  # after very many restarts: the parent is watched instead
     except OSError:
         return None, True
     return connection, False
 
 
 def tell(line: str) -> None:
-    """A line on standard error. A signal may come in the middle of another line, where print and logging must not be called."""
-    with suppress(OSError):  # of a terminal or a pipe that is gone
+    """Write a line to standard error. Safe in a signal handler, where print and logging are not."""
+    with suppress(OSError):  # the terminal or pipe is closed
         os.write(2, f"{line}\n".encode())

@@ -1,9 +1,9 @@
-"""Steps whose update is left out: the loss or the gradient is not finite, or the loss is far above those of the steps before it.
+"""Skip the update of steps whose loss or gradient is not finite, or whose loss is far above those of the steps before.
 
 skipped = SkippedSteps(config.training, config.optimizer.lr, device)
-skip, limit = skipped.decide(loss, grad_norm)         # on all ranks together; tensors, which the host need not read
+skip, limit = skipped.decide(loss, grad_norm)         # a collective; tensors, which the host does not read
 optimizer.step(skip)
-skipped.note(step, loss, grad_norm, skip, limit)      # as numbers, once they have been read
+skipped.note(step, loss, grad_norm, skip, limit)      # numbers, after they have been read
 state |= skipped.state_dict()
 """
 
@@ -20,10 +20,10 @@ from titan_lite.logging import logger
 
 
 class SkippedSteps:
-    """Decides which steps are skipped, and counts them.
+    """Decide which steps are skipped, and count them.
 
-    training.spike_window: accepted losses, in steps; until there are so many nothing is a spike, and 0 turns the guard off.
-    training.spike_sigmas: a spike is so many of their standard deviations above their mean. lr: for the error's message.
+    A spike is a loss more than training.spike_sigmas standard deviations above the mean of the last training.spike_window
+    accepted losses. Until there are that many, nothing is a spike; a window of 0 turns this off. lr: for the error message.
     """
 
     def __init__(self, training: Training, lr: float, device: torch.device):
@@ -31,18 +31,18 @@ class SkippedSteps:
         self.count = self.in_a_row = 0
         self.spikes: list[dict[str, float]] = []  # step, loss and the limit that it exceeded
         self.window = torch.zeros(training.spike_window, dtype=torch.float64, device=device)  # a ring of accepted losses
-        self.accepted = torch.zeros((), dtype=torch.int64, device=device)  # how many there were
+        self.accepted = torch.zeros((), dtype=torch.int64, device=device)  # number of accepted losses
         self.places = torch.arange(training.spike_window, device=device)
 
     def decide(self, loss: Tensor, grad_norm: Tensor) -> tuple[Tensor, Tensor]:
-        """(1 where this step is to be skipped, else 0; the highest loss that is no spike), float32 scalars on the device.
+        """Return (1 if this step is skipped, else 0; the highest loss that is not a spike), float32 scalars on the device.
 
-        loss, grad_norm: scalars, alike on all ranks, but for a bit.
+        loss, grad_norm: scalars, the same on all ranks except perhaps for the last bit.
         """
         finite, limit = loss.isfinite() & grad_norm.isfinite(), self.limit()
         if not self.training.spike_window:
             return (~finite).float(), limit
-        # The last bit of the loss, which may differ, must not part the ranks.
+        # All ranks must decide alike, even if the last bit of the loss differs.
         spike = (loss > limit).int()
         dist.all_reduce(spike, dist.ReduceOp.MAX)
         accept = finite & (spike == 0)
@@ -52,16 +52,16 @@ class SkippedSteps:
         return (~accept).float(), limit
 
     def limit(self) -> Tensor:
-        """The highest loss that is no spike, a scalar; infinite as long as the window is not full."""
+        """Return the highest loss that is not a spike, a scalar; infinite until the window is full."""
         if not self.training.spike_window:
             return torch.full((), math.inf, device=self.window.device)
         limit = self.window.mean() + self.training.spike_sigmas * self.window.std(correction=0)
         return torch.where(self.accepted < len(self.window), math.inf, limit).float()
 
     def note(self, step: int, loss: float, grad_norm: float, skip: float, limit: float) -> None:
-        """Count a step by what `decide` was given and gave; the first rank logs one that was skipped.
+        """Count a step by the arguments and results of `decide`; the first rank logs a skipped step.
 
-        Raises TrainingError at the training.max_nonfinite_steps-th in a row.
+        Raises TrainingError after training.max_nonfinite_steps skipped steps in a row.
         """
         if not skip:
             self.in_a_row = 0
@@ -80,13 +80,13 @@ class SkippedSteps:
         if self.in_a_row >= most:
             raise TrainingError(
                 f"{most} steps in a row had a non-finite loss or gradient{spike} (training.max_nonfinite_steps), "
-                f"the last one step {step}; parameters are those of step {step - most}. "
-                f'A lower optimizer.lr = {self.lr} or training.mixed_precision_param = "float32" may help',
+                f"the last one step {step}; parameters are those of step {step - most}; "
+                f'use an optimizer.lr below {self.lr}, or training.mixed_precision_param = "float32"',
                 everywhere=True,
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON's types, for a checkpoint's state; reads the device."""
+        """Return the state for a checkpoint, of JSON types; reads the device."""
         accepted, window = int(self.accepted), len(self.window)
         oldest = accepted % window if accepted > window else 0
         losses = self.window.roll(-oldest)[:accepted].tolist() if window else []
@@ -94,7 +94,7 @@ class SkippedSteps:
         return {"skipped_steps": self.count, "skipped_in_a_row": self.in_a_row, "spikes": spikes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a checkpoint's state. A window that is longer than that of the run before fills up first."""
+        """Continue from a checkpoint's state. A window longer than the saved one fills up first."""
         self.count, self.in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
         losses = state["spikes"]["accepted"][-len(self.window) :] if len(self.window) else []
         self.window[: len(losses)] = torch.tensor(losses, dtype=torch.float64)

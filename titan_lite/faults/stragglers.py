@@ -1,11 +1,11 @@
-"""Names a slow rank, by the time that the others wait for it.
+"""Find a slow rank by the time that the others wait for it.
 
     stragglers = Stragglers(rank, stages=[[0, 1, 2, 3]], device)
-    stragglers.warn(step)                    # all ranks together, every so many steps
+    stragglers.warn(step)                    # a collective, at intervals
 
 A step takes the same time on all ranks, since they wait for each other; the slow rank is the one that waits least. On CPUs a
-thread looks 20 times a second whether the training thread waits for a collective. All else counts as work: computation, reading
-data, anything. On GPUs the waiting time is that of NCCL's kernels in the flight recorder.
+thread checks 20 times a second whether the training thread waits for a collective. Everything else counts as work. On GPUs the
+waiting time is that of NCCL's kernels in the flight recorder.
 """
 
 import json
@@ -22,32 +22,32 @@ from torch._C import _distributed_c10d as c10d
 
 from titan_lite.logging import logger
 
-PERIOD = 0.05  # seconds from one look to the next
-LEAST = 2.0  # seconds of them that a comparison takes
-LEAST_ON_GPU = 30.0  # from one comparison to the next: reading the flight recorder takes a tenth of one
+PERIOD = 0.05  # seconds between two checks
+LEAST = 2.0  # seconds of checks that a comparison needs
+LEAST_ON_GPU = 30.0  # seconds between two comparisons, since reading the flight recorder takes 0.1 s
 SLOWER = 1.25  # times the work of the others
-IN_A_ROW = 3  # comparisons in which a rank is slower before it is named, and before it is named again
+IN_A_ROW = 3  # consecutive comparisons before a slow rank is named (again)
 
 
 class Stragglers:
-    """stages: ranks that do the same work, which those of different pipeline stages do not. A stage of one rank is left out."""
+    """Compare ranks that do the same work. stages: the ranks of each pipeline stage; a stage of one rank is ignored."""
 
     def __init__(self, rank: int, stages: Sequence[Sequence[int]], device: torch.device):
         self.rank, self.stages, self.device = rank, [stage for stage in stages if len(stage) > 1], device
         self.looks = self.waits = 0
         self.since = time.perf_counter()
-        self.suspects: dict[int, int] = {}  # rank: comparisons in a row
+        self.suspects: dict[int, int] = {}  # rank: consecutive comparisons
         if self.stages and device.type == "cpu":
             threading.Thread(target=self._look, args=(threading.get_ident(),), name="stragglers", daemon=True).start()
 
     def warn(self, step: int) -> None:
-        """Compare on all ranks together; the first one logs the result, if there is any."""
+        """Compare, and log a slow rank on the first rank. A collective."""
         slow = self.compare()
         if slow and self.rank == 0:
             logger.warning(f"step {step}: {slow}", extra={"event": "slow"})
 
     def compare(self) -> str:
-        """A line on ranks that have been slower than the others of their stage for some time; empty: none. On all ranks alike."""
+        """Return a line about ranks that are slower than others of their stage, or ""; the same on all ranks. A collective."""
         if not self.stages:
             return ""
         table = torch.zeros(2, dist.get_world_size(), device=self.device)
@@ -78,7 +78,7 @@ class Stragglers:
             self.waits += is_waiting(sys._current_frames().get(thread))
 
     def _time_of_nccl(self) -> tuple[float, float]:
-        """(seconds that the flight recorder looks back on, those of NCCL's kernels in them); nothing where it is off."""
+        """Return (seconds that the flight recorder covers, seconds of NCCL's kernels in them); zeros if it is off."""
         if time.perf_counter() - self.since < LEAST_ON_GPU:
             return 0.0, 0.0
         trace = json.loads(c10d._dump_nccl_trace_json(True, False) or "{}")  # type: ignore[attr-defined]
@@ -90,7 +90,7 @@ class Stragglers:
 
 
 def find_slower(work: Mapping[int, float]) -> dict[int, float]:
-    """{rank: how many times the work of the others} of slow ranks. work: share of the time in which a rank does not wait."""
+    """Return {slow rank: its work relative to the others}. work: share of the time in which a rank does not wait."""
     slower = {}
     for rank, share in work.items():
         others = statistics.median(work[other] for other in work if other != rank)
@@ -100,12 +100,12 @@ def find_slower(work: Mapping[int, float]) -> dict[int, float]:
 
 
 def is_waiting(frame: FrameType | None) -> bool:
-    """True where a thread waits for other ranks, by its innermost Python function: one of torch, or ours that calls one."""
+    """Return True if a thread waits for other ranks, judged by its innermost Python function."""
     if frame is None:
         return False
     name, path = frame.f_code.co_name, frame.f_code.co_filename
-    if path.endswith("torch/_ops.py"):  # an operator, in a graph
+    if path.endswith("torch/_ops.py"):  # an operator in a graph
         return "wait_tensor" in str(frame.f_locals.get("self"))
-    # A loader's queue has a function called wait as well.
+    # A loader's queue has a function named wait, too.
     named = name in ("wait", "wait_tensor", "trigger_wait") and "/distributed/" in path
     return named or path.endswith("torch/distributed/distributed_c10d.py")

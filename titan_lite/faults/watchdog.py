@@ -1,17 +1,17 @@
-"""Ends a run that hangs, on all ranks, with a verdict that names the rank that the others wait for.
+"""End a hanging run on all ranks, with a verdict that names the rank that the others wait for.
 
     watchdog = Watchdog(config.comm, rank=0, world_size=4, notes=started)
-    watchdog.enter("start", "init_timeout_seconds")          # of [comm]: so many seconds without progress are a hang
+    watchdog.enter("start", "init_timeout_seconds")          # a key of [comm]: seconds without progress that are a hang
     watchdog.enter("step 1", "train_timeout_seconds")
     with watchdog.within("save", "init_timeout_seconds"): ...
-    watchdog.beat()                                          # progress; so is a collective entered or left, or torch compiling
-    watchdog.rest()                                          # nothing is waited for
-    with watchdog.reporting(CheckpointError): ...            # an error that ends this rank is told to the others, which lose it
+    watchdog.beat()                                          # progress; collectives and compiling are progress, too
+    watchdog.rest()                                          # no limit
+    with watchdog.reporting(CheckpointError): ...            # an error that ends this rank is sent to the others
 
-A rank that hangs calls all others through the store that the process group was made with. Each rank writes its place in the code
-and its flight recorder's entries there. The first one collects the records that come within GRACE seconds and prints the verdict
-(verdict.py); then all exit with code 1. Where a library holds the interpreter and no thread can run, faulthandler prints the
-place and ends the process.
+A rank that hangs calls all others through the store of the process group. Each rank writes its place in the code and its flight
+recorder's entries there. The first one collects the records that arrive within GRACE seconds, and prints the verdict
+(verdict.py); then all exit with code 1. If a library holds the interpreter lock, so that no thread can run, faulthandler prints
+the place and ends the process.
 """
 
 import contextlib
@@ -37,10 +37,10 @@ from titan_lite.faults.verdict import Note, Record, groups_of, place, standing, 
 from titan_lite.logging import logger
 from titan_lite.ranks import is_communication
 
-GRACE = 10.0  # seconds for the records of other ranks, or the limit, where that is shorter
-PATIENCE = 3 * GRACE  # seconds that a collective gets after the limit of its phase, so that the verdict comes first
-GONE = 3.0  # seconds for those of ranks that have lost a connection, as all do when one dies
-HOST = 1.0  # seconds that a rank goes on after it has seen the verdict: where it hosts the store, the others must see it too
+GRACE = 10.0  # seconds to wait for the records of other ranks, or the limit if that is shorter
+PATIENCE = 3 * GRACE  # seconds by which a collective's time limit exceeds that of its phase, so that the verdict comes first
+GONE = 3.0  # seconds to wait for records after a lost connection, which all ranks have when one dies
+HOST = 1.0  # seconds to live after the verdict: if this rank hosts the store, the others must read it, too
 RESTING = float("inf")
 
 # torch 2.14 made it public
@@ -48,11 +48,9 @@ _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_
 
 
 class Watchdog:
-    """One in each process; a rank that is alone has no others to wait for it, and no threads. Between enter and rest the process
-    may end at any moment.
+    """The watchdog of one process. Between `enter` and `rest` the process may end at any moment. A single rank has no threads.
 
-    notes: of collectives, kept up to date by the code that starts them; apart: description of a process group that has a limit of
-    its own.
+    notes: notes on collectives, appended by the code that starts them. apart: description of a process group with its own limit.
     """
 
     def __init__(self, comm: Comm, rank: int, world_size: int, *, notes: Iterable[Note] = (), apart: str = ""):
@@ -60,9 +58,9 @@ class Watchdog:
         self.rank, self.world_size, self.notes = rank, world_size, notes
         self.phase, self.limit, self.key = "start", RESTING, ""
         self.last_progress = time.monotonic()
-        self.seen: tuple[str, int | None] = "", None  # collectives, place in the compiler
-        self.thread = threading.get_ident()  # the one whose place in the code is recorded
-        self.failed_in: FrameType | None = None  # where a collective failed, if one did
+        self.seen: tuple[str, int | None] = "", None  # (collectives, place in the compiler) at the last check
+        self.thread = threading.get_ident()  # the thread whose place in the code is recorded
+        self.failed_in: FrameType | None = None  # frame in which a collective failed
         self.store: Any = None
         self.ending = threading.Lock()
         if world_size > 1:
@@ -70,9 +68,9 @@ class Watchdog:
                 threading.Thread(target=target, name="watchdog", daemon=True).start()
 
     def enter(self, phase: str, key: str) -> None:
-        """From now on comm.<key> seconds without progress are a hang, in this phase of the run.
+        """Start a phase of the run, in which comm.<key> seconds without progress are a hang.
 
-        So they are in a collective, some seconds later, should nobody have said so by then.
+        The process groups' own limit is PATIENCE seconds longer.
         """
         self.phase, self.key, self.limit = phase, key, getattr(self.comm, key)
         for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
@@ -88,7 +86,7 @@ class Watchdog:
         self.enter(*before)
 
     def beat(self, phase: str = "") -> None:
-        """Progress, perhaps to another phase within the same limit."""
+        """Record progress, perhaps to another phase with the same limit."""
         self.phase = phase or self.phase
         self.last_progress = time.monotonic()
 
@@ -100,9 +98,9 @@ class Watchdog:
 
     @contextlib.contextmanager
     def reporting(self, *explained: type[Exception]) -> Iterator[None]:
-        """Within: the other ranks learn of the error that ends this one, and this one of theirs. Afterwards it rests.
+        """Return a context that sends an error which ends this rank to the others, or receives theirs. Afterwards it rests.
 
-        explained: errors whose message is enough. These, and the failure of another rank, are raised as TrainingError.
+        explained: errors whose message is sufficient. These, and the failure of another rank, are raised as TrainingError.
         """
         try:
             yield
@@ -116,13 +114,13 @@ class Watchdog:
             self.rest()
 
     def _failed(self, error: Exception) -> str | None:
-        """Tell the other ranks why they will lose this one. For an error of communication, return the failure of another rank
-        that is behind it; where none has told any, a verdict ends the process."""
+        """Send the error to the other ranks. For an error of communication, return the failure of the rank that caused it; if no
+        rank has sent one, end the process with a verdict."""
         if self.store is None:
             return None
         if not is_communication(error):
-            told = f"rank {self.rank} failed: {type(error).__name__}: {_first_line(error)}"
-            _within(GONE, lambda: self.store.compare_set("cause", "", told))
+            failure = f"rank {self.rank} failed: {type(error).__name__}: {_first_line(error)}"
+            _within(GONE, lambda: self.store.compare_set("cause", "", failure))
             return None
         cause = _within(2 * GONE, lambda: self._wait_for("cause", GONE))
         if cause:
@@ -136,7 +134,7 @@ class Watchdog:
             if self.limit == RESTING:
                 faulthandler.cancel_dump_traceback_later()
                 continue
-            # Should this thread not run again. It does not count progress, which is only seen here.
+            # In case this thread does not run again. It does not detect progress, which is detected here.
             faulthandler.dump_traceback_later(self.limit + PATIENCE, exit=True, file=sys.__stderr__ or 2)
             seen = json.dumps(self._trace(entries=False)["pg_status"]), compiling_at(sys._current_frames().get(self.thread))
             if seen != self.seen:
@@ -147,11 +145,11 @@ class Watchdog:
                 self._end(f"hang: rank {self.rank} has made no progress for {limit}", min(GRACE, self.limit))
 
     def _listen(self) -> None:
-        """Waits for the call of another rank. Apart from the clock, since a store that is gone may not answer for ever."""
+        """Wait for the call of another rank, in a thread of its own, since a lost store may never answer."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         try:
             store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(days=1), wait_for_workers=False)
-            # The store of torchrun lives on when it starts the ranks again.
+            # torchrun's store survives a restart of the ranks.
             self.store = dist.PrefixStore(f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
             while self.limit == RESTING or not self.store.check(["call"]):
                 if self.limit != RESTING and self.store.check(["cause"]):
@@ -162,28 +160,28 @@ class Watchdog:
         self._end("", GRACE)
 
     def _end_after(self, cause: str) -> None:
-        """Exit where this rank does not notice the failure of another: NCCL, unlike gloo, leaves its peers waiting.
+        """Exit if this rank does not detect the failure of another: with NCCL, unlike gloo, its peers keep waiting.
 
-        Returns if the training thread notices within GRACE seconds and ends the run itself.
+        Returns if the training thread detects it within GRACE seconds and ends the run itself.
         """
         deadline = time.monotonic() + GRACE
         while time.monotonic() < deadline:
             if self.limit == RESTING:
                 return
             time.sleep(0.25)
-        self.rest()  # what follows has no time limit
+        self.rest()  # no time limit from here on
         for thread in threading.enumerate():
             if not thread.daemon and thread is not threading.main_thread():
-                thread.join()  # a save in the background, which the failed rank takes part in until it is whole
+                thread.join()  # a background save, in which the failed rank still takes part
         logger.error(f"stopped, since {cause}")
         self._exit()
 
     def _end(self, why: str, grace: float) -> NoReturn:
-        """Agree on the verdict, print it, exit. why: what made this rank call, empty where it was called."""
-        self.ending.acquire()  # and never released: the second thread that comes here waits for the end
+        """Agree on the verdict, print it and exit. why: the reason of this rank's call, or "" if another rank called."""
+        self.ending.acquire()  # never released: a second thread waits here for the end
         faulthandler.dump_traceback_later(2 * PATIENCE, exit=True, file=sys.__stderr__ or 2)
-        told = _within(grace + GRACE, lambda: self._exchange(why, grace))
-        if told is None:
+        text = _within(grace + GRACE, lambda: self._exchange(why, grace))
+        if text is None:
             store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             logger.error(
                 f"{why or 'another rank has called'}; the store at {store} does not answer, so the others are not known (it is "
@@ -197,7 +195,7 @@ class Watchdog:
         os._exit(1)
 
     def _exchange(self, why: str, grace: float) -> str:
-        """The verdict, printed by the rank that comes first."""
+        """Write this rank's record. The first rank makes, prints and returns the verdict; the others return ""."""
         self.store.set(f"record/{self.rank}", json.dumps(self.record()))
         first = self.store.add("arrived", 1) == 1
         why = self.store.compare_set("call", "", why or "called").decode()
@@ -218,9 +216,9 @@ class Watchdog:
         return text
 
     def _wait_for(self, key: str, seconds: float) -> str:
-        """The word of another rank under this key, or nothing after so long."""
+        """Return the text that another rank writes under this key, or "" after this time."""
         deadline = time.monotonic() + seconds
-        while not self.store.check([key]):  # the store's own wait would print warnings when it is over
+        while not self.store.check([key]):  # the store's own wait would print warnings at its time limit
             if time.monotonic() > deadline:
                 return ""
             time.sleep(0.1)
@@ -236,11 +234,11 @@ class Watchdog:
         }
 
     def _trace(self, entries: bool) -> dict[str, Any]:
-        """This rank's flight recorders as one, of gloo's groups and, on a GPU, of NCCL's; empty where they are off.
+        """Return the flight recorders of gloo and, on a GPU, of NCCL as one; empty if they are off.
 
-        Saving and loading talk over gloo on GPUs, too.
+        On GPUs, saving and loading use gloo, too.
         """
-        names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # the second is not in a build without CUDA
+        names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # a build without CUDA lacks the second
         traces = [json.loads(getattr(c10d, name)(entries, False) or "{}") for name in names if hasattr(c10d, name)]
         return {
             "pg_status": [trace.get("pg_status") for trace in traces],
@@ -249,9 +247,9 @@ class Watchdog:
 
 
 def compiling_at(frame: FrameType | None) -> int | None:
-    """A number for the place at which torch compiles in a thread, which changes while it gets on; None where it does not compile.
+    """Return a number for the place at which a thread compiles, which changes with progress; None if it does not compile.
 
-    A graph of 80 blocks takes longer than a time limit should be.
+    Compiling a graph of 80 blocks takes longer than a reasonable time limit.
     """
     places, compiles = [], False
     while frame is not None:
@@ -262,12 +260,12 @@ def compiling_at(frame: FrameType | None) -> int | None:
 
 
 def _first_line(error: Exception) -> str:
-    """The message's first line; of gloo's without a place in its sources and advice."""
+    """Return the first line of a message; of gloo's messages without the place in its sources and advice."""
     return re.sub(r"^\[\S+:\d+\] |\. This is typically caused .*", "", str(error).partition("\n")[0])
 
 
 def _within(seconds: float, function: Callable[[], Any]) -> Any:
-    """Its result; None where it fails, or is not done in time."""
+    """Return the result of a function, or None if it fails or takes longer."""
     results: list[Any] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Shapes of models as files tell them: our own fields, in a step's state.json, and Meta's params.json. Hugging Face's: hf.py.
+"""Read the shape of a model from a step's state.json (our fields) or from Meta's params.json. Hugging Face's is read in hf.py.
 
 config = config_from_fields(state["run"]["model"], "state.json: run.model")
 config = config_from_meta(params, tied=False)
@@ -30,21 +30,21 @@ _PARAMS = {
 
 
 def config_from_fields(given: Any, name: str) -> ModelConfig:
-    """The inverse of `dataclasses.asdict`; what has a default may be missing. name: begins errors. Raises Damaged."""
+    """Invert `dataclasses.asdict`; fields with defaults may be missing. name: the beginning of errors. Raises Damaged."""
     scaling = check_form(given, _FIELDS, name).get("rope_scaling")
     return ModelConfig(**{**given, "rope_scaling": scaling and RopeScaling(**scaling)})
 
 
 def config_from_meta(params: Mapping[str, Any], tied: bool) -> ModelConfig:
-    """The shape of the model that a params.json describes. Raises Damaged."""
+    """Return the shape of the model that a params.json describes. Raises Damaged."""
     absent = {"n_kv_heads": params.get("n_heads", 1), "rope_theta": 10_000.0, "ffn_dim_multiplier": 1.0}
     given = {**absent, **{name: value for name, value in params.items() if value is not None}}
-    if wrong := [*faults(given, _PARAMS)]:  # Llama 2's vocab_size is -1: its program asked the tokenizer
+    if wrong := [*faults(given, _PARAMS)]:  # such as Llama 2's vocab_size = -1
         raise Damaged(f"params.json does not describe a Llama 3: {'; '.join(wrong)}")
     unit = given["multiple_of"]
     hidden = math.ceil(int(given["ffn_dim_multiplier"] * (8 * given["dim"] // 3)) / unit) * unit
     if not SIZE.holds(hidden):
-        raise Damaged(f"params.json: ffn_dim_multiplier = {given['ffn_dim_multiplier']} makes feed_forward of {hidden} rows")
+        raise Damaged(f"params.json: ffn_dim_multiplier = {given['ffn_dim_multiplier']} makes a feed_forward of {hidden} rows")
     config = ModelConfig(
         **{name: given[name] for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "norm_eps")},
         hidden_dim=hidden,
@@ -54,7 +54,7 @@ def config_from_meta(params: Mapping[str, Any], tied: bool) -> ModelConfig:
     )
     if not params.get("use_scaled_rope"):
         return config
-    # By how much frequencies are stretched is not always in the file: 8 in Llama 3.1, 32 in 3.2, by the size of the model.
+    # The file may lack the scaling factor, which is 8 in Llama 3.1 and 32 in 3.2; the size of the model decides.
     computed: dict[str, Any] = dict(rope_theta=1.0, rope_scaling=None, norm_eps=1.0, max_seq_len=1)
     sizes = {replace(flavor, **computed): flavor.rope_scaling for flavor in FLAVORS.values()}
     known = sizes.get(replace(config, **computed)) or RopeScaling(factor=8.0)

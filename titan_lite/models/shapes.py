@@ -1,4 +1,4 @@
-"""Shapes of Llama 3 models. Without torch, so that a recipe is checked at once.
+"""Shapes of Llama 3 models. Needs no torch, so that a recipe is checked quickly.
 
 FLAVORS["8B"].dim        # 4096
 """
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the low rotary frequencies for contexts longer than `original_max_seq_len`."""
+    """Llama 3.1's scaling of the low rotary frequencies, for contexts longer than `original_max_seq_len`."""
 
-    factor: float
+    factor: float  # divisor of the low frequencies
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_seq_len: int = 8192
+    original_max_seq_len: int = 8192  # tokens
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a model. `max_seq_len`: tokens the rotary tables are made for."""
+    """Shape of a model."""
 
     dim: int
     n_layers: int
@@ -30,7 +30,7 @@ class ModelConfig:
     rope_theta: float = 500_000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
-    max_seq_len: int = 131_072
+    max_seq_len: int = 131_072  # tokens in the rotary tables
 
     @property
     def head_dim(self) -> int:

@@ -66,8 +66,8 @@ def test_a_folder_that_another_run_has_taken_is_left_to_it(lock, tmp_path):
                 lock.hold()
             assert not lock.is_held()
     assert str(refused.value) == (
-        f'checkpoint.folder = "checkpoint": {lock.folder} was removed while this run wrote to it, and is by now that of process '
-        "7 on x; this run ends, and leaves it alone; name another job.dump_folder to start again"
+        f'checkpoint.folder = "checkpoint": {lock.folder} was removed while this run wrote to it, and now belongs to process '
+        "7 on x; this run ends and writes nothing more; use another job.dump_folder to start again"
     )
     with pytest.raises(ConfigError):
         lock.hold()  # whose run has ended, but has left its steps

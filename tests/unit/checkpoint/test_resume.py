@@ -197,11 +197,11 @@ def test_recipes_of_other_versions_are_compared_by_what_both_know():
     del state["recipe"]["training"]["gc_freq"]  # at its default now
     del state["recipe"]["optimizer"]["lr"]
     found = [(d.consequence, d.text) for d in compare(state, described("--optimizer.lr=3e-4"))]
-    assert found == [(NOTHING, "training.old_key was 3, and is no key of this version")]
+    assert found == [(NOTHING, "training.old_key was 3, and is not a key of this version")]
     now = described()
     found = compare(state, now)
     assert found[1].text == "optimizer.lr = 0.002, was 0.0003"
-    assert "step 51 is 1.96e-03, where it would have been 2.95e-04" in explain(found, state, now)[0]
+    assert "step 51 is 1.96e-03 instead of 2.95e-04" in explain(found, state, now)[0]
 
 
 def test_a_dropped_key_is_told_where_it_said_what_does_not_hold():
@@ -213,8 +213,8 @@ def test_a_dropped_key_is_told_where_it_said_what_does_not_hold():
     state["recipe"]["optimizer"]["decay_norms"] = True
     state["recipe"]["metrics"]["enable_color"] = False
     assert [(d.consequence, d.text) for d in compare(state, described())] == [
-        (LEARNING, "optimizer.decay_norms was true, and is no key of this version"),
-        (NOTHING, "metrics.enable_color was false, and is no key of this version"),
+        (LEARNING, "optimizer.decay_norms was true, and is not a key of this version"),
+        (NOTHING, "metrics.enable_color was false, and is not a key of this version"),
     ]
 
 
@@ -222,7 +222,7 @@ def test_a_step_that_says_nothing_of_its_run_is_refused():
     for key in ("recipe", "run", "tensors"):
         state = saved()
         del state[key]
-        with pytest.raises(ConfigError, match=rf"does not say how it goes on \({key}\)"):
+        with pytest.raises(ConfigError, match=rf"is incomplete \(no {key}\)"):
             compare(state, described())
 
 
@@ -236,7 +236,7 @@ def test_another_model_or_tokenizer_is_refused_whatever_the_recipe_accepts():
     found = compare(saved(), described("--model.flavor=1B", model={**RUN["model"], "dim": 2048}))
     assert refused(found, restart_data=True, accept_model_only=True) == (
         'out/step-50: it cannot work: model.flavor = "1B", was "debug"; '
-        "the model's dim: 2048, was 256; what it was, or another job.dump_folder would work"
+        "the model's dim: 2048, was 256; use the old value, or another job.dump_folder"
     )
 
 
@@ -248,8 +248,8 @@ def test_of_many_reasons_the_error_has_three():
 def test_other_data_is_refused_unless_it_may_begin_anew():
     found = compare(saved(), described("--debug.seed=3"))
     assert refused(found, accept_model_only=True) == (
-        "out/step-50: the data cannot go on where it was: debug.seed = 3, was 0; what it was, or checkpoint.restart_data = true, "
-        "which begins the recipe's data at its first document, would work"
+        "out/step-50: the data cannot go on where it was: debug.seed = 3, was 0; use the old value, or "
+        "checkpoint.restart_data = true, which starts the recipe's data at its first document"
     )
     refuse(found, "out/step-50", Checkpoint(restart_data=True))
     assert restarts_data(found)
@@ -268,12 +268,12 @@ def test_the_explanation_goes_from_the_worst_to_nothing_and_tells_the_learning_r
     now = described("--training.steps=200", "--metrics.log_freq=1", "--training.seq_len=512", "--no-data.shuffle", device="GPU")
     state = saved()
     assert explain(compare(state, now), state, now) == [
-        "the data cannot go on where it was; checkpoint.restart_data = true begins the recipe's data at its first document",
+        "the data cannot go on where it was; checkpoint.restart_data = true starts the recipe's data at its first document",
         "  data.shuffle = false, was true",
         "the data goes on at the same token, in sequences of another length",
         "  training.seq_len = 512, was 256",
         # of 100 steps the second half decays from 2e-3 to a tenth of that
-        "training changes: the learning rate of step 51 is 2.00e-03, where it would have been 1.96e-03",
+        "training changes: the learning rate of step 51 is 2.00e-03 instead of 1.96e-03",
         "  training.steps = 200, was 100",
         "  steps of the schedule (lr_scheduler.total_steps): 200, was 100",
         "numbers change by rounding",
@@ -283,10 +283,8 @@ def test_the_explanation_goes_from_the_worst_to_nothing_and_tells_the_learning_r
     ]
     now = described("--training.global_batch_size=16", rows=16)
     refuse(compare(state, now), "out/step-50", Checkpoint())
-    assert explain(compare(state, now), state, now)[0] == (
-        "training changes: step 51 has 16 sequences, where it would have had 8, from the next one on"
-    )
-    for until, told in ((60, ": step 51 has 4 sequences, where it would have had 8, from the next one on"), (50, "")):
+    assert explain(compare(state, now), state, now)[0] == ("training changes: step 51 has 16 sequences instead of 8")
+    for until, told in ((60, ": step 51 has 4 sequences instead of 8"), (50, "")):
         now = described(f"--training.global_batch_ramp=4 until {until}")  # one of them is over
         assert explain(compare(state, now), state, now)[0] == f"training changes{told}"
     now = described("--optimizer.beta1=0.8")
@@ -294,13 +292,13 @@ def test_the_explanation_goes_from_the_worst_to_nothing_and_tells_the_learning_r
 
 
 def test_the_position_in_words():
-    assert position(saved()) == ("step 50, 102,400 tokens seen: 400 sequences of 8 streams, which stand in documents 0 to 21")
+    assert position(saved()) == ("step 50, 102,400 tokens seen: 400 sequences of 8 streams, which are at documents 0 to 21")
 
 
 def test_the_position_in_pieces_in_several_sources():
     state = saved()
     state["loader"]["rows"] = {str(row): [50, [row, 12], [(row % 3) * EPOCH + 5, 0]] for row in range(8)}
-    assert position(state).endswith("which stand in documents 0 to 7 of source 1, epochs 0 to 2 of source 2")
+    assert position(state).endswith("which are at documents 0 to 7 of source 1, epochs 0 to 2 of source 2")
 
 
 def test_comparing_changes_neither_side():

@@ -20,11 +20,11 @@ def test_no_name_hides_a_key_of_that_name():
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--optimizer.learning_rate", "1e-3"], "unknown option --optimizer.learning_rate; that is optimizer.lr here: peak"),
-        (["--learning-rate=1e-3"], "unknown option --learning-rate=1e-3; that is optimizer.lr here: peak learning rate"),
-        (["--training.compile"], "unknown option --training.compile; that is compile.enable here"),
-        (["--max_steps", "5"], "unknown option --max_steps; that is training.steps here: optimizer steps of the whole run"),
-        (["--trainer.n_embd=5"], "unknown option --trainer.n_embd=5; that is model.dim here"),
+        (["--optimizer.learning_rate", "1e-3"], "unknown option --optimizer.learning_rate; use optimizer.lr: peak"),
+        (["--learning-rate=1e-3"], "unknown option --learning-rate=1e-3; use optimizer.lr: peak learning rate"),
+        (["--training.compile"], "unknown option --training.compile; use compile.enable"),
+        (["--max_steps", "5"], "unknown option --max_steps; use training.steps: optimizer steps of the run"),
+        (["--trainer.n_embd=5"], "unknown option --trainer.n_embd=5; use model.dim"),
     ],
 )
 def test_an_option_of_another_framework_is_told_the_key(arguments, line, tmp_path):
@@ -39,9 +39,9 @@ def test_an_option_of_another_framework_is_told_the_key(arguments, line, tmp_pat
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("learning_rate = 1e-3", "unknown section [learning_rate]; that is optimizer.lr here"),
-        ("[training]\nclip_grad = 1.0", "unknown key clip_grad = 1.0 in [training]; that is training.max_norm here"),
-        ("[model]\nNUM_LAYERS = 2", "unknown key NUM_LAYERS = 2 in [model]; that is model.n_layers here"),
+        ("learning_rate = 1e-3", "unknown section [learning_rate]; use optimizer.lr"),
+        ("[training]\nclip_grad = 1.0", "unknown key clip_grad = 1.0 in [training]; use training.max_norm"),
+        ("[model]\nNUM_LAYERS = 2", "unknown key NUM_LAYERS = 2 in [model]; use model.n_layers"),
     ],
 )
 def test_a_recipe_of_another_framework_is_told_the_key(text, words, tmp_path):

@@ -214,7 +214,7 @@ def test_a_console_that_cannot_show_a_recipe_is_told(environment, code, tmp_path
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     result = subprocess.run(command, env=environment, capture_output=True, cwd=tmp_path)
     assert result.returncode == code
-    told = b"error: standard output is ascii, which has no '\\xe9'; PYTHONIOENCODING=utf-8 would work\n"
+    told = b"error: standard output is ascii, which has no '\\xe9'; use PYTHONIOENCODING=utf-8\n"
     assert result.stderr == (told if code else b"")
 
 

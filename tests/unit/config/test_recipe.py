@@ -304,7 +304,7 @@ MISTAKES = [
         "flag in a recipe",
         "[checkpoint]\nexplain = true",
         ("explain = true in [checkpoint]",),
-        "a flag of the command line, without a value: ./run_train.sh --checkpoint.explain",
+        "a flag without a value; use ./run_train.sh --checkpoint.explain",
         "checkpoint",
         "enable = true",
     ),
@@ -408,14 +408,14 @@ MISTAKES = [
         "local text from nowhere",
         '[data]\ndataset = "local"',
         ('[data] dataset = "local"',),
-        'data.path, such as path = "corpus/*.jsonl"',
+        'data.path; use one such as path = "corpus/*.jsonl"',
         '[data]\ndataset = "local"\npath = "corpus/*.jsonl"',
     ),
     together(
         "prepared text from nowhere",
         '[data]\ndataset = "prepared"',
         ('[data] dataset = "prepared"',),
-        'data.path, such as path = "prepared/books"',
+        'data.path; use one such as path = "prepared/books"',
         '[data]\ndataset = "prepared"\npath = "prepared/books"\nvalidation_fraction = 0\n[validation]\nenable = true',
     ),
     together(
@@ -429,21 +429,21 @@ MISTAKES = [
         "a source from nowhere",
         '[[data.sources]]\ndataset = "local"',
         ('data.sources[1].dataset = "local" needs data.sources[1].path',),
-        'such as path = "corpus/*.jsonl"',
+        'use one such as path = "corpus/*.jsonl"',
         '[[data.sources]]\ndataset = "local"\npath = "corpus/*.jsonl"',
     ),
     together(
         "a dataset beside sources",
         '[data]\ndataset = "c4"\n[[data.sources]]\nweight = 2',
         ('[data] dataset = "c4"',),
-        "write it into these, or remove it",
+        "move it into these, or use sources = []",
         '[[data.sources]]\nweight = 2\n[[data.sources]]\ndataset = "c4"',
     ),
     together(
         "a subset of what has none",
         '[data]\nsubset = "en"',
         ('[data] subset = "en"', '"stdlib"'),
-        "datasets of the hub, such as",
+        "datasets of the hub (",
         '[data]\ndataset = "owner/name"\nsubset = "en"',
     ),
     Mistake(
@@ -471,7 +471,7 @@ MISTAKES = [
         "a name for a source",
         TOKENIZER + '[data]\nsources = ["c4"]',
         ('data.sources[1] = "c4"',),
-        "write [[data.sources]]",
+        "use [[data.sources]]",
         TOKENIZER + '[[data.sources]]\ndataset = "c4"',
     ),
     an_option(
@@ -527,7 +527,7 @@ MISTAKES = [
         "warm-up longer than the schedule",
         "[lr_scheduler]\nwarmup_steps = 3000\ntotal_steps = 2000",
         ("[lr_scheduler] warmup_steps = 3000", "lr_scheduler.total_steps = 2000"),
-        "warmup_steps = 200 would work",
+        "use warmup_steps = 200",
         "[lr_scheduler]\nwarmup_steps = 200\ntotal_steps = 2000",
     ),
     together(
@@ -541,7 +541,7 @@ MISTAKES = [
         "global batch that cannot be split",
         "[training]\nlocal_batch_size = 4\nglobal_batch_size = 10\n[parallelism]\ndata_parallel_shard_degree = 2",
         ("training.global_batch_size = 10", "4 x 2 = 8"),
-        "8 or 16 would work",
+        "use 8 or 16",
         "[training]\nlocal_batch_size = 4\nglobal_batch_size = 16\n[parallelism]\ndata_parallel_shard_degree = 2",
     ),
     Mistake("no tokenizer", "", ("[model] tokenizer_path",), '"../assets/tokenizer/debug.model"'),
@@ -593,7 +593,7 @@ def test_a_recipe_in_a_folder_that_is_not_there():
 
 
 def test_a_folder_is_no_recipe(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot be read \(Is a directory\); name a TOML file such as"):
+    with pytest.raises(ConfigError, match=r"cannot be read \(Is a directory\); use a TOML file such as"):
         load_config(tmp_path)
 
 
@@ -605,7 +605,7 @@ def test_gradient_accumulation_steps(size, ranks, steps):
 
 def test_a_global_batch_smaller_than_one_microbatch_a_rank():
     training = dataclasses.replace(SECTIONS["training"](), local_batch_size=4, global_batch_size=4)
-    with pytest.raises(ConfigError, match=r"global_batch_size = 4 .* 4 x 2 = 8; 8 would work"):
+    with pytest.raises(ConfigError, match=r"global_batch_size = 4 .* 4 x 2 = 8; use 8"):
         gradient_accumulation_steps(training, 2)
 
 
@@ -637,11 +637,11 @@ def test_a_ramp_is_the_batches_before_the_global_one():
 @pytest.mark.parametrize(
     ("entry", "told"),
     [
-        ("64:1000", 'is not sequences and the last step with so many: write it like "64 until 1000"'),
-        ("0 until 1000", 'is not sequences and the last step with so many: write it like "64 until 1000"'),
-        ("64 until -1", 'is not sequences and the last step with so many: write it like "64 until 1000"'),
-        ("8 until 10", "does not come after step 20, where the entry before it ends; a later step would"),
-        ("12 until 30", "is not a multiple of training.local_batch_size x data-parallel degree = 2 x 4 = 8; 8 or 16 would work"),
+        ("64:1000", 'is not of the form "SEQUENCES until STEP"; use one such as "64 until 1000"'),
+        ("0 until 1000", 'is not of the form "SEQUENCES until STEP"; use one such as "64 until 1000"'),
+        ("64 until -1", 'is not of the form "SEQUENCES until STEP"; use one such as "64 until 1000"'),
+        ("8 until 10", "does not come after step 20, where the entry before it ends; use a later step"),
+        ("12 until 30", "is not a multiple of training.local_batch_size x data-parallel degree = 2 x 4 = 8; use 8 or 16"),
     ],
 )
 def test_a_wrong_ramp_names_its_entry(entry, told):
@@ -781,7 +781,7 @@ def test_a_layout_that_fits_and_ranks_that_print_are_told_nothing(monkeypatch, c
     assert main(["--world-size", "4", str(SHIPPED[0])]) == 0
     assert capsys.readouterr() == ("", "")
     assert main(["--world-size", "2", str(SHIPPED[0])]) == 2
-    assert capsys.readouterr().err.startswith("error: LOG_RANK=3: expected ranks below 2")
+    assert capsys.readouterr().err.startswith("error: LOG_RANK=3: use ranks below 2")
 
 
 def test_print_config_prints_a_recipe(tmp_path, capsys):
@@ -814,7 +814,7 @@ def test_what_help_names_is_there():
 def test_help_on_one_section(arguments, capsys):
     assert main(arguments) == 0
     text = capsys.readouterr().out
-    assert text.startswith("[optimizer]  how parameters move\n")
+    assert text.startswith("[optimizer]  the optimizer and its constants\n")
     assert set(re.findall(r"--(\w+)\.", text)) == {"optimizer"}
 
 
@@ -868,7 +868,7 @@ def test_a_machine_is_a_name_or_the_path_of_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ('bucketing = "plan"', r'bucketing = "plan" needs compile.buckets, such as'),
+        ('bucketing = "plan"', r'bucketing = "plan" needs compile.buckets; use buckets ='),
         ('bucketing = "auto"\nreordering = false', r'reordering = false: compile.bucketing = "auto" orders what it buckets'),
         ('bucketing = "measured"\nreordering = false', r"reordering = true or bucketing"),
         (
@@ -935,7 +935,7 @@ def test_the_command_prints_a_line_for_each_mistake(tmp_path, capsys):
 def test_of_very_many_mistakes_the_first_are_told(tmp_path):
     found = lines_of(write(tmp_path, "".join(f"[x{number}]\n" for number in range(100))))
     assert [line.partition("[")[2].partition("]")[0] for line in found[:-1]] == [f"x{number}" for number in range(12)]
-    assert found[-1] == "and more, told when these are mended"
+    assert found[-1] == "and more; correct these first"
 
 
 MIXED = '[[data.sources]]\n[[data.sources]]\ndataset = "c4"\n'
@@ -946,8 +946,8 @@ def test_a_recipe_drops_the_sources_of_the_one_it_extends(tmp_path):
     text = 'extends = "base.toml"\n[data]\ndataset = "local"\npath = "a"\n'
     for key, line in zip(("dataset", "path"), lines_of(write(tmp_path, text)), strict=True):
         assert f"[data] {key} = " in line
-        assert f"stands beside data.sources ({base}), which take its place" in line
-        assert "drop them with sources = [] in [data]" in line
+        assert f"is beside data.sources ({base}), which replace it" in line
+        assert "or use sources = []" in line
     config, _ = load_config(write(tmp_path, text + "sources = []\n"))
     assert (config.data.sources, config.data.dataset) == ((), "local")
 
@@ -955,7 +955,7 @@ def test_a_recipe_drops_the_sources_of_the_one_it_extends(tmp_path):
 def test_a_recipe_with_sources_drops_the_dataset_of_the_one_it_extends(tmp_path):
     write(tmp_path, TOKENIZER + '[data]\ndataset = "c4"\n', "base.toml")
     found = lines_of(write(tmp_path, 'extends = "base.toml"\n[[data.sources]]\n'))
-    assert 'dataset = "stdlib" takes back' in found[0]
+    assert '; if an extended recipe has it, use dataset = "stdlib"' in found[0]
     config, _ = load_config(write(tmp_path, 'extends = "base.toml"\n[data]\ndataset = "stdlib"\n' + MIXED))
     assert [source.dataset for source in config.data.sources] == ["stdlib", "c4"]
 
@@ -1001,7 +1001,7 @@ def test_a_word_longer_than_a_path_is_refused(tmp_path):
 @pytest.mark.parametrize("path", ["a\0b", "a" * 5000, "\udcff.toml"])
 def test_a_path_that_no_recipe_has_is_told(path):
     (line,) = lines_of(path)
-    assert line.endswith("; another path would work")
+    assert line.endswith("; use another path")
     assert line.isprintable()
     assert len(line) < 400
 
@@ -1011,7 +1011,7 @@ def test_a_folder_whose_name_is_not_utf_8_is_told(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.chdir(folder)
     (line,) = lines_of(write(tmp_path, TOKENIZER), ["--data.dataset=local", "--data.path=a.txt"])
-    assert "not valid UTF-8, which a recipe is; in another folder" in line
+    assert "not valid UTF-8; use another folder" in line
     assert line.isprintable()
 
 
@@ -1031,7 +1031,7 @@ def test_the_needs_of_keys_take_any_value_that_a_saved_recipe_may_have(value):
 
 
 def test_a_ramp_has_the_bound_of_a_global_batch():
-    with pytest.raises(ConfigError, match=r'"9999996 until 10": a global batch has at most 1048576 sequences'):
+    with pytest.raises(ConfigError, match=r'"9999996 until 10" is too large; use at most 1048576 sequences'):
         batch_ramp(["9999996 until 10"])
 
 

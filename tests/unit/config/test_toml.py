@@ -84,8 +84,8 @@ def test_sources_on_the_command_line_are_as_bounded(text, capsys):
 
 def test_what_is_no_file_is_named_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    assert refused(tmp_path / "pipe").startswith("cannot be read (it is no regular file); name a TOML file")
-    assert refused(Path("/dev/zero")).startswith("cannot be read (it is no regular file)")
+    assert refused(tmp_path / "pipe").startswith("cannot be read (not a regular file); use a TOML file")
+    assert refused(Path("/dev/zero")).startswith("cannot be read (not a regular file)")
     assert refused(tmp_path).startswith("cannot be read (Is a directory)")
     (tmp_path / "loop.toml").symlink_to("loop.toml")
     assert "symbolic links" in refused(tmp_path / "loop.toml")
@@ -100,7 +100,7 @@ def test_a_file_larger_than_any_recipe_is_not_read(tmp_path):
         file.truncate(2**30)  # a hole
     result = limited(tmp_path / "large.toml")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
-    assert "large.toml: more than 1 MiB, which no recipe has" in result.stderr
+    assert "large.toml: larger than 1 MiB, the most that a recipe may have" in result.stderr
     path = tmp_path / "just.toml"
     path.write_bytes(b"x = 1\n" + b"#" * (MOST_BYTES - 6))
     assert read_toml(path) == {"x": 1}
@@ -118,7 +118,7 @@ def test_another_encoding_is_told_with_its_line(content, words, tmp_path):
     path = tmp_path / "a.toml"
     path.write_bytes(content)
     line = content.count(b"\n") or 1
-    assert refused(path) == f"not valid TOML: {words} is not UTF-8 (at line {line}); saved as UTF-8 it would work"
+    assert refused(path) == f"not valid TOML: {words} is not UTF-8 (at line {line}); save it as UTF-8"
 
 
 def test_what_looks_deep_and_is_not_is_read():

@@ -304,7 +304,7 @@ def test_a_mistake_in_the_data_arrives_as_itself(tmp_path, tokenizer, num_worker
         with pytest.raises(ConfigError) as error:
             next(loader)
         assert 'a.jsonl, line 2: data.text_field = "text" is null in it' in str(error.value)
-        assert 'data.on_bad_document = "skip" would work' in str(error.value)
+        assert 'data.on_bad_document = "skip"' in str(error.value)
         assert "Traceback" not in str(error.value)
 
 
@@ -424,7 +424,7 @@ def test_processes_that_cannot_be_started_are_told_in_a_line_with_what_is_full(c
     [loader] = loaders(Data("local", path=str(corpus), validation_fraction=0.0, num_workers=2), tokenizer, batch_size=4)
     with pytest.raises(LoaderError, match=r"^data.num_workers = 2: .* No space left on device: /dev/shm, .* has") as error:
         next(loader)
-    assert "data.num_workers = 0 works" in str(error.value)
+    assert "or use data.num_workers = 0" in str(error.value)
     assert "\n" not in str(error.value)
     del loader, error
     gc.collect()

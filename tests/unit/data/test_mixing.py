@@ -216,7 +216,7 @@ def test_a_dataset_that_yields_nothing_is_an_error_and_no_hang(tmp_path, content
     data = dataclasses.replace(data, min_document_tokens=3, on_bad_document="skip")
     for rows in (1, 8):
         [loader] = loaders(data, rows, 1, 1, 15)
-        with pytest.raises(ConfigError, match=r"source 1: \d+ documents in a row, .* are bad or shorter than .*tokens = 3"):
+        with pytest.raises(ConfigError, match=r"source 1: \d+ consecutive documents, .* are bad or shorter than .*tokens = 3"):
             next(loader)
 
 

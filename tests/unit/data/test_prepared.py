@@ -141,7 +141,7 @@ def test_killed_it_goes_on_after_the_last_whole_shard(tmp_path):
         prepare(local(corpus, validation_fraction=0.05), TOKENIZER, tmp_path / "p", workers=0, shard_tokens=99)
     second = subprocess.run(command, capture_output=True, text=True)
     assert second.returncode == 0, second.stderr
-    assert f"has {len(whole) // 2} whole shards: going on after them" in second.stdout
+    assert f"has {len(whole) // 2} whole shards: continuing after them" in second.stdout
     assert all(
         ((tmp_path / "p" / name).stat().st_ino, (tmp_path / "p" / name).stat().st_mtime_ns) == before[name] for name in whole
     )
@@ -193,7 +193,7 @@ def test_a_full_disk_is_told_and_gone_on_from(corpus, tmp_path, monkeypatch, fol
         write(shard, documents)
 
     monkeypatch.setattr(command._Shard, "write", full)
-    with pytest.raises(ConfigError, match=r"No space left on device; the same command goes on"):
+    with pytest.raises(ConfigError, match=r"No space left on device; use the same command to continue"):
         prepare(local(corpus), TOKENIZER, tmp_path / "p", workers=0, shard_tokens=500)
     prepare(local(corpus), TOKENIZER, tmp_path / "p", workers=0, shard_tokens=500)
     assert contents(tmp_path / "p") == contents(folder)
@@ -220,12 +220,12 @@ def test_the_command_prepares_says_what_and_verifies(corpus, tmp_path, capsys):
     [
         (["FOLDER"], "expected RECIPE FOLDER first"),
         ([RECIPE, "--workers", "1"], "expected RECIPE FOLDER first"),
-        ([RECIPE, "HERE"], "is there, and nothing is overwritten"),
+        ([RECIPE, "HERE"], "exists, and nothing is overwritten"),
         ([RECIPE, "new", "--workers", "-1"], "--workers -1: expected 0 or more"),
-        ([RECIPE, "precious", "--workers", "0"], "unfinished-precious is there, and not of this command"),
+        ([RECIPE, "precious", "--workers", "0"], "unfinished-precious exists, and this command did not write it"),
         (
             [RECIPE, "foreign", "--workers", "0"],
-            "unfinished-foreign: progress.json: splits = None, where an object is what works",
+            "unfinished-foreign: progress.json: splits = None: expected an object",
         ),
         (["--verify", "HERE", RECIPE], "expected nothing else"),
         ([RECIPE, "new", "--shard-tokens", "0"], "--shard-tokens 0: expected 1 or more"),
@@ -252,14 +252,14 @@ def test_a_corpus_with_nothing_to_train_on_is_an_error(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
     (tmp_path / "bad.jsonl").write_text("bad\n")
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"has no (document that could be read|train document)"):
+        with pytest.raises(ConfigError, match=r"has no (document that can be read|train document)"):
             prepare(local(tmp_path / "bad.jsonl", on_bad_document="skip"), TOKENIZER, tmp_path / "p", workers=0)
     with pytest.raises(ConfigError, match="has no train document"):
         prepare(local(tmp_path / "a.jsonl", validation_fraction=0.999999), TOKENIZER, tmp_path / "s", workers=0)
     prepare(local(tmp_path / "a.jsonl", validation_fraction=0.1), TOKENIZER, tmp_path / "q", workers=0)
     assert read(PreparedSource(prepared(tmp_path / "q"), "train", 0), 0, 1) == [(0, TOKENIZER.encode_document("x").tolist())]
     more = ["--data.dataset=prepared", f"--data.path={tmp_path}/q", f"--job.dump_folder={tmp_path}"]
-    with pytest.raises(ConfigError, match=r"has no validation document; prepared with another .*\(it was 0.1\)"):
+    with pytest.raises(ConfigError, match=r"has no validation document; prepare it again with another .*\(it was 0.1\)"):
         checked(load_config(RECIPE, more)[0])
     checked(load_config(RECIPE, [*more, "--no-validation.enable"])[0])
 
@@ -286,7 +286,7 @@ def test_bad_documents_are_an_error_or_skipped_and_listed(tmp_path):
 
 def test_more_shards_than_a_manifest_may_list_are_refused_while_they_are_made(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "MOST", 8000)
-    with pytest.raises(ConfigError, match=r"--shard-tokens 9: \d+ files are more than a manifest may list; larger shards would"):
+    with pytest.raises(ConfigError, match=r"--shard-tokens 9: \d+ files are more than a manifest may list; use a larger value"):
         prepare(local(corpus), TOKENIZER, tmp_path / "p", workers=0, shard_tokens=9)
 
 
@@ -321,7 +321,7 @@ def test_a_mixture_becomes_a_folder_for_each_source_and_a_part_of_a_recipe(corpu
     [loader] = loaders(data, 1, 4, 4, 16)
     next(loader)
     assert command.main(options) == 2  # nothing is overwritten
-    assert "mix is there, and nothing is overwritten" in capsys.readouterr().err
+    assert "mix exists, and nothing is overwritten" in capsys.readouterr().err
 
 
 def test_a_mixture_goes_on_after_the_sources_that_are_whole(corpus, folder, tmp_path, capsys, monkeypatch):
@@ -335,16 +335,16 @@ def test_a_mixture_goes_on_after_the_sources_that_are_whole(corpus, folder, tmp_
 
     monkeypatch.setattr(command, "prepare", stopped)
     assert command.main(options) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "use the same command to continue" in capsys.readouterr().err
     assert not (tmp_path / "mix").exists()
     assert command.main([*options, "--shard-tokens=99"]) == 2
-    assert f"unfinished-mix/1-{corpus.name} was made with other shard_tokens; with the same it goes on" in capsys.readouterr().err
+    assert f"unfinished-mix/1-{corpus.name} was made with other shard_tokens; use the same to continue" in capsys.readouterr().err
     assert command.main(options) == 0
     assert each == [f"1-{corpus.name}", "2-books", "2-books"]
     (tmp_path / "unfinished-other").mkdir()
     (tmp_path / "unfinished-other/notes.txt").touch()
     assert command.main([RECIPE, str(tmp_path / "other"), *options[2:]]) == 2
-    assert "unfinished-other has notes.txt, which is not of this command" in capsys.readouterr().err
+    assert "unfinished-other has notes.txt, which this command did not write" in capsys.readouterr().err
 
 
 # What is read
@@ -359,9 +359,9 @@ def alter(folder, change):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing; prepared anew with"),
+        (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing; use `python -m titan_lite.data.prepare` to"),
         (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json was altered"),
-        (lambda f: (f / "manifest.json").write_text("[" * 9), "manifest.json is no JSON"),
+        (lambda f: (f / "manifest.json").write_text("[" * 9), "manifest.json is not JSON"),
         (lambda f: manifest.write(f, step=1, files={}), "manifest.json is in no format of prepared data"),
         (lambda f: (f / "train-00001.tokens").unlink(), "train-00001.tokens is missing"),
         (lambda f: os.truncate(f / "train-00001.documents", 8), "train-00001.documents has 8 bytes of "),

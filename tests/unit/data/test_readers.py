@@ -69,7 +69,7 @@ def test_reading_over_a_line_costs_little_more_than_decompressing(tmp_path):
 def test_where_nothing_can_be_read_one_epoch_tells(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"a" * 2**21))
     source = build_source(local(tmp_path, on_bad_document="skip"), split="train", seed=0)
-    with pytest.raises(ConfigError, match=r"a.jsonl.gz, line 1: more than .* nothing else is there that could be read"):
+    with pytest.raises(ConfigError, match=r"a.jsonl.gz, line 1: more than .* no other document can be read"):
         for _ in source.documents(0, lambda ordinal: True):
             pass
 

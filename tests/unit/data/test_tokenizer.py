@@ -175,11 +175,11 @@ def test_what_is_no_file_or_too_large_is_not_read(tmp_path):
         with open(tmp_path / name, "wb") as file:
             file.truncate(size)  # which takes no room on the disk
     for path, words in (
-        ("pipe.model", "is a pipe, and no file"),
-        ("pipe.json", "is a pipe, and no file"),
-        ("/dev/zero", "is a device, and no file"),
-        ("large.model", "has more than 16 MiB"),
-        ("large.json", "has more than 64 MiB"),
+        ("pipe.model", "is a pipe, not a file"),
+        ("pipe.json", "is a pipe, not a file"),
+        ("/dev/zero", "is a device, not a file"),
+        ("large.model", "is larger than 16 MiB"),
+        ("large.json", "is larger than 64 MiB"),
     ):
         with pytest.raises(ConfigError, match=words) as error:
             load_tokenizer(tmp_path / path)
@@ -214,5 +214,5 @@ def test_any_bytes_are_a_tokenizer_or_told(tmp_path_factory, data):
 def test_of_a_folder_its_tokenizer_is_named(tmp_path):
     (tmp_path / "original").mkdir()
     (tmp_path / "original/tokenizer.model").write_bytes(DEBUG.read_bytes())
-    with pytest.raises(ConfigError, match=r"is a folder.*its original/tokenizer\.model would work"):
+    with pytest.raises(ConfigError, match=r"is a folder.*use its original/tokenizer\.model"):
         load_tokenizer(tmp_path)

@@ -101,12 +101,12 @@ W, V, STEP = ("model.w", (-1, 0, 0)), ("model.v", (-1, 1, 0)), ("optimizer.w.ste
 def test_of_three_copies_the_one_that_is_alone_is_named():
     text = told(({W: 1}, ()), ({W: 1}, ()), ({W: 2}, ()))
     assert text.startswith("rank 2 (node-2) differs from the other copies of w; ")
-    assert text.endswith("suspect the hardware of rank 2 (node-2), and leave that node out")
+    assert text.endswith("suspect the hardware of rank 2 (node-2), and exclude that node")
 
 
 def test_of_two_copies_both_are_named():
     text = told(({W: 1, STEP: 1}, ()), ({W: 2, STEP: 2}, ()))
-    assert text.startswith("ranks 0 (node-0) and 1 (node-1) hold different copies of w and 1 other, and which is right cannot be")
+    assert text.startswith("ranks 0 (node-0) and 1 (node-1) have different copies of w and 1 other, and which is right is")
 
 
 def test_the_rank_that_is_outvoted_elsewhere_is_the_one_of_two():
@@ -188,8 +188,8 @@ def on_ranks(functions):
 def test_each_rank_tells_the_same_of_every_layout():
     cases = {
         nothing: r"",
-        a_shard: r"step 4: ranks 1 and 3 hold different copies of w, and .*; so nothing was saved at this step; step-2 is whole",
-        a_half: r"step 4: ranks 0 and 2 hold different copies of half, and .*",
+        a_shard: r"step 4: ranks 1 and 3 have different copies of w, and .*; so nothing was saved at this step; step-2 is whole",
+        a_half: r"step 4: ranks 0 and 2 have different copies of half, and .*",
         a_norm: r"step 4: rank 2 differs from the other copies of norm; .*",
         a_counter: r"step 4: rank 1 differs from the other copies of w.step; .*",
         not_finite_alike: r"step 4: w is not finite on ranks 1 and 3; so nothing was saved at this step; step-2 is whole",

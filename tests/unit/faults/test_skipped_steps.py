@@ -89,7 +89,7 @@ def test_too_many_in_a_row_end_the_run(window, spike):
         made.skips(6, math.nan, 1.0)
     assert str(error.value) == (
         f"2 steps in a row had a non-finite loss or gradient{spike} (training.max_nonfinite_steps), the last one step 6; "
-        'parameters are those of step 4. A lower optimizer.lr = 0.5 or training.mixed_precision_param = "float32" may help'
+        'parameters are those of step 4; use an optimizer.lr below 0.5, or training.mixed_precision_param = "float32"'
     )
 
 

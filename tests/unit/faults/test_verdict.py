@@ -70,7 +70,7 @@ def test_the_oldest_collective_in_flight_is_the_one_that_is_waited_for():
 
 def test_a_collective_that_all_have_entered_hangs_itself():
     left, inside = record(entry("0", 5, retired=True), members=(0, 1)), record(entry("0", 5), members=(0, 1))
-    said = "in all_gather #5, which all have entered: the network, or a device?"
+    said = "in all_gather #5, which all have entered: suspect the network or a device"
     assert lines({0: inside, 1: left}, 2) == [f"rank 0 waits {said}", "rank 1, in step 7: forward (model.py:3)"]
     assert lines({0: inside, 1: inside}, 2)[0] == f"ranks 0-1 wait {said}"
 

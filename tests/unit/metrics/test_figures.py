@@ -260,7 +260,7 @@ def test_a_file_that_may_be_another_runs_is_left_alone(writer, said):
         assert not metrics.hold(owned=False)
         metrics.log(step, {"loss": 2.0})
     assert metrics.path.read_text() == "another run's"
-    assert said.text.count("METRICS ARE LOST, the run goes on: another metrics.jsonl is there than this run has opened") == 1
+    assert said.text.count("METRICS ARE LOST, the run goes on: metrics.jsonl was replaced by another file") == 1
 
 
 def test_on_a_file_system_that_numbers_one_file_twice_nothing_is_taken_for_removed(writer, said, monkeypatch):

@@ -29,7 +29,7 @@ def test_the_end_is_told_in_figures_of_the_whole_run(tmp_path):
         "done: step 30, 3,000 tokens, 1 step skipped; loss 1.0000; validation loss 1.5000",
         "speed: 200 tokens a second and device, MFU 20.0% (24.0% with attention counted as full), "
         "waiting for data 2.0% (medians); peak memory 0.70 GiB",
-        "communication: 250 ms of 800 ms exposed over 2 pipeline ranks, as estimated (compile.json)",
+        "communication: 250 ms of 800 ms exposed over 2 pipeline ranks, estimated (compile.json)",
         "checkpoints: step-10, step-30",
         f"to look at: python -m titan_lite.report {tmp_path}; tensorboard --logdir {tmp_path}",
     ]

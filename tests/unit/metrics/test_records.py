@@ -72,4 +72,4 @@ def test_an_attempt_that_ended_without_a_word_is_told(written):
         ("start", 30),
     ]
     assert events[2]["text"].startswith("ended without a word")
-    assert notes == ["lines.jsonl, line 12, is no event, and is left out"]
+    assert notes == ["lines.jsonl, line 12, is not an event, and is skipped"]

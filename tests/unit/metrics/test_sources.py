@@ -63,7 +63,7 @@ def test_a_source_without_a_held_out_sequence_is_named_once(caplog):
         by_source.add(torch.tensor([2.0]))
         assert by_source.figures("validation_").keys() == {"validation_loss_by_source/code"}
     (line,) = caplog.messages
-    assert "validation_loss_by_source/web is left out: no sequence of that source was read; raise validation.steps" in line
+    assert "validation_loss_by_source/web is absent: no sequence of that source was read; use a larger validation.steps" in line
 
 
 def test_a_rank_without_the_last_stage_adds_zeros():

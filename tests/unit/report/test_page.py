@@ -233,7 +233,7 @@ def test_a_resume_is_marked_and_what_it_repeats_counts(run):
     found = read_run(folder, "run")
     assert [(each["step"], each["loss"]) for each in found.rows] == [(10, 3.0), (20, 2.5)]
     (resume,) = [each for each in found.events if each["event"] == "resume"]
-    assert (resume["step"], resume["text"]) == (10, "resumed from step 10; steps 11 to 30 of before do not count")
+    assert (resume["step"], resume["text"]) == (10, "resumed from step 10; the earlier steps 11 to 30 do not count")
     assert found.rows[-1]["hours"] == pytest.approx(40 / 3600)
 
 
@@ -242,20 +242,20 @@ def test_lines_torn_by_a_kill_are_left_out_and_told(run):
     found = read_run(run(metrics=lines), "run")
     assert [each["step"] for each in found.rows] == [10, 20]
     assert [re.search(r"line (\d)", note)[1] for note in found.notes] == ["2", "5"]
-    assert "line 2, was cut short" in page([found])
+    assert "line 2, was cut off" in page([found])
 
 
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        (['{"step": 10}\n', "not json\n", '{"step": 20}\n'], "line 2: not valid JSON, in the midst"),
+        (['{"step": 10}\n', "not json\n", '{"step": 20}\n'], "line 2: not valid JSON, in the middle"),
         (["nor this\n", "not this\n"], "line 1: not valid JSON"),
         (['{"step": "ten"}\n'], "line 1: neither a step nor a resume"),
         (['{"loss": 1.0}\n'], "line 1: neither"),
         (['{"resumed_from": null}\n'], "line 1: neither"),
         (
             ['{"step": 10, "loss": 1}\n', '{"step": 20, "loss": "low"}\n'],
-            "line 2: neither a step nor a resume: loss = 'low', where a number is",
+            "line 2: neither a step nor a resume: loss = 'low': expected a number",
         ),
         (["\n"], "has no step yet"),
         ([], "has no step yet"),
@@ -324,8 +324,8 @@ def test_a_run_of_before_there_were_events(run):
 def test_a_folder_that_is_none_or_has_no_run(run, tmp_path, capsys):
     run("runs/a"), run("runs/b")
     for folder, words in (
-        (tmp_path / "absent", "no such folder; name a run's job.dump_folder, such as"),
-        (tmp_path / "runs", f"has no metrics.jsonl; the runs in it are {tmp_path}/runs/a, {tmp_path}/runs/b"),
+        (tmp_path / "absent", "no such folder; use a run's job.dump_folder, such as"),
+        (tmp_path / "runs", f"has no metrics.jsonl; use one of its runs: {tmp_path}/runs/a, {tmp_path}/runs/b"),
         (tmp_path / "runs/a/metrics.jsonl", "no such folder"),
     ):
         assert main([str(folder)]) == 2
@@ -337,14 +337,14 @@ def test_a_folder_that_is_none_or_has_no_run(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("compile.json", "[", "compile.json is no JSON"),
-        ("compile.json", "{}", "the whole = {}, where a list is what works"),
-        ("compile.json", '[{"graph": "forward"}]', "[0].before = None, where an object is"),
-        ("compile.json", "[1]", "[0] = 1, where an object is"),
-        ("compile.json", '[{"graph": "forward", "timeline": {}}]', "[0].timeline.communication = None, where a number"),
-        ("timeline.json", "]", "timeline.json is no JSON"),
-        ("timeline.json", '{"traceEvents": [{"ph": "X"}]}', "traceEvents[0].name = None, where a string is"),
-        ("timeline.json", '{"traceEvents": 5}', "traceEvents = 5, where a list is"),
+        ("compile.json", "[", "compile.json is not JSON"),
+        ("compile.json", "{}", "its content = {}: expected a list"),
+        ("compile.json", '[{"graph": "forward"}]', "[0].before = None: expected an object"),
+        ("compile.json", "[1]", "[0] = 1: expected an object"),
+        ("compile.json", '[{"graph": "forward", "timeline": {}}]', "[0].timeline.communication = None: expected a number"),
+        ("timeline.json", "]", "timeline.json is not JSON"),
+        ("timeline.json", '{"traceEvents": [{"ph": "X"}]}', "traceEvents[0].name = None: expected a string"),
+        ("timeline.json", '{"traceEvents": 5}', "traceEvents = 5: expected a list"),
         ("config.toml", "[training\n", "not valid TOML"),
     ],
 )
