@@ -28,8 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_lite.compiler.receipt import Receipt
-from titan_lite.compiler.schedule import DoesNotFit
+from titan_lite.compiler.receipt import DoesNotFit, Receipt
 from titan_lite.compiler.stage import CompileError
 from titan_lite.config import Compile, ConfigError
 

@@ -18,6 +18,10 @@ from titan_lite.compiler.hardware import bytes_copied
 from titan_lite.compiler.timeline import Timeline
 
 
+class DoesNotFit(Exception):
+    """A graph that `Schedule.fits` refuses by its receipt; raised on all ranks that would run it, before any of them has."""
+
+
 @dataclass(frozen=True)
 class Collective:
     """One that is left. kind: of KINDS; fqns: its parameters, in order; nbytes: of the whole that is gathered or reduced; ranks:

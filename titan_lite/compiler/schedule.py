@@ -34,28 +34,20 @@ from titan_lite.compiler.collectives import (
     wait_of,
 )
 from titan_lite.compiler.hardware import Machine
-from titan_lite.compiler.receipt import Receipt, copied_by_buckets, count_collectives, list_collectives
+from titan_lite.compiler.receipt import DoesNotFit, Receipt, copied_by_buckets, count_collectives, list_collectives
 from titan_lite.compiler.timeline import lower_bound, simulate
 from titan_lite.config import Compile, ConfigError
 
 
-class DoesNotFit(Exception):
-    """A graph that `Schedule.fits` refuses, raised on all ranks that would run it, before any of them has."""
-
-
 @dataclass
 class Schedule:
-    """machine: None for one that is not known, whose times are not estimated. fused: as in `Machine.cost`. exchange: shows a word
-    to all ranks that run the same graph, and returns theirs by rank. dump: a folder for graphs as text. must_merge:
-    whether buckets that are asked for and merge nothing are an error. fits: False for a graph that one rank must not run."""
-
     config: Compile
-    machine: Machine | None = None
-    fused: bool = False
-    exchange: Callable[[str], dict[int, str]] = lambda word: {0: word}
-    dump: Path | None = None
-    must_merge: bool = True
-    fits: Callable[[Receipt], bool] | None = None
+    machine: Machine | None = None  # None: unknown, and times are not estimated
+    fused: bool = False  # as in `Machine.cost`
+    exchange: Callable[[str], dict[int, str]] = lambda word: {0: word}  # a rank's word -> those of all ranks with this graph
+    dump: Path | None = None  # folder for graphs as text
+    must_merge: bool = True  # an error if buckets are asked for and merge nothing
+    fits: Callable[[Receipt], bool] | None = None  # False for a graph that this rank must not run
     receipts: list[Receipt] = field(default_factory=list)
 
     @contextmanager

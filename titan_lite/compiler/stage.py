@@ -40,7 +40,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_lite.compiler import collectives, pinning, resharding
 from titan_lite.compiler.fqns import parameters_within
-from titan_lite.compiler.schedule import DoesNotFit, Schedule
+from titan_lite.compiler.receipt import DoesNotFit
+from titan_lite.compiler.schedule import Schedule
 from titan_lite.config import Compile, ConfigError
 
 Compiling = Callable[[GraphModule, str], AbstractContextManager]  # of a graph and its name; compiled within

@@ -97,10 +97,8 @@ class _PackedRows(IterableDataset):
         try:
             while True:
                 # The same number from every process, since all have the same number of rows: no process gets ahead.
-                yield (
-                    [self._window(number) for number in itertools.islice(numbers, min(self.batch_size, len(first)))],
-                    self.skipped,
-                )
+                windows = [self._window(number) for number in itertools.islice(numbers, min(self.batch_size, len(first)))]
+                yield windows, self.skipped
                 self.skipped = SkippedDocuments()
         except ConfigError as error:
             # yielded, since a raised error would arrive wrapped in the worker's traceback

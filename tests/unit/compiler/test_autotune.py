@@ -8,8 +8,7 @@ from torch import nn
 
 from titan_lite.compiler import autotune as module
 from titan_lite.compiler.autotune import FITS, STEPS, WAYS, Autotuner, check_steps
-from titan_lite.compiler.receipt import Collective, Receipt
-from titan_lite.compiler.schedule import DoesNotFit
+from titan_lite.compiler.receipt import Collective, DoesNotFit, Receipt
 from titan_lite.compiler.stage import CompileError
 from titan_lite.compiler.timeline import Timeline
 from titan_lite.config import Compile, ConfigError
