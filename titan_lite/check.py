@@ -117,7 +117,7 @@ def check_machine(config: Config) -> None:
     """Raises ConfigError where a key asks for a GPU or a package that is not here."""
     check_kernel(config.training.attention_kernel)
     if config.training.attention_kernel == "cudnn" and config.debug.deterministic:
-        raise ConfigError('debug.deterministic = true: attention_kernel = "cudnn" sums gradients in any order; "FA2" would work')
+        raise ConfigError('debug.deterministic = true: attention_kernel = "cudnn" sums gradients in any order; use "FA2"')
     for key, value in flatten(config).items():
         gpu, package = KEYS[key].metadata["gpu"], KEYS[key].metadata["package"]
         if value and gpu and not torch.cuda.is_available():

@@ -145,7 +145,7 @@ def find_tokenizer(weights: Weights, path: str) -> Tokenizer:
         found.sort(key=lambda file: file.endswith(".json"))
     path = path or next(iter(found), "")
     if not path:
-        raise ConfigError(f"{weights.folder} has no tokenizer that can be read; --tokenizer FILE would work")
+        raise ConfigError(f"{weights.folder} has no tokenizer that can be read; use --tokenizer FILE")
     tokenizer = load_tokenizer(path, "--tokenizer")
     check_tokenizer(weights, path, tokenizer.vocab_size, tokenizer.sha256)
     return tokenizer
@@ -163,7 +163,7 @@ def find_device(name: str) -> torch.device:
         torch.zeros(1, device=device).cpu()  # there and back: meta keeps nothing
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"--device {name}: {reason}; cpu would work") from None
+        raise ConfigError(f"--device {name}: {reason}; use cpu") from None
     return device
 
 

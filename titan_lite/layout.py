@@ -182,7 +182,7 @@ def make_layout(config: Config, world_size: int, model: ModelConfig | None = Non
     if layout.gathers_once and parallelism.fsdp_reshard_after_forward == "always":
         raise ConfigError(
             'parallelism.fsdp_reshard_after_forward = "always" has no effect with fsdp_communication = "step", which keeps '
-            f'weights gathered for a step of {microbatches} microbatches; fsdp_communication = "microbatch" would work'
+            f'weights gathered for a step of {microbatches} microbatches; use fsdp_communication = "microbatch"'
         )
     return layout
 
@@ -237,12 +237,12 @@ def _check_schedule(config: Config, layout: Layout) -> None:
     if stage.bucketing not in ("none", "block") and layout.gathers_once:
         raise ConfigError(
             f'compile.bucketing = "{stage.bucketing}" has nothing to bucket: parallelism.fsdp_communication = "step" gathers '
-            f'once for {layout.microbatches} microbatches; fsdp_communication = "microbatch" or bucketing = "block" would work'
+            f'once for {layout.microbatches} microbatches; use fsdp_communication = "microbatch" or bucketing = "block"'
         )
     if stage.bucket_mode != "copy" and layout.gathers_once:
         raise ConfigError(
             f'compile.bucket_mode = "{stage.bucket_mode}" has nothing to bucket: parallelism.fsdp_communication = "step" gathers '
-            f'once for {layout.microbatches} microbatches; fsdp_communication = "microbatch" or bucket_mode = "copy" would work'
+            f'once for {layout.microbatches} microbatches; use fsdp_communication = "microbatch" or bucket_mode = "copy"'
         )
     if stage.bucketing == "measured":
         from titan_lite.compiler.autotune import check_steps

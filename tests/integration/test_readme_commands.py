@@ -74,7 +74,7 @@ HERE = {
         "Llama-3.1-8B", f"{SHORT} --training.steps 1 --job.dump_folder outputs/from_weights"
     ),
     'python -m titan_lite.generate outputs/debug_model --prompt "def main("': Run("def main(", "--max-new-tokens 5"),
-    f"{PLANNER} train_configs/llama3_405b.toml": Run("what binds: waiting for other pipeline ranks"),
+    f"{PLANNER} train_configs/llama3_405b.toml": Run("bottleneck: waiting for other pipeline ranks"),
     f"{PLANNER} train_configs/llama3_405b.toml --picture plan.png": Run("step time", PLAN, PLANNED_405B),
     f"{PLANNER} train_configs/llama3_8b.toml --sweep parallelism.tensor_parallel_degree=1,2,4,8": Run(
         "tensor_parallel_degree=2", PLAN, PLANNED_8B

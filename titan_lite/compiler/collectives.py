@@ -103,6 +103,14 @@ def wait_of(node: Node) -> Node:
     return waits_of(node)[0]
 
 
+def merge_waits(graph: Graph) -> None:
+    """Keep one wait for each collective, in place. torch 2.14 merges equal gathers of a graph, but not the waits for them."""
+    for node in [node for node in graph.nodes if node.target in KINDS and not results_of(node)]:
+        for again in waits_of(node)[1:]:
+            again.replace_all_uses_with(wait_of(node))
+            graph.erase_node(again)
+
+
 def start_of(wait: Node) -> Node:
     """What a wait waits for."""
     (started,) = wait.all_input_nodes

@@ -28,6 +28,7 @@ from titan_lite.compiler.collectives import (
     KINDS,
     collective_bytes,
     group_of,
+    merge_waits,
     parameter_collectives,
     parameters_of,
     ranks_of,
@@ -64,6 +65,7 @@ class Schedule:
     def __call__(self, module: GraphModule, name: str) -> None:
         """Raises ConfigError where the recipe asks for buckets and none were made, and where ranks differ; and DoesNotFit."""
         graph, started = module.graph, time.perf_counter()
+        merge_waits(graph)
         before = count_collectives(graph)
         self.write(graph, name, "0_traced")
         self.bucket(module, name)

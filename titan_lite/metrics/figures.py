@@ -1,28 +1,28 @@
-"""A run's figures: a line in the log, `metrics.jsonl`, TensorBoard, Weights & Biases, and at the end `loss.png`.
+"""Write a run's figures to the log, `metrics.jsonl`, TensorBoard, Weights & Biases, and at the end to `loss.png`.
 
     metrics = MetricsWriter(config.metrics, dump_folder, recipe, writes=rank == 0, first_step=0, total_steps=1000)
     metrics.log(10, {"loss": 6.9, "tps": 5000.0, ...})
 
-All carry the same names. `metrics.jsonl` has one object a line; a resumed run appends to it, after a line
-{"resumed_from": step}, and where a step occurs twice the later line counts.
+All use the same names. `metrics.jsonl` has one object per line. A resumed run appends to it, after a line {"resumed_from": step};
+if a step occurs twice, the later line counts.
 
-    loss, validation_loss   nats a token, over all ranks
+    loss, validation_loss   nats per token, over all ranks
     grad_norm               global L2 norm before clipping
-    tps                     tokens a second and device
-    tflops                  10^12 floating-point operations a second and device that the model needs, recomputation not counted
-    mfu                     tflops relative to the device's stated peak, percent; causal attention counts as half of full
-                            attention; left out on CPUs and GPUs without a stated peak, unless compile.machine states it
+    tps                     tokens per second and device
+    tflops                  10^12 floating-point operations per second and device that the model needs, without recomputation
+    mfu                     tflops relative to the device's datasheet peak, percent; causal attention counts as half of full
+                            attention; absent on CPUs and GPUs without a known peak, unless compile.machine has one
     mfu_full_attention      the same with attention counted as full, as torchtitan and others do
-    memory_gib              peak of one device: reserved by the CUDA allocator, or resident memory of a CPU process
-    data_wait               share of the time spent waiting for the loader, percent
-    step_time               seconds a step
-    bad_documents           different ones left out, over the whole run, with data.on_bad_document = "skip"
-    short_documents         left out since this start, with data.min_document_tokens
+    memory_gib              peak of one device: memory reserved by the CUDA allocator, or resident memory of a CPU process
+    data_wait               time spent waiting for the loader, percent
+    step_time               seconds per step
+    bad_documents           different documents skipped in the run, with data.on_bad_document = "skip"
+    short_documents         documents skipped since this start, with data.min_document_tokens
 
 and for each source of a mixture, where NAME is the end of its path, or its dataset
 
-    loss_by_source/NAME     nats a token of that source, over all steps since the line before
-    tokens_by_source/NAME   tokens of the whole run
+    loss_by_source/NAME     nats per token of that source, over all steps since the line before
+    tokens_by_source/NAME   tokens of the run, resumed parts included
     validation_loss_by_source/NAME
 """
 
@@ -62,10 +62,10 @@ HYPERPARAMETERS = ("model", "training", "optimizer", "lr_scheduler")  # sections
 
 
 class MetricsWriter:
-    """Shows values on every rank, and writes them on one.
+    """Show values on every rank, and write them on one.
 
-    recipe: {"training.steps": 1000, ...}, shown beside the curves; writes: this rank writes the files; total_steps: length of the
-    progress bar.
+    recipe: {"training.steps": 1000, ...}, written for TensorBoard and Weights & Biases. writes: whether this rank writes files.
+    total_steps: length of the progress bar.
     """
 
     def __init__(
@@ -99,18 +99,18 @@ class MetricsWriter:
             console.around = self.bar.external_write_mode
 
     def _open(self) -> bool:
-        """Open the file, to append to it; True where it has lines."""
+        """Open the file to append to it, and return whether it has lines."""
         before = self.path.read_bytes() if self.path.exists() else b""
         self.file = open(self.path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the run
-        self.watched = is_open(self.file, self.path)  # False on a file system that gives one file several numbers
+        self.watched = is_open(self.file, self.path)  # False on a file system without stable file numbers
         if before and not before.endswith(b"\n"):  # a run that was killed may leave half a line
             self._put("\n")
         return bool(before)
 
     def hold(self, *, owned: bool) -> bool:
-        """True where metrics.jsonl or tb/ was removed or replaced while the run goes on, and had to be made or opened again.
+        """Return True if metrics.jsonl or tb/ was removed or replaced during the run, and was made or opened again.
 
-        owned: no other run writes to the folder, so another file in the place of this run's may be written to.
+        owned: no other run writes to the folder, so that a replaced file may be written to.
         """
         if not self.writes:
             return False
@@ -119,7 +119,7 @@ class MetricsWriter:
         if there and board:
             return False
         if not there and self.path.exists() and not owned:
-            self._lose(f"another {self.path.name} is there than this run has opened")
+            self._lose(f"{self.path.name} was replaced by another file")
             return False
         try:
             self.dump_folder.mkdir(parents=True, exist_ok=True)
@@ -127,10 +127,10 @@ class MetricsWriter:
                 self._open()
             if not board:
                 if self.tensorboard is not None:
-                    with suppress(OSError):  # of what it has not written yet
+                    with suppress(OSError):  # its unwritten values
                         self.tensorboard.close()
                 self.tensorboard = start_tensorboard(self.dump_folder / "tb", self.recipe, None)
-            if self.wandb is not None:  # by which a resumed run is the same one
+            if self.wandb is not None:  # identifies the run to a resumed one
                 (self.dump_folder / "wandb_id").write_text(self.wandb.id, encoding="utf-8")
         except OSError as error:
             self._lose(f"{self.dump_folder} cannot be written: {error}")
@@ -138,7 +138,7 @@ class MetricsWriter:
         return True
 
     def advance(self) -> None:
-        """One more step is done."""
+        """Advance the progress bar by a step."""
         if self.bar is not None:
             self.bar.update()
 
@@ -152,7 +152,7 @@ class MetricsWriter:
         logger.info("  ".join(parts))
         if not self.writes:
             return
-        # JSON has no NaN; a reader of the file should not need a parser that does
+        # JSON has no NaN
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._write({"step": step, **finite, "time": round(time.perf_counter() - self.start, 3)})
         if self.tensorboard is not None:
@@ -190,33 +190,33 @@ class MetricsWriter:
             self._lose(f"{self.dump_folder} cannot be written: {error}")
 
     def _lose(self, why: str) -> None:
-        """No figure is worth the run; that some are lost is said once."""
+        """Warn once that figures are lost; this does not end the run."""
         if not self.lost:
             logger.warning(f"METRICS ARE LOST, the run goes on: {why}")
         self.lost = True
 
 
 def start_tensorboard(folder: Path, recipe: Mapping[str, Any], purge_step: int | None) -> Any:
-    """A writer that has the recipe: as text, and as hyperparameters, by which TensorBoard compares runs."""
+    """Return a TensorBoard writer with the recipe as text and as hyperparameters."""
     from torch.utils.tensorboard import SummaryWriter  # slow to import, and only one rank needs it
     from torch.utils.tensorboard.summary import hparams
 
-    # The writer's thread does not flush, as an error there would be a traceback on the terminal; `log` does.
+    # `log` flushes: an error in the writer's thread would print a traceback.
     writer: Any = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10**6)
-    lines = [f"    {key} = {json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()]  # code, to Markdown
+    lines = [f"    {key} = {json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()]  # a Markdown code block
     writer.add_text("recipe", "\n".join(lines), (purge_step or 1) - 1)
-    chosen = {  # of which lists are no values there
+    chosen = {  # lists are not admitted as values
         key: json.dumps(value) if isinstance(value, list) else value
         for key, value in recipe.items()
         if key.partition(".")[0] in HYPERPARAMETERS
     }
-    for summary in hparams(chosen, dict.fromkeys(("loss", "validation_loss"), 0.0)):  # the writer's own method starts another run
+    for summary in hparams(chosen, dict.fromkeys(("loss", "validation_loss"), 0.0)):  # the writer's method would start a new run
         writer.file_writer.add_summary(summary)
     return writer
 
 
 def start_wandb(dump_folder: Path, recipe: dict[str, Any]) -> Any:
-    """A run of Weights & Biases; the same one when this folder's run is resumed."""
+    """Return the run of Weights & Biases, the same one if this folder's run is resumed."""
     import wandb
 
     identity = dump_folder / "wandb_id"
@@ -234,7 +234,7 @@ def start_wandb(dump_folder: Path, recipe: dict[str, Any]) -> Any:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """GiB: the CUDA allocator's peak of reserved memory, or the peak of this process's resident memory on a CPU."""
+    """Return the peak of memory reserved by the CUDA allocator, or of this process's resident memory on a CPU, in GiB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 2**10  # of ru_maxrss, in bytes
@@ -242,7 +242,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def draw_loss(dump_folder: Path) -> Path:
-    """`metrics.jsonl` -> `loss.png` beside it: training and validation loss over steps; a warning where it cannot be written."""
+    """Draw training and validation loss of `metrics.jsonl` into `loss.png` beside it; warn if it cannot be written."""
     from matplotlib.figure import Figure
 
     entries = read_metrics(dump_folder / "metrics.jsonl")

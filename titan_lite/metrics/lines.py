@@ -1,4 +1,4 @@
-"""Lines that a run logs once it is compiled and after its last step.
+"""Log the results of compilation, and make the lines at the end of a run.
 
 show_receipts(receipts, [], dump_folder)
 for line in end_lines(dump_folder, "done", ...): logger.info(line)
@@ -15,7 +15,7 @@ from titan_lite.metrics.timelines import write_timelines
 
 
 def show_receipts(receipts: Sequence[Receipt], tried: Sequence[str], folder: Path) -> None:
-    """Log what the compile stage did, and write compile.json and the timelines. tried: lines about ways to bucket."""
+    """Log what the compile stage did, and write compile.json and the timelines. tried: lines about the bucketings tried."""
     if not receipts:
         return
     for line in (*tried, *describe(receipts)):
@@ -23,7 +23,7 @@ def show_receipts(receipts: Sequence[Receipt], tried: Sequence[str], folder: Pat
     try:
         write_receipts(receipts, folder)
         write_timelines(receipts, folder)
-    except OSError as error:  # no picture is worth the run
+    except OSError as error:  # does not end the run
         logger.warning(f"no compile.json or timeline: {error.filename}: {error.strerror}")
 
 
@@ -40,8 +40,10 @@ def end_lines(
     tensorboard: bool = False,
     again: str = "",
 ) -> list[str]:
-    """how: "done" or "stopped"; again: the command that goes on. Figures are of the whole run, resumed parts included, from its
-    metrics.jsonl."""
+    """Return the lines at the end of a run, with figures of metrics.jsonl, resumed parts included.
+
+    how: "done" or "stopped". again: the command that resumes the run.
+    """
     rows = read_metrics(dump_folder / "metrics.jsonl").values()
     column = {
         name: [row[name] for row in rows if row.get(name) is not None]
@@ -56,14 +58,14 @@ def end_lines(
         if column["mfu_full_attention"]:
             mfu += f" ({statistics.median(column['mfu_full_attention']):.1f}% with attention counted as full)"
         lines.append(
-            f"speed: {statistics.median(column['tps']):,.0f} tokens a second and device{mfu}, waiting for data "
+            f"speed: {statistics.median(column['tps']):,.0f} tokens per second and device{mfu}, waiting for data "
             f"{statistics.median(column['data_wait']):.1f}% (medians); peak memory {max(column['memory_gib']):.2f} GiB"
         )
     if ranks := rank_timelines(receipts):
         times = [timeline for timelines in ranks.values() for timeline in timelines]
         exposed, seconds = (milliseconds(sum(getattr(each, name) for each in times)) for name in ("waited", "seconds"))
         over = f" over {len(ranks)} pipeline ranks" if len(ranks) > 1 else ""
-        lines.append(f"communication: {exposed} of {seconds} exposed{over}, as estimated (compile.json)")
+        lines.append(f"communication: {exposed} of {seconds} exposed{over}, estimated (compile.json)")
     lines.append(f"checkpoints: {', '.join(f'step-{step}' for step in steps_on_disk) or 'none'}")
     board = f"; tensorboard --logdir {dump_folder}" if tensorboard else ""
     lines.append(f"to look at: python -m titan_lite.report {dump_folder}{board}")

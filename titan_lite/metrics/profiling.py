@@ -1,4 +1,4 @@
-"""torch.profiler traces at an interval and CUDA memory snapshots, off by default, and the flight recorder.
+"""Write torch.profiler traces and CUDA memory snapshots at an interval, and configure the flight recorder.
 
 with build_profiler(config.profiling, dump_folder, rank) as profiler:
     for step in ...:
@@ -19,7 +19,7 @@ from titan_lite.logging import logger
 
 
 class Profiler:
-    """Counts steps; on every profile_freq-th writes `trace-step-N/rank-R.json` (Chrome's format) and a memory snapshot."""
+    """Write `trace-step-N/rank-R.json` (Chrome's format) and a memory snapshot at every profile_freq-th step."""
 
     def __init__(self, config: Profiling, dump_folder: Path, rank: int, first_step: int):
         self.config, self.dump_folder, self.rank, self.done = config, dump_folder, rank, first_step
@@ -34,7 +34,7 @@ class Profiler:
 
     def save_trace(self, profiler: Any) -> None:
         if self.done % self.config.profile_freq:
-            return  # the run has ended within a period, and nothing was traced
+            return  # the run ended within a period, and nothing was traced
         path = self._path("profile_traces", "trace", "json")
         profiler.export_chrome_trace(str(path))
         logger.info(f"profile of step {self.done} written to {path}")
@@ -52,7 +52,7 @@ class Profiler:
 
 @contextmanager
 def build_profiler(config: Profiling, dump_folder: Path, rank: int, first_step: int = 0) -> Iterator[Profiler]:
-    """A Profiler whose `step` is called after every step. first_step: steps already done when it starts."""
+    """Return a context with a Profiler; call its `step` after every step. first_step: steps done before."""
     profiler = Profiler(config, dump_folder, rank, first_step)
     if config.enable_memory_snapshot:
         torch.cuda.memory._record_memory_history(max_entries=100_000)
@@ -72,10 +72,9 @@ def build_profiler(config: Profiling, dump_folder: Path, rank: int, first_step: 
 
 
 def set_flight_recorder(trace_buf_size: int, dump_folder: Path) -> None:
-    """The last `trace_buf_size` collectives are kept for the watchdog; NCCL dumps them on a timeout of its own as well, into
-    `flight_recorder/rank-R`, and times them, which tells of ranks that are slow (stragglers.py).
+    """Keep the last `trace_buf_size` collectives for the watchdog; 0 turns this off. Call before making the process group.
 
-    To be called before the process group is made. 0 turns it off.
+    NCCL also dumps them into `flight_recorder/rank-R` on its own timeout, and times them to find slow ranks (stragglers.py).
     """
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(trace_buf_size)
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = os.environ["TORCH_NCCL_ENABLE_TIMING"] = "1" if trace_buf_size else "0"

@@ -1,10 +1,10 @@
-"""Scalars of a step that the host reads when they have arrived: at once on a CPU, a step late on a GPU, which never waits.
+"""Read scalars of a step without stopping a GPU: at once on a CPU, one step late on a GPU.
 
     readings = Readings(device)
     readings.put(step, loss=loss, grad_norm=norm)          # tensors on the device
-    for step, values in readings.take(now=logs): ...       # values["loss"], a float; now: all of them, waiting for the last
+    for step, values in readings.take(now=logs): ...       # values["loss"] is a float; now: wait for all steps
 
-Reading a tensor at once would let a GPU idle while the host prepares and launches what comes next.
+Reading a tensor at once would leave a GPU idle until the host has launched the next kernels.
 """
 
 from collections import deque
@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LAG = {"cpu": 0}  # steps; of other devices, 1
+LAG = {"cpu": 0}  # steps; 1 for other devices
 
 
 class Readings:
-    """Values of steps that are not read yet. device: that of the tensors."""
+    """Values of steps that have not been read. device: that of the tensors."""
 
     def __init__(self, device: torch.device):
         self.device, self.lag = device, LAG.get(device.type, 1)
         self.waiting: deque[tuple[int, list[str], Tensor, Any]] = deque()
 
     def put(self, step: int, **values: Tensor) -> None:
-        """Scalars of any dtype that float64 holds."""
+        """Queue scalars of a step, of any dtype that float64 can represent."""
         packed = torch.stack([value.double() for value in values.values()])
         arrived = None
         if self.device.type == "cuda":
@@ -36,7 +36,7 @@ class Readings:
         self.waiting.append((step, [*values], packed, arrived))
 
     def take(self, *, now: bool) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yield (step, values) of the steps that are due, oldest first. now: of all, waiting for the last."""
+        """Yield (step, values) of the steps that are due, oldest first. now: of all steps, waiting for the last."""
         while len(self.waiting) > (0 if now else self.lag):
             step, names, packed, arrived = self.waiting.popleft()
             if arrived is not None:

@@ -1,7 +1,7 @@
-"""Reads what a run has left in its folder; needs the standard library only.
+"""Read what a run has written to its folder. Standard library only.
 
 for step, values in read_metrics(folder / "metrics.jsonl").items(): ...
-run = read_run(folder, "a name")          # all of it; raises RecordError for what is damaged
+run = read_run(folder, "a name")          # everything; raises RecordError for a damaged file
 """
 
 import itertools
@@ -29,8 +29,8 @@ from titan_lite.outside import (
     read_json,
 )
 
-ENDS = {"done", "stop", "failed", "error"}  # events of an attempt that ended with a word
-LONGEST = 1 << 20  # bytes of a line
+ENDS = {"done", "stop", "failed", "error"}  # events that end an attempt
+LONGEST = 1 << 20  # bytes in a line
 _VALUE = Form("a number", lambda value: NUMBER.holds(value) or (type(value) is float and not math.isfinite(value)))
 _ROW = {"step": BYTES, WORD: maybe(_VALUE)}
 _RESUME = {"resumed_from": BYTES}
@@ -49,28 +49,28 @@ _TRACE = {"traceEvents": [(_SPAN | {"pid": optional(COUNT)}, _NAMED | {"pid": op
 
 
 class RecordError(ValueError):
-    """A folder without a run, or with a damaged one; the message names the file, the line, and what to do."""
+    """An error: a folder has no run, or a damaged one. The message names the file, the line, and what to do."""
 
 
 @dataclass
 class RunRecord:
     folder: Path
     name: str
-    rows: list[dict[str, float]]  # by step: what counts of metrics.jsonl, with "tokens" and "hours" of training so far
-    events: list[dict[str, Any]]  # as in events.jsonl, with the resumes
+    rows: list[dict[str, float]]  # by step: the valid lines of metrics.jsonl, with "tokens" and "hours" of training so far
+    events: list[dict[str, Any]]  # those of events.jsonl, and the resumes
     recipe: dict[str, Any] = field(default_factory=dict)  # {"training.steps": 1000, ...}; empty without config.toml
     receipts: list[dict] = field(default_factory=list)  # compile.json
-    timelines: list[dict[str, Any]] = field(default_factory=list)  # of `_timelines`
-    notes: list[str] = field(default_factory=list)  # on lines left out
+    timelines: list[dict[str, Any]] = field(default_factory=list)  # from `_timelines`
+    notes: list[str] = field(default_factory=list)  # on lines that were skipped
 
     def column(self, name: str) -> list[float]:
         return [row[name] for row in self.rows if row.get(name) is not None]
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
-    """(number, object) of each line that is not empty; None for a line that is not an object, as a kill may leave one.
+    """Yield (number, object) of each line that is not empty; None for a line that is not an object, which a kill may leave.
 
-    A line of more than LONGEST bytes is none, either. Raises Damaged: no regular file. A file that is not there has none.
+    A line of more than LONGEST bytes gives None, too. A missing file has no lines. Raises Damaged for a file that is not regular.
     """
     if not path.exists() or path.is_dir():
         return
@@ -93,7 +93,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """metrics.jsonl -> {step: values}, of each step what the last run that did it wrote. A torn line is left out."""
+    """Return {step: values} of metrics.jsonl, with the last values of each step. A torn line is skipped."""
     result: dict[int, dict[str, float]] = {}
     for entry in _entries(path):
         if "resumed_from" in entry:
@@ -104,18 +104,18 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl that are a step or a resume."""
+    """Return the lines of metrics.jsonl that are a step or a resume."""
     return [entry for _, entry in read_lines(path) if entry is not None and not _wrong(entry)]
 
 
 def _wrong(entry: dict[str, Any]) -> str:
-    """Why a line is neither a step nor a resume; empty: it is one."""
+    """Return why a line is neither a step nor a resume, or "" if it is one."""
     return next(faults(entry, _RESUME if "resumed_from" in entry else _ROW), "")
 
 
 def step_seconds(path: Path, after: int = 0) -> list[float]:
-    """metrics.jsonl -> step_time of each window since the run was last started, but the first, in which code is compiled, and but
-    those that begin before step `after` is done."""
+    """Return step_time of each window of metrics.jsonl since the last start, without the first window, which compiles, and
+    without windows that begin before step `after` is done."""
     entries = _entries(path)
     since = max((place for place, entry in enumerate(entries) if "resumed_from" in entry), default=0)
     windows = [entry for entry in entries[since:] if entry.get("step_time") is not None]
@@ -123,19 +123,19 @@ def step_seconds(path: Path, after: int = 0) -> list[float]:
 
 
 def read_run(folder: Path, name: str) -> RunRecord:
-    """Raises RecordError, and ConfigError for a damaged config.toml."""
+    """Read a run's folder. Raises RecordError, and ConfigError for a damaged config.toml."""
     if not folder.is_dir():
-        raise RecordError(f"{folder}: no such folder; name a run's job.dump_folder, such as outputs/debug_model")
+        raise RecordError(f"{folder}: no such folder; use a run's job.dump_folder, such as outputs/debug_model")
     path = folder / "metrics.jsonl"
     if not path.is_file():
         inside = sorted(str(found.parent) for found in folder.glob("*/metrics.jsonl"))
-        hint = f"; the runs in it are {', '.join(inside)}" if inside else "; name a run's job.dump_folder"
+        hint = f"; use one of its runs: {', '.join(inside)}" if inside else "; use a run's job.dump_folder"
         raise RecordError(f"{folder} has no metrics.jsonl{hint}")
     rows, resumes, notes = read_rows(path)
     if not rows:
         raise RecordError(f"{path} has no step yet; a run writes one every metrics.log_freq steps")
     events, more = read_events(folder / "events.jsonl")
-    # Both are written at a start, resumes once there are metrics. Where events.jsonl is missing, resumes are alone.
+    # A start writes both, a resume once there are metrics. Without events.jsonl there are only resumes.
     starts = [event for event in events if event["event"] == "start"]
     for event, resume in zip(reversed(starts), reversed(resumes), strict=False):
         event.update(resume)
@@ -155,14 +155,14 @@ def read_run(folder: Path, name: str) -> RunRecord:
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]], list[str]]:
-    """(rows by step, a "resume" event for each resume, notes on torn lines) of metrics.jsonl. Raises RecordError."""
+    """Return (rows by step, a "resume" event for each resume, notes on torn lines) of metrics.jsonl. Raises RecordError."""
     rows: dict[int, dict[str, float]] = {}
     resumes, notes = [], []
     for (number, entry), (_, after) in itertools.pairwise([*read_lines(path), (0, {"resumed_from": 0})]):
         if entry is None:
             if after is None or "resumed_from" not in after:
-                raise RecordError(f"{path}, line {number}: not valid JSON, in the midst of the file; remove the line")
-            notes.append(f"{path.name}, line {number}, was cut short when the run was killed, and is left out")
+                raise RecordError(f"{path}, line {number}: not valid JSON, in the middle of the file; remove the line")
+            notes.append(f"{path.name}, line {number}, was cut off when the run was killed, and is skipped")
             continue
         if wrong := _wrong(entry):
             raise RecordError(f"{path}, line {number}: neither a step nor a resume: {wrong}; remove the line")
@@ -170,7 +170,7 @@ def read_rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]],
             since = entry["resumed_from"]
             again = [step for step in rows if step > since]
             text = f"resumed from step {since}" if since else "started again from the beginning"
-            text += f"; steps {since + 1} to {max(again)} of before do not count" if again else ""
+            text += f"; the earlier steps {since + 1} to {max(again)} do not count" if again else ""
             resumes.append({"event": "resume", "step": since, "text": text, "reached": max(rows, default=0)})
             rows = {step: values for step, values in rows.items() if step <= since}
             continue
@@ -188,18 +188,18 @@ def read_rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]],
 
 
 def read_events(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The events in their order, with one for each attempt that ended without a word; and notes on lines left out."""
+    """Return the events in order, with one for each attempt that ended without an event, and notes on skipped lines."""
     events: list[dict[str, Any]] = []
     notes, going = [], False  # an attempt that has not ended
     for number, entry in read_lines(path) if path.is_file() else ():
         if entry is None or any(faults(entry, _EVENT)):
-            notes.append(f"{path.name}, line {number}, is no event, and is left out")
+            notes.append(f"{path.name}, line {number}, is not an event, and is skipped")
             continue
         entry = {name: entry[name] for name in _EVENT if name in entry}
         event = entry["event"]
         if going and event in ("start", "restart"):
             last = max(events[-1]["step"], entry["step"] if event == "restart" else 0)
-            entry["lost"] = {"event": "failed", "step": last, "text": "ended without a word, as a run does that is killed"}
+            entry["lost"] = {"event": "failed", "step": last, "text": "ended without a message, such as by SIGKILL"}
             events.append(entry["lost"])
             going = False
         going = event == "start" or (going and event not in ENDS)
@@ -208,16 +208,16 @@ def read_events(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _read_json(path: Path, form: Any, otherwise: Any) -> Any:
-    """The content of a file, or, where there is none, `otherwise`. Raises RecordError."""
+    """Return the content of a file, or `otherwise` if there is none. Raises RecordError."""
     try:
         return read_json(path, form) if path.exists() else otherwise
     except Damaged as damage:
-        raise RecordError(f"{path.parent}: {damage}; remove the file, and the page is made without") from None
+        raise RecordError(f"{path.parent}: {damage}; remove the file to make the page without it") from None
 
 
 def _timelines(trace: dict) -> list[dict[str, Any]]:
-    """A Chrome trace, each process a pipeline rank: title, lanes, graphs and, in milliseconds, spans [number of the lane, start,
-    length, exposed, name], computation without gaps as one."""
+    """Return a timeline for each process (pipeline rank) of a Chrome trace: title, lanes, graphs, and spans [number of the lane,
+    start, length, exposed, name] in milliseconds. Computation without gaps is one span."""
     found: dict[int, dict[str, Any]] = {}
 
     def of(event: dict) -> dict[str, Any]:

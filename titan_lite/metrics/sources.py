@@ -1,12 +1,12 @@
-"""Tokens and loss of each source of a mixture, from the losses of sequences that a step computes anyway.
+"""Count tokens and loss of each source of a mixture, from the losses per sequence.
 
     by_source = BySource(["web", "code"], device, sum_of_losses, sum_over_tokens)
-    by_source.read(loader.sources, counted)     # each local batch as it is read: sources (B,), labels that count (B,)
+    by_source.read(loader.sources, counted)     # for each local batch: sources (B,), number of counted labels (B,)
     loss = by_source.add(runner.forward_backward(...), tokens)      # in the same order: losses (B,) -> their sum
     by_source.figures()                         # {"loss_by_source/web": 3.21, "tokens_by_source/web": 1_048_576, ...}
 
-A window is of one source (data/loader.py), so the sum of its tokens' losses is enough. Without names nothing is kept and no
-collective is added.
+A window comes from one source (data/loader.py), so the sum of its tokens' losses is sufficient. Without names nothing is kept,
+and there is no collective.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from titan_lite.logging import logger
 
 
 class BySource:
-    """names: of the sources, none where there is one alone. sum_losses, sum_tokens: add a tensor up over ranks, in place."""
+    """Counts by source. names: those of the sources, () without a mixture. sum_losses, sum_tokens: sum over ranks in place."""
 
     def __init__(
         self,
@@ -30,24 +30,24 @@ class BySource:
         sum_tokens: Callable[[Tensor], None],
     ):
         self.names, self.device, self.sum_losses, self.sum_tokens = names, device, sum_losses, sum_tokens
-        # nats and tokens of each source: of this rank, not yet added up; of all ranks, since the last figures
+        # nats and tokens of each source: own: of this rank, since the last sum; window: of all ranks, since the last figures
         self.own = torch.zeros(2, len(names), dtype=torch.float64, device=device)
         self.window = torch.zeros(2, len(names), dtype=torch.float64)
-        self.seen = [0] * len(names)  # tokens of the whole run
+        self.seen = [0] * len(names)  # tokens of the run, resumed parts included
         self.waiting: deque[Tensor] = deque()
-        self.missing: set[str] = set()  # figures with a prefix that were left out, and this was said
+        self.missing: set[str] = set()  # absent figures that were reported
 
     def read(self, sources: Sequence[int], counted: Tensor) -> None:
-        """sources: (B,) of a local batch's sequences; counted: (B,) labels of each that count."""
+        """Add a local batch. sources: (B,) source of each sequence. counted: (B,) number of counted labels of each."""
         if self.names:
             where = torch.tensor(sources, device=self.device)
             self.own[1].index_add_(0, where, counted.double())
             self.waiting.append(where)
 
     def add(self, losses: Tensor, tokens: Tensor | float = 1.0) -> Tensor:
-        """The sum of the losses (B,), in nats / tokens, of the batch that was read first of those still waiting.
+        """Add the losses (B,), in nats / tokens, of the oldest batch still waiting, and return their sum.
 
-        losses: a scalar zero before the last pipeline stage, and their sum where there are no names.
+        losses: a scalar zero before the last pipeline stage, or the sum itself without names.
         """
         if self.names:
             where = self.waiting.popleft()
@@ -63,9 +63,9 @@ class BySource:
         self.own.zero_()
 
     def figures(self, prefix: str = "") -> dict[str, float]:
-        """Nats a token since this was last called, of the sources that were read; tokens of the whole run. By all ranks together.
+        """Return nats per token since the last call for each source that was read, and tokens of the run. A collective.
 
-        A loss that is not finite is that of its source alone. With a prefix, such as "validation_", the losses alone.
+        A loss that is not finite affects only its source. With a prefix, such as "validation_", only the losses are returned.
         """
         if not self.names:
             return {}
@@ -77,19 +77,19 @@ class BySource:
             for key in (f"{prefix}loss_by_source/{name}" for name in self.names):
                 if key not in values and key not in self.missing:
                     self.missing.add(key)
-                    logger.warning(f"{key} is left out: no sequence of that source was read; raise validation.steps")
+                    logger.warning(f"{key} is absent: no sequence of that source was read; use a larger validation.steps")
         else:
             values |= {f"tokens_by_source/{name}": seen for name, seen in zip(self.names, self.seen, strict=True)}
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """Called by all ranks together."""
+        """Return the state for a checkpoint. A collective."""
         if not self.names:
             return {}
         self._gather()
         return {"tokens_by_source": dict(zip(self.names, self.seen, strict=True))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """A step saved before there was such a count goes on from zero."""
+        """Continue from a checkpoint's state; without a count, from zero."""
         counts = state.get("tokens_by_source", {})
         self.seen = [counts.get(name, 0) for name in self.names]

@@ -1,11 +1,11 @@
-"""Throughput of training, in windows from one log line to the next.
+"""Measure the throughput of training in windows from one log line to the next.
 
 throughput = Throughput(layout.tokens_until, ranks=8, flops_per_token=(6.0e9, 6.8e9), peak_flops=989e12)
 throughput.start(step)                          # training begins
 with throughput.waiting(): batch = next(loader)
 with throughput.exclude(): save()               # not training
 values |= throughput.figures(step)              # {"tps": ..., "tflops": ..., "data_wait": ..., "step_time": ..., "mfu": ...}
-throughput.start(step)                          # of the next window, once those are logged
+throughput.start(step)                          # the next window begins, after these are logged
 """
 
 import time
@@ -14,8 +14,11 @@ from contextlib import contextmanager
 
 
 class Throughput:
-    """tokens_until: (step) -> tokens of all steps up to it, on all ranks. flops_per_token: with attention counted as causal, and
-    as full. peak_flops: of one device, a second; None where it is not known, which leaves out mfu."""
+    """The throughput of the current window.
+
+    tokens_until: (step) -> tokens of all steps up to it, on all ranks. flops_per_token: with attention counted as causal, and as
+    full. peak_flops: FLOP/s of one device; None if unknown, which omits mfu.
+    """
 
     def __init__(
         self,
@@ -30,25 +33,25 @@ class Throughput:
         self.start(0)
 
     def start(self, step: int) -> None:
-        """A window begins after `step`."""
+        """Begin a window after `step`."""
         self.began, self.first, self.waited = time.perf_counter(), step, 0.0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within: time that counts as data_wait."""
+        """Return a context whose time counts as data_wait."""
         started = time.perf_counter()
         yield
         self.waited += time.perf_counter() - started
 
     @contextmanager
     def exclude(self) -> Iterator[None]:
-        """Within: time that is not training, such as validation or a save."""
+        """Return a context whose time does not count, such as validation or a save."""
         started = time.perf_counter()
         yield
         self.began += time.perf_counter() - started
 
     def figures(self, step: int) -> dict[str, float]:
-        """Values of the window's steps, up to and with `step`, under the names of figures.py."""
+        """Return the values of the window up to and including `step`, by their names in figures.py."""
         seconds, steps = time.perf_counter() - self.began, step - self.first
         tps = (self.tokens_until(step) - self.tokens_until(self.first)) / self.ranks / seconds
         values = {

@@ -1,8 +1,8 @@
-"""Estimated timelines (compiler/timeline.py) as a picture, and as a trace for https://ui.perfetto.dev and chrome://tracing.
+"""Draw estimated timelines (compiler/timeline.py), and write them as a trace for https://ui.perfetto.dev and chrome://tracing.
 
     write_timelines(receipts, dump_folder)       # timeline.png and timeline.json of a run
 
-Computation has a lane, and so has each mesh axis along which something is sent. plan/picture.py draws plans with the same parts.
+Computation has a lane, and each mesh axis with communication has one. plan/picture.py draws plans with the same functions.
 """
 
 import itertools
@@ -25,7 +25,7 @@ COLORS = {
 
 
 def write_timelines(receipts: Sequence[Receipt], folder: Path) -> None:
-    """timeline.png and timeline.json of `rank_timelines`, a panel or a process for each pipeline rank; none without any."""
+    """Write timeline.png and timeline.json, with a panel or a process for each pipeline rank; nothing without timelines."""
     ranks = rank_timelines(receipts)
     if not ranks:
         return
@@ -49,18 +49,18 @@ def write_timelines(receipts: Sequence[Receipt], folder: Path) -> None:
 
 
 def lane_of(span: Span) -> str:
-    """The lane of a span, whose group is named by axis."""
+    """Return the lane of a span, whose group is the name of an axis."""
     return WORDS[span.group] if span.group else "computation"
 
 
 def lanes_of(timelines: Iterable[Timeline]) -> list[str]:
-    """Computation, then the axes along which something is sent."""
+    """Return the lanes: computation, then the axes with communication."""
     groups = {span.group for timeline in timelines for span in timeline.spans}
     return ["computation", *(word for axis, word in WORDS.items() if axis in groups)]
 
 
 def draw_graphs(axes: Any, timelines: Sequence[Timeline], lanes: Sequence[str], captions: Sequence[str]) -> None:
-    """One graph after another over milliseconds, with its caption, in COLORS."""
+    """Draw one graph after another over milliseconds, each with its caption, in COLORS."""
     computing, hidden, waiting = COLORS.values()
     bars: dict[tuple[float, str], list[tuple[float, float]]] = defaultdict(list)
     for (timeline, offset), caption in zip(_one_after_another(timelines), captions, strict=True):
@@ -74,7 +74,7 @@ def draw_graphs(axes: Any, timelines: Sequence[Timeline], lanes: Sequence[str], 
         axes.axvline(1e3 * (offset + timeline.seconds), color="black", linewidth=0.8)
     draw_bars(axes, bars)
     axes.set(
-        xlabel="milliseconds, as estimated",
+        xlabel="milliseconds (estimated)",
         yticks=[len(lanes) - 0.5 - number for number in range(len(lanes))],
         yticklabels=lanes,
         xlim=(0, 1e3 * sum(timeline.seconds for timeline in timelines)),
@@ -83,13 +83,13 @@ def draw_graphs(axes: Any, timelines: Sequence[Timeline], lanes: Sequence[str], 
 
 
 def draw_bars(axes: Any, bars: Mapping[tuple[float, str], Sequence[tuple[float, float]]], edge: str = "none") -> None:
-    """bars: by height and color, (start, length) each; a later one covers those before it."""
+    """Draw bars {(height, color): [(start, length), ...]}; a later one covers those before it."""
     for (height, color), spans in bars.items():
         axes.broken_barh([span for span in spans if span[1]], (height, 0.8), facecolors=color, edgecolors=edge, linewidth=0.2)
 
 
 def add_legend(axes: Any, colors: Mapping[str, str]) -> None:
-    """colors: by meaning."""
+    """Add a legend of {meaning: color}."""
     from matplotlib.patches import Patch
 
     patches = [Patch(color=color, label=meaning) for meaning, color in colors.items()]
@@ -97,7 +97,7 @@ def add_legend(axes: Any, colors: Mapping[str, str]) -> None:
 
 
 def graph_spans(timelines: Sequence[Timeline], lanes: Sequence[str]) -> Iterator[TraceSpan]:
-    """One graph after another."""
+    """Yield the spans of one graph after another."""
     for timeline, offset in _one_after_another(timelines):
         for span in timeline.spans:
             args = {"graph": timeline.graph, "exposed_us": 1e6 * span.waited}
@@ -105,7 +105,7 @@ def graph_spans(timelines: Sequence[Timeline], lanes: Sequence[str]) -> Iterator
 
 
 def write_trace(path: Path, *processes: tuple[str, Sequence[str], Iterable[TraceSpan]]) -> None:
-    """A Chrome trace, in microseconds. processes: a title, the names of its lanes, which are threads, and their spans."""
+    """Write a Chrome trace, in microseconds. processes: (title, names of its lanes, spans); a lane is a thread of the trace."""
     events: list[dict[str, Any]] = []
     for pid, (title, lanes, spans) in enumerate(processes):
         events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": title}})
@@ -118,5 +118,5 @@ def write_trace(path: Path, *processes: tuple[str, Sequence[str], Iterable[Trace
 
 
 def _one_after_another(timelines: Sequence[Timeline]) -> Iterator[tuple[Timeline, float]]:
-    """Each with the seconds before it."""
+    """Yield (timeline, seconds before it)."""
     return zip(timelines, itertools.accumulate((timeline.seconds for timeline in timelines), initial=0.0), strict=False)

@@ -3,5 +3,5 @@ import sys
 
 from titan_lite.plan.command import main
 
-signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: workers and semaphores go, what is there is shown
+signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: removes workers and semaphores, shows partial results
 sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Changes of a recipe: those worth planning, grids of values; how they are planned, ranked and shown, for a search as well.
+"""Make, plan, rank and show changes of a recipe: promising single changes, grids of values, and the layouts of a search.
 
 changes = candidates(layout, machine)                  # [{"activation_checkpoint.mode": "none"}, ...]
 changes = grid(["training.local_batch_size=1,2"])      # [{"training.local_batch_size": "1"}, ...]
@@ -17,21 +17,21 @@ from titan_lite.plan.summary import Plan, make_plans, what_binds
 from titan_lite.plan.trace import PlannedLayout
 
 Change = dict[str, str]  # {"section.key": value as on a command line}
-Row = tuple[Change, Plan | str]  # a change, and its plan or why there is none
+Row = tuple[Change, Plan | str]  # (change, its plan or why there is none)
 CHECKPOINTING = ("none", "selective", "full")
 
 
 class Stopped(KeyboardInterrupt):
-    """By Ctrl-C or SIGTERM. rows: what was planned until then, ranked; said: lines about it, for stdout."""
+    """Ctrl-C or SIGTERM while planning. rows: the plans until then, ranked; said: lines about them, for stdout."""
 
     def __init__(self, rows: "Sequence[Row]", wanted: int):
         self.rows, self.planned, self.wanted = rows, sum(isinstance(plan, Plan) for _, plan in rows), wanted
-        super().__init__(f"stopped when {self.planned} of {wanted} were planned")
+        super().__init__(f"stopped after {self.planned} of {wanted} plans")
         self.said: list[str] = [f"PARTIAL: {self}", *table(rows)] if self.planned else []
 
 
 def candidates(layout: PlannedLayout, machine: Machine) -> list[Change]:
-    """One step away from the recipe, each; some may be refused when they are laid out."""
+    """Return single changes of the recipe that may help; some may be refused when they are laid out."""
     config, degrees = layout.config, layout.degrees
     parallelism, compile = config.parallelism, config.compile
     found: list[Change] = [
@@ -45,7 +45,7 @@ def candidates(layout: PlannedLayout, machine: Machine) -> list[Change]:
                 found.append({f"parallelism.{key}": str(degree), "parallelism.data_parallel_shard_degree": "-1"})
     if degrees["pp"] > 1 and parallelism.pipeline_parallel_schedule == "1F1B":
         found.append({"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"})
-    inside = degrees["cp"] * degrees["tp"]  # of a copy of the model: as many ranks as a node has
+    inside = degrees["cp"] * degrees["tp"]  # with HSDP, a copy of the model has the ranks of a node
     copies = degrees["dp_shard"] * inside // machine.ranks_per_node
     if inside < machine.ranks_per_node and copies > 1 and degrees["dp_shard"] % copies == 0:
         found.append(
@@ -66,13 +66,13 @@ def candidates(layout: PlannedLayout, machine: Machine) -> list[Change]:
 
 
 def grid(sweeps: Sequence[str]) -> list[Change]:
-    """Every combination of "section.key=value,value" each; of none, none. Raises ConfigError."""
+    """Return all combinations of sweeps "section.key=value,value"; [] without sweeps. Raises ConfigError."""
     axes = []
     for sweep in sweeps:
         key, _, values = sweep.partition("=")
         words = [word.strip() for word in values.split(",") if word.strip()]
         if key not in KEYS or not words:
-            raise ConfigError(f"--sweep {sweep}: write a key and values, such as parallelism.tensor_parallel_degree=1,2,4")
+            raise ConfigError(f"--sweep {sweep}: use a key and values, such as parallelism.tensor_parallel_degree=1,2,4")
         axes.append([(key, word) for word in words])
     return [dict(combination) for combination in itertools.product(*axes)] if axes else []
 
@@ -84,9 +84,10 @@ def plan_changes(
     full: bool = False,
     name: Callable[[Change], str] | None = None,
 ) -> list[Row]:
-    """A row each, ranked. lay_out: raises ConfigError where a recipe so changed cannot run; name: a change in words.
+    """Return a row for each change, ranked.
 
-    Raises ConfigError for what is wrong with the recipe as it is, which is the change {}, and Stopped.
+    lay_out: raises ConfigError if the changed recipe cannot run. name: describes a change. Raises ConfigError if the unchanged
+    recipe, which is the change {}, is wrong. Raises Stopped.
     """
     layouts: list[tuple[Change, PlannedLayout]] = []
     rows: list[Row] = []
@@ -104,7 +105,7 @@ def plan_changes(
         best = ""
         if fit := fitting(ranked(rows)):
             change, plan = fit[0]
-            best = f"{plan.tokens_per_second(plan.steps[0]):,.0f} tokens/s a GPU: {(name or words_of)(change) or 'as it is'}"
+            best = f"{plan.tokens_per_second(plan.steps[0]):,.0f} tokens/s per GPU: {(name or words_of)(change) or 'unchanged'}"
         if len(layouts) > 1:
             progress.show(f"planned {len(rows)} of {len(layouts)}", share, best)
 
@@ -122,7 +123,7 @@ def plan_changes(
 
 
 def ranked(rows: Iterable[Row]) -> list[Row]:
-    """In order: plans that fit, by tokens a second; plans that do not; changes without a plan."""
+    """Sort rows: plans that fit, by tokens per second; plans that do not fit; changes without a plan."""
 
     def place(row: Row) -> tuple[int, float]:
         plan = row[1]
@@ -140,8 +141,8 @@ def words_of(change: Change) -> str:
 
 
 def table(rows: Sequence[Row], name: Callable[[Change], str] = words_of) -> list[str]:
-    """A line a row, under a line that names the columns."""
-    lines = [f"{'tokens/s a GPU':>18}  {'MFU %':>8}  {'GiB':>6}  {'fits':<4}  change; what binds"]
+    """Return a line for each row, after a line with the names of the columns."""
+    lines = [f"{'tokens/s per GPU':>18}  {'MFU %':>8}  {'GiB':>6}  {'fits':<4}  change; bottleneck"]
     for change, plan in rows:
         speed = mfu = memory = fits = "-"
         why = plan
@@ -155,16 +156,16 @@ def table(rows: Sequence[Row], name: Callable[[Change], str] = words_of) -> list
 
 
 def best_changes(plan: Plan, rows: Sequence[Row]) -> list[str]:
-    """The three changes that fit and give the most tokens a second. rows: ranked, with the plan's own."""
+    """Return lines on the three changes that fit and give the most tokens per second. rows: ranked, with that of the plan."""
     changed = [(change, other) for change, other in rows if change and isinstance(other, Plan)]
     fit = fitting(changed)
     base = plan.tokens_per_second(plan.steps[0])
     gains = [(other.tokens_per_second(other.steps[0]) / base - 1, change, other) for change, other in fit]
     gains = [each for each in gains if each[0] > 0.005 or not plan.fits][:3]
-    lines = ["", f"changes that help most, of {len(changed)} that were planned"]
+    lines = ["", f"best changes, of {len(changed)} planned"]
     for gain, change, other in gains:
         memory = (other.memory.total - plan.memory.total) / GIB
-        batch = f", {other.layout.tokens:,} tokens a step" if other.layout.tokens != plan.layout.tokens else ""
+        batch = f", {other.layout.tokens:,} tokens per step" if other.layout.tokens != plan.layout.tokens else ""
         lines.append(f"  {100 * gain:+5.1f}% tokens/s, {memory:+6.1f} GiB{batch}: {words_of(change)}")
-    none = f"  none: of {len(fit)} that fit, no one is faster" if plan.fits else "  none: no one fits; more ranks would be needed"
+    none = f"  none: of {len(fit)} that fit, none is faster" if plan.fits else "  none: none fits; use more ranks"
     return lines if gains else [*lines, none]

@@ -1,16 +1,16 @@
-"""The cost of a recipe, before anyone rents a GPU: step time, tokens a second, memory, and what waits for what.
+"""Predict the cost of a recipe without a GPU: step time, tokens per second, memory, and exposed communication.
 
     python -m titan_lite.plan train_configs/llama3_405b.toml
     python -m titan_lite.plan train_configs/llama3_8b.toml --world-size 128 --hardware h200 --set training.local_batch_size=1
-    python -m titan_lite.plan train_configs/llama3_70b.toml --changes           # and what is one change away: minutes
+    python -m titan_lite.plan train_configs/llama3_70b.toml --changes           # also single changes that help: minutes
     python -m titan_lite.plan train_configs/llama3_70b.toml --sweep parallelism.tensor_parallel_degree=2,4,8
     python -m titan_lite.plan train_configs/llama3_8b.toml --world-size 64 --search     # the best layout that fits: minutes
     python -m titan_lite.plan train_configs/llama3_8b.toml --picture plan.png --trace plan.json
     python -m titan_lite.plan --calibrate outputs/llama3_8b      # a real run's machine, as a profile for --hardware
 
-The real model is made parallel, compiled and scheduled by the code that trains it, on fake tensors in a world that is not there,
-and priced on a machine that is numbers (compiler/hardware.py). Nothing runs, no weight is made, no tokenizer or data is looked
-at, and no GPU or network is needed. Exit code 0: planned, whether it fits or not (--json says "fits"); 2: something is wrong.
+The real model is parallelized, compiled and scheduled by the code that trains it, on fake tensors with a fake process group. A
+cost model of a machine (compiler/hardware.py) gives the time. Nothing runs, no weights are allocated, no tokenizer or data is
+read, and no GPU or network is needed. Exit code 0: planned, whether it fits or not (--json has "fits"); 2: an error.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from titan_lite.command import Parser, command
 from titan_lite.config import Config, ConfigError
 from titan_lite.config.recipe import load_config
 
-SEARCHED = 12  # plans of a search, where the command line does not say
+SEARCHED = 12  # plans of a search by default
 
 
 @command
@@ -33,22 +33,22 @@ def main(arguments: Sequence[str]) -> None:
     parser = Parser(__doc__, needs_arguments=False)
     add, either = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     add("recipe", nargs="?", help="a TOML file")
-    add("--world-size", type=int, help="ranks; without, as the recipe's line `# world_size: N` says")
+    add("--world-size", type=int, help="ranks (default: N of the recipe's line `# world_size: N`)")
     add("--hardware", help="a profile such as h100, or the path of a .toml file; default: compile.machine, or h100")
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any key of the recipe, repeatable")
-    add("--tokens", type=float, default=0.0, help="a token budget, such as 15e12, to tell days and GPU-hours of")
-    add("--full", action="store_true", help="trace every block, instead of two depths and a line through them")
+    add("--tokens", type=float, default=0.0, help="a token budget, such as 15e12, to print its days and GPU-hours")
+    add("--full", action="store_true", help="trace every block, instead of extrapolating from two depths")
     add("--picture", type=Path, metavar="PNG", help="draw the step, and one microbatch's graphs")
-    add("--trace", type=Path, metavar="JSON", help="the same for Perfetto and chrome://tracing")
-    either("--json", action="store_true", help="for machines")
-    either("--changes", action="store_true", help="plan what is one change away, too, and tell the three that help most")
+    add("--trace", type=Path, metavar="JSON", help="write the same for Perfetto and chrome://tracing")
+    either("--json", action="store_true", help="print JSON")
+    either("--changes", action="store_true", help="also plan single changes, and print the three that help most")
     either("--sweep", action="append", default=[], metavar="SECTION.KEY=A,B,C", help="plan a grid (repeatable), and rank it")
     search = (
-        "find the degrees, local batch size, checkpointing, schedule and bucketing that are fastest on so many ranks, at as many "
-        f"tokens a step; PLANS: how many of them to plan, of all that are priced by formula (default {SEARCHED})"
+        "find the fastest degrees, local batch size, checkpointing, schedule and bucketing for this number of ranks and tokens "
+        f"per step; PLANS: number of layouts to plan, of all that are estimated by formula (default {SEARCHED})"
     )
     either("--search", type=int, nargs="?", const=SEARCHED, metavar="PLANS", help=search)
-    calibrate = "fit the machine's profile to what a run has measured, and write it"
+    calibrate = "fit the machine's profile to a run's measurements, and write it"
     either("--calibrate", type=Path, metavar="RUN_FOLDER", help=calibrate)
     options = parser.parse_args(arguments)
     try:
@@ -61,17 +61,17 @@ def main(arguments: Sequence[str]) -> None:
 def answer(options: argparse.Namespace) -> str:
     drawn = [name for name in ("picture", "trace") if getattr(options, name)]
     if drawn and (options.sweep or options.search is not None or options.calibrate):
-        raise ConfigError(f"--{drawn[0]} shows one plan; without --sweep, --search and --calibrate it would work")
+        raise ConfigError(f"--{drawn[0]} shows one plan; leave out --sweep, --search and --calibrate")
     for name in drawn:
         folder = getattr(options, name).resolve().parent
         if not folder.is_dir():
-            raise ConfigError(f"--{name} {getattr(options, name)}: there is no folder {folder}; one that exists would work")
+            raise ConfigError(f"--{name} {getattr(options, name)}: there is no folder {folder}; use one that exists")
     if options.search is not None and options.search < 1:
-        raise ConfigError(f"--search {options.search} plans nothing; {SEARCHED} would work")
+        raise ConfigError(f"--search {options.search} plans nothing; use {SEARCHED}")
     if options.calibrate:
         if options.recipe:
             raise ConfigError(
-                "--calibrate takes the recipe of its run, RUN_FOLDER/config.toml; without one before it, it would work"
+                f"{options.recipe}: --calibrate uses the recipe of its run, RUN_FOLDER/config.toml; leave this one out"
             )
         from titan_lite.plan.calibrate import calibrate_run
 
@@ -81,35 +81,35 @@ def answer(options: argparse.Namespace) -> str:
             )
         )
     if not options.recipe:
-        raise ConfigError("no recipe; train_configs/llama3_8b.toml would work")
+        raise ConfigError("no recipe; use one such as train_configs/llama3_8b.toml")
     return plan_recipe(options)
 
 
 def plan_recipe(options: argparse.Namespace) -> str:
     overrides = [f"--{override}" for override in options.set]
     config, _ = load_config(options.recipe, overrides)
-    if config.parallelism.enable_async_tensor_parallel:  # which needs GPUs; a change may turn tensor parallelism off
+    if config.parallelism.enable_async_tensor_parallel:  # needs GPUs; a change may turn tensor parallelism off
         key = "parallelism.enable_async_tensor_parallel"
-        print(f"{key} = true is planned as false: waits for tensor parallelism are upper bounds", file=sys.stderr)
+        print(f"{key} = true is planned as false: exposed tensor parallelism is an upper bound", file=sys.stderr)
         overrides.append(f"--no-{key}")
         config, _ = load_config(options.recipe, overrides)
     world_size = world_size_of(Path(options.recipe)) if options.world_size is None else options.world_size
     if world_size < 1:
-        raise ConfigError(f"--world-size {world_size} is no number of ranks; 8 would work")
+        raise ConfigError(f"--world-size {world_size} is not a number of ranks; use one such as 8")
 
     def lay_out_changed(change: dict[str, str]) -> Any:
         changes = [f"--{key}={value}" for key, value in change.items()]
         changed = load_config(options.recipe, [*overrides, *changes])[0] if changes else config
         return lay_out(changed, world_size, machine.memory * 2**30)
 
-    # torch is imported only now: a wrong recipe is told at once
+    # imported here, since torch is slow to import, and a wrong recipe fails before
     from titan_lite.plan.changes import best_changes, candidates, grid, plan_changes, table
     from titan_lite.plan.picture import draw_plan, write_plan_trace
     from titan_lite.plan.search import lighter, search
     from titan_lite.plan.summary import as_json, describe
 
-    said = f"--hardware {options.hardware}" if options.hardware else f'compile.machine = "{config.compile.machine}"'
-    machine = find_hardware(options.hardware or config.compile.machine or "h100", said)
+    written = f"--hardware {options.hardware}" if options.hardware else f'compile.machine = "{config.compile.machine}"'
+    machine = find_hardware(options.hardware or config.compile.machine or "h100", written)
     if options.search is not None:
         return "\n".join(search(config, world_size, lay_out_changed, machine, options.search, options.full))
     if options.sweep:
@@ -131,28 +131,26 @@ def plan_recipe(options: argparse.Namespace) -> str:
 
 
 def lay_out(config: Config, world_size: int, memory: float = math.inf) -> Any:
-    """The recipe in such a world, on devices of `memory` bytes. Raises ConfigError where it cannot run or be planned."""
+    """Return the layout of a recipe on devices of `memory` bytes. Raises ConfigError if it cannot run or be planned."""
     from titan_lite.layout import make_layout
     from titan_lite.plan.trace import PlannedLayout
 
     layout = make_layout(config, world_size, memory=memory)
     if config.compile.compiles("model") and config.compile.bucketing == "measured":
-        raise ConfigError(
-            'compile.bucketing = "measured" is decided by a run; --set compile.bucketing=greedy, or block, would work'
-        )
+        raise ConfigError('compile.bucketing = "measured" is decided during a run; use --set compile.bucketing=greedy, or block')
     return PlannedLayout(**vars(layout), config=config)
 
 
-def find_hardware(name: str, said: str) -> Any:
-    """A profile, in upper or lower case, or a file. said: where the user wrote it, for a message."""
+def find_hardware(name: str, written: str) -> Any:
+    """Return a profile, by its name in upper or lower case, or that of a file. written: the user's words, for errors."""
     from titan_lite.compiler.hardware import PROFILES, load_machine
 
-    return load_machine(next((known for known in PROFILES if known.casefold() == name.casefold()), name), said)
+    return load_machine(next((known for known in PROFILES if known.casefold() == name.casefold()), name), written)
 
 
 def world_size_of(recipe: Path) -> int:
-    """The number of ranks that a shipped recipe is for, by its comment."""
-    said = re.search(r"^# world_size: (\d+)$", recipe.read_text(encoding="utf-8"), re.MULTILINE)
-    if said is None:
-        raise ConfigError(f"{recipe} has no line `# world_size: N`; --world-size 8 would say for how many ranks to plan")
-    return int(said[1])
+    """Return the number of ranks in a recipe's comment. Raises ConfigError if there is none."""
+    found = re.search(r"^# world_size: (\d+)$", recipe.read_text(encoding="utf-8"), re.MULTILINE)
+    if found is None:
+        raise ConfigError(f"{recipe} has no line `# world_size: N`; use --world-size 8, or another number of ranks")
+    return int(found[1])

@@ -1,8 +1,8 @@
-"""A graph, and a rank's parameters, as numbers that add up over graphs and lie on a line over blocks.
+"""Compute the costs of a graph, and of a rank's parameters, as figures that are additive over graphs and linear in blocks.
 
 figures_of(graph, machine, fused=True, axes=axes_of(mesh))       # {"compute": 0.41, "exposed.tp": 0.08, "bytes.tp": 2.1e9, ...}
 bytes_of(graph, fused=True)                                      # {"saved": ..., "peak.start": ..., "peak.end": ...}
-round_figures(plans, machine, axes)                              # of the parameters' collectives once a step
+round_figures(plans, machine, axes)                              # the parameters' collectives once per step
 """
 
 from collections import defaultdict
@@ -20,11 +20,11 @@ Figures = dict[str, float]
 
 
 def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figures:
-    """A graph in numbers that add up over graphs and lie on a line over blocks.
+    """Return the figures of a graph.
 
-    compute                      seconds of all but collectives
-    communication.A, exposed.A   seconds of the collectives along axis A; of these, in which nothing computes
-    bytes.A, across.A            bytes that a rank sends along A, in a ring; of these, to another node, on average over its ranks
+    compute                      seconds of all operators except collectives
+    communication.A, exposed.A   seconds of the collectives along axis A; the part of them in which nothing computes
+    bytes.A, across.A            bytes that a rank sends along A, in a ring; the part to another node, averaged over its ranks
     matmul, attention            floating-point operations
     """
     result: Figures = defaultdict(float)
@@ -43,21 +43,21 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figur
 
 
 def bytes_of(graph: Graph, fused: bool, blocks: int, keeps_inputs: bool = False) -> Figures:
-    """More such numbers, of a graph of so many blocks: bytes.
+    """Return the memory figures of a graph of `blocks` blocks, in bytes.
 
-    saved, inputs            what a forward graph keeps for backward, and of what it is given
-    peak.start, peak.end     most at once until the second block's attention, and from that of the last but one
+    saved, inputs            kept by a forward graph for backward: results, and inputs of the graph
+    peak.start, peak.end     peak until the second block's attention, and peak from the attention of the last block but one
 
-    What is alive rises or falls evenly from block to block, so the peak is in the first or the last; each of the two lies on a
-    line over blocks, and the larger of two lines does not. keeps_inputs: as in alive_bytes.
+    Live memory rises or falls evenly from block to block, so the peak is in the first or the last block. Each of the two is
+    linear in the number of blocks, but their maximum is not. keeps_inputs: as in alive_bytes.
     """
     alive = alive_bytes(graph, fused=fused, keeps_inputs=keeps_inputs)[1:]
     attention = [(place, "backward" in str(node.target)) for place, node in enumerate(graph.nodes) if flops_of(node)[1]]
-    is_backward = any(backward for _, backward in attention)  # and then forward's are recomputed
+    is_backward = any(backward for _, backward in attention)  # then those of forward are recomputed
     places = [place for place, backward in attention if backward == is_backward]
     first, last = len(alive), 0
     if blocks > 1:
-        of_two = 2 * (len(places) // blocks)  # context parallelism has two a block
+        of_two = 2 * (len(places) // blocks)  # context parallelism has two per block
         first, last = places[of_two - 1] + 1, places[-of_two]
     made, given = saved_bytes(graph)
     return {"saved": made, "inputs": given, "peak.start": max(alive[:first]), "peak.end": max(alive[last:])}
@@ -73,20 +73,20 @@ def _add_collective(
     exposed: float | None = None,
     tensors: int = 1,
 ) -> None:
-    """exposed: seconds; None for a collective that is waited for at once."""
+    """Add the figures of a collective. exposed: seconds; None for a collective without overlap."""
     seconds = machine.collective(kind, nbytes, ranks, tensors)
     nodes = len({rank // machine.ranks_per_node for rank in ranks})
     sent = (2 if kind == "all_reduce" else 1) * nbytes * (len(ranks) - 1) / len(ranks)
     result[f"communication.{axis}"] += seconds
     result[f"exposed.{axis}"] += seconds if exposed is None else exposed
     result[f"bytes.{axis}"] += sent
-    result[f"across.{axis}"] += sent * nodes / len(ranks) if nodes > 1 else 0.0  # of a ring, one hop a node
+    result[f"across.{axis}"] += sent * nodes / len(ranks) if nodes > 1 else 0.0  # in a ring, one hop per node
 
 
 def round_figures(plans: Plans, machine: Machine, axes: Axes) -> Figures:
-    """The one round of collectives of `gathered_for_step`, by its buckets, as `gather.` and `reduce.` figures.
+    """Return `gather.` and `reduce.` figures for the collectives of `gathered_for_step`, by bucket.
 
-    Two buckets are under way at once, so what one copies travels beside the other: the longer of both counts.
+    Two buckets are in flight at once, so the copies of one overlap the communication of the other: the longer of both counts.
     """
     result: Figures = {}
     for what, buckets, kind in (
@@ -104,7 +104,7 @@ def round_figures(plans: Plans, machine: Machine, axes: Axes) -> Figures:
             for each, size, group in sent:
                 ranks = ranks_in(group)
                 _add_collective(figures, axis_along(ranks, axes, True), each, size, ranks, machine)
-            copied += 2 * nbytes  # into the bucket, or out of it
+            copied += 2 * nbytes  # read and written, into the bucket or out of it
         travels = sum(value for key, value in figures.items() if key.startswith("exposed."))
         figures["compute"] = max(0.0, machine.memory_traffic(copied) - travels)
         result |= {f"{what}.{key}": value for key, value in figures.items()}

@@ -1,11 +1,11 @@
-"""The machine that a run is on: the profile of its GPU, or its CPU measured; and, by all ranks together, what it reaches of it.
+"""Find the profile of a run's machine, or measure its CPU, and measure what the ranks reach of the profile.
 
-    machine = find_machine("", device)                     # a CPU is measured, in half a second
+    machine = find_machine("", device)                     # measures a CPU, in half a second
     reached = measure(shapes, device)                      # {"matmul": 4.1e10, ...}
-    machine = calibrated(machine, reached, dtype)          # what was measured, in the profile
+    machine = calibrated(machine, reached, dtype)          # the profile with the measurements
     Path("mine.toml").write_text(machine_to_toml(machine))         # for --hardware and compile.machine
 
-A profile's peaks are a datasheet's and stay; what moves is how much of them is reached.
+A profile's peaks come from a datasheet and do not change; only the efficiencies do.
 """
 
 import dataclasses
@@ -27,26 +27,26 @@ from titan_lite.compiler.hardware import GB, GIB, Link, Machine, load_machine, p
 from titan_lite.config.toml import in_toml
 from titan_lite.models.llama3 import ModelConfig
 
-RECORD = "measured.json"  # in a run's folder: what the trainer writes of it
-SMALL, LARGE = 2**12, 2**21  # bytes a rank in a collective; what is between lies on a line
+RECORD = "measured.json"  # in a run's folder, written by the trainer
+SMALL, LARGE = 2**12, 2**21  # bytes per rank in the measured collectives, for a linear fit
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The work of a rank at once: sequences of `tokens` tokens, tp-th parts of a model's matrices and heads, in `dtype`."""
+    """The shapes of a rank's work in one forward."""
 
     model: ModelConfig
     sequences: int
-    tokens: int
-    tp: int
+    tokens: int  # per sequence
+    tp: int  # ranks that share the model's matrices and heads
     dtype: torch.dtype
 
 
 def peak_flops(stated: Machine | None, device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s of dense matrix products of one device, by its datasheet, else of the machine that the recipe states; None: neither.
+    """Return the peak FLOP/s of dense matrix products of one device, by its datasheet, else by the recipe's machine, or None.
 
-    That of a CPU would have to be measured, beside whatever else it does at that moment.
+    A CPU's peak is not measured, since other work on it would change the result.
     """
     known = profile_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     machine = known or stated
@@ -54,9 +54,9 @@ def peak_flops(stated: Machine | None, device: torch.device, dtype: torch.dtype)
 
 
 def find_machine(name: str, device: torch.device) -> Machine | None:
-    """The one that a recipe names, else this rank's own: None for a GPU that is not known.
+    """Return the machine that a recipe names, else that of this rank; None for an unknown GPU.
 
-    A CPU is measured (half a second), by all ranks together, who then have the same figures.
+    A CPU is measured in half a second. This is a collective, and all ranks get the same figures.
     """
     if name:
         return load_machine(name)
@@ -71,7 +71,7 @@ def find_machine(name: str, device: torch.device) -> Machine | None:
     figures = torch.tensor([*measured, link["bandwidth"] / GB, 1e6 * link["latency"]], dtype=torch.float64)
     if dist.is_initialized():
         dist.broadcast(figures, src=0)
-    # Of one digit: another run on this machine finds the same schedule, and its code in Inductor's cache.
+    # Rounded to one digit, so that another run on this machine gets the same schedule, and finds its code in Inductor's cache.
     float32, bfloat16, copy, bandwidth, latency = (float(f"{figure:.0e}") for figure in figures.tolist())
     return Machine(
         name="CPU, measured",
@@ -83,7 +83,7 @@ def find_machine(name: str, device: torch.device) -> Machine | None:
         launch=5.0,
         collective_launch=latency,
         coalesced_latency=1.0,  # distributed/gloo.py
-        matmul_efficiency=1.0,  # measured, and not promised
+        matmul_efficiency=1.0,  # measured
         attention_efficiency=0.3,  # FlashAttention for CPU on one core, at head dimensions of 16 to 64
         memory_efficiency=1.0,
         link_efficiency=1.0,
@@ -91,19 +91,19 @@ def find_machine(name: str, device: torch.device) -> Machine | None:
 
 
 def _cpu_flops(dtype: torch.dtype) -> float:
-    """The best of several matrix products with the threads that this process has."""
+    """Return the FLOP/s of the fastest of several matrix products, with the threads of this process."""
     a, b = torch.randn(2, 1024, 1024, dtype=dtype)
     return 2 * 1024**3 / _time(lambda: torch.mm(a, b), torch.device("cpu"), 0.2, min)
 
 
 def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> dict[str, float]:
-    """All ranks together, in about ten times as many seconds; the slowest rank counts.
+    """Measure what the ranks reach, in about 10 x `seconds`. A collective; the slowest rank counts.
 
     matmul, attention        FLOP/s, forward and backward
-    memory                   bytes a second, read and written by a pointwise operator
-    launch                   seconds of an operator with nothing to do
-    latency, bandwidth       of an all-gather over all ranks, as of a ring: seconds a hop, bytes a second and rank
-    reduction                how many times as long a reduce-scatter takes
+    memory                   bytes per second, read and written by a pointwise operator
+    launch                   seconds of an operator on one element
+    latency, bandwidth       all-gather over all ranks, as a ring: seconds per hop, bytes per second and rank
+    reduction                reduce-scatter time divided by all-gather time, for the same bytes
     """
     model, tp, dtype = shapes.model, shapes.tp, shapes.dtype
     rows, hidden, head = shapes.sequences * shapes.tokens, model.hidden_dim // tp, model.head_dim
@@ -125,9 +125,9 @@ def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> dict
     one = torch.ones(1, dtype=dtype, device=device)
     found = {
         "matmul": 3 * 2 * rows * model.dim * hidden / products,
-        "attention": 7 * 2 * q.numel() * shapes.tokens / 2 / attention,  # two products forward and five backward, half of each
+        "attention": 7 * 2 * q.numel() * shapes.tokens / 2 / attention,  # two products forward, five backward, each half (causal)
         "memory": 5 * gradient.nbytes / pointwise,
-        "launch": -_time(lambda: [one + one for _ in range(100)], device, seconds / 5) / 100,  # of which the largest counts
+        "launch": -_time(lambda: [one + one for _ in range(100)], device, seconds / 5) / 100,  # negative: the largest counts
     }
     figures = torch.tensor(list(found.values()), dtype=torch.float64, device=device)
     if dist.get_world_size() > 1:
@@ -142,7 +142,7 @@ def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> dict
 
 
 def _line(gathers: Sequence[float]) -> dict[str, float]:
-    """A launch, which takes as long as a hop, and as many hops as there are other ranks; and bytes a second."""
+    """Fit latency and bandwidth to two sizes. The time is a launch, as long as a hop, a hop for each other rank, and bytes."""
     ranks, (small, large) = dist.get_world_size(), gathers
     return {"latency": small / ranks, "bandwidth": (ranks - 1) * (LARGE - SMALL) / max(large - small, 1e-7)}
 
@@ -150,7 +150,7 @@ def _line(gathers: Sequence[float]) -> dict[str, float]:
 def _times_of(
     collective: Callable[[Tensor, Tensor], Any], device: torch.device, rounds: int = 15, best_of: int = 1
 ) -> list[float]:
-    """Seconds at SMALL and at LARGE: the slowest rank's mean over `rounds`, and the best of so many of these."""
+    """Return seconds at SMALL and at LARGE: the slowest rank's mean over `rounds`, and the best of `best_of` such means."""
 
     def together(whole: Tensor, part: Tensor) -> float:
         collective(whole, part)
@@ -171,7 +171,7 @@ def _times_of(
 def _time(
     work: Callable[[], Any], device: torch.device, seconds: float, of: Callable[[list[float]], float] = statistics.fmean
 ) -> float:
-    """Seconds of one call, of as many as fit: the mean is what a step sees, others beside it included."""
+    """Return the seconds of one call, by default the mean of all calls in `seconds`, which includes disturbances like a step."""
     work()
     _synchronize(device)
     times: list[float] = []
@@ -190,9 +190,9 @@ def _synchronize(device: torch.device) -> None:
 
 
 def calibrated(machine: Machine, reached: Mapping[str, float], dtype: torch.dtype, nodes: int = 1) -> Machine:
-    """The machine that reaches what was measured in `dtype`. nodes: over which the ranks were.
+    """Return the machine with the measured efficiencies in `dtype`. nodes: number of nodes of the run.
 
-    A CPU has no datasheet: its peaks are what was measured, too.
+    A CPU has no datasheet: its peaks are measured, too.
     """
     if machine.name.startswith("CPU"):
         machine = dataclasses.replace(
@@ -209,14 +209,14 @@ def calibrated(machine: Machine, reached: Mapping[str, float], dtype: torch.dtyp
         if machine.name.startswith("CPU"):
             found["intra_node"] = found["inter_node"] = Link(bandwidth / machine.link_efficiency, latency)
             found["collective_launch"] = latency
-        else:  # of a ring across nodes, which has every card of a node
+        else:  # a ring across nodes uses all network cards of a node
             cards = machine.ranks_per_node * machine.inter_node.bandwidth if nodes > 1 else math.inf
             found["link_efficiency"] = min(1.0, bandwidth / min(cards, machine.intra_node.bandwidth))
     return dataclasses.replace(machine, **found)
 
 
 def machine_to_toml(machine: Machine) -> str:
-    """A file that load_machine reads."""
+    """Return a TOML file that load_machine reads."""
     return (
         "\n".join([f"name = {in_toml(machine.name)}", *(f"{key} = {value!r}" for key, value in numbers_of(machine).items())])
         + "\n"
@@ -224,7 +224,7 @@ def machine_to_toml(machine: Machine) -> str:
 
 
 def numbers_of(machine: Machine) -> dict[str, float]:
-    """Each number by the name of its field: {"memory": 80, "tflops.bfloat16": 989.4, "intra_node.latency": 1.9, ...}."""
+    """Return the numbers by field: {"memory": 80, "tflops.bfloat16": 989.4, "intra_node.latency": 1.9, ...}."""
     found: dict[str, float] = {}
     for name, value in dataclasses.asdict(machine).items():
         if isinstance(value, dict):
@@ -235,5 +235,5 @@ def numbers_of(machine: Machine) -> dict[str, float]:
 
 
 def against(planned: float, measured: float) -> str:
-    """Both, in GiB."""
+    """Return planned and measured bytes in words, in GiB."""
     return f"planned {planned / GIB:.2f} GiB, measured {measured / GIB:.2f}"

@@ -1,6 +1,6 @@
-"""The most that a rank holds, and when: by liveness on the scheduled graphs, moment by moment of the schedule.
+"""Compute a rank's peak memory and its moment, from liveness in the scheduled graphs and the order of the pipeline schedule.
 
-memory = memory_of(layout, stages)                        # stages: of each pipeline stage, its figures (costs.py)
+memory = memory_of(layout, stages)                        # stages: the figures of each pipeline stage (costs.py)
 memory.peak, memory.rows["activations"]                   # bytes
 """
 
@@ -14,21 +14,21 @@ from titan_lite.layout import itemsizes
 from titan_lite.plan.costs import Figures
 from titan_lite.plan.trace import PlannedLayout
 
-# Of what comes and goes: CUDA's caching allocator keeps blocks whose sizes nothing fits.
+# Fraction of temporary memory: CUDA's caching allocator keeps blocks of sizes that nothing reuses.
 SLACK = 0.04
-# CUDA's context and kernels, cuBLAS's workspaces, NCCL's buffers: no tensor has them.
+# Bytes outside of tensors: CUDA's context and kernels, cuBLAS's workspaces, NCCL's buffers.
 OUTSIDE = 2.0 * GIB
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The pipeline rank that needs most, in bytes."""
+    """The memory of the pipeline rank that needs most, in bytes."""
 
-    rank: int
-    moment: str  # of its peak
-    rows: dict[str, float]  # at its peak, which they add up to
-    slack: float  # reserved by the allocator beside the peak
-    of_ranks: tuple[float, ...]  # the peak of each pipeline rank
+    rank: int  # of the pipeline
+    moment: str  # of the peak
+    rows: dict[str, float]  # parts of the peak
+    slack: float  # reserved by the allocator in addition to the peak
+    of_ranks: tuple[float, ...]  # peak of each pipeline rank
 
     @property
     def peak(self) -> float:
@@ -36,7 +36,7 @@ class Memory:
 
     @property
     def reserved(self) -> float:
-        """The figure that `torch.cuda.max_memory_reserved` should show."""
+        """Return the expected `torch.cuda.max_memory_reserved`."""
         return self.peak + self.slack
 
     @property
@@ -45,7 +45,7 @@ class Memory:
 
 
 def memory_of(layout: PlannedLayout, stages: Sequence[Figures]) -> Memory:
-    """Liveness does not depend on a machine: the figures may be for any."""
+    """Return the memory of a layout. stages: the figures of each stage, for any machine, since liveness does not depend on it."""
     found = [
         max(moments(layout, stages, rank), key=lambda moment: sum(moment[1].values())) for rank in range(layout.degrees["pp"])
     ]
@@ -57,7 +57,7 @@ def memory_of(layout: PlannedLayout, stages: Sequence[Figures]) -> Memory:
 
 
 def moments(layout: PlannedLayout, stages: Sequence[Figures], rank: int) -> list[tuple[str, dict[str, float]]]:
-    """Each moment of a step in which pipeline rank `rank` may need most: its name, and what there is, in bytes."""
+    """Return (name, parts in bytes) of each moment of a step that may be the peak of pipeline rank `rank`."""
     held_as, computed, summed = itemsizes(layout.config.training)
     mine = layout.pipeline.stages_of(rank)
 
@@ -67,7 +67,7 @@ def moments(layout: PlannedLayout, stages: Sequence[Figures], rank: int) -> list
     numbers = sum_of("held")
     steady = {
         "parameters": held_as * numbers + sum_of("buffers"),
-        "optimizer state": 2 * held_as * numbers + 4 * sum_of("tensors"),  # two moments, and a count of steps a tensor
+        "optimizer state": 2 * held_as * numbers + 4 * sum_of("tensors"),  # two moments, and a step count per tensor
         "gradients": 0.0,
         "weights gathered for the step": computed * sum_of("whole") if layout.gathers_once else 0.0,
         "activations": 0.0,
@@ -82,7 +82,7 @@ def moments(layout: PlannedLayout, stages: Sequence[Figures], rank: int) -> list
     gradients = 0.0
     after = summed * sum_of("whole") if layout.gathers_once else held_as * numbers if layout.microbatches > 1 else 0.0
     order = computations(order_of(layout.config.parallelism, layout.pipeline)[rank])
-    for kind, stage, _ in order * min(2, layout.accumulation):  # a second local batch finds the gradients of the first
+    for kind, stage, _ in order * min(2, layout.accumulation):  # in a second local batch, gradients of the first exist
         figures = stages[stage]
         pipeline, logits = _held_by_pipeline(layout, figures), figures.get("activations.logits", 0.0)
         in_flight[stage] -= kind in "BI"
@@ -94,7 +94,7 @@ def moments(layout: PlannedLayout, stages: Sequence[Figures], rank: int) -> list
                 moment("loss", here, logits + peak(figures, "loss_forward"))
         elif kind in "BI":
             if logits:
-                # dropped after the loss, if its backward has no use for them; a pipeline's stage keeps them
+                # freed after the loss, if its backward does not read them; a pipeline's stage keeps them
                 read = min(logits, figures.get("loss_forward.inputs", 0.0)) if layout.degrees["pp"] == 1 else logits
                 moment("backward of the loss", here, read + peak(figures, "loss_backward"))
             moment("backward, the last blocks", here, max(0.0, figures["backward.peak.start"] - figures["forward.saved"]))
@@ -111,13 +111,13 @@ def peak(figures: Figures, graph: str) -> float:
 
 
 def kept(layout: PlannedLayout, figures: Figures) -> float:
-    """Bytes of a microbatch between its forward and its backward."""
+    """Return the bytes kept for a microbatch between its forward and its backward."""
     logits = figures.get("activations.logits", 0.0) + figures.get("loss_forward.saved", 0.0)
     return figures["forward.saved"] + logits + _held_by_pipeline(layout, figures)
 
 
 def _held_by_pipeline(layout: PlannedLayout, figures: Figures) -> float:
-    """Bytes that torch's stages keep of a microbatch: what came in and, but for logits, what went out."""
+    """Return the bytes that torch's stages keep for a microbatch: the input and, except for logits, the output."""
     if layout.degrees["pp"] == 1:
         return 0.0
     return figures["activations.between"] * (2 if "activations.logits" not in figures else 1)

@@ -1,9 +1,9 @@
-"""A plan to look at: the step on all pipeline ranks, and under it one microbatch's graphs with a lane for each mesh axis.
+"""Draw a plan: the step on all pipeline ranks, and below it one microbatch's graphs with a lane for each mesh axis.
 
     draw_plan(plan, Path("plan.png"))
     write_plan_trace(plan, Path("plan.json"))          # for https://ui.perfetto.dev and chrome://tracing
 
-The step is whole. Graphs are of the deepest stage that was traced, which may have fewer blocks than the one it stands for.
+The graphs are those of the deepest traced stage, which may have fewer blocks than the real stage.
 """
 
 from collections import defaultdict
@@ -28,7 +28,7 @@ STEP_COLORS = {
 
 
 def step_spans(plan: Plan) -> list[tuple[int, str, str, float, float]]:
-    """(pipeline rank, F B I W or one of ENDS, name, start, seconds) of everything that a step does."""
+    """Return (pipeline rank, F B I W or a key of ENDS, name, start, seconds) of all parts of a step."""
     step, found = plan.steps[0], []
     for rank, ends in enumerate(step.ends):
         found.append((rank, "gather", ENDS["gather"], 0.0, ends["gather"]))
@@ -46,15 +46,15 @@ def step_spans(plan: Plan) -> list[tuple[int, str, str, float, float]]:
 
 
 def deepest(plan: Plan) -> tuple[str, Sequence[Timeline], list[str]]:
-    """The graphs of the kind of stages whose stages have most blocks: a title, timelines, and the names of their lanes."""
+    """Return a title, the timelines and the names of their lanes for the kind of stage with most blocks."""
     kind = max(plan.timelines, key=lambda kind: plan.depths[kind][-1])
     beside = f" with {', '.join(kind)}" if kind else ""
-    title = f"one microbatch: a stage of {plan.depths[kind][-1]} blocks{beside}, as traced"
+    title = f"one microbatch: a traced stage of {plan.depths[kind][-1]} blocks{beside}"
     return title, plan.timelines[kind], lanes_of(plan.timelines[kind])
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
-    """A PNG: bars over milliseconds, each panel with its legend."""
+    """Write a PNG: bars over milliseconds, each panel with its legend."""
     from matplotlib.figure import Figure
 
     title, timelines, lanes = deepest(plan)
@@ -70,14 +70,14 @@ def draw_plan(plan: Plan, path: Path) -> None:
         bars[degree - 0.9 - rank, STEP_COLORS[name]].append((1e3 * start, 1e3 * seconds))
     draw_bars(step, bars, edge="white")
     step.set(
-        title=f"the step, as stated: {plan.steps[0].seconds:.3g} s",
+        title=f"the step (nominal): {plan.steps[0].seconds:.3g} s",
         yticks=[degree - 0.5 - rank for rank in range(degree)],
         yticklabels=[f"pipeline rank {rank}" if degree > 1 else "every rank" for rank in range(degree)],
         xlim=(0, 1e3 * plan.steps[0].seconds),
         ylim=(0, degree),
     )
     add_legend(step, drawn)
-    room = 0.08 * sum(each.seconds for each in timelines)  # that a name needs
+    room = 0.08 * sum(each.seconds for each in timelines)  # needed for a name
     names = [timeline.graph.replace("_", ": ") if timeline.seconds > room else "" for timeline in timelines]
     draw_graphs(graphs, timelines, lanes, names)
     add_legend(graphs, COLORS)
@@ -86,8 +86,8 @@ def draw_plan(plan: Plan, path: Path) -> None:
 
 
 def write_plan_trace(plan: Plan, path: Path) -> None:
-    """A Chrome trace: process 0 is the step, a thread a pipeline rank; process 1 the graphs, a thread a lane."""
+    """Write a Chrome trace: process 0 is the step, a thread per pipeline rank; process 1 the graphs, a thread per lane."""
     title, timelines, lanes = deepest(plan)
     ranks = [f"pipeline rank {rank}" for rank in range(plan.layout.degrees["pp"])]
     step: list[TraceSpan] = [(*span, {}) for span in step_spans(plan)]
-    write_trace(path, ("the step, as stated", ranks, step), (title, lanes, graph_spans(timelines, lanes)))
+    write_trace(path, ("the step (nominal)", ranks, step), (title, lanes, graph_spans(timelines, lanes)))

@@ -1,11 +1,11 @@
-"""At the end of a run: what was planned against what was measured.
+"""Compare planned and measured step time and memory at the end of a run.
 
     compared = PlanVsActual("auto", dump_folder, device, machine, shapes)
-    compared.start()                                           # once compiled; on GPUs a process beside the run plans it
-    for line in compared.close(peak): ...                       # all ranks; the first one's lines
+    compared.start()                                           # after compiling; on GPUs starts a process that plans
+    for line in compared.close(peak): ...                       # a collective; the lines are the first rank's
 
-Planning takes about as long as a start, so on GPUs it goes on while the run does, and on CPUs, whose cores it would take from the
-run, after it and only where it is asked for. The run's folder keeps plan.json and measured.json, from which
+Planning takes about as long as the start of a run. On GPUs it runs beside training. On CPUs it would take the run's cores, so it
+runs after training, and only on request. The run's folder keeps plan.json and measured.json, from which
 `python -m titan_lite.plan --calibrate FOLDER` makes a profile of this machine.
 """
 
@@ -32,8 +32,11 @@ _PLAN = {"step_seconds": dict.fromkeys(("stated", "fast", "slow"), POSITIVE), "m
 
 
 class PlanVsActual:
-    """mode: metrics.compare_plan, "auto", "always" or "never". machine: what the compile stage prices with, if anything.
-    after: the last step with another global batch than the one that is planned."""
+    """The comparison of one run.
+
+    mode: metrics.compare_plan, "auto", "always" or "never". machine: the cost model of the compile stage, if any. after: the last
+    step with another global batch than the planned one.
+    """
 
     def __init__(self, mode: str, folder: Path, device: torch.device, machine: Machine | None, shapes: Shapes, after: int = 0):
         self.after = after
@@ -42,9 +45,9 @@ class PlanVsActual:
         self.planning: subprocess.Popen | None = None
 
     def start(self) -> None:
-        """Once config.toml is in the folder; called by all ranks, the first one plans. On a CPU it would take the run's cores."""
+        """Start planning on the first rank, on GPUs only, after config.toml was written. For all ranks."""
         if self.wanted and self.device.type == "cuda" and dist.get_rank() == 0:
-            with suppress(OSError):  # of which `close` tells, if it is still so
+            with suppress(OSError):  # `close` reports it
                 self._plan(self.machine or find_machine("", self.device))
 
     def _plan(self, machine: Machine | None) -> None:
@@ -54,17 +57,17 @@ class PlanVsActual:
         profile.write_text(machine_to_toml(machine), encoding="utf-8")
         command = [sys.executable, "-m", "titan_lite.plan", str(self.folder / "config.toml"), "--json"]
         command += ["--world-size", str(dist.get_world_size()), "--hardware", str(profile)]
-        # without a GPU, of which it would take memory
+        # without a GPU, to take no memory of it
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
         with open(self.folder / "plan.json", "w", encoding="utf-8") as out:
             self.planning = subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True, env=environment)
         os.setpriority(os.PRIO_PROCESS, self.planning.pid, 10)
 
     def close(self, peak: float) -> list[str]:
-        """All ranks together, after the last step. peak: GiB, of this rank's device. The lines are the first rank's."""
+        """Return the lines of the comparison on the first rank, after the last step. A collective. peak: GiB of this device."""
         try:
             return self._close(peak)
-        except OSError as error:  # of the first rank's files, once all ranks are through
+        except OSError as error:  # of the first rank's files, after the last collective
             return [f"no plan to compare with: {error.filename}: {error.strerror}"]
 
     def _close(self, peak: float) -> list[str]:
@@ -73,12 +76,12 @@ class PlanVsActual:
         on_gpu = self.device.type == "cuda"
         machine = self.machine if on_gpu and self.machine else find_machine("", self.device)
         if machine is None:
-            why = "no prices for this GPU; compile.machine, with compile.enable, names a profile, or a file with one"
+            why = "no profile of this GPU; use compile.machine, with compile.enable = true, to name one, or a file with one"
             return [f"no plan to compare with: {why}"]
         try:
             reached = measure(self.shapes, self.device)
         except torch.OutOfMemoryError:
-            return ["no plan to compare with: no memory is left to measure the machine in"]
+            return ["no plan to compare with: no memory is left to measure the machine"]
         most = torch.tensor(peak, dtype=torch.float64, device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         if dist.get_rank():
@@ -101,7 +104,7 @@ class PlanVsActual:
             "memory_is": "reserved" if on_gpu else "resident, Python and torch included",
         }
         (self.folder / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        if not on_gpu:  # no profile says anything of a CPU: as it was just measured
+        if not on_gpu:  # a CPU has no profile, but was just measured
             self._plan(calibrated(machine, reached, self.shapes.dtype, nodes))
         return self.compare(record)
 
@@ -113,11 +116,11 @@ class PlanVsActual:
             _, errors = self.planning.communicate(timeout=LONGEST)
         except subprocess.TimeoutExpired:
             self.planning.kill()
-            return [f"no plan to compare with: it was not there after {LONGEST} s"]
+            return [f"no plan to compare with: planning took longer than {LONGEST} s"]
         waited = time.perf_counter() - started
         if self.planning.returncode:
-            said = (errors.strip() or "it ended without a word").splitlines()[-1]
-            return [f"no plan to compare with: {said.removeprefix('error: ')}"]
+            why = (errors.strip() or "its process ended without a message").splitlines()[-1]
+            return [f"no plan to compare with: {why.removeprefix('error: ')}"]
         try:
             plan = read_json(self.folder / "plan.json", _PLAN)
         except Damaged as damage:

@@ -1,11 +1,11 @@
-"""The fastest layout for so many ranks: what a recipe could say, cut down by closed formulas to what is worth planning.
+"""Search for the fastest layout on a number of ranks: estimate all layouts by formula, and plan the best of them.
 
     changes = space(config, world_size, machine, sequences)        # [{"parallelism.tensor_parallel_degree": "8", ...}, ...]
-    guess(layout, machine)                                         # seconds, bytes: in a millisecond, and roughly
-    why_lost(plan, best)                                           # "12% slower: waiting for tensor parallelism +0.31 s a step"
+    guess(layout, machine)                                         # rough seconds and bytes, in a millisecond
+    why_lost(plan, best)                                           # "12% slower: waiting for tensor parallelism +0.31 s per step"
 
-The formulas only choose what is planned; no figure of theirs is shown. Their bytes are a lower bound (states, and what is kept
-for backward, without anything that comes and goes), so nothing that would fit is left out.
+The formulas only choose what is planned; their figures are not shown. Their bytes are a lower bound (states, and what is kept for
+backward, without temporary memory), so no layout that fits is excluded.
 """
 
 import itertools
@@ -24,31 +24,29 @@ from titan_lite.plan.summary import Plan, name_of
 from titan_lite.plan.trace import PlannedLayout, layers_of
 from titan_lite.shape import shape_of
 
-LONG = 32768  # tokens, from which on sequences are worth splitting
+LONG = 32768  # tokens; shorter sequences are not split
 
 
 def search(
     config: Config, world_size: int, lay_out: Callable[[Change], PlannedLayout], machine: Machine, count: int, full: bool
 ) -> list[str]:
-    """Lines: the number of layouts, a ranked table, and why the others lost. count: of those to plan, of all that are priced.
+    """Return lines: the number of layouts, a ranked table, and why others are slower. count: number of layouts to plan.
 
-    Raises Stopped, which has the lines of what was planned.
+    Raises ConfigError, and Stopped with the lines of what was planned.
     """
     sequences = config.training.global_batch_size
     if sequences == -1:
         try:
             sequences = lay_out({}).rows
         except ConfigError as error:
-            raise ConfigError(
-                f"--search keeps the tokens of a step, which --set training.global_batch_size=N says: {error}"
-            ) from error
+            raise ConfigError(f"--search needs the tokens of a step; use --set training.global_batch_size=N: {error}") from error
     found: list[tuple[float, Change]] = []
     refused = large = 0
     tried = list(space(config, world_size, machine, sequences))
     progress = Progress()
     for number, change in enumerate(tried):
         if number % 50 == 0:
-            progress.show(f"priced {number:,} of {len(tried):,} layouts by formula", number / len(tried))
+            progress.show(f"estimated {number:,} of {len(tried):,} layouts by formula", number / len(tried))
         try:
             seconds, nbytes = guess(lay_out(change), machine)
         except ConfigError:
@@ -61,8 +59,8 @@ def search(
     progress.close()
     found.sort(key=lambda each: each[0])
     lines = [
-        f"{len(tried):,} layouts of {world_size} ranks with {sequences:,} sequences a step: {refused:,} cannot run, "
-        f"{large:,} cannot fit, by what parameters, optimizer and kept activations need alone; of {len(found):,} the "
+        f"{len(tried):,} layouts of {world_size} ranks with {sequences:,} sequences per step: {refused:,} cannot run, "
+        f"{large:,} cannot fit (parameters, optimizer and kept activations alone); of {len(found):,} the "
         f"{min(count, len(found))} fastest by formula are planned",
         "",
     ]
@@ -80,11 +78,11 @@ def search(
 
 
 def outcome(config: Config, rows: Sequence[Row]) -> list[str]:
-    """Lines under a table: why the others lost, and the keys of the best."""
+    """Return the lines below a table: why the others are slower, and the keys of the best."""
     if not rows:
         return ["", "none was planned yet"]
     if not (fit := fitting(rows)):
-        return ["", "no layout fits; more ranks, fewer sequences a step or shorter ones would be needed"]
+        return ["", "no layout fits; use more ranks, fewer sequences per step, or shorter ones"]
     (change, best), *_ = fit
     lost = [f"  {why_lost(plan, best)}: {label(its)}" for its, plan in rows if isinstance(plan, Plan) and plan is not best]
     keys = " ".join(f"--set {key}={value}" for key, value in differing(config, change).items())
@@ -92,7 +90,7 @@ def outcome(config: Config, rows: Sequence[Row]) -> list[str]:
 
 
 def lighter(plan: Plan, lay_out: Callable[[Change], PlannedLayout]) -> list[Change]:
-    """The least activation checkpointing that should fit, if less than the plan's should: its memory, scaled by the formula's."""
+    """Return the least activation checkpointing that should fit, if less than the plan's: planned memory, scaled by formula."""
     mode = plan.layout.config.activation_checkpoint.mode
     lower_bound = guess(plan.layout, plan.machine)[1]
     for less in CHECKPOINTING[: CHECKPOINTING.index(mode)] if mode in CHECKPOINTING else ():
@@ -103,7 +101,7 @@ def lighter(plan: Plan, lay_out: Callable[[Change], PlannedLayout]) -> list[Chan
 
 
 def other_buckets(change: Change, layout: PlannedLayout) -> list[Change]:
-    """Ways to bucket beside the recipe's own; none where weights are gathered once a step, which has its own buckets."""
+    """Return other bucketings than the recipe's; none if weights are gathered once per step, with buckets of its own."""
     if not layout.config.compile.compiles("model") or layout.gathers_once:
         return []
     return [change | {"compile.bucketing": way} for way in ("block", "greedy") if way != layout.config.compile.bucketing]
@@ -114,8 +112,8 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def space(config: Config, world_size: int, machine: Machine, sequences: int) -> Iterator[Change]:
-    """Degrees, local batch size, checkpointing, schedule and when FSDP communicates, at `sequences` a step; tensor parallelism
-    within a node. Some are refused when they are laid out."""
+    """Yield combinations of degrees, local batch size, checkpointing, schedule and fsdp_communication at `sequences` per step,
+    with tensor parallelism inside a node. Some are refused when they are laid out."""
     flavor = shape_of(config.model)
     contexts = {1, config.parallelism.context_parallel_degree}
     if config.training.seq_len >= LONG:
@@ -147,31 +145,31 @@ def space(config: Config, world_size: int, machine: Machine, sequences: int) -> 
 
 
 def label(change: Change) -> str:
-    """A layout of `space` in a few words."""
+    """Describe a layout of `space` in a few words."""
     degrees = {axis: int(change[f"parallelism.{key}"]) for axis, key in DEGREES.items()}
     words = [" x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one rank"]
     words += [f"batch {change['training.local_batch_size']}", f"checkpointing {change['activation_checkpoint.mode']}"]
     words += [change["parallelism.pipeline_parallel_schedule"]] if degrees["pp"] > 1 else []
     return ", ".join(
-        [*words, f"FSDP once a {change['parallelism.fsdp_communication']}", f"{change['compile.bucketing']} buckets"]
+        [*words, f"FSDP once per {change['parallelism.fsdp_communication']}", f"{change['compile.bucketing']} buckets"]
     )
 
 
 def differing(config: Config, change: Change) -> Change:
-    """The keys that the recipe does not have so already."""
+    """Return the keys of a change that differ from the recipe."""
     own = flatten(config)
     return {key: value for key, value in change.items() if str(own[key]) != value}
 
 
 def _local_batches(rows: int, pp: int) -> list[int]:
-    """Local batch sizes for `rows` sequences a rank and step: small ones, and in a pipeline what fills it."""
+    """Return local batch sizes for `rows` sequences per rank and step: small ones, and with a pipeline those that fill it."""
     if pp == 1:
         return [batch for batch in powers_of_two(min(rows, 8)) if rows % batch == 0]
     return [rows // part for part in (1, 2, 4) if rows % part == 0 and rows // part >= pp]
 
 
 def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
-    """The seconds of a step, roughly, and the bytes that a rank needs at least."""
+    """Return the approximate seconds of a step, and a lower bound of a rank's bytes."""
     model, degrees, config = layout.model, layout.degrees, layout.config
     tp, pp, m = degrees["tp"], degrees["pp"], layout.pipeline.microbatches
     held, computed, summed = itemsizes(config.training)
@@ -180,11 +178,11 @@ def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
     block = (2 * model.dim * model.head_dim * (model.n_heads + model.n_kv_heads) + 3 * model.dim * model.hidden_dim) / tp
     mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
     by_operator = mode == "selective" and option in ("op", "op/2")
-    # the share of blocks that run twice
+    # fraction of blocks that run twice
     again = 1.0 if mode == "full" else 1 / int(option) if mode == "selective" and not by_operator else 0.0
-    # Inputs of products, which selective checkpointing computes again: two norms' results and the feed-forward's.
+    # Inputs of products, which selective checkpointing recomputes: the results of two norms and of the feed-forward.
     inputs = 0.0 if by_operator else 2 * model.dim + model.hidden_dim
-    # At least: queries, keys, values, attention's result and its product, both halves of the feed-forward.
+    # At least queries, keys, values, attention's result and its product, and both halves of the feed-forward.
     every = 0.5 if by_operator and option == "op/2" else 1.0
     of_block = every * (3 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * model.hidden_dim)
     keeps = computed * tokens / tp * (again * model.dim + (1 - again) * (of_block + inputs))
@@ -193,17 +191,17 @@ def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
 
     peak = machine.flops(getattr(torch, config.training.mixed_precision_param))
     products = 2 * block * tokens / (peak * machine.matmul_efficiency)
-    seen = layout.seq_len / 2  # tokens that one attends to, on average
+    seen = layout.seq_len / 2  # tokens that a token attends to, on average
     attention = 4 * tokens * seen * model.dim / tp / (peak * machine.attention_efficiency)
     forward = products + attention
     backward = 2 * products + 2.5 * attention + again * forward
-    group = range(tp)  # of tensor parallelism: neighbours
+    group = range(tp)  # tensor parallelism: neighbouring ranks
     hidden = computed * tokens * model.dim
     exchange = 2 * (machine.collective("all_gather", hidden, group) + machine.collective("reduce_scatter", hidden, group))
-    around = range(0, shards * tp, tp)  # of FSDP, within a pipeline rank
+    around = range(0, shards * tp, tp)  # FSDP, inside a pipeline rank
     gather = machine.collective("all_gather", computed * block, around)
     reduce = machine.collective("reduce_scatter", summed * block, around)
-    if not once:  # beside computation; what is longer than that shows
+    if not once:  # overlapped with computation
         forward, backward = max(forward, gather), max(backward, gather + reduce)
     forward, backward = forward + exchange, backward + exchange * (1 + again)
 
@@ -229,12 +227,12 @@ def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
 
 
 def why_lost(plan: Plan, best: Plan) -> str:
-    """The memory or the wait that the best plan does not have, for the same tokens a step."""
+    """Return why a plan is not the best one: its excess of memory, or the largest additional wait for the same tokens."""
     if not plan.fits:
         largest = max(plan.memory.rows, key=lambda row: plan.memory.rows[row])
-        return f"{(plan.memory.total - plan.capacity) / GIB:.1f} GiB too many, {largest} most of all"
+        return f"{(plan.memory.total - plan.capacity) / GIB:.1f} GiB too many, mostly {largest}"
     mine, theirs = plan.steps[0], best.steps[0]
     slower = mine.seconds * best.layout.tokens / plan.layout.tokens / theirs.seconds - 1
     longer = {part: seconds - theirs.parts.get(part, 0.0) for part, seconds in mine.parts.items()}
     part = max(longer, key=lambda part: longer[part])
-    return f"{100 * slower:.1f}% slower: {name_of(part)} {longer[part]:+.2g} s a step"
+    return f"{100 * slower:.1f}% slower: {name_of(part)} {longer[part]:+.2g} s per step"

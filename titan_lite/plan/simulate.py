@@ -1,9 +1,9 @@
-"""An optimizer step put together from the figures of its stages: what takes how long, and who waits for whom.
+"""Simulate an optimizer step from the figures of its pipeline stages: the time of each part, and all waits.
 
-    step = simulate_step(layout, stages, machine)             # stages: of each pipeline stage, its figures (costs.py)
+    step = simulate_step(layout, stages, machine)             # stages: the figures of each pipeline stage (costs.py)
     step.seconds, step.parts["exposed.tp"]
 
-A pipeline is run action by action in its schedule's own order, with what each stage really costs.
+A pipeline is simulated action by action in the order of its schedule, with the cost of each stage.
 """
 
 from collections import defaultdict
@@ -18,35 +18,28 @@ from titan_lite.plan.trace import PlannedLayout
 
 FORWARD, BACKWARD = ("forward", "loss_forward"), ("backward", "loss_backward")
 ROUND = ("gather", "reduce")
-# Times that 4 bytes, or what training.dtype has, of each local parameter are read or written: the norm reads gradients, clipping
-# reads and writes them; AdamW reads parameter, gradient and both moments, and writes all but the gradient.
+# Reads and writes of an element (4 bytes, or those of training.dtype) for each local parameter: the norm reads gradients,
+# clipping reads and writes them; AdamW reads parameter, gradient and both moments, and writes all but the gradient.
 CLIPPING, UPDATE = 3, 7
-SMALL_SUMS = 3  # of one number over all ranks: tokens, the gradients' norm, the loss
+SMALL_SUMS = 3  # all-reduces of one number: tokens, gradient norm, loss
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """A step in seconds.
-
-    parts      on average over pipeline ranks, they add up to `seconds`: compute, exposed.<axis>, bubble, optimizer
-    sent       bytes of the pipeline rank that sends most, by axis; across: of these, to other nodes
-    matmul     floating-point operations of a rank, on average; attention: the same
-    run        of the pipeline, one local batch
-    ends       of each pipeline rank, what is done once a step, before (gather) and after it (reduce, optimizer)
-    """
+    """The times of a step."""
 
     seconds: float
-    parts: dict[str, float]
-    sent: dict[str, float]
-    across: dict[str, float]
-    matmul: float
-    attention: float
-    run: Timetable
-    ends: Sequence[Mapping[str, float]] = ()
+    parts: dict[str, float]  # means over pipeline ranks, with the sum `seconds`: compute, exposed.<axis>, bubble, optimizer
+    sent: dict[str, float]  # bytes of the pipeline rank that sends most, by axis
+    across: dict[str, float]  # the part of `sent` to other nodes
+    matmul: float  # floating-point operations of a rank, on average
+    attention: float  # the same
+    run: Timetable  # of the pipeline, for one local batch
+    ends: Sequence[Mapping[str, float]] = ()  # seconds once per step by pipeline rank: gather before; reduce, optimizer after
 
 
 def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Machine) -> StepTimes:
-    """stages: the figures of each, in their order, all for `machine`."""
+    """Simulate a step. stages: the figures of each stage, in order, for `machine`."""
     degree, itemsize = layout.degrees["pp"], itemsizes(layout.config.training)[0]
     accumulating = [accumulate(layout, figures, machine) for figures in stages]
     forward = [seconds_of(figures, FORWARD) for figures in stages]
@@ -62,7 +55,7 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
     ranks = [layout.pipeline.stages_of(rank) for rank in range(degree)]
 
     def of_step(mine: Sequence[int], *what: str) -> dict[str, float]:
-        """Sums over a rank's stages, and over a step."""
+        """Return sums over a rank's stages and over a step."""
         found: dict[str, float] = defaultdict(float)
         for stage in mine:
             for graphs, times in (((*FORWARD, *BACKWARD), layout.microbatches), (ROUND, 1)):
@@ -100,7 +93,7 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
 
 
 def sums_of(figures: Figures, graphs: Sequence[str], what: tuple[str, ...]) -> dict[str, float]:
-    """Over these graphs, of each figure whose name begins with one of `what`."""
+    """Return the sum over these graphs of each figure whose name begins with one of `what`."""
     found: dict[str, float] = defaultdict(float)
     for key, value in figures.items():
         graph, _, figure = key.partition(".")
@@ -114,7 +107,7 @@ def seconds_of(figures: Figures, graphs: Sequence[str]) -> float:
 
 
 def accumulate(layout: PlannedLayout, figures: Figures, machine: Machine) -> float:
-    """Seconds in which a microbatch's gradients are added to those before: of whole weights, or of shards."""
+    """Return the seconds to add a microbatch's gradients to those before, for full weights or for shards."""
     if layout.microbatches == 1:
         return 0.0
     held, computed, summed = itemsizes(layout.config.training)

@@ -1,12 +1,12 @@
-"""The plan of a recipe: one screen of words, or one JSON object.
+"""Make the plan of a recipe, as one screen of text or one JSON object.
 
     plan = make_plan(layout, machine.spread())
     print("\\n".join(describe(plan)))
     print(as_json(plan))
 
-Speeds are ranges. The machine's peaks, links and memory are its datasheet's; what is not known is how much of these real kernels
-reach, so everything is simulated three times: as stated, and with all efficiencies at the slow and at the fast end of what
-compiler/hardware.py says of their uncertainty.
+Speeds are ranges. The machine's peaks, links and memory come from its datasheet, but the efficiencies of real kernels are
+uncertain. So everything is simulated three times: nominal, and with all efficiencies at the slow and at the fast end of the
+uncertainty in compiler/hardware.py.
 """
 
 import json
@@ -43,11 +43,11 @@ WORDS = {
 class Plan:
     layout: PlannedLayout
     machine: Machine
-    steps: tuple[StepTimes, ...]  # on each machine that it is for: as stated, slow, fast
+    steps: tuple[StepTimes, ...]  # on each machine: nominal, slow, fast
     memory: Memory
-    depths: dict[Kind, tuple[int, ...]]  # numbers of blocks that were traced
-    seconds: float  # that planning took
-    timelines: Mapping[Kind, Sequence[Timeline]] = field(default_factory=dict)  # of the graphs with most blocks
+    depths: dict[Kind, tuple[int, ...]]  # traced numbers of blocks
+    seconds: float  # of planning
+    timelines: Mapping[Kind, Sequence[Timeline]] = field(default_factory=dict)  # graphs with most blocks
 
     @property
     def capacity(self) -> float:
@@ -58,23 +58,23 @@ class Plan:
         return self.memory.total <= self.capacity
 
     def tokens_per_second(self, step: StepTimes) -> float:
-        """Tokens a second of one rank."""
+        """Return the tokens per second of one rank."""
         return self.layout.tokens / step.seconds / self.layout.world_size
 
     def model_flops(self, step: StepTimes) -> float:
-        """FLOP/s of a rank that the model needs, recomputation not counted."""
+        """Return the model FLOP/s of a rank, without recomputation."""
         return self.tokens_per_second(step) * flops_per_token(self.layout.model, self.layout.seq_len)
 
     def mfu(self, step: StepTimes) -> float:
         return self.model_flops(step) / self.peak_flops
 
     def mfu_full_attention(self, step: StepTimes) -> float:
-        """MFU with attention counted as full, and not as causal."""
+        """Return the MFU with attention counted as full instead of causal."""
         flops = flops_per_token(self.layout.model, self.layout.seq_len, full_attention=True)
         return self.tokens_per_second(step) * flops / self.peak_flops
 
     def hfu(self, step: StepTimes) -> float:
-        """MFU with what is recomputed."""
+        """Return the MFU with recomputation."""
         return (step.matmul + step.attention) / step.seconds / self.peak_flops
 
     @property
@@ -83,7 +83,7 @@ class Plan:
 
 
 def make_plan(layout: PlannedLayout, machines: Sequence[Machine]) -> Plan:
-    """Raises ConfigError for what cannot be planned."""
+    """Return the plan of a layout, with a step for each machine. Raises ConfigError if it cannot be planned."""
     (plan,) = make_plans([layout], machines, full=False)
     if isinstance(plan, CompileError):
         raise ConfigError(str(plan)) from plan
@@ -93,8 +93,10 @@ def make_plan(layout: PlannedLayout, machines: Sequence[Machine]) -> Plan:
 def make_plans(
     layouts: Sequence[PlannedLayout], machines: Sequence[Machine], full: bool, watch: Callable[[float], None] = lambda share: None
 ) -> Iterator[Plan | CompileError]:
-    """Plans in one world, one after another as they are ready, with a step on each machine. full: every block is traced; watch:
-    is told about every second which share of all traces is there."""
+    """Yield the plans of layouts of one world size, in order, with a step for each machine. Raises ConfigError.
+
+    full: trace every block. watch: called about every second with the fraction of traces that are done.
+    """
     if not layouts:
         return
     started = time.perf_counter()
@@ -112,8 +114,8 @@ def make_plans(
                 continue
             except BrokenExecutor:
                 raise ConfigError(
-                    "a process that traces was ended from outside, perhaps for this machine's memory; fewer layers in --full, or "
-                    "planning without it, would take less"
+                    "a tracing process was killed, perhaps because this machine is out of memory; use fewer layers with --full, "
+                    "or leave --full out"
                 ) from None
             stages = [
                 [figures_at(traced[kind_of_stage(modules)], layers_of(modules), number) for modules in layout.pipeline.modules]
@@ -127,8 +129,8 @@ def make_plans(
 
 
 def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None) -> list[str]:
-    """One screen. token_budget: how many tokens to say the time and GPU-hours of; 0: those of training.steps; lighter: the same
-    recipe with less activation checkpointing."""
+    """Return the plan as lines of one screen. token_budget: tokens to give time and GPU-hours for; 0: those of training.steps.
+    lighter: the plan of the same recipe with less activation checkpointing."""
     layout, machine, memory = plan.layout, plan.machine, plan.memory
     config, (stated, slow, fast) = layout.config, plan.steps
     axes = " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items() if degree > 1) or "one rank"
@@ -146,52 +148,52 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
     lines = [
         f"{shape_words(config.model)} on {layout.world_size} {machine.name} ({axes}); {compiled}, "
         f"activation checkpointing {config.activation_checkpoint.mode}",
-        f"batch: {layout.rows:,} sequences of {layout.seq_len:,} tokens a step = {layout.tokens:,} "
-        f"tokens, {layout.microbatches} microbatch{'es' * (layout.microbatches > 1)} of {layout.sequences} a rank",
-        *([f"priced once the ramp is over: {layout.ramp_in_words} (training.global_batch_ramp)"] if layout.ramp else []),
+        f"batch: {layout.rows:,} sequences of {layout.seq_len:,} tokens per step = {layout.tokens:,} "
+        f"tokens, {layout.microbatches} microbatch{'es' * (layout.microbatches > 1)} of {layout.sequences} per rank",
+        *([f"planned for the end of the ramp: {layout.ramp_in_words} (training.global_batch_ramp)"] if layout.ramp else []),
         "",
         f"  step time        {fast.seconds:.3g} to {slow.seconds:.3g} s",
-        f"  tokens/s a GPU   {slow_to_fast(plan.tokens_per_second)}{bias and f'; {bias}'}",
-        f"  TFLOP/s a GPU    {slow_to_fast(plan.model_flops, 1e-12)}",
+        f"  tokens/s per GPU {slow_to_fast(plan.tokens_per_second)}{bias and f'; {bias}'}",
+        f"  TFLOP/s per GPU  {slow_to_fast(plan.model_flops, 1e-12)}",
         f"  MFU              {slow_to_fast(plan.mfu, 100)}% ({slow_to_fast(plan.mfu_full_attention, 100)}% with attention "
         f"counted as full), HFU {slow_to_fast(plan.hfu, 100)}%",
         f"  {budget:.3g} tokens{of_what}: {in_units(*takes)}, {gpu_hours} GPU-hours, without stops",
         "",
-        "of the step, as stated",
+        "nominal breakdown of the step",
     ]
     shares = {part: seconds / stated.seconds for part, seconds in sorted(stated.parts.items(), key=lambda item: -item[1])}
     lines += [f"  {100 * share:5.1f}%  {name_of(part)}" for part, share in shares.items() if share >= 5e-4]
-    lines += ["", "sent by a rank and step, GB          in all   to other nodes"]
+    lines += ["", "sent per rank and step, GB            total   to other nodes"]
     for axis, nbytes in stated.sent.items():
         if nbytes:
             lines.append(f"  {WORDS[axis]:<28} {nbytes / 1e9:12,.1f} {stated.across.get(axis, 0.0) / 1e9:16,.1f}")
 
     where = f" of pipeline rank {memory.rank}" if layout.degrees["pp"] > 1 else ""
-    lines += ["", f"memory{where} at its most ({memory.moment}), GiB"]
+    lines += ["", f"peak memory{where} ({memory.moment}), GiB"]
     rows = {**memory.rows, "kept by the allocator, unused": memory.slack, "outside of tensors (CUDA, cuBLAS, NCCL)": OUTSIDE}
     lines += [f"  {name:<40} {nbytes / GIB:8.2f}" for name, nbytes in rows.items()]
     margin = (plan.capacity - memory.total) / GIB
-    verdict = f"fits, {margin:.1f} to spare" if plan.fits else f"does not fit: {-margin:.1f} too many"
+    verdict = f"fits, {margin:.1f} free" if plan.fits else f"does not fit: {-margin:.1f} too many"
     lines.append(f"  {'of ' + format(machine.memory, 'g') + ' on the device':<40} {memory.total / GIB:8.2f}  {verdict}")
     uncertain = ", ".join(f"{name.removesuffix('_efficiency')} {100 * share:.0f}%" for name, share in UNCERTAINTY.items())
     traced = " and ".join(map(str, sorted({depth for depths in plan.depths.values() for depth in depths})))
     return [
         *lines,
         "",
-        f"what binds: {what_binds(plan)}",
+        f"bottleneck: {what_binds(plan)}",
         *([spare(plan, lighter)] if lighter and plan.fits else ()),
-        f"ranges: efficiencies of {uncertain} either way; stages of {traced} blocks traced; the loader is never waited for; "
+        f"ranges: efficiencies of {uncertain} up and down; stages of {traced} blocks traced; no waiting for the loader; "
         f"planned in {plan.seconds:.0f} s",
     ]
 
 
 def spare(plan: Plan, lighter: Plan) -> str:
-    """A line on memory to spare, and on `lighter`, the plan that spends it on recomputing less."""
+    """Return a line on free memory, and on `lighter`, a plan that uses it to recompute less."""
     mode, needs = lighter.layout.config.activation_checkpoint.mode, lighter.memory.total / GIB
     saves = 100 * (1 - lighter.steps[0].seconds / plan.steps[0].seconds)
-    why = f"would take {saves:.0f}% less time a step" if lighter.fits else "would not fit"
+    why = f"would take {saves:.0f}% less time per step" if lighter.fits else "would not fit"
     left = (plan.capacity - plan.memory.total) / GIB
-    return f"memory to spare: {left:.1f} GiB; activation_checkpoint.mode = {mode} needs {needs:.1f} GiB in all, and {why}"
+    return f"free memory: {left:.1f} GiB; activation_checkpoint.mode = {mode} needs {needs:.1f} GiB in total, and {why}"
 
 
 def name_of(part: str) -> str:
@@ -200,7 +202,7 @@ def name_of(part: str) -> str:
 
 
 def what_binds(plan: Plan) -> str:
-    """The first thing to change, in words."""
+    """Return the bottleneck of a plan in words."""
     step, layout, memory = plan.steps[0], plan.layout, plan.memory
     if not plan.fits:
         largest = max(memory.rows, key=lambda row: memory.rows[row])
@@ -211,15 +213,15 @@ def what_binds(plan: Plan) -> str:
     share = waits[part] / step.seconds
     if share < 0.1:
         recomputed = 1 - plan.mfu(step) / plan.hfu(step)
-        recomputes = f", {100 * recomputed:.0f}% of it a second time" if recomputed > 0.05 else ""
-        return f"computation{recomputes}; of waits the longest is {name_of(part)}, {100 * share:.0f}% of the step"
+        recomputes = f", {100 * recomputed:.0f}% of it recomputation" if recomputed > 0.05 else ""
+        return f"computation{recomputes}; the longest wait is {name_of(part)}, {100 * share:.0f}% of the step"
     axis = part.removeprefix("exposed.")
     between = ", between nodes" if step.across.get(axis) else ""
     return f"{name_of(part)}{between}: {100 * share:.0f}% of the step"
 
 
 def as_json(plan: Plan) -> str:
-    """Seconds, bytes and FLOP/s; ranges as {stated, slow, fast}."""
+    """Return the plan as JSON, in seconds, bytes and FLOP/s; ranges are {stated, slow, fast}, stated being nominal."""
     layout, memory = plan.layout, plan.memory
 
     def each(figure: Callable[[StepTimes], float]) -> dict[str, float]:

@@ -1,13 +1,13 @@
-"""A run, or several side by side, as one HTML page: curves, faults, buckets, recipes. It needs neither a network nor torch.
+"""Make one HTML page of one or several runs: curves, faults, buckets, recipes. Needs neither a network nor torch.
 
     python -m titan_lite.report RUN_FOLDER [RUN_FOLDER ...] [--output FILE]
 
-RUN_FOLDER is a run's job.dump_folder; the page is written to report.html in the first one, or to FILE. It has what the run wrote:
+RUN_FOLDER is a run's job.dump_folder; the page is written to report.html in the first one, or to FILE. It shows these files:
 
     metrics.jsonl    every curve; resumes                 events.jsonl     checkpoints, skipped steps, warnings, failures
-    config.toml      the recipe, as it was resolved       compile.json     buckets; timeline.json: when each travels
+    config.toml      the resolved recipe                  compile.json     buckets; timeline.json: their timeline
 
-It may be made while the run goes on. page.html has the frame of the page, its style and its script.
+The run may still be going on. page.html has the frame of the page, its style and its script.
 """
 
 import html
@@ -27,7 +27,7 @@ from titan_lite.command import Parser, command
 from titan_lite.config import DROPPED, KEYS, ConfigError
 from titan_lite.metrics.records import RecordError, RunRecord, read_run
 
-MOST_ROWS = 4000  # of a run that are drawn; of more, windows of them keep their extremes
+MOST_ROWS = 4000  # rows drawn for a run; of more rows, windows keep their extremes
 EXTREMES = ("loss", "grad_norm", "tps", "step_time", "memory_gib", "data_wait")
 WORDS = {
     "start": "started",
@@ -41,20 +41,20 @@ WORDS = {
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:
-    """The folders' names, with as many parents as tell them apart. Raises RecordError for one that is named twice."""
+    """Return the folders' names, with as many parents as needed to be unique. Raises RecordError for a repeated folder."""
     parts = [folder.resolve().parts for folder in folders]
     for folder, own in zip(folders, parts, strict=True):
         if parts.count(own) > 1:
-            raise RecordError(f"{folder} is named twice; name each run once")
+            raise RecordError(f"{folder} is given twice; use each run once")
     named = (["/".join(own[-depth:]) for own in parts] for depth in range(1, max(map(len, parts)) + 1))
     return next(names for names in named if len(set(names)) == len(names))
 
 
-# What the script draws
+# Data for the script
 
 
 def thin(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    """At most about MOST_ROWS of them: of each window its last row, and those with extremes, so that no spike is lost."""
+    """Return about MOST_ROWS rows at most: the last one of each window, and those with extremes, so that no spike is lost."""
     if len(rows) <= MOST_ROWS:
         return rows
     width = math.ceil(len(rows) * 2 * len(EXTREMES) / MOST_ROWS)
@@ -92,10 +92,10 @@ def drawn(run: RunRecord, number: int) -> dict[str, Any]:
 def _round(value: Any) -> Any:
     if not isinstance(value, float):
         return value
-    return float(f"{value:.7g}") if math.isfinite(value) else None  # which JSON lacks
+    return float(f"{value:.7g}") if math.isfinite(value) else None  # JSON has no NaN
 
 
-# What is on the page without the script
+# The page without the script
 
 
 def page(runs: Sequence[RunRecord]) -> str:
@@ -114,14 +114,14 @@ def page(runs: Sequence[RunRecord]) -> str:
     ]
     data = json.dumps([drawn(run, number) for number, run in enumerate(runs)], separators=(",", ":"))
     title = "titan_lite: " + ", ".join(run.name for run in runs)
-    # In a script element only "<" could end it.
+    # Only "<" could end the script element.
     filled = {"title": _text(title), "body": "\n".join(parts), "data": data.replace("<", "\\u003c")}
     frame = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda found: filled[found[1]], frame)
 
 
 def _card(run: RunRecord, number: int) -> str:
-    """The results of a run, in figures; what it has no value of is left out."""
+    """Return the results of a run; figures without a value are omitted."""
 
     def figure(name: str, choose: Callable[[list[float]], float], form: str) -> str:
         return form.format(choose(values)) if (values := run.column(name)) else ""
@@ -137,7 +137,7 @@ def _card(run: RunRecord, number: int) -> str:
         "loss": figure("loss", newest, "{:.4f}"),
         "validation loss": figure("validation_loss", newest, "{:.4f}")
         + (f" (best {min(validation):.4f})" if min(validation) < validation[-1] else ""),
-        "tokens a second and device": figure("tps", statistics.median, "{:,.0f}"),
+        "tokens per second and device": figure("tps", statistics.median, "{:,.0f}"),
         "MFU": figure("mfu", statistics.median, "{:.1f}%"),
         "waiting for data": figure("data_wait", statistics.median, "{:.1f}%"),
         "peak memory": figure("memory_gib", max, "{:.2f} GiB"),
@@ -155,8 +155,8 @@ def _card(run: RunRecord, number: int) -> str:
 
 
 def exposed_share(receipts: Iterable[Mapping[str, Any]]) -> str:
-    """The time of a pass of forward and backward, of all pipeline ranks, in which nothing computes, by compile.json; empty where
-    none communicates."""
+    """Return the share of forward and backward, over all pipeline ranks, in which only communication runs (compile.json); "" if
+    there is no communication."""
     times = [r["timeline"] for r in receipts if r.get("timeline") and r.get("graph") != "inference"]
     exposed = sum(time.get("waited", time["exposed"]) for time in times)
     seconds, communication = (sum(time[name] for time in times) for name in ("seconds", "communication"))
@@ -164,7 +164,7 @@ def exposed_share(receipts: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _sources(runs: Sequence[RunRecord]) -> str:
-    """The tokens and losses of each source of a mixture."""
+    """Return the table of tokens and losses of each source of a mixture."""
     several, rows = len(runs) > 1, []
     for run in runs:
         tokens = {
@@ -219,8 +219,8 @@ def _buckets(runs: Sequence[RunRecord]) -> str:
     if not parts:
         return ""
     legend = (
-        '<p class="muted">As estimated for one pass: computation, and what is sent along each mesh axis; in red '
-        "what of this nothing computes under.</p>"
+        '<p class="muted">Estimated for one pass: computation, and communication along each mesh axis; in red '
+        "communication without computation.</p>"
     )
     return f"<h2>Buckets</h2>{legend if any(run.timelines for run in runs) else ''}{''.join(parts)}"
 
@@ -247,7 +247,7 @@ def _receipt(receipt: Mapping[str, Any]) -> str:
 
 
 def _recipes(runs: Sequence[RunRecord]) -> str:
-    """The keys in which runs differ, or in which one differs from the defaults; then all keys."""
+    """Return the table of keys in which runs differ, or in which a single run differs from the defaults, and that of all keys."""
     given = [run for run in runs if run.recipe]
     if not given:
         return ""
@@ -260,10 +260,10 @@ def _recipes(runs: Sequence[RunRecord]) -> str:
 
     if len(given) > 1:
         own = [key for key in keys if key != "job.dump_folder" and len({_value(run.recipe.get(key)) for run in given}) > 1]
-        title = "Where the recipes differ" if own else "The recipes are the same"
+        title = "Differences of the recipes" if own else "The recipes are the same"
     else:
         own = [key for key in keys if given[0].recipe[key] != defaults(key)]
-        title = "The recipe, where it is not the default"
+        title = "The recipe, without defaults"
 
     def table(chosen: Sequence[str]) -> str:
         rows = [_row("td", [key, *(_value(run.recipe.get(key)) for run in given)]) for key in chosen]
@@ -277,14 +277,14 @@ def _table(head: str, rows: Sequence[str]) -> str:
 
 
 def _row(tag: str, cells: Sequence[str], looks: Sequence[str] = ()) -> str:
-    """A row of a table. looks: classes of the cells."""
+    """Return a row of a table. looks: classes of the cells."""
     classes = (f' class="{look}"' if look else "" for look in looks)
     inside = itertools.zip_longest(cells, classes, fillvalue="")
     return f"<tr>{''.join(f'<{tag}{look}>{_text(cell)}</{tag}>' for cell, look in inside)}</tr>"
 
 
 def _large(number: float) -> str:
-    """1234567 -> 1.23M"""
+    """Return a number in short, such as 1.23M for 1234567."""
     for size, sign in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if number >= size:
             return f"{number / size:.3g}{sign}"
@@ -296,10 +296,10 @@ def _value(value: Any) -> str:
 
 
 def _when(event: Mapping[str, Any]) -> str:
-    """An ISO time in the reader's zone; empty where there is none."""
+    """Return an event's time in the reader's zone, or "" without a time."""
     try:
         return f"{datetime.fromisoformat(event['time']).astimezone():%Y-%m-%d %H:%M:%S}"
-    except (KeyError, TypeError, ValueError, OverflowError, OSError):  # of years that no clock shows
+    except (KeyError, TypeError, ValueError, OverflowError, OSError):  # the last two: years out of range
         return ""
 
 
@@ -319,6 +319,6 @@ def main(arguments: Sequence[str]) -> None:
         path = options.output or options.folders[0] / "report.html"
         path.write_text(text, encoding="utf-8", errors="backslashreplace")  # JSON may have halves of a surrogate pair
     except (RecordError, ConfigError, OSError) as error:
-        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
-        raise ConfigError(told) from None
+        wrong = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+        raise ConfigError(wrong) from None
     print(f"{path} written: open it in a browser")

@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from titan_lite.compiler.collectives import collectives, descendants, is_all_gather, move_before, parameter_all_gathers
+from titan_lite.compiler.collectives import (
+    collectives,
+    descendants,
+    is_all_gather,
+    merge_waits,
+    move_before,
+    parameter_all_gathers,
+)
 
 aten = torch.ops.aten
 RANKS, GROUP = 2, "dp_shard"
@@ -117,6 +124,17 @@ def test_an_all_gather_is_told_from_its_wait_and_from_other_collectives():
     other_collectives(graph)
     assert [node for node in graph.nodes if is_all_gather(node)] == [all_gather]
     assert not any(is_all_gather(node) for node in others)
+
+
+def test_of_several_waits_for_a_collective_the_first_stays():
+    graph = Graph()
+    (all_gather,) = shard(graph)
+    first, again = wait(graph, all_gather), wait(graph, all_gather)
+    product = call(graph, aten.mm.default, first, again)
+    graph.output(product)
+    merge_waits(graph)
+    assert list(all_gather.users) == [first]
+    assert product.args == (first, first)
 
 
 def test_nodes_move_in_their_order_and_back_where_the_move_is_not_kept():

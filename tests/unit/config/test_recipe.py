@@ -763,8 +763,8 @@ def test_exit_code_2_and_one_line_for_a_wrong_one(tmp_path):
         ("4", ["--training.global_batch_size=6"], "is not a multiple"),
         ("4", ["--model.tokenizer_path=/nowhere/tokenizer.model"], "/nowhere/tokenizer.model"),
         ("4", ["--data.dataset=local", "--data.path=/nowhere/*.jsonl"], 'data.path = "/nowhere/*.jsonl"'),
-        ("0", [], "--world-size 0: expected"),
-        ("two", [], "--world-size two: expected"),
+        ("0", [], "--world-size 0: use"),
+        ("two", [], "--world-size two: use"),
     ],
 )
 def test_what_files_and_the_number_of_ranks_decide_is_told_without_torch(ranks, options, words, tmp_path):

@@ -27,7 +27,7 @@ def test_the_end_is_told_in_figures_of_the_whole_run(tmp_path):
     arguments = dict(step=30, tokens=3000, skipped=1, steps_on_disk=(10, 30), tensorboard=True)
     assert end_lines(tmp_path, "done", receipts=receipts, **arguments) == [
         "done: step 30, 3,000 tokens, 1 step skipped; loss 1.0000; validation loss 1.5000",
-        "speed: 200 tokens a second and device, MFU 20.0% (24.0% with attention counted as full), "
+        "speed: 200 tokens per second and device, MFU 20.0% (24.0% with attention counted as full), "
         "waiting for data 2.0% (medians); peak memory 0.70 GiB",
         "communication: 250 ms of 800 ms exposed over 2 pipeline ranks, estimated (compile.json)",
         "checkpoints: step-10, step-30",
@@ -37,7 +37,7 @@ def test_the_end_is_told_in_figures_of_the_whole_run(tmp_path):
     arguments = dict(step=1, tokens=9, skipped=0, steps_on_disk=(), again="./run_train.sh --training.steps 9")
     told = end_lines(tmp_path, "stopped", receipts=[], **arguments)
     assert told[0] == "stopped: step 1, 9 tokens, 0 steps skipped"
-    assert told[1] == "speed: 5 tokens a second and device, waiting for data 0.0% (medians); peak memory 0.10 GiB"
+    assert told[1] == "speed: 5 tokens per second and device, waiting for data 0.0% (medians); peak memory 0.10 GiB"
     assert told[2:] == [
         "checkpoints: none",
         f"to look at: python -m titan_lite.report {tmp_path}",  # without TensorBoard

@@ -71,5 +71,5 @@ def test_an_attempt_that_ended_without_a_word_is_told(written):
         ("error", 38),
         ("start", 30),
     ]
-    assert events[2]["text"].startswith("ended without a word")
+    assert events[2]["text"].startswith("ended without a message")
     assert notes == ["lines.jsonl, line 12, is not an event, and is skipped"]

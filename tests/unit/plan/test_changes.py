@@ -98,7 +98,7 @@ def test_only_what_helps_and_fits_is_recommended():
     assert [line.split("a=")[1] for line in lines[2:]] == ["0.5", "0.7", "0.8"]
     assert "+100.0%" in lines[2]
     assert "none" in best_changes(base, [({"a": "large"}, planned(0.1, memory=90.0))])[-1]
-    assert "no one fits" in best_changes(planned(memory=90.0), [({"a": "large"}, planned(0.1, memory=90.0))])[-1]
+    assert "none fits" in best_changes(planned(memory=90.0), [({"a": "large"}, planned(0.1, memory=90.0))])[-1]
 
 
 @pytest.mark.parametrize(
@@ -124,14 +124,14 @@ def test_memory_to_spare_is_said_with_what_it_buys():
     config = dataclasses.replace(layout().config, activation_checkpoint=ActivationCheckpoint(mode="none"))
     faster = dataclasses.replace(planned(0.9, memory=75.0), layout=dataclasses.replace(layout(), config=config))
     said = (
-        "memory to spare: 20.0 GiB; activation_checkpoint.mode = none needs 77.0 GiB in all, and would take 10% less time a step"
+        "free memory: 20.0 GiB; activation_checkpoint.mode = none needs 77.0 GiB in total, and would take 10% less time per step"
     )
     base = planned(1.0, memory=58.0)
     assert said in describe(base, lighter=faster)
     too_large = dataclasses.replace(faster, memory=planned(memory=90.0).memory)
-    assert "92.0 GiB in all, and would not fit" in "\n".join(describe(base, lighter=too_large))
+    assert "92.0 GiB in total, and would not fit" in "\n".join(describe(base, lighter=too_large))
     for lines in (describe(base), describe(planned(memory=90.0), lighter=faster)):
-        assert "to spare:" not in "\n".join(lines)
+        assert "free memory:" not in "\n".join(lines)
 
 
 def test_one_screen_says_ranges_memory_and_whether_it_fits():
@@ -142,7 +142,7 @@ def test_one_screen_says_ranges_memory_and_whether_it_fits():
     assert f"{tokens / 1.2:,.0f} to {tokens / 0.9:,.0f}" in text
     assert "does not fit: 12.0 too many" in text
     assert "1e+12 tokens: 39.7 to 53 days, 15,259 to 20,345 GPU-hours" in text
-    assert "; plans of 2 published runs (inductor) came out 1.26 to 1.30 times as fast as the runs" in text
+    assert "; plans of 2 published runs (inductor) were 1.26 to 1.30 times as fast as the runs" in text
     assert "ramp" not in text
 
 
@@ -153,7 +153,7 @@ def test_of_a_ramp_the_last_batch_is_priced_and_all_tokens_are_counted():
     )
     batch = 2 * plan.layout.dp_degree
     assert f"batch: {4 * batch} sequences" in text
-    assert f"priced once the ramp is over: {batch} sequences until step 400 (training.global_batch_ramp)" in text
+    assert f"planned for the end of the ramp: {batch} sequences until step 400 (training.global_batch_ramp)" in text
     assert f"{8192 * batch * (400 + 4 * 600):.3g} tokens (1,000 steps)" in text
 
 
@@ -166,10 +166,10 @@ def test_what_was_planned_until_ctrl_c_is_there(monkeypatch, capsys):
 
     monkeypatch.setattr(changes, "make_plans", plans)
     wanted = [{"a": str(number)} for number in range(4)]
-    with pytest.raises(Stopped, match="stopped when 2 of 4 were planned") as stopped:
+    with pytest.raises(Stopped, match="stopped after 2 of 4 plans") as stopped:
         plan_changes(lambda change: layout(), wanted, H100)
     assert [change["a"] for change, _ in stopped.value.rows] == ["1", "0"]
-    assert stopped.value.said == ["PARTIAL: stopped when 2 of 4 were planned", *table(stopped.value.rows)]
+    assert stopped.value.said == ["PARTIAL: stopped after 2 of 4 plans", *table(stopped.value.rows)]
     assert "planned 2 of 4, " in (err := capsys.readouterr().err)
     assert "; best so far " in err
     assert Stopped([], 3).said == []

@@ -27,10 +27,10 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
         (["--set", "compile.machine=mine.toml"], ["error: compile.machine = ", "mine.toml", "no such file"]),
         (["--set", "model.n_layers=0x5"], ["--model.n_layers=0x5"]),
         (["--set", "model.dim=4100"], ["model.dim = 4100 is not a multiple of 2 x n_heads = 32", "4096 or 4160"]),
-        (["--world-size", "0"], ["--world-size 0", "8 would work"]),
+        (["--world-size", "0"], ["--world-size 0", "such as 8"]),
         (["--world-size", "6", "--set", "parallelism.tensor_parallel_degree=4"], ["tp 4", "6 ranks", "start 8 ranks"]),
         (["--set", "parallelism.tensor_parallel_degree=3", "--world-size", "9"], ["tensor_parallel_degree = 3", "8 would work"]),
-        (["--set", "training.seq_length=1"], ["training.seq_length", "that is training.seq_len here"]),
+        (["--set", "training.seq_length=1"], ["training.seq_length", "use training.seq_len"]),
         (["--set", "training.seq_len"], ["training.seq_len", "no value"]),
         (["--set", "model.flavor=7B"], ['model.flavor = "7B"', "8B"]),
         (["--set", "compile.bucketing=measured"], ["compile.bucketing", "measured", "greedy"]),
@@ -72,7 +72,7 @@ def test_async_tensor_parallelism_is_planned_without_and_says_so(capsys):
     asynchronous = ["--set", f"{key}=2", "--set", "parallelism.enable_async_tensor_parallel=true"]
     assert main([EIGHT, *asynchronous, "--sweep", f"{key}=1,2"]) == 0
     said = capsys.readouterr()
-    assert "enable_async_tensor_parallel = true is planned as false: waits for tensor parallelism are upper bounds" in said.err
+    assert "enable_async_tensor_parallel = true is planned as false: exposed tensor parallelism is an upper bound" in said.err
     assert said.out.count("yes") == 2
 
 

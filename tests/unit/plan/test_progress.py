@@ -21,12 +21,12 @@ def test_elsewhere_a_plain_line_now_and_then(clock, capsys):
     clock[0] += 1
     one.show("planned 0 of 4", 0.1)
     clock[0] += 59
-    one.show("planned 2 of 4", 0.5, "5 tokens/s a GPU: tp 8")
+    one.show("planned 2 of 4", 0.5, "5 tokens/s per GPU: tp 8")
     one.close()
     out, err = capsys.readouterr()
     assert (out, err.splitlines()) == (
         "",
-        ["planned 0 of 4, 0 seconds", "planned 2 of 4, 60 seconds of about 2 minutes; best so far 5 tokens/s a GPU: tp 8"],
+        ["planned 0 of 4, 0 seconds", "planned 2 of 4, 60 seconds of about 2 minutes; best so far 5 tokens/s per GPU: tp 8"],
     )
 
 

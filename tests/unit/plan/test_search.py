@@ -88,15 +88,15 @@ def test_a_layout_in_words_and_what_of_it_a_recipe_has_to_say():
 def test_those_that_lost_are_told_why():
     best, slow, large = planned(1.0, compute=0.9, bubble=0.1), planned(1.5, compute=0.9, bubble=0.6), planned(memory=90.0)
     assert why_lost(slow, best).startswith("50.0% slower: waiting for other pipeline ranks +0.5 s")
-    assert why_lost(large, best).startswith("12.0 GiB too many, activations")
+    assert why_lost(large, best).startswith("12.0 GiB too many, mostly activations")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--search", "0"], ["--search 0", "12 would work"]),
+        (["--search", "0"], ["--search 0", "use 12"]),
         (["--search", "few"], ["--search", "few"]),
-        (["--search", "--picture", "plan.png"], ["--picture", "without"]),
+        (["--search", "--picture", "plan.png"], ["--picture", "leave out"]),
         (["--search", "--world-size", "7"], ["--search", "training.global_batch_size=N"]),
         (["--sweep", "training.local_batch_size=1", "--search"], ["--search", "not allowed with"]),
         (["--trace", "no/folder/plan.json"], ["--trace no/folder/plan.json", "no folder"]),
@@ -109,9 +109,10 @@ def test_a_search_that_is_none_is_one_sentence(arguments, words, capsys):
         code = exit.code
     out, err = capsys.readouterr()
     assert (code, out) == (2, "")
-    assert err.count("\n") == 1
+    *noted, error = err.splitlines()
+    assert all("enable_async_tensor_parallel = true is planned as false" in line for line in noted)  # the recipe's
     for word in words:
-        assert word in err
+        assert word in error
 
 
 @pytest.mark.slow
@@ -141,7 +142,7 @@ def test_a_search_that_is_stopped_shows_what_it_has_and_leaves_nothing_behind(na
     command = python("-m", "titan_lite.plan", RECIPES / "debug_model.toml", "--world-size", 4, *keys, "--search", 30)
     with open(tmp_path / "out", "w") as out, Job(tmp_path / "err", *command, stdout=out, session=True) as job:
         session = job.process.pid
-        job.until(r"planned [1-9]\d* of 30, .* of about .*; best so far .* tokens/s a GPU: ", seconds=400)
+        job.until(r"planned [1-9]\d* of 30, .* of about .*; best so far .* tokens/s per GPU: ", seconds=400)
         if name == "SIGKILL":
             job.process.kill()
         else:  # as a terminal does, or timeout
@@ -153,7 +154,7 @@ def test_a_search_that_is_stopped_shows_what_it_has_and_leaves_nothing_behind(na
             time.sleep(0.1)
         if name != "SIGKILL":
             lines = (tmp_path / "out").read_text().splitlines()
-            assert re.fullmatch(r"PARTIAL: stopped when \d+ of 30 were planned", lines[2])
+            assert re.fullmatch(r"PARTIAL: stopped after \d+ of 30 plans", lines[2])
             assert lines[-1].startswith("best: --set ")
             assert job.output.splitlines()[-1] == lines[2].removeprefix("PARTIAL: ")
             assert not re.search("Traceback|resource_tracker", job.output)

@@ -158,12 +158,12 @@ def test_several_runs_show_where_their_recipes_differ(run):
     one = read_run(run("one", overrides=("--optimizer.lr", "0.001")), "one")
     two = read_run(run("two", overrides=("--optimizer.lr", "0.005", "--compile.enable")), "two")
     text = page([one, two])
-    differing = text[text.index("Where the recipes differ") : text.index("every key")]
+    differing = text[text.index("Differences of the recipes") : text.index("every key")]
     assert set(re.findall(r"<td>([a-z_]+\.[a-z_]+)</td>", differing)) == {"optimizer.lr", "compile.enable"}
     assert "<td>0.001</td><td>0.005</td>" in differing
     assert [data["name"] for data in embedded(text)] == ["one", "two"]
     alone = page([one])
-    own = alone[alone.index("where it is not the default") : alone.index("every key")]
+    own = alone[alone.index("The recipe, without defaults") : alone.index("every key")]
     assert "<td>optimizer.lr</td><td>0.001</td>" in own
     assert "compile.enable" not in own
     assert "The recipes are the same" in page([one, one])
@@ -176,7 +176,7 @@ def test_a_key_of_an_earlier_version_is_not_its_own_choice_where_it_says_what_ho
     text = (folder / "config.toml").read_text().replace("[profiling]\n", '[profiling]\nsave_traces_folder = "profile_traces"\n')
     (folder / "config.toml").write_text(text)
     said = page([read_run(folder, "run")])
-    own, every = said[said.index("where it is not the default") :].split("every key")
+    own, every = said[said.index("The recipe, without defaults") :].split("every key")
     assert "<td>profiling_of_before.key</td>" in own
     assert "save_traces_folder" not in own
     assert "<td>profiling.save_traces_folder</td><td>profile_traces</td>" in every
@@ -361,7 +361,7 @@ def test_a_damaged_file_is_named(name, text, words, run, capsys):
 def test_runs_are_named_by_what_tells_them_apart(tmp_path):
     assert name_runs([Path("outputs/a"), Path("outputs/b")]) == ["a", "b"]
     assert name_runs([Path("x/a"), Path("y/a")]) == ["x/a", "y/a"]
-    with pytest.raises(RecordError, match="named twice"):
+    with pytest.raises(RecordError, match="given twice"):
         name_runs([tmp_path / "a", tmp_path / "b" / ".." / "a"])
 
 
