@@ -157,8 +157,8 @@ def check_prices(stage: Compile) -> None:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         if device and profile_of(device) is None:
             raise ConfigError(
-                f'compile.bucketing = "{stage.bucketing}" prices collectives, and "{device}" is not known: compile.machine = '
-                f'{", ".join(PROFILES)} or a .toml file, or bucketing = "block" would work'
+                f'compile.bucketing = "{stage.bucketing}" prices collectives, and "{device}" is not known; use compile.machine = '
+                f'{", ".join(PROFILES)} or a .toml file, or bucketing = "block"'
             )
 
 

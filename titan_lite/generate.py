@@ -71,8 +71,8 @@ def build_decoder(weights: Weights, max_tokens: int, device: torch.device, dtype
     """A whole model on one device that remembers up to `max_tokens` tokens. Raises ConfigError."""
     if max_tokens > weights.config.max_seq_len:
         raise ConfigError(
-            f"prompt and --max-new-tokens are {max_tokens} tokens together; the {weights.config.max_seq_len} that this model was "
-            "made for would work"
+            f"prompt and --max-new-tokens are {max_tokens} tokens together; use at most {weights.config.max_seq_len}, which this "
+            "model was made for"
         )
     with torch.device("meta"):
         decoder = Decoder(dataclasses.replace(weights.config, max_seq_len=max_tokens)).to(dtype)

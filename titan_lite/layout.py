@@ -232,7 +232,7 @@ def _check_schedule(config: Config, layout: Layout) -> None:
         if all(len(_parameters_within(layout.model, bucket.split())) < 2 for bucket in stage.buckets):
             raise ConfigError(
                 f"compile.buckets = [{', '.join(stage.buckets)}]: none has two parameters, so nothing would be merged; "
-                '"layers.0 layers.1" would work, or compile.bucketing = "none"'
+                'use such as "layers.0 layers.1", or compile.bucketing = "none"'
             )
     if stage.bucketing not in ("none", "block") and layout.gathers_once:
         raise ConfigError(

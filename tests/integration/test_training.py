@@ -265,7 +265,7 @@ WRONG_FOR_THIS_RUN = [
     (["--profiling.enable_memory_snapshot"], r"profiling.enable_memory_snapshot = true: snapshots are of CUDA memory"),
     (
         ["--parallelism.fsdp_reshard_after_forward=always", "--parallelism.fsdp_communication=step"],
-        r'fsdp_communication = "microbatch" would work',
+        r'use fsdp_communication = "microbatch"',
     ),
     (["--checkpoint.load_step", "9"], r"checkpoint.load_step = 9: there is no such step"),
 ]

@@ -873,7 +873,7 @@ def test_a_machine_is_a_name_or_the_path_of_a_file(tmp_path):
         ('bucketing = "measured"\nreordering = false', r"reordering = true or bucketing"),
         (
             'bucketing = "none"\nbucket_mode = "coalesced"',
-            r'bucket_mode = "coalesced" has no effect: .* bucketing = "block" would work',
+            r'bucket_mode = "coalesced" has no effect: .*; use bucketing = "block"',
         ),
     ],
 )
