@@ -137,7 +137,7 @@ def check_memory(config: Config, layout: Layout, memory: float) -> None:
             f"{steady / 2**30:.0f} GiB a rank, and there are {memory / 2**30:.0f}; use parallelism.data_parallel_shard_degree "
             f"= {shards} or more"
         )
-    if layout.gathers_once and steady + step > memory:
+    if layout.gathers_once and config.parallelism.fsdp_communication == "step" and steady + step > memory:
         raise ConfigError(
             f'parallelism.fsdp_communication = "step" needs {(steady + step) / 2**30:.0f} GiB a rank before any activation, and '
             f'there are {memory / 2**30:.0f}; use "microbatch" or "auto"'

@@ -103,7 +103,7 @@ def exit_code(arguments):
         ([DEBUG, "--layouts", "tp=two"], r"'tp=two' is not a degree"),
         ([DEBUG, "--layouts", "tp=0"], r"'tp=0' is not a degree"),
         ([DEBUG, "--layouts"], r"argument --layouts: expected at least one argument"),
-        ([DEBUG, "--steps", "none"], r"argument --steps: none: expected an integer at least 1"),
+        ([DEBUG, "--steps", "none"], r"argument --steps: none: use an integer at least 1"),
         ([DEBUG, "--steps"], r"argument --steps: expected one argument"),
         ([DEBUG, "--layouts=tp=3"], r"tensor_parallel_degree = 3 does not divide the 8 attention heads"),
         ([DEBUG, "--training.stepz=3"], r"unknown option --training.stepz=3; did you mean"),
