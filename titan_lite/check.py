@@ -35,7 +35,7 @@ def check(config: Config, layout: Layout) -> Tokenizer:
     """The tokenizer of a recipe that can run here. Raises ConfigError."""
     tokenizer = check_inputs(config, layout)
     check_machine(config)
-    check_memory(config, layout, device_memory() if torch.cuda.is_available() else host_memory())
+    check_memory(config, layout, device_memory(), math.inf if torch.cuda.is_available() else host_memory())
     check_prices(config.compile)
     check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
     check_writable(Path(config.job.dump_folder))
@@ -127,17 +127,20 @@ def check_machine(config: Config) -> None:
             raise ConfigError(f"{key} = true: {package} is not installed here; pip install {package}, or {name} = false")
 
 
-def check_memory(config: Config, layout: Layout, memory: float) -> None:
-    """Raises ConfigError where weights, gradients and optimizer state alone are more than a rank's memory, in bytes."""
+def check_memory(config: Config, layout: Layout, memory: float, host: float = math.inf) -> None:
+    """Raises ConfigError where weights, gradients and optimizer state alone are more than a rank's memory.
+
+    memory: bytes of its GPU; host: of the host, for a rank without a GPU.
+    """
     steady, step = layout.steady_bytes(config.training), layout.step_bytes(config.training)
-    if steady > memory:
-        shards = math.ceil(layout.degrees["dp_shard"] * steady / memory)
+    if steady > (limit := min(memory, host)):
+        shards = math.ceil(layout.degrees["dp_shard"] * steady / limit)
         raise ConfigError(
             f"{shape_words(config.model)} on {layout.world_size} ranks: weights, gradients and optimizer state need "
-            f"{steady / 2**30:.0f} GiB a rank, and there are {memory / 2**30:.0f}; use parallelism.data_parallel_shard_degree "
+            f"{steady / 2**30:.0f} GiB a rank, and there are {limit / 2**30:.0f}; use parallelism.data_parallel_shard_degree "
             f"= {shards} or more"
         )
-    if layout.gathers_once and config.parallelism.fsdp_communication == "step" and steady + step > memory:
+    if layout.gathers_once and steady + step > memory:
         raise ConfigError(
             f'parallelism.fsdp_communication = "step" needs {(steady + step) / 2**30:.0f} GiB a rank before any activation, and '
             f'there are {memory / 2**30:.0f}; use "microbatch" or "auto"'
