@@ -91,7 +91,7 @@ setup_python run
 
 if [[ $nodes != 1 ]] && # else every node would wait for it, with a wall of warnings
     ! "$python" -c 'import socket, sys; socket.getaddrinfo(sys.argv[1].strip("[]"), None)' "${RDZV_ENDPOINT%:*}" 2>/dev/null; then
-    wrong_usage "RDZV_ENDPOINT=$RDZV_ENDPOINT: this node knows no host ${RDZV_ENDPOINT%:*}; a name or an address that it knows would work"
+    wrong_usage "RDZV_ENDPOINT=$RDZV_ENDPOINT: this node knows no host ${RDZV_ENDPOINT%:*}; use a name or an address that it knows"
 fi
 
 count_gpus

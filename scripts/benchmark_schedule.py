@@ -91,7 +91,7 @@ def start_fake_world(world_size: int) -> None:
 
 
 def keys_of(mode: str) -> dict[str, str]:
-    """Of [compile]."""
+    """A variant's keys of [compile]."""
     bucketing, _, bucket_mode = mode.partition("-")
     return {"bucketing": bucketing, "bucket_mode": bucket_mode or "copy"}
 

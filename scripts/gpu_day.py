@@ -232,7 +232,7 @@ def main() -> int:
     import torch
 
     if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no GPU here; --device cpu would work")
+        parser.error("torch sees no GPU here; use --device cpu")
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     print(f"{datetime.date.today()}, {name}, torch {torch.__version__}: `python {' '.join(map(str, sys.argv))}`\n", flush=True)
     one = ["--training.local_batch_size=1", "--training.global_batch_size=1"]

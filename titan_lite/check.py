@@ -137,13 +137,13 @@ def check_memory(config: Config, layout: Layout, memory: float, host: float = ma
         shards = math.ceil(layout.degrees["dp_shard"] * steady / limit)
         raise ConfigError(
             f"{shape_words(config.model)} on {layout.world_size} ranks: weights, gradients and optimizer state need "
-            f"{steady / 2**30:.0f} GiB a rank, and there are {limit / 2**30:.0f}; use parallelism.data_parallel_shard_degree "
+            f"{steady / 2**30:.0f} GiB a rank, and a rank has {limit / 2**30:.0f}; use parallelism.data_parallel_shard_degree "
             f"= {shards} or more"
         )
     if layout.gathers_once and steady + step > memory:
         raise ConfigError(
             f'parallelism.fsdp_communication = "step" needs {(steady + step) / 2**30:.0f} GiB a rank before any activation, and '
-            f'there are {memory / 2**30:.0f}; use "microbatch" or "auto"'
+            f'a rank has {memory / 2**30:.0f}; use "microbatch" or "auto"'
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from titan_lite.attention import masks_by_kernel
+from titan_lite.attention import fits_flash, masks_by_kernel
 from titan_lite.config import KEYS, Config, flatten, without_need
 from titan_lite.distributed.activation_checkpoint import recomputes
 from titan_lite.distributed.axes import WORDS
@@ -29,7 +29,7 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
     how = f"{config.compile.backend} ({', '.join(config.compile.components)})" if config.compile.enable else "eager"
     if training.float32_matmul_precision != "highest":
         how += f"; float32 products in {training.float32_matmul_precision} precision (TF32 on GPUs)"
-    if training.attention_kernel != "auto":
+    if training.attention_kernel != "auto" and fits_flash(getattr(torch, training.mixed_precision_param), layout.model.head_dim):
         how += f"; attention by {training.attention_kernel} (training.attention_kernel)"
     axes = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
     notes = ["; ".join(short_names(plan.modules[stage]) for stage in plan.stages_of(rank)) for rank in range(degrees["pp"])]

@@ -396,18 +396,18 @@ def test_weights_are_gathered_once_a_step_where_that_fits(gib, options, once):
 
 def test_what_cannot_fit_is_refused_with_what_would():
     config, layout = layout_of("llama3_8b", 1, 80)
-    with pytest.raises(ConfigError, match=r"need 120 GiB a rank, .* there are 80; use .*data_parallel_shard_degree = 2 or more"):
+    with pytest.raises(ConfigError, match=r"need 120 GiB a rank, .* a rank has 80; use .*data_parallel_shard_degree = 2 or more"):
         check_memory(config, layout, 80 * 2**30)
     accumulates = ["--training.local_batch_size=1", "--training.global_batch_size=32", "--compile.bucketing=block"]
     config, layout = layout_of("llama3_8b", 8, 60, *accumulates, "--parallelism.fsdp_communication=step")
-    with pytest.raises(ConfigError, match=r'fsdp_communication = "step" needs 75 GiB .* are 60; use "microbatch" or "auto"'):
+    with pytest.raises(ConfigError, match=r'fsdp_communication = "step" needs 75 GiB .* has 60; use "microbatch" or "auto"'):
         check_memory(config, layout, 60 * 2**30)
     check_memory(*layout_of("llama3_8b", 8, 60, *accumulates), 60 * 2**30)
 
 
 def test_a_model_that_this_machine_cannot_hold_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"dim = 65536.* need \d+ GiB a rank, and there are \d+; use"):
+    with pytest.raises(ConfigError, match=r"dim = 65536.* need \d+ GiB a rank, and a rank has \d+; use"):
         check(*layout_of("debug_model", 2, math.inf, "--model.dim=65536", "--model.n_layers=256", "--model.n_heads=512"))
 
 

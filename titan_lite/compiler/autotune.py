@@ -122,8 +122,8 @@ class Autotuner:
         except torch.OutOfMemoryError as error:
             if way == WAYS[0]:
                 raise
-            works = f'bucketing = "{WAYS[0]}" has run, and would work'
-            raise CompileError(f'compile.bucketing = "measured" ran out of memory with "{way}"; {works}') from error
+            wrong = f'compile.bucketing = "measured" ran out of memory with "{way}"'
+            raise CompileError(f'{wrong}; use bucketing = "{WAYS[0]}", which fitted') from error
         if cuda:
             torch.cuda.synchronize(self.device)
         if way not in self.refused:

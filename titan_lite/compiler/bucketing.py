@@ -101,7 +101,10 @@ def _merge_reductions(graph: Graph, nodes: list[Node]) -> None:
 
 
 def _coalesce(graph: Graph, nodes: list[Node]) -> None:
-    """Where copying ones stand. Tensors are flat, which leaves a compiler no strides to choose, and rows are in order anyway."""
+    """Merge `nodes` into one coalesced collective, at the place of a copying one.
+
+    Its tensors are flat, so that no compiler can choose other strides; the order of rows stays.
+    """
     gathers, place = is_all_gather(nodes[0]), nodes[0] if is_all_gather(nodes[0]) else nodes[-1]
     if gathers:
         move_before(place, {leading for node in nodes for leading in preparation(node) or ()})

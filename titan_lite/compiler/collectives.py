@@ -73,7 +73,7 @@ def collective_bytes(node: Node) -> int:
 
 
 def tensors_of(node: Node) -> int:
-    """How many tensors one of KINDS gathers or reduces."""
+    """The number of tensors that one of KINDS gathers or reduces."""
     return len(node.args[0]) if isinstance(node.args[0], list | tuple) else 1
 
 
@@ -112,7 +112,7 @@ def merge_waits(graph: Graph) -> None:
 
 
 def start_of(wait: Node) -> Node:
-    """What a wait waits for."""
+    """The collective of a wait."""
     (started,) = wait.all_input_nodes
     return started.all_input_nodes[0] if started.target is operator.getitem else started
 

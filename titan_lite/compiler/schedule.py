@@ -42,6 +42,8 @@ from titan_lite.config import Compile, ConfigError
 
 @dataclass
 class Schedule:
+    """The passes of [compile] and the receipts of the graphs that they ran on."""
+
     config: Compile
     machine: Machine | None = None  # None: unknown, and times are not estimated
     fused: bool = False  # as in `Machine.cost`

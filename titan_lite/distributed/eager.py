@@ -57,7 +57,7 @@ class Reduction:
 
 
 class Rows(AsyncCollectiveTensor):
-    """What a reduction will give; any use waits for it, but that autograd passes it on, or adds it to an earlier one."""
+    """The future result of a reduction. Any use waits for it, except that autograd passes it on or adds it to an earlier one."""
 
     reduction: Reduction
 

@@ -165,7 +165,7 @@ def test_an_estimate_that_was_too_low_is_an_error_that_names_the_way(clock):
     for _ in range(STEPS):
         with autotune.step():
             model()
-    told = r'"measured" ran out of memory with "block"; bucketing = "none" has run'
+    told = r'"measured" ran out of memory with "block"; use bucketing = "none", which fitted'
     with pytest.raises(CompileError, match=told), autotune.step():
         raise torch.OutOfMemoryError
 
