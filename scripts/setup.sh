@@ -12,16 +12,6 @@ fail() {
     exit 1
 }
 
-# Options of torchrun that bind each process to the cores beside its GPU, where there are several NUMA nodes.
-numa_options() { # FOLDER: of the kernel, with node0, node1, ...
-    [[ -e $1/node1 ]] || return 0
-    if numactl --physcpubind=+0 true 2>/dev/null; then
-        echo --numa-binding node
-    else
-        say "processes are not bound to the cores beside their GPU: install numactl"
-    fi
-}
-
 find_python() {
     local candidate unfit=''
     for candidate in python3 python python3.14 python3.13 python3.12 python3.11 python3.10; do

@@ -38,11 +38,15 @@ def exit_code(codes: Iterable[int], asked: bool) -> int:
     return STOPPED if ended - died == {STOPPED} or (asked and ended <= died) else FAILED
 
 
-def main(arguments: Sequence[str]) -> int:
+def listen() -> None:
+    """End with STOPPED on a signal, as nothing has been started."""
     for number in STOPPING:
-        signal.signal(number, lambda *_: os._exit(STOPPED))  # nothing has been started
+        signal.signal(number, lambda *_: os._exit(STOPPED))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # ./run_train.sh has blocked them
 
+
+def main(arguments: Sequence[str]) -> int:
+    listen()
     # Imports that take seconds
     from torch.distributed import run
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Sequence
 
 from titan_lite.command import command
-from titan_lite.config import KEYS, SECTIONS, ConfigError
+from titan_lite.config import KEYS, SECTIONS, Config, ConfigError
 from titan_lite.config.recipe import admitted_values, load_config, nearest_section, to_toml
 from titan_lite.config.toml import in_toml
 from titan_lite.layout import make_layout
@@ -21,11 +21,13 @@ from titan_lite.logging import log_ranks
 
 HELP = """\
 usage: ./run_train.sh [OPTION ...]                          the recipe that CONFIG_FILE names, on this machine's devices
+       titan-lite train RECIPE [OPTION ...]                 the same, where titan_lite is installed
        torchrun ... -m titan_lite.train RECIPE [OPTION ...]
        python -m titan_lite.train RECIPE [OPTION ...]       one process
-       python -m titan_lite.recipe RECIPE [OPTION ...]      only checks the recipe
+       titan-lite recipe RECIPE [OPTION ...]                only checks the recipe
 
-RECIPE is a TOML file, such as train_configs/debug_model.toml. A key of it, in [section], is an option as well:
+RECIPE is a TOML file, such as train_configs/debug_model.toml, or the name of a shipped one, such as debug_model. A key of it, in
+[section], is an option as well:
 
   --section.key value, --section.key=value     lists with commas: --parallelism.fsdp_keep_gathered norm,output
   --section.key, --no-section.key              true and false
@@ -38,12 +40,20 @@ The command line overrides the recipe, which overrides the recipe it extends, wh
   CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --training.steps 100 --compile.enable
   NGPU=4 ./run_train.sh --help checkpoint
 
-Other programs, each with its own --help: python -m titan_lite.plan predicts time and memory; titan_lite.verify compares a layout
-with one process; titan_lite.report makes a page of runs; titan_lite.data.prepare tokenizes documents; titan_lite.convert converts
-weights; titan_lite.generate continues a text.
+Other programs, each with its own --help: titan-lite plan predicts time and memory; verify compares a layout with one process;
+prepare tokenizes documents; report makes a page of runs; convert converts weights; generate continues a text. Without an
+installation: python -m titan_lite plan ...
 
-Environment of ./run_train.sh (its head says more): CONFIG_FILE; NGPU, processes on this node; NNODES and RDZV_ENDPOINT, more
-nodes; MAX_RESTARTS after a failure. Of any run: LOG_RANK, the ranks that print, such as 0,3.
+Environment variables of ./run_train.sh and titan-lite train:
+
+  CONFIG_FILE    the recipe (./run_train.sh alone; default: debug_model)
+  NGPU           processes on this node (default: its GPUs, else 2 CPU processes)
+  LOG_RANK       ranks that print, such as 0,3 (default: 0)
+  NNODES         nodes (default: 1); with more, RDZV_ENDPOINT=HOST:PORT of one of them, the same on all
+  NODE_RANK      0 on the node that RDZV_ENDPOINT names, not 0 on the others; only where host names do not tell
+  LOCAL_ADDR     this node's address, where its host name does not tell the others
+  RDZV_ID        name of the run, the same on all nodes (default: titan_lite)
+  MAX_RESTARTS   times that all processes are started again after a failure, from the newest step saved (default: 0)
 
 Exit codes: 0 trained, 1 failed, 2 wrong recipe, option or data, 3 the same step failed again after a restart, 75 stopped by a
 signal and saved.
@@ -96,6 +106,17 @@ def _world_size(arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
     return int(arguments[1]), arguments[2:]
 
 
+def check_world(config: Config, world_size: int) -> None:
+    """Check LOG_RANK, and the recipe's layout, tokenizer and data for so many ranks. Raises ConfigError."""
+    try:
+        log_ranks(world_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    from titan_lite.inputs import check_inputs  # needs packages that ./run_train.sh installs
+
+    check_inputs(config, make_layout(config, world_size))
+
+
 @command
 def main(arguments: Sequence[str]) -> int:
     """Check a recipe, print it resolved, or print the help."""
@@ -105,13 +126,7 @@ def main(arguments: Sequence[str]) -> int:
     world_size, arguments = _world_size(arguments)
     config, origins = load_config(arguments[0], without_flags(arguments[1:]))
     if world_size:
-        try:
-            log_ranks(world_size)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        from titan_lite.inputs import check_inputs  # needs packages that ./run_train.sh installs
-
-        check_inputs(config, make_layout(config, world_size))
+        check_world(config, world_size)
     if "--print-config" in arguments:
         print(to_toml(config, origins))
     return 0

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from titan_lite.check import check
 from titan_lite.command import Parser, command
 from titan_lite.config import ActivationCheckpoint, Checkpoint, Compile, Config, ConfigError, Parallelism
-from titan_lite.config.recipe import load_config
+from titan_lite.config.recipe import SHIPPED, load_config
 from titan_lite.distributed.degrees import AXES, DEGREES
 from titan_lite.distributed.pipeline_plan import TooFewLayers
 from titan_lite.layout import make_layout
@@ -47,7 +47,7 @@ from titan_lite.ranks import device_memory
 from titan_lite.shape import shape_of, shape_words
 from titan_lite.trainer import Trainer
 
-TOKENIZER = Path(__file__).parents[1] / "assets/tokenizer/debug.model"
+TOKENIZER = SHIPPED.parent / "assets/tokenizer/debug.model"
 MOST_PROCESSES = 8
 LAYERS = 4  # in a twin, or more if its stages need them
 ROWS, SEQ_LEN = 16, 32  # sequences and tokens of one step, on every layout

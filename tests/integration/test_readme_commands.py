@@ -122,6 +122,12 @@ HERE = {
     "python scripts/compare_measured.py": Run("FSDP 4", "--layouts 'FSDP 4' --rounds 1 --steps 1"),
     "python scripts/compare_published.py": Run("TorchTitan paper: 8B on 8, eager", "--rows '8B on 8, eager'"),
     "tensorboard --logdir outputs": Run("loss", "--inspect"),
+    "titan-lite train debug_model --training.steps 20": Run(
+        "done: step 1", f"{SHORT} --training.steps 1 --job.dump_folder outputs/installed"
+    ),
+    "titan-lite plan llama3_405b": Run("step time", PLAN, {"llama3_405b": "debug_model"}),
+    "python -m titan_lite --help": Run("shipped recipes: debug_model", quick=True),
+    "titan-lite --help": Run("shipped recipes: debug_model", quick=True),
 }
 FIRST = "./run_train.sh"  # the fixture
 # What needs a cluster, or nothing but a package index; the tests that have these.
@@ -136,7 +142,8 @@ ELSEWHERE = {
 
 def commands():
     """Lines of blocks and inline code that begin as a command does, once each."""
-    begins = re.compile(r"(?:[A-Z_]+=\S+ )*(?:\./run_train\.sh|scripts/\w+\.sh|python |torchrun |sbatch |tail |tensorboard )")
+    programs = r"\./run_train\.sh|scripts/\w+\.sh|titan-lite |python |torchrun |sbatch |tail |tensorboard "
+    begins = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{programs})")
     texts = PAGES.values()
     lines = [line.removeprefix("$ ") for text in texts for block in blocks(text) for line in block.splitlines()]
     lines += [code for text in texts for code in re.findall(r"`([^`\n]+)`", prose(text))]
@@ -152,7 +159,7 @@ def test_every_command_of_the_pages_is_run_here_or_by_the_test_that_is_named():
 
 def typed(folder, command):
     """As typed in a shell whose Python has what is needed, and which finds this checkout's package there."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{folder}/.bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = run("bash", "-c", command, cwd=folder, seconds=1800, PATH=path, PYTHONPATH=folder, PYTHONSAFEPATH=None)
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
@@ -172,6 +179,10 @@ def checkout(tmp_path_factory):
         python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
         python.chmod(0o755)
         (folder / ".versions" / version / "complete").touch()
+    installed = folder / ".bin/titan-lite"  # tests/integration/test_wheel.py has the real one
+    installed.parent.mkdir()
+    installed.write_text('#!/bin/sh\nexec python -m titan_lite "$@"\n')
+    installed.chmod(0o755)
     (folder / "books").mkdir()
     lines = [json.dumps({"text": f"Chapter {number}. It was the best of times. " * 9}) for number in range(200)]
     (folder / "books/one.jsonl").write_text("\n".join(lines))

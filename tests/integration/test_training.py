@@ -344,18 +344,6 @@ def test_gpus_that_torch_cannot_use_are_an_error_but_where_the_cpu_is_wanted(tmp
     assert run(ROOT / "run_train.sh", *explain, PATH=path, CUDA_VISIBLE_DEVICES="").returncode == 0
 
 
-@pytest.mark.parametrize(("nodes", "numactl"), [(1, True), (2, False), (2, True)])
-def test_processes_run_beside_their_gpus_where_numactl_is(nodes, numactl, tmp_path):
-    for node in range(nodes):
-        (tmp_path / f"node{node}").mkdir()
-    (tmp_path / "numactl").write_text(f"#!/bin/sh\nexit {0 if numactl else 1}")
-    (tmp_path / "numactl").chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    said = run("bash", "-c", f"source scripts/setup.sh; numa_options {tmp_path}", PATH=path).stdout
-    assert ("--numa-binding node" in said) == (nodes > 1 and numactl)
-    assert ("install numactl" in said) == (nodes > 1 and not numactl)
-
-
 @pytest.mark.parametrize(
     ("environment", "said"),
     [

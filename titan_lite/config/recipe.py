@@ -24,6 +24,9 @@ from titan_lite.config.keys import batch_ramp, flatten, gradient_accumulation_st
 from titan_lite.config.row import one_line
 from titan_lite.config.toml import did_you_mean, files_beside, in_toml, parse_value, read_toml, shown
 
+_PACKAGE = Path(__file__).parents[1]
+# In a wheel the recipes lie in the package; in a checkout beside it.
+SHIPPED = next((_PACKAGE / "train_configs").glob("debug_model.toml"), _PACKAGE.parent / "train_configs/debug_model.toml").parent
 MOST = 10**15  # bound of numbers without one of their own; a float can still represent each integer
 MOST_TEXT = 4096  # characters, the longest path
 MOST_EXTENDED = 16  # recipes in a chain of `extends`
@@ -32,12 +35,14 @@ MOST_EXTENDED = 16  # recipes in a chain of `extends`
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, dict[str, str]]:
     """Read a recipe and the command line into (config, origins).
 
-    recipe: path of a TOML file. overrides: `--section.key value`, `--section.key=value`, and for booleans
-    `--section.key` and `--no-section.key`. origins maps "section.key" to "default", "command line" or the file's path.
+    recipe: path of a TOML file, or the name of a shipped one, such as llama3_8b. overrides: `--section.key value`,
+    `--section.key=value`, and for booleans `--section.key` and `--no-section.key`. origins maps "section.key" to "default",
+    "command line" or the file's path.
     Raises ConfigError with all mistakes in single keys, or if there are none, with all impossible combinations.
     """
     mistakes = Mistakes()
-    values, origins = _read_recipe(Path(recipe), (), mistakes)
+    recipe = _find_recipe(Path(recipe))
+    values, origins = _read_recipe(recipe, (), mistakes)
     for key, text in _parse_overrides(overrides, mistakes).items():
         with mistakes.noted():
             values[key] = _from_folder(KEYS[key], _parse_text(key, text), Path())  # the saved recipe lies in another folder
@@ -46,7 +51,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Conf
     for key in KEYS.keys() - values.keys():
         values[key], origins[key] = KEYS[key].default, "default"
     if not values["job.dump_folder"]:
-        values["job.dump_folder"] = _check_value("job.dump_folder", f"outputs/{Path(recipe).stem}", str(recipe))
+        values["job.dump_folder"] = _check_value("job.dump_folder", f"outputs/{recipe.stem}", str(recipe))
     sections = {
         name: cls(**{f.name: values[f"{name}.{f.name}"] for f in dataclasses.fields(cls)}) for name, cls in SECTIONS.items()
     }
@@ -56,6 +61,23 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Conf
             raise error
     mistakes.refuse()
     return config, origins
+
+
+def _find_recipe(path: Path) -> Path:
+    """Return the path itself if it exists, else that of the shipped recipe: llama3_8b or train_configs/llama3_8b.toml.
+
+    Raises ConfigError for a word that names neither.
+    """
+    shipped = {file.stem: file for file in sorted(SHIPPED.glob("*.toml"))}
+    name = path.name.removesuffix(".toml")
+    if str(path.parent) not in (".", "train_configs") or os.path.lexists(path):
+        return path
+    if name in shipped:
+        return shipped[name]
+    if re.fullmatch(r"\w{1,64}", name):
+        known = f"; use a TOML file or one of {', '.join(shipped)}"
+        raise ConfigError(f"{one_line(name, 200)}: no such recipe{did_you_mean(name, shipped, otherwise=known)}")
+    return path
 
 
 def to_toml(config: Config, origins: dict[str, str] | None = None) -> str:

@@ -142,11 +142,12 @@ def _watch(wake: int, parent: int) -> None:
         if lost or launcher in ready or (parent and os.getppid() != parent):
             launcher, lost, parent = None, False, 0
             names.append(LOST)
-            _received.append(LOST)
         with _deciding:
             if names and _starting:
                 tell(f"[rank {os.environ.get('RANK', '0')}] {names[0]}: stopped at the start, with nothing to save")
                 os._exit(STOPPED)
+        if LOST in names:
+            _received.append(LOST)
 
 
 def _connect() -> tuple[socket.socket | None, bool]:
