@@ -1,13 +1,42 @@
-"""Tests that need hardware or a scheduler are skipped where it is absent, with the reason in pytest's summary."""
+"""Skip tests that need hardware or a scheduler where it is absent; collect the messages of wrong input with --messages FILE."""
 
+import re
 import shutil
+import sys
+from collections import defaultdict
+from pathlib import Path
 
 import hypothesis
 import pytest
 
+from titan_lite.config import ConfigError
+
 # The same examples on every run, none kept on disk, and no time limits: a machine may be busy.
 hypothesis.settings.register_profile("titan_lite", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("titan_lite")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--messages", metavar="FILE", help="write every ConfigError that the tests provoke, by the line that raises it")
+
+
+def pytest_configure(config):
+    path, messages = config.getoption("--messages"), defaultdict(dict)
+    if not path:
+        return
+    init = ConfigError.__init__
+
+    def noted(error, *lines):
+        init(error, *lines)
+        frame = sys._getframe(1)
+        place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        if "titan_lite" in frame.f_code.co_filename and len(lines) == 1:
+            messages[place].setdefault(re.sub(r"/\S*pytest-[^/ ]*/[^/ ]*/[^/ ]*", "FOLDER", str(error)))
+
+    ConfigError.__init__ = noted
+    # a few of each line that raises, in the order of the sources
+    text = lambda: "\n".join(f"{place}\n  " + "\n  ".join([*messages[place]][:4]) for place in sorted(messages))
+    config.add_cleanup(lambda: Path(path).write_text(text() + "\n", encoding="utf-8"))
 
 
 def pytest_collection_modifyitems(items):

@@ -43,6 +43,7 @@ META_TOKENIZER = {"Meta-Llama-3/original/tokenizer.model": "assets/tokenizer/deb
 PLAN = "--hardware h100 --world-size 8 --set training.global_batch_size=64"
 HERE = {
     "scripts/test.sh": Run("pytest 9", "--version"),
+    "scripts/test.sh tests/unit --messages all.txt": Run("tests collected", "--collect-only --quiet"),
     "scripts/test.sh -m slow": Run("tests collected", "--collect-only --quiet tests/integration/test_numbers.py"),
     "./run_train.sh --job.dump_folder outputs/fast --optimizer.lr=3e-3": Run("done: step 4", SHORT),
     "./run_train.sh --compile.enable --job.dump_folder outputs/compiled --parallelism.fsdp_communication microbatch": Run(

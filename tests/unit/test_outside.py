@@ -379,7 +379,7 @@ def test_a_forged_step_is_passed_over_and_named_where_it_was_asked_for(step, tmp
     assert Checkpointer(Checkpoint(enable=True), tmp_path).step_to_load() == 4
     assert open_weights(tmp_path).folder.name == "step-4"
     words = "manifest.json: files.state.json.size = 'big': expected a whole number"
-    with pytest.raises(ConfigError, match=rf"checkpoint.load_step = 5: is damaged: {words}"):
+    with pytest.raises(ConfigError, match=rf"checkpoint.load_step = 5: the step is damaged: {words}"):
         Checkpointer(Checkpoint(enable=True, load_step=5), tmp_path).step_to_load()
     with pytest.raises(ConfigError, match=rf"step-5: {words}"):
         open_weights(tmp_path / "checkpoint/step-5")

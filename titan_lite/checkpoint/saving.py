@@ -164,7 +164,7 @@ class Checkpointer:
         if wanted == -1:
             return None
         if wanted not in whole:
-            why = f"is damaged: {faults[wanted]}" if wanted in faults else f"there is no such step in {self.folder}"
+            why = f"the step is damaged: {faults[wanted]}" if wanted in faults else f"there is no such step in {self.folder}"
             raise ConfigError(f"checkpoint.load_step = {wanted}: {why}; {have}; use -1 for the newest")
         if wanted != whole[-1] and self.read_state(whole[-1]).get("recipe", {}).get("checkpoint", {}).get("load_step") == wanted:
             return whole[-1]  # the same command was started again, and has newer steps of its own

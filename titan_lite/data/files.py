@@ -200,8 +200,8 @@ def _parse(raw: Any, data: Data, is_json: bool) -> str:
             raise NoText(f'data.text_field = "{field}" {why} it; its fields with text: {shown(others)}', instead)
         raw = raw[field]
     if not isinstance(raw, str):
-        what = "null" if raw is None else f"a {type(raw).__name__}"
-        raise ValueError(f'data.text_field = "{field}" is {what} in it, not text')
+        kind = "null" if raw is None else f"of type {type(raw).__name__}"
+        raise ValueError(f'data.text_field = "{field}" is {kind}, not text')
     try:
         size = len(raw) if raw.isascii() else len(raw.encode())
     except UnicodeEncodeError as error:

@@ -324,7 +324,7 @@ def test_a_damaged_step_is_named_and_the_one_before_is_taken(damage, name, tmp_p
     assert_step(save(tmp_path, 2), 2)  # as the run comes to it again
     assert not (tmp_path / "mark").exists()
     DAMAGES[damage](tmp_path / "checkpoint/step-2" / name, tmp_path / "mark")
-    with pytest.raises(ConfigError, match=f"load_step = 2: is damaged: {name}"):
+    with pytest.raises(ConfigError, match=f"load_step = 2: the step is damaged: {name}"):
         of(tmp_path, load_step=2).verified_step()
 
 
@@ -524,7 +524,7 @@ def test_which_step_is_loaded(tmp_path):
     with pytest.raises(ConfigError, match=r"load_step = 2: .* has newer steps, up to 10, which this run would save"):
         of(tmp_path, load_step=2).step_to_load()
     (tmp_path / "checkpoint/step-10/manifest.json").unlink()
-    with pytest.raises(ConfigError, match=r"load_step = 10: is damaged: manifest.json is missing; it has 2; use -1"):
+    with pytest.raises(ConfigError, match=r"load_step = 10: the step is damaged: manifest.json is missing; it has 2; use -1"):
         of(tmp_path, load_step=10).step_to_load()
     assert of(tmp_path, load_step=2).step_to_load() == 2
     flip(tmp_path / "checkpoint/step-2/__0_0.distcp")
