@@ -38,7 +38,7 @@ def test_two_blocks_of_8B_are_predicted_without_hardware():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["predict", "--machine", "H101"], '"H101" is no profile; B200, '),
+        (["predict", "--machine", "H101"], '"H101" is not a profile; use B200, '),
         (["predict", "--modes", "blocks"], "argument --modes: invalid choice: 'blocks' (choose from "),
         (["predict", "--layers", "33"], "8B has 32 layers"),
         (["predict", "--world-sizes", "1"], "argument --world-sizes: 1 is no whole number of 2 or more"),

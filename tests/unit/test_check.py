@@ -208,7 +208,7 @@ WRONG = {
         2,
         "compile=true backend=aot_eager bucketing=measured every=microbatch steps=11",
         (
-            'compile.bucketing = "measured" tries 4 ways in 3 steps each',
+            'compile.bucketing = "measured" tries 4 methods for 3 steps each',
             "training.steps = 11 leaves fewer; use training.steps = 12",
         ),
         "steps=12",

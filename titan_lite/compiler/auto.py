@@ -1,8 +1,8 @@
-"""Inductor's overlap scheduler, priced by our machine model: it orders collectives and buckets what that does not expose.
+"""Run Inductor's overlap scheduler on our cost model. It reorders collectives and buckets those that stay hidden.
 
     schedule_by_inductor(graph_module, load_machine("H100"), fused=True)      # in place
 
-What torch 2.11 and 2.13 do differently stands here and nowhere else.
+Differences between torch 2.11 and 2.13 are handled in this file alone.
 """
 
 import inspect
@@ -22,12 +22,12 @@ from titan_lite.compiler.timeline import shards_of
 
 
 def schedule_by_inductor(module: GraphModule, machine: Machine, *, fused: bool) -> None:
-    """In place; nothing is added that would hold the order, so no later pass may change it."""
-    own = shards_of(module.graph)
+    """Reorder and bucket collectives in place. Nothing pins the order, so no later pass may change it."""
+    shard_work = shards_of(module.graph)
 
     def estimate(node: Node, nbytes: int | None = None) -> float:
-        """Milliseconds; nbytes: as if a collective had so many. The same on all ranks, whose shards have not all as many rows."""
-        if node in own:
+        """Return milliseconds. nbytes: the size of a collective, by default its own."""
+        if node in shard_work:  # shards differ in size between ranks, and all ranks must decide the same
             return 0.0
         if nbytes is not None and node.target in KINDS:
             return 1e3 * machine.collective(kind_of(node), nbytes, ranks_of(node))
@@ -38,25 +38,25 @@ def schedule_by_inductor(module: GraphModule, machine: Machine, *, fused: bool) 
         "insert_overlap_deps": False,
         "custom_runtime_estimation": estimate,
         "collective_estimator": "analytical",
-        "compute_estimator": "analytical",  # from torch 2.12 on; before, custom estimates alone
+        "compute_estimator": "analytical",  # torch >= 2.12; earlier versions use custom estimates alone
         "bucket_mode": "default",
-        "pre_bucketing_fsdp_collectives": False,  # by NCCL's bandwidth on this machine, and not by our prices
+        "pre_bucketing_fsdp_collectives": False,  # this would use NCCL's bandwidth on this machine, not our cost model
     }
     known = inspect.signature(overlap_scheduling.schedule_overlap_bucketing).parameters
-    with _numbers_of(machine, estimate):
+    with _patched_rooflines(machine, estimate):
         overlap_scheduling.schedule_overlap_bucketing(module, **{key: value for key, value in options.items() if key in known})
 
 
 @contextmanager
-def _numbers_of(machine: Machine, estimate: Callable[[Node], float]) -> Iterator[None]:
-    """Within: torch's rooflines, which it computes even where it is given estimates, do not ask triton for a GPU."""
+def _patched_rooflines(machine: Machine, estimate: Callable[[Node], float]) -> Iterator[None]:
+    """Patch torch's rooflines to query no GPU. torch computes them even with custom estimates."""
     with ExitStack() as stack:
         for module in (inductor_utils, _runtime_estimation):
             stack.enter_context(mock.patch.object(module, "get_gpu_dram_gbps", return_value=machine.memory_bandwidth))
             stack.enter_context(mock.patch.object(module, "get_device_tflops", lambda dtype: machine.flops(dtype) / 1e12))
-        # torch 2.11 would also run what it is given prices of
+        # torch 2.11 also benchmarks nodes that have custom estimates
         if hasattr(overlap_scheduling, "estimate_runtime_analytical"):
             stack.enter_context(mock.patch.object(overlap_scheduling, "estimate_runtime_analytical", estimate))
-            price = lambda node, *_: (estimate(node), None)  # noqa: E731
-            stack.enter_context(mock.patch.object(overlap_scheduling, "benchmark_node_with_cache_key", price))
+            cost = lambda node, *_: (estimate(node), None)  # noqa: E731
+            stack.enter_context(mock.patch.object(overlap_scheduling, "benchmark_node_with_cache_key", cost))
         yield

@@ -1,15 +1,15 @@
-"""Buckets: the collectives of several parameters become one, as one pass on a forward or backward graph.
+"""Merge the collectives of several parameters into buckets, in a forward or backward graph.
 
-    merge(graph, by_block(graph))            # in place; which ones: wrapping.py
+    merge(graph, by_block(graph))            # in place; wrapping.py chooses the buckets
 
     before   w1 = wait(all_gather(s1)); y = x @ w1; w2 = wait(all_gather(s2)); z = y @ w2
     after    b = wait(all_gather(cat(s1, s2))); w1 = b[:, :n1]; w2 = b[:, n1:]; y = x @ w1; z = y @ w2
 
     coalesced  c = all_gather_coalesced([s1, s2]); w1 = wait(c[0]); w2 = wait(c[1]); y = x @ w1; z = y @ w2
 
-A collective costs a latency however small it is, and a block of Llama has nine parameters (SimpleFSDP, arXiv 2411.00284, section
-4.1). A coalesced one is one launch, too, and copies nothing: each weight is gathered where it is read. The numbers stay what they
-are: an all-gather moves them, and a reduction adds up the same ones for each element.
+Every collective has a latency, and a block of Llama has nine parameters (SimpleFSDP, arXiv 2411.00284, section 4.1). A coalesced
+collective also has one launch, but copies nothing: each weight is gathered into a tensor of its own. Results stay bitwise equal:
+an all-gather only moves values, and a reduction adds the same values for each element.
 """
 
 import math
@@ -39,10 +39,10 @@ from titan_lite.compiler.collectives import (
 
 
 def merge(graph: Graph, plan: Mapping[Node, Hashable], coalesce: bool = False) -> int:
-    """Merge the collectives that `plan` gives one bucket, where they are of one kind, group, dtype and reduction; in place.
+    """Merge the collectives of each bucket of `plan` that have the same kind, group, dtype and reduction, in place.
 
-    coalesce: as one coalesced collective, but for all-reduces, which need a copy of what they overwrite anyway. Returns how many
-    there are less.
+    coalesce: make coalesced collectives, except for all-reduces, which copy their input in any case. Returns the number of
+    collectives saved.
     """
     members: dict[tuple, list[Node]] = defaultdict(list)
     for node, bucket in plan.items():
@@ -50,7 +50,7 @@ def merge(graph: Graph, plan: Mapping[Node, Hashable], coalesce: bool = False) -
         members[bucket, node.target, group_of(node), node.meta["val"].dtype, reduction].append(node)
     for nodes in members.values():
         if len(nodes) > 1:
-            # sorted here, since merging others may have moved these
+            # sorted here, because merging other buckets may move these nodes
             copying = _merge_all_gathers if is_all_gather(nodes[0]) else _merge_reductions
             (_coalesce if coalesce and nodes[0].target in COALESCED else copying)(graph, sorted(nodes))
             for node in nodes:
@@ -61,7 +61,7 @@ def merge(graph: Graph, plan: Mapping[Node, Hashable], coalesce: bool = False) -
 
 
 def _merge_all_gathers(graph: Graph, nodes: list[Node]) -> None:
-    """At the first one: what leads from graph inputs to the others is moved there."""
+    """Merge all-gathers at the place of the first one, and move the preparation of the others before it."""
     ranks = group_size(nodes[0])
     shards = [node.all_input_nodes[0] for node in nodes]
     first = nodes[0]
@@ -73,37 +73,37 @@ def _merge_all_gathers(graph: Graph, nodes: list[Node]) -> None:
         rows = _call(graph, aten.view.default, _call(graph, collectives.wait_tensor.default, gathered), [ranks, -1])
         start = 0
         for node, shard in zip(nodes, shards, strict=True):
-            numbers = shard.meta["val"].numel()
-            columns = _call(graph, aten.slice.Tensor, rows, 1, start, start + numbers)
-            whole = _call(graph, aten.clone.default, columns, memory_format=torch.contiguous_format)
-            whole.meta["copies"] = True
-            _take_the_place_of(node, _call(graph, aten.view.default, whole, list(node.meta["val"].shape)))
-            start += numbers
+            numel = shard.meta["val"].numel()
+            columns = _call(graph, aten.slice.Tensor, rows, 1, start, start + numel)
+            weight = _call(graph, aten.clone.default, columns, memory_format=torch.contiguous_format)
+            weight.meta["copies"] = True
+            _replace_wait(node, _call(graph, aten.view.default, weight, list(node.meta["val"].shape)))
+            start += numel
 
 
 def _merge_reductions(graph: Graph, nodes: list[Node]) -> None:
-    """At the last one, where all gradients are there; the users of each part, which is no copy, come after all of them."""
+    """Merge reductions at the place of the last one. Its results are views, and their users move behind it."""
     last, gradients = nodes[-1], [node.all_input_nodes[0] for node in nodes]
     with graph.inserting_before(last):
         if kind_of(last) == "all_reduce":
             bucket = _call(graph, aten.cat.default, [_flat(graph, gradient) for gradient in gradients])
-        else:  # a row a rank
+        else:  # one row per rank
             rows = [_call(graph, aten.reshape.default, gradient, [group_size(last), -1]) for gradient in gradients]
             bucket = _call(graph, aten.cat.default, rows, 1)
         bucket.meta["copies"] = True
         reduced = _call(graph, last.target, bucket, *last.args[1:], bucket=nodes)
         flat, start = _flat(graph, _call(graph, collectives.wait_tensor.default, reduced)), 0
         for node in nodes:
-            numbers = node.meta["val"].numel()
-            part = _call(graph, aten.slice.Tensor, flat, 0, start, start + numbers)
-            _take_the_place_of(node, _call(graph, aten.view.default, part, list(node.meta["val"].shape)), after=last)
-            start += numbers
+            numel = node.meta["val"].numel()
+            part = _call(graph, aten.slice.Tensor, flat, 0, start, start + numel)
+            _replace_wait(node, _call(graph, aten.view.default, part, list(node.meta["val"].shape)), after=last)
+            start += numel
 
 
 def _coalesce(graph: Graph, nodes: list[Node]) -> None:
-    """Merge `nodes` into one coalesced collective, at the place of a copying one.
+    """Merge `nodes` into one coalesced collective, at the first all-gather or the last reduction.
 
-    Its tensors are flat, so that no compiler can choose other strides; the order of rows stays.
+    Its tensors are flat, so that the compiler cannot choose other strides.
     """
     gathers, place = is_all_gather(nodes[0]), nodes[0] if is_all_gather(nodes[0]) else nodes[-1]
     if gathers:
@@ -115,17 +115,17 @@ def _coalesce(graph: Graph, nodes: list[Node]) -> None:
         waits = [_call(graph, collectives.wait_tensor.default, result) for result in results]
         for node, wait in zip(nodes, waits, strict=True):
             part = _call(graph, aten.view.default, wait, list(node.meta["val"].shape))
-            _take_the_place_of(node, part, after=None if gathers else place)
+            _replace_wait(node, part, after=None if gathers else place)
 
 
-def _take_the_place_of(node: Node, part: Node, after: Node | None = None) -> None:
-    """Whoever used the wait of `node` uses `part`; with `after`, they are moved behind that node where they were before it."""
+def _replace_wait(node: Node, part: Node, after: Node | None = None) -> None:
+    """Replace uses of node's wait by `part`. after: move users that precede this node behind it."""
     (wait,) = node.users
     if after is not None:
         for late in sorted((user for user in descendants(wait) if user < after), reverse=True):
             after.append(late)
     wait.replace_all_uses_with(part)
-    part.graph.erase_node(wait)  # and not `node`, before which others may be inserted yet
+    part.graph.erase_node(wait)  # keeps `node`, since others may still be inserted before it
 
 
 def _flat(graph: Graph, node: Node) -> Node:
@@ -133,7 +133,7 @@ def _flat(graph: Graph, node: Node) -> Node:
 
 
 def _call(graph: Graph, target: Any, *args: Any, bucket: Sequence[Node] = (), **kwargs: Any) -> Node:
-    """A new node, with the fake tensor that it gives; `bucket`: the collectives that it takes the place of."""
+    """Insert a call with its fake result. bucket: the collectives that it replaces."""
     node = graph.call_function(target, args, kwargs)
     if bucket:
         node.meta["bucket"] = [fqn for member in bucket for fqn in parameters_of(member)]
@@ -145,7 +145,7 @@ def _call(graph: Graph, target: Any, *args: Any, bucket: Sequence[Node] = (), **
 
     values = [value(argument) for argument in args]
     mode = detect_fake_mode([each for each in values if isinstance(each, Tensor)])
-    if mode is None:  # a graph made by hand, of real or meta tensors
+    if mode is None:  # a graph of real or meta tensors, built by hand
         node.meta["val"] = target(*values, **kwargs)
     else:
         with mode:

@@ -1,4 +1,7 @@
-"""Questions about an FX graph's collectives."""
+"""Find the collectives of an FX graph, with their parameters, waits, sizes and ranks.
+
+for node in parameter_collectives(graph): print(kind_of(node), parameters_of(node), collective_bytes(node))
+"""
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +15,7 @@ from torch.fx import Graph, Node
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 collectives = torch.ops._c10d_functional
 aten = torch.ops.aten
-# What is done to shards before they are gathered, in the words of the graph: casting, padding, putting them into a bucket.
+# Operators on shards before an all-gather: casting, padding, copying into a bucket.
 PREPARATION = frozenset(
     {
         aten._to_copy.default,
@@ -27,23 +30,22 @@ PREPARATION = frozenset(
         aten.detach.default,
     }
 )
-# Of several tensors in one launch; each result is waited for by itself, and the first wait is the one that holds computation up.
+# Collectives of several tensors in one launch. Each result has its own wait; computation is blocked by the first one.
 COALESCED = {
     collectives.all_gather_into_tensor.default: collectives.all_gather_into_tensor_coalesced.default,
     collectives.reduce_scatter_tensor.default: collectives.reduce_scatter_tensor_coalesced.default,
 }
 KINDS = {
-    collectives.all_gather_into_tensor_coalesced.default: "all_gather",
-    collectives.reduce_scatter_tensor_coalesced.default: "reduce_scatter",
     collectives.all_gather_into_tensor.default: "all_gather",
     collectives.all_gather_into_tensor_out.default: "all_gather",
     collectives.reduce_scatter_tensor.default: "reduce_scatter",
     collectives.all_reduce.default: "all_reduce",
 }
+KINDS |= {coalesced: KINDS[target] for target, coalesced in COALESCED.items()}
 
 
 def kind_of(node: Node) -> str:
-    """The kind of a node whose target is one of KINDS."""
+    """Return the kind of a collective, a value of KINDS."""
     return KINDS[node.target]  # type: ignore[index]
 
 
@@ -52,12 +54,12 @@ def is_all_gather(node: Node) -> bool:
 
 
 def parameters_of(node: Node) -> tuple[str, ...]:
-    """FQNs of the parameters that a collective is for: one as SimpleFSDP notes it, several in a bucket; none for other nodes."""
+    """Return the FQNs of a collective's parameters: one from SimpleFSDP, several in a bucket, none for other nodes."""
     if node.target not in KINDS:
         return ()
     if "bucket" in node.meta:
         return tuple(node.meta["bucket"])
-    if "bucketing_custom_sources" in node.meta:  # Inductor's note at what it has merged
+    if "bucketing_custom_sources" in node.meta:  # set by Inductor's bucketing
         return tuple(source["fqn"] for source in node.meta["bucketing_custom_sources"] if "fqn" in source)
     fqn = node.meta.get("custom", {}).get("fqn")
     return () if fqn is None else (fqn,)
@@ -68,43 +70,43 @@ def parameter_collectives(graph: Graph) -> list[Node]:
 
 
 def collective_bytes(node: Node) -> int:
-    """The size of the whole that one of KINDS gathers or reduces."""
+    """Return the unsharded bytes of a collective: the output of an all-gather, the input of a reduction."""
     return nbytes_of(node) if is_all_gather(node) else sum(map(nbytes_of, node.all_input_nodes))
 
 
 def tensors_of(node: Node) -> int:
-    """The number of tensors that one of KINDS gathers or reduces."""
+    """Return the number of tensors that a collective gathers or reduces."""
     return len(node.args[0]) if isinstance(node.args[0], list | tuple) else 1
 
 
 def group_of(node: Node) -> str:
-    """Name of the process group of one of KINDS."""
+    """Return the name of a collective's process group."""
     return str(node.args[-1])
 
 
 def ranks_of(node: Node) -> Sequence[int]:
-    """The global ranks of the group of one of KINDS; its process group must exist."""
+    """Return the global ranks of a collective's process group, which must exist."""
     return dist.get_process_group_ranks(_resolve_process_group(group_of(node)))  # type: ignore[arg-type]
 
 
 def results_of(node: Node) -> list[Node]:
-    """The results of a coalesced collective, in its inputs' order; none for others, which are their own result."""
+    """Return the results of a coalesced collective in the order of its inputs, or an empty list for others."""
     return [user for user in node.users if user.target is operator.getitem]
 
 
 def waits_of(node: Node) -> list[Node]:
-    """The waits for one of KINDS, in the graph's order."""
+    """Return the waits for a collective in graph order."""
     results = results_of(node) or [node]
     return sorted(user for each in results for user in each.users if user.target is collectives.wait_tensor.default)
 
 
 def wait_of(node: Node) -> Node:
-    """The wait for one of KINDS, the first of several."""
+    """Return the first wait for a collective."""
     return waits_of(node)[0]
 
 
 def merge_waits(graph: Graph) -> None:
-    """Keep one wait for each collective, in place. torch 2.14 merges equal gathers of a graph, but not the waits for them."""
+    """Keep one wait per collective, in place. torch 2.14 merges equal all-gathers, but not their waits."""
     for node in [node for node in graph.nodes if node.target in KINDS and not results_of(node)]:
         for again in waits_of(node)[1:]:
             again.replace_all_uses_with(wait_of(node))
@@ -112,35 +114,34 @@ def merge_waits(graph: Graph) -> None:
 
 
 def start_of(wait: Node) -> Node:
-    """The collective of a wait."""
+    """Return the collective that a wait is for."""
     (started,) = wait.all_input_nodes
     return started.all_input_nodes[0] if started.target is operator.getitem else started
 
 
 def nbytes_of(node: Node) -> int:
-    """The size of the tensor, or of all tensors, that a node gives."""
+    """Return the bytes of a node's result, summed over its tensors."""
     values = node.meta.get("val")
     tensors = values if isinstance(values, list | tuple) else (values,)
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def group_size(node: Node) -> int:
-    """Ranks of an all-gather or a reduce-scatter."""
+    """Return the number of ranks of an all-gather or a reduce-scatter."""
     size = node.args[1] if is_all_gather(node) else node.args[2]
     assert isinstance(size, int)
     return size
 
 
 def parameter_all_gathers(graph: Graph) -> dict[Node, list[Node]]:
-    """The all-gathers by which SimpleFSDP reads parameters, each with the nodes that prepare its shard, a graph input."""
+    """Return the all-gathers of SimpleFSDP's parameters, each with the nodes that prepare its shard."""
     found = {node: preparation(node) for node in graph.nodes if is_all_gather(node)}
     return {gather: nodes for gather, nodes in found.items() if nodes is not None}
 
 
 def preparation(gather: Node) -> list[Node] | None:
-    """The nodes between graph inputs and `gather`; None where they compute anything, so that it gathers no parameter."""
-    found: list[Node] = []
-    open_nodes = list(gather.all_input_nodes)
+    """Return the nodes between graph inputs and `gather`, or None if one is not in PREPARATION and no parameter is gathered."""
+    found, open_nodes = list[Node](), list(gather.all_input_nodes)
     while open_nodes:
         node = open_nodes.pop()
         if node.op == "placeholder" or node in found:
@@ -153,7 +154,7 @@ def preparation(gather: Node) -> list[Node] | None:
 
 
 def descendants(*starts: Node) -> set[Node]:
-    """starts and all that is computed from them, but for the graph's output."""
+    """Return `starts` and all nodes that depend on them, except the graph's output."""
     found, open_nodes = set(starts), list(starts)
     while open_nodes:
         for user in open_nodes.pop().users:
@@ -164,8 +165,7 @@ def descendants(*starts: Node) -> set[Node]:
 
 
 def move_before(place: Node, nodes: Iterable[Node], keep: Callable[[], bool] = lambda: True) -> bool:
-    """Move the nodes that stand behind `place` before it, in their order, and back unless `keep` is then true; returns whether
-    any has moved."""
+    """Move those of `nodes` behind `place` before it. Undo this unless `keep` then returns True. Return whether nodes moved."""
     behind = sorted(node for node in nodes if node > place)
     following = [node.next for node in behind]
     for node in behind:

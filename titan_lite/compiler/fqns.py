@@ -1,6 +1,6 @@
-"""Questions about parameters' names, the same for eager mode and for graphs.
+"""Map the names of parameters to transformer blocks and modules, for eager mode and for graphs.
 
-block_of("layers.3.attention.wq.weight")            # "layers.3", the bucket that it travels in
+block_of("layers.3.attention.wq.weight")            # "layers.3", its bucket
 parameters_within(model, ["layers.3", "output"])    # FQNs of the parameters of these modules
 """
 
@@ -10,28 +10,27 @@ from torch import nn
 
 
 def block_of(fqn: str, last: str = "norm") -> str:
-    """ "layers.3.attention.wq.weight" -> "layers.3"; "norm.weight" -> last, the block that `last_block` names; "output.weight" ->
-    "output", which is alone, as the embedding is: it is large, and what is alone in a bucket is not copied out of it."""
+    """Return the bucket of a parameter: "layers.3.attention.wq.weight" -> "layers.3", "output.weight" -> "output".
+
+    "norm.weight" is in `last`, the result of last_block. Embedding and output are large, and alone in a bucket are not copied.
+    """
     parts = fqn.split(".")
     return ".".join(parts[:2]) if parts[0] == "layers" else last if parts[0] == "norm" else parts[0]
 
 
 def last_block(fqns: Iterable[str]) -> str:
-    """The transformer block that the last norm travels with: that of the highest number; "norm", alone, where there is none."""
+    """Return the transformer block that shares a bucket with the last norm, or "norm" without blocks."""
     numbers = [int(fqn.split(".")[1]) for fqn in fqns if fqn.startswith("layers.")]
     return f"layers.{max(numbers)}" if numbers else "norm"
 
 
 def lies_within(fqn: str, prefixes: Iterable[str]) -> bool:
-    """True where a prefix is the name, or that of a module around it: "layers.3.w" is within "layers.3", "layers.31.w" is not."""
+    """Return whether a prefix names the parameter or a module around it: "layers.3" matches "layers.3.w", not "layers.31.w"."""
     return any(f"{fqn}.".startswith(f"{prefix}.") for prefix in prefixes)
 
 
 def parameters_within(model: nn.Module, prefixes: Iterable[str]) -> tuple[str, ...]:
-    """FQNs of the parameters that lie within one of `prefixes`.
-
-    Tied weights lie where any of their names does; their FQN is the first one.
-    """
+    """Return the FQNs of parameters within `prefixes`. Tied weights match by any of their names; their FQN is the first."""
     prefixes, first, within = tuple(prefixes), dict[nn.Parameter, str](), dict[str, None]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         fqn = first.setdefault(parameter, name)

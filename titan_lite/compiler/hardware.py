@@ -1,13 +1,13 @@
-"""A machine as numbers, and what a node of a graph costs on it.
+"""Model a machine by its datasheet, and estimate the seconds that the nodes of a graph take on it.
 
     machine = load_machine("H100")                              # a profile, or the path of a TOML file
-    machine.cost(node)                                          # seconds, of a matrix product, attention, pointwise, collective
+    machine.cost(node)                                          # seconds of a computation or a collective
     machine.collective("all_gather", nbytes=2**30, ranks=range(128))
 
-One function prices computation for the passes that schedule collectives under it, for their receipt and for the planner. A price
-is a roofline, the larger of arithmetic and memory traffic, with the efficiencies that large products and FlashAttention reach in
-practice. A collective is a ring (arXiv 1909.09756): a latency for each hop and the bytes over the slowest link on it. Figures
-are the vendors' datasheets; latencies those of NCCL's tuning tables (src/graph/tuning.cc, LL128 on a ring).
+The passes that schedule collectives, their receipts and the planner share these costs. A computation follows the roofline model:
+the longer of arithmetic and memory traffic counts, at the efficiencies that large matrix products and FlashAttention reach. A
+collective is a ring (arXiv 1909.09756): a latency per hop, plus the bytes over the slowest link. Peaks and bandwidths are from
+the vendors' datasheets, latencies from NCCL's tuning tables (src/graph/tuning.cc, LL128 on a ring).
 """
 
 import dataclasses
@@ -42,64 +42,63 @@ GB, GIB = 1e9, 2**30
 
 @dataclass(frozen=True)
 class Link:
-    """Between ranks."""
+    """A link between two ranks."""
 
-    bandwidth: float  # GB/s that one rank sends while it receives as much
-    latency: float  # microseconds of a hop
+    bandwidth: float  # GB/s of one rank, in each direction
+    latency: float  # microseconds per hop
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One rank's device and its links."""
+    """A rank's device and links."""
 
     name: str
-    tflops: Mapping[str, float]  # dense peak, by dtype
+    tflops: Mapping[str, float]  # dense peak in TFLOP/s, by dtype
     memory: float  # GiB
     memory_bandwidth: float  # GB/s, reads and writes together
     intra_node: Link
     inter_node: Link  # one rank's own network card
     ranks_per_node: int = 8
-    launch: float = 3.0  # microseconds from one kernel to the next
-    collective_launch: float = 14.0  # microseconds that any collective takes
-    coalesced_latency: float = 0.05  # share of a collective's latency that each further tensor of a coalesced one takes; a guess
-    matmul_efficiency: float = 0.7  # shares of the peaks that large products, attention, memory traffic and collectives reach
+    launch: float = 3.0  # microseconds of overhead per kernel
+    collective_launch: float = 14.0  # microseconds of overhead per collective
+    coalesced_latency: float = 0.05  # added latency per further tensor of a coalesced collective, relative to one tensor; a guess
+    matmul_efficiency: float = 0.7  # share of the peak that large matrix products reach
     attention_efficiency: float = 0.4
     memory_efficiency: float = 0.85
     link_efficiency: float = 0.8
-    reduction: float = 1.0  # time of a sum over ranks / of a gather of as many bytes; NCCL adds as fast as it sends, unlike gloo
+    reduction: float = 1.0  # reduce-scatter time divided by all-gather time, for the same bytes; higher with gloo than with NCCL
 
     def flops(self, dtype: torch.dtype) -> float:
-        """Peak FLOP/s of matrix products; those of bfloat16 for float16, and of float32 for what is not known."""
+        """Return the peak FLOP/s of matrix products. float16 is as fast as bfloat16, an unknown dtype as float32."""
         name = str(dtype).removeprefix("torch.")
         name = "bfloat16" if name == "float16" else name
         return self.tflops.get(name, self.tflops["float32"]) * 1e12
 
     def collective(self, kind: str, nbytes: float, ranks: Sequence[int], tensors: int = 1) -> float:
-        """Seconds of one of KINDS, of so many tensors. nbytes: of the whole, gathered or still to be reduced; ranks: numbered
-        node by node."""
+        """Return the seconds of a collective. nbytes: unsharded, of all `tensors`; ranks: global, consecutive within a node."""
         if len(ranks) < 2:
             return 0.0
         nodes = len({rank // self.ranks_per_node for rank in ranks})
         hops, across = len(ranks) - 1, (nodes - 1 if nodes > 1 else 0)
         bandwidth = self.intra_node.bandwidth
-        if nodes > 1:  # a ring enters and leaves a node by every network card that its ranks have
+        if nodes > 1:  # a ring uses the network cards of all its ranks in a node
             bandwidth = min(bandwidth, self.inter_node.bandwidth * len(ranks) / nodes)
-        rounds = 2 if kind == "all_reduce" else 1  # a reduce-scatter and an all-gather
+        rounds = 2 if kind == "all_reduce" else 1  # an all-reduce is a reduce-scatter and an all-gather
         latency = self.collective_launch + rounds * ((hops - across) * self.intra_node.latency + across * self.inter_node.latency)
         latency *= 1 + (tensors - 1) * self.coalesced_latency
         gather = latency * 1e-6 + rounds * nbytes * hops / len(ranks) / (bandwidth * self.link_efficiency * GB)
         return gather * {"all_gather": 1.0, "reduce_scatter": self.reduction}.get(kind, (1.0 + self.reduction) / 2)
 
     def send(self, nbytes: float, source: int, target: int) -> float:
-        """Seconds until what one rank sends another is there."""
+        """Return the seconds to send `nbytes` from rank `source` to rank `target`."""
         link = self.intra_node if source // self.ranks_per_node == target // self.ranks_per_node else self.inter_node
         return (self.collective_launch + link.latency) * 1e-6 + nbytes / (link.bandwidth * self.link_efficiency * GB)
 
     def cost(self, node: Node, fused: bool = True) -> float:
-        """Seconds that `node` keeps the device, or for one of KINDS its links, busy.
+        """Return the seconds that `node` occupies the device, or for a collective its links.
 
-        fused: a region of pointwise operators is one kernel, as Inductor makes it, and is charged for what it reads and writes;
-        without, each operator reads and writes for itself. Views, inputs and waits cost nothing.
+        fused: count reads and writes of a region of pointwise operators once, as Inductor compiles it into one kernel, instead
+        of once per operator. Views, inputs and waits cost nothing.
         """
         if node.op != "call_function" or is_free(node):
             return 0.0
@@ -114,11 +113,11 @@ class Machine:
         return seconds + (self.launch * 1e-6 if seconds else 0.0)
 
     def memory_traffic(self, nbytes: float) -> float:
-        """Seconds to read and write so many bytes together."""
+        """Return the seconds to read and write `nbytes` in total."""
         return nbytes / (self.memory_bandwidth * self.memory_efficiency * GB)
 
     def spread(self) -> tuple["Machine", "Machine", "Machine"]:
-        """The machine as stated, as slow and as fast as UNCERTAINTY leaves it."""
+        """Return the machine itself, and its slowest and fastest variants within UNCERTAINTY."""
 
         def scaled(direction: int) -> Machine:
             factors = {name: 1 + direction * share for name, share in UNCERTAINTY.items()}
@@ -127,14 +126,14 @@ class Machine:
         return self, scaled(-1), scaled(1)
 
 
-# Relative, of what no datasheet says: large products reach 0.6 to 0.8 of an H100's peak as shapes, clocks and power limits are,
-# attention 0.3 (FlashAttention 2, backward) to 0.5 (3, forward), a copy 0.8 to 0.92 of its memory's bandwidth, a ring 0.65 to 0.9
-# of its links'.
+# Relative uncertainty. Large products reach 0.6 to 0.8 of an H100's peak, depending on shapes, clocks and power limits; attention
+# 0.3 (FlashAttention 2, backward) to 0.5 (3, forward); a copy 0.8 to 0.92 of memory bandwidth; a ring 0.65 to 0.9 of its links'
+# bandwidth.
 UNCERTAINTY = {"matmul_efficiency": 0.12, "attention_efficiency": 0.25, "memory_efficiency": 0.08, "link_efficiency": 0.15}
 
 
 def is_free(node: Node) -> bool:
-    """True for a node that moves no byte: a view, a wait, a number."""
+    """Return whether a node moves no bytes: a view, a wait or a number."""
     target: Any = node.target
     return getattr(target, "is_view", False) or target in FREE or not nbytes_of(node)
 
@@ -142,11 +141,11 @@ def is_free(node: Node) -> bool:
 NO_VIEWS = frozenset({collectives.wait_tensor.default, aten.empty.memory_format})
 FREE = NO_VIEWS | {operator.getitem, aten.reshape.default, aten._unsafe_view.default}
 MATMULS = frozenset({aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default})
-# What Inductor makes kernels of as if it were pointwise: casts; scatter, of a constant, is the one of the loss's backward. And
-# what a kernel may end with: of gather it computes what is asked for.
+# Operators that Inductor fuses like pointwise ones. scatter writes a constant, in the loss's backward.
 AS_POINTWISE = frozenset(
     {aten._to_copy.default, torch.ops.prims.convert_element_type.default, aten.cat.default, aten.full.default, aten.scatter.value}
 )
+# Operators that may end a fused kernel. gather computes only the elements that it selects.
 REDUCTIONS = frozenset(
     {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.amax.default, aten.gather.default}
 )
@@ -161,54 +160,54 @@ def _is_view(node: Node) -> bool:
     return node.op == "call_function" and is_free(node) and node.target not in NO_VIEWS and bool(nbytes_of(node))
 
 
-def _behind_views(node: Node) -> Node:
+def _base_of(node: Node) -> Node:
     while _is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """Readers of a node, or of views of it."""
+    """Yield the nodes that read `node` or a view of it."""
     for user in node.users:
         yield from _readers(user) if _is_view(user) else (user,)
 
 
-def _joins(node: Node) -> bool:
-    """True where a kernel that makes what `node` reads goes on with it."""
+def _fuses_with_inputs(node: Node) -> bool:
+    """Return whether `node` is fused into the kernel that computes its inputs."""
     return _is_pointwise(node) or node.target in REDUCTIONS
 
 
 def is_fused_away(node: Node) -> bool:
-    """True where Inductor makes no tensor of it: all that read it are in one kernel with it, or compute it again in theirs."""
-    return _is_pointwise(node) and bool(node.users) and all(map(_joins, _readers(node)))
+    """Return whether Inductor stores no result for `node`, since each reader is fused with it or recomputes it."""
+    return _is_pointwise(node) and bool(node.users) and all(map(_fuses_with_inputs, _readers(node)))
 
 
 def _bytes_moved(node: Node, fused: bool) -> int:
-    if node.target is aten.embedding.default:  # only the rows that are looked up
+    if node.target is aten.embedding.default:  # reads only the selected rows
         return 2 * nbytes_of(node)
     if node.target is aten.embedding_dense_backward.default:
         return 2 * nbytes_of(node) + nbytes_of(node.all_input_nodes[0])
     if node.target is aten.gather.default and fused:
         return 3 * nbytes_of(node)
     written = 0 if fused and is_fused_away(node) else nbytes_of(node)
-    joins = fused and _joins(node)
-    read = (source for source in node.all_input_nodes if not (joins and _is_pointwise(_behind_views(source))))
+    joins = fused and _fuses_with_inputs(node)
+    read = (source for source in node.all_input_nodes if not (joins and _is_pointwise(_base_of(source))))
     return sum(map(nbytes_of, read)) + written
 
 
 def bytes_copied(node: Node, fused: bool) -> int:
-    """Bytes that aten.cat or aten.clone writes of what is there already, and not of what a kernel computes into it."""
+    """Return the bytes that aten.cat or aten.clone copies, without those that a fused kernel computes in place."""
     if node.target is aten.cat.default:
-        return sum(nbytes_of(each) for each in node.all_input_nodes if not (fused and _is_pointwise(_behind_views(each))))
+        return sum(nbytes_of(each) for each in node.all_input_nodes if not (fused and _is_pointwise(_base_of(each))))
     return 0 if fused and is_fused_away(node) else nbytes_of(node)
 
 
 def flops_of(node: Node) -> tuple[float, float]:
-    """Floating-point operations (of a matrix product, of attention): 0 for other nodes.
+    """Return floating-point operations (of matrix products, of attention), both 0 for other nodes.
 
-    Attention has two products forward and five backward, of half the size where no token sees later ones. Queries that are fewer
-    than the keys are then the last ones (distributed/context_parallel.py). Our own operators (attention.py) are causal, and a
-    sequence counts as one document: where these end is known in a run alone.
+    Attention has two products forward and five backward. Causal attention computes half of each; if there are fewer queries than
+    keys, they are the last tokens (distributed/context_parallel.py). The operators of attention.py are causal, and a sequence
+    counts as one document, since the ends of documents are known only in a run.
     """
     name, target, arguments = str(node.target), cast(Any, node.target), cast(Any, node.args)
     if node.op != "call_function":
@@ -236,8 +235,7 @@ def _peaks(bfloat16: float, float32: float) -> dict[str, float]:
     return {"bfloat16": bfloat16, "float32": float32}
 
 
-# float32 is without TF32, which torch does not use for matrix products unless it is told to. The first name that occurs in a
-# device's name, as a word, is its profile.
+# float32 is without TF32, torch's default. A device has the first profile with a name that occurs in its own, as a word.
 PROFILES = {
     machine.name: machine
     for machine in (
@@ -254,74 +252,73 @@ PROFILES = {
 
 
 def load_machine(name: str, said: str = "") -> Machine:
-    """A profile by name, or the TOML file at the path `name`. said: where the user wrote it. Raises ConfigError.
+    """Return a profile by name, or the machine in the TOML file `name`. said: the user's option, for errors. Raises ConfigError.
 
-    The file has the fields of Machine, `intra_node` and `inter_node` as tables of bandwidth and latency, `tflops` as a table by
-    dtype; with `like = "H100"`, what it leaves out is as in that profile.
+    A file has the fields of Machine: `intra_node` and `inter_node` are tables of bandwidth and latency, `tflops` is a table by
+    dtype. With `like = "H100"`, fields that are not given are those of that profile.
     """
     if name in PROFILES:
         return PROFILES[name]
-    said = said or f'compile.machine = "{name}"'
+    said, profiles = said or f'compile.machine = "{name}"', ", ".join(PROFILES)
     if not name.endswith(".toml"):
-        raise ConfigError(f"{said} is no profile; {', '.join(PROFILES)} or the path of a .toml file would work")
+        raise ConfigError(f"{said} is not a profile; use {profiles}, or the path of a .toml file")
     if not os.path.exists(name):
-        raise ConfigError(f"{said}: no such file; {', '.join(PROFILES)} or another path would work")
+        raise ConfigError(f"{said}: no such file; use {profiles}, or another path")
     return machine_from(read_toml(Path(name)), name)
 
 
 def machine_from(tables: Mapping[str, Any], file: str) -> Machine:
-    """The machine that a TOML file describes."""
+    """Return the machine that a TOML file describes. Raises ConfigError."""
     tables = dict(tables)
     like = tables.pop("like", None)
     if like is not None and (not isinstance(like, str) or like not in PROFILES):
-        raise ConfigError(f"{file}: like = {shown(like)} is no profile; {', '.join(PROFILES)} would work")
+        raise ConfigError(f"{file}: like = {shown(like)} is not a profile; use {', '.join(PROFILES)}")
     values: dict[str, Any] = {**(vars(PROFILES[like]) if like else {}), "name": Path(file).stem}
     fields = {field.name: field for field in dataclasses.fields(Machine)}
     for key, value in tables.items():
         if key not in fields:
-            raise ConfigError(f"{file}: {one_line(key, 100)} is not known; known are {', '.join(fields)} and like")
+            raise ConfigError(f"{file}: {one_line(key, 100)} is not a field of a machine; use {', '.join(fields)}, or like")
         if key in ("intra_node", "inter_node"):
             value = Link(**_numbers(file, key, value, ("bandwidth", "latency")))
         elif key == "tflops":
             value = {**values.get("tflops", {}), **_numbers(file, key, value, ())}
             unknown = [name for name in value if not isinstance(getattr(torch, name, None), torch.dtype)]
             if unknown:
-                raise ConfigError(
-                    f"{file}: tflops.{one_line(unknown[0], 100)} is no dtype of torch; bfloat16, float32, float8_e4m3fn are"
-                )
+                wrong = f"{file}: tflops.{one_line(unknown[0], 100)} is not a dtype of torch"
+                raise ConfigError(f"{wrong}; use bfloat16, float32 or float8_e4m3fn")
         elif key == "name":
             if not isinstance(value, str):
-                raise ConfigError(f"{file}: name = {shown(value)} is no string")
+                raise ConfigError(f"{file}: name = {shown(value)} is not a string; use a name in quotes")
         else:
             _number(file, key, value)
             if key == "ranks_per_node" and not isinstance(value, int):
-                raise ConfigError(f"{file}: ranks_per_node = {value} is not a whole number; 8 would work")
+                raise ConfigError(f"{file}: ranks_per_node = {value} is not a whole number; use 8")
             if key.endswith("efficiency") and value > 1:
-                raise ConfigError(f"{file}: {key} = {value} is a share of a peak; a number above 0 and up to 1 would work")
+                raise ConfigError(f"{file}: {key} = {value} is above 1, the peak; use {fields[key].default}")
         values[key] = value
     missing = [name for name, field in fields.items() if name not in values and field.default is dataclasses.MISSING]
     if missing:
-        raise ConfigError(f'{file}: {", ".join(missing)} missing; give them, or like = "H100" to take over what is left out')
+        raise ConfigError(f'{file}: {", ".join(missing)} missing; add them, or use like = "H100" for its values')
     if "float32" not in values["tflops"]:
-        raise ConfigError(f"{file}: tflops.float32 missing, which stands in for every dtype that is not named")
+        raise ConfigError(f"{file}: tflops.float32 missing, the peak of dtypes that are not listed; use float32 = ... in tflops")
     return Machine(**values)
 
 
 def _numbers(file: str, table: str, value: Any, keys: tuple[str, ...]) -> dict[str, float]:
     if not isinstance(value, dict) or (keys and set(value) != set(keys)):
-        works = "{ " + ", ".join(f"{key} = ..." for key in keys or ("bfloat16", "float32")) + " }"
-        raise ConfigError(f"{file}: {table} = {shown(value)}; {table} = {works} would work")
+        form = "{ " + ", ".join(f"{key} = ..." for key in keys or ("bfloat16", "float32")) + " }"
+        raise ConfigError(f"{file}: {table} = {shown(value)} is not valid; use {table} = {form}")
     return {key: _number(file, f"{table}.{one_line(key, 100)}", number) for key, number in value.items()}
 
 
 def _number(file: str, key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-9 < value < 1e12:  # products of a few are finite
-        raise ConfigError(f"{file}: {key} = {shown(value)} is not a number above 0 (1e-9 to 1e12)")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-9 < value < 1e12:  # keeps products of a few finite
+        raise ConfigError(f"{file}: {key} = {shown(value)} is not a number above 0; use 1e-9 to 1e12")
     return value
 
 
 def profile_of(device_name: str) -> Machine | None:
-    """The profile of a GPU, by the name that torch gives it; None for one that is not known, and for a slice of one."""
+    """Return the profile of a GPU by torch's name for it, or None if it is unknown or a MIG slice."""
     if "MIG " in device_name:
         return None
     return next((machine for name, machine in PROFILES.items() if re.search(rf"\b{name}\b", device_name)), None)

@@ -1,15 +1,15 @@
-"""Pinning: the order of collectives, waits, matrix products and attention is that of the graph in Inductor's code, too.
+"""Pin the order of collectives, waits, matrix products and attention in Inductor's code to that of the graph.
 
     config_patches = {"_pre_fusion_custom_pass": PinnedOrder(), "reorder_for_locality": False}
 
     graph     a1 = all_gather(s1); a2 = all_gather(2 * s2); w1 = wait(a1); y = x @ w1; z = relu(w1 + s2); ...
     unpinned  a1 = all_gather(s1); w1 = wait(a1); y = x @ w1; (2 * s2, z) = kernel(s2, w1); a2 = all_gather(...); ...
 
-Inductor fuses pointwise operators and reductions into kernels, and a kernel runs after the waits of all that its members read. So
-a collective that the passes start before a product may start behind it, and hide under less than the receipt says. This pass adds
-a dependency from each operator that Inductor calls (a collective, a wait, a product, attention) to the one before it, before
-anything is fused; what would need another order is then not fused. The dependencies are those that Inductor itself puts between
-collectives: they order, and keep no buffer alive.
+Inductor fuses pointwise operators and reductions into kernels, and a kernel runs after the waits for all of its inputs. A
+collective that the passes start before a product may then start after it, and overlap less computation than the receipt says.
+Before fusion, this pass adds a dependency from each operator that Inductor calls (a collective, a wait, a product, attention) to
+the one before it. Fusions that need another order are then impossible. The dependencies are those that Inductor itself adds
+between collectives: they order nodes, but keep no buffer alive.
 """
 
 import heapq
@@ -26,26 +26,26 @@ from torch.fx import Graph, Node
 
 
 def pin_order(nodes: Sequence[BaseSchedulerNode]) -> int:
-    """Make Inductor keep the order of the operators among `nodes` that it calls and does not write. Returns how many they are."""
+    """Keep the order of those `nodes` that are extern kernels or templates. Return their number."""
     pinned = [node for node in nodes if is_pinned(node)]
     for before, node in itertools.pairwise(pinned):
-        done, own = (next(iter(each.get_buffer_names())) for each in (before, node))
-        node.add_fake_dep(WeakDep(done, mutating_buf=own, is_fake=True))
-    V.graph.scheduler.compute_ancestors()  # by which fusion knows what must not be fused
+        earlier, later = (next(iter(each.get_buffer_names())) for each in (before, node))
+        node.add_fake_dep(WeakDep(earlier, mutating_buf=later, is_fake=True))
+    V.graph.scheduler.compute_ancestors()  # fusion reads these
     return len(pinned)
 
 
-def note_places(graph: Graph) -> None:
-    """Remember the order of `graph`, for `restore_places`."""
+def record_order(graph: Graph) -> None:
+    """Record the order of `graph` for `restore_order`."""
     for place, node in enumerate(graph.nodes):
         node.meta["place"] = place
 
 
-def restore_places(graph: Graph) -> None:
-    """Put the nodes back in the order that was noted; a new node goes behind all that it reads.
+def restore_order(graph: Graph) -> None:
+    """Restore the recorded order. A new node goes behind its inputs.
 
-    Where Inductor puts a collective and a product into one operator, it puts that where the collective started, and what the
-    product reads before it: waits come before collectives that started ahead of them.
+    When Inductor fuses a collective and a product, it inserts the result where the collective started, and moves the inputs of
+    the product before it. Waits then precede collectives that had started before them.
     """
     places: dict[Node, tuple[float, int]] = {}
     for number, node in enumerate(graph.nodes):
@@ -69,16 +69,16 @@ def restore_places(graph: Graph) -> None:
 
 
 def is_pinned(node: BaseSchedulerNode) -> bool:
-    """True for collectives, waits, matrix products, attention and the like; not for one of several results of these."""
+    """Return whether `node` is a call (collective, wait, matrix product, attention), and not one of its several results."""
     return (node.is_extern() or node.is_template()) and not isinstance(node.node, ir.MultiOutput)
 
 
-# Inductor caches what a pass of its scheduler has changed if the pass is of this class, which torch 2.11 does not have.
+# Inductor caches code that a scheduler pass has changed only if the pass is of this class, which torch 2.11 does not have.
 _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)
 
 
 class PinnedOrder(_SchedulerPass):
-    """pin_order as Inductor wants it: with what its cache knows of it."""
+    """Run pin_order as a pass of Inductor's scheduler, with a key for its cache."""
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         pin_order(nodes)

@@ -1,6 +1,6 @@
-"""The receipt: what the compile stage did to a graph's collectives and what that should cost, in words and as JSON.
+"""Record what the compile stage did to a graph's collectives and their estimated times, as text and as JSON.
 
-write_receipts(receipts, dump_folder)                  # compile.json
+write_receipts(receipts, dump_folder)                    # compile.json
 for line in describe(receipts): logger.info(line)        # forward: 57 all_gather -> 8, ...
 """
 
@@ -19,50 +19,41 @@ from titan_lite.compiler.timeline import Timeline
 
 
 class DoesNotFit(Exception):
-    """A graph that `Schedule.fits` refuses by its receipt; raised on all ranks that would run it, before any of them has."""
+    """A graph that `Schedule.fits` refuses; raised on all ranks that would run it, before any of them does."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One that is left. kind: of KINDS; fqns: its parameters, in order; nbytes: of the whole that is gathered or reduced; ranks:
-    how many take part. As estimated, in seconds: how long it takes, how much computation stands between its start and its wait,
-    and how long computation is held up by that wait."""
+    """A collective of parameters after the passes, with its estimated times in seconds."""
 
-    kind: str
-    fqns: tuple[str, ...]
-    nbytes: int
-    ranks: int
+    kind: str  # a value of KINDS
+    fqns: tuple[str, ...]  # its parameters, in order
+    nbytes: int  # unsharded
+    ranks: int  # number of ranks in its group
     seconds: float | None = None
-    under: float | None = None
-    exposed: float | None = None
+    under: float | None = None  # computation between its start and its wait
+    exposed: float | None = None  # time in which its wait blocks computation
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """One graph's: "forward", "backward", or "inference" without gradients.
+    """The effect of the passes on one graph."""
 
-    before: how many collectives of parameters of each kind there were; after: those that are left, in order; moved: how many
-    stand elsewhere than they did; copied: bytes written to put shards and gradients into buckets and to take weights out, None
-    for Inductor's own buckets; schedule: a hash of all collectives in their order. timeline: the estimate, None for a machine
-    that is not known. compile_seconds: for this graph; pass_seconds: of these, for our passes; cache: "hit" or "miss" of
-    Inductor's, "" without. pp_rank: of the ranks that run it, in a pipeline.
-    """
-
-    graph: str
-    before: dict[str, int]
-    after: tuple[Collective, ...]
-    moved: int
-    schedule: str
-    timeline: Timeline | None = None
-    pass_seconds: float = 0.0
+    graph: str  # "forward", "backward", or "inference" (without gradients)
+    before: dict[str, int]  # number of parameters' collectives before the passes, by kind
+    after: tuple[Collective, ...]  # those that are left, in order
+    moved: int  # number of collectives that were moved
+    schedule: str  # hash of all collectives in order
+    timeline: Timeline | None = None  # None for an unknown machine
+    pass_seconds: float = 0.0  # the part of compile_seconds in our passes
     compile_seconds: float = 0.0
-    copied: int | None = None
-    cache: str = ""
-    pp_rank: int | None = None
+    copied: int | None = None  # bytes copied into and out of buckets; None for Inductor's buckets
+    cache: str = ""  # "hit" or "miss" of Inductor's cache, "" without it
+    pp_rank: int | None = None  # the pipeline rank that runs the graph
 
 
 def count_collectives(graph: Graph) -> dict[str, int]:
-    """The collectives of parameters, by kind."""
+    """Return the number of parameters' collectives by kind."""
     return dict(Counter(map(kind_of, parameter_collectives(graph))))
 
 
@@ -80,7 +71,7 @@ def copied_by_buckets(graph: Graph, fused: bool) -> int:
 
 
 def describe(receipts: Sequence[Receipt]) -> list[str]:
-    """A line a graph."""
+    """Return a line per graph."""
     lines = []
     for receipt in receipts:
         left = Counter(collective.kind for collective in receipt.after)
@@ -104,7 +95,7 @@ def describe(receipts: Sequence[Receipt]) -> list[str]:
 
 
 def rank_timelines(receipts: Sequence[Receipt]) -> dict[int, list[Timeline]]:
-    """Estimates for forward and backward of each pipeline rank, by rank; none where nothing communicates or is estimated."""
+    """Return the timelines of forward and backward by pipeline rank, or none if nothing is estimated or communicated."""
     found: dict[int, list[Timeline]] = {}
     for receipt in receipts:
         if receipt.timeline is not None and receipt.graph != "inference":
@@ -118,7 +109,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def write_receipts(receipts: Sequence[Receipt], folder: Path) -> None:
-    """compile.json: a list of objects with the fields of Receipt, of the timeline its sums."""
+    """Write compile.json, a list of objects with the fields of Receipt. A timeline is written without its spans."""
     text = json.dumps([_as_object(receipt) for receipt in receipts], indent=1) + "\n"
     (folder / "compile.json").write_text(text, encoding="utf-8")
 

@@ -1,11 +1,11 @@
-"""Reshard after forward, as a pass on the joint graph: gathered weights are recomputed in backward and not saved.
+"""Reshard after forward, in the joint graph: backward gathers weights again, instead of keeping them from forward.
 
     before   forward: w = wait(all_gather(shard)); y = x @ w.T; saves w      backward: dx = dy @ w
     after    forward: w = wait(all_gather(shard)); y = x @ w.T; saves shard  backward: w = wait(all_gather(shard)); dx = dy @ w
 
-Without it, the min-cut partitioner keeps every gathered weight, since it takes collectives for expensive. It reads tags:
-SimpleFSDP paper (arXiv 2411.00284), section on memory. Some weights are kept all the same, in eager mode as well: those that
-forward uses last are what backward needs first.
+The min-cut partitioner keeps every gathered weight by default, because it takes collectives for expensive. Tags overrule it
+(SimpleFSDP, arXiv 2411.00284, section on memory). The weights that forward uses last are kept, as in eager mode, since backward
+needs them first.
 """
 
 from collections.abc import Collection
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_lite.compiler.collectives import aten, collectives, parameter_all_gathers, parameters_of
 
-# The partitioner compares this number between regions of activation checkpointing; ours lies after all of them.
+# The partitioner compares this id between regions of activation checkpointing; it must be above their ids.
 REGION = 1_000_000
 VIEWS = frozenset(
     {
@@ -32,9 +32,9 @@ VIEWS = frozenset(
 
 
 def recompute_parameter_all_gathers(graph: Graph, keep_gathered: Collection[str] = ()) -> int:
-    """Tag every parameter's all-gather, what leads to it, its wait and its views, so that the partitioner recomputes them.
+    """Tag every parameter's all-gather, its preparation, its wait and its views, so that the partitioner recomputes them.
 
-    keep_gathered: FQNs of parameters to leave alone. Returns the number of all-gathers that will run again.
+    keep_gathered: FQNs of parameters to leave gathered. Returns the number of tagged all-gathers.
     """
     again = 0
     for gather, preparation in parameter_all_gathers(graph).items():
@@ -42,7 +42,7 @@ def recompute_parameter_all_gathers(graph: Graph, keep_gathered: Collection[str]
             continue
         again += 1
         tagged = [gather, *preparation]
-        for node in tagged:  # which grows
+        for node in tagged:  # grows in the loop
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = REGION
             if node not in preparation:

@@ -1,10 +1,10 @@
-"""The passes on one forward or backward graph, in their order: bucketing, then reordering, then the receipt of both.
+"""Run the passes on a forward or backward graph: bucketing, then reordering. Record a receipt of both.
 
     schedule = Schedule(config.compile, machine=load_machine("H100"), fused=True)
-    schedule(graph_module, "forward")          # in place; one more in schedule.receipts
+    schedule(graph_module, "forward")          # in place; appends to schedule.receipts
 
-Both backends run it on the same graphs. What ranks do in another order than each other would hang, so every schedule is compared
-over ranks (`exchange`) before its graph runs for the first time.
+Both backends run the passes on the same graphs. Ranks that communicate in different orders would hang, so `exchange` compares
+schedules between ranks before a graph first runs.
 """
 
 import dataclasses
@@ -42,20 +42,20 @@ from titan_lite.config import Compile, ConfigError
 
 @dataclass
 class Schedule:
-    """The passes of [compile] and the receipts of the graphs that they ran on."""
+    """The passes of [compile], with the receipts of the graphs that they ran on."""
 
     config: Compile
-    machine: Machine | None = None  # None: unknown, and times are not estimated
+    machine: Machine | None = None  # None if unknown; times are then not estimated
     fused: bool = False  # as in `Machine.cost`
-    exchange: Callable[[str], dict[int, str]] = lambda word: {0: word}  # a rank's word -> those of all ranks with this graph
+    exchange: Callable[[str], dict[int, str]] = lambda word: {0: word}  # a rank's string -> those of all ranks with this graph
     dump: Path | None = None  # folder for graphs as text
-    must_merge: bool = True  # an error if buckets are asked for and merge nothing
-    fits: Callable[[Receipt], bool] | None = None  # False for a graph that this rank must not run
+    must_merge: bool = True  # raise if bucketing is enabled and merges nothing
+    fits: Callable[[Receipt], bool] | None = None  # returns False for a graph that this rank must not run
     receipts: list[Receipt] = field(default_factory=list)
 
     @contextmanager
     def compiling(self, module: GraphModule, name: str) -> Iterator[None]:
-        """Runs the passes; within, the graph is compiled, and the receipt then tells how long both took."""
+        """Run the passes, then time the compilation of the graph within the context."""
         started, hits = time.perf_counter(), _cache_hits()
         self(module, name)
         yield
@@ -65,7 +65,7 @@ class Schedule:
         self.receipts[-1] = dataclasses.replace(self.receipts[-1], compile_seconds=seconds, cache=cache)
 
     def __call__(self, module: GraphModule, name: str) -> None:
-        """Raises ConfigError where the recipe asks for buckets and none were made, and where ranks differ; and DoesNotFit."""
+        """Run the passes. Raises ConfigError if bucketing merges nothing or ranks differ, and DoesNotFit as `fits` decides."""
         graph, started = module.graph, time.perf_counter()
         merge_waits(graph)
         before = count_collectives(graph)
@@ -73,7 +73,7 @@ class Schedule:
         self.bucket(module, name)
         self.write(graph, name, "1_bucketed")
         moved = 0
-        if self.config.bucketing == "auto":  # which has ordered them, too
+        if self.config.bucketing == "auto":  # has reordered as well
             moved = sum(node.next is not wait_of(node) for node in parameter_collectives(graph))
         elif self.config.reordering:
             moved = reordering.overlap(graph, self.machine, fused=self.fused)
@@ -95,7 +95,7 @@ class Schedule:
                 copied=None if self.config.bucketing == "auto" else copied_by_buckets(graph, self.fused),
             )
         )
-        if self.fits is not None and not all(map(bool, self.show("fits" * self.fits(self.receipts[-1])).values())):
+        if self.fits is not None and not all(self.all_gather("fits" if self.fits(self.receipts[-1]) else "").values()):
             raise DoesNotFit(name)
 
     def bucket(self, module: GraphModule, name: str) -> None:
@@ -109,22 +109,22 @@ class Schedule:
         elif config.bucketing == "plan":
             merged = bucketing.merge(graph, wrapping.by_names(graph, config.buckets), coalesce)
         elif config.bucketing == "greedy":
-            plan = wrapping.greedy(graph, self.priced(), fused=self.fused, coalesce=coalesce)
+            plan = wrapping.greedy(graph, self.cost_model(), fused=self.fused, coalesce=coalesce)
             merged = bucketing.merge(graph, self.of_first_rank(plan), coalesce)
         elif config.bucketing == "auto":
-            schedule_by_inductor(module, self.priced(), fused=self.fused)
+            schedule_by_inductor(module, self.cost_model(), fused=self.fused)
             merged = sum(mergeable.values()) - len(parameter_collectives(graph))
-        # A plan may have its buckets in another stage of a pipeline.
+        # The buckets of a plan may be in another pipeline stage.
         if self.must_merge and not merged and config.bucketing != "plan" and max(mergeable.values()) > 1:
-            why = ", as it merges what computation hides, and here that is too short" if config.bucketing == "auto" else ""
+            why = ", since computation is too short to hide them" if config.bucketing == "auto" else ""
             raise ConfigError(
                 f'compile.bucketing = "{config.bucketing}" merged none of the {sum(mergeable.values())} collectives of the '
-                f'{name} graph{why}; "block" or "none" would work'
+                f'{name} graph{why}; use "block" or "none"'
             )
 
-    def priced(self) -> Machine:
+    def cost_model(self) -> Machine:
         if self.machine is None:
-            raise ConfigError(f'compile.bucketing = "{self.config.bucketing}" prices collectives, which needs compile.machine')
+            raise ConfigError(f'compile.bucketing = "{self.config.bucketing}" needs a cost model; use compile.machine = "H100"')
         return self.machine
 
     def write(self, graph: Graph, name: str, what: str) -> None:
@@ -133,22 +133,22 @@ class Schedule:
             (self.dump / f"{len(self.receipts)}_{name}_{what}.txt").write_text(readable(graph), encoding="utf-8")
 
     def of_first_rank(self, plan: wrapping.Buckets) -> wrapping.Buckets:
-        """`plan` as the first rank made it: ranks of tensor parallelism, who reduce norms together, may have other sizes."""
+        """Return the first rank's plan. Tensor-parallel ranks reduce norms together, and sizes may differ between them."""
         names = wrapping.name_all(plan)
-        words = self.show(json.dumps({name: str(plan[node]) for node, name in names.items()}))
+        words = self.all_gather(json.dumps({name: str(plan[node]) for node, name in names.items()}))
         first = json.loads(words[min(words)])
         return {node: first[name] for node, name in names.items()}
 
-    def show(self, word: str) -> dict[int, str]:
-        """The words of all ranks that run the same graph, by rank."""
-        # Else the exchange would be traced; and its operators would go by Python's dispatcher, which holds the interpreter's
-        # lock while it waits for gloo's, whose worker waits for the interpreter's to free a tensor.
+    def all_gather(self, word: str) -> dict[int, str]:
+        """Return the strings of all ranks that run the same graph, by rank."""
+        # Outside of tracing. Python's dispatcher would deadlock: it holds the GIL while it waits for gloo, and a worker of gloo
+        # needs the GIL to free a tensor.
         with unset_fake_temporarily(), no_python_dispatcher():
             return self.exchange(word)
 
     def agreed(self, mine: Mapping[str, str], name: str) -> str:
-        """A hash of `schedules`, each of which is the same on all ranks of its group. Raises ConfigError otherwise."""
-        everyone = {rank: json.loads(word) for rank, word in self.show(json.dumps(mine)).items()}
+        """Return a hash of `mine`, this rank's `schedules`. Raises ConfigError if they differ from those of another rank."""
+        everyone = {rank: json.loads(word) for rank, word in self.all_gather(json.dumps(mine)).items()}
         for group in sorted({group for theirs in everyone.values() for group in theirs}):
             by_rank = {rank: everyone[rank].get(group) for rank in map(int, group.split(", ")) if rank in everyone}
             first = min(by_rank, default=0)
@@ -156,14 +156,14 @@ class Schedule:
             if different:
                 raise ConfigError(
                     f"ranks {', '.join(map(str, different))} would communicate in another order than rank {first} among {group} "
-                    f"in the {name} graph, and all would hang; the same code and recipe on all nodes, with one compile.machine, "
-                    'would work, or bucketing = "block" and reordering = false in [compile]'
+                    f"in the {name} graph, and all would hang; use the same code and recipe on all nodes, with one "
+                    'compile.machine, or bucketing = "block" and reordering = false in [compile]'
                 )
         return _short_hash(json.dumps(list(mine.values())))
 
 
 def schedules(graph: Graph) -> dict[str, str]:
-    """For each group of ranks, a hash of its collectives: what, of how many bytes, for which parameters; in order."""
+    """Return a hash by group of ranks, of its collectives in order with their bytes and parameters."""
     lines: dict[str, list[str]] = {}
     for node in graph.nodes:
         if node.target in KINDS:
@@ -177,7 +177,7 @@ def _short_hash(text: str) -> str:
 
 
 def readable(graph: Graph) -> str:
-    """A line a node: name, dtype and shape, operator and arguments."""
+    """Return a line per node: name, dtype, shape, operator and arguments."""
     lines = []
     for node in graph.nodes:
         value = node.meta.get("val")

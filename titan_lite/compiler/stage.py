@@ -1,10 +1,10 @@
-"""The compile stage: the parallelized model becomes one graph, and passes on it do what hooks do elsewhere.
+"""Compile the parallelized model as one graph. Passes on the graph replace the hooks of FSDP.
 
     compile_model(model, config.compile, reshard_after_forward=True)      # in place, compiled at the first call
-    loss_sum = compile_function(loss_sum, config.compile, "loss")         # as it is, without passes
+    loss_sum = compile_function(loss_sum, config.compile, "loss")         # without passes
 
-Both backends run the same passes; every setting of the compiler is scoped to a compilation. What cannot be compiled is a
-CompileError, which says what of the recipe to change.
+Both backends run the same passes. Settings of the compiler apply to one compilation only. Code that cannot be
+compiled raises CompileError, which names the keys to change.
 """
 
 import functools
@@ -44,37 +44,37 @@ from titan_lite.compiler.receipt import DoesNotFit
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.config import Compile, ConfigError
 
-Compiling = Callable[[GraphModule, str], AbstractContextManager]  # of a graph and its name; compiled within
-# All stages of a pipeline are calls of one function, of which torch compiles 8 variants; each stage has two, with gradients and
-# without, and where ways to bucket are tried two for each way.
+Compiling = Callable[[GraphModule, str], AbstractContextManager]  # (graph, name) -> context that compiles it
+# All stages of a pipeline call one function, and torch compiles at most 8 variants of it by default. Each stage has two, with and
+# without gradients, and two more per bucketing method that is tried.
 RECOMPILE_LIMIT = 256
 FUSED_PRODUCTS = ("symm_mem.fused_all_gather_matmul.default", "symm_mem.fused_matmul_reduce_scatter.default")
 
 
 class CompileError(RuntimeError):
-    """Something of the run cannot be compiled; the message says what, why, and which keys to change."""
+    """A failed compilation. The message names the component, the reason and the keys to change."""
 
 
 def check_backend(config: Compile, device_type: str) -> None:
-    """Raises ConfigError where the recipe's backend cannot generate code on this machine."""
+    """Raise ConfigError if the recipe's backend cannot generate code on this machine."""
     if not config.enable or config.backend != "inductor":
         return
-    works = 'install it, or compile.enable = false or compile.backend = "aot_eager" would work'
+    instead = 'install it, or use compile.backend = "aot_eager"'
     if device_type == "cuda":
         if not has_triton():
-            raise ConfigError(f'compile.backend = "inductor" needs triton for this GPU, and there is none here; {works}')
-        compilers = [os.environ.get("CC"), "gcc", "clang"]  # Triton compiles its launchers, with the first of them
+            raise ConfigError(f'compile.backend = "inductor" needs triton for this GPU, and there is none here; {instead}')
+        compilers = [os.environ.get("CC"), "gcc", "clang"]  # Triton compiles its launchers with the first one found
         if not any(shutil.which(compiler) for compiler in compilers if compiler):
-            raise ConfigError(f'compile.backend = "inductor" needs a C compiler for triton (gcc, clang, or CC); {works}')
+            raise ConfigError(f'compile.backend = "inductor" needs a C compiler for triton (gcc, clang, or CC); {instead}')
         header = Path(sysconfig.get_path("include")) / "Python.h"
         if not header.exists():
             package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
-            raise ConfigError(f'compile.backend = "inductor": triton needs {header} ({package} on Debian); {works}')
+            raise ConfigError(f'compile.backend = "inductor": triton needs {header} ({package} on Debian); {instead}')
     else:
         try:
             get_cpp_compiler()
         except InvalidCxxCompiler:
-            raise ConfigError(f'compile.backend = "inductor" needs a C++ compiler for the CPU (g++, or CXX); {works}') from None
+            raise ConfigError(f'compile.backend = "inductor" needs a C++ compiler for the CPU (g++, or CXX); {instead}') from None
 
 
 def compile_model(
@@ -88,15 +88,15 @@ def compile_model(
     schedule: Schedule | None = None,
     priced_as: str = "",
 ) -> None:
-    """Compile `model` as one graph, in place; FQNs do not change. Anything that breaks the graph is an error.
+    """Compile `model` as one graph, in place. FQNs do not change. A graph break raises CompileError.
 
     reshard_after_forward, keep_gathered: as in `apply_simple_fsdp` (distributed/simple_fsdp.py).
-    schedule: the passes on each graph when it is compiled, at the first call: forward, then backward.
-    memory_budget: the share of activations that the partitioner may keep, of those it keeps at 1.0; what it then recomputes
-    are the operators that cost least for what they free. async_tensor_parallel: the group whose collectives Inductor cuts into
-    pieces that overlap with pieces of the matrix products beside them (arXiv 2410.06511, section 3.4); where it finds none, an
-    error. priced_as: with aot_eager, for what is priced and not run: "inductor" has graphs of the operators that Inductor
-    would have, "eager" of those that eager mode runs, which keeps for backward what autograd does.
+    memory_budget: share of the activations saved at 1.0 that may be saved; the partitioner recomputes the cheapest per byte.
+    async_tensor_parallel: group in which Inductor splits collectives to overlap them with neighbouring matrix products (arXiv
+    2410.06511, section 3.4). Raises CompileError if there are none.
+    schedule: the passes, run when a graph is compiled at the first call: forward, then backward.
+    priced_as: with aot_eager, for graphs that are priced and not run. "inductor" decomposes operators as Inductor does, "eager"
+    saves for backward what autograd saves.
     """
     reshard = None
     if reshard_after_forward:
@@ -110,11 +110,11 @@ def compile_model(
 
     model.compile(backend=_with_backward(backend, memory_budget), fullgraph=True)
     assert model._compiled_call_impl is not None
-    model._compiled_call_impl = _told(model._compiled_call_impl, config, "model")
+    model._compiled_call_impl = _with_errors(model._compiled_call_impl, config, "model")
 
 
 class _Pass(CustomGraphPass):
-    """A pass on a graph as Inductor wants it: with what its cache knows of it, name, arguments and sources."""
+    """Run a graph pass of Inductor, with a key for its cache: name, arguments and sources."""
 
     def __init__(self, run: Callable[..., Any], **arguments: Any):
         self.run, self.arguments = run, arguments
@@ -131,7 +131,7 @@ def _aot_eager(reshard: _Pass | None, compiling: Compiling, priced_as: str = "")
     def partition(joint: GraphModule, *args: Any, **kwargs: Any) -> Any:
         if reshard is not None:
             reshard(joint.graph)
-        if priced_as == "eager":  # keeps for backward all that no tag says is recomputed
+        if priced_as == "eager":  # saves all activations that are not tagged to be recomputed
             for node in joint.graph.nodes:
                 if node.op == "call_function" and not node.meta.get("recompute"):
                     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -152,7 +152,7 @@ def _aot_eager(reshard: _Pass | None, compiling: Compiling, priced_as: str = "")
 
 
 def _inductor(reshard: _Pass | None, compiling: Compiling, async_tensor_parallel: str = "") -> Callable:
-    # Inductor would order nodes by memory, by locality and by what it fuses; theirs is ours.
+    # Inductor's own reordering would change the order of our passes.
     orders = ("reorder_for_peak_memory", "reorder_for_compute_comm_overlap", "reorder_for_locality")
     patches: dict[str, Any] = {"_pre_fusion_custom_pass": pinning.PinnedOrder(), **dict.fromkeys(orders, False)}
     if reshard is not None:
@@ -162,10 +162,10 @@ def _inductor(reshard: _Pass | None, compiling: Compiling, async_tensor_parallel
         patches |= {"_micro_pipeline_tp": True, "post_grad_custom_post_pass": _Pass(check_fused_products)}
 
     def compile_one(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        """Here and not in one of Inductor's own places for passes, which a graph from its cache does not come by."""
+        """Run the passes here, since graphs from Inductor's cache skip its own hooks for passes."""
         name = "backward" if options.get("is_backward") else "inference" if options.get("is_inference") else "forward"
         with compiling(graph, name), _meshes_in_keys():
-            pinning.note_places(graph.graph)
+            pinning.record_order(graph.graph)
             return compile_fx_inner(graph, inputs, **options)
 
     def backend(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
@@ -176,26 +176,26 @@ def _inductor(reshard: _Pass | None, compiling: Compiling, async_tensor_parallel
 
 
 def check_fused_products(graph: Graph) -> None:
-    """Raises as expect_fused_products; what was moved to fuse them goes back."""
+    """Raise as expect_fused_products does, and restore the order that fusing changed."""
     expect_fused_products(graph)
-    pinning.restore_places(graph)
+    pinning.restore_order(graph)
 
 
 def expect_fused_products(graph: Graph) -> int:
-    """The number of matrix products in `graph` that overlap with the collective beside them. Raises ConfigError for none."""
+    """Return the number of matrix products that overlap with a neighbouring collective. Raises ConfigError if there are none."""
     fused = [node for node in graph.nodes if node.op == "call_function" and str(node.target) in FUSED_PRODUCTS]
     if not fused:
         raise ConfigError(
             "parallelism.enable_async_tensor_parallel = true: Inductor found no collective beside a matrix product to overlap it "
-            "with; false would work"
+            "with; use false"
         )
     return len(fused)
 
 
 def _meshes_in_keys() -> Any:
-    """Within: a mesh, an input of graphs with DTensors, enters the key of Inductor's cache by its ranks.
+    """Patch the keys of Inductor's cache to identify a mesh, an input of graphs with DTensors, by its ranks.
 
-    torch 2.13 pickles it whole, in a mode whose bytes depend on which strings are one object, so that no key came twice.
+    torch 2.13 pickles it in a mode that depends on the identity of equal strings, so that no key matches another run's.
     """
     reduce: Any = FxGraphCachePickler._reduce_fake_script_object
 
@@ -209,37 +209,37 @@ def _meshes_in_keys() -> Any:
 
 
 def _nothing_is_random() -> Any:
-    """Within: recomputing an operator needs no state of a random generator.
+    """Patch the partitioner to save no random-number state for operators that it recomputes.
 
-    Attention operators count as random because they could drop out, which Llama does not. Their states would be saved, and
-    torch 2.13 then mixes them up with the meshes of DTensors, which it saves as well.
+    Attention operators count as random because of dropout, which Llama does not use. torch 2.13 confuses saved states with the
+    meshes of DTensors, which it saves as well.
     """
     return mock.patch.object(partitioners, "has_recomputable_rng_ops", return_value=False)
 
 
 def compile_function(function: Callable, config: Compile, component: str) -> Callable:
-    """`function` of tensors, or lists of them, as one graph for each of their shapes; as it is where the recipe does not compile
-    `component`."""
+    """Return `function` of tensors or lists of them, compiled as a graph per shape if the recipe compiles `component`."""
     if not config.compiles(component):
         return function
-    # no passes: collectives stay where they are, each waited for at once
+    # no passes: each collective is waited for at once
     backend = (_inductor if config.backend == "inductor" else _aot_eager)(None, lambda graph, name: nullcontext())
     compiled = torch.compile(function, backend=_with_backward(backend), fullgraph=True, dynamic=False)
-    return _told(compiled, config, component)
+    return _with_errors(compiled, config, component)
 
 
 def _with_backward(backend: Callable, memory_budget: float = 1.0) -> Callable:
-    """`backend`, which also compiles backward at the first call, and not in the first backward, where an error would not be told
-    from one of the run."""
+    """Return a backend that also compiles backward at the first call.
 
+    Otherwise an error of the compiler would come in the first backward, like an error of the run.
+    """
     settings = {
         "activation_memory_budget": memory_budget,
         "force_non_lazy_backward_lowering": True,
-        # Its key knows nothing of our passes, and a hit would run none; Inductor's own cache comes after them.
+        # Its key does not include our passes, and a hit would run none. Inductor's own cache comes after them.
         "enable_autograd_cache": False,
     }
-    if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):  # from torch 2.13 on
-        settings["unsafe_treat_script_objects_as_zero_size"] = True  # meshes, which DTensors bring along
+    if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):  # torch >= 2.13
+        settings["unsafe_treat_script_objects_as_zero_size"] = True  # the meshes of DTensors
 
     def compile_both(graph: GraphModule, inputs: Sequence[torch.Tensor]) -> Any:
         with functorch_config.patch(settings):
@@ -248,8 +248,8 @@ def _with_backward(backend: Callable, memory_budget: float = 1.0) -> Callable:
     return compile_both
 
 
-def _told(compiled: Callable, config: Compile, component: str) -> Callable:
-    """`compiled`, where a failure to compile is a CompileError, or the schedule's own DoesNotFit."""
+def _with_errors(compiled: Callable, config: Compile, component: str) -> Callable:
+    """Return `compiled` with failures to compile raised as CompileError, except for DoesNotFit of the schedule."""
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -262,22 +262,22 @@ def _told(compiled: Callable, config: Compile, component: str) -> Callable:
                 cause = cause.inner_exception
             if isinstance(cause, DoesNotFit):
                 raise cause from error
-            raise CompileError(_sentence(error, cause, config, component)) from error
+            raise CompileError(_message(error, cause, config, component)) from error
 
     return call
 
 
-def _sentence(error: Exception, cause: BaseException, config: Compile, component: str) -> str:
-    if isinstance(cause, ConfigError):  # of a pass, which knows the key
+def _message(error: Exception, cause: BaseException, config: Compile, component: str) -> str:
+    if isinstance(cause, ConfigError):  # raised by a pass, with the key
         return str(cause)
-    ways = []
-    if cause is not error and config.backend == "inductor":  # what is not even traced is so for any backend
-        ways.append('compile.backend = "aot_eager"')
+    changes = []
+    if cause is not error and config.backend == "inductor":  # errors of tracing are the same for any backend
+        changes.append('compile.backend = "aot_eager"')
     others = [f'"{other}"' for other in config.components if other != component]
     if others:
-        ways.append(f"compile.components = [{', '.join(others)}]")
+        changes.append(f"compile.components = [{', '.join(others)}]")
     why = next(filter(None, map(str.strip, str(cause).splitlines())), "") or type(cause).__name__
     return (
         f'compile.backend = "{config.backend}" cannot compile the {component} ({why}); '
-        f"{' or '.join([*ways, 'compile.enable = false'])} would work"
+        f"use {' or '.join([*changes, 'compile.enable = false'])}"
     )

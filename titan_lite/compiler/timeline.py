@@ -1,12 +1,11 @@
-"""A graph on a machine, without running it: when each node computes, when each collective travels, and what is waited for.
+"""Simulate a graph on a machine: when each node computes, when each collective runs, and how long computation waits.
 
     timeline = simulate(graph, machine)
-    timeline.exposed, timeline.peak_bytes          # seconds in which nothing computes; bytes beside the parameters
+    timeline.exposed, timeline.peak_bytes          # seconds in which nothing computes; bytes without parameters
 
-Computation runs node by node in the graph's order; a parameter's collective starts where it stands in it, once the one before
-it among the same ranks is done, and the wait for it holds computation up. Each group of ranks has a lane of its own, as NCCL
-gives it a stream. What tensor and context parallelism communicate is waited for at once and counts as computation (SimpleFSDP,
-arXiv 2411.00284, section 4.2).
+Computation runs node by node in graph order. A collective of parameters starts at its node, once the previous one of the same
+process group is done, and its wait blocks computation. Groups run in parallel, as on NCCL's streams. Collectives of tensor and
+context parallelism are waited for at once, and count as computation (SimpleFSDP, arXiv 2411.00284, section 4.2).
 """
 
 import dataclasses
@@ -34,51 +33,51 @@ from titan_lite.compiler.hardware import Machine, is_free, is_fused_away
 
 @dataclass(frozen=True)
 class Span:
-    """A node that computes, or a collective that travels."""
+    """A node that computes, or a collective of parameters."""
 
     lane: str  # "compute" or "communication"
     name: str
-    start: float  # seconds, from the graph's beginning
+    start: float  # seconds from the start of the graph
     seconds: float
-    exposed: float = 0.0  # of communication: seconds that its wait held computation up
-    under: float = 0.0  # and seconds of computation between its start and that wait
-    group: str = ""  # the process group of any collective, also one that counts as computation
+    exposed: float = 0.0  # seconds in which the wait for this collective blocks computation
+    under: float = 0.0  # seconds of computation between the collective and its wait
+    group: str = ""  # process group of a collective, also of one that counts as computation
 
     @property
     def waited(self) -> float:
-        """Seconds in which nothing computes: all of a collective that counts as computation."""
+        """Return the seconds in which nothing computes; for a collective that counts as computation, all of them."""
         return self.seconds if self.lane == "compute" and self.group else self.exposed
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One graph, in seconds."""
+    """A simulated graph."""
 
-    graph: str
+    graph: str  # name
     spans: tuple[Span, ...]
     seconds: float
-    compute: float
+    compute: float  # seconds, like the next three
     communication: float
     exposed: float
-    bound: float  # exposed at least, wherever its collectives of parameters stand
-    peak_bytes: int  # most at once of what the graph allocates, or is given to free
+    bound: float  # least `exposed` for any order of the parameters' collectives
+    peak_bytes: int  # of tensors that the graph allocates, or receives and frees
 
     @property
     def waited(self) -> float:
-        """Seconds in which nothing computes: exposed, and those of collectives that are waited for at once."""
+        """Return the seconds in which nothing computes: `exposed`, and collectives that count as computation."""
         return self.exposed + sum(span.waited for span in self.spans if span.lane == "compute")
 
     def collectives(self) -> list[Span]:
-        """Spans of communication, in the graph's order."""
+        """Return the spans of communication in graph order."""
         return [span for span in self.spans if span.lane == "communication"]
 
 
 def simulate(graph: Graph, machine: Machine, *, name: str = "", fused: bool = True, bound: float = 0.0) -> Timeline:
-    """fused: as in `Machine.cost`; bound: `lower_bound` of this graph."""
+    """Simulate `graph`. fused: as in `Machine.cost`; bound: the graph's `lower_bound`."""
     now = compute = exposed = 0.0
-    lanes: dict[str, float] = {}  # until when each group's links are busy
+    lanes: dict[str, float] = {}  # end of the last collective by group
     spans: list[Span] = []
-    started: dict[Node, tuple[int, float]] = {}  # collective: its span, the computation done before it
+    started: dict[Node, tuple[int, float]] = {}  # collective -> index of its span, seconds computed before it
     for node in graph.nodes:
         seconds = machine.cost(node, fused)
         if parameters_of(node):
@@ -97,52 +96,52 @@ def simulate(graph: Graph, machine: Machine, *, name: str = "", fused: bool = Tr
             spans.append(Span("compute", node.name, now, seconds, group=group_of(node) if node.target in KINDS else ""))
             now, compute = now + seconds, compute + seconds
     communication = sum(span.seconds for span in spans if span.lane == "communication")
-    bound = min(bound, exposed)  # sums in another order: the last digit may differ
+    bound = min(bound, exposed)  # the two sums may differ in the last digit
     return Timeline(name, tuple(spans), now, compute, communication, exposed, bound, peak_bytes(graph))
 
 
 def computed_before(graph: Graph, machine: Machine, fused: bool) -> dict[Node, float]:
-    """Seconds of computation that stand before each node, by which passes decide.
+    """Return the seconds of computation before each node.
 
-    Without what is done to shards: the last ranks have fewer rows, and all must decide the same.
+    Work on shards does not count, since the last ranks have fewer rows, and passes must decide the same on all ranks.
     """
-    own = shards_of(graph)
+    shard_work = shards_of(graph)
     seconds, result = 0.0, {}
     for node in graph.nodes:
         result[node] = seconds
-        if not parameters_of(node) and node not in own:
+        if not parameters_of(node) and node not in shard_work:
             seconds += machine.cost(node, fused)
     return result
 
 
 def shards_of(graph: Graph) -> set[Node]:
-    """Nodes that prepare shards to be gathered, and nodes that reduced gradients go through."""
+    """Return the nodes that prepare shards for all-gathers, and those that process reduced gradients."""
     mine = parameter_collectives(graph)
     before = {node for gather in mine if is_all_gather(gather) for node in preparation(gather) or ()}
     return before | (descendants(*(node for node in mine if not is_all_gather(node))) - set(mine))
 
 
 def label(node: Node) -> str:
-    """A collective's purpose, such as "all_gather layers.0.attention.wq.weight and 8 more"."""
+    """Return a name such as "all_gather layers.0.attention.wq.weight and 8 more"."""
     fqns = parameters_of(node)
     return f"{kind_of(node)} {fqns[0]}" + (f" and {len(fqns) - 1} more" if len(fqns) > 1 else "")
 
 
 def lower_bound(graph: Graph, machine: Machine, *, fused: bool = True) -> float:
-    """Seconds that computation waits at least, wherever in this graph the parameters' collectives and work on shards stand.
+    """Return the least seconds that computation waits, for any order of the parameters' collectives and work on shards.
 
-    All other computation keeps its order. Each collective has a head, the least time from the graph's beginning to its start,
-    and a tail, the least time from its end to the end of the graph. Those of one group travel one after another, so a set of them
-    takes the smallest head, their sum and the smallest tail. The graph takes the longest of these at least; what of it is not
-    computation is exposed.
+    All other computation keeps its order. A collective's head is the least time from the start of the graph to the collective,
+    its tail the least time from the collective to the end. Collectives of one group run one after another, so any set of them
+    takes at least its smallest head, plus its sum, plus its smallest tail. The graph takes at least the largest of these; the
+    part of it that is not computation is exposed.
     """
     mine, movable = set(parameter_collectives(graph)), shards_of(graph)
     seconds = {node: machine.cost(node, fused) for node in graph.nodes}
 
     def earliest(nodes: Iterable[Node], before: Callable[[Node], Iterable[Node]]) -> dict[Node, float]:
-        """The least time that passes before each node, from the side on which `before` is."""
+        """Return the least time before each node, in the direction of `before`."""
         found: dict[Node, float] = {}
-        done = 0.0  # of what keeps its order
+        done = 0.0  # end of the last node that keeps its order
         for node in nodes:
             found[node] = max((found[each] + seconds[each] for each in before(node)), default=0.0)
             if seconds[node] and node not in mine and node not in movable:
@@ -154,30 +153,29 @@ def lower_bound(graph: Graph, machine: Machine, *, fused: bool = True) -> float:
     tails = earliest(reversed(graph.nodes), lambda node: node.users)
     longest = 0.0
     for group in {group_of(node) for node in mine}:
-        lane = sorted((node for node in mine if group_of(node) == group), key=lambda node: -tails[node])
-        for head in {heads[node] for node in lane}:
-            travels = 0.0
-            for node in lane:
+        queue = sorted((node for node in mine if group_of(node) == group), key=lambda node: -tails[node])
+        for head in {heads[node] for node in queue}:
+            total = 0.0
+            for node in queue:
                 if heads[node] >= head:
-                    travels += seconds[node]
-                    longest = max(longest, head + travels + tails[node])
+                    total += seconds[node]
+                    longest = max(longest, head + total + tails[node])
     return max(0.0, longest - sum(seconds[node] for node in graph.nodes if node not in mine))
 
 
 def peak_bytes(graph: Graph, without: Collection[Node] = ()) -> int:
-    """The most bytes alive at once of what the graph makes, and of saved activations that it is given and frees.
+    """Return the peak of live bytes: of tensors that the graph makes, and of saved activations that it receives and frees.
 
-    Parameters (placeholders called primals) stay where they are and do not count. A view lives in the storage that it is of.
-    Nor do the nodes in `without`.
+    Parameters (placeholders named primals) and the nodes in `without` do not count. A view shares the storage of its base.
     """
     return max(alive_bytes(graph, without))
 
 
 def alive_bytes(graph: Graph, without: Collection[Node] = (), fused: bool = False, keeps_inputs: bool = False) -> list[int]:
-    """Bytes alive while each node runs, of which `peak_bytes` is the peak.
+    """Return the live bytes at the start of the graph, and while each node runs.
 
-    fused: what `is_fused_away` is not made, and what it reads lives on until the last kernel that it is in. keeps_inputs: whoever
-    calls the graph holds what it is given, until its end.
+    fused: do not count results that are fused away (`is_fused_away`), and keep their inputs until the last kernel that recomputes
+    them. keeps_inputs: the caller keeps the graph's inputs until its end.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
     storage = _storages(graph)
@@ -206,7 +204,7 @@ def alive_bytes(graph: Graph, without: Collection[Node] = (), fused: bool = Fals
 
 
 def saved_bytes(graph: Graph) -> tuple[int, int]:
-    """Bytes that a forward graph keeps for backward beside its one result: (of what it makes, of what it is given)."""
+    """Return the bytes that a forward graph saves for backward beside its one result: (of its nodes, of its inputs)."""
     (results,) = next(node for node in graph.nodes if node.op == "output").args
     storage, saved = _storages(graph), [node for node in results[1:] if isinstance(node, Node)]
     made = sum(_own_bytes(node) for node in {storage[node] for node in saved} if node.op != "placeholder")
@@ -214,11 +212,11 @@ def saved_bytes(graph: Graph) -> tuple[int, int]:
 
 
 def _storages(graph: Graph) -> dict[Node, Node]:
-    """Each node's, by the node that made it."""
+    """Return the node that allocated the storage of each node."""
     storage: dict[Node, Node] = {}
     for node in graph.nodes:
         source = node.kwargs.get("out") or next(iter(node.all_input_nodes), None)
-        # One of several tensors that an operator has made is no view of another node.
+        # One of several results of an operator is not a view.
         part = node.target is operator.getitem and not getattr(node.all_input_nodes[0].target, "is_view", False)
         shared = node.op == "call_function" and isinstance(source, Node) and nbytes_of(node) and not part
         storage[node] = storage[source] if shared and (is_free(node) or "out" in node.kwargs) else node  # type: ignore[index]
@@ -226,5 +224,5 @@ def _storages(graph: Graph) -> dict[Node, Node]:
 
 
 def _own_bytes(node: Node) -> int:
-    """Bytes that a node allocates; of several tensors, those that are taken out (`getitem`) count for themselves."""
+    """Return the bytes that a node allocates. Of several tensors, each counts at its `getitem`."""
     return 0 if isinstance(node.meta.get("val"), list | tuple) else nbytes_of(node)

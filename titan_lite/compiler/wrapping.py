@@ -1,8 +1,8 @@
-"""Wrapping: the choice of the parameters whose collectives share a bucket.
+"""Choose the parameters that share a bucket.
 
-    by_block(graph)                                # one bucket a transformer block
-    by_names(graph, ["layers.0 layers.1", ...])    # as a recipe says
-    greedy(graph, machine)                         # as many as hide under the computation before them
+    by_block(graph)                                # one bucket per transformer block
+    by_names(graph, ["layers.0 layers.1", ...])    # the recipe's buckets
+    greedy(graph, machine)                         # buckets that hide under the computation before them
 
 SimpleFSDP calls the first two manual wrapping and the last automatic wrapping (arXiv 2411.00284, section 4.1 and algorithm 1).
 """
@@ -29,29 +29,29 @@ from titan_lite.compiler.fqns import block_of, last_block, lies_within
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.timeline import computed_before
 
-Buckets = dict[Node, object]  # collective -> the bucket it belongs to
+Buckets = dict[Node, object]  # collective -> its bucket
 
 
 def by_block(graph: Graph) -> Buckets:
-    """One bucket a transformer block, the last norm with the last block; one for the embedding, one for the output."""
+    """Return one bucket per block, with the last norm in the last block; embedding and output have buckets of their own."""
     last = last_block(fqn for node in parameter_collectives(graph) for fqn in parameters_of(node))
     return _by(graph, lambda fqn: block_of(fqn, last))
 
 
 def by_names(graph: Graph, buckets: Sequence[str]) -> Buckets:
-    """buckets: each the names of modules or parameters, with spaces between; what none names stays alone."""
+    """Return the given buckets, each a string of module or parameter names. A parameter that none names stays alone."""
     return _by(graph, lambda fqn: next((bucket for bucket in buckets if lies_within(fqn, bucket.split())), (fqn,)))
 
 
 def _by(graph: Graph, bucket_of: Callable[[str], object]) -> Buckets:
-    """The bucket of each collective's FQN; the gradient of tied weights has two parts, which are reduced one after the other."""
+    """Return the buckets that `bucket_of` gives by FQN. Tied weights have two gradients, reduced in separate buckets."""
     numbers: dict[tuple, Iterator[int]] = defaultdict(itertools.count)
     keys = {node: (node.target, group_of(node), parameters_of(node)) for node in parameter_collectives(graph)}
     return {node: (bucket_of(parameters_of(node)[0]), next(numbers[key])) for node, key in keys.items()}
 
 
 def name_all(plan: Buckets) -> dict[Node, str]:
-    """A name of each collective, the same on ranks with other groups and sizes: kind, parameter, and the how manieth of these."""
+    """Return a name per collective, the same on ranks with other groups and sizes: kind, parameter and number."""
     numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
     kinds = {node: f"{kind_of(node)} {parameters_of(node)[0]}" for node in sorted(plan)}
     return {node: f"{kind} {next(numbers[kind])}" for node, kind in kinds.items()}
@@ -59,31 +59,29 @@ def name_all(plan: Buckets) -> dict[Node, str]:
 
 @dataclass(frozen=True)
 class _Item:
-    """A parameter's collectives of one direction (a reduce-scatter may have an all-reduce behind it); gap: seconds of computation
-    that the weight is read for, or that makes the gradient; busy: seconds that other collectives take of these."""
+    """A parameter's collectives of one direction. A reduce-scatter may be followed by an all-reduce."""
 
     nodes: tuple[Node, ...]
-    gap: float
-    busy: float = 0.0
+    gap: float  # seconds of computation that reads the weight or makes the gradient
+    busy: float = 0.0  # seconds of other collectives in the gap
 
 
 def greedy(graph: Graph, machine: Machine, *, fused: bool = True, coalesce: bool = False) -> Buckets:
-    """Buckets grow in the order in which weights are read, while they hide under the computation of the bucket before.
+    """Return buckets that grow in the order of reads, while they hide under the computation of the previous bucket.
 
-    The rule: the next parameter joins while gathering the bucket takes no longer than what the previous bucket computes, less
-    what is reduced meanwhile, and both together have no more bytes than buckets by block ever have. Gradients are grouped by the
-    same rule, from the last one backwards: a bucket is reduced under the computation of the one after it. Beyond the paper: a
-    parameter also joins where the latency that this saves is more than could hide alone, and one larger than the rest of its
-    bucket leaves it again where copying it takes longer than that latency. coalesce: as `bucketing.merge` will do, and nothing is
-    copied.
+    The next parameter joins if the bucket is then gathered within the computation of the previous bucket, less the reductions in
+    it, and if both buckets have no more bytes than two consecutive blocks. Gradients follow the same rule from last to first: a
+    bucket is reduced during the computation of the one after it. Two rules are not in the paper: a parameter also joins if this
+    saves more latency than could hide alone, and one larger than the rest of its bucket leaves if copying it takes longer than
+    the latency saved. coalesce: as in `bucketing.merge`; nothing is copied.
     """
     machine = machine if coalesce else dataclasses.replace(machine, coalesced_latency=0.0)
     nodes = parameter_collectives(graph)
     gathers = [node for node in nodes if is_all_gather(node)]
-    chains: list[list[Node]] = []  # a reduction, and those that its result goes through
+    chains: list[list[Node]] = []  # a reduction, and the reductions of its result
     for node in nodes:
         if not is_all_gather(node):
-            chain = next((chain for chain in reversed(chains) if _is_of(node, chain[-1])), [])
+            chain = next((chain for chain in reversed(chains) if _reads_only(node, chain[-1])), [])
             if not chain:
                 chains.append(chain)
             chain.append(node)
@@ -93,27 +91,27 @@ def greedy(graph: Graph, machine: Machine, *, fused: bool = True, coalesce: bool
     places = [*(computed[node] for node in gathers), computed[next(iter(reversed(graph.nodes)))]]
     reductions_of = dict(zip(names, chains, strict=True))
     gather_items = [
-        _Item((node,), after - before, _moving(machine, reductions_of.get(parameters_of(node)[0], [])))
+        _Item((node,), after - before, _transfer_time(machine, reductions_of.get(parameters_of(node)[0], [])))
         for node, (before, after) in zip(gathers, itertools.pairwise(places), strict=True)
     ]
     places = [0.0, *(computed[chain[0]] for chain in chains)]
     gather_of = {parameters_of(node)[0]: [node] for node in gathers}
     reduce_items = [
-        _Item(tuple(chain), after - before, _moving(machine, gather_of.get(following, [])))
+        _Item(tuple(chain), after - before, _transfer_time(machine, gather_of.get(following, [])))
         for chain, (before, after), following in zip(chains, itertools.pairwise(places), [*names[1:], ""], strict=False)
     ]
     plan: Buckets = {}
     for name, items in (("gather", gather_items), ("reduce", reduce_items[::-1])):
         grown = _grow(items, machine)
         if not coalesce:
-            grown = [part for bucket in grown for part in _apart(bucket, machine)]
+            grown = [part for bucket in grown for part in _split_large(bucket, machine)]
         for number, bucket in enumerate(grown):
             plan |= {node: (name, number) for item in bucket for node in item.nodes}
     return plan
 
 
-def _is_of(node: Node, earlier: Node) -> bool:
-    """True where a reduction's input is the result of the earlier one, and of nothing else."""
+def _reads_only(node: Node, earlier: Node) -> bool:
+    """Return whether a reduction reads the result of the earlier one, and nothing else."""
     while node is not earlier and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node is earlier
@@ -131,7 +129,7 @@ def _grow(items: Sequence[_Item], machine: Machine) -> list[list[_Item]]:
         hides = together <= sum(each.gap - each.busy for each in previous)
         saved = _price(machine, current) + alone - together
         worth = saved >= min(alone, sum(each.gap for each in current))
-        next_one = [] if following is None else [following]  # which the bucket after this one begins with
+        next_one = [] if following is None else [following]  # starts the next bucket
         fits = max(_nbytes([*previous, *current, item]), _nbytes([*current, item, *next_one])) <= most
         if (hides or worth) and fits:
             current.append(item)
@@ -140,10 +138,9 @@ def _grow(items: Sequence[_Item], machine: Machine) -> list[list[_Item]]:
     return buckets
 
 
-def _apart(bucket: list[_Item], machine: Machine) -> list[list[_Item]]:
-    """The bucket, but a weight larger than all others of it alone, where copying it out of the bucket takes longer than the
-    latency that this saves."""
-    large = [item for item in bucket if 2 * _nbytes([item]) > _nbytes(bucket)]  # one at most
+def _split_large(bucket: list[_Item], machine: Machine) -> list[list[_Item]]:
+    """Split off a weight larger than the rest of its bucket, if copying it out takes longer than the latency saved."""
+    large = [item for item in bucket if 2 * _nbytes([item]) > _nbytes(bucket)]  # at most one
     others = [item for item in bucket if item not in large]
     if not large or not others:
         return [bucket]
@@ -152,15 +149,15 @@ def _apart(bucket: list[_Item], machine: Machine) -> list[list[_Item]]:
 
 
 def _price(machine: Machine, bucket: Sequence[_Item]) -> float:
-    """Seconds of a bucket's collectives: one of each kind and group."""
+    """Return the seconds of a bucket's collectives, one per kind and group."""
     sizes: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
     for node in (node for item in bucket for node in item.nodes):
         sizes[kind_of(node), tuple(ranks_of(node))].append(collective_bytes(node))
     return sum(machine.collective(kind, sum(each), ranks, len(each)) for (kind, ranks), each in sizes.items())
 
 
-def _moving(machine: Machine, nodes: Sequence[Node]) -> float:
-    """Seconds of collectives without their latencies."""
+def _transfer_time(machine: Machine, nodes: Sequence[Node]) -> float:
+    """Return the seconds of collectives without latency."""
     return math.fsum(
         machine.collective(kind_of(node), collective_bytes(node), ranks_of(node))
         - machine.collective(kind_of(node), 0, ranks_of(node))
@@ -173,7 +170,7 @@ def _nbytes(bucket: Sequence[_Item]) -> int:
 
 
 def _bytes_of_two_blocks(items: Sequence[_Item]) -> int:
-    """The most that a block and the one after it have."""
+    """Return the most bytes of two consecutive blocks."""
     sizes: Counter[str] = Counter()
     names = [parameters_of(item.nodes[0])[0] for item in items]
     last = last_block(names)

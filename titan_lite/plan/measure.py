@@ -43,13 +43,13 @@ class Shapes:
     dtype: torch.dtype
 
 
-def peak_flops(stated: Machine | None, device: torch.device, dtype: torch.dtype) -> float | None:
+def peak_flops(configured: Machine | None, device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the peak FLOP/s of dense matrix products of one device, by its datasheet, else by the recipe's machine, or None.
 
     A CPU's peak is not measured, since other work on it would change the result.
     """
     known = profile_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    machine = known or stated
+    machine = known or configured
     return None if machine is None else machine.flops(dtype)
 
 
@@ -63,10 +63,10 @@ def find_machine(name: str, device: torch.device) -> Machine | None:
     if device.type == "cuda":
         return profile_of(torch.cuda.get_device_name(device))
     source, target = (torch.empty(2**24, dtype=torch.uint8) for _ in range(2))
-    copy = 2 * source.nbytes / _time(lambda: target.copy_(source), device, 0.05, min)  # bytes a second, read and written
+    copy = 2 * source.nbytes / _time(lambda: target.copy_(source), device, 0.05, min)  # bytes per second, read and written
     link = {"latency": 1e-6, "bandwidth": GB}
     if dist.is_initialized() and dist.get_world_size() > 1:
-        link = _line(_times_of(all_gather_single, device, rounds=1, best_of=5))
+        link = _fit_link(_times_of(all_gather_single, device, rounds=1, best_of=5))
     measured = [_cpu_flops(torch.float32) / 1e12, _cpu_flops(torch.bfloat16) / 1e12, copy / GB]
     figures = torch.tensor([*measured, link["bandwidth"] / GB, 1e6 * link["latency"]], dtype=torch.float64)
     if dist.is_initialized():
@@ -137,12 +137,12 @@ def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> dict
     if dist.get_world_size() == 1:
         return found
     gathers = _times_of(all_gather_single, device)
-    reduces = _times_of(lambda whole, part: reduce_scatter_single(part, whole), device)
-    return found | _line(gathers) | {"reduction": sum(reduces) / sum(gathers)}
+    reduces = _times_of(lambda full, shard: reduce_scatter_single(shard, full), device)
+    return found | _fit_link(gathers) | {"reduction": sum(reduces) / sum(gathers)}
 
 
-def _line(gathers: Sequence[float]) -> dict[str, float]:
-    """Fit latency and bandwidth to two sizes. The time is a launch, as long as a hop, a hop for each other rank, and bytes."""
+def _fit_link(gathers: Sequence[float]) -> dict[str, float]:
+    """Fit latency and bandwidth to the all-gather's seconds at SMALL and LARGE. A launch counts as one more hop."""
     ranks, (small, large) = dist.get_world_size(), gathers
     return {"latency": small / ranks, "bandwidth": (ranks - 1) * (LARGE - SMALL) / max(large - small, 1e-7)}
 
@@ -152,12 +152,12 @@ def _times_of(
 ) -> list[float]:
     """Return seconds at SMALL and at LARGE: the slowest rank's mean over `rounds`, and the best of `best_of` such means."""
 
-    def together(whole: Tensor, part: Tensor) -> float:
-        collective(whole, part)
+    def mean_seconds(full: Tensor, shard: Tensor) -> float:
+        collective(full, shard)
         _synchronize(device)
         start = time.perf_counter()
         for _ in range(rounds):
-            collective(whole, part)
+            collective(full, shard)
         _synchronize(device)
         mean = torch.tensor((time.perf_counter() - start) / rounds, dtype=torch.float64, device=device)
         dist.all_reduce(mean, dist.ReduceOp.MAX)
@@ -165,11 +165,11 @@ def _times_of(
 
     counts = (dist.get_world_size(), 1)
     pairs = [[torch.zeros(count * size // 4, device=device) for count in counts] for size in (SMALL, LARGE)]
-    return [min(together(*pair) for _ in range(best_of)) for pair in pairs]
+    return [min(mean_seconds(*pair) for _ in range(best_of)) for pair in pairs]
 
 
 def _time(
-    work: Callable[[], Any], device: torch.device, seconds: float, of: Callable[[list[float]], float] = statistics.fmean
+    work: Callable[[], Any], device: torch.device, seconds: float, reduce: Callable[[list[float]], float] = statistics.fmean
 ) -> float:
     """Return the seconds of one call, by default the mean of all calls in `seconds`, which includes disturbances like a step."""
     work()
@@ -181,7 +181,7 @@ def _time(
         work()
         _synchronize(device)
         times.append(time.perf_counter() - start)
-    return of(times)
+    return reduce(times)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -217,10 +217,8 @@ def calibrated(machine: Machine, reached: Mapping[str, float], dtype: torch.dtyp
 
 def machine_to_toml(machine: Machine) -> str:
     """Return a TOML file that load_machine reads."""
-    return (
-        "\n".join([f"name = {in_toml(machine.name)}", *(f"{key} = {value!r}" for key, value in numbers_of(machine).items())])
-        + "\n"
-    )
+    lines = [f"name = {in_toml(machine.name)}", *(f"{key} = {value!r}" for key, value in numbers_of(machine).items())]
+    return "\n".join(lines) + "\n"
 
 
 def numbers_of(machine: Machine) -> dict[str, float]:

@@ -18,8 +18,8 @@ from titan_lite.plan.trace import PlannedLayout
 
 FORWARD, BACKWARD = ("forward", "loss_forward"), ("backward", "loss_backward")
 ROUND = ("gather", "reduce")
-# Reads and writes of an element (4 bytes, or those of training.dtype) for each local parameter: the norm reads gradients,
-# clipping reads and writes them; AdamW reads parameter, gradient and both moments, and writes all but the gradient.
+# Reads and writes of an element (4 bytes, or those of training.dtype) per local parameter: the norm reads gradients, clipping
+# reads and writes them; AdamW reads parameter, gradient and both moments, and writes all but the gradient.
 CLIPPING, UPDATE = 3, 7
 SMALL_SUMS = 3  # all-reduces of one number: tokens, gradient norm, loss
 
@@ -93,7 +93,7 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
 
 
 def sums_of(figures: Figures, graphs: Sequence[str], what: tuple[str, ...]) -> dict[str, float]:
-    """Return the sum over these graphs of each figure whose name begins with one of `what`."""
+    """Return the sum over these graphs of each figure with a name that begins with one of `what`."""
     found: dict[str, float] = defaultdict(float)
     for key, value in figures.items():
         graph, _, figure = key.partition(".")

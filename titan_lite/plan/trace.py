@@ -1,13 +1,13 @@
-"""The work, traffic and memory of a pipeline stage: traced from the real model, by the real compile stage, on no hardware.
+"""Trace the graphs of a pipeline stage with the real model and compile stage, on no hardware, and price them.
 
-    with start_tracing(layout.world_size) as processes:       # each is rank 0 of a world that is not there
+    with start_tracing(layout.world_size) as processes:       # each is rank 0 of a fake world
         tasks = start_trace(processes, layout, machines, full=False, shared={})      # {modules beside blocks: {blocks: task}}
     figures_at(depths, n_layers=7, machine=0)                 # {"forward.compute": 0.41, "backward.exposed.tp": 0.08, ...}
 
-A stage is built as the trainer builds it, on fake tensors in a fake process group, and the graphs that the passes leave are
-priced node by node. Blocks are alike, so two depths are traced and any other lies on the line through them; what depends on a
-block's number (its own buckets or weights to keep) is traced whole. Rank 0 stands for all of its stage: of uneven shards it has
-the largest.
+A stage is built as by the trainer, with fake tensors and a fake process group. The cost of a graph is the sum over its nodes.
+Figures are linear in the number of blocks, since blocks are equal: two depths are traced, and others are extrapolated. If
+blocks differ (`depths_to_trace`), every depth is traced. Rank 0 represents all ranks of its stage, since it has the largest of
+uneven shards.
 """
 
 import dataclasses
@@ -67,27 +67,26 @@ from titan_lite.plan.costs import Figures, bytes_of, figures_of, round_figures
 
 PROCESSES = 2
 GRAPHS = ("forward", "loss_forward", "loss_backward", "backward")
-Kind = tuple[str, ...]  # the modules of a stage beside its blocks
+Kind = tuple[str, ...]  # a stage's modules other than blocks
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayout(Layout):
-    """A layout with the recipe that it is of."""
+    """A layout with its recipe."""
 
     config: Config
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A stage with some number of blocks. figures: on each machine (costs.py); timelines: of its graphs on the first one, in the
-    order in which they run, the groups of their collectives named by axis."""
+    """The costs of a stage at one depth."""
 
-    figures: Sequence[Figures]
-    timelines: Sequence[Timeline]
+    figures: Sequence[Figures]  # on each machine (costs.py)
+    timelines: Sequence[Timeline]  # of its graphs on the first machine, in the order they run, with groups named by axis
 
 
 def figures_at(depths: Mapping[int, Traced], n_layers: int, machine: int) -> Figures:
-    """A stage with so many blocks: as traced, or on the line through two depths."""
+    """Return the figures of a stage with `n_layers` blocks, traced or extrapolated from two depths."""
     if n_layers in depths:
         return dict(depths[n_layers].figures[machine])
     (low, at_low), (high, at_high) = ((depth, traced.figures[machine]) for depth, traced in sorted(depths.items()))
@@ -98,13 +97,13 @@ def figures_at(depths: Mapping[int, Traced], n_layers: int, machine: int) -> Fig
 
 @contextmanager
 def start_tracing(world_size: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes for one world: a fake process group is one per process, and its size is for good.
+    """Start processes to trace in. A process has one fake process group, with a fixed world size.
 
-    They are forked from a server that has imported this module, seconds of work, and nothing else: it serves all worlds.
+    They are forked from one server for all worlds, since importing this module takes seconds.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    here = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server has it from here; Ctrl-C in its imports would be a traceback
+    here = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the server: Ctrl-C in its imports prints no traceback
     try:
         forkserver.ensure_running()
     finally:
@@ -115,16 +114,16 @@ def start_tracing(world_size: int) -> Iterator[ProcessPoolExecutor]:
             yield processes
         except BaseException:
             processes.shutdown(wait=False, cancel_futures=True)
-            for process in set(mp.active_children()) - others:  # in the midst of a trace, which nobody wants
+            for process in set(mp.active_children()) - others:  # ends traces that are running
                 process.kill()
             raise
 
 
 def start_fake_world(world_size: int) -> None:
     end_with_parent()
-    tqdm.set_lock(threading.RLock())  # which torch uses; its own has a semaphore, that would outlive a killed process
+    tqdm.set_lock(threading.RLock())  # torch uses tqdm; the semaphore of its default lock would outlive a killed process
     torch.set_num_threads(1)
-    torch._logging.set_logs(all=logging.ERROR)  # what a run is warned of is no news of a plan
+    torch._logging.set_logs(all=logging.ERROR)  # warnings are for runs, not for plans
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
 
@@ -135,15 +134,15 @@ def start_trace(
     full: bool,
     shared: dict[Any, Future[Traced]],
 ) -> dict[Kind, dict[int, Future[Traced]]]:
-    """Tasks by kind of stage and blocks, for every kind that the recipe has. full: at its very number of blocks. shared: tasks
-    of layouts before, of which those of equal stages are taken."""
+    """Submit traces and return the tasks by kind of stage and number of blocks. full: trace every depth of the layout; shared:
+    tasks of earlier layouts, reused for equal stages."""
     wanted: dict[Kind, set[int]] = defaultdict(set)
     for modules in layout.pipeline.modules:
         wanted[kind_of_stage(modules)].add(layers_of(modules))
     started: dict[Kind, dict[int, Future[Traced]]] = defaultdict(dict)
     for kind, counts in wanted.items():
-        both = None if full else depths_to_trace(layout.config)
-        depths = set(both) if both and max(counts) > both[1] else counts
+        pair = None if full else depths_to_trace(layout.config)
+        depths = set(pair) if pair and max(counts) > pair[1] else counts
         for depth in sorted(depths, reverse=True):  # the longest first
             key = (*traced_by(layout), kind, depth)
             if key not in shared:
@@ -153,7 +152,7 @@ def start_trace(
 
 
 def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
-    """All that a stage's graphs depend on, beside its modules: not the number and the order of microbatches."""
+    """Return all that a stage's graphs depend on besides its modules: not the number or order of microbatches."""
     config = layout.config
     of_pipeline: dict[str, Any] = {
         field.name: field.default for field in dataclasses.fields(Parallelism) if field.name.startswith("pipeline_parallel")
@@ -172,14 +171,14 @@ def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
 
 
 def depths_to_trace(config: Config) -> tuple[int, int] | None:
-    """Two numbers of blocks on whose line all others lie; None where blocks are not alike."""
+    """Return two depths to extrapolate from, or None if blocks differ."""
     parallelism, checkpointing = config.parallelism, config.activation_checkpoint
     named = (*parallelism.fsdp_keep_gathered, *config.compile.buckets)
     if any("layers." in name for name in named) or (config.compile.compiles("model") and config.compile.bucketing == "auto"):
         return None
     option = checkpointing.selective_ac_option
     period = int(option) if checkpointing.mode == "selective" and option.isdigit() else 1
-    first = -(-3 // period) * period  # of two blocks, the first has the embedding's gather beside it and the second the output's
+    first = -(-3 // period) * period  # of two blocks, the first has the embedding's all-gather and the second the output's
     return first, first + period
 
 
@@ -192,9 +191,9 @@ def layers_of(modules: Sequence[str]) -> int:
 
 
 def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequence[Machine]) -> Traced:
-    """Trace a stage of `kind` with so many blocks, in a fake world, and price it on each machine."""
+    """Trace a stage of `kind` with `n_layers` blocks in a fake world, and price it on each machine."""
     torch._dynamo.reset()
-    gc.collect()  # the graphs before
+    gc.collect()  # graphs of earlier traces
     config = layout.config
     mesh = build_mesh(layout.degrees, "cpu")
     axes = axes_of(mesh)
@@ -227,10 +226,10 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
             logits = torch.zeros(layout.sequences, tokens, vocabulary, dtype=dtype, requires_grad=True)
             loss(logits, torch.zeros(layout.sequences, tokens, dtype=torch.long))
     held = {
-        "held": float(sum(local(parameter).numel() for parameter in plans)),  # numbers in this rank's shards
-        "whole": float(sum(plan.rows * math.prod(plan.row_shape) for plan in plans.values())),  # and when all are gathered
+        "held": float(sum(local(parameter).numel() for parameter in plans)),  # elements of this rank's shards
+        "whole": float(sum(plan.rows * math.prod(plan.row_shape) for plan in plans.values())),  # elements when all are gathered
         "tensors": float(len(plans)),
-        "buffers": float(sum(buffer.nbytes for buffer in model.buffers())),  # bytes, as what follows
+        "buffers": float(sum(buffer.nbytes for buffer in model.buffers())),  # bytes, like the entries below
         "activations.between": float(between.nbytes),
     }
     if "output" in kind:
@@ -247,7 +246,7 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
 
 
 def build_stage(layout: PlannedLayout, mesh: DeviceMesh, kind: Kind, n_layers: int) -> Transformer:
-    """A stage of `kind` with so many blocks, on the meta device."""
+    """Return a stage of `kind` with `n_layers` blocks, on the meta device."""
     config, shape = layout.config, dataclasses.replace(layout.model, n_layers=max(n_layers, 1))
     (model,) = build_stages(
         functools.partial(Transformer, shape),
@@ -262,17 +261,17 @@ def build_stage(layout: PlannedLayout, mesh: DeviceMesh, kind: Kind, n_layers: i
 
 
 def materialize_stage(layout: PlannedLayout, model: Transformer) -> None:
-    """In a fake world: parameters, gathered or not, as they are in a step."""
+    """Allocate the parameters in a fake world, gathered or sharded as in a step."""
     materialize(model, torch.device("cpu"))
     if layout.gathers_once:
-        plans = model_of(model).plans
-        whole = functools.partial(torch.zeros, requires_grad=True)
-        wholes = {plan.fqn: whole(plan.rows, *plan.row_shape, dtype=plan.param_dtype) for plan in plans.values()}
-        model_of(model).gathered = wholes
+        model_of(model).gathered = {
+            plan.fqn: torch.zeros(plan.rows, *plan.row_shape, dtype=plan.param_dtype, requires_grad=True)
+            for plan in model_of(model).plans.values()
+        }
 
 
 def stage_inputs(layout: PlannedLayout, model: Transformer) -> tuple[Tensor, Tensor]:
-    """This rank's token ids of a microbatch, (B, T), and what a stage without the embedding is given for them, (B, T, C)."""
+    """Return this rank's token ids of a microbatch, (B, T), and the input of a stage without the embedding, (B, T, C)."""
     tokens, tp = len(model.positions), layout.degrees["tp"]
     dtype = getattr(torch, layout.config.training.mixed_precision_param)
     ids = torch.zeros(layout.sequences, tokens, dtype=torch.long)
@@ -280,7 +279,7 @@ def stage_inputs(layout: PlannedLayout, model: Transformer) -> tuple[Tensor, Ten
 
 
 def documents_for(layout: PlannedLayout, ids: Tensor, machine: Machine) -> dict[str, Tensor]:
-    """With training.mask_documents what a stage is told of the documents of `ids`, as in a run on such a machine."""
+    """Return a stage's arguments for the documents in `ids` on such a machine, with training.mask_documents."""
     if not layout.config.training.mask_documents:
         return {}
     dtype, kernel = getattr(torch, layout.config.training.mixed_precision_param), not machine.name.startswith(("CPU", "MI"))
@@ -290,9 +289,9 @@ def documents_for(layout: PlannedLayout, ids: Tensor, machine: Machine) -> dict[
 
 
 def attend_as_on_gpus(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Attention of context parallelism as on GPUs: by an operator that knows of the causal mask, of the same cost and shapes.
+    """Attend with context parallelism as on GPUs: by a causal operator of the same cost and shapes.
 
-    Its mask begins in another place; nothing is computed here. With a mask of documents GPUs do as all devices do.
+    Its mask is aligned differently, but nothing is computed here. A mask of documents is handled as on all devices.
     """
     if mask is not None:
         return attend_to_the_past(q, k, v, mask)
@@ -311,14 +310,13 @@ class _Loss(nn.Module):
 
 @dataclass
 class _Priced(Schedule):
-    """The passes, or what eager mode does. graphs: of each that they leave, its figures on each machine and its timeline on the
-    first. priced_as: as in compile_model."""
+    """Run the passes, or reorder as eager mode does, and compute the figures of each graph."""
 
     machines: Sequence[Machine] = ()
     axes: Axes = field(default_factory=dict)
     blocks: int = 1
-    priced_as: str = ""
-    graphs: dict[str, tuple[list[Figures], Timeline]] = field(default_factory=dict)
+    priced_as: str = ""  # as in compile_model
+    graphs: dict[str, tuple[list[Figures], Timeline]] = field(default_factory=dict)  # on each machine; on the first one
 
     @classmethod
     def of(cls, component: str, compile: Compile, machines: Sequence[Machine], axes: Axes, blocks: int) -> "_Priced":
@@ -332,7 +330,7 @@ class _Priced(Schedule):
         if self.priced_as == "eager":
             _run_ahead(module.graph)
         super().__call__(module, name)
-        # Of no machine's making. What aot_eager compiles is called with arguments that stay until it returns.
+        # The same on all machines. The caller of a graph of aot_eager keeps its inputs until it returns.
         held = bytes_of(module.graph, self.fused, self.blocks, keeps_inputs=not self.priced_as)
         each = [held | figures_of(module.graph, machine, self.fused, self.axes) for machine in self.machines]
         timeline = self.receipts[-1].timeline
@@ -341,17 +339,17 @@ class _Priced(Schedule):
 
 
 def _run_ahead(graph: Graph) -> None:
-    """Eager mode's order, once distributed/eager.py knows it: a gather starts some reads before its own, and each collective of a
-    reduction is waited for some reductions later."""
+    """Reorder collectives as eager mode does after the first step (distributed/eager.py): an all-gather starts IN_FLIGHT reads
+    before its own, and each collective of a reduction is waited for IN_FLIGHT reductions later."""
     mine = parameter_collectives(graph)
     gathers = [node for node in parameter_all_gathers(graph) if parameters_of(node)]
     for place, gather in enumerate(gathers[1:], 1):
         move_gather_before(gather, wait_of(gathers[max(0, place - Eager.IN_FLIGHT)]))
-    lines: dict[int, list[Node]] = {}  # by how many collectives follow on the way to the output
+    lines: dict[int, list[Node]] = {}  # by number of collectives that follow on the path to the output
     for reduction in mine:
-        way = set() if is_all_gather(reduction) else descendants(wait := wait_of(reduction))
-        if way and all(way.issuperset(node.all_input_nodes) for node in way - {wait}):  # else of a weight that is read twice
-            lines.setdefault(len(way.intersection(mine)), []).append(reduction)
+        path = set() if is_all_gather(reduction) else descendants(wait := wait_of(reduction))
+        if path and all(path.issuperset(node.all_input_nodes) for node in path - {wait}):  # not for a weight that is read twice
+            lines.setdefault(len(path.intersection(mine)), []).append(reduction)
     last = next(iter(reversed(graph.nodes)))
     for _, line in sorted(lines.items(), reverse=True):
         for place, reduction in enumerate(line):

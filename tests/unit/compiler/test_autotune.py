@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from titan_lite.compiler import autotune as module
-from titan_lite.compiler.autotune import FITS, STEPS, WAYS, Autotuner, check_steps
+from titan_lite.compiler.autotune import FITS, METHODS, STEPS, Autotuner, check_steps
 from titan_lite.compiler.receipt import Collective, DoesNotFit, Receipt
 from titan_lite.compiler.stage import CompileError
 from titan_lite.compiler.timeline import Timeline
@@ -43,22 +43,22 @@ def run(clock, seconds, compiles=5.0, share=lambda step: 1.0):
     autotune = Autotuner([model], compile_as, MEASURED, torch.device("cpu"))
     steps = 0
     while not autotune.decided:
-        way, first = WAYS[steps // STEPS], steps % STEPS == 0
+        way, first = METHODS[steps // STEPS], steps % STEPS == 0
         with autotune.step(share(steps)):
             clock.now += seconds[way] * share(steps) + (compiles if first else 0.0)
         steps += 1
     return autotune, model, compiled, steps
 
 
-@pytest.mark.parametrize("fastest", WAYS)
+@pytest.mark.parametrize("fastest", METHODS)
 def test_the_fastest_stays(fastest, clock):
-    autotune, model, compiled, steps = run(clock, {way: 1.0 + (way != fastest) for way in WAYS})
+    autotune, model, compiled, steps = run(clock, {way: 1.0 + (way != fastest) for way in METHODS})
     assert autotune.chosen == model._compiled_call_impl == fastest
-    assert compiled == list(WAYS)
-    assert steps == STEPS * len(WAYS)
+    assert compiled == list(METHODS)
+    assert steps == STEPS * len(METHODS)
     lines = autotune.describe()
-    assert [line.endswith("; it stays") for line in lines] == [way == fastest for way in WAYS]
-    assert lines[WAYS.index(fastest)].startswith(f'bucketing "{fastest}": 1.000 s a step, 6 collectives -> 1')
+    assert [line.endswith("; it stays") for line in lines] == [way == fastest for way in METHODS]
+    assert lines[METHODS.index(fastest)].startswith(f'bucketing "{fastest}": 1.000 s a step, 6 collectives -> 1')
 
 
 def test_steps_of_a_smaller_batch_are_not_taken_for_faster_ones(clock):
@@ -79,7 +79,7 @@ def test_ranks_decide_on_the_slowest(clock, monkeypatch):
 
     def slower_elsewhere(figures, operation):
         assert operation == torch.distributed.ReduceOp.MAX
-        figures[WAYS.index("block"), 0] = 9.0
+        figures[METHODS.index("block"), 0] = 9.0
 
     monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(module.dist, "all_reduce", slower_elsewhere)
@@ -149,8 +149,8 @@ def test_what_does_not_fit_another_rank_does_not_stay(clock, monkeypatch):
     """Here everything fits; a rank with less memory, of another stage, has not run "greedy", and "auto" filled it."""
 
     def full_elsewhere(figures, operation):
-        figures[WAYS.index("greedy")] = torch.tensor([float("inf"), 9.0 * GIB, 1.1])
-        figures[WAYS.index("auto"), 2] = 0.99
+        figures[METHODS.index("greedy")] = torch.tensor([float("inf"), 9.0 * GIB, 1.1])
+        figures[METHODS.index("auto"), 2] = 0.99
 
     monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(module.dist, "all_reduce", full_elsewhere)
@@ -202,7 +202,7 @@ def test_without_a_compiled_model_nothing_is_compiled():
 
 
 def test_every_way_needs_its_steps():
-    most = STEPS * len(WAYS)
+    most = STEPS * len(METHODS)
     check_steps(MEASURED, done=5, steps=5 + most)
     check_steps(MEASURED, done=5, steps=5)  # nothing to do
     check_steps(Compile(enable=True), done=5, steps=6)

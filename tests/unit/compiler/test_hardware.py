@@ -119,17 +119,17 @@ def test_a_file_describes_a_machine_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('like = "H101"', 'like = "H101" is no profile; B200, .*would work'),
-        ('like = ["H100"]', r"like = \['H100'\] is no profile"),
-        (WHOLE.replace("float32 = 20", "float32 = 20, bf16 = 40"), "tflops.bf16 is no dtype of torch; bfloat16"),
-        (WHOLE + "memmory = 3", "memmory is not known; known are name, tflops, memory,"),
+        ('like = "H101"', 'like = "H101" is not a profile; use B200, .*'),
+        ('like = ["H100"]', r"like = \['H100'\] is not a profile"),
+        (WHOLE.replace("float32 = 20", "float32 = 20, bf16 = 40"), "tflops.bf16 is not a dtype of torch; use bfloat16"),
+        (WHOLE + "memmory = 3", "memmory is not a field of a machine; use name, tflops, memory,"),
         (WHOLE.replace("memory = 80", "memory = -1"), "memory = -1 is not a number above 0"),
         (WHOLE.replace("memory = 80", 'memory = "80"'), 'memory = "80" is not a number above 0'),
-        (WHOLE.replace("memory = 80", ""), 'memory missing; give them, or like = "H100"'),
+        (WHOLE.replace("memory = 80", ""), 'memory missing; add them, or use like = "H100"'),
         (WHOLE.replace("float32 = 20", "bfloat16 = 20"), "tflops.float32 missing"),
-        (WHOLE.replace(", latency = 2", ""), r"intra_node = .*; intra_node = \{ bandwidth = ..., latency = ... \} would work"),
-        (WHOLE + "matmul_efficiency = 70", "matmul_efficiency = 70 is a share of a peak"),
-        (WHOLE + "ranks_per_node = 4.5", "ranks_per_node = 4.5 is not a whole number; 8 would work"),
+        (WHOLE.replace(", latency = 2", ""), r"intra_node = .*; use intra_node = \{ bandwidth = ..., latency = ... \}"),
+        (WHOLE + "matmul_efficiency = 70", "matmul_efficiency = 70 is above 1, the peak; use 0.7"),
+        (WHOLE + "ranks_per_node = 4.5", "ranks_per_node = 4.5 is not a whole number; use 8"),
         ("memory = ", "not valid TOML"),
     ],
 )
@@ -142,7 +142,10 @@ def test_a_wrong_file_says_what_is_wrong(text, message, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("h100", 'compile.machine = "h100" is no profile; B200'), ("no.toml", 'compile.machine = "no.toml": no such file; B200')],
+    [
+        ("h100", 'compile.machine = "h100" is not a profile; use B200'),
+        ("no.toml", 'compile.machine = "no.toml": no such file; use B200'),
+    ],
 )
 def test_an_unknown_machine(name, message):
     with pytest.raises(ConfigError, match=message):

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_lite.compiler.collectives import collectives
-from titan_lite.compiler.pinning import PinnedOrder, note_places, restore_places
+from titan_lite.compiler.pinning import PinnedOrder, record_order, restore_order
 
 
 @pytest.fixture
@@ -78,13 +78,13 @@ def test_inductors_cache_knows_the_pass_by_its_source():
 
 def test_nodes_that_were_moved_go_back_and_new_ones_stand_behind_what_they_read():
     graph = make_fx(lambda x: (torch.relu(x) + torch.sin(x), torch.cos(x)))(torch.ones(2)).graph
-    note_places(graph)
+    record_order(graph)
     names = [node.name for node in graph.nodes]
     x, relu, sin, add, cos, _ = graph.nodes
     x.append(cos)
     x.append(sin)
     with graph.inserting_after(add):
         new = graph.call_function(torch.ops.aten.neg.default, (relu,))
-    restore_places(graph)
+    restore_order(graph)
     names.insert(names.index(relu.name) + 1, new.name)
     assert [node.name for node in graph.nodes] == names

@@ -67,7 +67,7 @@ def test_without_reordering_everything_stays_where_it_is_needed():
 def test_buckets_that_merge_nothing_are_an_error():
     with pytest.raises(ConfigError, match=r'compile.bucketing = "greedy" merged none of the 4 collectives of the forward graph'):
         scheduled(layers(seconds=0.1), priced(), bucketing="greedy")  # too short to hide anything
-    with pytest.raises(ConfigError, match=r"prices collectives, which needs compile.machine"):
+    with pytest.raises(ConfigError, match=r"needs a cost model; use compile.machine"):
         scheduled(layers(), bucketing="greedy")
 
 

@@ -23,7 +23,7 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
     [
         (["--hardware", "h101"], ["--hardware h101", "H100", ".toml"]),
         (["--hardware", "mine.toml"], ["--hardware mine.toml", "no such file"]),
-        (["--set", "compile.machine=h101"], ['error: compile.machine = "h101" is no profile', "H100"]),
+        (["--set", "compile.machine=h101"], ['error: compile.machine = "h101" is not a profile', "H100"]),
         (["--set", "compile.machine=mine.toml"], ["error: compile.machine = ", "mine.toml", "no such file"]),
         (["--set", "model.n_layers=0x5"], ["--model.n_layers=0x5"]),
         (["--set", "model.dim=4100"], ["model.dim = 4100 is not a multiple of 2 x n_heads = 32", "4096 or 4160"]),
