@@ -228,7 +228,7 @@ def test_an_empty_split_is_an_error_and_no_hang(tmp_path, split, fraction):
             '{"body": "x", "id": 1}\n',
             ["a.jsonl, line 1: ", 'data.text_field = "text"', 'fields with text: body; use data.text_field = "body",'],
         ),
-        ("a.jsonl", '{"text": 5}\n', ["a.jsonl, line 1: ", 'data.text_field = "text" is a int']),
+        ("a.jsonl", '{"text": 5}\n', ["a.jsonl, line 1: ", 'data.text_field = "text" is of type int']),
         ("a.jsonl", '{"text": "x"\n', ["a.jsonl, line 1: not JSON"]),
         ("a.csv", "body,id\nx,1\n", ["a.csv, line 1: ", "its columns: body, id; use one of these as data.text_field"]),
         ("a.parquet", "PAR1", ["a.parquet, row 0: cannot be read"]),

@@ -133,7 +133,7 @@ CASES = [  # what is wrong; file; its bytes; where, and what is said; how many o
     ("empty", "a.jsonl", lines(b'{"text": ""}\n'), "line 2", "empty", 2),
     ("missing", "a.jsonl", lines(b'{"body": "x"}\n'), "line 2", '"text" is not a field of it; its fields with text: body', 2),
     ("null", "a.jsonl", lines(b'{"text": null}\n'), "line 2", '"text" is null in it; its fields with text: none', 2),
-    ("a number", "a.jsonl", lines(b'{"text": 5}\n'), "line 2", '"text" is a int in it, not text', 2),
+    ("a number", "a.jsonl", lines(b'{"text": 5}\n'), "line 2", '"text" is of type int, not text', 2),
     ("large", "a.jsonl", lines(b'{"text": "' + LARGE.encode() + b'"}\n'), "line 2", "more than data.max_document_mib = 1", 2),
     ("a file cut short", "a.jsonl", lines()[:-5], "line 2", "not JSON", 1),
     ("a file cut short", "a.jsonl.gz", gzip.compress(lines() + b" " * 10_000)[:-9], "line 3", "cannot be read from here on", 2),
