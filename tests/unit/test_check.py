@@ -169,7 +169,7 @@ WRONG = {
         ('fsdp_keep_gathered = [layers.5, layers.6, norm]: "layers.6" has no', "flavor debug", "layers.0 to layers.5"),
         "keep=layers.5,norm",
     ),
-    "half a name to keep": Wrong(2, "shard=2 keep=out", ('"out" has no parameter', "norm and output have"), "keep=output"),
+    "half a name to keep": Wrong(2, "shard=2 keep=out", ('"out" has no parameter', "norm, output or"), "keep=output"),
     "a schedule that is not there": Wrong(2, "pp=2 csv=nowhere.csv", ("schedule_csv = ", "nowhere.csv", "2 rows"), "csv="),
     "async TP without TP": Wrong(
         2, "async_tp=true", ("enable_async_tensor_parallel = true", "tensor_parallel_degree"), "async_tp=false"
@@ -189,7 +189,7 @@ WRONG = {
     "one module in two buckets": Wrong(
         2,
         "compile=true backend=aot_eager bucketing=plan every=microbatch buckets=layers.0,layers.0",
-        ("compile.buckets", '"layers.0" stands in it twice'),
+        ("compile.buckets", '"layers.0" is in it twice'),
         "buckets=layers.0,layers.1",
     ),
     "nothing left to bucket": Wrong(
