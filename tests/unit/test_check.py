@@ -21,7 +21,7 @@ DEBUG = ROOT / "train_configs/debug_model.toml"  # 6 layers, 8 heads, 4 key/valu
 
 @pytest.fixture(autouse=True)
 def no_run_before(monkeypatch, tmp_path):
-    """Whose steps in outputs/ a recipe would have to go on from."""
+    """Leave no outputs/ with steps that a recipe would resume from."""
     monkeypatch.chdir(tmp_path)
 
 
