@@ -183,7 +183,7 @@ def make_layout(config: Config, world_size: int, model: ModelConfig | None = Non
 
 
 def _gathers_once(config: Config, layout: Layout, memory: float) -> bool:
-    """Return True if fsdp_communication = "auto" gathers once a step: unsharded weights fit, and no key works per microbatch."""
+    """Return True if fsdp_communication = "auto" gathers once a step: it fits, and no key buckets or reshards."""
     stage, training = config.compile, config.training
     buckets = stage.compiles("model") and (stage.bucketing not in ("none", "block") or stage.bucket_mode != "copy")
     fits = memory == math.inf or layout.steady_bytes(training) + layout.step_bytes(training) <= FILLED * memory

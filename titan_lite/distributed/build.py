@@ -94,7 +94,7 @@ def compile_stages(
     priced_as: str = "",
     fits: Callable[[Receipt], bool] | None = None,
 ) -> list[Receipt]:
-    """Compile each stage as one graph, in place. Returns a list that its receipts are added to when it is first called.
+    """Compile each stage as one graph, in place. Returns the list of receipts, which is filled at the first call of a stage.
 
     bucketing: replaces compile.bucketing. machine: the hardware to estimate times for. dump_folder: where compile.dump_graphs
     writes. schedule: replaces the passes that these arguments select. priced_as: see compile_model. fits: see Schedule. May
@@ -136,8 +136,8 @@ def build_runner(
     dtype: torch.dtype,
     device: torch.device,
 ) -> SingleStage | Pipeline:
-    """Return what runs forward and backward of this rank's stages. logits: (B, T, v) of a microbatch on this rank; dtype: of the
-    activations sent between stages."""
+    """Return the runner of this rank's stages: a Pipeline if there are several pipeline ranks. logits: shape (B, T, v) of a
+    microbatch on this rank; dtype: of the activations sent between stages."""
     if mesh["pp"].size() == 1:
         return SingleStage(stages[0], loss_sum)
     sequences, tokens, _ = logits

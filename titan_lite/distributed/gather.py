@@ -98,7 +98,8 @@ class GatherPlan:
 
     def note(self) -> None:
         """Record a collective that is about to start in eager mode, so that the watchdog can name it if it hangs."""
-        started_last.extend((time.time_ns(), group, self.fqn) for group in self.reduce_groups[:1])
+        if self.reduce_groups:
+            started_last.append((time.time_ns(), self.reduce_groups[0], self.fqn))
 
     def start_reduce(self, gradient: Tensor) -> Tensor:
         """Start to sum an unsharded gradient over the first of `reduce_groups`, in reduce_dtype. Returns this rank's rows, which

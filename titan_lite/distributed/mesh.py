@@ -1,4 +1,4 @@
-"""Make the DeviceMesh of a recipe's parallel degrees. Other parts read degrees from the mesh alone.
+"""Make the DeviceMesh of a recipe's parallel degrees, and sum over its axes.
 
     degrees = resolve_degrees(config.parallelism, world_size=8)     # degrees.py
     mesh = build_mesh(degrees, device_type="cuda")

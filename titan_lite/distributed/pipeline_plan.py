@@ -178,7 +178,7 @@ def read_schedule(path: Path, degree: int, microbatches: int) -> Order:
             known = re.fullmatch(r"[0-9]{1,6}[FBIW]([0-9]{1,6})", text)
             if known is None or int(known[1]) >= microbatches or text in seen:
                 why = "given twice" if text in seen else f"no action of microbatches 0 to {microbatches - 1}"
-                raise ConfigError(f"{key}, row {rank + 1}: {shown(text)} is {why}; use such as 0F0, 1B0, 1I0 or 1W0")
+                raise ConfigError(f"{key}, row {rank + 1}: {shown(text)} is {why}; use actions such as 0F0, 1B0, 1I0 or 1W0")
             seen.add(text)
             order[rank].append(_Action.from_str(text))
     if len(order) != degree:
