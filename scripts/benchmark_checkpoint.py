@@ -1,4 +1,4 @@
-"""What a save costs: seconds that the training loop is blocked, sync against async, for a model and its AdamW state in fp32.
+"""Measure the cost of a save: seconds in which the training loop is blocked, sync and async, for a model and AdamW in fp32.
 
     python scripts/benchmark_checkpoint.py              # two layers of 1B's shapes: 0.38B parameters, 4.3 GiB a step
     python scripts/benchmark_checkpoint.py --flavor debug --layers 6 --folder /dev/shm

@@ -164,12 +164,11 @@ def peak_memory(step: Step, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Built:
-    """What a rank tells of itself once it is warm. peak: bytes, of `peak_memory`; compile_seconds: what the steps until then took
-    longer than as many of the fastest; receipts: of its graphs, where it has any."""
+    """Results of a rank after its warm-up."""
 
-    peak: int
-    compile_seconds: float
-    receipts: list[Receipt]
+    peak: int  # bytes, by `peak_memory`
+    compile_seconds: float  # time of the warm-up steps beyond that of as many of the fastest steps
+    receipts: list[Receipt]  # of its graphs, if any
 
 
 def join_world(rank: int, world_size: int, store: str) -> torch.device:
@@ -227,7 +226,7 @@ class World:
     pipes: list[Connection]
 
     def receive(self) -> list[Any]:
-        """What each rank sends next."""
+        """Return the next message of each rank."""
         return [pipe.recv() for pipe in self.pipes]
 
     def send(self, message: Any) -> None:
@@ -306,7 +305,7 @@ def benchmark(variants: list[str], config: ModelConfig, batch_size: int, argumen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What any measurement here can be told."""
+    """Add the options of all measurements here."""
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batch-size", type=int, help="sequences a rank; default: 4 for debug, 1 for larger")
     parser.add_argument("--steps", type=int, default=5, help="in one round")

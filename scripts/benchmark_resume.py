@@ -1,4 +1,4 @@
-"""How long a run that goes on waits for its first document, 90% into an epoch: of local files, of prepared data, of the stdlib.
+"""Measure the time to the first document of a resumed run, 90% into an epoch: of local files, prepared data and the stdlib.
 
     python scripts/benchmark_resume.py --megabytes 200
 

@@ -1,4 +1,4 @@
-"""What each way to bucket collectives costs: predicted without hardware, or measured on this machine. Markdown tables.
+"""Predict the costs of bucketing collectives without hardware, or measure them on this machine. Prints Markdown tables.
 
     python scripts/benchmark_schedule.py predict                                  # 8B, whole, on 8 and 128 H100; minutes
     python scripts/benchmark_schedule.py predict --layers 2 --world-sizes 8       # seconds

@@ -1,11 +1,11 @@
-"""Attention that torch's scaled_dot_product_attention does not have, as operators of a graph, and which kernel computes it.
+"""Attention operators that F.scaled_dot_product_attention lacks, and the choice of the attention kernel.
 
     use_kernel("FA3")                                                   # once, for the whole process
     out = attend_within_documents(q, k, v, documents_of(begins, positions, counts))     # on GPUs
     out = attend_in_two_parts(q, k, v)                                  # q: the last t of k's S positions
 
-Both are operators of our own. The first takes what its kernel needs on the host as a tensor of fixed shape, so that no graph has
-a dynamic one; the second gives a merged log-sum-exp to its kernel's backward.
+Both are custom operators. The first takes sizes that its kernel needs on the host as a tensor of fixed shape, so that graphs have
+static shapes. The second passes a merged log-sum-exp to its kernel's backward.
 """
 
 import importlib.util
@@ -18,23 +18,19 @@ from torch.nn.attention import SDPBackend, activate_flash_attention_impl
 from titan_lite.config import ConfigError
 
 aten = torch.ops.aten
-PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn"}  # that bring newer kernels, by the names that torch has for these
-CAPABILITIES = {"FA3": (9,), "FA4": (9, 10)}  # major numbers of GPUs that torch calls them on
+PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn"}  # packages of newer kernels, by torch's names
+CAPABILITIES = {"FA3": (9,), "FA4": (9, 10)}  # major compute capabilities that torch runs them on
 
 
 class Documents(NamedTuple):
-    """The documents of B sequences of T tokens, as `attend_within_documents` wants them.
+    """The documents of B sequences of T tokens, for `attend_within_documents`."""
 
-    ends: (B T + 1,) int32, 0 and the places, one sequence after the other, at which documents end; then B T for ever.
-    counts: (B, 2) int64 on the host, the documents of each sequence and the tokens of its longest one.
-    """
-
-    ends: Tensor
-    counts: Tensor
+    ends: Tensor  # (B T + 1,) int32: 0, the end of each document in the concatenated sequences, then B T as padding
+    counts: Tensor  # (B, 2) int64 on the host: documents of each sequence, tokens of its longest one
 
 
 def documents_of(begins: Tensor, positions: Tensor, counts: Tensor) -> Documents:
-    """begins: (B, T), position at which each token's document begins; positions: (T,). No shape depends on their values."""
+    """Return the Documents of `begins` (B, T), where each token's document begins, and `positions` (T,). Shapes are static."""
     tokens = begins.numel()
     places = torch.arange(tokens, dtype=torch.int32, device=begins.device)
     starts = torch.where((begins == positions).flatten(), places, tokens).sort().values
@@ -42,19 +38,19 @@ def documents_of(begins: Tensor, positions: Tensor, counts: Tensor) -> Documents
 
 
 def fits_flash(dtype: torch.dtype, head_dim: int) -> bool:
-    """True where FlashAttention and cuDNN compute attention, as far as the numbers go."""
+    """Return True if FlashAttention and cuDNN support the dtype and the head dimension."""
     return dtype in (torch.float16, torch.bfloat16) and head_dim % 8 == 0 and head_dim <= 256
 
 
 def masks_by_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, cp: int) -> bool:
-    """True where `attend_within_documents` works: on NVIDIA's GPUs from the A100 on, for all tokens of a sequence (cp: 1)."""
+    """Return True if `attend_within_documents` works: on NVIDIA GPUs from the A100 on, without context parallelism."""
     if device.type != "cuda" or torch.version.hip or not torch.backends.cuda.is_flash_attention_available():
         return False
     return cp == 1 and fits_flash(dtype, head_dim) and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def check_kernel(kernel: str) -> None:
-    """Raises ConfigError where training.attention_kernel cannot be had here."""
+    """Raise ConfigError if training.attention_kernel is not available here."""
     if kernel == "auto":
         return
     wrong = f'training.attention_kernel = "{kernel}"'
@@ -75,10 +71,10 @@ def check_kernel(kernel: str) -> None:
 
 
 def use_kernel(kernel: str) -> None:
-    """All attention of this process, as check_kernel has accepted it; "auto": torch's choice. Raises ConfigError.
+    """Set the kernel of all attention in this process, after `check_kernel`; "auto": torch's choice. Raises ConfigError.
 
-    torch registers a newer FlashAttention under the operators of FlashAttention 2, so that a call of these by name gets it. Where
-    torch prefers cuDNN (from H100 on) it would not call them at all.
+    torch registers newer FlashAttention under the operators of FlashAttention 2, so that calls of these by name use it. From the
+    H100 on, torch prefers cuDNN, so cuDNN is disabled for FlashAttention.
     """
     if kernel == "auto":
         return
@@ -99,7 +95,7 @@ def use_kernel(kernel: str) -> None:
 
 
 def attend_within_documents(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D): a token attends to those of its document up to itself."""
+    """Attend causally within documents: q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D)."""
     return _within_documents(q, k, v, *documents)[0]
 
 
@@ -117,13 +113,13 @@ def _within_documents_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     cut, longest = _cut(ends, counts)
     packed = (each.flatten(0, 1).contiguous() for each in (grad, query, key, value, out))
-    random = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)  # nothing drops out
+    random = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)  # no dropout
     dq, dk, dv = aten._flash_attention_backward(*packed, lse, cut, cut, longest, longest, 0.0, True, *random)
     return dq.contiguous().view(query.shape), dk.contiguous().view(key.shape), dv.contiguous().view(value.shape)
 
 
 def _cut(ends: Tensor, counts: Tensor) -> tuple[Tensor, int]:
-    """(0 and where each document ends, tokens of the longest), without waiting for the device."""
+    """Return (0 and the end of each document, tokens of the longest one) without waiting for the device."""
     documents, longest = int(counts[:, 0].sum()), int(counts[:, 1].max())
     return ends[: documents + 1], longest
 
@@ -134,15 +130,15 @@ def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, counts: Tensor) -
     return query.new_empty(query.shape), lse
 
 
-# Of the last positions to all, in two parts
+# From the last positions to all, in two parts
 
 
 def attend_in_two_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Queries (B, t, H, D), the last t of S positions, and keys and values (B, S, K, D) -> (B, t, H, D), causally.
+    """Attend causally from q (B, t, H, D), the last t of S positions, to k and v (B, S, K, D) -> (B, t, H, D).
 
-    For a kernel whose causal mask begins at the upper left, as cuDNN's does: queries attend to the S - t keys before them without
-    a mask and to their own t with one, and the log-sum-exps of both give each its weight. Backward calls the kernel's for each
-    part with what was merged: by it a part's own scores become its share of the whole softmax.
+    For a kernel with a causal mask aligned to the upper left, such as cuDNN's. Queries attend to the first S - t keys without a
+    mask and to the last t with one; their log-sum-exps weight the two outputs. Backward calls the kernel's backward for each part
+    with the merged output and log-sum-exp, which normalize a part's scores over all keys.
     """
     return _in_two_parts(q, k, v)[0]
 
@@ -183,12 +179,12 @@ def _accumulated(query: Tensor) -> torch.dtype:
     return torch.promote_types(query.dtype, torch.float32)
 
 
-# Dimensions of a device's log-sum-exps: (B, H, t) or (B, H, t, 1). Versions of torch differ for cuDNN.
+# Number of dimensions of a device's log-sum-exp: (B, H, t) or (B, H, t, 1). cuDNN's depends on torch's version.
 _lse_dims: dict[str, int] = {}
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """(B, H, t, D) and log-sum-exps (B, H, t), by a kernel."""
+    """Return the output (B, H, t, D) and the log-sum-exp (B, H, t) of a kernel."""
     if q.is_cuda:
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
     else:
@@ -202,7 +198,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse = lse.reshape(*lse.shape, *[1] * (_lse_dims[q.device.type] - lse.dim()))
     if q.is_cuda:
-        random = torch.zeros((2, 1), dtype=torch.int64, device=q.device)  # nothing drops out
+        random = torch.zeros((2, 1), dtype=torch.int64, device=q.device)  # no dropout
         sizes = q.shape[2], k.shape[2]
         rest = None, None, None, *sizes, 0.0, causal
         return aten._scaled_dot_product_cudnn_attention_backward(grad, q, k, v, out, lse, *random, *rest)

@@ -1,4 +1,4 @@
-"""Checks of a recipe that need this machine, its data or the steps on its disk; no process group.
+"""Check a recipe against this machine, its data and its checkpoints. Needs no process group.
 
 tokenizer = check(config, make_layout(config, world_size=8))
 """
@@ -32,7 +32,7 @@ from titan_lite.shape import shape_words
 
 
 def check(config: Config, layout: Layout) -> Tokenizer:
-    """The tokenizer of a recipe that can run here. Raises ConfigError."""
+    """Return the tokenizer of a recipe that can run here. Raises ConfigError."""
     tokenizer = check_inputs(config, layout)
     check_machine(config)
     check_memory(config, layout, device_memory(), math.inf if torch.cuda.is_available() else host_memory())
@@ -52,9 +52,9 @@ def check(config: Config, layout: Layout) -> Tokenizer:
 
 
 def describe_run(config: Config, layout: Layout, tokenizer: Tokenizer, git: str = "") -> dict[str, Any]:
-    """The description of this run in its checkpoints, in JSON's types and tuples; `resume.compare` compares two of them."""
+    """Return the description of this run for its checkpoints, in JSON types and tuples; `resume.compare` compares two."""
     shape = dataclasses.asdict(layout.model)
-    del shape["max_seq_len"]  # the sequences of this run; parameters are of any length
+    del shape["max_seq_len"]  # training.seq_len of this run; parameters do not depend on it
     if config.model.max_seq_len:
         shape["max_seq_len"] = config.model.max_seq_len
     return {
@@ -76,7 +76,7 @@ def describe_run(config: Config, layout: Layout, tokenizer: Tokenizer, git: str 
 
 
 def accepted_state(checkpointer: Checkpointer, step: int, described: Mapping[str, Any]) -> tuple[dict, list[Difference]]:
-    """The state.json of a step that this run can go on from, and what differs since. Raises ConfigError."""
+    """Return the state.json of a step that this run can resume from, and the differences. Raises ConfigError."""
     state = checkpointer.read_state(step)
     differences = compare(state, described)
     done = state["step"] >= described["recipe"]["training"]["steps"]
@@ -85,7 +85,7 @@ def accepted_state(checkpointer: Checkpointer, step: int, described: Mapping[str
 
 
 def explain_resume(config: Config, world_size: int) -> None:
-    """Print which step a run on so many ranks would load, and what that means; ConfigError where it cannot work."""
+    """Print which step a run on `world_size` ranks would load, and the consequences. Raises ConfigError if it cannot resume."""
     checkpointer = Checkpointer(config.checkpoint, Path(config.job.dump_folder))
     step = checkpointer.step_to_load()
     if step is None:
@@ -108,29 +108,28 @@ def explain_resume(config: Config, world_size: int) -> None:
 
 
 def is_installed(module: str) -> bool:
-    """A folder without sources, such as the one where wandb keeps its files, is none."""
+    """Return True if a module can be imported. A folder without sources, such as wandb's output, cannot."""
     found = importlib.util.find_spec(module)
     return found is not None and found.origin is not None
 
 
 def check_machine(config: Config) -> None:
-    """Raises ConfigError where a key asks for a GPU or a package that is not here."""
+    """Raise ConfigError for a key that needs a GPU or a package that is missing here."""
     check_kernel(config.training.attention_kernel)
     if config.training.attention_kernel == "cudnn" and config.debug.deterministic:
         raise ConfigError('debug.deterministic = true: attention_kernel = "cudnn" sums gradients in any order; use "FA2"')
     for key, value in flatten(config).items():
-        gpu, package = KEYS[key].metadata["gpu"], KEYS[key].metadata["package"]
+        name, gpu, package = key.partition(".")[2], KEYS[key].metadata["gpu"], KEYS[key].metadata["package"]
         if value and gpu and not torch.cuda.is_available():
-            raise ConfigError(f"{key} = true: {gpu}, and there is none here; set false")
+            raise ConfigError(f"{key} = true: {gpu}, and there is none here; use {name} = false")
         if value and package and not is_installed(package):
-            name = key.partition(".")[2]
             raise ConfigError(f"{key} = true: {package} is not installed here; pip install {package}, or {name} = false")
 
 
 def check_memory(config: Config, layout: Layout, memory: float, host: float = math.inf) -> None:
-    """Raises ConfigError where weights, gradients and optimizer state alone are more than a rank's memory.
+    """Raise ConfigError if weights, gradients and optimizer state alone exceed a rank's memory.
 
-    memory: bytes of its GPU; host: of the host, for a rank without a GPU.
+    memory: bytes of its GPU; host: bytes of the host's memory per rank, for a rank without a GPU.
     """
     steady, step = layout.steady_bytes(config.training), layout.step_bytes(config.training)
     if steady > (limit := min(memory, host)):
@@ -148,14 +147,14 @@ def check_memory(config: Config, layout: Layout, memory: float, host: float = ma
 
 
 def check_agreement(layout: Layout) -> None:
-    """With a process group. Raises ConfigError where GPUs of different memory would gather weights at different times."""
+    """Raise ConfigError if GPUs of different memory would gather weights at different times. Needs a process group."""
     if len({*gather_objects(layout.gathers_once)}) > 1:
         key = "parallelism.fsdp_communication"
         raise ConfigError(f'{key} = "auto": GPUs of different memory would disagree; use "step" or "microbatch"')
 
 
 def check_prices(stage: Compile) -> None:
-    """Raises ConfigError where the compile stage would price collectives of a GPU that is not known."""
+    """Raise ConfigError if the compile stage would estimate collectives of an unknown GPU."""
     if stage.compiles("model") and stage.bucketing in ("greedy", "auto", "measured") and not stage.machine:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         if device and profile_of(device) is None:
@@ -166,8 +165,8 @@ def check_prices(stage: Compile) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raises ConfigError where job.dump_folder cannot be made or written. Makes nothing."""
+    """Raise ConfigError if job.dump_folder cannot be created or written. Creates nothing."""
     existing = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         why = "may not be written" if existing.is_dir() else "is no folder"
-        raise ConfigError(f'job.dump_folder = "{folder}": {existing} {why}; name a folder that can be made or written')
+        raise ConfigError(f'job.dump_folder = "{folder}": {existing} {why}; use a folder that can be created and written')

@@ -1,4 +1,4 @@
-"""A recipe on its layout, in words: the lines at a run's start, a picture of the mesh, the keys that do nothing here.
+"""Describe a recipe on its layout: the lines at a run's start, a picture of the mesh, the keys without effect.
 
 for line in start_lines(config, layout, device, priced=True): logger.info(line)
 """
@@ -18,11 +18,11 @@ from titan_lite.distributed.pipeline_plan import bubble_fraction, order_of
 from titan_lite.layout import Layout
 from titan_lite.shape import shape_words
 
-ROWS, BOXES, IN_A_BOX, IN_THE_ONLY_BOX = 4, 4, 4, 16  # of the picture; more are left out in the middle
+ROWS, BOXES, IN_A_BOX, IN_THE_ONLY_BOX = 4, 4, 4, 16  # limits of the picture; beyond them the middle is left out
 
 
 def start_lines(config: Config, layout: Layout, device: torch.device, *, priced: bool, sources: Sequence[str] = ()) -> list[str]:
-    """Model, layout, batch, data and memory. priced: the compile stage knows the machine; sources: lines on a mixture's."""
+    """Return lines on model, layout, batch, data and memory. priced: communication costs are known; sources: lines on sources."""
     training, parallelism, degrees, plan = config.training, config.parallelism, layout.degrees, layout.pipeline
     threads = torch.get_num_threads()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads} thread{'s' * (threads > 1)}"
@@ -83,7 +83,7 @@ def _documents_by(config: Config, layout: Layout, device: torch.device) -> str:
 
 
 def without_effect(config: Config, layout: Layout) -> list[str]:
-    """The keys that a recipe sets and that do nothing in it, each with the reason."""
+    """Return a line, with the reason, for each key that the recipe sets and that has no effect."""
     recipe, values = dataclasses.asdict(config), flatten(config)
     recipe["parallelism"]["microbatches_gathered_once"] = layout.microbatches if layout.gathers_once else 1
     idle = without_need(recipe)
@@ -95,20 +95,20 @@ def without_effect(config: Config, layout: Layout) -> list[str]:
 
 
 def _not_kept(prefix: str, config: Config, layout: Layout) -> str:
-    """Why backward does not find weights that forward was to keep; empty: it does."""
+    """Return the reason why weights are not kept gathered for backward, or "" if they are."""
     name, *inside = prefix.split(".")
     if name == "tok_embeddings" and not layout.model.tied_embeddings:
         return "backward of a look-up needs no weight"
     if name == "layers":
         mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
-        blocks = [int(inside[0])] if inside else [0, 1]  # where both are recomputed, all are
+        blocks = [int(inside[0])] if inside else [0, 1]  # if both are recomputed, all are
         if all(recomputes(block, mode, option) for block in blocks):
             return f'activation_checkpoint.mode = "{mode}" reads its weights again in backward, and so gathers them again'
     return ""
 
 
 def mesh_picture(degrees: Mapping[str, int], notes: Sequence[str] = ()) -> list[str]:
-    """The ranks of a mesh in boxes, axes from the outermost to the innermost; a note for each rank along pp. Of one rank nothing.
+    """Draw the ranks of a mesh in boxes, with a note for each rank along pp. Returns no lines for a single rank.
 
            dp_shard 0  dp_shard 1
           +-----------+-----------+
@@ -126,7 +126,7 @@ def mesh_picture(degrees: Mapping[str, int], notes: Sequence[str] = ()) -> list[
     width = len(str(math.prod(sizes) - 1))
 
     def places(axes: Sequence[str], most: int) -> list[dict[str, int] | None]:
-        """Positions along these axes; None stands for those that are left out."""
+        """Return positions along these axes; None stands for those left out."""
         every = [dict(zip(axes, place, strict=True)) for place in itertools.product(*(range(degrees[axis]) for axis in axes))]
         return list(every) if len(every) <= most else [*every[: most - 2], None, every[-1]]
 

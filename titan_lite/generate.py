@@ -1,4 +1,4 @@
-"""Text from a checkpoint, so that a person can hear what the model learned.
+"""Generate text from a checkpoint.
 
 python -m titan_lite.generate outputs/debug_model --prompt "def main("
 """
@@ -22,7 +22,7 @@ from titan_lite.models.llama3 import Attention, Mask, ModelConfig, Transformer, 
 
 
 class CachedAttention(Attention):
-    """Keeps keys and values of the tokens so far, at most config.max_seq_len."""
+    """Attention with a cache of keys and values, for at most config.max_seq_len tokens."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -33,14 +33,14 @@ class CachedAttention(Attention):
         return super().forward(x, cos[self.tokens :], sin[self.tokens :], mask)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """q (B, t, H, D), k and v (B, t, K, D) of the tokens that follow -> (B, t, H, D)."""
+        """Attend from q (B, t, H, D) to the cache and k, v (B, t, K, D), which join it -> (B, t, H, D)."""
         if not self.tokens:
             self.keys, self.values = (x.new_empty(x.shape[0], self.max_tokens, *x.shape[2:]) for x in (k, v))
         before, self.tokens = self.tokens, self.tokens + k.shape[1]
         self.keys[:, before : self.tokens], self.values[:, before : self.tokens] = k, v
         if not before:
             return super().attend(q, k, v, mask)
-        past = None  # one token alone looks at all of them
+        past = None  # a single token attends to all
         if q.shape[1] > 1:
             past = torch.ones(q.shape[1], self.tokens, dtype=torch.bool, device=q.device).tril(before)
         q, k, v = (x.transpose(1, 2) for x in (q, self.keys[:, : self.tokens], self.values[:, : self.tokens]))
@@ -48,7 +48,7 @@ class CachedAttention(Attention):
 
 
 class Decoder(Transformer):
-    """The model with a memory: given the tokens that follow, it computes these alone. At most config.max_seq_len in all."""
+    """Transformer with a cache: each call computes the next tokens only, at most config.max_seq_len over all calls."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -57,7 +57,7 @@ class Decoder(Transformer):
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, begins: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
-        """tokens (B, t) -> logits (B, V) of the one after them."""
+        """Return logits (B, V) of the token after tokens (B, t)."""
         assert self.tok_embeddings is not None
         assert self.norm is not None
         assert self.output is not None
@@ -68,11 +68,11 @@ class Decoder(Transformer):
 
 
 def build_decoder(weights: Weights, max_tokens: int, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """A whole model on one device that remembers up to `max_tokens` tokens. Raises ConfigError."""
+    """Return an unsharded model with a cache for `max_tokens` tokens. Raises ConfigError."""
     if max_tokens > weights.config.max_seq_len:
         raise ConfigError(
-            f"prompt and --max-new-tokens are {max_tokens} tokens together; use at most {weights.config.max_seq_len}, which this "
-            "model was made for"
+            f"prompt and --max-new-tokens are {max_tokens} tokens together; use at most {weights.config.max_seq_len}, the "
+            "model's max_seq_len"
         )
     with torch.device("meta"):
         decoder = Decoder(dataclasses.replace(weights.config, max_seq_len=max_tokens)).to(dtype)
@@ -85,12 +85,12 @@ def build_decoder(weights: Weights, max_tokens: int, device: torch.device, dtype
 
 
 def sample(logits: Tensor, generator: torch.Generator, *, temperature: float, top_k: int, top_p: float) -> int:
-    """A token by logits (V,); of equal ones the first. temperature 0: the likeliest."""
+    """Draw a token from logits (V,). temperature 0: return the likeliest token, of equals the first."""
     if temperature == 0:
         return int(logits.argmax())
     logits, tokens = (logits / temperature).sort(descending=True, stable=True)
     probabilities = logits.softmax(0)
-    keep = probabilities.cumsum(0) - probabilities < top_p  # the one that passes top_p included, so never none
+    keep = probabilities.cumsum(0) - probabilities < top_p  # includes the token that reaches top_p
     keep[0] = True
     if top_k:
         keep[top_k:] = False
@@ -109,9 +109,9 @@ def generate(
     top_p: float = 0.95,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Tokens below vocab_size that go on from the prompt, until one in `stop`, which is the last.
+    """Yield tokens below vocab_size that continue the prompt, up to and including the first one in `stop`.
 
-    Drawn on the CPU in float32, so that a seed means the same on every device.
+    Draws on the CPU in float32, so that a seed has the same random numbers on every device.
     """
     generator = torch.Generator().manual_seed(seed)
     device, tokens = decoder.rope_cos.device, list(prompt)
@@ -124,13 +124,13 @@ def generate(
 
 
 def text_of(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """Pieces of text as they become whole: a character may be several tokens."""
-    shown: list[int] = []  # last; what a token decodes to may depend on the one before
+    """Yield pieces of text as their characters are complete: one may span several tokens."""
+    shown: list[int] = []  # the last tokens yielded: the text of a token may depend on the one before
     fresh: list[int] = []
     for token in tokens:
         fresh.append(token)
         text = tokenizer.decode([*shown, *fresh])[len(tokenizer.decode(shown)) :]
-        if not text.endswith("\ufffd") or len(fresh) == 4:  # no character has more bytes
+        if not text.endswith("\ufffd") or len(fresh) == 4:  # the most bytes of a character
             yield text
             shown, fresh = fresh, []
     if fresh:
@@ -138,10 +138,10 @@ def text_of(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def find_tokenizer(weights: Weights, path: str) -> Tokenizer:
-    """Raises ConfigError, also where it is not the model's."""
+    """Return the tokenizer at `path`, or else the model's. Raises ConfigError if it is not the one of the model."""
     files = weights.tokenizer_files()
     found = [str(file) for file in files if file == files[0] or file.name in TOKENIZER_FILES[:2]]
-    if not find_spec("tokenizers"):  # by which a .json is read
+    if not find_spec("tokenizers"):  # needed for a .json
         found.sort(key=lambda file: file.endswith(".json"))
     path = path or next(iter(found), "")
     if not path:
@@ -152,7 +152,7 @@ def find_tokenizer(weights: Weights, path: str) -> Tokenizer:
 
 
 def stop_tokens(weights: Weights, tokenizer: Tokenizer) -> set[int]:
-    """Tokens that end a text: the tokenizer's, and what the folder says."""
+    """Return the tokens that end a text, by the tokenizer and by the folder."""
     ends = weights.special_tokens["eos_token_id"]
     return {tokenizer.eos_id} | set(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
@@ -172,14 +172,14 @@ def main(arguments: Sequence[str]) -> None:
     parser = Parser(__doc__)
     add, which = parser.add_argument, "(default %(default)s)"
     add("checkpoint", help="a run's folder (its newest whole step), a step, a Hugging Face folder, or Meta's")
-    add("--prompt", default="", metavar="TEXT", help="what is gone on from (default: nothing, a document's beginning)")
-    add("--max-new-tokens", type=int, default=128, metavar="N", help=f"stops there, if the text does not end before {which}")
-    likelier = f"below 1 the likely becomes likelier; 0 always takes the likeliest {which}"
+    add("--prompt", default="", metavar="TEXT", help="text to continue (default: none, the beginning of a document)")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help=f"the most tokens to generate {which}")
+    likelier = f"below 1: favors likely tokens; 0: always takes the likeliest {which}"
     add("--temperature", type=float, default=0.8, metavar="T", help=likelier)
     add("--top-k", type=int, default=0, metavar="K", help=f"only the K likeliest tokens; 0: all {which}")
-    likeliest = f"only the likeliest tokens that have probability P together {which}"
+    likeliest = f"only the likeliest tokens, up to a total probability of P {which}"
     add("--top-p", type=float, default=0.95, metavar="P", help=likeliest)
-    add("--seed", type=int, default=0, metavar="N", help=f"another number, another text {which}")
+    add("--seed", type=int, default=0, metavar="N", help=f"seed of the random numbers {which}")
     add("--device", default="", metavar="NAME", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
     add("--dtype", choices=("float32", "bfloat16"), help="(default: as stored)")
     where = "in tiktoken's format, or a tokenizer.json (default: the recipe's, or the folder's)"

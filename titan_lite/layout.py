@@ -1,13 +1,13 @@
-"""Everything that a recipe and a number of ranks decide, worked out and checked once, before any process group is there.
+"""Compute and check all values that follow from a recipe and a number of ranks, once, before a process group exists.
 
     layout = make_layout(config, world_size=8)
     layout.degrees               # {"pp": 1, "dp_replicate": 2, "dp_shard": 4, "cp": 1, "tp": 1}
     layout.microbatches          # of one optimizer step: local batches x microbatches of the pipeline
     layout.tokens                # of one optimizer step, over all ranks
-    layout.rows_at(step)         # sequences of that step: with training.global_batch_ramp the first steps have others
+    layout.rows_at(step)         # sequences of that step; training.global_batch_ramp changes it in the first steps
 
-The trainer, the planner, the start lines, the checkpoint's state and verify read these values; nobody derives one again. torch is
-imported only where a check builds the model or reads a machine's profile: most of what is wrong is told in a tenth of a second.
+The trainer, the planner, the start lines, the checkpoint's state and verify read these values and derive none again. torch is
+imported only by checks that build the model or read a machine's profile, so that most errors are reported in 0.1 s.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from titan_lite.shape import shape_of, shape_words
 if TYPE_CHECKING:
     from titan_lite.models.llama3 import Transformer
 
-FILLED = 0.6  # share of a device's memory that fsdp_communication = "auto" fills with all but activations
+FILLED = 0.6  # share of a device's memory that fsdp_communication = "auto" may fill, without activations
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Layout:
     local_batch_size: int  # sequences that a data-parallel rank or its pipeline takes at once
     accumulation: int  # local batches of one optimizer step, on each data-parallel rank, once the ramp is over
     gathers_once: bool  # weights are gathered and gradients reduced once an optimizer step, not once a microbatch
-    ramp: tuple[tuple[int, int], ...] = ()  # before accumulation: (local batches, last step with so many), by global_batch_ramp
+    ramp: tuple[tuple[int, int], ...] = ()  # of global_batch_ramp, before accumulation: (local batches, last step)
 
     @property
     def world_size(self) -> int:
@@ -49,7 +49,7 @@ class Layout:
 
     @property
     def dp_degree(self) -> int:
-        """Ranks, or pipelines, with different sequences."""
+        """Number of ranks, or pipelines, with different sequences."""
         return self.degrees["dp_replicate"] * self.degrees["dp_shard"]
 
     @property
@@ -58,12 +58,12 @@ class Layout:
 
     @property
     def parameters(self) -> int:
-        """Numbers in the weights of the whole model."""
+        """Number of parameters of the model."""
         return sum(parameter.numel() for parameter in _on_meta_device(self.model).parameters())
 
     @property
     def parameters_of_rank(self) -> float:
-        """Numbers in the weights of a rank's pipeline stages, before FSDP shards them; of the rank that has most."""
+        """Number of parameters of a rank's pipeline stages before FSDP shards them, on the rank with most."""
         plan = self.pipeline
         sizes = {fqn: parameter.numel() for fqn, parameter in _on_meta_device(self.model).named_parameters()}
         stages = [sum(sizes[fqn] for fqn in _parameters_within(self.model, modules)) for modules in plan.modules]
@@ -71,12 +71,12 @@ class Layout:
         return most / self.degrees["tp"]
 
     def steady_bytes(self, training: Training) -> float:
-        """Bytes of a rank's weights, their gradients and AdamW's two moments."""
+        """Return the bytes of a rank's weights, gradients and two moments of AdamW."""
         held, _, _ = itemsizes(training)
         return 4 * held * self.parameters_of_rank / (self.degrees["dp_shard"] * self.degrees["cp"])
 
     def step_bytes(self, training: Training) -> float:
-        """Bytes more where weights are gathered once a step: these, a backward's gradients, and the sums of gradients."""
+        """Return the extra bytes of gathering once a step: unsharded weights, gradients of a backward, sums of gradients."""
         _, computed, summed = itemsizes(training)
         return (2 * computed + summed) * self.parameters_of_rank
 
@@ -101,11 +101,11 @@ class Layout:
         return self.rows * self.seq_len
 
     def accumulation_at(self, step: int) -> int:
-        """Local batches of optimizer step `step`, of which the first is 1."""
+        """Return the local batches of optimizer step `step`; the first step is 1."""
         return next((batches for batches, last in self.ramp if step <= last), self.accumulation)
 
     def rows_at(self, step: int) -> int:
-        """Sequences of optimizer step `step`, over all ranks."""
+        """Return the sequences of optimizer step `step`, over all ranks."""
         return self.rows * self.accumulation_at(step) // self.accumulation
 
     @property
@@ -114,33 +114,32 @@ class Layout:
         return max([self.rows, *(self.rows_at(last) for _, last in self.ramp)])
 
     def tokens_until(self, step: int) -> int:
-        """Tokens of all steps up to `step`, over all ranks."""
+        """Return the tokens of all steps up to `step`, over all ranks."""
         ends = [0, *(min(last, step) for _, last in self.ramp), step]
         return self.seq_len * sum(self.rows_at(end) * (end - begin) for begin, end in itertools.pairwise(ends))
 
     @property
     def ramp_in_words(self) -> str:
-        """Empty where every step has as many sequences."""
+        """Sequences of the first steps, in words; "" without a ramp."""
         return ", ".join(f"{self.rows_at(last):,} sequences until step {last:,}" for _, last in self.ramp)
 
 
 def itemsizes(training: Training) -> tuple[int, int, int]:
-    """Bytes of a number: as weights are held, as they are computed with, as gradients are reduced."""
+    """Return the bytes per element of stored weights, of computation, and of sums of gradients."""
     size = {"float32": 4, "bfloat16": 2}
     return size[training.dtype], size[training.mixed_precision_param], size[training.mixed_precision_reduce]
 
 
 def make_layout(config: Config, world_size: int, model: ModelConfig | None = None, *, memory: float = math.inf) -> Layout:
-    """The layout of a recipe on so many ranks. Looks at no tokenizer, no data and no process group.
+    """Return the layout of a recipe on `world_size` ranks. Needs no tokenizer, no data and no process group.
 
-    model: a shape in place of the recipe's. memory: bytes of a device. Raises ConfigError for what cannot run.
+    model: replaces the recipe's model shape. memory: bytes of a device. Raises ConfigError for a recipe that cannot run.
     """
     training, parallelism = config.training, config.parallelism
     model = model or shape_of(config.model)
     if training.seq_len > model.max_seq_len:
-        flavor = config.model.flavor or "of its own"
-        most = "model.max_seq_len says" if config.model.max_seq_len else f"flavor {flavor} was made for"
-        raise ConfigError(f"training.seq_len = {training.seq_len} is more than {most}; at most {model.max_seq_len} works")
+        wrong = f"training.seq_len = {training.seq_len} is more than the model's max_seq_len"
+        raise ConfigError(f"{wrong}; use at most {model.max_seq_len}")
     degrees = resolve_degrees(parallelism, world_size)
     check_context_parallel(degrees["cp"], seq_len=training.seq_len, tp=degrees["tp"])
     check_tensor_parallel(
@@ -171,11 +170,7 @@ def make_layout(config: Config, world_size: int, model: ModelConfig | None = Non
         gathers_once=microbatches > 1 and parallelism.fsdp_communication == "step",
     )
     if microbatches > 1 and parallelism.fsdp_communication == "auto":
-        stage = config.compile
-        buckets = stage.compiles("model") and (stage.bucketing not in ("none", "block") or stage.bucket_mode != "copy")
-        fits = memory == math.inf or layout.steady_bytes(training) + layout.step_bytes(training) <= FILLED * memory
-        once = fits and not buckets and parallelism.fsdp_reshard_after_forward != "always"
-        layout = dataclasses.replace(layout, gathers_once=once)
+        layout = dataclasses.replace(layout, gathers_once=_gathers_once(config, layout, memory))
     words = shape_words(config.model)
     _check_names("parallelism.fsdp_keep_gathered", parallelism.fsdp_keep_gathered, words, layout.model)
     _check_schedule(config, layout)
@@ -187,18 +182,26 @@ def make_layout(config: Config, world_size: int, model: ModelConfig | None = Non
     return layout
 
 
+def _gathers_once(config: Config, layout: Layout, memory: float) -> bool:
+    """Return True if fsdp_communication = "auto" gathers once a step: it fits, and no key buckets or reshards."""
+    stage, training = config.compile, config.training
+    buckets = stage.compiles("model") and (stage.bucketing not in ("none", "block") or stage.bucket_mode != "copy")
+    fits = memory == math.inf or layout.steady_bytes(training) + layout.step_bytes(training) <= FILLED * memory
+    return fits and not buckets and config.parallelism.fsdp_reshard_after_forward != "always"
+
+
 def _check_names(key: str, names: Sequence[str], flavor: str, model: ModelConfig) -> None:
-    """Raises ConfigError for a name in which the model, all pipeline stages together, has no parameter."""
+    """Raise ConfigError for a name of no parameter or module with parameters in the model, over all pipeline stages."""
     for name in names:
         if name not in module_fqns(model.n_layers) and not _parameters_within(model, [name]):
             raise ConfigError(
                 f'{key} = [{", ".join(names)}]: "{name}" has no parameter in flavor {flavor}; '
-                f"tok_embeddings, layers.0 to layers.{model.n_layers - 1}, norm and output have, and modules within"
+                f"use tok_embeddings, layers.0 to layers.{model.n_layers - 1}, norm, output or modules within them"
             )
 
 
 def _parameters_within(model: ModelConfig, names: Sequence[str]) -> tuple[str, ...]:
-    """FQNs of the parameters of these modules."""
+    """Return the FQNs of the parameters of these modules."""
     from titan_lite.compiler.fqns import parameters_within
 
     return parameters_within(_on_meta_device(model), names)
@@ -215,7 +218,7 @@ def _on_meta_device(model: ModelConfig) -> "Transformer":
 
 
 def _check_schedule(config: Config, layout: Layout) -> None:
-    """Raises ConfigError where the compile stage could not bucket as the recipe says."""
+    """Raise ConfigError if the compile stage cannot bucket as the recipe says."""
     stage = config.compile
     if stage.machine:
         from titan_lite.compiler.hardware import load_machine
@@ -228,22 +231,18 @@ def _check_schedule(config: Config, layout: Layout) -> None:
         _check_names("compile.buckets", names, shape_words(config.model), layout.model)
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
-            raise ConfigError(f'compile.buckets: "{twice[0]}" stands in it twice; a parameter has one bucket')
+            raise ConfigError(f'compile.buckets: "{twice[0]}" is in it twice, but a parameter has one bucket; use it once')
         if all(len(_parameters_within(layout.model, bucket.split())) < 2 for bucket in stage.buckets):
             raise ConfigError(
                 f"compile.buckets = [{', '.join(stage.buckets)}]: none has two parameters, so nothing would be merged; "
                 'use such as "layers.0 layers.1", or compile.bucketing = "none"'
             )
-    if stage.bucketing not in ("none", "block") and layout.gathers_once:
-        raise ConfigError(
-            f'compile.bucketing = "{stage.bucketing}" has nothing to bucket: parallelism.fsdp_communication = "step" gathers '
-            f'once for {layout.microbatches} microbatches; use fsdp_communication = "microbatch" or bucketing = "block"'
-        )
-    if stage.bucket_mode != "copy" and layout.gathers_once:
-        raise ConfigError(
-            f'compile.bucket_mode = "{stage.bucket_mode}" has nothing to bucket: parallelism.fsdp_communication = "step" gathers '
-            f'once for {layout.microbatches} microbatches; use fsdp_communication = "microbatch" or bucket_mode = "copy"'
-        )
+    for key, value, others in (("bucketing", stage.bucketing, ("block", "none")), ("bucket_mode", stage.bucket_mode, ("copy",))):
+        if value not in others and layout.gathers_once:
+            raise ConfigError(
+                f'compile.{key} = "{value}" has nothing to bucket: parallelism.fsdp_communication = "step" gathers once for '
+                f'{layout.microbatches} microbatches; use fsdp_communication = "microbatch" or {key} = "{others[0]}"'
+            )
     if stage.bucketing == "measured":
         from titan_lite.compiler.autotune import check_steps
 

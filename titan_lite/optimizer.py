@@ -1,7 +1,7 @@
 """AdamW over sharded parameters, clipping by the global norm, and the optimizer's state by FQN.
 
 optimizer = build_optimizer(config.optimizer, model.parameters())                          # fused: one kernel
-optimizer = build_optimizer(config.optimizer, model.parameters(), compile=torch.compile)   # or what a compiler makes of it
+optimizer = build_optimizer(config.optimizer, model.parameters(), compile=torch.compile)   # compiled
 norm = clip_grad_norm_(model.parameters(), max_norm=1.0)
 optimizer_state(optimizer, dict(model.named_parameters()))       # {"layers.0.attention.wq.weight.exp_avg": DTensor, ...}
 """
@@ -22,7 +22,7 @@ from titan_lite.config import Optimizer
 def build_optimizer(
     config: Optimizer, parameters: Iterable[nn.Parameter], *, compile: Callable[[Callable], Callable] | None = None
 ) -> "AdamW":
-    """AdamW, fused: one kernel for all parameters; with `compile`, an update that this has compiled, of the same state.
+    """Return AdamW, fused (one kernel for all parameters) or with an update compiled by `compile`; its state is the same.
 
     Norm weights do not decay.
     """
@@ -34,9 +34,9 @@ def build_optimizer(
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW over local shards, without the dispatch that each operator on a DTensor costs. The state is that of torch's class.
+    """AdamW on local shards, without DTensor's overhead for each operator. The state is that of torch.optim.AdamW.
 
-    compile: makes one graph of an update that is written out, since torch does not trace the fused kernel (2.13).
+    compile: compiles `_update`, because torch 2.13 does not trace the fused kernel.
     """
 
     def __init__(self, compile: Callable[[Callable], Callable] | None, groups: list[dict], **settings: Any):
@@ -45,7 +45,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]
-        """skip: a float32 scalar on the parameters' device; where it is 1, nothing changes. It is not read on the host."""
+        """Update parameters. skip: a float32 scalar on their device, not read on the host; if it is 1, nothing changes."""
         for group in self.param_groups:
             lists: list[list[Tensor]] = [[], [], [], []]  # parameters, gradients, exp_avgs, exp_avg_sqs
             steps: list[Tensor] = []
@@ -62,8 +62,8 @@ class AdamW(torch.optim.AdamW):
                 continue
             skip = torch.zeros_like(steps[0]) if skip is None else skip
             torch._foreach_add_(steps, 1 - skip)
-            # Once for all parameters, in float64 as in the fused kernel; tensors, since a number would be part of the graph.
-            step = steps[0].double() + skip  # not 0 in a first step that is skipped
+            # Factors of all parameters, in float64 as in the fused kernel. As tensors: the graph would have numbers as constants.
+            step = steps[0].double() + skip  # nonzero even if the first step is skipped
             kept, step_size = torch.full_like(step, 1 - lr * decay), lr / (1 - beta1**step)
             correction = (1 - beta2**step).sqrt()
             factors = kept.float(), step_size.float(), correction.float()
@@ -84,7 +84,7 @@ def _update(
     beta2: float,
     eps: float,
 ) -> None:
-    """One step of AdamW (arXiv 1711.05101, algorithm 2) in place, unless `skip`; in float32, whatever the dtypes are."""
+    """Do one step of AdamW (arXiv 1711.05101, algorithm 2) in place, unless `skip`. Computes in float32 for any dtype."""
     lists = (parameters, gradients, exp_avgs, exp_avg_sqs)
     before, gradients, first, second = ([tensor.float() for tensor in tensors] for tensors in lists)
     means = torch._foreach_lerp(first, gradients, 1 - beta1)
@@ -103,14 +103,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale all gradients down to the global L2 norm `max_norm`; returns the norm before, a scalar, the same on every rank.
+    """Clip gradients to a global L2 norm of `max_norm`; return the norm before, a scalar that is equal on all ranks.
 
-    A gradient that k ranks hold alike counts 1/k on each, so one sum over all ranks is right on every layout, those of pipeline
-    stages with other parameters included. A non-finite norm leaves the gradients non-finite: the caller decides.
+    A gradient that k ranks have copies of counts 1/k on each, so that one sum over all ranks is correct on every layout, also
+    with pipeline stages. After a non-finite norm gradients are not finite: the caller must handle it.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    # In float64: torch 2.13 sums float32 one after another on a CPU, and is off by 1e-4 for half a million numbers.
+    # In float64: on a CPU, torch 2.13 sums float32 sequentially, with an error of 1e-4 for half a million elements.
     norms = torch._foreach_norm(shards, dtype=torch.float64)
     copies = _on_device(tuple(map(_copies, gradients)), norms[0].device)
     square = (torch.stack(norms).square() / copies).sum()
@@ -123,24 +123,24 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
 
 @functools.cache
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Cached: each copy to a GPU would wait for all that runs there."""
+    """Return `numbers` as a tensor. Cached, because a copy to a GPU waits for the work queued there."""
     return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
 def _copies(gradient: Tensor) -> int:
-    """On how many ranks the same numbers are: all on its mesh that do not hold another shard of it."""
+    """Return the number of ranks that hold the same elements: the size of the mesh divided by the number of shards."""
     if not isinstance(gradient, DTensor):
         return dist.get_world_size() if dist.is_initialized() else 1
     mesh, shards = gradient.device_mesh, 1
     for axis, placement in enumerate(gradient.placements):
-        shards *= 1 if placement.is_replicate() else mesh.size(axis)  # a _StridedShard says it is no shard
+        shards *= 1 if placement.is_replicate() else mesh.size(axis)  # not is_shard(), False for _StridedShard
     return mesh.size() // shards
 
 
 def optimizer_state(optimizer: torch.optim.AdamW, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Everything AdamW remembers as {"FQN.exp_avg": ..., "FQN.exp_avg_sq": ..., "FQN.step": ...}, the live tensors.
+    """Return AdamW's state as {"FQN.exp_avg": ..., "FQN.exp_avg_sq": ..., "FQN.step": ...}, the live tensors.
 
-    State that the first step would make is made here, so that a checkpoint can be loaded into it.
+    State that the first step would create is created here, so that a checkpoint can be loaded into it.
     """
     result = {}
     for fqn, parameter in parameters.items():

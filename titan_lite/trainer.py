@@ -1,8 +1,8 @@
-"""The trainer: builds the parts in order, then runs the loop. The only place that knows all of them.
+"""Build all parts of a run in order, then run the training loop. The only module that knows every part.
 
     Trainer(config).train()
 
-Everything that can be wrong with a recipe is found before a process group is started (layout.py, check.py).
+A recipe is checked before the process group starts (layout.py, check.py).
 """
 
 import functools
@@ -72,10 +72,9 @@ Observe = Callable[[str, "Trainer"], None]
 class Trainer:
     """One rank of a run.
 
-    model: a shape in place of the flavor's. observe: called with the name of a moment and the trainer: "start" (before the
-    process group), "model" (before it gets memory), "built"; in a step "batch" (before each), "forward" (before all of them),
-    "backward" (gradients are there), "step" (its figures, `last_step`, have been read); "validation" (before each batch),
-    "save" (before it).
+    model: replaces the recipe's model shape. observe: called with the name of a moment and the trainer: "start" (before the
+    process group), "model" (before parameters are allocated), "built"; in a step "batch" (before each), "forward" (before the
+    first), "backward" (after the last), "step" (`last_step` has its figures); "validation" (before each batch), "save" (before).
     """
 
     def __init__(self, config: Config, *, model: ModelConfig | None = None, observe: Observe | None = None):
@@ -105,7 +104,7 @@ class Trainer:
             self.observe("built", self)
 
     def build_mesh(self) -> None:
-        """The device, the processes, and how they are arranged."""
+        """Set up the device, the process group and the mesh."""
         config, degrees = self.config, self.layout.degrees
         self.watchdog.enter("start", "init_timeout_seconds")
         self.observe("start", self)
@@ -114,7 +113,7 @@ class Trainer:
         by_kernel = masks_by_kernel(self.device, self.dtype, self.layout.model.head_dim, degrees["cp"])
         self.counts_documents = config.training.mask_documents and by_kernel
         meet(config.comm.init_timeout_seconds + PATIENCE)
-        # A pipeline's sends and receives would wait for each other on a communicator that is made at once.
+        # On a communicator that is connected at once, a pipeline's sends and receives would wait for each other.
         init_process_group(self.device, config.comm.init_timeout_seconds + PATIENCE, connect=degrees["pp"] == 1)
         check_agreement(self.layout)
         self.mesh = build_mesh(degrees, self.device.type)
@@ -122,7 +121,7 @@ class Trainer:
         self.machine = find_machine(config.compile.machine, self.device) if config.compile.enable else None
 
     def build_model(self) -> None:
-        """The model, or this rank's stages of it: made parallel, compiled, given memory, filled; and its optimizer."""
+        """Build, compile, allocate and initialize this rank's stages, then build their optimizer."""
         config, layout, plan = self.config, self.layout, self.layout.pipeline
         sections: dict[str, Any] = dict(parallelism=config.parallelism, activation_checkpoint=config.activation_checkpoint)
         modules = [plan.modules[stage] for stage in plan.stages_of(self.mesh["pp"].get_local_rank())]
@@ -132,7 +131,7 @@ class Trainer:
         compile_as = functools.partial(compile_stages, self.stages, self.mesh, **sections)
         self.autotuner = Autotuner(self.stages, compile_as, config.compile, self.device)
         self.receipts: list[Receipt] = []
-        self.watchdog.enter("start", "init_timeout_seconds")  # which sets the limits of the groups made since
+        self.watchdog.enter("start", "init_timeout_seconds")  # sets the limits of new process groups, too
         self.observe("model", self)
         for model in self.stages:
             materialize(model, self.device)
@@ -169,9 +168,9 @@ class Trainer:
             self.validation = Validation(self.loaders[-1], *batches, by_source(), self.device, self.mesh)
 
     def build_metrics(self) -> None:
-        """The parts that log, write and watch the run; the lines at its start."""
+        """Build the parts that log, write and watch the run, and log its start lines."""
         config, layout, steps = self.config, self.layout, self.config.training.steps
-        if self.rank == 0 and self.step < steps:  # with nothing to do, the recipe of what was done stays
+        if self.rank == 0 and self.step < steps:  # a finished run keeps its recipe
             save_recipe(config, self.dump_folder)
         dist.barrier()
         self.metrics = MetricsWriter(
@@ -180,9 +179,9 @@ class Trainer:
         holds = (self.checkpointer.hold, functools.partial(self.metrics.hold, owned=config.checkpoint.enable))
         write_recipe = functools.partial(save_recipe, config, self.dump_folder)
         self.hold_folder = functools.partial(hold_folder, self.dump_folder, holds, write_recipe)
-        stated = self.machine if config.compile.machine else None
+        machine = self.machine if config.compile.machine else None
         causal, full = (flops_per_token(layout.model, layout.seq_len, full_attention=full) for full in (False, True))
-        peak = peak_flops(stated, self.device, self.dtype)
+        peak = peak_flops(machine, self.device, self.dtype)
         self.throughput = Throughput(layout.tokens_until, ranks=self.world_size, flops_per_token=(causal, full), peak_flops=peak)
         shapes = Shapes(layout.model, layout.sequences, len(self.positions), layout.degrees["tp"], self.dtype)
         after = layout.ramp[-1][1] if layout.ramp else 0
@@ -196,7 +195,7 @@ class Trainer:
         logger.info(f"steps: {self.step} done of {steps}; output in {self.dump_folder}", extra={"event": "start"})
 
     def train(self) -> bool:
-        """Until training.steps, or a signal to stop (False); saves and measures. Raises TrainingError where it cannot go on."""
+        """Train until training.steps (returns True) or a signal to stop (returns False). Raises TrainingError."""
         listing = self.bad_documents.listing(self.loaders, unless=FolderTaken)
         with self.watchdog.reporting(CompileError, CheckpointError, LoaderError), listing:
             return self.loop()
@@ -219,7 +218,7 @@ class Trainer:
                 with self.autotuner.step(self.layout.accumulation_at(self.step) / self.layout.accumulation):
                     self.train_step()
 
-                # Once in a while
+                # Periodic work
                 last = self.step == steps
                 logs = self.step % config.metrics.log_freq == 0 or last
                 self.read(now=logs or self.step == 1)
@@ -258,7 +257,7 @@ class Trainer:
             gc.collect(1)
 
     def train_step(self) -> None:
-        """One optimizer step. Nothing here waits for the device: `read` has the loss once it has arrived."""
+        """Run one optimizer step. Nothing here waits for the device; `read` gets the loss later."""
         batches = [self.next_batch() for _ in range(self.layout.accumulation_at(self.step))]
         tokens = torch.stack([counted(label) for _, label, _ in batches]).sum()
         sum_over_tokens(tokens, self.mesh)
@@ -281,7 +280,7 @@ class Trainer:
         self.readings.put(self.step, **figures, asked=ending[1], tokens=tokens)
 
     def read(self, *, now: bool) -> None:
-        """Note the figures that have arrived from the device; now: all of them. Raises TrainingError: too many skipped steps."""
+        """Record figures that have arrived from the device; now: wait for all. Raises TrainingError: too many skipped steps."""
         for step, values in self.readings.take(now=now):
             loss, grad_norm = values["loss"], values["grad_norm"]
             self.skipped.note(step, loss, grad_norm, values["skip"], values["limit"])
@@ -291,7 +290,7 @@ class Trainer:
             self.observe("step", self)
 
     def forward_backward(self, batches: list[DeviceBatch], tokens: Tensor) -> Tensor:
-        """Gradients of the loss over `tokens` tokens of all ranks; returns this rank's part of the loss, a scalar."""
+        """Accumulate gradients of the loss, divided by `tokens` of all ranks; return this rank's part of it, a scalar."""
         total = torch.zeros((), device=self.device)
         with ExitStack() as gathered:
             for model in self.stages if self.layout.gathers_once else ():
@@ -310,7 +309,7 @@ class Trainer:
         return moved
 
     def to_device(self, batch: Batch) -> DeviceBatch:
-        """Move a batch to the device; under context parallelism, this rank's tokens of every sequence."""
+        """Move a batch to the device and select this rank's tokens of every sequence (context parallelism)."""
         input, label = (tensor.to(self.device, non_blocking=True) for tensor in batch)
         documents = {}
         if self.config.training.mask_documents:
@@ -320,7 +319,7 @@ class Trainer:
         return input[:, self.positions], label[:, self.positions], documents
 
     def validate(self) -> None:
-        """The loss on held-out documents, logged with the current step; a run that stops meanwhile begins with it again."""
+        """Log the loss on held-out documents. A run that stops meanwhile repeats it when it resumes."""
         limit = nullcontext() if self.validated else self.watchdog.within("validation", self.compile_limit)
         with self.throughput.exclude(), limit:
             figures = self.validation.figures(self.runner.evaluate, self.to_device, self.begin_validation, self.stopping.ask)
@@ -331,17 +330,17 @@ class Trainer:
         self.validated, self.validation_due = bool(self.autotuner.chosen), False
 
     def begin_validation(self) -> None:
-        """Called before each batch."""
+        """Notify `observe` and the watchdog before each validation batch."""
         self.observe("validation", self)
         self.watchdog.beat("validation")
 
     @property
     def compile_limit(self) -> str:
-        """The time limit, a key of [comm], of what may compile first."""
+        """Key in [comm] of the time limit for a phase that may compile."""
         return "compile_timeout_seconds" if self.config.compile.enable else "init_timeout_seconds"
 
     def end_compilation(self) -> None:
-        """After the step in which all was compiled, or the way to bucket decided."""
+        """Log receipts and set the limit of training steps, once all graphs are compiled and bucketing is chosen."""
         self.receipts = gather_receipts(self.autotuner.receipts, self.mesh)
         if self.rank == 0:
             show_receipts(self.receipts, self.autotuner.describe(), self.dump_folder)
@@ -368,7 +367,7 @@ class Trainer:
 
     @property
     def unfinished(self) -> bool:
-        """True where a run that stops here is to be started again."""
+        """True if a run that stops now has to be resumed."""
         return self.step < self.config.training.steps or self.validation_due
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -394,7 +393,7 @@ class Trainer:
             self.checkpointer.save(self.step, self.state_tensors(), state, last=last)
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint, or from the one that checkpoint.load_step names; otherwise stay at the beginning."""
+        """Load the newest checkpoint, or the one of checkpoint.load_step. Without one, load initial weights if there are any."""
         config = self.config
         self.described = describe_run(config, self.layout, self.tokenizer, git_revision() if self.rank == 0 else "")
         step = self.checkpointer.verified_step() if config.checkpoint.enable else None
@@ -422,7 +421,7 @@ class Trainer:
         return f"step {self.step}: {self.checkpointer.before_exit(self.step)}{ending}"
 
     def finish(self, how: str) -> None:
-        """how: "done" or "stopped". A summary; after "done" also the loss picture, and how the plan of the run was met."""
+        """Log a summary. how: "done" or "stopped"; after "done", also draw the loss and compare the run with its plan."""
         self.read(now=True)
         self.metrics.close()
         planned = []

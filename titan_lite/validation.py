@@ -1,4 +1,4 @@
-"""The loss on held-out documents: always on the same ones, of each source as well.
+"""Compute the loss on held-out documents, always the same ones, in total and for each source.
 
 validation = Validation(loader, batches=20, by_source, device, mesh)
 figures = validation.figures(runner.evaluate, to_device, begin_batch, stopping.ask)       # None where the run is to stop
@@ -17,7 +17,7 @@ from titan_lite.metrics.sources import BySource
 
 
 class Validation:
-    """loader: of the held-out documents; batches: global ones, each of `accumulation` local batches."""
+    """Validation on held-out documents of `loader`, in `batches` global batches of `accumulation` local ones."""
 
     def __init__(self, loader: Any, batches: int, accumulation: int, by_source: BySource, device: torch.device, mesh: DeviceMesh):
         self.loader, self.batches, self.accumulation = loader, batches, accumulation
@@ -31,9 +31,9 @@ class Validation:
         begin_batch: Callable[[], None],
         stops: Callable[[], bool],
     ) -> dict[str, float] | None:
-        """The validation loss in nats a token, over all ranks; the next call begins with the same batch.
+        """Return the validation loss over all ranks in nats per token, or None to stop. Every call begins with the same batch.
 
-        evaluate: a batch -> the sum of its losses, or (B,) of them; stops: asked after each global batch, on all ranks together.
+        evaluate: a batch -> its summed loss, a scalar or (B,); stops: called on all ranks after each global batch.
         """
         beginning = self.loader.state_dict()
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)

@@ -32,7 +32,7 @@ MODELS = {
 
 @contextmanager
 def each_alone(root):
-    """What gathered_for_step has to agree with: every parameter is gathered and reduced by its plan, without buckets."""
+    """The reference for gathered_for_step: gather and reduce each parameter by its own plan, without buckets."""
     model = model_of(root)
     for parameter, plan in model.plans.items():
         whole = plan.start_gather(local(parameter)).wait().detach()
@@ -48,7 +48,7 @@ def each_alone(root):
 
 
 def train(way, mesh, config, param):
-    """Of two steps: losses, gathered weights and gradients of this rank's rows; collectives of the last one but the model's."""
+    """Return losses, gathered weights and this rank's gradients of two steps, and collectives of the last outside the model."""
     tokens, labels = batch()
     mine = my_microbatches(mesh, tokens, labels, count=2)
     model = build(config, mesh, param=param)
@@ -125,8 +125,8 @@ def test_ranks_without_rows(world_size):
 
 
 def memory(param):
-    """How many were alive, at most, of: flat buckets before another is started; weights, and gradients of started buckets, while
-    gradients are reduced. What is done with may be held a moment longer by a thread of gloo."""
+    """Return the most tensors alive at once: flat buckets when another is started; weights, and gradients of started buckets,
+    while gradients are reduced. A thread of gloo may hold a finished one a moment longer."""
 
     def alive(storages, expected):
         for _ in range(500):

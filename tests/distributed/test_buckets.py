@@ -38,7 +38,7 @@ def train(mesh, **options):
 
 
 def compare(layout, backend, modes, checkpointing, reshard, param):
-    """What `train` found in eager mode and in each other one, and of these [(graph, before, after, moved, copied)]."""
+    """Return the results of `train` by mode, eager included, and [(graph, before, after, moved, copied)] of each compiled one."""
     mesh = make_mesh(*LAYOUTS[layout])
     options = dict(reshard=reshard, param=param, checkpointing=checkpointing)
     found, receipts = {"eager": train(mesh, **options)}, {}

@@ -18,7 +18,7 @@ BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
 def loss_and_gradient(backend, by_sequence):
-    """Of each dtype [(loss, gradient of own logits, loss without gradients)] compiled and eager, and the graphs so far."""
+    """Return [(loss, gradient of own logits, loss without gradients)] compiled and eager, and the graphs so far, by dtype."""
     return [of_dtype(backend, by_sequence, dtype) for dtype in (torch.float32, torch.bfloat16)]
 
 

@@ -279,7 +279,7 @@ def test_no_rank_holds_the_full_model_while_it_is_made():
 
 
 def gathered_weights_alive(reshard, keep, kept):
-    """How many there are after forward, and after backward; of 21, of which the embedding is not needed in backward."""
+    """Count gathered weights after forward and after backward, of 21; backward does not need the embedding."""
 
     def alive(expected):
         for _ in range(500):  # a thread of gloo may hold the last one a little longer

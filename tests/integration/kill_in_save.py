@@ -136,7 +136,7 @@ def resumes(rank, folder, mode, point):
 
 
 def exit_codes(children, seconds):
-    """Of the processes, by rank; those that are not through in time are killed."""
+    """Return the exit codes of the processes, by rank; kill those that have not ended in time."""
     codes, until = {}, time.monotonic() + seconds
     while len(codes) < len(children):
         for child in children:

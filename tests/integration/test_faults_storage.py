@@ -48,7 +48,7 @@ def world_of_one():
 
 
 def killed(folder, count, *cases):
-    """How `count` kills in each of these cases ended."""
+    """Kill a rank in a save, `count` times in each case; return the outcomes."""
     result = run(*python(Path(__file__).with_name("kill_in_save.py"), folder, count, *cases), seconds=500)
     return re.findall(r"^(ok|WRONG): ", result.stdout, re.MULTILINE)
 

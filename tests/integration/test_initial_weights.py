@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 @torch.no_grad()
 def their_losses(folder):
-    """Of transformers, on the first global batch of training and of validation."""
+    """Return the losses of transformers on the first global batch of training and of validation."""
     import transformers
 
     config, _ = load_config(DEBUG, OPTIONS)

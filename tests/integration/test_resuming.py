@@ -94,7 +94,7 @@ def at_step_2(uninterrupted, tmp_path):
 
 
 def same_run(parts, folder, uninterrupted, **tolerance):
-    """Whether the parts of a run in `folder` saw what the uninterrupted one did, with its losses."""
+    """Assert that the parts of the run in `folder` have the samples and losses of the uninterrupted run."""
     expected = {step: samples for step, samples in uninterrupted[1].items() if step > 2}
     assert {step: samples for part in parts for step, samples in part.items()} == expected
     assert sum(len(part) for part in parts) == len(expected)  # no step twice
@@ -275,7 +275,7 @@ def test_killed_in_a_ramp_it_goes_on_bitwise(ramped, tmp_path):
 
 
 def test_another_global_batch_goes_on_at_the_next_window(uninterrupted, at_step_2):
-    """Of 4 sequences on two ranks, then of 12 on three, which do not divide the 8 streams: those of the run left alone."""
+    """4 sequences on two ranks, then 12 on three, which do not divide the 8 streams: the samples are those of one run."""
     parts = [
         train("2 ranks", at_step_2, *steps(4), "--training.global_batch_size=4")[0],
         train("3 ranks", at_step_2, *steps(6), "--training.global_batch_size=12")[0],

@@ -50,7 +50,7 @@ def test_a_shape_in_a_recipe_from_training_to_text(tmp_path, capsys):
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     assert generate_command.main([str(run), "--max-new-tokens", "64", "--device", "cpu"]) == 2
-    assert "use at most 64, which this model was made for" in capsys.readouterr().err
+    assert "use at most 64, the model's max_seq_len" in capsys.readouterr().err
 
     result = train(1, recipe, tmp_path / "other", *OPTIONS, *steps(1), f"--checkpoint.initial_load_path={exported}")
     assert result.returncode == 0

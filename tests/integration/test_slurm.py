@@ -146,7 +146,7 @@ class Job:
         self.number = cluster.run(*command, "--job.dump_folder", f"{folder}/run").strip()
 
     def __getitem__(self, key):
-        """What scontrol says of it, such as JobState."""
+        """Return a field of `scontrol show job`, such as JobState."""
         return re.search(rf"\b{key}=(\S+)", self.cluster.run("scontrol", "show", "job", self.number))[1]
 
     @property
@@ -278,7 +278,7 @@ def test_a_node_that_is_lost_requeues_the_job_which_goes_on_exactly(fate, alone,
 
 
 def processes_of(job, node):
-    """What Slurm started on a node for the job, and its step daemons there."""
+    """Return the pids of the job's processes on a node, and of its step daemons."""
     wanted = {f"SLURM_CONF={job.cluster.folder}/slurm.conf", f"SLURM_JOB_ID={job.number}", f"SLURMD_NODENAME={node}"}
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):

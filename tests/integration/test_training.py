@@ -246,7 +246,7 @@ def test_a_wrong_recipe_ends_before_anything_starts(options, message, tmp_path):
 
 WRONG_FOR_THIS_RUN = [
     (["--model.flavor", "7B"], r'model.flavor = "7B": use one of debug, 1B'),
-    (["--training.seq_len", "200000"], r"training.seq_len = 200000 .* at most 131072 works"),
+    (["--training.seq_len", "200000"], r"training.seq_len = 200000 .* use at most 131072"),
     (["--model.tokenizer_path", "nowhere.model"], r"model.tokenizer_path = .*nowhere.model.* cannot be read"),
     (["--data.dataset", "local", "--data.path", "nowhere/*.txt"], r"data.path = .*nowhere.* no file matches"),
     (["--training.global_batch_size", "7"], r"global_batch_size = 7 is not a multiple .* use 6 or 8"),
@@ -259,7 +259,7 @@ WRONG_FOR_THIS_RUN = [
         ["--parallelism.pipeline_parallel_degree", "2"],
         r"the other degrees \((tp|pp) 2\) multiply to 2, which does not divide 1 ranks; start 2",
     ),
-    (["--job.dump_folder", str(DEBUG)], r"job.dump_folder = .*debug_model.toml is no folder; name a folder"),
+    (["--job.dump_folder", str(DEBUG)], r"job.dump_folder = .*debug_model.toml is no folder; use a folder"),
     (["--profiling.enable_memory_snapshot"], r"profiling.enable_memory_snapshot = true: snapshots are of CUDA memory"),
     (
         ["--parallelism.fsdp_reshard_after_forward=always", "--parallelism.fsdp_communication=step"],

@@ -1,4 +1,4 @@
-"""What setup.sh asks the active Python for is what pyproject.toml depends on."""
+"""The packages that setup.sh checks are the dependencies in pyproject.toml."""
 
 import re
 import sys

@@ -205,7 +205,7 @@ def test_of_a_run_the_newest_step_speaks_through_its_recipes_tokenizer(folder, t
     [
         (["nowhere"], "nowhere is not a folder"),
         (["HF", "--max-new-tokens", "0"], "--max-new-tokens 0: expected 1 or more"),
-        (["HF", "--max-new-tokens", "600"], "601 tokens together; use at most 512, which this model was made for"),
+        (["HF", "--max-new-tokens", "600"], "601 tokens together; use at most 512, the model's max_seq_len"),
         (["HF", "--temperature", "-1"], "--temperature -1.0: expected 0 or more"),
         (["HF", "--temperature", "nan"], "--temperature nan: expected 0 or more"),
         (["HF", "--top-p", "0"], "--top-p 0.0: expected above 0, at most 1"),

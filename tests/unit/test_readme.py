@@ -1,4 +1,4 @@
-"""What README.md and docs/ name is there, and what is made from the sources is up to date."""
+"""README.md and docs/: names and links exist, and parts written from the sources are up to date."""
 
 import importlib.util
 import os

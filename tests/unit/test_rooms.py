@@ -1,4 +1,4 @@
-"""Who may import whom: the table, held against the sources (read with ast; nothing is imported).
+"""Imports between parts of the package are those of a table. Sources are read with ast; nothing is imported.
 
 A new module needs a row, or its folder's. An import that the table forbids is a question to ask before it is a row to widen: the
 model knows nothing distributed, a part takes its own section and not the whole Config, nobody but train knows the trainer.

@@ -1,12 +1,12 @@
-"""Gradient accumulation with one round of communication a step, of one collective a transformer block.
+"""Accumulate gradients with one round of communication per optimizer step, in one bucket per transformer block.
 
     with gathered_for_step(model):                  # all weights are gathered
         for input, label in microbatches:
-            loss(model(input), label).backward()    # gradients add up, unreduced
-    parameter.grad                                  # reduced, on leaving
+            loss(model(input), label).backward()    # gradients accumulate, unreduced
+    parameter.grad                                  # reduced, on exit
 
-So was Llama 3 trained (arXiv 2407.21783, section 3.3.2): weights stay gathered after forward. Buckets are those of the manual
-wrapping of SimpleFSDP (arXiv 2411.00284, section 4.1).
+Llama 3 was trained this way (arXiv 2407.21783, section 3.3.2): weights stay gathered after forward. Buckets are those of
+SimpleFSDP's manual wrapping (arXiv 2411.00284, section 4.1).
 """
 
 import functools
@@ -22,7 +22,7 @@ from titan_lite.compiler.fqns import block_of, last_block
 from titan_lite.distributed.gather import Bucket, GatherPlan, local
 from titan_lite.distributed.simple_fsdp import as_shard_of, model_of
 
-IN_FLIGHT = 2  # buckets that exist at once, beside the weights or gradients: one travels while another is copied
+IN_FLIGHT = 2  # buckets allocated at once, beside weights and gradients: one is communicated while another is copied
 Plans = Mapping[nn.Parameter, GatherPlan]
 StepBuckets = list[tuple[list[nn.Parameter], Bucket]]
 Started = TypeVar("Started")
@@ -30,72 +30,72 @@ Started = TypeVar("Started")
 
 @contextmanager
 def gathered_for_step(root: nn.Module) -> Iterator[None]:
-    """Within: all weights stay gathered and gradients accumulate unreduced, in reduce_dtype; on leaving, they are reduced once
-    into `parameter.grad`. k microbatches cost the communication of one, and the memory of the rank's whole weights and gradients.
+    """Keep weights gathered and accumulate unreduced gradients in reduce_dtype; on exit, reduce them into `parameter.grad`.
 
-    Two ranks have one sum; of more, a library may add up numbers in an order that depends on where they lie in a bucket.
+    k microbatches cost the communication of one, and the memory of the rank's unsharded weights and gradients. With more than
+    two ranks, a library may sum in an order that depends on the offset in a bucket.
     """
     model = model_of(root)
-    model.gathered = _gather(model.plans)  # which modules read from now on
+    model.gathered = _gather(model.plans)  # modules read these from now on
     _sum_in_reduce_dtype(root)
     try:
         yield
     finally:
         sums, model.sums = model.sums, {}
-        wholes, model.gathered = model.gathered, {}
-    found = ((parameter, sums.pop(plan.fqn, wholes.pop(plan.fqn).grad)) for parameter, plan in model.plans.items())
+        weights, model.gathered = model.gathered, {}
+    found = ((parameter, sums.pop(plan.fqn, weights.pop(plan.fqn).grad)) for parameter, plan in model.plans.items())
     _reduce({parameter: gradient for parameter, gradient in found if gradient is not None}, model.plans)
 
 
 @torch.no_grad()
 def _gather(plans: Plans) -> dict[str, Tensor]:
-    """The whole weights by FQN, as leaves of autograd."""
-    wholes: dict[str, Tensor] = {}
+    """Return the unsharded weights by FQN, as leaves of autograd."""
+    weights: dict[str, Tensor] = {}
     buckets = gather_buckets(plans)
     started = ((members, bucket, bucket.start_gather([*map(local, members)])) for members, bucket in buckets)
-    for members, bucket, in_flight in _few_at_a_time(started):
-        for parameter, whole in zip(members, bucket.finish_gather(in_flight), strict=True):
-            wholes[plans[parameter].fqn] = whole.detach().requires_grad_(parameter.requires_grad)
-        del in_flight, whole  # before the next bucket needs memory
-    return wholes
+    for members, bucket, in_flight in _prefetch(started):
+        for parameter, weight in zip(members, bucket.finish_gather(in_flight), strict=True):
+            weights[plans[parameter].fqn] = weight.detach().requires_grad_(parameter.requires_grad)
+        del in_flight, weight  # before the next bucket needs memory
+    return weights
 
 
 def _reduce(gradients: dict[nn.Parameter, Tensor], plans: Plans) -> None:
-    """Gradients of the wholes, which are taken out -> `parameter.grad`."""
+    """Reduce gradients of unsharded weights into `parameter.grad`. Empties `gradients`, to free each one early."""
     buckets = reduce_buckets({parameter: plans[parameter] for parameter in gradients})
     started = ((members, bucket, bucket.start_reduce([*map(gradients.pop, members)])) for members, bucket in buckets)
-    for members, bucket, in_flight in _few_at_a_time(started):
+    for members, bucket, in_flight in _prefetch(started):
         for parameter, rows in zip(members, bucket.finish_reduce(in_flight), strict=True):
             parameter.grad = as_shard_of(parameter, rows.to(parameter.dtype))
         del in_flight, rows
 
 
 def gather_buckets(plans: Plans) -> StepBuckets:
-    """Weights that are gathered together; one that all ranks have is alone."""
+    """Return the buckets that weights are gathered in. A weight that is not sharded has its own."""
     last = last_block(plan.fqn for plan in plans.values())
 
-    def travels_with(plan: GatherPlan) -> Hashable:
+    def key(plan: GatherPlan) -> Hashable:
         return (block_of(plan.fqn, last), plan.shard_group, plan.param_dtype) if plan.shard_degree > 1 else plan
 
-    return _buckets(plans, travels_with)
+    return _buckets(plans, key)
 
 
 def reduce_buckets(plans: Plans) -> StepBuckets:
-    """Gradients that are reduced together."""
+    """Return the buckets that gradients are reduced in."""
     last = last_block(plan.fqn for plan in plans.values())
     return _buckets(plans, lambda plan: (block_of(plan.fqn, last), plan.shard_group, plan.sum_groups, plan.reduce_dtype))
 
 
-def _buckets(plans: Plans, travels_with: Callable[[GatherPlan], Hashable]) -> StepBuckets:
-    """Parameters that travel together, in the order of the first ones."""
+def _buckets(plans: Plans, key: Callable[[GatherPlan], Hashable]) -> StepBuckets:
+    """Return one bucket for each value of `key`, in the order of their first parameters."""
     together: dict[Hashable, list[nn.Parameter]] = defaultdict(list)
     for parameter, plan in plans.items():
-        together[travels_with(plan)].append(parameter)
+        together[key(plan)].append(parameter)
     return [(members, Bucket(tuple(map(plans.__getitem__, members)))) for members in together.values()]
 
 
-def _few_at_a_time(started: Iterable[Started]) -> Iterator[Started]:
-    """Each in its order, once IN_FLIGHT are started and not yet finished; what is yielded is not kept."""
+def _prefetch(started: Iterable[Started]) -> Iterator[Started]:
+    """Yield items in order, each after IN_FLIGHT - 1 later ones have been started. Keeps no reference to a yielded item."""
     under_way: deque[Started] = deque()
     for each in started:
         under_way.append(each)
@@ -107,34 +107,34 @@ def _few_at_a_time(started: Iterable[Started]) -> Iterator[Started]:
 
 
 def gradient_leaves(root: nn.Module) -> list[Tensor]:
-    """The tensors that autograd accumulates into: the gathered weights within `gathered_for_step`, else the parameters."""
+    """Return the tensors that autograd accumulates into: the gathered weights within `gathered_for_step`, else the parameters."""
     model = model_of(root)
     return [model.gathered.get(plan.fqn, parameter) for parameter, plan in model.plans.items()]
 
 
 def fold_gradients(root: nn.Module) -> None:
-    """Within `gathered_for_step`, after a backward that ran no hooks: what is in `.grad` joins the sums in reduce_dtype."""
+    """Add each `.grad` to the sums in reduce_dtype, after a backward within `gathered_for_step` that ran no hooks."""
     model = model_of(root)
     for plan in model.plans.values():
-        whole = model.gathered.get(plan.fqn)
-        if whole is not None and whole.grad is not None and whole.dtype != plan.reduce_dtype:
-            _fold(model.sums, plan, whole)
+        weight = model.gathered.get(plan.fqn)
+        if weight is not None and weight.grad is not None and weight.dtype != plan.reduce_dtype:
+            _fold(model.sums, plan, weight)
 
 
 def _sum_in_reduce_dtype(root: nn.Module) -> None:
-    """Every backward's gradients, where it is another dtype than they are computed in."""
+    """Register hooks that sum the gradients of every backward in reduce_dtype, where they are computed in another dtype."""
     model = model_of(root)
     for plan in model.plans.values():
-        whole = model.gathered[plan.fqn]
-        if whole.requires_grad and plan.param_dtype != plan.reduce_dtype:
-            whole.register_post_accumulate_grad_hook(functools.partial(_fold, model.sums, plan))
+        weight = model.gathered[plan.fqn]
+        if weight.requires_grad and plan.param_dtype != plan.reduce_dtype:
+            weight.register_post_accumulate_grad_hook(functools.partial(_fold, model.sums, plan))
 
 
-def _fold(sums: dict[str, Tensor], plan: GatherPlan, whole: Tensor) -> None:
-    """Add a microbatch's gradient to the sum in reduce_dtype, which is not the dtype it was computed in."""
-    assert whole.grad is not None
+def _fold(sums: dict[str, Tensor], plan: GatherPlan, weight: Tensor) -> None:
+    """Add a microbatch's gradient to the sum in reduce_dtype, and free it."""
+    assert weight.grad is not None
     if plan.fqn in sums:
-        sums[plan.fqn] += whole.grad
+        sums[plan.fqn] += weight.grad
     else:
-        sums[plan.fqn] = whole.grad.to(plan.reduce_dtype)
-    whole.grad = None
+        sums[plan.fqn] = weight.grad.to(plan.reduce_dtype)
+    weight.grad = None

@@ -1,10 +1,10 @@
-"""Activation checkpointing: which activations of a block are kept for backward, and which are computed again.
+"""Activation checkpointing: keep some activations of a block for backward, and recompute the others.
 
     apply_activation_checkpoint(model.layers, mode="selective", option="op")
 
-Each block's class is swapped for one whose forward runs under torch's non-reentrant checkpoint; names do not change.
-Recomputing a block reads its weights again, so under SimpleFSDP they are gathered again as well. Under torch.compile all of it is
-tags on the graph, those of resharding (compiler/resharding.py) included, and one partitioner reads them.
+Each block's class is replaced by a subclass that runs forward under torch's non-reentrant checkpoint; FQNs do not change.
+Recomputing a block reads its weights again, so SimpleFSDP gathers them again. Under torch.compile, checkpointing and resharding
+(compiler/resharding.py) are tags on the graph, and one partitioner reads both.
 """
 
 import functools
@@ -17,8 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from titan_lite.attention import OPERATORS
 from titan_lite.compiler.collectives import aten, collectives
 
-# What is expensive to compute again, with all attention kernels that F.scaled_dot_product_attention may choose and ours; and the
-# reduce-scatters of tensor parallelism, whose results are small. What it and context parallelism gather is gathered again.
+# Operators with results that are expensive to recompute: matrix products, all kernels of F.scaled_dot_product_attention and ours,
+# and the reduce-scatters of tensor parallelism. All-gathers of tensor and context parallelism have large results: they run again.
 EXPENSIVE = frozenset(
     {
         aten.mm.default,
@@ -33,11 +33,11 @@ EXPENSIVE = frozenset(
 
 
 def apply_activation_checkpoint(blocks: nn.ModuleDict, mode: str, option: str = "op") -> None:
-    """blocks: by their number in the whole model.
+    """Checkpoint `blocks` in place. A block's name is its number in the model.
 
-    mode: "none"; "full": keep a block's input only; "selective" with option "op": keep EXPENSIVE operators' results, with
-    "op/2" of matrix products a block's first, third, ...; with option "2": every second block (0, 2, ...) as in "full" and the
-    others as in "none"; "memory_budget": nothing here, the partitioner's choice (compiler/stage.py).
+    mode: "none"; "full": keep a block's input only; "selective": see option; "memory_budget": see compiler/stage.py.
+    option: "op": keep results of EXPENSIVE operators; "op/2": the same, but of matrix products only the first, third, ... of a
+    block; "2": every second block (0, 2, ...) as in "full", the others as in "none".
     """
     for name, block in blocks.items():
         if recomputes(int(name), mode, option):
@@ -47,7 +47,7 @@ def apply_activation_checkpoint(blocks: nn.ModuleDict, mode: str, option: str = 
 
 
 def recomputes(block: int, mode: str, option: str) -> bool:
-    """True where at least some operators of the block of that number run again in backward."""
+    """Return True if backward recomputes any operator of the block with this number."""
     if mode in ("none", "memory_budget"):
         return False
     return mode == "full" or option in ("op", "op/2") or block % int(option) == 0
@@ -58,7 +58,7 @@ def _checkpointed_class(cls: Any, contexts: Callable[[], Any] | None) -> Any:
     selective: dict[str, Any] = {"context_fn": contexts} if contexts else {}
 
     def forward(self: nn.Module, *args: Any) -> Any:
-        # no dropout anywhere, so there is no random state to put back
+        # no dropout, so no random state to restore
         return checkpoint(functools.partial(cls.forward, self), *args, use_reentrant=False, preserve_rng_state=False, **selective)
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
@@ -74,7 +74,7 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 def _keep_every_second() -> Any:
     """Keep every second matrix product, as TorchTitan's selective checkpointing by operator does (arXiv 2410.06511)."""
-    products = {False: 0, True: 0}  # so far, in forward and when it is run again
+    products = {False: 0, True: 0}  # so far, in forward and in recomputation
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operator is aten.mm.default:

@@ -1,6 +1,6 @@
-"""The mesh axis that a collective is along: by its ranks, and in words.
+"""Name the mesh axis of a collective from the ranks of its group.
 
-timeline = by_axis(timeline, axes_of(mesh))            # the groups of its collectives are called dp_shard, tp, ...
+timeline = by_axis(timeline, axes_of(mesh))            # the groups of its collectives are named dp_shard, tp, ...
 WORDS["tp"]                                            # tensor parallelism
 """
 
@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from titan_lite.compiler.timeline import Span, Timeline
 from titan_lite.distributed.degrees import AXES
 
-Axes = Mapping[tuple[int, ...], str]  # the axis that a group is along, by its ranks
+Axes = Mapping[tuple[int, ...], str]  # ranks of a group -> its axis
 WORDS = {
     "pp": "pipeline",
     "dp_replicate": "data-parallel copies",
@@ -25,7 +25,7 @@ WORDS = {
 
 
 def axes_of(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
-    """The axis that each of this rank's groups is along, by its ranks; where parameters are sharded over cp as well: dp_shard."""
+    """Return the axis of each of this rank's groups. The group that shards parameters over dp_shard and cp is dp_shard."""
     groups = {tuple(dist.get_process_group_ranks(mesh.get_group(axis))): axis for axis in AXES if mesh[axis].size() > 1}
     pipeline, copy, _, _, tensor = mesh.get_coordinate()  # type: ignore[misc]
     shards = tuple(mesh.mesh[pipeline, copy, :, :, tensor].flatten().tolist())  # over dp_shard and cp
@@ -37,13 +37,13 @@ def ranks_in(group: str) -> tuple[int, ...]:
 
 
 def axis_along(ranks: tuple[int, ...], axes: Axes, of_parameters: bool) -> str:
-    """The axis of a collective, "" for one of a single rank; parameters that are sharded over cp alone are FSDP's, too."""
+    """Return the axis of a collective, "" for a single rank. Parameters that are sharded over cp alone count as dp_shard."""
     axis = axes[ranks] if len(ranks) > 1 else ""
     return "dp_shard" if of_parameters and axis == "cp" else axis
 
 
 def by_axis(timeline: Timeline, axes: Axes) -> Timeline:
-    """Name the groups of its collectives by axis."""
+    """Return the timeline with the groups of its collectives named by axis."""
 
     def named(span: Span) -> Span:
         return dataclasses.replace(span, group=axis_along(ranks_in(span.group), axes, span.lane == "communication"))

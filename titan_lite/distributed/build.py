@@ -1,4 +1,4 @@
-"""A rank's pipeline stages, built in the one order that works; for the trainer, the planner, tests and benchmarks.
+"""Build a rank's pipeline stages: parallelize, checkpoint, shard, compile. For the trainer, the planner, tests and benchmarks.
 
     stages = build_stages(functools.partial(Transformer, layout.model), modules, mesh, ...)     # on the meta device
     compile_stages(stages, mesh, "block", ...)
@@ -6,9 +6,8 @@
         materialize(model, device)
         model.init_weights(seed, shard_of)
 
-The order matters: context and tensor parallelism decide which tokens and weights a rank has; activation checkpointing lies inside
-of what SimpleFSDP makes of a block, so that recomputing a block gathers its weights again; the compiler comes last and sees
-everything.
+The order matters. Context and tensor parallelism decide which tokens and weights a rank has. Checkpointing comes before
+SimpleFSDP, so that recomputing a block gathers its weights again. The compiler comes last, to see all collectives.
 """
 
 import functools
@@ -50,10 +49,10 @@ def build_stages(
     activation_checkpoint: ActivationCheckpoint,
     attend: Attend | None = None,
 ) -> list[Model]:
-    """One model on the meta device for each entry of `modules`, which are the modules it keeps, made parallel; FQNs stay.
+    """Return a parallel model on the meta device for each list of FQNs in `modules`: the modules that it keeps.
 
-    make_model: (positions of this rank's tokens within a sequence) -> the model, whose blocks are the children of `layers`.
-    attend: another attention of context parallelism.
+    make_model: (positions of this rank's tokens within a sequence) -> the model, with blocks as the children of `layers`.
+    attend: the attention of context parallelism. Default: `attend_to_the_past`.
     """
     positions = own_positions(training.seq_len, mesh["cp"].get_local_rank(), mesh["cp"].size())
     attend = attend or functools.partial(attend_to_the_past, kernel=training.attention_kernel)
@@ -95,23 +94,23 @@ def compile_stages(
     priced_as: str = "",
     fits: Callable[[Receipt], bool] | None = None,
 ) -> list[Receipt]:
-    """Each stage as one graph, in place. Returns what becomes its receipts once graphs are compiled, at the first call.
+    """Compile each stage as one graph, in place. Returns the list of receipts, which is filled at the first call of a stage.
 
-    bucketing: in place of compile.bucketing. machine: what the passes price with; dump_folder: where compile.dump_graphs writes;
-    schedule: passes of one's own in their place; priced_as: as in compile_model; fits: as in Schedule. It may make process
-    groups, which all ranks do together.
+    bucketing: replaces compile.bucketing. machine: the hardware to estimate times for. dump_folder: where compile.dump_graphs
+    writes. schedule: replaces the passes that these arguments select. priced_as: see compile_model. fits: see Schedule. May
+    create process groups: call it on all ranks.
     """
     if schedule is None:
         must_merge, compile = compile.bucketing != "measured", replace(compile, bucketing=bucketing)
         dump = None
         if dump_folder and compile.dump_graphs and all(mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp"):
-            dump = dump_folder / "graphs" / f"pp_{mesh['pp'].get_local_rank()}_{bucketing}"  # other ranks' are the same
+            dump = dump_folder / "graphs" / f"pp_{mesh['pp'].get_local_rank()}_{bucketing}"  # other ranks have the same graphs
         fused = compile.backend == "inductor"
         exchange = stage_exchange(mesh)
         schedule = Schedule(compile, machine, fused, exchange=exchange, dump=dump, must_merge=must_merge, fits=fits)
     reshard, keep = _resharding(parallelism)
     for model in stages:
-        # a stage without blocks has no matrix product to overlap with
+        # only blocks have matrix products to overlap with
         overlaps = parallelism.enable_async_tensor_parallel and any(True for _ in model.get_submodule("layers").children())
         compile_model(
             model,
@@ -137,8 +136,8 @@ def build_runner(
     dtype: torch.dtype,
     device: torch.device,
 ) -> SingleStage | Pipeline:
-    """The plain model, or this rank's part of the pipeline. logits: (B, T, v) of a microbatch, on this rank; dtype: of what
-    travels between stages."""
+    """Return the runner of this rank's stages: a Pipeline if there are several pipeline ranks. logits: shape (B, T, v) of a
+    microbatch on this rank; dtype: of the activations sent between stages."""
     if mesh["pp"].size() == 1:
         return SingleStage(stages[0], loss_sum)
     sequences, tokens, _ = logits
@@ -157,7 +156,7 @@ def build_runner(
 
 
 def gather_receipts(receipts: list[Receipt], mesh: DeviceMesh) -> list[Receipt]:
-    """The receipts of all pipeline ranks, each with its rank, groups in its timeline named by axis; called by all together."""
+    """Return the receipts of all pipeline ranks, with pp_rank and the axes of groups. Call it on all ranks."""
     axes = axes_of(mesh)
     receipts = [replace(each, timeline=each.timeline and by_axis(each.timeline, axes)) for each in receipts]
     if mesh["pp"].size() == 1:
@@ -167,6 +166,6 @@ def gather_receipts(receipts: list[Receipt], mesh: DeviceMesh) -> list[Receipt]:
 
 
 def _resharding(parallelism: Parallelism) -> tuple[bool, tuple[str, ...]]:
-    """(whether gathered weights are dropped after forward, the modules that keep theirs)"""
+    """Return (True if gathered weights are dropped after forward, FQN prefixes of modules that keep theirs)."""
     mode = parallelism.fsdp_reshard_after_forward
     return mode != "never", parallelism.fsdp_keep_gathered if mode == "default" else ()

@@ -1,11 +1,11 @@
-"""Context parallelism: a rank has some tokens of every sequence, and attends to the keys and values of all that come before.
+"""Context parallelism: a rank has some tokens of every sequence, and attends to gathered keys and values.
 
-    positions = own_positions(seq_len, rank, degree)         # of the tokens that this rank has: its input, labels, RoPE
+    positions = own_positions(seq_len, rank, degree)         # of this rank's tokens, for input, labels and RoPE
     apply_context_parallel(model, mesh["cp"], attend_to_the_past)
 
-As Llama 3 did (arXiv 2407.21783, section 3.3.2): keys and values are all-gathered along the sequence, which GQA makes small, and
-their gradients reduce-scattered; both are nodes of the graph. With n ranks a sequence is cut into 2n chunks, of which rank r
-has the r-th from the beginning and the r-th from the end, so that under a causal mask all have the same work:
+As in Llama 3 (arXiv 2407.21783, section 3.3.2), keys and values are all-gathered along the sequence, and their gradients are
+reduce-scattered; GQA makes both small. Both are nodes of the graph. With n ranks a sequence has 2n chunks. Rank r has chunks r
+and 2n - 1 - r, so that all ranks do the same work under a causal mask:
 
     chunks of one sequence, n = 2     [0 | 1 | 2 | 3]        rank 0: 0 and 3 (1 + 4 chunks attended to), rank 1: 1 and 2 (2 + 3)
 """
@@ -28,14 +28,14 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # as `attend
 
 
 def own_positions(seq_len: int, rank: int, degree: int) -> list[int]:
-    """Positions within a sequence of the tokens that rank `rank` of `degree` has, in the order it has them."""
+    """Return the positions within a sequence of the tokens of rank `rank`, in its order."""
     chunk = seq_len // (2 * degree)
     head, tail = rank * chunk, (2 * degree - 1 - rank) * chunk
     return [*range(head, head + chunk), *range(tail, tail + chunk)] if degree > 1 else [*range(seq_len)]
 
 
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, attend: Attend) -> None:
-    """In place, over the one-axis `mesh`: before tensor parallelism, whose tokens are then parts of what this rank has."""
+    """Replace the attention of `model` in place, over the one-axis `mesh`. Call it before `apply_tensor_parallel`."""
     if mesh.size() == 1:
         return
     for fqn, module in model.named_modules():
@@ -51,7 +51,7 @@ def _parallel_class(cls: Any) -> Any:
 
 
 def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """q (B, t, H, D), k and v (B, t, K, D) of own tokens -> (B, t, H, D). mask: (B, 1, t, T) with all tokens."""
+    """Attend from own q (B, t, H, D) to k and v (B, t, K, D) of all ranks -> (B, t, H, D). mask: (B, 1, t, T)."""
     axis: Axis = module._cp  # type: ignore[assignment]
     attend: Attend = module._attend_to_the_past  # type: ignore[assignment]
     k, v = in_order(gather_tokens(torch.cat((k, v), dim=2), axis), axis.degree).chunk(2, dim=2)
@@ -69,28 +69,28 @@ def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | N
 
 
 def in_order(gathered: Tensor, degree: int) -> Tensor:
-    """(B, T, ...) in the order of ranks -> in the order of positions."""
+    """Reorder gathered tokens (B, T, ...) from rank order to position order."""
     by_rank = gathered.unflatten(1, (degree, 2, -1))  # rank, head or tail, token
     heads, tails = by_rank[:, :, 0].flatten(1, 2), by_rank[:, :, 1].flip(1).flatten(1, 2)
     return torch.cat((heads, tails), dim=1)
 
 
 def attend_to_the_past(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, kernel: str = "auto") -> Tensor:
-    """Queries (B, t, H, D) that are the last t of S positions, to keys and values (B, S, K, D) up to each one's own.
+    """Attend causally from q (B, t, H, D), the last t of S positions, to k and v (B, S, K, D) -> (B, t, H, D).
 
-    mask: True (B, 1, t, S or more) where a query may look, if that is not everywhere up to its own. kernel: as
-    training.attention_kernel; but for cuDNN it is FlashAttention, in the version that attention.use_kernel has set.
+    mask: (B, 1, t, S or more), True where a query attends; None: causal. kernel: "cudnn", or else FlashAttention in the version
+    that attention.use_kernel has set. Without a kernel that fits: F.scaled_dot_product_attention.
     """
     tokens, past = q.shape[1], k.shape[1]
     fits = mask is None and q.is_cuda and fits_flash(q.dtype, q.shape[-1])
     if fits and kernel == "cudnn":
         return attend_in_two_parts(q, k, v)
     flash = fits and torch.backends.cuda.is_flash_attention_available()
-    if mask is not None or (q.is_cuda and not flash):  # no CUDA kernel that knows a mask knows groups of heads, too
+    if mask is not None or (q.is_cuda and not flash):  # no CUDA kernel takes a mask and grouped heads
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if flash:
-        # Its causal mask ends at the lower right corner. F.scaled_dot_product_attention says that with a whole mask, or with
+        # Its causal mask is aligned to the lower right corner. F.scaled_dot_product_attention needs a full mask for that, or
         # torch.nn.attention.bias.causal_lower_right, which breaks the graph.
         out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
     else:

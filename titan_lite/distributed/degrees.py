@@ -1,4 +1,4 @@
-"""Parallel degrees of a recipe, and whether a model can be cut so. Without torch, so that they are checked at once.
+"""Resolve the parallel degrees of a recipe and check that they fit a model. Needs no torch, so that checks are quick.
 
 degrees = resolve_degrees(config.parallelism, world_size=8)     # {"pp": 1, "dp_replicate": 2, "dp_shard": 4, ...}
 """
@@ -18,7 +18,7 @@ AXES = tuple(DEGREES)
 
 
 def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]:
-    """Ranks along each axis, -1 resolved; their product is world_size. Raises ConfigError before anything is started."""
+    """Return the ranks along each axis, with -1 resolved. Raises ConfigError unless their product is world_size."""
     degrees: dict[str, int] = {axis: getattr(parallelism, key) for axis, key in DEGREES.items()}
     others = math.prod(degree for degree in degrees.values() if degree != -1)
     product = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "all 1"
@@ -39,27 +39,26 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
 
 
 def check_tensor_parallel(tp: int, *, n_heads: int, n_kv_heads: int, hidden_dim: int, vocab_size: int, seq_len: int) -> None:
-    """Raises ConfigError where `tp` ranks cannot share a model's heads, hidden units and vocabulary, or a sequence's tokens.
+    """Raise ConfigError unless tp divides heads and tokens, and each rank has some hidden units and some of the vocabulary.
 
-    Heads and tokens must be divisible by tp; hidden units and vocabulary need not, but every rank must get some.
+    The last two are split unevenly where tp does not divide them.
     """
     wrong = f"parallelism.tensor_parallel_degree = {tp}"
     for count, what in ((n_heads, "attention heads"), (n_kv_heads, "key/value heads"), (seq_len, "tokens of training.seq_len")):
         if count % tp:
-            works = [str(d) for d in range(1, tp + n_kv_heads) if not any(n % d for n in (n_heads, n_kv_heads, seq_len))]
-            raise ConfigError(f"{wrong} does not divide the {count} {what}; {', '.join(works)} would work")
+            fix = " or ".join(str(d) for d in range(1, n_kv_heads + 1) if not any(n % d for n in (n_heads, n_kv_heads, seq_len)))
+            raise ConfigError(f"{wrong} does not divide the {count} {what}; use {fix}")
     for count, what in ((hidden_dim, "hidden units"), (vocab_size, "tokens of the vocabulary")):
         if (tp - 1) * -(-count // tp) >= count:
-            raise ConfigError(f"{wrong} leaves a rank without any of the {count} {what}; a lower degree would work")
+            raise ConfigError(f"{wrong} leaves a rank without any of the {count} {what}; use a lower degree")
 
 
 def check_context_parallel(cp: int, *, seq_len: int, tp: int) -> None:
-    """Raises ConfigError where `cp` ranks cannot have two chunks of a sequence each, which `tp` ranks can share."""
+    """Raise ConfigError unless a sequence can be cut into 2 x cp chunks that tp divides."""
     if cp > 1 and seq_len % (2 * cp * tp):
         step = 2 * cp * tp
         nearest = sorted({max(step, seq_len // step * step), -(-seq_len // step) * step})
         raise ConfigError(
             f"parallelism.context_parallel_degree = {cp}: training.seq_len = {seq_len} cannot be cut into 2 x {cp} chunks"
-            f"{f' that {tp} tensor-parallel ranks share' if tp > 1 else ''}; "
-            f"seq_len = {' or '.join(map(str, nearest))} would work"
+            f"{f' that {tp} tensor-parallel ranks share' if tp > 1 else ''}; use seq_len = {' or '.join(map(str, nearest))}"
         )

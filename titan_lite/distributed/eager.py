@@ -1,12 +1,12 @@
-"""Resharding and overlap in eager mode; under torch.compile graph passes do both.
+"""Resharding and overlap in eager mode; under torch.compile, graph passes do both.
 
     eager = Eager()                                 # one for a model
-    with eager.forward(reshard=True):               # what autograd saves of a weight that `remember` was told of is dropped
-        whole = eager.gather(shard, plan)           # and the gathers that followed it last time are started
-        eager.remember(whole, parameter, plan)
-    rows = eager.reduce(gradient, plan, dtype)      # in backward: waited for when it is used
+    with eager.forward(reshard=True):               # autograd saves no weight given to `remember`
+        weight = eager.gather(shard, plan)          # also starts the gathers that followed it last time
+        eager.remember(weight, parameter, plan)
+    rows = eager.reduce(gradient, plan, dtype)      # in backward: its first use waits for it
 
-Both are passes of SimpleFSDP's compiler (arXiv 2411.00284); eager mode has no graph to look ahead in: it remembers.
+Both are passes of SimpleFSDP's compiler (arXiv 2411.00284). Eager mode has no graph to look ahead in, so it records the order.
 """
 
 import weakref
@@ -25,39 +25,39 @@ aten = torch.ops.aten
 
 
 class Reduction:
-    """The sum of one gradient on its way, over one group after another; dtype: of the sum. left: collectives not waited for."""
+    """An asynchronous sum of one gradient, over one group after another. left: collectives not waited for; dtype: of the sum."""
 
     def __init__(self, gradient: Tensor, plan: GatherPlan, dtype: torch.dtype):
         self.plan, self.dtype, self.left = plan, dtype, len(plan.reduce_groups)
         self.size, self.device = (plan.own_rows, *gradient.shape[1:]), gradient.device
         self.rows = plan.start_reduce(gradient)
-        self.onto: Reduction | None = None  # an earlier microbatch's, which this one is added to
-        self.later: Reduction | None = None  # which is added to this one
+        self.earlier: Reduction | None = None  # of an earlier microbatch; this one is added to it
+        self.later: Reduction | None = None  # of a later microbatch; it is added to this one
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """Wait for the collective in flight, and start the next one."""
         self.rows = self.plan.next_reduce(self.rows, len(self.plan.reduce_groups) - self.left)
         self.left -= 1
 
     def finish(self) -> Tensor:
         while self.left:
-            self.go_on()
+            self.advance()
         self.rows = self.rows.to(self.dtype)
         if self.later is not None:
             self.later.finish()
-        if self.onto is not None:
-            self.onto.rows.add_(self.rows)
-            self.onto.later, self.onto = None, None
+        if self.earlier is not None:
+            self.earlier.rows.add_(self.rows)
+            self.earlier.later, self.earlier = None, None
         return self.rows
 
     def add(self, later: "Reduction") -> None:
-        """Once it is there."""
+        """Add `later` to this sum, once it has finished."""
         self.finish()
-        self.later, later.onto = later, self
+        self.later, later.earlier = later, self
 
 
 class Rows(AsyncCollectiveTensor):
-    """The future result of a reduction. Any use waits for it, except that autograd passes it on or adds it to an earlier one."""
+    """The future result of a reduction. Any use waits for it, except autograd's detach and its sum with an earlier one."""
 
     reduction: Reduction
 
@@ -88,18 +88,17 @@ class Rows(AsyncCollectiveTensor):
 
 
 class Eager:
-    """The state that the reads of one model's weights share.
+    """State shared by all reads of one model's weights.
 
-    Resharding: whatever autograd would save of a weight that is not kept is dropped, and gathered anew in backward. A read is
-    remembered by the address of the gathered weight's storage, so that its views (the transpose that a matrix product saves)
-    are recognised; it counts while the weight lives, so that an activation at a freed weight's address is not taken for it.
+    Resharding: autograd saves no gathered weight that is resharded; backward gathers it again. A weight is recognised by the
+    address of its storage, because autograd saves views of it (the transpose in a matrix product). The entry is valid while the
+    weight is alive: later, an activation may have its address.
 
-    Overlap: weights are read in the same order every time, so a read starts the gathers that followed it last time; and a
-    collective of a reduction is waited for when the gradient is used, or when IN_FLIGHT younger ones like it have been started:
-    the reduce-scatter of HSDP, upon which its all-reduce starts, and that all-reduce once IN_FLIGHT more have started. Both
-    bounds are the memory that overlap may cost. The order is learnt from the program alone, so it is the same on every rank.
-    Adding a microbatch's gradient to an earlier one's uses neither. The limit is a weight that is read twice (tied): autograd
-    adds up its two gradients when the second one comes, and waits for both.
+    Overlap: weights are read in the same order every time, so a read starts the IN_FLIGHT gathers that followed it last time.
+    A reduction's collective is waited for when the gradient is used, or when IN_FLIGHT later ones of its kind have started. In
+    HSDP, the all-reduce starts when the reduce-scatter has been waited for. IN_FLIGHT bounds the memory that overlap costs. The
+    order comes from the program alone, so it is the same on every rank. Adding a microbatch's gradient to an earlier one's waits
+    for neither. Limit: a weight that is read twice (tied) has two gradients, and autograd's sum of them waits for both.
     """
 
     IN_FLIGHT = 4
@@ -108,11 +107,11 @@ class Eager:
         # gathered weights by storage address, only during a forward that reshards
         self.reads: dict[int, tuple[weakref.ref[Tensor], nn.Parameter, GatherPlan]] | None = None
         self.backward = False
-        self.order: list[tuple[Tensor, GatherPlan]] = []  # of the gathers in this forward or backward so far
-        # in the last backward (True) or forward
+        self.order: list[tuple[Tensor, GatherPlan]] = []  # gathers of this forward or backward so far
+        # gathers of the last forward (False) and backward (True)
         self.last_order: dict[bool, list[tuple[Tensor, GatherPlan]]] = {False: [], True: []}
-        self.gathering: dict[tuple[GatherPlan, int], InFlight] = {}  # the address tells whether the shard is still the same
-        self.reducing: defaultdict[int, deque[Reduction]] = defaultdict(deque)  # lines, by collectives left to wait for
+        self.gathering: dict[tuple[GatherPlan, int], InFlight] = {}  # by plan and address, which changes with the shard
+        self.reducing: defaultdict[int, deque[Reduction]] = defaultdict(deque)  # queues, by collectives left to wait for
 
     def gather(self, shard: Tensor, plan: GatherPlan) -> Tensor:
         if plan.shard_degree == 1:
@@ -128,40 +127,40 @@ class Eager:
         return started.wait()
 
     def reduce(self, gradient: Tensor, plan: GatherPlan, dtype: torch.dtype) -> Tensor:
-        """This rank's rows of the sum; where there is anything to add, a tensor that its first use waits for."""
+        """Return this rank's rows of the sum. The first use of the result waits for it."""
         if not plan.reduce_groups:
             return plan.start_reduce(gradient).to(dtype)
         if not self.reducing:  # the first of this backward
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         plan.note()
         reduction = Reduction(gradient, plan, dtype)
-        self._line_up(reduction)
+        self._enqueue(reduction)
         return Rows(reduction)
 
-    def _line_up(self, reduction: Reduction) -> None:
-        """Behind those that have as many collectives left. The oldest of more than IN_FLIGHT goes on, into the next line."""
-        line = self.reducing[reduction.left]
-        line.append(reduction)
-        if len(line) > self.IN_FLIGHT:
-            oldest = line.popleft()
+    def _enqueue(self, reduction: Reduction) -> None:
+        """Queue it with those that have as many collectives left. Of more than IN_FLIGHT, the oldest moves to the next queue."""
+        queue = self.reducing[reduction.left]
+        queue.append(reduction)
+        if len(queue) > self.IN_FLIGHT:
+            oldest = queue.popleft()
             if oldest.left > 1:
-                oldest.go_on()
-                self._line_up(oldest)
+                oldest.advance()
+                self._enqueue(oldest)
             else:
                 oldest.finish()
 
     def _end_backward(self) -> None:
-        """Start all that is left to start, so that no look at a gradient starts a collective on one rank alone. What is in flight
-        then belongs to the optimizer, or to the next microbatch's backward."""
-        left = [reduction for line in self.reducing.values() for reduction in line]
+        """Start all remaining collectives, so that reading a gradient on one rank alone starts none. The optimizer or the next
+        backward waits for them."""
+        left = [reduction for queue in self.reducing.values() for reduction in queue]
         self.reducing.clear()
         while left := [reduction for reduction in left if reduction.left > 1]:
             for reduction in left:
-                reduction.go_on()
+                reduction.advance()
 
     @contextmanager
     def forward(self, reshard: bool) -> Iterator[None]:
-        """One forward of the model."""
+        """Run one forward of the model inside this context."""
         self._begin(backward=False)
         self.reads = {} if reshard else None
         try:
@@ -171,9 +170,9 @@ class Eager:
             self._begin(backward=True)
             self.reads = None
 
-    def remember(self, whole: Tensor, parameter: nn.Parameter, plan: GatherPlan) -> None:
-        if self.reads is not None and whole.data_ptr() != local(parameter).data_ptr():
-            self.reads[_storage_address(whole)] = (weakref.ref(whole), parameter, plan)
+    def remember(self, weight: Tensor, parameter: nn.Parameter, plan: GatherPlan) -> None:
+        if self.reads is not None and weight.data_ptr() != local(parameter).data_ptr():
+            self.reads[_storage_address(weight)] = (weakref.ref(weight), parameter, plan)
 
     def _pack(self, tensor: Tensor) -> Any:
         read = self.reads.get(_storage_address(tensor)) if self.reads and type(tensor) is Tensor else None
@@ -187,12 +186,12 @@ class Eager:
             return packed
         parameter, version, plan, size, stride, offset = packed
         if parameter._version != version:
-            raise RuntimeError(f"{plan.fqn} was changed between its forward and its backward, which needs what it was")
+            raise RuntimeError(f"{plan.fqn} was changed between its forward and its backward; update it after backward")
         return self.gather(local(parameter).detach(), plan).as_strided(size, stride, offset)
 
     def _begin(self, backward: bool) -> None:
-        """A forward or a backward begins, and what came before is over."""
-        while self.gathering:  # foreseen, and not read
+        """End the last forward or backward and begin the next."""
+        while self.gathering:  # prefetched, but not read
             self.gathering.popitem()[1].wait()
         if self.order:
             self.last_order[self.backward] = self.order

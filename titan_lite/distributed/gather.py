@@ -1,15 +1,15 @@
-"""The collectives that make sharded parameters whole, and gradients of the whole those of the shards.
+"""All-gather sharded parameters and reduce their gradients, one at a time or in buckets.
 
-    whole = plan.gather(shard)                                      # as nodes of a graph
-    whole = plan.start_gather(shard).wait()                         # in eager mode
-    rows = plan.finish_reduce(plan.start_reduce(gradient))          # the sum over ranks of this rank's rows; either mode
-    wholes = bucket.finish_gather(bucket.start_gather(shards))      # several parameters at once, in eager mode
+    weight = plan.gather(shard)                                     # unsharded, as nodes of a graph
+    weight = plan.start_gather(shard).wait()                        # in eager mode
+    rows = plan.finish_reduce(plan.start_reduce(gradient))          # this rank's rows of the sum over ranks; both modes
+    weights = bucket.finish_gather(bucket.start_gather(shards))     # several parameters at once, in eager mode
 
-The collectives of SimpleFSDP (arXiv 2411.00284) are these and no others; simple_fsdp.py says when they run. A bucket is laid out
-as one of a graph is (compiler/bucketing.py): a rank's padded shards lie one behind the other.
+SimpleFSDP (arXiv 2411.00284) needs no other collectives; simple_fsdp.py runs them. A bucket has the layout of a graph's bucket
+(compiler/bucketing.py): the padded shards of a rank, concatenated.
 
-    gathered   w1 of rank 0, w2 of rank 0, w1 of rank 1, w2 of rank 1        one row a rank; a weight is a few columns
-    reduced    the same of gradients; each rank gets the sum of its row
+    gathered   w1 of rank 0, w2 of rank 0, w1 of rank 1, w2 of rank 1        one row per rank; a weight is a range of columns
+    reduced    the same for gradients; each rank gets the sum of its row
 """
 
 import math
@@ -29,12 +29,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_lite.compiler.collectives import all_gather_single, collectives
 
-# What eager mode has started last: nanoseconds of the clock, group, parameters.
+# The last collectives that eager mode has started: time.time_ns(), group, parameters.
 started_last: deque[tuple[int, str, str]] = deque(maxlen=1000)
 
 
 class InFlight(NamedTuple):
-    """A tensor that may be read once its communication is waited for."""
+    """A tensor that is valid after `wait`."""
 
     tensor: Tensor
     work: dist.Work | None
@@ -47,64 +47,63 @@ class InFlight(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """The gathering of one parameter and the reduction of its gradient; plain values only, so that tracing sees constants.
+    """The gather of one parameter and the reduction of its gradient. Plain values only, so that tracing sees constants.
 
-    fqn: its name, the first one where weights are tied. rows: length of dimension 0 of the whole; own_rows: of this rank's
-    shard. A shard has ceil(rows / shard_degree) rows, the last shards fewer or none: these are padded for the collectives.
-    row_shape: of one row. sum_groups: the groups whose ranks have the same shard, and gradients of it to add up.
+    A shard has ceil(rows / shard_degree) rows. The last shards have fewer or none, and are padded for the collectives.
     """
 
-    fqn: str
-    rows: int
-    own_rows: int
+    fqn: str  # the first one of a tied weight
+    rows: int  # of the unsharded parameter: its size in dimension 0
+    own_rows: int  # of this rank's shard
     row_shape: tuple[int, ...]
     shard_degree: int
     shard_group: str
-    sum_groups: tuple[str, ...]
+    sum_groups: tuple[str, ...]  # groups of ranks with the same shard; its gradient is summed over them
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
 
     @property
     def chunk(self) -> int:
-        """Rows of a padded shard."""
+        """Number of rows of a padded shard."""
         return -(-self.rows // self.shard_degree)
 
     @property
     def reduce_groups(self) -> tuple[str, ...]:
-        """The groups of a reduction's collectives, in order."""
+        """Groups of a reduction's collectives, in order."""
         return (self.shard_group, *self.sum_groups) if self.shard_degree > 1 else self.sum_groups
 
     def gather(self, shard: Tensor) -> Tensor:
-        """This rank's rows -> the whole in param_dtype, as nodes of a graph."""
+        """Gather the unsharded parameter in param_dtype, as nodes of a graph."""
         shard = shard.to(self.param_dtype)
         if self.shard_degree == 1:
             return shard
-        if self.rows % self.shard_degree:  # all ranks pad, if only by nothing: so their graphs, and schedules, are the same
+        if self.rows % self.shard_degree:  # all ranks pad, if only by 0 rows, so that their graphs are the same
             shard = F.pad(shard, [0, 0] * (shard.dim() - 1) + [0, self.chunk - self.own_rows])
-        whole = collectives.all_gather_into_tensor(shard, self.shard_degree, self.shard_group)
-        return collectives.wait_tensor(whole)[: self.rows]
+        weight = collectives.all_gather_into_tensor(shard, self.shard_degree, self.shard_group)
+        return collectives.wait_tensor(weight)[: self.rows]
 
-    # Out of sight of dispatch modes: selective checkpointing counts operators, and this may be a gather ahead of its read.
+    # Hidden from dispatch modes: selective checkpointing counts operators, and this gather may be for a later read.
     @_disable_current_modes()
     @torch.no_grad()
     def start_gather(self, shard: Tensor) -> InFlight:
-        """The same in eager mode, on its way."""
+        """Start the same gather in eager mode."""
         shard = shard.to(self.param_dtype)
         if self.shard_degree == 1:
             return InFlight(shard, None)
         shard = _pad_rows(shard, self.chunk)
-        whole = shard.new_empty(self.chunk * self.shard_degree, *shard.shape[1:])
+        weight = shard.new_empty(self.chunk * self.shard_degree, *shard.shape[1:])
         group = _resolve_process_group(self.shard_group)  # type: ignore[arg-type]
         self.note()
-        return InFlight(whole[: self.rows], all_gather_single(whole, shard, group=group, async_op=True))
+        return InFlight(weight[: self.rows], all_gather_single(weight, shard, group=group, async_op=True))
 
     def note(self) -> None:
-        """To be called in eager mode before a collective starts: should it hang, it can be told what for."""
-        started_last.extend((time.time_ns(), group, self.fqn) for group in self.reduce_groups[:1])
+        """Record a collective that is about to start in eager mode, so that the watchdog can name it if it hangs."""
+        if self.reduce_groups:
+            started_last.append((time.time_ns(), self.reduce_groups[0], self.fqn))
 
     def start_reduce(self, gradient: Tensor) -> Tensor:
-        """This rank's gradient of the whole -> the sum of this rank's rows over the first group that has any to add, in
-        reduce_dtype; perhaps still in flight."""
+        """Start to sum an unsharded gradient over the first of `reduce_groups`, in reduce_dtype. Returns this rank's rows, which
+        may still be in flight."""
         gradient = gradient.to(self.reduce_dtype)
         if self.shard_degree > 1:
             gradient = _pad_rows(gradient, self.chunk * self.shard_degree).contiguous()
@@ -112,16 +111,16 @@ class GatherPlan:
         return collectives.all_reduce(gradient.contiguous(), "sum", self.sum_groups[0]) if self.sum_groups else gradient
 
     def finish_reduce(self, gradient: Tensor) -> Tensor:
-        """The result of start_reduce -> the sum over all groups."""
+        """Return the sum over all groups, given the result of `start_reduce`."""
         for number in range(len(self.reduce_groups)):
             gradient = self.next_reduce(gradient, number)
         return gradient
 
     def next_reduce(self, gradient: Tensor, number: int) -> Tensor:
-        """The result of a reduction's collective `number`, waited for -> that of the next one, perhaps still in flight; after the
-        last, the sum over all groups."""
+        """Wait for collective `number` of a reduction and return the result of the next one, which may still be in flight; after
+        the last one, return the sum."""
         gradient = collectives.wait_tensor(gradient)
-        if number == 0:  # after the reduce-scatter: only a shard travels between copies
+        if number == 0:  # drop the padding of the reduce-scatter before the all-reduce
             gradient = gradient[: self.own_rows]
         following = self.reduce_groups[number + 1 :]
         return collectives.all_reduce(gradient.contiguous(), "sum", following[0]) if following else gradient
@@ -129,7 +128,7 @@ class GatherPlan:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters whose collectives are one. plans: of one shard group, and of the same dtype and sum groups where it matters."""
+    """Parameters that share each collective. plans: of one shard group, and of one dtype and sum_groups where these matter."""
 
     plans: tuple[GatherPlan, ...]
 
@@ -138,11 +137,11 @@ class Bucket:
         return self.as_one.start_gather(_cat([shard.reshape(-1) for shard in rows]))
 
     def finish_gather(self, started: InFlight) -> list[Tensor]:
-        """The wholes: copies, but for a weight that is alone."""
+        """Return the unsharded parameters: copies, except for a single one."""
         table = started.wait().view(self.plans[0].shard_degree, -1)
         return [
             columns.reshape(plan.chunk * plan.shard_degree, *plan.row_shape)[: plan.rows]
-            for plan, columns in zip(self.plans, table.split(self._numbers, 1), strict=True)
+            for plan, columns in zip(self.plans, table.split(self._numels, 1), strict=True)
         ]
 
     def start_reduce(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -154,19 +153,19 @@ class Bucket:
         return self.as_one.start_reduce(_cat(tables, 1).view(-1))
 
     def finish_reduce(self, started: Tensor) -> list[Tensor]:
-        """This rank's rows of every gradient: views of one tensor."""
-        parts = self.as_one.finish_reduce(started).split(self._numbers)
+        """Return this rank's rows of every gradient: views of one tensor."""
+        parts = self.as_one.finish_reduce(started).split(self._numels)
         return [part.view(-1, *plan.row_shape)[: plan.own_rows] for plan, part in zip(self.plans, parts, strict=True)]
 
     @property
-    def _numbers(self) -> list[int]:
-        """In each parameter's padded shard."""
+    def _numels(self) -> list[int]:
+        """Elements of each parameter's padded shard."""
         return [plan.chunk * math.prod(plan.row_shape) for plan in self.plans]
 
     @property
     def as_one(self) -> GatherPlan:
-        """The plan of one parameter of as many numbers, which no rank has to pad."""
-        first, own = self.plans[0], sum(self._numbers)
+        """Plan of one flat parameter with as many elements, which needs no padding."""
+        first, own = self.plans[0], sum(self._numels)
         fqn = " ".join(plan.fqn for plan in self.plans)
         return replace(first, fqn=fqn, rows=own * first.shard_degree, own_rows=own, row_shape=())
 
@@ -177,11 +176,11 @@ def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 def _cat(tensors: list[Tensor], dimension: int = 0) -> Tensor:
-    """As torch.cat, but no copy of what is alone."""
+    """Concatenate without a copy of a single tensor."""
     return torch.cat(tensors, dimension) if len(tensors) > 1 else tensors[0]
 
 
 def local(parameter: Tensor) -> Tensor:
-    """This rank's rows; differentiable."""
+    """Return this rank's rows, differentiably."""
     assert isinstance(parameter, DTensor)
     return parameter.to_local()

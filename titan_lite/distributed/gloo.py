@@ -1,12 +1,12 @@
-"""All-gathers on CPUs that may be in flight together.
+"""Work around two faults of gloo's coalesced collectives, for CPU tensors.
 
-    gather_without_coalescing()       # once, before any collective; all of this process's CPU tensors
+    gather_without_coalescing()       # once, before any collective; for this process
 
-torch (2.11 and 2.13) makes a functional all-gather on gloo a *coalesced* one. When a worker thread is done with an operation it
-stores the operation's name, unlocked; names longer than 15 characters live on the heap, that of the coalesced all-gather does,
-and two workers that finish at once free the same one: the heap is corrupt within a minute of overlapping steps. The all-gather
-into a given tensor has a short name and is the same otherwise. The coalesced collectives of graphs are one for each tensor here:
-gloo's all-gather has that name, and its reduce-scatter writes all results again at every wait for one of them.
+torch (2.11 and 2.13) runs a functional all-gather on gloo as a *coalesced* one. A worker thread that ends an operation stores its
+name without a lock. Names longer than 15 characters are on the heap, the coalesced all-gather's among them. Two workers that end
+together free the same name: overlapping steps corrupt the heap within a minute. `all_gather_into_tensor_out` has a short name and
+is otherwise the same. Coalesced collectives of graphs become one per tensor: gloo's coalesced all-gather has the long name, and
+its coalesced reduce-scatter writes all results again at every wait for one of them.
 """
 
 import functools
@@ -14,12 +14,12 @@ import functools
 import torch
 from torch import Tensor
 
-_library = torch.library.Library("_c10d_functional", "IMPL")  # what it registers lives as long as it does
+_library = torch.library.Library("_c10d_functional", "IMPL")  # must outlive its registrations
 
 
 @functools.cache
 def gather_without_coalescing() -> None:
-    """Functional all-gathers of CPU tensors go by gloo's plain one from now on; what graphs say does not change."""
+    """Replace the kernels of functional all-gathers and coalesced collectives of CPU tensors. Graphs do not change."""
     _library.impl("all_gather_into_tensor", _all_gather_into_tensor, "CPU")
     _library.impl("all_gather_into_tensor_coalesced", _all_gather_into_tensor_coalesced, "CPU")
     _library.impl("reduce_scatter_tensor_coalesced", _reduce_scatter_tensor_coalesced, "CPU")

@@ -1,10 +1,10 @@
-"""Parallel degrees of a recipe -> one DeviceMesh, the only carrier of degrees afterwards.
+"""Make the DeviceMesh of a recipe's parallel degrees, and sum over its axes.
 
     degrees = resolve_degrees(config.parallelism, world_size=8)     # degrees.py
     mesh = build_mesh(degrees, device_type="cuda")
     mesh["dp_shard"].size()                                        # 4
 
-All axes always exist, size 1 included, outermost (slowest links) first; so nobody asks whether an axis is there.
+All axes always exist, also those of size 1. The first axis is the outermost, with the slowest links.
 """
 
 import functools
@@ -22,17 +22,17 @@ PARAMETER_AXES = ("dp_replicate", "dp_shard", "tp")
 
 
 def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
-    """The mesh of AXES; the process group must be up. device_type: "cuda" or "cpu"."""
+    """Return the mesh of AXES. Needs a process group. device_type: "cuda" or "cpu"."""
     if device_type == "cpu":
         gather_without_coalescing()
     return init_device_mesh(device_type, tuple(degrees[axis] for axis in AXES), mesh_dim_names=AXES)
 
 
 def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that this rank's parameters are placed on: PARAMETER_AXES, where dp_shard has the ranks of cp as well.
+    """Return the mesh that this rank's parameters are placed on: PARAMETER_AXES, with cp folded into dp_shard.
 
-    Those see other tokens of the same sequences, so they hold other shards of the same parameters, and add up their gradients.
-    Call it once: it may make process groups, which all ranks do together.
+    Ranks of cp see other tokens of the same sequences, so parameters can be sharded and gradients summed over them as well.
+    Call it once, on all ranks: it may create process groups.
     """
     if mesh["cp"].size() == 1:
         return mesh[PARAMETER_AXES]
@@ -42,9 +42,9 @@ def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 @functools.cache
 def stage_exchange(mesh: DeviceMesh) -> Callable[[str], dict[int, str]]:
-    """A function that shows a word to all ranks of this rank's pipeline stage, together, and returns theirs by rank.
+    """Return a function that gathers a string from all ranks of this pipeline stage, by rank.
 
-    It may make process groups, which all ranks do together.
+    Call it on all ranks: it may create process groups.
     """
     stage = mesh.mesh.select(0, mesh["pp"].get_local_rank()).flatten()
     group = None
@@ -58,23 +58,23 @@ def stage_exchange(mesh: DeviceMesh) -> Callable[[str], dict[int, str]]:
 
 
 def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
-    """(place of this rank among those that have different sequences, how many these are)."""
+    """Return (data-parallel rank, data-parallel degree): ranks of dp_replicate and dp_shard have different sequences."""
     replicate, shard = mesh["dp_replicate"], mesh["dp_shard"]
     return replicate.get_local_rank() * shard.size() + shard.get_local_rank(), replicate.size() * shard.size()
 
 
 def sum_over_tokens(tensor: Tensor, mesh: DeviceMesh) -> None:
-    """In place, over all ranks with different tokens; those that share theirs have the same tensor, and do not count twice."""
+    """Sum in place over ranks with different tokens. Ranks that share tokens (tp, pp) must have the same tensor."""
     _sum(tensor, mesh, ("dp_replicate", "dp_shard", "cp"))
 
 
 def sum_of_losses(tensor: Tensor, mesh: DeviceMesh) -> None:
-    """The same for what only the last pipeline stage has, and the others have zeros for."""
+    """Sum in place as `sum_over_tokens`, a tensor that is zero except on the last pipeline stage."""
     _sum(tensor, mesh, ("pp", "dp_replicate", "dp_shard", "cp"))
 
 
 def sum_of_flags(tensor: Tensor, mesh: DeviceMesh) -> None:
-    """After `sum_of_losses` also over the ranks of tensor parallelism: what any rank has set is set on all."""
+    """Sum in place over tp, after `sum_of_losses`. The result is then nonzero on all ranks if it was on any."""
     _sum(tensor, mesh, ("tp",))
 
 

@@ -1,12 +1,12 @@
-"""Pipeline parallelism: groups of ranks have consecutive modules each, and microbatches travel through them.
+"""Pipeline parallelism: stages of consecutive modules are on different ranks, and microbatches pass through all stages.
 
-    keep_modules(model, plan.modules[0])           # a stage is a model without the others' modules; FQNs stay
+    keep_modules(model, plan.modules[0])           # removes the modules of other stages; FQNs do not change
     pipeline = Pipeline(stages, plan, mesh["pp"], ...)                  # or SingleStage(model, loss_sum) for one stage
     loss = pipeline.forward_backward(input, label, documents, tokens)
 
-Schedules are those of torch.distributed.pipelining, which runs them; ours are the split (pipeline_plan.py), the loss, and the
-handling of SimpleFSDP's gathered weights when backward is cut in two. A microbatch's loss is divided by the number of tokens of
-the whole step, so gradients are summed, never averaged, and do not depend on the number of microbatches.
+torch.distributed.pipelining has the schedules and runs them. This package adds the split (pipeline_plan.py), the loss, and
+SimpleFSDP's gathered weights under a backward in two halves. A microbatch's loss is divided by the number of tokens of the step,
+so gradients are summed, never averaged, and do not depend on the number of microbatches.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from titan_lite.distributed.pipeline_plan import PipelinePlan, module_fqns, orde
 
 
 def keep_modules(model: nn.Module, fqns: Sequence[str]) -> None:
-    """Make `model` the stage that has modules `fqns` of it, in place: a layer goes from `layers`, anything else becomes None."""
+    """Remove all modules of `model` but `fqns`, in place: a layer is deleted from `layers`, any other module becomes None."""
     for fqn in module_fqns(len(list(model.get_submodule("layers").children()))):
         if fqn not in fqns:
             parent, _, name = fqn.rpartition(".")
@@ -36,32 +36,32 @@ def keep_modules(model: nn.Module, fqns: Sequence[str]) -> None:
 
 
 class SingleStage:
-    """The whole model on every rank: the same methods as Pipeline, without one.
+    """The methods of Pipeline for an unsplit model.
 
-    loss_sum: (logits, labels) -> summed loss, a scalar or one for each sequence (B,), and such are the losses returned (loss.py).
-    documents: by name, what the model takes beside tokens (models/llama3.py), a row for each sequence.
+    loss_sum: (logits, labels) -> summed loss, a scalar or (B,) (loss.py); losses returned have the same shape. documents: keyword
+    arguments of the model beside tokens (models/llama3.py), with a row for each sequence.
     """
 
     def __init__(self, model: nn.Module, loss_sum: Callable[[Tensor, Tensor], Tensor]):
         self.model, self.loss_sum = model, loss_sum
 
     def forward_backward(self, input: Tensor, label: Tensor, documents: dict[str, Tensor], tokens: Tensor) -> Tensor:
-        """Gradients of the loss of a local batch (B, T) over the step's `tokens` tokens; returns the loss."""
+        """Run backward of the loss of a local batch (B, T), divided by the step's `tokens`; return that loss."""
         losses = self.loss_sum(self.model(input, **documents), label) / tokens
         losses.sum().backward()
         return losses.detach()
 
     @torch.no_grad()
     def evaluate(self, input: Tensor, label: Tensor, documents: dict[str, Tensor]) -> Tensor:
-        """The summed loss of a local batch (B, T), without gradients."""
+        """Return the summed loss of a local batch (B, T), without gradients."""
         return self.loss_sum(self.model(input, **documents), label)
 
 
 class Pipeline:
-    """This rank's stages and the schedule that sends microbatches through them.
+    """This rank's stages and their schedule.
 
-    stages: models in the order of plan.stages_of(rank). tokens (B, T), hidden (B, t, C) and logits (B, T, v): shapes here,
-    for one microbatch, of the input, of what travels between stages in `dtype`, and of the result. loss_sum: as of SingleStage.
+    stages: models in the order of plan.stages_of(rank). tokens (B, T), hidden (B, t, C), logits (B, T, v): shapes on this rank of
+    a microbatch's input, activations sent between stages (of `dtype`) and output. loss_sum: as for SingleStage.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class Pipeline:
             self.schedule = cls(parts[0] if issubclass(cls, PipelineScheduleSingle) else parts, **options)
 
     def forward_backward(self, input: Tensor, label: Tensor, documents: dict[str, Tensor], tokens: Tensor) -> Tensor:
-        """Gradients of the loss of a local batch (B, T) over the step's `tokens` tokens; the loss, zero but on the last stage."""
+        """Run backward of the loss of a local batch (B, T) / the step's `tokens`; return it, zero except on the last stage."""
         self.tokens = tokens
-        self.losses: list[Tensor] = []  # in the order of the microbatches, as the schedule's own
+        self.losses: list[Tensor] = []  # in the order of microbatches
         arguments = (input,) if 0 in self.models else ()
         target = label if self.has_last else None
         self.schedule.step(*arguments, target=target, return_outputs=False, **documents)
@@ -128,10 +128,10 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, input: Tensor, label: Tensor, documents: dict[str, Tensor]) -> Tensor:
-        """The summed loss of a local batch (B, T), without gradients; zero but on the last stage.
+        """Return the summed loss of a local batch (B, T), without gradients; zero except on the rank of the last stage.
 
-        A microbatch goes through all stages of a rank before the next one does, so that no two ranks wait for each other to
-        receive, whatever the schedule. Torch's own evaluation cannot leave backward out where neighbouring stages share a rank.
+        Microbatches go through the stages one by one, so that no two ranks wait for each other, whatever the schedule. Torch's
+        own evaluation does not work without backward where neighbouring stages share a rank.
         """
         losses: list[Tensor] = []
         sends = []
@@ -149,7 +149,7 @@ class Pipeline:
                 elif self.plan.rank_of[stage + 1] != self.rank:
                     output = output.contiguous()
                     work = dist.isend(output, group=self.group, group_dst=self.plan.rank_of[stage + 1])
-                    sends.append((work, output))  # which must live until it is sent
+                    sends.append((work, output))  # keeps output alive until it is sent
         for work, _ in sends:
             assert work is not None
             work.wait()
@@ -157,7 +157,7 @@ class Pipeline:
 
 
 class _Leaves(nn.Module):
-    """A model whose parameters are, for torch's runtime, what autograd accumulates into at the moment."""
+    """A model that returns the current `gradient_leaves` as its parameters, for torch's schedules."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -172,11 +172,11 @@ class _Leaves(nn.Module):
 
 class _Stage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Without those to a neighbour on this very rank, which torch 2.11 has and gloo cannot do."""
+        """Omit operations with a neighbour stage on the same rank: torch 2.11 makes them, and gloo does not support them."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
-        """The second half of backward sets `.grad` by hand and runs no hooks, so what these do is done after it."""
+        """Run `fold_gradients` after the second half of backward, which sets `.grad` without running hooks."""
         result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         if backward_type == "weight":
             assert isinstance(self.submod, _Leaves)

@@ -1,9 +1,9 @@
-"""The plan of a pipeline: the modules and the rank of each stage, and the order of actions. It needs no process group.
+"""Plan a pipeline: the modules and the rank of each stage, and the order of actions. Needs no process group.
 
 plan = plan_pipeline(config.parallelism, n_layers=32, tied=False, local_batch_size=8, ...)
 plan.modules[0]                                # ("tok_embeddings", "layers.0", ..., "layers.6")
 order = order_of(config.parallelism, plan)     # {0: [0F0, 0F1, ...], 1: ...}: stage, kind, microbatch
-bubble_fraction(order)                         # the share of time that ranks wait
+bubble_fraction(order)                         # the share of time in which ranks are idle
 """
 
 import csv
@@ -18,28 +18,27 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from titan_lite.config import ConfigError, Parallelism
 from titan_lite.outside import Damaged, read_text, shown
 
-if TYPE_CHECKING:  # torch only where actions are made, since most plans are checked without them
+if TYPE_CHECKING:  # torch is imported late: most plans are checked without it
     from torch.distributed.pipelining.schedules import _Action
 
-Order: TypeAlias = "Mapping[int, Sequence[_Action | None]]"  # what each pipeline rank does, one after the other
+Order: TypeAlias = "Mapping[int, Sequence[_Action | None]]"  # the actions of each pipeline rank, in order
 STAGES_PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}  # Interleaved1F1B: or more
-# kind of action -> what must be done before it: (so many stages on, kind); I serves the stage before as B
+# kind of action -> actions that must be done before it: (stage relative to its own, kind). I counts as B for the stage before.
 NEEDS = {"F": [(-1, "F")], "B": [(0, "F"), (1, "B")], "I": [(0, "F"), (1, "B")], "W": [(0, "B")]}
 
 
 class TooFewLayers(ConfigError):
-    """A model of more layers would have one for each stage."""
+    """The model has too few layers for the stages."""
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """modules: FQNs of each stage, in order; rank_of: the pipeline rank of each stage; microbatches: of one local batch; order:
-    the actions of each rank where they are from a file, such as "0F0"."""
+    """The split of a model into stages, and their ranks."""
 
-    modules: tuple[tuple[str, ...], ...]
-    rank_of: tuple[int, ...]
-    microbatches: int
-    order: tuple[tuple[str, ...], ...] = ()
+    modules: tuple[tuple[str, ...], ...]  # FQNs of each stage
+    rank_of: tuple[int, ...]  # the pipeline rank of each stage
+    microbatches: int  # of one local batch
+    order: tuple[tuple[str, ...], ...] = ()  # actions of each rank, such as "0F0", if they come from a file
 
     def stages_of(self, rank: int) -> list[int]:
         return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
@@ -48,9 +47,9 @@ class PipelinePlan:
 def plan_pipeline(
     parallelism: Parallelism, *, n_layers: int, tied: bool, local_batch_size: int, compiled: bool, checkpointed: bool
 ) -> PipelinePlan:
-    """The modules and the rank of every stage. Raises ConfigError for what cannot be run.
+    """Return the modules and the rank of every stage. Raises ConfigError for a pipeline that cannot run.
 
-    compiled: whether stages are; checkpointed: whether activations are.
+    tied: embedding and output share a weight. compiled: stages or the loss are. checkpointed: activations are.
     """
     degree = parallelism.pipeline_parallel_degree
     wrong = f"parallelism.pipeline_parallel_degree = {degree}"
@@ -60,14 +59,14 @@ def plan_pipeline(
     if tied:
         raise ConfigError(
             f"{wrong}: this flavor's embedding and output are one weight, which the first and the last stage would both need; "
-            'pipeline_parallel_degree = 1, an untied flavor such as 8B, or model.tied_embeddings = "no" would work'
+            'use pipeline_parallel_degree = 1, an untied flavor such as 8B, or model.tied_embeddings = "no"'
         )
     size = parallelism.pipeline_parallel_microbatch_size
     if local_batch_size % size:
-        works = [str(n) for n in range(1, local_batch_size + 1) if local_batch_size % n == 0]
+        fix = " or ".join(str(n) for n in range(1, local_batch_size + 1) if local_batch_size % n == 0)
         raise ConfigError(
             f"parallelism.pipeline_parallel_microbatch_size = {size} does not divide training.local_batch_size = "
-            f"{local_batch_size}; {', '.join(works)} would work"
+            f"{local_batch_size}; use {fix}"
         )
     microbatches = local_batch_size // size
     order: Order = {}
@@ -84,45 +83,43 @@ def plan_pipeline(
         halves = parallelism.pipeline_parallel_schedule == "ZBVZeroBubble"
     if halves and compiled:
         raise ConfigError(
-            f"{key} cuts backward in two, which a compiled graph cannot be (compile.enable = true); compile.enable = false, or "
-            f"{others}, would work"
+            f"{key} cuts backward in two, which a compiled graph cannot be (compile.enable = true); use compile.enable = false "
+            f"or {others}"
         )
     if halves and checkpointed:
         raise ConfigError(
-            f"{key} cuts backward in two, and each half would recompute every block, the second one once for each weight "
-            f'(activation_checkpoint.mode); mode = "none", or {others}, would work'
+            f"{key} cuts backward in two, and each half would recompute every block, the second one once for each weight; "
+            f'use activation_checkpoint.mode = "none" or {others}'
         )
     written = tuple(tuple(map(str, actions)) for _, actions in sorted(order.items()))
     return PipelinePlan(tuple(map(tuple, _split(modules, len(rank_of), parallelism))), rank_of, microbatches, written)
 
 
 def module_fqns(n_layers: int) -> list[str]:
-    """The modules that a model is cut between, in the order of its forward."""
+    """Return the modules that stages are made of, in the order of forward."""
     return ["tok_embeddings", *(f"layers.{i}" for i in range(n_layers)), "norm", "output"]
 
 
 def _named_schedule(parallelism: Parallelism, microbatches: int) -> tuple[int, ...]:
-    """The rank of each stage, where schedule, microbatches and degree go together."""
+    """Return the rank of each stage. Raises ConfigError for a schedule that does not fit the microbatches or the degree."""
     degree, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     given, usual = parallelism.pipeline_parallel_stages_per_rank, STAGES_PER_RANK[name]
     per_rank = usual if given == -1 else given
     if per_rank != usual and (name != "Interleaved1F1B" or per_rank < 2):
         raise ConfigError(
             f'parallelism.pipeline_parallel_stages_per_rank = {given}: pipeline_parallel_schedule = "{name}" has {usual}'
-            f"{' or more' if name == 'Interleaved1F1B' else ''}; -1 or {usual} would work"
+            f"{' or more' if name == 'Interleaved1F1B' else ''}; use -1 or {usual}"
             + ("" if name == "Interleaved1F1B" else ', or "Interleaved1F1B"' if per_rank > 1 else ', or "1F1B"')
         )
     key = f'parallelism.pipeline_parallel_schedule = "{name}"'
     batch = f"training.local_batch_size / pipeline_parallel_microbatch_size = {microbatches} microbatches"
     if name == "1F1B" and microbatches < degree:
-        raise ConfigError(
-            f'{key} needs as many microbatches as stages, {degree}, but {batch}; {degree} of them, or "GPipe", would work'
-        )
+        raise ConfigError(f'{key} needs as many microbatches as stages, {degree}, but {batch}; use {degree} of them, or "GPipe"')
     rounds = max(1, microbatches // degree)
     if name == "Interleaved1F1B" and microbatches % rounds:
         raise ConfigError(
             f"{key} with {degree} ranks goes in {rounds} rounds, which do not divide {batch}; "
-            f"{microbatches // degree * degree} or {(microbatches // degree + 1) * degree} of them would work"
+            f"use {microbatches // degree * degree} or {(microbatches // degree + 1) * degree} of them"
         )
     if name == "ZBVZeroBubble":
         return (*range(degree), *reversed(range(degree)))
@@ -130,35 +127,33 @@ def _named_schedule(parallelism: Parallelism, microbatches: int) -> tuple[int, .
 
 
 def _split(modules: list[str], stages: int, parallelism: Parallelism) -> list[list[str]]:
-    """`modules` in `stages` consecutive parts: at split points, or with layers shared out evenly."""
+    """Cut `modules` into `stages` consecutive parts, at the split points or else with equal numbers of layers."""
     points = parallelism.pipeline_parallel_split_points
     if points:
         key = f"parallelism.pipeline_parallel_split_points = [{', '.join(points)}]"
         unknown = [point for point in points if point not in modules[1:]]
         if unknown:
             raise ConfigError(
-                f"{key}: there is no module {unknown[0]} to begin a stage with; {modules[1]} to {modules[-3]}, norm or output are"
+                f"{key}: there is no module {unknown[0]} to begin a stage with; use {modules[1]} to {modules[-3]}, norm or output"
             )
         if len(points) != stages - 1:
-            raise ConfigError(
-                f"{key} makes {len(points) + 1} stages, but the schedule has {stages}; {stages - 1} points would work"
-            )
+            raise ConfigError(f"{key} makes {len(points) + 1} stages, but the schedule has {stages}; use {stages - 1} points")
         starts = [modules.index(point) for point in points]
         if starts != sorted(set(starts)):
-            raise ConfigError(f"{key} are not in the order of the model; {', '.join(sorted(set(points), key=modules.index))} are")
+            raise ConfigError(f"{key} are not in the order of the model; use {', '.join(sorted(set(points), key=modules.index))}")
         return [modules[start:end] for start, end in itertools.pairwise([0, *starts, len(modules)])]
     layers = modules[1:-2]
     less = [0] * stages
     less[0] += parallelism.pipeline_parallel_first_stage_less_layers
     less[-1] += parallelism.pipeline_parallel_last_stage_less_layers
     share, more = divmod(len(layers) + sum(less), stages)
-    # What is left over goes to late stages, which have fewer microbatches in flight.
+    # The remainder goes to late stages, which have fewer microbatches in flight.
     counts = [share + (stage >= stages - more) - less[stage] for stage in range(stages)]
     if min(counts) < 0 or 0 in counts[1:-1]:
         raise TooFewLayers(
             f"parallelism.pipeline_parallel_degree = {parallelism.pipeline_parallel_degree}: {stages} stages for {len(layers)} "
-            f"layers give {', '.join(map(str, counts))}; fewer stages, smaller pipeline_parallel_first_stage_less_layers and "
-            "pipeline_parallel_last_stage_less_layers, or pipeline_parallel_split_points would work"
+            f"layers give {', '.join(map(str, counts))}; use fewer stages, smaller pipeline_parallel_first_stage_less_layers and "
+            "pipeline_parallel_last_stage_less_layers, or pipeline_parallel_split_points"
         )
     parts = [layers[start:end] for start, end in itertools.pairwise(itertools.accumulate(counts, initial=0))]
     parts[0] = ["tok_embeddings", *parts[0]]
@@ -167,12 +162,12 @@ def _split(modules: list[str], stages: int, parallelism: Parallelism) -> list[li
 
 
 def read_schedule(path: Path, degree: int, microbatches: int) -> Order:
-    """A CSV file of actions, a row a pipeline rank, blanks where it waits. Raises ConfigError with the row and the action."""
+    """Read a CSV file of actions: a row for each pipeline rank, blanks where it waits. Raises ConfigError."""
     key = f'parallelism.pipeline_parallel_schedule_csv = "{path}"'
     try:
         rows = [row for row in csv.reader(read_text(path).splitlines()) if any(map(str.strip, row))]
     except (Damaged, csv.Error) as error:
-        raise ConfigError(f"{key} cannot be read ({error}); name a CSV file with {degree} rows") from None
+        raise ConfigError(f"{key} cannot be read ({error}); use a CSV file with {degree} rows") from None
     from torch.distributed.pipelining.schedules import _Action, _validate_schedule
 
     order: dict[int, list[_Action | None]] = {}
@@ -183,13 +178,13 @@ def read_schedule(path: Path, degree: int, microbatches: int) -> Order:
             known = re.fullmatch(r"[0-9]{1,6}[FBIW]([0-9]{1,6})", text)
             if known is None or int(known[1]) >= microbatches or text in seen:
                 why = "given twice" if text in seen else f"no action of microbatches 0 to {microbatches - 1}"
-                raise ConfigError(f"{key}, row {rank + 1}: {shown(text)} is {why}; such as 0F0, 1B0, 1I0 or 1W0 are")
+                raise ConfigError(f"{key}, row {rank + 1}: {shown(text)} is {why}; use actions such as 0F0, 1B0, 1I0 or 1W0")
             seen.add(text)
             order[rank].append(_Action.from_str(text))
     if len(order) != degree:
         raise ConfigError(
             f"{key} has {len(order)} rows, but parallelism.pipeline_parallel_degree = {degree}; "
-            f"a row a rank, or pipeline_parallel_degree = {len(order)}, would work"
+            f"use {degree} rows or pipeline_parallel_degree = {len(order)}"
         )
     try:
         stages = len({action.stage_index for actions in order.values() for action in actions if action is not None})
@@ -199,14 +194,14 @@ def read_schedule(path: Path, degree: int, microbatches: int) -> Order:
         why = (str(error).splitlines() or ["not in order"])[0]
         raise ConfigError(
             f"{key} is no schedule for {microbatches} microbatches (training.local_batch_size / "
-            f"pipeline_parallel_microbatch_size): {why}; every stage needs F and B, or I and W, of microbatches 0 to "
-            f"{microbatches - 1}, on one rank"
+            f"pipeline_parallel_microbatch_size): {why}; use F and B, or F, I and W, of microbatches 0 to {microbatches - 1} for "
+            "every stage, on one rank"
         ) from None
     return order
 
 
 def one_stage_order(schedule: str, degree: int, microbatches: int) -> Order:
-    """The order of "GPipe" or "1F1B"."""
+    """Return the order of "GPipe" or "1F1B"."""
     from torch.distributed.pipelining.schedules import _Action
 
     order = {}
@@ -218,7 +213,7 @@ def one_stage_order(schedule: str, degree: int, microbatches: int) -> Order:
 
 
 def order_of(parallelism: Parallelism, plan: PipelinePlan) -> Order:
-    """The actions of each pipeline rank, of a plan that can run; no stage has to be there."""
+    """Return the actions of each pipeline rank. Needs no stages, only their plan."""
     from torch.distributed.pipelining.schedules import _Action, get_schedule_class
 
     degree, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
@@ -236,9 +231,9 @@ def order_of(parallelism: Parallelism, plan: PipelinePlan) -> Order:
 
 @dataclass(frozen=True)
 class Timetable:
-    """The begin and end of each action of a schedule, by rank in its order, in seconds; computations alone."""
+    """Times of the computations of a schedule, by rank."""
 
-    actions: Mapping[int, Sequence[tuple[str, int, int, float, float]]]  # (F, B, I or W; stage; microbatch; begin; end)
+    actions: Mapping[int, Sequence[tuple[str, int, int, float, float]]]  # (F, B, I or W; stage; microbatch; begin s; end s)
 
     @property
     def seconds(self) -> float:
@@ -246,22 +241,22 @@ class Timetable:
 
 
 def computations(actions: "Sequence[_Action | None]") -> list[tuple[str, int, int | None]]:
-    """(F, B, I or W; stage; microbatch) of one rank's actions that compute."""
+    """Return (F, B, I or W; stage; microbatch) of each computation of one rank."""
     each = [part for action in actions if action is not None for part in action.sub_actions or (action,)]
     found = [(part.computation_type.value, part.stage_index, part.microbatch_index) for part in each]
     return [computation for computation in found if computation[0] in "FBIW"]
 
 
 def run_order(order: Order, seconds: Callable[[str, int], float], travel: float = 0.0) -> Timetable:
-    """The schedule action by action. seconds: of a kind of action (F, B, or B's halves I and W) of a stage; travel: until what a
-    stage gives is on the rank of its neighbour, which computes nothing else while it waits for it.
+    """Simulate a schedule. seconds: (F, B, I or W; stage) -> duration; travel: seconds to send a result to another rank, which
+    computes nothing else while it waits.
 
-    Raises AssertionError where actions wait for each other, or for one that never comes.
+    Raises AssertionError if actions wait for each other, or for one that is missing.
     """
     queues = {rank: computations(actions) for rank, actions in order.items()}
     owner = {stage: rank for rank, queue in queues.items() for _, stage, _ in queue}
     last = max(owner, default=0)
-    done: dict[tuple[int, str, int | None], float] = {}  # (stage, F, B or W, microbatch) -> when
+    done: dict[tuple[int, str, int | None], float] = {}  # (stage, F, B or W, microbatch) -> end
     free = dict.fromkeys(queues, 0.0)
     found: dict[int, list] = {rank: [] for rank in queues}
     while any(queues.values()):
@@ -284,7 +279,7 @@ def run_order(order: Order, seconds: Callable[[str, int], float], travel: float 
 
 
 def bubble_fraction(order: Order) -> float:
-    """The share of time that ranks wait, where forward costs 1, backward 2, each of its halves 1, and sending nothing.
+    """Return the share of time in which ranks are idle, if F, I and W take 1, B takes 2 and sending takes 0.
 
     Raises AssertionError as `run_order` does.
     """

@@ -1,13 +1,13 @@
 """SimpleFSDP (arXiv 2411.00284): a sharded parameter is a DTensor, and reading it is a differentiable all-gather.
 
     apply_simple_fsdp(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32, reshard_after_forward=True)
-    materialize(model, device)                  # the meta shards get memory; no rank ever holds the full model
+    materialize(model, device)                  # allocates the meta shards; no rank ever holds the full model
     model.layers["0"].attention.wq.weight       # all-gather; its backward is the reduce-scatter of the gradient
 
-Each module's class is swapped for a subclass whose properties gather: no hooks on modules, no streams, no flat parameters. A
-traced graph holds the plain collectives (gather.py), and a graph pass moves them; eager mode runs the same ones, started a few
-earlier (eager.py), or once for several microbatches (accumulation.py). FQNs, `parameters()` and `state_dict()` read
-`_parameters`, which holds the shards; they never communicate.
+Each module's class is replaced by a subclass with properties that gather: no module hooks, no streams, no flat parameters. A
+traced graph has plain collectives (gather.py), and graph passes move them. Eager mode runs the same ones, prefetched (eager.py)
+or once for several microbatches (accumulation.py). FQNs, `parameters()` and `state_dict()` read `_parameters`, which holds the
+shards; they never communicate.
 
 FSDP, HSDP and DDP differ only in the sizes of the mesh axes dp_replicate and dp_shard:
 
@@ -15,8 +15,8 @@ FSDP, HSDP and DDP differ only in the sizes of the mesh axes dp_replicate and dp
     HSDP   dp_replicate m, dp_shard n    all-gather in the copy    reduce-scatter, then all-reduce of the shard over copies
     DDP    dp_replicate m, dp_shard 1    nothing                   all-reduce
 
-What tensor parallelism has split is sharded further: "the whole" below is then what a tensor-parallel rank has of it. Gradients
-are *summed* over ranks: the loss is already divided by the number of tokens of all ranks.
+A parameter that tensor parallelism has split is sharded further; "unsharded" then means a tensor-parallel rank's part of it.
+Gradients are *summed* over ranks: the loss is already divided by the number of tokens of all ranks.
 """
 
 import functools
@@ -38,13 +38,13 @@ from titan_lite.distributed.gather import GatherPlan, local
 
 
 class _Gather(torch.autograd.Function):
-    """Shard -> whole weight; gradient of the whole -> gradient of the shard."""
+    """Shard -> unsharded weight; its gradient -> gradient of the shard."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, plan: GatherPlan, eager: Eager | None) -> Tensor:
         ctx.plan, ctx.eager, ctx.shard_dtype = plan, eager, shard.dtype
-        whole = plan.gather(shard) if eager is None else eager.gather(shard, plan)
-        return whole.view_as(whole)  # autograd wants a tensor of its own where nothing had to be gathered or cast
+        weight = plan.gather(shard) if eager is None else eager.gather(shard, plan)
+        return weight.view_as(weight)  # autograd needs a new tensor where nothing is gathered or cast
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -54,26 +54,22 @@ class _Gather(torch.autograd.Function):
 
 
 class _Model:
-    """The state that the modules of one sharded model share. plans: one entry for tied weights; parameters hash by identity.
-    resharded: FQNs of the weights that are dropped after forward.
-
-    Only within `gathered_for_step`, by FQN: gathered, the whole weights; sums, of their gradients where these are added up in
-    another dtype than they are computed in.
-    """
+    """State shared by the modules of one sharded model."""
 
     def __init__(self, resharded: frozenset[str]):
-        self.resharded = resharded
+        self.resharded = resharded  # FQNs of weights that are dropped after forward
         self.eager = Eager()
-        self.plans: dict[nn.Parameter, GatherPlan] = {}
+        self.plans: dict[nn.Parameter, GatherPlan] = {}  # one entry for tied weights; parameters hash by identity
+        # Within `gathered_for_step` alone: unsharded weights by FQN, and sums of their gradients if these have another dtype.
         self.gathered: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
 
 
 class _Module(NamedTuple):
-    """The attribute `_fsdp` of a sharded module; plans: of its own parameters, by name."""
+    """The attribute `_fsdp` of a sharded module."""
 
     model: _Model
-    plans: dict[str, GatherPlan]
+    plans: dict[str, GatherPlan]  # of its own parameters, by name
 
 
 def apply_simple_fsdp(
@@ -87,11 +83,11 @@ def apply_simple_fsdp(
 ) -> None:
     """Shard every parameter of `model` on dimension 0 over axis dp_shard of `mesh`, in place; see `parameter_mesh` (mesh.py).
 
-    A DTensor over the axis tp is one that tensor parallelism has placed; its part on this rank is sharded. A parameter on the
-    meta device becomes a meta shard (see `materialize`); one with data is cut, each rank keeping its rows, and must hold the
-    same numbers on all ranks. param_dtype: of gathered weights, and so of the computation; reduce_dtype: in which gradients are
-    summed. reshard_after_forward: drop gathered weights after forward and gather them again in backward (less memory, one more
-    all-gather), or keep them. keep_gathered: FQN prefixes of modules whose weights are kept all the same, such as "layers.31".
+    Of a DTensor placed by tensor parallelism, this rank's part is sharded. A parameter on the meta device becomes a meta shard
+    (see `materialize`). One with data must be equal on all ranks, and each rank keeps its rows. param_dtype: of gathered weights
+    and of computation; reduce_dtype: of sums of gradients. reshard_after_forward: drop gathered weights after forward and
+    gather them again in backward (less memory, one more all-gather). keep_gathered: FQN prefixes of modules that keep their
+    gathered weights nevertheless, such as "layers.31".
     """
     names = {fqn for fqn, _ in model.named_parameters()} if reshard_after_forward else set()
     shared = _Model(frozenset(names.difference(parameters_within(model, keep_gathered))))
@@ -115,44 +111,44 @@ def apply_simple_fsdp(
 def _shard(
     parameter: nn.Parameter, mesh: DeviceMesh, fqn: str, param_dtype: torch.dtype, reduce_dtype: torch.dtype
 ) -> tuple[nn.Parameter, GatherPlan]:
-    """The whole parameter -> this rank's rows of it, as a DTensor on `mesh`; and how to gather it."""
+    """Return this rank's rows of a parameter, as a DTensor on `mesh`, and the plan to gather it."""
     tp_placement: Placement = Replicate()
-    whole = parameter.detach()
+    unsharded = parameter.detach()
     if isinstance(parameter, DTensor):
-        (tp_placement,), whole = parameter.placements, parameter.to_local().detach()
+        (tp_placement,), unsharded = parameter.placements, parameter.to_local().detach()
     degree, rank = mesh["dp_shard"].size(), mesh["dp_shard"].get_local_rank()
-    chunk = -(-whole.shape[0] // degree)
-    rows = whole[min(rank * chunk, whole.shape[0]) : (rank + 1) * chunk].clone()
+    chunk = -(-unsharded.shape[0] // degree)
+    rows = unsharded[min(rank * chunk, unsharded.shape[0]) : (rank + 1) * chunk].clone()
     same_shard = ["dp_replicate"] if tp_placement.is_shard() else ["dp_replicate", "tp"]
     plan = GatherPlan(
         fqn=fqn,
-        rows=whole.shape[0],
+        rows=unsharded.shape[0],
         own_rows=rows.shape[0],
-        row_shape=tuple(whole.shape[1:]),
+        row_shape=tuple(unsharded.shape[1:]),
         shard_degree=degree,
         shard_group=mesh.get_group("dp_shard").group_name,
         sum_groups=tuple(mesh.get_group(axis).group_name for axis in same_shard if mesh[axis].size() > 1),
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
     )
-    # A rank's rows are a part of its tensor-parallel part: the axis on the right was split first.
+    # FSDP splits a rank's tensor-parallel part: the axis on the right, tp, is split first.
     strided = tp_placement.is_shard(0) and mesh["tp"].size() > 1
     placements = (Replicate(), _StridedShard(0, split_factor=mesh["tp"].size()) if strided else Shard(0), tp_placement)
-    # shape and stride are given, since uneven shards do not tell those of the whole
+    # shape and stride are given: they cannot be inferred from uneven shards
     sharded = DTensor.from_local(rows, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad), plan
 
 
 def as_shard_of(parameter: Tensor, rows: Tensor) -> DTensor:
-    """A DTensor placed as `parameter` is."""
+    """Return a DTensor of this rank's `rows`, with the placements of `parameter`."""
     assert isinstance(parameter, DTensor)
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(rows, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
 
 
-@functools.cache  # so a class swapped alike is the same class in every model; it must not close over a mesh
+@functools.cache  # one class for all modules replaced alike, in every model; it must not close over a mesh
 def _sharded_class(cls: Any, names: tuple[str, ...], is_root: bool) -> Any:
-    """A subclass whose property of each name gathers; the root's forward also frames what eager mode adds."""
+    """Return a subclass with a gathering property for each name. The root's forward also runs within `Eager.forward`."""
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +165,7 @@ def _sharded_class(cls: Any, names: tuple[str, ...], is_root: bool) -> Any:
 
 
 def _read(module: nn.Module, name: str) -> Tensor:
-    """`module.weight`: the whole weight, in param_dtype."""
+    """Return the unsharded parameter in param_dtype, for `module.weight`."""
     fsdp: _Module = module._fsdp  # type: ignore[assignment]
     parameter, plan = module._parameters[name], fsdp.plans[name]
     if plan.fqn in fsdp.model.gathered:
@@ -177,12 +173,12 @@ def _read(module: nn.Module, name: str) -> Tensor:
     assert parameter is not None
     shard = local(parameter)
     if tracing():
-        with annotate({"fqn": plan.fqn}):  # on its nodes, those of backward too, by which passes know them
+        with annotate({"fqn": plan.fqn}):  # names the nodes for graph passes, those of backward too
             return _Gather.apply(shard, plan, None)
-    whole = _Gather.apply(shard, plan, fsdp.model.eager)
+    weight = _Gather.apply(shard, plan, fsdp.model.eager)
     if plan.fqn in fsdp.model.resharded:
-        fsdp.model.eager.remember(whole, parameter, plan)
-    return whole
+        fsdp.model.eager.remember(weight, parameter, plan)
+    return weight
 
 
 def model_of(root: nn.Module) -> _Model:
@@ -190,12 +186,12 @@ def model_of(root: nn.Module) -> _Model:
 
 
 def tracing() -> bool:
-    """True while this code is becoming a graph, under torch.compile or make_fx."""
+    """Return True while torch.compile or make_fx traces this code."""
     return torch.compiler.is_compiling() or _are_we_tracing()
 
 
 def materialize(root: nn.Module, device: torch.device) -> None:
-    """Give a meta model uninitialised memory on `device`, each rank its shards; tied weights stay tied (`to_empty` unties)."""
+    """Allocate the shards of a meta model on `device`, uninitialised. Tied weights stay tied, unlike in `to_empty`."""
     model = model_of(root)
     filled: dict[Any, nn.Parameter] = {}
     for meta in model.plans:
@@ -210,7 +206,7 @@ def materialize(root: nn.Module, device: torch.device) -> None:
 
 
 def shard_of(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """(the rows this rank holds, sharing memory with the parameter; their offset in the whole), under no_grad."""
+    """Return (this rank's rows, a view of the parameter; their offset in the unsharded parameter). Call it under no_grad."""
     assert isinstance(parameter, DTensor)
     offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)[1]
     return parameter.to_local(), tuple(int(start) for start in offset)

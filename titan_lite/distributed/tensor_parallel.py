@@ -1,14 +1,14 @@
 """Tensor parallelism, with sequence parallelism between blocks, as a plan from FQN to style.
 
-    apply_tensor_parallel(model, mesh["tp"])      # before SimpleFSDP, which then shards what a rank has left
+    apply_tensor_parallel(model, mesh["tp"])      # before SimpleFSDP, which then shards each rank's part
 
-A rank holds some heads and some hidden units of every block, and between blocks some tokens of every sequence (arXiv
-1909.08053 and 2205.05198). With t = T / tp, for attention (the feed-forward network goes alike):
+A rank has some heads and some hidden units of every block (arXiv 1909.08053), and between blocks some tokens of every sequence
+(arXiv 2205.05198). With t = T / tp, for attention (the feed-forward network is analogous):
 
     x (B, t, C) -> all-gather -> (B, T, C) -> wq, wk, wv: own heads -> wo: own columns -> reduce-scatter -> (B, t, C)
 
-Embedding and output hold own rows of the vocabulary; the loss is computed from the logits of these (`loss.py`), and no rank
-ever holds those of the whole vocabulary. Modules compute on plain tensors: a graph holds the plain collectives.
+Embedding and output have a rank's rows of the vocabulary. The loss is computed from their logits (`loss.py`), and no rank ever
+has the logits of the full vocabulary. Modules compute on plain tensors: a graph has plain collectives.
 """
 
 import fnmatch
@@ -29,15 +29,12 @@ from titan_lite.compiler.collectives import collectives
 
 @dataclass(frozen=True)
 class Style:
-    """The part of a module. weight: the dimension of its weight that is split, None for a weight that every rank holds (or for
-    none at all); gathers: its input has own tokens, and it wants all; scatters: its output is a sum over ranks of all tokens,
-    and own tokens are wanted; vocabulary: it looks up own rows of a table.
-    """
+    """Parallel style of a module."""
 
-    weight: int | None = None
-    gathers: bool = False
-    scatters: bool = False
-    vocabulary: bool = False
+    weight: int | None = None  # dimension in which its weight is split; None: replicated, or no weight
+    gathers: bool = False  # all-gather the tokens of its input
+    scatters: bool = False  # reduce-scatter the tokens of its output
+    vocabulary: bool = False  # look up this rank's rows of an embedding table
 
 
 COLUMN, ROW = Style(weight=0), Style(weight=1, scatters=True)  # of the product x @ weight.T
@@ -61,24 +58,24 @@ PLAN: dict[str, Style] = {
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks along a mesh axis: their group, how many, and this one's place. Plain values, so that tracing sees constants."""
+    """The ranks along a mesh axis. Plain values, so that tracing sees constants."""
 
     group: str
     degree: int
-    rank: int
+    rank: int  # this rank's, along the axis
 
 
 def axis_of(mesh: DeviceMesh) -> Axis:
-    """mesh: of one axis."""
+    """Return the Axis of a mesh with one axis."""
     return Axis(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Split `model` over the one-axis `mesh` in place; FQNs do not change. Nothing is done where the axis has one rank.
+    """Split `model` over the one-axis `mesh` in place; FQNs do not change. Does nothing for a mesh of one rank.
 
     Parameters become DTensors on `mesh`, split or replicated; those on the meta device stay there. The gradient of a replicated
-    one is a sum over ranks, since each sees own tokens; SimpleFSDP reduces it. Raises ValueError for a parameter of a module
-    that is not in PLAN.
+    one must be summed over ranks, because each rank sees other tokens; SimpleFSDP does it. Raises ValueError for a parameter of
+    a module that is not in PLAN.
     """
     if mesh.size() == 1:
         return
@@ -111,7 +108,7 @@ def _split(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> nn.Par
     return nn.Parameter(part, parameter.requires_grad)
 
 
-@functools.cache  # as in simple_fsdp.py: one class for modules that are swapped alike, and it must not close over a mesh
+@functools.cache  # as in simple_fsdp.py: one class for all modules replaced alike; it must not close over a mesh
 def _parallel_class(cls: Any, style: Style) -> Any:
     def forward(self: nn.Module, x: Tensor, *others: Any) -> Tensor:
         axis: Axis = self._tp  # type: ignore[assignment]
@@ -127,24 +124,24 @@ def _parallel_class(cls: Any, style: Style) -> Any:
 
 
 def _look_up(tokens: Tensor, weight: Tensor, vocabulary: int, axis: Axis) -> Tensor:
-    """Rows of this rank's part of the table, zero for tokens of other parts: a sum over ranks is the look-up."""
+    """Look up tokens in this rank's rows of the table, zero for other tokens. The sum over ranks is the full look-up."""
     own = tokens - axis.rank * -(-vocabulary // axis.degree)
     inside = (own >= 0) & (own < weight.shape[0])
     return F.embedding(own.where(inside, 0), weight) * inside.unsqueeze(-1)
 
 
 def gather_tokens(x: Tensor, axis: Axis) -> Tensor:
-    """(B, t, C) -> (B, T, C); the gradient of all tokens is summed over ranks, and each keeps that of its own."""
+    """All-gather tokens: (B, t, C) -> (B, T, C). Backward reduce-scatters the gradient."""
     return _Tokens.apply(x, axis, _all_gather, _reduce_scatter)
 
 
 def scatter_tokens(x: Tensor, axis: Axis) -> Tensor:
-    """(B, T, C), to be summed over ranks -> (B, t, C)."""
+    """Reduce-scatter tokens: (B, T, C) -> (B, t, C). Backward all-gathers the gradient."""
     return _Tokens.apply(x, axis, _reduce_scatter, _all_gather)
 
 
 class _Tokens(torch.autograd.Function):
-    """A collective, and the one that is its gradient."""
+    """A collective `move`, with `move_back` as its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, move: Callable, move_back: Callable) -> Tensor:
@@ -156,7 +153,7 @@ class _Tokens(torch.autograd.Function):
         return ctx.move_back(gradient, ctx.axis), None, None, None
 
 
-# Pieces put together and cut with cat and chunk: what Inductor's pass for asynchronous tensor parallelism recognises.
+# Inductor's pass for asynchronous tensor parallelism recognises cat and chunk.
 def _all_gather(x: Tensor, axis: Axis) -> Tensor:
     parts = collectives.wait_tensor(collectives.all_gather_into_tensor(x.contiguous(), axis.degree, axis.group))
     return torch.cat(parts.chunk(axis.degree), dim=1)

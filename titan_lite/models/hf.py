@@ -1,10 +1,10 @@
-"""Hugging Face's LlamaForCausalLM: its names, its layout of rotary pairs and its config.json, and how they become ours and back.
+"""Convert names, weights and config.json to and from Hugging Face's LlamaForCausalLM.
 
     names = hf_names(config)              # {"layers.0.attention.wq.weight": "model.layers.0.self_attn.q_proj.weight", ...}
     theirs = to_hf(fqn, weight, config)   # the same tensor, but for wq and wk
     config = config_from_hf(config_json)  # and back: config_to_hf
 
-Of a head of D dimensions, (2i, 2i+1) rotate together here and (i, i + D/2) there: rows of wq and wk change places within a head.
+In a head of D dimensions, rotary pairs are (2i, 2i+1) here and (i, i + D/2) there, so rows of wq and wk are permuted per head.
 Tied weights are one tensor in both, under the embedding's name.
 """
 
@@ -49,12 +49,12 @@ _CONFIG = {
     "rms_norm_eps": POSITIVE,
     "tie_word_embeddings": maybe(FLAG),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), maybe(Form("an object or null", lambda v: not v or OBJECT.holds(v)))),
-    **{name: optional(one_of(works)) for name, works in _FIXED.items()},
+    **{name: optional(one_of(value)) for name, value in _FIXED.items()},
 }
 
 
 def hf_names(config: ModelConfig) -> dict[str, str]:
-    """Our name of every parameter -> theirs, in the model's order."""
+    """Return {our name: their name} of every parameter, in the model's order."""
     modules = {"tok_embeddings": "model.embed_tokens"}
     for i in range(config.n_layers):
         modules |= {f"layers.{i}.{ours}": f"model.layers.{i}.{theirs}" for ours, theirs in _IN_A_LAYER.items()}
@@ -63,26 +63,26 @@ def hf_names(config: ModelConfig) -> dict[str, str]:
 
 
 def to_hf(fqn: str, weight: Tensor, config: ModelConfig) -> Tensor:
-    """Our parameter of this name in their layout: itself, or for wq and wk a permuted copy. (rows, columns) both."""
+    """Return our parameter `fqn` (rows, columns) in their layout: itself, or for wq and wk a permuted copy."""
     heads = _rotary_heads(fqn, config)
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2) if heads else weight
 
 
 def from_hf(fqn: str, weight: Tensor, config: ModelConfig) -> Tensor:
-    """The inverse of `to_hf`; fqn is our name."""
+    """Invert `to_hf`. fqn: our name."""
     heads = _rotary_heads(fqn, config)
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2) if heads else weight
 
 
 def _rotary_heads(fqn: str, config: ModelConfig) -> int:
-    """Heads whose rows have pairs in them; 0: it is no such parameter."""
+    """Return the number of heads with rotary pairs in a parameter's rows; 0 for all but wq and wk."""
     if fqn.endswith(".wq.weight"):
         return config.n_heads
     return config.n_kv_heads if fqn.endswith(".wk.weight") else 0
 
 
 def config_to_hf(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The model's part of a config.json, in the words that transformers 4 and 5 both read."""
+    """Return the model's part of a config.json, in the keys that transformers 4 and 5 both read."""
     scaling = config.rope_scaling
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -99,7 +99,7 @@ def config_to_hf(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def config_from_hf(json: Mapping[str, Any]) -> ModelConfig:
-    """The shape of the model that a config.json describes. Raises ValueError with all that this model cannot be."""
+    """Return the shape of the model that a config.json describes. Raises ValueError with all values that are not supported."""
     given = {
         "num_key_value_heads": json.get("num_attention_heads", 1),
         "max_position_embeddings": 2048,
@@ -111,16 +111,16 @@ def config_from_hf(json: Mapping[str, Any]) -> ModelConfig:
     wrong = list(faults(given, _CONFIG))
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(said := json.get(name) or {}, dict):
-            rope |= {"rope_type": said["type"]} if "type" in said else {}  # as it was once called
+            rope |= {"rope_type": said["type"]} if "type" in said else {}  # its earlier name
             rope |= said
     wrong += faults(rope, {"rope_theta": POSITIVE, "rope_type": one_of("default", "llama3")})
     if not wrong and json.get("head_dim", None) not in (None, json["hidden_size"] // json["num_attention_heads"]):
-        wrong.append(f"head_dim = {json['head_dim']!r:.60}, where hidden_size / num_attention_heads is what works")
+        wrong.append(f"head_dim = {json['head_dim']!r:.60}: expected hidden_size / num_attention_heads")
     kind, scaling = rope["rope_type"], None
     if kind == "llama3":
         wrong += [f"rope_scaling: {line}" for line in faults(rope, dict.fromkeys(_SCALING.values(), POSITIVE))]
     if json.get("quantization_config"):
-        wrong.append("quantization_config: weights that are quantized cannot be read")
+        wrong.append("quantization_config: quantized weights cannot be read")
     if wrong:
         raise ValueError("; ".join(wrong))
     if kind == "llama3":

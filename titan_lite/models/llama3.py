@@ -1,13 +1,13 @@
-"""Llama 3 (arXiv 2407.21783): one file, plain torch, nothing distributed.
+"""Llama 3 (arXiv 2407.21783) in one file of plain torch, with nothing distributed.
 
     model = Transformer(FLAVORS["debug"])           # on torch.device("meta") for the large ones
     model.init_weights(seed=0)
     logits = model(tokens)                          # (B, T) int64 -> (B, T, V)
 
-The modules carry the reference implementation's names (`layers.3.attention.wq.weight`), and its layout of rotary pairs:
-neighbouring dimensions (2i, 2i+1) rotate together, where Hugging Face pairs i with i + D/2 and permutes wq and wk.
+Modules have the reference implementation's names (`layers.3.attention.wq.weight`) and its layout of rotary pairs: neighbouring
+dimensions (2i, 2i+1) rotate together, while Hugging Face pairs i with i + D/2 and permutes wq and wk.
 
-Letters: B sequences, T tokens, C model dim, H query heads, K key/value heads, D head dim, V vocabulary.
+Dimensions: B sequences, T tokens, C model dim, H query heads, K key/value heads, D head dim, V vocabulary.
 """
 
 import hashlib
@@ -19,17 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_lite.attention import Documents, attend_within_documents, documents_of
-from titan_lite.models.shapes import FLAVORS, ModelConfig, RopeScaling  # noqa: F401 - the whole model can be had from here
+from titan_lite.models.shapes import FLAVORS, ModelConfig, RopeScaling  # noqa: F401 - re-exported
 
 Mask = Tensor | Documents | None  # of `attention_mask`, or what a kernel takes in its place
 
 
 def rope_tables(config: ModelConfig, positions: Sequence[int], device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every (position, frequency): two float32 tensors (len(positions), D / 2)."""
+    """Return cosines and sines of each (position, frequency): two float32 tensors (len(positions), D / 2)."""
     frequencies = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim)
     scaling = config.rope_scaling
     if scaling is not None:
-        turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)  # made by each frequency within the original context
+        turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)  # of each frequency within the original context
         keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
         frequencies = torch.lerp(frequencies / scaling.factor, frequencies, keep.clamp(0, 1))
     angles = torch.outer(torch.tensor(positions, device=device).float(), frequencies)
@@ -44,19 +44,19 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attention_mask(begins: Tensor, positions: Tensor, tokens: int) -> Tensor:
-    """True (B, 1, t, T) where a token may look at another one of its sequence: one before it, of its own document.
+    """Return a mask (B, 1, t, T), True where a token attends: from its document's first token to itself.
 
-    begins: (B, t), position at which the document of each of t tokens begins; positions: (t,), of these tokens among all T.
+    begins: (B, t), position at which each token's document begins; positions: (t,), of these tokens among all T.
     """
     every, own = torch.arange(tokens, device=begins.device), positions[:, None]
     return ((every <= own) & (every >= begins[..., None]))[:, None]
 
 
 def has_grouped_kernel(q: Tensor) -> bool:
-    """True where causal attention takes fewer key than query heads without a matrix of all scores.
+    """Return True if a kernel takes fewer key than query heads in causal attention, without a matrix of all scores.
 
-    On a GPU FlashAttention and cuDNN do, in half precision; in float32 only the memory-efficient kernel avoids that matrix, and
-    it wants as many heads. With a mask no CUDA kernel takes groups.
+    On a GPU FlashAttention and cuDNN do, in half precision. In float32 only the memory-efficient kernel avoids that matrix, and
+    it needs as many key as query heads. With a mask no CUDA kernel takes fewer.
     """
     return not q.is_cuda or q.dtype in (torch.float16, torch.bfloat16)
 
@@ -83,7 +83,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask = None) -> Tensor:
-        # -1 and not a number of heads: a tensor-parallel rank holds only some of them
+        # -1, not the number of heads: a tensor-parallel rank has only some of them
         q = self.wq(x).unflatten(-1, (-1, self.head_dim))
         k = self.wk(x).unflatten(-1, (-1, self.head_dim))
         v = self.wv(x).unflatten(-1, (-1, self.head_dim))
@@ -92,7 +92,7 @@ class Attention(nn.Module):
         return self.wo(out.flatten(-2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        """q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D). mask: where a token looks; None: at all that come before."""
+        """Attend: q (B, T, H, D), k and v (B, T, K, D) -> (B, T, H, D). mask: see `attention_mask`; None: causal."""
         if isinstance(mask, Documents):
             return attend_within_documents(q, k, v, mask)
         if mask is not None or not has_grouped_kernel(q):
@@ -129,14 +129,13 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """tokens (B, T) int64 -> logits (B, T, V). T may be anything up to config.max_seq_len.
+    """The model. tokens (B, T) int64 -> logits (B, T, V), for any T up to config.max_seq_len.
 
-    positions: of the tokens within their sequence, where they are not the first T (context parallelism). A pipeline stage is a
-    Transformer without some of its modules: what it lacks is None, or not in `layers`, and in place of tokens or logits it takes
-    or gives what travels between layers, (B, T, C).
+    positions: of the tokens within their sequence. Default: the first T. A pipeline stage is a Transformer without some modules:
+    they are None, or missing in `layers`. Instead of tokens or logits, it takes or returns hidden states (B, T, C).
 
-    begins: (B, T) int64, the position at which each token's document begins, where attention is to stay within documents. counts:
-    as of `Documents`, where a kernel is to see to that and no mask; of all T tokens, and on GPUs.
+    begins: (B, T) int64, the position at which each token's document begins; attention then stays within documents. counts: as in
+    `Documents`, to attend with a kernel instead of a mask: on GPUs, without context parallelism.
     """
 
     tok_embeddings: nn.Embedding | None
@@ -151,7 +150,7 @@ class Transformer(nn.Module):
         self.config = config
         self.positions = range(config.max_seq_len) if positions is None else positions
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
-        # keyed by name and not by position, so that a pipeline stage without layer 0 still calls its first one "layers.7"
+        # a ModuleDict, so that FQNs such as "layers.7" do not change in a pipeline stage
         self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -176,9 +175,9 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int, shard_of: Callable[[Tensor], tuple[Tensor, tuple[int, ...]]] | None = None) -> None:
-        """Fill every parameter and buffer in place; the numbers depend on seed and FQN, not on how the model is sharded.
+        """Initialize every parameter and buffer in place. Values depend on seed and FQN, not on sharding.
 
-        shard_of: parameter -> (the tensor this rank holds of it, its offset in the whole); default: the whole.
+        shard_of: parameter -> (this rank's shard, its offset in the unsharded parameter). Default: the parameter itself.
         """
         for fqn, parameter in self.named_parameters():
             local, offset = (parameter, (0,) * parameter.dim()) if shard_of is None else shard_of(parameter)
@@ -191,11 +190,11 @@ class Transformer(nn.Module):
         self.own_positions = torch.tensor(self.positions, device=self.own_positions.device)
 
     def _init_std(self, fqn: str) -> tuple[float | None, float]:
-        """(standard deviation, cut-off) by name; None for norms, which start at one.
+        """Return (standard deviation, cut-off) by name; None for norms, which start at one.
 
-        Projections that write into the residual stream shrink with depth, so that its variance stays bounded. Logits start with
-        a standard deviation of 1/4, so that the first loss is ln(V) + 1/32; tied weights serve as embeddings too and start
-        four times larger, at about ln(V) + 1/2 for 1B and 3B, more for a shallower model, where a token first predicts itself.
+        Projections into the residual stream shrink with depth, so that its variance stays bounded. Logits start with a standard
+        deviation of 1/4, so the first loss is ln(V) + 1/32. Tied weights are embeddings, too, and start four times larger: the
+        first loss is about ln(V) + 1/2 for 1B and 3B, more for a shallower model, where a token first predicts itself.
         """
         if "norm" in fqn:
             return None, 0.0
@@ -211,11 +210,11 @@ class Transformer(nn.Module):
 
 
 def flops_per_token(config: ModelConfig, seq_len: int, *, full_attention: bool = False) -> int:
-    """Floating-point operations that training on one token needs: forward plus backward, recomputation not counted.
+    """Return the floating-point operations of forward and backward for one token, without recomputation.
 
-    6 for every weight of a matrix product (the embedding look-up is none; the output projection is one, tied or not), and
-    6 C T a layer for causal attention: a token looks back at T / 2 others on average. full_attention: 12 C T, as if every token
-    attended to all T, which is how PaLM (arXiv 2204.02311, appendix B) and torchtitan count.
+    6 for each weight of a matrix product (the output projection, tied or not, but not the embedding look-up), and 6 C T per layer
+    for causal attention: a token attends to T / 2 others on average. full_attention: 12 C T, as if every token attended to all T;
+    PaLM (arXiv 2204.02311, appendix B) and torchtitan count so.
     """
     attention = config.dim * config.head_dim * (2 * config.n_heads + 2 * config.n_kv_heads)
     weights = config.n_layers * (attention + 3 * config.dim * config.hidden_dim) + config.dim * config.vocab_size
@@ -223,10 +222,10 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, full_attention: bool =
 
 
 def _fill_normal(local: Tensor, offset: tuple[int, ...], shape: torch.Size, std: float, cutoff: float, key: str) -> None:
-    """Truncated normal numbers for the part of a (rows, columns) weight that starts at `offset`.
+    """Fill `local`, the part at `offset` of a (rows, columns) weight, with truncated normal numbers.
 
-    Rows are drawn in blocks of about a million numbers, each from a generator of its own, so that a rank draws what it holds
-    (and a little around it) and no rank ever holds the whole.
+    Rows are drawn in blocks of about a million numbers, each from its own generator, so that a rank draws only the blocks that
+    its part overlaps.
     """
     rows, columns = shape
     block = max(1, 2**20 // columns)
@@ -235,8 +234,9 @@ def _fill_normal(local: Tensor, offset: tuple[int, ...], shape: torch.Size, std:
         seed = int.from_bytes(hashlib.sha256(f"{key}/{start}".encode()).digest()[:8], "big") >> 1
         numbers = torch.empty(min(block, rows - start), columns, device=local.device, dtype=torch.float32)
         generator = torch.Generator(local.device).manual_seed(seed)
-        nn.init.normal_(numbers, 0.0, std, generator) if cutoff == math.inf else nn.init.trunc_normal_(
-            numbers, 0.0, std, -cutoff, cutoff, generator
-        )
+        if cutoff == math.inf:
+            nn.init.normal_(numbers, 0.0, std, generator)
+        else:
+            nn.init.trunc_normal_(numbers, 0.0, std, -cutoff, cutoff, generator)
         low, high = max(start, first), min(start + block, last)
         local[low - first : high - first] = numbers[low - start : high - start, offset[1] : offset[1] + local.shape[1]]

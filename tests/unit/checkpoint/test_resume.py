@@ -1,4 +1,4 @@
-"""What a changed recipe means for a run that goes on: by consequence, refused where it cannot work."""
+"""Differences between the recipes of a run and its checkpoint: their consequences, and those that are refused."""
 
 import copy
 import dataclasses

@@ -92,7 +92,7 @@ def test_the_output_weight_is_read_where_it_was_gathered():
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the numbers are those of torch 2.13")
 def test_coalesced_collectives_copy_no_weight():
-    """Of each gathered block seven weights are not copied out, and in forward the last norm; casts are made block by block."""
+    """Seven weights of each gathered block are not copied out, nor is the last norm in forward; casts are per block."""
     copying, coalesced = lowered(*EIGHT), lowered(*EIGHT, tuple(COALESCED))
     triton = {
         name: [Counter(kind for kind, _ in graphs[name].replay.launches)["triton"] for graphs in (copying, coalesced)]

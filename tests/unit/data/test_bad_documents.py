@@ -25,7 +25,7 @@ def listed(folder):
 
 @pytest.fixture
 def others(monkeypatch):
-    """What the other ranks have gathered: (their place among data-parallel ranks, short documents, bad ones)."""
+    """Objects gathered from other ranks: (data-parallel rank, short documents, bad documents)."""
     told = []
 
     monkeypatch.setattr(dist, "get_rank", lambda: 0)

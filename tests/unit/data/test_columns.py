@@ -81,7 +81,7 @@ def test_every_encoding_of_parquet_is_read(tmp_path, version, encoding):
 
 
 def test_a_header_that_says_two_sizes_is_read_as_the_decoder_does():
-    """Of a field that comes twice the last one holds, if it is of the right type."""
+    """A repeated field has its last value of the right type."""
     as_text = bytes([0x18, 1]) + b"x"
     assert _struct(io.BytesIO(bytes([0x25, 0x54, 0x08, 0x04]) + as_text[1:] + b"\0")) == {2: 42}
     assert _struct(io.BytesIO(bytes([0x25, 0x54, 0x05, 0x04, 0x06, 0x00]))) == {2: 3}

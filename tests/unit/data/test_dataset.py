@@ -364,7 +364,7 @@ def test_c4_streams_the_split_of_the_hub(monkeypatch):
 
 
 def test_a_dataset_of_the_hub_is_read_by_shards(monkeypatch):
-    """Those before the one it goes on in are not opened."""
+    """Shards before the one in which it resumes are not opened."""
     opened = []
 
     def generate(shards):

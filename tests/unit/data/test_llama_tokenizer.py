@@ -154,7 +154,7 @@ def test_every_string_has_the_ids_that_theirs_gives_it_and_comes_back(theirs, ou
 
 
 def test_text_with_special_tokens_has_the_ids_that_theirs_gives_it(theirs, ours, as_json):
-    """Where theirs is told to read them as such, ours puts their ids between the text; else both read them as text."""
+    """With allowed_special, theirs gives the ids that ours has with special ids between texts; without, both read text."""
     draw, names = random.Random(1), list(theirs.special_tokens)
     for i, string in enumerate(STRINGS[:1000]):
         cut = draw.randint(0, len(string))

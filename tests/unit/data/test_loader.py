@@ -191,7 +191,7 @@ def state_of(ranks):
 
 @pytest.fixture(scope="module")
 def uninterrupted(data, tokenizer):
-    """Of each of 24 steps the samples, and the state before it; several epochs of the corpus."""
+    """Return (state before it, samples) of each of 24 steps, which are several epochs of the corpus."""
     ranks, steps = loaders(data, tokenizer), []
     for _ in range(24):
         state = state_of(ranks)

@@ -271,8 +271,8 @@ def in_one_process(monkeypatch):
 def test_every_token_is_in_one_window_in_order(
     in_one_process, tmp_path_factory, corpora, seq_len, legs, shuffle, buffer, least, workers, seed
 ):
-    """Of any documents, some empty or short, in one source or several, where a run is stopped after any microbatch and goes on
-    with another number of ranks and of sequences at once: what the rows give is what the sources hold."""
+    """Documents may be empty or short, in one source or several. A run may stop after any microbatch and resume with another
+    number of ranks and of sequences at once. Its rows have all tokens of the sources."""
     folder, rows = tmp_path_factory.mktemp("any"), 4
     sources = []
     for index, (some, weight) in enumerate(corpora):

@@ -1,4 +1,4 @@
-"""What is wrong with the first batch or the first loss is told, and nothing else."""
+"""Warnings about the first batch and the first loss: for each fault, and none without one."""
 
 import logging
 import math

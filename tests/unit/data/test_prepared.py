@@ -570,7 +570,7 @@ def test_a_state_of_other_data_is_refused(folder):
 
 
 def test_documents_are_chosen_without_regard_to_length(folder):
-    """Of the first half of an epoch about half of all tokens: long documents do not come first."""
+    """The first half of an epoch has about half of all tokens: long documents do not come first."""
     source = PreparedSource(prepared(folder), "train", seed=0)
     count = int(source.firsts[-1])
     lengths = Counter({ordinal: len(document) for ordinal, document in read(source, 0, count)})

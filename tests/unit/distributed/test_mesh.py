@@ -86,10 +86,10 @@ def test_tensor_parallel_degrees_that_fit(tp):
 @pytest.mark.parametrize(
     ("tp", "model", "words"),
     [
-        (3, {}, ["does not divide the 32 attention heads; 1, 2, 4, 8 would work"]),
-        (16, {}, ["does not divide the 8 key/value heads; 1, 2, 4, 8 would work"]),
-        (8, dict(seq_len=4), ["does not divide the 4 tokens of training.seq_len; 1, 2, 4 would work"]),
-        (2, dict(seq_len=4095), ["does not divide the 4095 tokens of training.seq_len; 1 would work"]),
+        (3, {}, ["does not divide the 32 attention heads; use 1 or 2 or 4 or 8"]),
+        (16, {}, ["does not divide the 8 key/value heads; use 1 or 2 or 4 or 8"]),
+        (8, dict(seq_len=4), ["does not divide the 4 tokens of training.seq_len; use 1 or 2 or 4"]),
+        (2, dict(seq_len=4095), ["does not divide the 4095 tokens of training.seq_len; use 1"]),
         (8, dict(vocab_size=9), ["leaves a rank without any of the 9 tokens of the vocabulary", "a lower degree"]),
         (4, dict(hidden_dim=5), ["leaves a rank without any of the 5 hidden units", "a lower degree"]),
     ],

@@ -128,7 +128,7 @@ def test_what_is_not_finite_on_all_copies_is_no_difference():
 
 
 def changed(function):
-    """What `check` says on each rank after function(rank, tensors) of equal tensors on a mesh of 2 x 2."""
+    """Return the error of `check` after function(rank, tensors) has changed equal tensors on a mesh of 2 x 2."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     shard = torch.randn(3, 4, generator=torch.Generator().manual_seed(mesh["dp_shard"].get_local_rank()))
     whole = torch.randn(4, generator=torch.Generator().manual_seed(2))

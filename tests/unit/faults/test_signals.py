@@ -1,4 +1,4 @@
-"""What a signal leaves behind, and the death of a launcher, in processes of their own."""
+"""Effects of signals, and the death of a launcher, in separate processes."""
 
 import os
 import signal

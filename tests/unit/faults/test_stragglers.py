@@ -1,4 +1,4 @@
-"""Who waits least is slow."""
+"""The rank that waits least is slow."""
 
 import json
 import sys

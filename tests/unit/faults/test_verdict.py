@@ -1,4 +1,4 @@
-"""What flight recorders of several ranks say together."""
+"""The verdict from flight recorders of several ranks."""
 
 import json
 import sys

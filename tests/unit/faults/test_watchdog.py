@@ -1,4 +1,4 @@
-"""What the watchdog does without other ranks; with them: tests/integration/test_hangs.py."""
+"""The watchdog of a single rank; tests/integration/test_hangs.py has several."""
 
 import json
 import sys

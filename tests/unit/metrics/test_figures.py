@@ -1,4 +1,4 @@
-"""What a run says: the line, metrics.jsonl and its reader, TensorBoard, the picture; on a terminal and off it."""
+"""Outputs of a run: the line, metrics.jsonl and its reader, TensorBoard, the picture; with and without a terminal."""
 
 import json
 import logging

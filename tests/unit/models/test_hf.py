@@ -72,7 +72,7 @@ def test_what_is_left_out_is_as_transformers_has_it_by_default():
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': expected 'silu'"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"mlp_bias": True}, "mlp_bias = True"),
-        ({"head_dim": 16}, "head_dim = 16, where hidden_size / num_attention_heads"),
+        ({"head_dim": 16}, "head_dim = 16: expected hidden_size / num_attention_heads"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0: expected a whole number above 0 and below 2**30"),
         (
             {"num_key_value_heads": "2"},

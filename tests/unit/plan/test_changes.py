@@ -1,4 +1,4 @@
-"""What is one change away from a recipe, grids of values, and how plans are ranked; plans by hand."""
+"""Single changes of a recipe, grids of values, and the ranking of plans; plans by hand."""
 
 import dataclasses
 

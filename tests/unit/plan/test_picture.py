@@ -1,4 +1,4 @@
-"""What is drawn of a plan, from timelines by hand: the step on every pipeline rank, graphs with a lane for each axis."""
+"""The drawing of a plan, from timelines by hand: the step on every pipeline rank, graphs with a lane for each axis."""
 
 import dataclasses
 import itertools

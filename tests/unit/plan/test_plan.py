@@ -29,7 +29,7 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
         (["--set", "model.dim=4100"], ["model.dim = 4100 is not a multiple of 2 x n_heads = 32", "4096 or 4160"]),
         (["--world-size", "0"], ["--world-size 0", "such as 8"]),
         (["--world-size", "6", "--set", "parallelism.tensor_parallel_degree=4"], ["tp 4", "6 ranks", "start 8 ranks"]),
-        (["--set", "parallelism.tensor_parallel_degree=3", "--world-size", "9"], ["tensor_parallel_degree = 3", "8 would work"]),
+        (["--set", "parallelism.tensor_parallel_degree=3", "--world-size", "9"], ["tensor_parallel_degree = 3", "2 or 4 or 8"]),
         (["--set", "training.seq_length=1"], ["training.seq_length", "use training.seq_len"]),
         (["--set", "training.seq_len"], ["training.seq_len", "no value"]),
         (["--set", "model.flavor=7B"], ['model.flavor = "7B"', "8B"]),

@@ -1,4 +1,4 @@
-"""What a search looks at, how it prices by formula, and what it says of those that lost."""
+"""The candidates of a search, their estimates by formula, and the reasons why candidates lost."""
 
 import contextlib
 import os

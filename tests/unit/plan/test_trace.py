@@ -1,4 +1,4 @@
-"""What stages send and compute, traced in a world that is not there, against closed formulas: to the byte and the operation."""
+"""Bytes sent and operations of stages, traced with a fake process group, equal closed formulas."""
 
 import dataclasses
 

@@ -82,7 +82,7 @@ class Elements(html.parser.HTMLParser):
 
 
 def embedded(text):
-    """What the script draws."""
+    """Return the data that the script draws."""
     return json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)[1])
 
 
