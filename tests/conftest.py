@@ -17,7 +17,7 @@ hypothesis.settings.load_profile("titan_lite")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--messages", metavar="FILE", help="write every ConfigError that the tests provoke, by the line that raises it")
+    parser.addoption("--messages", metavar="FILE", help="write every ConfigError that the tests provoke")
 
 
 def pytest_configure(config):

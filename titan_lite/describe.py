@@ -6,6 +6,7 @@ for line in start_lines(config, layout, device, priced=True): logger.info(line)
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -47,6 +48,7 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
         f"in {layout.accumulation} local batch{'es' * (layout.accumulation > 1)} of {layout.local_batch_size} a rank{when}",
         *([f"batch ramp: {layout.ramp_in_words} (training.global_batch_ramp)"] if layout.ramp else []),
         *sources,
+        f"tokenizer: {min(config.model.tokenizer_path, os.path.relpath(config.model.tokenizer_path), key=len)}",
     ]
     if training.mask_documents:
         lines.append(

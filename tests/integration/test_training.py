@@ -324,7 +324,7 @@ def test_resuming_refuses_another_flavor_and_reports_a_longer_schedule(uninterru
     assert "steps of the schedule (lr_scheduler.total_steps): 40, was 12" in result.stdout
     result = train(1, DEBUG, tmp_path, *OPTIONS, "--model.flavor", "1B")
     assert result.returncode != 0
-    assert re.search(r'error: .*this recipe cannot continue it: .*model.flavor = "1B", was "debug"; .* another job.dump_folder', result.stdout)
+    assert re.search(r'error: .*it cannot go on: .*model.flavor = "1B", was "debug"; .* another job.dump_folder', result.stdout)
 
 
 def test_gpus_that_torch_cannot_use_are_an_error_but_where_the_cpu_is_wanted(tmp_path):

@@ -1,15 +1,15 @@
 """The lines at a run's start, and the picture of its mesh."""
 
-from pathlib import Path
+import os
 
 import pytest
 import torch
+from tiny import DEBUG, DEBUG_TOKENIZER
 
 from titan_lite.config.recipe import load_config
 from titan_lite.describe import mesh_picture, short_names, start_lines
 from titan_lite.layout import make_layout
 
-DEBUG = Path(__file__).parents[2] / "train_configs/debug_model.toml"
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
@@ -98,11 +98,12 @@ def test_the_start_says_what_will_run():
         "batch: 2,048 tokens a step = 8 sequences of 256, in 2 local batches of 2 a rank; weights gathered once a step "
         "(parallelism.fsdp_communication)"
     )
-    assert lines[7] == (  # 5,770,496 parameters of four bytes, four times on two ranks; three times unsharded
+    assert lines[7] == f"tokenizer: {os.path.relpath(DEBUG_TOKENIZER)}"
+    assert lines[8] == (  # 5,770,496 parameters of four bytes, four times on two ranks; three times unsharded
         "memory: 0.04 GiB a rank for parameters, gradients and optimizer state, 0.06 GiB for unsharded weights and gradients, "
         "held for the step; activations beside that"
     )
-    assert lines[8:] == ["checkpoints: every 50 steps and at the end (checkpoint.interval)"]
+    assert lines[9:] == ["checkpoints: every 50 steps and at the end (checkpoint.interval)"]
 
 
 def test_the_start_of_other_runs():
@@ -112,13 +113,17 @@ def test_the_start_of_other_runs():
     assert lines[1].endswith("inductor (model, loss)")
     assert lines[2].startswith("layout: 1 rank, each one CPU")
     assert lines[3].endswith("512 tokens a step = 2 sequences of 256, in 1 local batch of 2 a rank")
-    assert lines[4:] == [
+    assert lines[5:] == [
         "memory: 0.04 GiB a rank for parameters, gradients and optimizer state; activations beside that",
         "checkpoints: none (checkpoint.enable = false)",
         "compiling comes first: the first step and the first validation take longer",
     ]
     assert said("--training.float32_matmul_precision=high")[1].endswith(
         "eager; float32 products in high precision (TF32 on GPUs)"
+    )
+    assert "attention" not in said("--training.attention_kernel=FA2")[2]  # float32 fits no such kernel
+    assert said("--training.attention_kernel=FA2", "--training.mixed_precision_param=bfloat16")[1].endswith(
+        "attention by FA2 (training.attention_kernel)"
     )
     line = "documents: attention stays within them, by a mask of 0.00 GiB (training.mask_documents)"
     assert line in said("--training.mask_documents")
@@ -129,4 +134,4 @@ def test_the_start_of_other_runs():
         "  pp 0  | 0 |  tok_embeddings, layer 0; layers 3-4",
         "  pp 1  | 1 |  layers 1-2; layer 5, norm, output",
     ]
-    assert "pipeline: 4 stages, Interleaved1F1B, 2 microbatches of 1; ranks wait 20.0% of the time" in lines[8]
+    assert "pipeline: 4 stages, Interleaved1F1B, 2 microbatches of 1; ranks wait 20.0% of the time" in lines[9]

@@ -161,7 +161,7 @@ def test_a_step_of_another_shape_is_refused_with_the_key():
     config, _ = configured()
     assert compare(was, described()) == []
     changed = compare(was, described("--model.n_layers=3"))
-    with pytest.raises(ConfigError, match=r"this recipe cannot continue it: model.n_layers = 3, was 0; the model's n_layers: 3, was 6"):
+    with pytest.raises(ConfigError, match=r"it cannot go on: model.n_layers = 3, was 0; the model's n_layers: 3, was 6"):
         refuse(changed, "step-5", config.checkpoint)
     same = compare(was, described("--model.n_layers=6", "--model.max_seq_len=4096"))  # the flavor's, and a limit of no parameter
     assert explain(same, was, was) == [

@@ -56,7 +56,7 @@ def one_line(text: str, most: int) -> str:
 
 
 # Consequences of a change for a run that resumes from a saved step
-CANNOT = "this recipe cannot continue it"
+CANNOT = "it cannot go on"
 PLACE = "the data cannot go on where it was"
 FRESH = "the optimizer starts anew"
 DATA = "the data goes on at the same token, in sequences of another length"

@@ -176,7 +176,7 @@ def build_source(data: Data, *, split: Split, seed: int) -> Source:
 def amount(source: Source) -> str:
     """Describe the size of a source as far as it is known without reading: documents, files and MiB, or shards."""
     if isinstance(source, PreparedSource):
-        return f"{source.firsts[-1]:,} documents, tokenized"
+        return f"{source.firsts[-1]:,} documents, {source.tokens:,} tokens"
     if isinstance(source, StdlibSource):
         return f"{len(source.names):,} documents"
     if source.stream is not None:

@@ -336,9 +336,11 @@ class Loader:
         return taken
 
     def source_lines(self) -> list[str]:
-        """Describe each source of a mixture, its share and its documents; [] without a mixture."""
+        """Describe each source: its share of a mixture, and its size as far as it is known."""
         data, sources = self._dataset.data, self._dataset.sources
-        parts = zip(data.source_names(), data.mixture(), sources, strict=False)
+        if not data.sources:
+            return [f"data: {data.dataset}{f' ({data.path})' if data.path else ''}, {amount(sources[0])}"]
+        parts = zip(data.source_names(), data.mixture(), sources, strict=True)
         return [f"source {name}: {100 * share:.3g}% of the tokens; {amount(source)}" for name, (share, _), source in parts]
 
     def state_dict(self) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class PreparedSource:
         described = read_manifest(self.folder, key=data.key("path"))
         self.dtype, self.vocab_size = np.dtype(described["dtype"]).newbyteorder("<"), described["vocab_size"]
         shards = described["splits"][split]
-        self.names = [shard["name"] for shard in shards]
+        self.names, self.tokens = [shard["name"] for shard in shards], sum(shard["tokens"] for shard in shards)
         # firsts[i]: index of the first document of shard i; firsts[-1]: number of documents
         self.firsts = np.cumsum([0, *(shard["documents"] for shard in shards)])
         if not self.firsts[-1]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from titan_lite.compiler.receipt import Receipt, describe, milliseconds, rank_timelines, write_receipts
 from titan_lite.logging import logger
-from titan_lite.metrics.records import read_metrics
+from titan_lite.metrics.records import last_start, read_metrics
 from titan_lite.metrics.timelines import write_timelines
 
 
@@ -40,19 +40,22 @@ def end_lines(
     tensorboard: bool = False,
     again: str = "",
 ) -> list[str]:
-    """Return the lines at the end of a run, with figures of metrics.jsonl, resumed parts included.
+    """Return the lines at the end of a run, with figures of metrics.jsonl.
 
-    how: "done" or "stopped". again: the command that resumes the run.
+    how: "done" or "stopped". again: the command that resumes the run. The speed is that of the steps after the last resume.
     """
-    rows = read_metrics(dump_folder / "metrics.jsonl").values()
+    path = dump_folder / "metrics.jsonl"
+    rows, since = read_metrics(path), last_start(path)
     column = {
-        name: [row[name] for row in rows if row.get(name) is not None]
-        for name in ("loss", "validation_loss", "tps", "mfu", "mfu_full_attention", "data_wait", "memory_gib")
+        name: [row[name] for at, row in rows.items() if at > since and row.get(name) is not None]
+        for name in ("tps", "mfu", "mfu_full_attention", "data_wait", "memory_gib")
     }
-    losses = [f"; {name.replace('_', ' ')} {column[name][-1]:.4f}" for name in ("loss", "validation_loss") if column[name]]
-    lines = [
-        f"{how}: step {step}, {tokens:,} tokens, {skipped} step{'s' * (skipped != 1)} skipped{bad_documents}{''.join(losses)}"
-    ]
+    losses = ""
+    for name in ("loss", "validation_loss"):
+        if latest := [(at, row[name]) for at, row in rows.items() if row.get(name) is not None][-1:]:
+            (at, loss), *_ = latest
+            losses += f"; {name.replace('_', ' ')} {loss:.4f}{f' at step {at}' if at != step else ''}"
+    lines = [f"{how}: step {step}, {tokens:,} tokens, {skipped} step{'s' * (skipped != 1)} skipped{bad_documents}{losses}"]
     if column["tps"]:
         mfu = f", MFU {statistics.median(column['mfu']):.1f}%" if column["mfu"] else ""
         if column["mfu_full_attention"]:

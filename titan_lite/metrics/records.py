@@ -103,6 +103,11 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     return dict(sorted(result.items()))
 
 
+def last_start(path: Path) -> int:
+    """Return the step from which the last run in metrics.jsonl went on, 0 if it did not resume."""
+    return next((entry["resumed_from"] for entry in reversed(_entries(path)) if "resumed_from" in entry), 0)
+
+
 def _entries(path: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl that are a step or a resume."""
     return [entry for _, entry in read_lines(path) if entry is not None and not _wrong(entry)]

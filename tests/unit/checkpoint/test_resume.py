@@ -235,7 +235,7 @@ def refused(found, **accepting):
 def test_another_model_or_tokenizer_is_refused_whatever_the_recipe_accepts():
     found = compare(saved(), described("--model.flavor=1B", model={**RUN["model"], "dim": 2048}))
     assert refused(found, restart_data=True, accept_model_only=True) == (
-        'out/step-50: this recipe cannot continue it: model.flavor = "1B", was "debug"; '
+        'out/step-50: it cannot go on: model.flavor = "1B", was "debug"; '
         "the model's dim: 2048, was 256; use the old value, or another job.dump_folder"
     )
 

@@ -107,7 +107,8 @@ def test_the_loader_tells_the_source_of_each_sequence(two, dp_degree, rows, work
         "source a: 70% of the tokens",
         "source b: 30% of the tokens",
     ]
-    assert loaders(Data(num_workers=0), 1, 1, 1, 8)[0].source_lines() == []
+    (line,) = loaders(Data(num_workers=0), 1, 1, 1, 8)[0].source_lines()
+    assert re.fullmatch(r"data: stdlib, \d+ documents", line)
 
 
 @pytest.mark.parametrize(("dp_degree", "batch_size"), [(1, 8), (2, 4), (4, 1)])
