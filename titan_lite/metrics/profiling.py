@@ -7,6 +7,7 @@ with build_profiler(config.profiling, dump_folder, rank) as profiler:
 """
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,6 +61,8 @@ def build_profiler(config: Profiling, dump_folder: Path, rank: int, first_step: 
         if not config.enable_profiling:
             yield profiler
             return
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch 2.14 prints when each trace starts and stops
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # each trace is of one step
         period = torch.profiler.schedule(wait=config.profile_freq - 2, warmup=1, active=1)
         with torch.profiler.profile(
             schedule=lambda done: period(first_step + done), on_trace_ready=profiler.save_trace
