@@ -60,8 +60,11 @@ LLAMA = (
     "--training.local_batch_size={batch} --activation_checkpoint.mode=none --parallelism.data_parallel_shard_degree={shard} "
     "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
 )
-# pytorch/torchtitan: its issue 1881, and docs/performance.md in 2024
+TP8 = "--parallelism.tensor_parallel_degree=8 --parallelism.data_parallel_shard_degree=-1"
+# pytorch/torchtitan: its issue 1881, docs/performance.md in 2024, and benchmarks/llama3_h100_202412_torchtitan.md and
+# asyncTP_llama3_h100_2025-06_torchtitan.md
 PAPER, RERUN, DOCS, LLAMA3 = "TorchTitan paper", "torchtitan 1881", "torchtitan docs", "Llama 3 paper"
+WINTER, SUMMER = "torchtitan 2024-12", "torchtitan 2025-06"
 ROWS = (
     Row(f"{PAPER}: 8B on 8, eager", "8b", 8, TITAN, 6258, 81.9, EAGER),
     Row(f"{PAPER}: 8B on 8, compiled", "8b", 8, TITAN, 6674, 77.0, COMPILED),
@@ -92,6 +95,12 @@ ROWS = (
         28.28,
         f"{AOT} --parallelism.tensor_parallel_degree=2",
     ),
+    Row(f"{WINTER}: 8B on 8, eager", "8b", 8, TITAN, 5762, 82.4, EAGER),
+    Row(f"{WINTER}: 8B on 8, compiled", "8b", 8, TITAN, 6667, 77.0, COMPILED),
+    Row(f"{WINTER}: 8B on 128, eager", "8b", 128, TITAN, 5605, 67.0, EAGER),
+    Row(f"{WINTER}: 8B on 128, compiled", "8b", 128, TITAN, 6514, 62.0, COMPILED),
+    Row(f"{SUMMER}: 8B on 64, FSDP 8 x TP 8", "8b", 64, TITAN, 4378, 0, f"{COMPILED} {TP8} --training.local_batch_size=12"),
+    Row(f"{SUMMER}: 70B on 256, FSDP 32 x TP 8", "70b", 256, TITAN, 597.3, 0, f"{BLOCKS} {TP8} --training.local_batch_size=16"),
     Row(f"{DOCS}: 8B on 64 A100", "8b", 64, A100, 2973, 0, BATCH1, "whether compiled not told"),
     Row(
         f"{DOCS}: 8B on 64 A100, every second block",

@@ -157,6 +157,8 @@ def set_environment(arguments: Sequence[str], gpus: int, processes: int) -> None
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores // processes))
     if gpus and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):  # without fixed segments less memory is lost to gaps
         os.environ["PYTORCH_ALLOC_CONF"] = os.environ.get("PYTORCH_ALLOC_CONF") or "expandable_segments:True"
+    if gpus:  # a collective's kernel does not wait behind those of a computation
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     os.environ |= {"PYTHONSAFEPATH": "1", "PYTHONUTF8": "1"}  # no module of the current folder; torch reads files by the locale
     root = str(Path(__file__).parents[1])
     if str(SHIPPED.parent) == root:  # a checkout, which need not be installed

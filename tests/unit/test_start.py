@@ -79,7 +79,7 @@ def test_the_launcher_gets_the_gpus_and_the_recipe(environment, monkeypatch, cap
     assert options[-5:] == ["-m", "titan_lite.train", "debug_model", "--training.steps", "2"]
     assert "starting 4 GPU processes: debug_model\n" in capfd.readouterr().err
     assert environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    assert environment["LOG_RANK"] == "0"
+    assert (environment["LOG_RANK"], environment["TORCH_NCCL_HIGH_PRIORITY"]) == ("0", "1")
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
