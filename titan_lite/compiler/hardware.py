@@ -33,6 +33,7 @@ from titan_lite.compiler.collectives import (
     ranks_of,
     tensors_of,
 )
+from titan_lite.compiler.kernels import ATTENTION, attention_share, clock_share, product_seconds
 from titan_lite.config import ConfigError
 from titan_lite.config.row import one_line
 from titan_lite.config.toml import read_toml, shown
@@ -62,17 +63,27 @@ class Machine:
     launch: float = 3.0  # microseconds of overhead per kernel
     collective_launch: float = 14.0  # microseconds of overhead per collective
     coalesced_latency: float = 0.05  # added latency per further tensor of a coalesced collective, relative to one tensor; a guess
+    multiprocessors: int = 0  # of a GPU, which cuts matrix products into tiles (kernels.py); 0: none
+    nominal_power: float = 700.0  # watts
+    power: float = 0.0  # watts that the device is limited to; 0: nominal_power
     matmul_efficiency: float = 0.7  # share of the peak that large matrix products reach
     attention_efficiency: float = 0.4
     memory_efficiency: float = 0.85
     link_efficiency: float = 0.8
+    like: str = ""  # the profile that the machine was derived from
     reduction: float = 1.0  # reduce-scatter time divided by all-gather time, for the same bytes; higher with gloo than with NCCL
 
     def flops(self, dtype: torch.dtype) -> float:
         """Return the peak FLOP/s of matrix products. float16 is as fast as bfloat16, an unknown dtype as float32."""
         name = str(dtype).removeprefix("torch.")
         name = "bfloat16" if name == "float16" else name
-        return self.tflops.get(name, self.tflops["float32"]) * 1e12
+        return self.tflops.get(name, self.tflops["float32"]) * 1e12 * clock_share(self.power, self.nominal_power)
+
+    def attending(self, kernel: str) -> "Machine":
+        """Return the machine with the attention efficiency of a training.attention_kernel, if that is known."""
+        shares = ATTENTION.get(self.like or self.name, {})
+        relative = shares[kernel] / shares["auto"] if kernel in shares else 1.0
+        return dataclasses.replace(self, attention_efficiency=self.attention_efficiency * relative)
 
     def collective(self, kind: str, nbytes: float, ranks: Sequence[int], tensors: int = 1) -> float:
         """Return the seconds of a collective. nbytes: unsharded, of all `tensors`; ranks: global, consecutive within a node."""
@@ -104,13 +115,27 @@ class Machine:
             return 0.0
         if node.target in KINDS:
             return self.collective(kind_of(node), collective_bytes(node), ranks_of(node), tensors_of(node))
-        seconds = self.memory_traffic(_bytes_moved(node, fused))
+        seconds = self.memory_traffic(_bytes_moved(node, fused, not self.name.startswith("CPU")))
         matmul, attention = flops_of(node)
         if matmul or attention:
-            dtype = next(each.meta["val"].dtype for each in node.all_input_nodes)
-            efficiency = self.matmul_efficiency if matmul else self.attention_efficiency
-            seconds = max(seconds, (matmul + attention) / (self.flops(dtype) * efficiency))
+            seconds = max(seconds, self.product(node, matmul) if matmul else self.attention(node, attention))
         return seconds + (self.launch * 1e-6 if seconds else 0.0)
+
+    def product(self, node: Node, flops: float) -> float:
+        """Return the seconds of a matrix product of so many floating-point operations, without memory traffic and launch."""
+        inputs = [each.meta["val"] for each in cast(Any, node.args)[-2:]]
+        peak = self.flops(inputs[0].dtype)
+        if not self.multiprocessors:
+            return flops / (peak * self.matmul_efficiency)
+        (*batch, m, k), n = inputs[0].shape, inputs[1].shape[-1]
+        speed = peak * self.matmul_efficiency
+        return product_seconds(math.prod(batch), m, n, k, speed=speed, multiprocessors=self.multiprocessors)
+
+    def attention(self, node: Node, flops: float) -> float:
+        """Return the seconds of attention of so many floating-point operations, without memory traffic and launch."""
+        _, keys, dtype = _attention_of(node)
+        share = attention_share(keys) if self.multiprocessors else 1.0
+        return flops / (self.flops(dtype) * self.attention_efficiency * share)
 
     def memory_traffic(self, nbytes: float) -> float:
         """Return the seconds to read and write `nbytes` in total."""
@@ -126,9 +151,8 @@ class Machine:
         return self, scaled(-1), scaled(1)
 
 
-# Relative uncertainty. Large products reach 0.6 to 0.8 of an H100's peak, depending on shapes, clocks and power limits; attention
-# 0.3 (FlashAttention 2, backward) to 0.5 (3, forward); a copy 0.8 to 0.92 of memory bandwidth; a ring 0.65 to 0.9 of its links'
-# bandwidth.
+# Relative uncertainty. Large products reach 0.6 to 0.8 of an H100's peak, depending on clocks and heat; a copy 0.8 to 0.92 of
+# memory bandwidth; a ring 0.65 to 0.9 of its links' bandwidth.
 UNCERTAINTY = {"matmul_efficiency": 0.12, "attention_efficiency": 0.25, "memory_efficiency": 0.08, "link_efficiency": 0.15}
 
 
@@ -182,7 +206,24 @@ def is_fused_away(node: Node) -> bool:
     return _is_pointwise(node) and bool(node.users) and all(map(_fuses_with_inputs, _readers(node)))
 
 
-def _bytes_moved(node: Node, fused: bool) -> int:
+def _library_kernel(node: Node) -> Any:
+    """Return the call that a GPU computes in one kernel, and of which `node` is a part; None for other nodes.
+
+    On a CPU, rms_norm is traced as several operators.
+    """
+    stack = node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack") or [("", None)]
+    return (stack[-1][0], "fwd_source_fn_stack" in node.meta) if stack[-1][1] is torch.rms_norm else None
+
+
+def _bytes_moved(node: Node, fused: bool, gpu: bool = False) -> int:
+    if gpu and not fused and (kernel := _library_kernel(node)):
+        outside = [source for source in node.all_input_nodes if _library_kernel(_base_of(source)) != kernel]
+        stored = any(_library_kernel(reader) != kernel for reader in _readers(node))
+        return sum(map(nbytes_of, outside)) + stored * nbytes_of(node)
+    if node.target is aten.nll_loss_forward.default:  # reads one column of each row
+        return 2 * nbytes_of(node.all_input_nodes[1])
+    if node.target is aten.nll_loss_backward.default:  # writes zeros and one column of each row
+        return nbytes_of(node)
     if node.target is aten.embedding.default:  # reads only the selected rows
         return 2 * nbytes_of(node)
     if node.target is aten.embedding_dense_backward.default:
@@ -217,13 +258,23 @@ def flops_of(node: Node) -> tuple[float, float]:
         return 2.0 * math.prod(a) * b[-1], 0.0
     if "scaled_dot_product" not in name and "flash_attention" not in name:
         return 0.0, 0.0
-    names = [argument.name for argument in target._schema.arguments]
-    given: dict[str, Any] = {**dict(zip(names, arguments, strict=False)), **node.kwargs}
-    query, key = (given[argument].meta["val"].shape for argument in ("query", "key"))
+    query, keys, _ = _attention_of(node)
     products, ours = 5 if "backward" in name else 2, name.startswith("titan_lite.")
-    tokens = 1 if ours else -2
-    seen = 1 - 0.5 * min(1.0, query[tokens] / key[tokens]) if ours or given.get("is_causal") else 1.0
-    return 0.0, products * 2.0 * math.prod(query) * key[tokens] * seen
+    queries = query[1 if ours else -2]
+    seen = 1 - 0.5 * min(1.0, queries / keys) if ours or _given(node).get("is_causal") else 1.0
+    return 0.0, products * 2.0 * math.prod(query) * keys * seen
+
+
+def _given(node: Node) -> dict[str, Any]:
+    """Return the arguments of a node by name."""
+    names = [argument.name for argument in cast(Any, node.target)._schema.arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _attention_of(node: Node) -> tuple[torch.Size, int, torch.dtype]:
+    """Return (shape of the queries, number of keys, dtype) of an attention operator."""
+    query, key = (_given(node)[name].meta["val"] for name in ("query", "key"))
+    return query.shape, key.shape[1 if str(node.target).startswith("titan_lite.") else -2], key.dtype
 
 
 NVLINK3, NVLINK4, NVLINK5 = Link(300, 1.9), Link(450, 1.9), Link(900, 1.9)
@@ -235,18 +286,24 @@ def _peaks(bfloat16: float, float32: float) -> dict[str, float]:
     return {"bfloat16": bfloat16, "float32": float32}
 
 
-# float32 is without TF32, torch's default. A device has the first profile with a name that occurs in its own, as a word.
+def _gpu(multiprocessors: int, nominal_power: float, matmul_efficiency: float, attention_efficiency: float) -> dict[str, Any]:
+    return dict(locals())
+
+
+# The efficiency of products is that of full waves of tiles. It is fitted for H100 (kernels.py). For the others the best product
+# is as fast as in "Maximum Achievable Matmul FLOPS" (stas00/ml-engineering, compute/accelerator/README.md). float32 is without
+# TF32, torch's default. A device has the first profile with a name that occurs in its own, as a word.
 PROFILES = {
     machine.name: machine
     for machine in (
-        Machine("B200", _peaks(2250.0, 80.0), 180, 7700, NVLINK5, NDR400),
-        Machine("H200 NVL", _peaks(835.5, 60.0), 141, 4800, NVLINK4, NDR400),
-        Machine("H200", _peaks(989.4, 66.9), 141, 4800, NVLINK4, NDR400),
-        Machine("H100 PCIe", _peaks(756.0, 51.2), 80, 2000, PCIE, NDR400),
-        Machine("H100 NVL", _peaks(835.5, 60.0), 94, 3900, PCIE, NDR400),
-        Machine("H100", _peaks(989.4, 66.9), 80, 3350, NVLINK4, NDR400),
-        Machine("A100", _peaks(312.0, 19.5), 80, 2039, NVLINK3, HDR200, matmul_efficiency=0.8, attention_efficiency=0.6),
-        Machine("MI300X", _peaks(1307.4, 163.4), 192, 5300, XGMI, NDR400, matmul_efficiency=0.5, attention_efficiency=0.3),
+        Machine("B200", _peaks(2250.0, 80.0), 180, 7700, NVLINK5, NDR400, **_gpu(148, 1000, 0.81, 0.55)),
+        Machine("H200 NVL", _peaks(835.5, 60.0), 141, 4800, NVLINK4, NDR400, **_gpu(132, 600, 0.84, 0.52)),
+        Machine("H200", _peaks(989.4, 66.9), 141, 4800, NVLINK4, NDR400, **_gpu(132, 700, 0.84, 0.52)),
+        Machine("H100 PCIe", _peaks(756.0, 51.2), 80, 2000, PCIE, NDR400, **_gpu(114, 350, 0.68, 0.4)),
+        Machine("H100 NVL", _peaks(835.5, 60.0), 94, 3900, PCIE, NDR400, **_gpu(132, 400, 0.84, 0.52)),
+        Machine("H100", _peaks(989.4, 66.9), 80, 3350, NVLINK4, NDR400, **_gpu(132, 700, 0.84, 0.52)),
+        Machine("A100", _peaks(312.0, 19.5), 80, 2039, NVLINK3, HDR200, **_gpu(108, 400, 0.9, 0.55)),
+        Machine("MI300X", _peaks(1307.4, 163.4), 192, 5300, XGMI, NDR400, **_gpu(304, 750, 0.53, 0.3)),
     )
 }
 
@@ -273,7 +330,7 @@ def machine_from(tables: Mapping[str, Any], file: str) -> Machine:
     like = tables.pop("like", None)
     if like is not None and (not isinstance(like, str) or like not in PROFILES):
         raise ConfigError(f"{file}: like = {shown(like)} is not a profile; use {', '.join(PROFILES)}")
-    values: dict[str, Any] = {**(vars(PROFILES[like]) if like else {}), "name": Path(file).stem}
+    values: dict[str, Any] = {**(vars(PROFILES[like]) if like else {}), "name": Path(file).stem, "like": like or ""}
     fields = {field.name: field for field in dataclasses.fields(Machine)}
     for key, value in tables.items():
         if key not in fields:
@@ -291,7 +348,7 @@ def machine_from(tables: Mapping[str, Any], file: str) -> Machine:
                 raise ConfigError(f"{file}: name = {shown(value)} is not a string; use a name in quotes")
         else:
             _number(file, key, value)
-            if key == "ranks_per_node" and not isinstance(value, int):
+            if key in ("ranks_per_node", "multiprocessors") and not isinstance(value, int):
                 raise ConfigError(f"{file}: ranks_per_node = {value} is not a whole number; use 8")
             if key.endswith("efficiency") and value > 1:
                 raise ConfigError(f"{file}: {key} = {value} is above 1, the peak; use {fields[key].default}")

@@ -202,7 +202,7 @@ def calibrated(machine: Machine, reached: Mapping[str, float], dtype: torch.dtyp
         )
     peaks = {"matmul": machine.flops(dtype), "attention": machine.flops(dtype), "memory": machine.memory_bandwidth * GB}
     found: dict[str, Any] = {f"{name}_efficiency": min(1.0, reached[name] / peak) for name, peak in peaks.items()}
-    found["launch"] = 1e6 * reached["launch"]
+    found |= {"launch": 1e6 * reached["launch"], "multiprocessors": 0, "like": ""}  # products were measured in their shapes
     if "bandwidth" in reached:
         bandwidth, latency = reached["bandwidth"] / GB, 1e6 * reached["latency"]
         found["reduction"] = reached["reduction"]
@@ -222,12 +222,12 @@ def machine_to_toml(machine: Machine) -> str:
 
 
 def numbers_of(machine: Machine) -> dict[str, float]:
-    """Return the numbers by field: {"memory": 80, "tflops.bfloat16": 989.4, "intra_node.latency": 1.9, ...}."""
+    """Return the numbers by field, without zeros: {"memory": 80, "tflops.bfloat16": 989.4, "intra_node.latency": 1.9, ...}."""
     found: dict[str, float] = {}
     for name, value in dataclasses.asdict(machine).items():
         if isinstance(value, dict):
             found |= {f"{name}.{key}": number for key, number in value.items()}
-        elif name != "name":
+        elif value and name not in ("name", "like"):
             found[name] = value
     return found
 

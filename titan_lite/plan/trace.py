@@ -201,6 +201,7 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     plans = model_of(model).plans
     compile = dataclasses.replace(config.compile, backend="aot_eager")
     plain = dataclasses.replace(compile, bucketing="none", reordering=False)
+    machines = [machine.attending(config.training.attention_kernel) for machine in machines]
     passes = _Priced.of("model", config.compile, machines, axes, n_layers)
     loss_passes = _Priced.of("loss", config.compile, machines, axes, 1)
     dtype = getattr(torch, config.training.mixed_precision_param)

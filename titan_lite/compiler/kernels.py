@@ -1,0 +1,66 @@
+"""Estimate how GPU kernels use the device: matrix products by shape, attention by kernel and length, the clock at a power limit.
+
+    product_seconds(1, 16384, 14336, 4096, speed=0.84 * 989e12, multiprocessors=132)         # 2.5e-3
+    attention_share(8192)                                                                    # 0.94
+    ATTENTION["H100"]["FA2"]                                                                 # 0.31
+
+A product is cut into tiles, and a wave of tiles runs at once, one on each multiprocessor; the last wave may be partly empty.
+The constants are fitted to products on an H100 in openxla/xla (xla/service/gpu/model/matmul_interpolator_data.h, sizes 256 to
+4096). tests/unit/compiler/test_kernels.py has the products of the fit, and others that it has not seen.
+"""
+
+import math
+
+# tile -> speed on one multiprocessor, relative to the largest tile. A smaller one reads its inputs more often.
+TILES = {(128, 256): 1.0, (256, 128): 1.0, (128, 128): 0.85, (64, 128): 0.72, (128, 64): 0.72, (64, 64): 0.61}
+TILE_OVERHEAD = 1.5e-6  # seconds of a wave: fill the pipeline, write the result
+LAUNCH = 1.0e-6  # seconds of a product beyond the launch of any kernel
+SPLITS = (1, 2, 4, 8)  # of the inner dimension, each at least 256 long
+SUM_BANDWIDTH = 2.5e12  # bytes per second at which the parts of a split product are added, in the L2 cache
+SUM_LAUNCH = 1.5e-6  # seconds
+
+# Share of the dense bf16 peak that causal attention reaches at a head dimension of 128 and long sequences, for 2 parts of forward
+# and 5 of backward. H100, FA2: 0.355 and 0.30; FA3: 0.62 and 0.50 (arXiv 2407.08608, figures 5 and 6). cuDNN is as fast as FA3
+# (meta-pytorch/tritonbench issue 41). A100, FA2: 0.62 and 0.53 (arXiv 2307.08691). B200, FA4 and cuDNN: 0.63 and 0.52
+# (Dao-AILab/flash-attention pull requests 2280 and 2605). torch 2.11 to 2.14 prefer cuDNN on compute capabilities 9.0 and 10.0.
+ATTENTION = {
+    "H100": {"auto": 0.52, "cudnn": 0.52, "FA2": 0.31, "FA3": 0.53},
+    "H200": {"auto": 0.52, "cudnn": 0.52, "FA2": 0.31, "FA3": 0.53},
+    "A100": {"auto": 0.55, "cudnn": 0.45, "FA2": 0.55},
+    "B200": {"auto": 0.55, "cudnn": 0.55, "FA4": 0.55},
+}
+SHORT = 500  # tokens of a sequence at which attention reaches half its speed (Dao-AILab/flash-attention issue 1310)
+IDLE = 100.0  # watts of a GPU whose multiprocessors do nothing
+
+
+def product_seconds(batch: int, m: int, n: int, k: int, *, speed: float, multiprocessors: int) -> float:
+    """Return the seconds of a batch of (m, k) x (k, n) products, without the launch of a kernel.
+
+    speed: FLOP/s of the device with full waves of the largest tile.
+    """
+    best = math.inf
+    for (rows, columns), relative in TILES.items():
+        tiles = batch * -(-m // rows) * -(-n // columns)
+        for split in SPLITS:
+            if split > 1 and k < 256 * split:
+                break
+            waves = -(-tiles * split // multiprocessors)
+            seconds = waves * (2 * rows * columns * k / split / (speed / multiprocessors * relative) + TILE_OVERHEAD)
+            if split > 1:
+                seconds += (4 * split + 2) * batch * m * n / SUM_BANDWIDTH + SUM_LAUNCH
+            best = min(best, seconds)
+    return best + LAUNCH
+
+
+def attention_share(keys: int) -> float:
+    """Return the speed of attention over `keys` tokens, relative to that on long sequences."""
+    return keys / (keys + SHORT)
+
+
+def clock_share(limit: float, nominal: float) -> float:
+    """Return the clock under a power limit, relative to that at the nominal power, both in watts; 1 without a limit (0).
+
+    Dynamic power grows with frequency times voltage squared. Voltage follows the frequency at high clocks, which gives a cube
+    root, and stays at its minimum at low clocks, which gives a straight line; a square root lies between.
+    """
+    return math.sqrt((limit - IDLE) / (nominal - IDLE)) if 0 < limit < nominal else 1.0
