@@ -41,7 +41,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Conf
     Raises ConfigError with all mistakes in single keys, or if there are none, with all impossible combinations.
     """
     mistakes = Mistakes()
-    recipe = _find_recipe(Path(recipe))
+    recipe = find_recipe(Path(recipe))
     values, origins = _read_recipe(recipe, (), mistakes)
     for key, text in _parse_overrides(overrides, mistakes).items():
         with mistakes.noted():
@@ -63,7 +63,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Conf
     return config, origins
 
 
-def _find_recipe(path: Path) -> Path:
+def find_recipe(path: Path) -> Path:
     """Return the path itself if it exists, else that of the shipped recipe: llama3_8b or train_configs/llama3_8b.toml.
 
     Raises ConfigError for a word that names neither.

@@ -23,7 +23,7 @@ from typing import Any
 
 from titan_lite.command import Parser, command
 from titan_lite.config import Config, ConfigError
-from titan_lite.config.recipe import load_config
+from titan_lite.config.recipe import find_recipe, load_config
 
 SEARCHED = 12  # plans of a search by default
 
@@ -93,7 +93,7 @@ def plan_recipe(options: argparse.Namespace) -> str:
         print(f"{key} = true is planned as false: exposed tensor parallelism is an upper bound", file=sys.stderr)
         overrides.append(f"--no-{key}")
         config, _ = load_config(options.recipe, overrides)
-    world_size = world_size_of(Path(options.recipe)) if options.world_size is None else options.world_size
+    world_size = world_size_of(find_recipe(Path(options.recipe))) if options.world_size is None else options.world_size
     if world_size < 1:
         raise ConfigError(f"--world-size {world_size} is not a number of ranks; use one such as 8")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from titan_lite.compiler.hardware import GIB, load_machine
-from titan_lite.config.recipe import load_config
+from titan_lite.config.recipe import find_recipe, load_config
 from titan_lite.plan.command import lay_out, main, world_size_of
 from titan_lite.plan.search import guess
 
@@ -61,6 +61,7 @@ def test_a_recipe_that_is_not_there_or_says_no_world_size(tmp_path, capsys):
 
 def test_no_tokenizer_and_no_data_are_looked_at(capsys):
     """The shipped tokenizer path has no file; a recipe of a mistake that comes later than it is found."""
+    assert world_size_of(find_recipe(Path("llama3_405b"))) == 512
     assert not Path(RECIPES / "../assets/tokenizer/llama3/tokenizer.model").exists()
     assert main([EIGHT, "--set", "training.seq_len=200000"]) == 2
     assert "training.seq_len = 200000" in capsys.readouterr().err
