@@ -33,7 +33,7 @@ from titan_lite.compiler.collectives import (
     ranks_of,
     tensors_of,
 )
-from titan_lite.compiler.kernels import ATTENTION, attention_share, clock_share, product_seconds
+from titan_lite.compiler.kernels import ATTENTION, IDLE, attention_share, clock_share, product_seconds
 from titan_lite.config import ConfigError
 from titan_lite.config.row import one_line
 from titan_lite.config.toml import read_toml, shown
@@ -350,6 +350,10 @@ def machine_from(tables: Mapping[str, Any], file: str) -> Machine:
             _number(file, key, value)
             if key in ("ranks_per_node", "multiprocessors") and not isinstance(value, int):
                 raise ConfigError(f"{file}: ranks_per_node = {value} is not a whole number; use 8")
+            if key == "power" and value <= IDLE:
+                raise ConfigError(
+                    f"{file}: power = {value} is not above the {IDLE:g} W of an idle GPU; use its power limit in watts"
+                )
             if key.endswith("efficiency") and value > 1:
                 raise ConfigError(f"{file}: {key} = {value} is above 1, the peak; use {fields[key].default}")
         values[key] = value
