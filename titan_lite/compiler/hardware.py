@@ -349,7 +349,7 @@ def machine_from(tables: Mapping[str, Any], file: str) -> Machine:
         else:
             _number(file, key, value)
             if key in ("ranks_per_node", "multiprocessors") and not isinstance(value, int):
-                raise ConfigError(f"{file}: ranks_per_node = {value} is not a whole number; use 8")
+                raise ConfigError(f"{file}: {key} = {value} is not a whole number; use {round(value)}")
             if key == "power" and value <= IDLE:
                 raise ConfigError(
                     f"{file}: power = {value} is not above the {IDLE:g} W of an idle GPU; use its power limit in watts"

@@ -130,7 +130,7 @@ def test_a_file_describes_a_machine_of_its_own(tmp_path):
         (WHOLE.replace("float32 = 20", "bfloat16 = 20"), "tflops.float32 missing"),
         (WHOLE.replace(", latency = 2", ""), r"intra_node = .*; use intra_node = \{ bandwidth = ..., latency = ... \}"),
         (WHOLE + "matmul_efficiency = 70", "matmul_efficiency = 70 is above 1, the peak; use 0.7"),
-        (WHOLE + "ranks_per_node = 4.5", "ranks_per_node = 4.5 is not a whole number; use 8"),
+        (WHOLE + "ranks_per_node = 4.5", "ranks_per_node = 4.5 is not a whole number; use 4"),
         (WHOLE + "multiprocessors = 1.5", "multiprocessors = 1.5 is not a whole number"),
         (WHOLE + "power = 60", "power = 60 is not above the 100 W of an idle GPU; use its power limit in watts"),
         ("memory = ", "not valid TOML"),
