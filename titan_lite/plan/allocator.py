@@ -53,9 +53,9 @@ class Pool:
 
     def remove(self, block: Block) -> None:
         if block.mapped:
-            del self.free[bisect_left(self.free, (block.size, block.address))]  # type: ignore[type-var]
+            del self.free[bisect_left(self.free, (block.size, block.address))]
         else:
-            del self.unmapped[bisect_left(self.unmapped, (block.address,))]  # type: ignore[type-var]
+            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
 
 
 class CachingAllocator:
@@ -111,7 +111,7 @@ class CachingAllocator:
 
         In an expandable segment the last block counts as large as it can grow, so that a larger block before it comes first.
         """
-        place = bisect_left(pool.free, (size,))  # type: ignore[type-var]
+        place = bisect_left(pool.free, (size,))
         if place == len(pool.free):
             return None
         if self.expandable:
