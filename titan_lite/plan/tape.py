@@ -115,13 +115,13 @@ def lives_of(graphs: Mapping[str, ScheduledGraph], blocks: int, period: int) -> 
             received["loss_forward"] = given[:1]
             if given[0] is not None:
                 found[given[0]] = replace(found[given[0]], kind="output")
-            inputs = [node for node in nodes if node.op == "placeholder"]
+            weights = inputs
         if name.endswith("forward"):
             received[name.replace("forward", "backward")] = given[1:]
         elif name == "loss_backward":
             received.setdefault("backward", []).append(given[0])
         else:
-            for weight, each, number in zip(inputs, results, given, strict=False):
+            for weight, each, number in zip(weights, results, given, strict=False):
                 if number is not None and isinstance(each, Node) and _is_weight(weight):
                     own = [node for node in nodes[:-1] if storage[node] is storage[each]]
                     users = [user for node in own for user in node.users if user.op != "output"]
@@ -211,9 +211,9 @@ def _repeated(life: Life, lives: Lives, more: int) -> Iterator[Life]:
 
 def weights_at(weights: Sequence[Weight], blocks: int, n_layers: int) -> list[Weight]:
     """Return the weights of a stage of `n_layers` blocks, from those of one of `blocks`."""
-    middle = [weight for weight in weights if weight.block == blocks // 2]
-    more = [replace(weight, copy=copy) for copy in range(1, n_layers - blocks + 1) for weight in middle]
-    behind = weights.index(middle[-1]) + 1 if more else 0
+    middle = [place for place, weight in enumerate(weights) if weight.block == blocks // 2]
+    more = [replace(weights[place], copy=copy) for copy in range(1, n_layers - blocks + 1) for place in middle]
+    behind = middle[-1] + 1 if more else 0
     return [*weights[:behind], *more, *weights[behind:]]
 
 
