@@ -1,6 +1,6 @@
 """Compute a rank's memory: replay the allocations and frees of two steps through a model of CUDA's caching allocator.
 
-memory = memory_of(layout, stages, machine)               # stages: the tensors of each pipeline stage (trace.py)
+memory = memory_of(layout, stages, machine)               # stages: the tensors of each pipeline stage (tape.py)
 memory.reserved, memory.rows["activations"]               # bytes
 
 A step allocates as the trainer does: weights gathered for the step, then forward, loss and backward of each microbatch in the
@@ -18,8 +18,8 @@ from titan_lite.distributed.accumulation import IN_FLIGHT
 from titan_lite.distributed.pipeline_plan import computations, order_of
 from titan_lite.layout import itemsizes
 from titan_lite.plan.allocator import MIB, Block, CachingAllocator, OutOfDeviceMemory
-from titan_lite.plan.tape import GRAPHS, Weight, buckets_of
-from titan_lite.plan.trace import PlannedLayout, Stage
+from titan_lite.plan.tape import GRAPHS, Stage, Weight, buckets_of
+from titan_lite.plan.trace import PlannedLayout
 
 Held = tuple[str, Block | None]  # part of the memory, block
 
@@ -199,7 +199,7 @@ class Replay:
             under_way: list[Held] = []
             buckets = buckets_of(stage.weights, "reduced_with")
             for place, bucket in enumerate(buckets):
-                mine = [sums[weight.whole].pop() for weight in bucket if sums[weight.whole]]
+                mine = [sums[weight.whole].pop() for weight in bucket]
                 if len(mine) > 1:
                     under_way.append(self.make("working", self.summed * sum(weight.whole for weight in bucket)))
                     for held in mine:

@@ -28,15 +28,14 @@ from titan_lite.plan.memory import Memory, memory_of
 from titan_lite.plan.progress import in_units, rounded
 from titan_lite.plan.published import bias_of
 from titan_lite.plan.simulate import StepTimes, simulate_step
+from titan_lite.plan.tape import Stage, stage_of
 from titan_lite.plan.trace import (
     Kind,
     PlannedLayout,
-    Stage,
     Traced,
     figures_at,
     kind_of_stage,
     layers_of,
-    stage_at,
     start_trace,
     start_tracing,
 )
@@ -135,18 +134,19 @@ def make_plans(
             steps = tuple(simulate_step(layout, each, machine) for each, machine in zip(stages, machines, strict=True))
             depths = {kind: tuple(sorted(each)) for kind, each in traced.items()}
             timelines = {kind: each[max(each)].timelines for kind, each in traced.items()}
-            memory = memory_of(layout, tensors_of_stages(layout, traced), machines[0])
+            memory = memory_of(layout, stages_of(layout, traced), machines[0])
             seconds = time.perf_counter() - started
             yield Plan(layout, machines[0], steps, memory, depths, seconds, timelines)
 
 
-def tensors_of_stages(layout: PlannedLayout, traced: Mapping[Kind, Mapping[int, Traced]]) -> list[Stage]:
+def stages_of(layout: PlannedLayout, traced: Mapping[Kind, Mapping[int, Traced]]) -> list[Stage]:
     """Return the tensors of each stage. Alike stages share one object."""
     pipelined, found = layout.degrees["pp"] > 1, dict[tuple[Kind, int], Stage]()
     keys = [(kind_of_stage(modules), layers_of(modules)) for modules in layout.pipeline.modules]
     for kind, n_layers in keys:
         if (kind, n_layers) not in found:
-            found[kind, n_layers] = stage_at(traced[kind], n_layers, pipelined)
+            depths = traced[kind]
+            found[kind, n_layers] = stage_of(depths.get(n_layers, depths[max(depths)]).tensors, n_layers, pipelined)
     return [found[key] for key in keys]
 
 

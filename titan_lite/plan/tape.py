@@ -74,6 +74,16 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class Tensors:
+    """The tensors of a pipeline stage, at a traced depth."""
+
+    lives: Lives
+    weights: Sequence[Weight]
+    buffers: int  # bytes
+    between: int  # bytes that travel between pipeline stages
+
+
+@dataclass(frozen=True)
 class Tape:
     """The allocations and frees of a microbatch. The first `gradients` tensors are gradients of parameters."""
 
@@ -81,6 +91,22 @@ class Tape:
     gradients: int
     rows: list[str]  # part of the memory of each tensor
     events: dict[str, list[int]] = field(default_factory=dict)  # by graph: i allocates tensor i, ~i frees it
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The tensors of a pipeline stage, as they are allocated and freed."""
+
+    tape: Tape
+    weights: Sequence[Weight]
+    buffers: int  # bytes
+    between: int  # bytes that travel between pipeline stages
+
+
+def stage_of(tensors: Tensors, n_layers: int, pipelined: bool) -> Stage:
+    """Return a stage of `n_layers` blocks, as traced or with repeated blocks. pipelined: as in tape_of."""
+    weights = weights_at(tensors.weights, tensors.lives.blocks, n_layers)
+    return Stage(tape_of(tensors.lives, n_layers, pipelined), weights, tensors.buffers, tensors.between)
 
 
 def lives_of(graphs: Mapping[str, ScheduledGraph], blocks: int, period: int) -> Lives:
@@ -94,9 +120,8 @@ def lives_of(graphs: Mapping[str, ScheduledGraph], blocks: int, period: int) -> 
         nodes = list(scheduled.graph.nodes)
         order = {node: place for place, node in enumerate(nodes)}
         storage = storages(scheduled.graph)
-        numbers: dict[Node, int | None] = dict(
-            zip((n for n in nodes if n.op == "placeholder"), received.get(name, ()), strict=False)
-        )
+        inputs = [node for node in nodes if node.op == "placeholder"]
+        numbers: dict[Node, int | None] = dict(zip(inputs, received.get(name, ()), strict=False))
         uses = last_uses(scheduled.graph, fused=scheduled.fused, keeps_inputs=scheduled.keeps_inputs, sends=True)
         for node, last in uses.items():
             number = numbers.get(node)
@@ -121,11 +146,13 @@ def lives_of(graphs: Mapping[str, ScheduledGraph], blocks: int, period: int) -> 
         elif name == "loss_backward":
             received.setdefault("backward", []).append(given[0])
         else:
+            added = {}  # by storage: the place of the last node before the output that needs it
+            for node in nodes[:-1]:
+                for each in (node, *node.all_input_nodes):
+                    added[storage[each]] = order[node]
             for weight, each, number in zip(weights, results, given, strict=False):
                 if number is not None and isinstance(each, Node) and _is_weight(weight):
-                    own = [node for node in nodes[:-1] if storage[node] is storage[each]]
-                    users = [user for node in own for user in node.users if user.op != "output"]
-                    moment = 2 * max(map(order.__getitem__, (*own, *users))) + 1 if scheduled.eager else ends[name]
+                    moment = 2 * added[storage[each]] + 1 if scheduled.eager else ends[name]
                     found[number] = replace(found[number], died=(name, moment), kind="gradient")
     return Lives(blocks, period, tuple(found), ends, _sections(attention, ends, blocks, period))
 

@@ -65,7 +65,7 @@ from titan_lite.layout import Layout
 from titan_lite.loss import build_loss, own_vocabulary
 from titan_lite.models.llama3 import Transformer
 from titan_lite.plan.costs import Figures, figures_of, round_figures
-from titan_lite.plan.tape import GRAPHS, Lives, ScheduledGraph, Tape, Weight, lives_of, tape_of, weights_at
+from titan_lite.plan.tape import GRAPHS, ScheduledGraph, Tensors, Weight, lives_of
 
 PROCESSES = 2
 Kind = tuple[str, ...]  # a stage's modules other than blocks
@@ -84,27 +84,7 @@ class Traced:
 
     figures: Sequence[Figures]  # on each machine (costs.py)
     timelines: Sequence[Timeline]  # of its graphs on the first machine, in the order they run, with groups named by axis
-    lives: Lives
-    weights: Sequence[Weight]
-    buffers: int  # bytes
-    between: int  # bytes that travel between pipeline stages
-
-
-@dataclass(frozen=True)
-class Stage:
-    """The tensors of a pipeline stage."""
-
-    tape: Tape
-    weights: Sequence[Weight]
-    buffers: int  # bytes
-    between: int  # bytes that travel between pipeline stages
-
-
-def stage_at(depths: Mapping[int, Traced], n_layers: int, pipelined: bool) -> Stage:
-    """Return the tensors of a stage with `n_layers` blocks, traced or repeated from the deepest one."""
-    traced = depths.get(n_layers, depths[max(depths)])
-    weights = weights_at(traced.weights, traced.lives.blocks, n_layers)
-    return Stage(tape_of(traced.lives, n_layers, pipelined), weights, traced.buffers, traced.between)
+    tensors: Tensors
 
 
 def figures_at(depths: Mapping[int, Traced], n_layers: int, machine: int) -> Figures:
@@ -251,12 +231,8 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     held = {
         "held": float(sum(local(parameter).numel() for parameter in plans)),  # elements of this rank's shards
         "whole": float(sum(plan.rows * math.prod(plan.row_shape) for plan in plans.values())),  # elements when all are gathered
-        "tensors": float(len(plans)),
-        "buffers": float(sum(buffer.nbytes for buffer in model.buffers())),  # bytes, like the entries below
         "activations.between": float(between.nbytes),
     }
-    if "output" in kind:
-        held["activations.logits"] = float(logits.nbytes)
     graphs = {**passes.graphs, **{f"loss_{name}": graph for name, graph in loss_passes.graphs.items()}}
     found = []
     for number, machine in enumerate(machines):
@@ -269,7 +245,8 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     scheduled = {**passes.scheduled, **{f"loss_{name}": graph for name, graph in loss_passes.scheduled.items()}}
     pair = depths_to_trace(config)
     lives = lives_of(scheduled, n_layers, pair[1] - pair[0] if pair else n_layers)
-    return Traced(found, timelines, lives, weights_of(plans), int(held["buffers"]), between.nbytes)
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    return Traced(found, timelines, Tensors(lives, weights_of(plans), buffers, between.nbytes))
 
 
 def weights_of(plans: Plans) -> list[Weight]:
