@@ -174,10 +174,11 @@ class Replay:
         self.now = "gathering weights"
         for stage in self.stages.values() if self.layout.gathers_once else ():
             under_way: list[tuple[Held, Held, list[Weight]]] = []
-            buckets = buckets_of(stage.weights, "gathered_with")
+            # a weight that is not sharded, of the same dtype, is no copy
+            weights = [weight for weight in stage.weights if _sharded([weight]) or self.held != self.computed]
+            buckets = buckets_of(weights, "gathered_with")
             for place, bucket in enumerate(buckets):
-                sharded = any(weight.held != weight.whole for weight in bucket)
-                shard = self.make("working", sharded * self.computed * sum(weight.held for weight in bucket))
+                shard = self.make("working", _sharded(bucket) * self.computed * sum(weight.held for weight in bucket))
                 row = "working" if len(bucket) > 1 else WHOLES
                 under_way.append((shard, self.make(row, self.computed * sum(weight.whole for weight in bucket)), bucket))
                 while len(under_way) == IN_FLIGHT or (under_way and place == len(buckets) - 1):
@@ -200,13 +201,17 @@ class Replay:
             buckets = buckets_of(stage.weights, "reduced_with")
             for place, bucket in enumerate(buckets):
                 mine = [sums[weight.whole].pop() for weight in bucket]
-                if len(mine) > 1:
-                    under_way.append(self.make("working", self.summed * sum(weight.whole for weight in bucket)))
+                if len(mine) > 1:  # copied into one
+                    row = "working" if _sharded(bucket) else "gradients"
+                    table = self.make(row, self.summed * sum(weight.whole for weight in bucket))
                     for held in mine:
                         self.end(held)
                 else:
-                    under_way += mine
-                self.shards.append(self.make("gradients", self.summed * sum(weight.held for weight in bucket)))
+                    (table,) = mine
+                if _sharded(bucket):
+                    under_way.append(table)
+                    table = self.make("gradients", self.summed * sum(weight.held for weight in bucket))
+                self.shards.append(table)
                 while len(under_way) == IN_FLIGHT or (under_way and place == len(buckets) - 1):
                     self.end(under_way.pop(0))
         while self.wholes:
@@ -223,3 +228,7 @@ class Replay:
             self.end(held)
         self.shards.clear()
         self.gradients.clear()
+
+
+def _sharded(weights: Sequence[Weight]) -> bool:
+    return any(weight.held != weight.whole for weight in weights)

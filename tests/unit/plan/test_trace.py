@@ -14,6 +14,7 @@ from titan_lite.distributed.axes import axis_along
 from titan_lite.layout import make_layout
 from titan_lite.models.llama3 import ModelConfig, flops_per_token
 from titan_lite.plan import summary
+from titan_lite.plan.allocator import LARGE_BUFFER
 from titan_lite.plan.memory import memory_of
 from titan_lite.plan.simulate import simulate_step
 from titan_lite.plan.tape import stage_of
@@ -123,7 +124,7 @@ def check_tensors(less, full, blocks):
     memories = [memory_of(FSDP, [stage], H100) for stage in (repeated, traced)]
     assert memories[0].moment == memories[1].moment
     assert memories[0].peak == pytest.approx(memories[1].peak, rel=0.01)
-    assert memories[0].reserved == pytest.approx(memories[1].reserved, rel=0.03)
+    assert memories[0].reserved == pytest.approx(memories[1].reserved, abs=3 * LARGE_BUFFER)
 
 
 def kept(stage):
