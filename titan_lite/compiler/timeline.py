@@ -27,6 +27,7 @@ from titan_lite.compiler.collectives import (
     parameters_of,
     preparation,
     start_of,
+    waits_of,
 )
 from titan_lite.compiler.hardware import Machine, is_free, is_fused_away
 
@@ -168,50 +169,42 @@ def peak_bytes(graph: Graph, without: Collection[Node] = ()) -> int:
 
     Parameters (placeholders named primals) and the nodes in `without` do not count. A view shares the storage of its base.
     """
-    return max(alive_bytes(graph, without))
+    uncounted = {node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("primals")} | {*without}
+    sizes, ends = dict[Node, int](), dict[int, int]()
+    for node, place in last_uses(graph).items():
+        sizes[node] = 0 if node in uncounted else own_bytes(node)
+        ends[place] = ends.get(place, 0) + sizes[node]
+    alive = most = sum(size for node, size in sizes.items() if node.op == "placeholder")
+    for place, node in enumerate(graph.nodes):
+        alive += sizes.get(node, 0) if node.op != "placeholder" else 0
+        most = max(most, alive)
+        alive -= ends.get(place, 0)
+    return most
 
 
-def alive_bytes(graph: Graph, without: Collection[Node] = (), fused: bool = False, keeps_inputs: bool = False) -> list[int]:
-    """Return the live bytes at the start of the graph, and while each node runs.
+def last_uses(graph: Graph, fused: bool = False, keeps_inputs: bool = False, sends: bool = False) -> dict[Node, int]:
+    """Return for each node that allocates, or is an input, the place of the last node that needs its storage.
 
-    fused: do not count results that are fused away (`is_fused_away`), and keep their inputs until the last kernel that recomputes
-    them. keeps_inputs: the caller keeps the graph's inputs until its end.
+    A view shares the storage of its base. fused: leave out results that are fused away (`is_fused_away`), and keep their inputs
+    until the last kernel that recomputes them. keeps_inputs: the caller keeps the graph's inputs until its end. sends: a
+    collective keeps its inputs until it is waited for.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
-    storage = _storages(graph)
+    storage = storages(graph)
     virtual = {node for node in graph.nodes if fused and is_fused_away(node)}
     last_use = {storage[node]: order[storage[node]] for node in graph.nodes}
     for node in reversed(graph.nodes):
         place = last_use[node] if node in virtual else order[node]
+        if sends and node.target in KINDS:
+            place = max((order[wait] for wait in waits_of(node)), default=place)
         for source in (node, *node.all_input_nodes):
             last_use[storage[source]] = max(last_use[storage[source]], place)
     if keeps_inputs:
         last_use |= {node: len(order) - 1 for node in graph.nodes if node.op == "placeholder"}
-    uncounted = {node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("primals")}
-    uncounted |= {*without, *virtual}
-    size = {node: 0 if node in uncounted else _own_bytes(node) for node in last_use}
-    alive = sum(size[node] for node in size if node.op == "placeholder")
-    found = [alive]
-    ends: dict[int, int] = {}
-    for node, place in last_use.items():
-        ends[place] = ends.get(place, 0) + size[node]
-    for node in graph.nodes:
-        if node.op != "placeholder" and storage[node] is node:
-            alive += size[node]
-        found.append(alive)
-        alive -= ends.get(order[node], 0)
-    return found
+    return {node: place for node, place in last_use.items() if node not in virtual}
 
 
-def saved_bytes(graph: Graph) -> tuple[int, int]:
-    """Return the bytes that a forward graph saves for backward beside its one result: (of its nodes, of its inputs)."""
-    (results,) = next(node for node in graph.nodes if node.op == "output").args
-    storage, saved = _storages(graph), [node for node in results[1:] if isinstance(node, Node)]
-    made = sum(_own_bytes(node) for node in {storage[node] for node in saved} if node.op != "placeholder")
-    return made, sum(_own_bytes(node) for node in set(saved) if node.op == "placeholder")
-
-
-def _storages(graph: Graph) -> dict[Node, Node]:
+def storages(graph: Graph) -> dict[Node, Node]:
     """Return the node that allocated the storage of each node."""
     storage: dict[Node, Node] = {}
     for node in graph.nodes:
@@ -223,6 +216,6 @@ def _storages(graph: Graph) -> dict[Node, Node]:
     return storage
 
 
-def _own_bytes(node: Node) -> int:
+def own_bytes(node: Node) -> int:
     """Return the bytes that a node allocates. Of several tensors, each counts at its `getitem`."""
     return 0 if isinstance(node.meta.get("val"), list | tuple) else nbytes_of(node)

@@ -1,7 +1,6 @@
 """Compute the costs of a graph, and of a rank's parameters, as figures that are additive over graphs and linear in blocks.
 
 figures_of(graph, machine, fused=True, axes=axes_of(mesh))       # {"compute": 0.41, "exposed.tp": 0.08, "bytes.tp": 2.1e9, ...}
-bytes_of(graph, fused=True)                                      # {"saved": ..., "peak.start": ..., "peak.end": ...}
 round_figures(plans, machine, axes)                              # the parameters' collectives once per step
 """
 
@@ -12,7 +11,7 @@ from torch.fx import Graph
 
 from titan_lite.compiler.collectives import KINDS, collective_bytes, kind_of, parameter_collectives, ranks_of, tensors_of
 from titan_lite.compiler.hardware import Machine, flops_of
-from titan_lite.compiler.timeline import alive_bytes, saved_bytes, simulate
+from titan_lite.compiler.timeline import simulate
 from titan_lite.distributed.accumulation import Plans, gather_buckets, reduce_buckets
 from titan_lite.distributed.axes import Axes, axis_along, ranks_in
 
@@ -40,27 +39,6 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figur
             axis = axis_along(ranks, axes, node in exposed)
             _add_collective(result, axis, kind_of(node), collective_bytes(node), ranks, machine, held_up, tensors_of(node))
     return dict(result)
-
-
-def bytes_of(graph: Graph, fused: bool, blocks: int, keeps_inputs: bool = False) -> Figures:
-    """Return the memory figures of a graph of `blocks` blocks, in bytes.
-
-    saved, inputs            kept by a forward graph for backward: results, and inputs of the graph
-    peak.start, peak.end     peak until the second block's attention, and peak from the attention of the last block but one
-
-    Live memory rises or falls evenly from block to block, so the peak is in the first or the last block. Each of the two is
-    linear in the number of blocks, but their maximum is not. keeps_inputs: as in alive_bytes.
-    """
-    alive = alive_bytes(graph, fused=fused, keeps_inputs=keeps_inputs)[1:]
-    attention = [(place, "backward" in str(node.target)) for place, node in enumerate(graph.nodes) if flops_of(node)[1]]
-    is_backward = any(backward for _, backward in attention)  # then those of forward are recomputed
-    places = [place for place, backward in attention if backward == is_backward]
-    first, last = len(alive), 0
-    if blocks > 1:
-        of_two = 2 * (len(places) // blocks)  # context parallelism has two per block
-        first, last = places[of_two - 1] + 1, places[-of_two]
-    made, given = saved_bytes(graph)
-    return {"saved": made, "inputs": given, "peak.start": max(alive[:first]), "peak.end": max(alive[last:])}
 
 
 def _add_collective(

@@ -1,23 +1,39 @@
-"""Compute a rank's peak memory and its moment, from liveness in the scheduled graphs and the order of the pipeline schedule.
+"""Compute a rank's memory: replay the allocations and frees of two steps through a model of CUDA's caching allocator.
 
-memory = memory_of(layout, stages)                        # stages: the figures of each pipeline stage (costs.py)
-memory.peak, memory.rows["activations"]                   # bytes
+memory = memory_of(layout, stages, machine)               # stages: the tensors of each pipeline stage (tape.py)
+memory.reserved, memory.rows["activations"]               # bytes
+
+A step allocates as the trainer does: weights gathered for the step, then forward, loss and backward of each microbatch in the
+order of the schedule, then reduced gradients, and at the end of the first step the optimizer's state. The second step finds the
+gaps that the first one left.
 """
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from titan_lite.compiler.hardware import GIB
+from titan_lite.compiler.hardware import GIB, Machine
+from titan_lite.distributed.accumulation import IN_FLIGHT
 from titan_lite.distributed.pipeline_plan import computations, order_of
 from titan_lite.layout import itemsizes
-from titan_lite.plan.costs import Figures
+from titan_lite.plan.allocator import MIB, Block, CachingAllocator, OutOfDeviceMemory
+from titan_lite.plan.tape import GRAPHS, Stage, Weight, buckets_of
 from titan_lite.plan.trace import PlannedLayout
 
-# Fraction of temporary memory: CUDA's caching allocator keeps blocks of sizes that nothing reuses.
-SLACK = 0.04
-# Bytes outside of tensors: CUDA's context and kernels, cuBLAS's workspaces, NCCL's buffers.
-OUTSIDE = 2.0 * GIB
+Held = tuple[str, Block | None]  # part of the memory, block
+
+# Bytes of CUDA's context, with the kernels that it loads.
+CONTEXT = 0.5 * GIB
+# NCCL keeps a buffer for each protocol, channel and connection (src/include/device.h, defaultBuffSizes in src/init.cc): LL, LL128
+# and SIMPLE, for the neighbour in a ring. On 8 GPUs with NVSwitch it reports 24 channels.
+CHANNELS = 24
+CHANNEL_BUFFERS = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 4 * MIB
+# A workspace of cuBLAS comes from the allocator, one for each thread that multiplies: forward's and backward's
+# (aten/src/ATen/cuda/CublasHandlePool.cpp).
+WORKSPACE, HOPPER_WORKSPACE, THREADS = 4096 * 2048 + 16 * 8192, 32 * MIB, 2
+WHOLES = "weights gathered for the step"
+WORDS = {"forward": "forward", "loss_forward": "loss", "loss_backward": "backward of the loss", "backward": "backward"}
 
 
 @dataclass(frozen=True)
@@ -27,97 +43,192 @@ class Memory:
     rank: int  # of the pipeline
     moment: str  # of the peak
     rows: dict[str, float]  # parts of the peak
-    slack: float  # reserved by the allocator in addition to the peak
-    of_ranks: tuple[float, ...]  # peak of each pipeline rank
+    reserved: float  # the expected `torch.cuda.max_memory_reserved`
+    outside: float  # of tensors
 
     @property
     def peak(self) -> float:
+        """Return the expected `torch.cuda.max_memory_allocated`."""
         return sum(self.rows.values())
 
     @property
-    def reserved(self) -> float:
-        """Return the expected `torch.cuda.max_memory_reserved`."""
-        return self.peak + self.slack
-
-    @property
     def total(self) -> float:
-        return self.reserved + OUTSIDE
+        return self.reserved + self.outside
 
 
-def memory_of(layout: PlannedLayout, stages: Sequence[Figures]) -> Memory:
-    """Return the memory of a layout. stages: the figures of each stage, for any machine, since liveness does not depend on it."""
-    found = [
-        max(moments(layout, stages, rank), key=lambda moment: sum(moment[1].values())) for rank in range(layout.degrees["pp"])
-    ]
-    peaks = tuple(sum(rows.values()) for _, rows in found)
-    rank = peaks.index(max(peaks))
-    moment, rows = found[rank]
-    steady = rows["parameters"] + rows["optimizer state"]
-    return Memory(rank, moment, {name: value for name, value in rows.items() if value}, SLACK * (peaks[rank] - steady), peaks)
+def memory_of(layout: PlannedLayout, stages: Sequence[Stage], machine: Machine) -> Memory:
+    """Return the memory of a layout on such a machine. What does not fit is replayed on a device without a limit.
 
-
-def moments(layout: PlannedLayout, stages: Sequence[Figures], rank: int) -> list[tuple[str, dict[str, float]]]:
-    """Return (name, parts in bytes) of each moment of a step that may be the peak of pipeline rank `rank`."""
-    held_as, computed, summed = itemsizes(layout.config.training)
-    mine = layout.pipeline.stages_of(rank)
-
-    def sum_of(key: str) -> float:
-        return sum(stages[stage][key] for stage in mine)
-
-    numbers = sum_of("held")
-    steady = {
-        "parameters": held_as * numbers + sum_of("buffers"),
-        "optimizer state": 2 * held_as * numbers + 4 * sum_of("tensors"),  # two moments, and a step count per tensor
-        "gradients": 0.0,
-        "weights gathered for the step": computed * sum_of("whole") if layout.gathers_once else 0.0,
-        "activations": 0.0,
-        "working": 0.0,
-    }
+    Of ranks with alike stages, only the one with most microbatches in flight is replayed.
+    """
+    outside = outside_of_tensors(layout)
+    order = order_of(layout.config.parallelism, layout.pipeline)
+    most: dict[tuple[int, ...], tuple[int, int]] = {}  # by stages: in flight, rank
+    for rank in range(layout.degrees["pp"]):
+        alike = tuple(id(stages[stage].tape) for stage in layout.pipeline.stages_of(rank))
+        flying, peak = 0, 0
+        for kind, *_ in computations(order[rank]):
+            flying += (kind == "F") - (kind in "BI")
+            peak = max(peak, flying)
+        most[alike] = max(most.get(alike, (0, 0)), (peak, -rank))
     found = []
-
-    def moment(name: str, activations: float, working: float) -> None:
-        found.append((name, {**steady, "activations": activations, "working": working, "gradients": gradients}))
-
-    in_flight: dict[int, int] = defaultdict(int)
-    gradients = 0.0
-    after = summed * sum_of("whole") if layout.gathers_once else held_as * numbers if layout.microbatches > 1 else 0.0
-    order = computations(order_of(layout.config.parallelism, layout.pipeline)[rank])
-    for kind, stage, _ in order * min(2, layout.accumulation):  # in a second local batch, gradients of the first exist
-        figures = stages[stage]
-        pipeline, logits = _held_by_pipeline(layout, figures), figures.get("activations.logits", 0.0)
-        in_flight[stage] -= kind in "BI"
-        others = sum(count * kept(layout, stages[other]) for other, count in in_flight.items())
-        here = others + figures["forward.saved"] + pipeline
-        if kind == "F":
-            moment("forward", others, peak(figures, "forward"))
-            if logits:
-                moment("loss", here, logits + peak(figures, "loss_forward"))
-        elif kind in "BI":
-            if logits:
-                # freed after the loss, if its backward does not read them; a pipeline's stage keeps them
-                read = min(logits, figures.get("loss_forward.inputs", 0.0)) if layout.degrees["pp"] == 1 else logits
-                moment("backward of the loss", here, read + peak(figures, "loss_backward"))
-            moment("backward, the last blocks", here, max(0.0, figures["backward.peak.start"] - figures["forward.saved"]))
-            moment("backward, the first blocks", others + pipeline, figures["backward.peak.end"])
-            gradients = after
-        in_flight[stage] += kind == "F"
-    gradients = held_as * numbers
-    moment("optimizer step", 0.0, 0.0)
-    return found
+    for _, rank in most.values():
+        for device in (int(machine.memory * GIB - outside), 2**60):
+            allocator = CachingAllocator(device, expandable=True)  # as start.py sets it
+            with suppress(OutOfDeviceMemory):
+                run = replay(layout, stages, -rank, machine, allocator)
+                found.append(Memory(-rank, run.moment, run.rows, allocator.most_reserved, outside))
+                break
+    return max(found, key=lambda memory: memory.reserved)
 
 
-def peak(figures: Figures, graph: str) -> float:
-    return max(figures[f"{graph}.peak.start"], figures[f"{graph}.peak.end"])
+def outside_of_tensors(layout: PlannedLayout) -> float:
+    """Return the bytes that a rank has outside of the allocator. A communicator joins all ranks, or those along an axis."""
+    communicators = 1 + sum(degree > 1 for degree in layout.degrees.values()) if layout.world_size > 1 else 0
+    return CONTEXT + communicators * CHANNELS * CHANNEL_BUFFERS
 
 
-def kept(layout: PlannedLayout, figures: Figures) -> float:
-    """Return the bytes kept for a microbatch between its forward and its backward."""
-    logits = figures.get("activations.logits", 0.0) + figures.get("loss_forward.saved", 0.0)
-    return figures["forward.saved"] + logits + _held_by_pipeline(layout, figures)
+def replay(layout: PlannedLayout, stages: Sequence[Stage], rank: int, machine: Machine, allocator: CachingAllocator) -> "Replay":
+    """Replay two steps of pipeline rank `rank`, with at most two local batches each."""
+    run = Replay(layout, {stage: stages[stage] for stage in layout.pipeline.stages_of(rank)}, allocator)
+    actions = computations(order_of(layout.config.parallelism, layout.pipeline)[rank])
+    run.start(machine)
+    for _ in range(2):
+        run.gather()
+        for _ in range(min(2, layout.accumulation)):  # in a second local batch, gradients of the first exist
+            for kind, stage, microbatch in actions:
+                for graph in GRAPHS[:2] if kind == "F" else GRAPHS[2:] if kind in "BI" else ():
+                    run.graph(stage, graph, microbatch)
+        run.reduce()
+        run.update()
+    return run
 
 
-def _held_by_pipeline(layout: PlannedLayout, figures: Figures) -> float:
-    """Return the bytes that torch's stages keep for a microbatch: the input and, except for logits, the output."""
-    if layout.degrees["pp"] == 1:
-        return 0.0
-    return figures["activations.between"] * (2 if "activations.logits" not in figures else 1)
+class Replay:
+    """A rank's allocations. moment, rows: of the most bytes allocated so far, and their parts."""
+
+    def __init__(self, layout: PlannedLayout, stages: Mapping[int, Stage], allocator: CachingAllocator):
+        self.layout, self.stages, self.allocator = layout, stages, allocator
+        self.held, self.computed, self.summed = itemsizes(layout.config.training)
+        self.moment, self.rows = "start", dict[str, float]()
+        self.now, self._rows = "start", Counter[str]()
+        self.tensors: dict[tuple[int, int | None], list[Held]] = {}  # by stage and microbatch
+        self.gradients: dict[int, dict[int, Held]] = defaultdict(dict)  # by stage: by number on its tape
+        self.shards: list[Held] = []  # of reduced gradients
+        self.wholes: list[Held] = []
+        self.has_state = False
+
+    def make(self, row: str, nbytes: float) -> Held:
+        block = self.allocator.malloc(int(nbytes))
+        if block is not None:
+            self._rows[row] += block.size
+            if self.allocator.allocated == self.allocator.most_allocated:
+                self.moment, self.rows = self.now, {name: float(size) for name, size in self._rows.items() if size}
+        return row, block
+
+    def end(self, held: Held) -> None:
+        row, block = held
+        if block is not None:
+            self._rows[row] -= block.size
+            self.allocator.free(block)
+
+    def start(self, machine: Machine) -> None:
+        """Allocate what stays from before the first step, or from its start, to the end."""
+        for number, stage in self.stages.items():
+            for weight in stage.weights:
+                self.make("parameters", self.held * weight.held)
+            self.make("parameters", stage.buffers)
+            # torch's stages receive each microbatch in a buffer of its own (distributed/pipelining/stage.py)
+            neighbours = (number > 0) + (number < len(self.layout.pipeline.modules) - 1)
+            for _ in range(neighbours * self.layout.pipeline.microbatches):
+                self.make("received by the pipeline", stage.between)
+        if not machine.name.startswith("CPU"):
+            for _ in range(THREADS):
+                self.make("workspaces of cuBLAS", HOPPER_WORKSPACE if machine.name.startswith("H") else WORKSPACE)
+
+    def graph(self, number: int, name: str, microbatch: int | None) -> None:
+        """Run a graph of a microbatch."""
+        tape = self.stages[number].tape
+        self.now = WORDS[name]
+        held = self.tensors.setdefault((number, microbatch), [("", None)] * len(tape.sizes))
+        for event in tape.events.get(name, ()):
+            if event >= 0:
+                held[event] = self.make(tape.rows[event], tape.sizes[event])
+            elif ~event < tape.gradients:
+                self.add(number, ~event, held[~event])
+            else:
+                self.end(held[~event])
+
+    def add(self, number: int, gradient: int, held: Held) -> None:
+        """Keep a gradient of the first microbatch, and add later ones to it: full ones in the dtype that they are reduced in."""
+        sums = self.gradients[number]
+        if gradient not in sums and (not self.layout.gathers_once or self.summed == self.computed):
+            sums[gradient] = held
+            return
+        if gradient not in sums:
+            sums[gradient] = self.make("gradients", self.stages[number].tape.sizes[gradient] * self.summed // self.computed)
+        self.end(held)
+
+    def gather(self) -> None:
+        """Gather the weights for the step, IN_FLIGHT buckets at once (distributed/accumulation.py)."""
+        self.now = "gathering weights"
+        for stage in self.stages.values() if self.layout.gathers_once else ():
+            under_way: list[tuple[Held, Held, list[Weight]]] = []
+            # a weight that is not sharded, of the same dtype, is no copy
+            weights = [weight for weight in stage.weights if _sharded([weight]) or self.held != self.computed]
+            buckets = buckets_of(weights, "gathered_with")
+            for place, bucket in enumerate(buckets):
+                shard = self.make("working", _sharded(bucket) * self.computed * sum(weight.held for weight in bucket))
+                row = "working" if len(bucket) > 1 else WHOLES
+                under_way.append((shard, self.make(row, self.computed * sum(weight.whole for weight in bucket)), bucket))
+                while len(under_way) == IN_FLIGHT or (under_way and place == len(buckets) - 1):
+                    shard, table, bucket = under_way.pop(0)
+                    self.end(shard)
+                    if len(bucket) > 1:
+                        self.wholes += [self.make(WHOLES, self.computed * weight.whole) for weight in bucket]
+                        self.end(table)
+                    else:
+                        self.wholes.append(table)
+
+    def reduce(self) -> None:
+        """Reduce the sums of full gradients, IN_FLIGHT buckets at once, and free the full weights."""
+        self.now = "reducing gradients"
+        for number, stage in self.stages.items() if self.layout.gathers_once else ():
+            sums: dict[int, list[Held]] = defaultdict(list)  # by elements
+            for gradient, held in sorted(self.gradients.pop(number, {}).items()):
+                sums[stage.tape.sizes[gradient] // self.computed].append(held)
+            under_way: list[Held] = []
+            buckets = buckets_of(stage.weights, "reduced_with")
+            for place, bucket in enumerate(buckets):
+                mine = [sums[weight.whole].pop() for weight in bucket]
+                if len(mine) > 1:  # copied into one
+                    row = "working" if _sharded(bucket) else "gradients"
+                    table = self.make(row, self.summed * sum(weight.whole for weight in bucket))
+                    for held in mine:
+                        self.end(held)
+                else:
+                    (table,) = mine
+                if _sharded(bucket):
+                    under_way.append(table)
+                    table = self.make("gradients", self.summed * sum(weight.held for weight in bucket))
+                self.shards.append(table)
+                while len(under_way) == IN_FLIGHT or (under_way and place == len(buckets) - 1):
+                    self.end(under_way.pop(0))
+        while self.wholes:
+            self.end(self.wholes.pop())
+
+    def update(self) -> None:
+        """Make the optimizer's state in the first step, and free the gradients. Norms and AdamW are fused, and need no memory."""
+        self.now = "optimizer step"
+        for weight in () if self.has_state else (weight for stage in self.stages.values() for weight in stage.weights):
+            for nbytes in (4, *2 * [self.held * weight.held]):  # a step count, and two moments
+                self.make("optimizer state", nbytes)
+        self.has_state = True
+        for held in (*self.shards, *(held for sums in self.gradients.values() for held in sums.values())):
+            self.end(held)
+        self.shards.clear()
+        self.gradients.clear()
+
+
+def _sharded(weights: Sequence[Weight]) -> bool:
+    return any(weight.held != weight.whole for weight in weights)

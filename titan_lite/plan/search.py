@@ -18,7 +18,7 @@ from titan_lite.config import Config, ConfigError, flatten
 from titan_lite.distributed.degrees import DEGREES
 from titan_lite.layout import itemsizes
 from titan_lite.plan.changes import CHECKPOINTING, Change, Row, Stopped, fitting, plan_changes, ranked, table
-from titan_lite.plan.memory import OUTSIDE
+from titan_lite.plan.memory import outside_of_tensors
 from titan_lite.plan.progress import Progress
 from titan_lite.plan.summary import Plan, name_of
 from titan_lite.plan.trace import PlannedLayout, layers_of
@@ -223,7 +223,7 @@ def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
     step = layout.accumulation * slowest * (m + (pp - 1) / stages_a_rank)
     if once:
         step += largest / block * (gather + reduce)
-    return step, most + OUTSIDE
+    return step, most + outside_of_tensors(layout)
 
 
 def why_lost(plan: Plan, best: Plan) -> str:

@@ -24,11 +24,21 @@ from titan_lite.compiler.timeline import Timeline
 from titan_lite.config import ConfigError
 from titan_lite.distributed.axes import WORDS as AXIS_WORDS
 from titan_lite.models.llama3 import flops_per_token
-from titan_lite.plan.memory import OUTSIDE, Memory, memory_of
+from titan_lite.plan.memory import Memory, memory_of
 from titan_lite.plan.progress import in_units, rounded
 from titan_lite.plan.published import bias_of
 from titan_lite.plan.simulate import StepTimes, simulate_step
-from titan_lite.plan.trace import Kind, PlannedLayout, Traced, figures_at, kind_of_stage, layers_of, start_trace, start_tracing
+from titan_lite.plan.tape import Stage, stage_of
+from titan_lite.plan.trace import (
+    Kind,
+    PlannedLayout,
+    Traced,
+    figures_at,
+    kind_of_stage,
+    layers_of,
+    start_trace,
+    start_tracing,
+)
 from titan_lite.shape import shape_words
 
 WORDS = {
@@ -124,8 +134,20 @@ def make_plans(
             steps = tuple(simulate_step(layout, each, machine) for each, machine in zip(stages, machines, strict=True))
             depths = {kind: tuple(sorted(each)) for kind, each in traced.items()}
             timelines = {kind: each[max(each)].timelines for kind, each in traced.items()}
+            memory = memory_of(layout, stages_of(layout, traced), machines[0])
             seconds = time.perf_counter() - started
-            yield Plan(layout, machines[0], steps, memory_of(layout, stages[0]), depths, seconds, timelines)
+            yield Plan(layout, machines[0], steps, memory, depths, seconds, timelines)
+
+
+def stages_of(layout: PlannedLayout, traced: Mapping[Kind, Mapping[int, Traced]]) -> list[Stage]:
+    """Return the tensors of each stage. Alike stages share one object."""
+    pipelined, found = layout.degrees["pp"] > 1, dict[tuple[Kind, int], Stage]()
+    keys = [(kind_of_stage(modules), layers_of(modules)) for modules in layout.pipeline.modules]
+    for kind, n_layers in keys:
+        if (kind, n_layers) not in found:
+            depths = traced[kind]
+            found[kind, n_layers] = stage_of(depths.get(n_layers, depths[max(depths)]).tensors, n_layers, pipelined)
+    return [found[key] for key in keys]
 
 
 def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None) -> list[str]:
@@ -170,7 +192,11 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
 
     where = f" of pipeline rank {memory.rank}" if layout.degrees["pp"] > 1 else ""
     lines += ["", f"peak memory{where} ({memory.moment}), GiB"]
-    rows = {**memory.rows, "kept by the allocator, unused": memory.slack, "outside of tensors (CUDA, cuBLAS, NCCL)": OUTSIDE}
+    rows = {
+        **memory.rows,
+        "kept by the allocator, unused": memory.reserved - memory.peak,
+        "outside of tensors (CUDA, NCCL)": memory.outside,
+    }
     lines += [f"  {name:<40} {nbytes / GIB:8.2f}" for name, nbytes in rows.items()]
     margin = (plan.capacity - memory.total) / GIB
     verdict = f"fits, {margin:.1f} free" if plan.fits else f"does not fit: {-margin:.1f} too many"
@@ -255,7 +281,6 @@ def as_json(plan: Plan) -> str:
             "total": memory.total,
             "device": plan.capacity,
             "fits": plan.fits,
-            "peak_of_pipeline_ranks": memory.of_ranks,
         },
         "what_binds": what_binds(plan),
         "uncertainty": UNCERTAINTY,

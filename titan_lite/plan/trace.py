@@ -52,6 +52,7 @@ from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import compile_model
 from titan_lite.compiler.timeline import Timeline
 from titan_lite.config import Compile, Config, Parallelism
+from titan_lite.distributed.accumulation import Plans, gather_buckets, reduce_buckets
 from titan_lite.distributed.axes import Axes, axes_of, by_axis
 from titan_lite.distributed.build import build_stages, compile_stages
 from titan_lite.distributed.context_parallel import attend_to_the_past
@@ -63,10 +64,10 @@ from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.layout import Layout
 from titan_lite.loss import build_loss, own_vocabulary
 from titan_lite.models.llama3 import Transformer
-from titan_lite.plan.costs import Figures, bytes_of, figures_of, round_figures
+from titan_lite.plan.costs import Figures, figures_of, round_figures
+from titan_lite.plan.tape import GRAPHS, ScheduledGraph, Tensors, Weight, lives_of
 
 PROCESSES = 2
-GRAPHS = ("forward", "loss_forward", "loss_backward", "backward")
 Kind = tuple[str, ...]  # a stage's modules other than blocks
 
 
@@ -79,17 +80,18 @@ class PlannedLayout(Layout):
 
 @dataclass(frozen=True)
 class Traced:
-    """The costs of a stage at one depth."""
+    """The costs of a stage at one depth, and its tensors."""
 
     figures: Sequence[Figures]  # on each machine (costs.py)
     timelines: Sequence[Timeline]  # of its graphs on the first machine, in the order they run, with groups named by axis
+    tensors: Tensors
 
 
 def figures_at(depths: Mapping[int, Traced], n_layers: int, machine: int) -> Figures:
-    """Return the figures of a stage with `n_layers` blocks, traced or extrapolated from two depths."""
+    """Return the figures of a stage with `n_layers` blocks, traced or extrapolated from the two deepest ones."""
     if n_layers in depths:
         return dict(depths[n_layers].figures[machine])
-    (low, at_low), (high, at_high) = ((depth, traced.figures[machine]) for depth, traced in sorted(depths.items()))
+    (low, at_low), (high, at_high) = ((depth, traced.figures[machine]) for depth, traced in sorted(depths.items())[-2:])
     share = (n_layers - low) / (high - low)
     keys = {**at_low, **at_high}
     return {key: at_low.get(key, 0.0) + share * (at_high.get(key, 0.0) - at_low.get(key, 0.0)) for key in keys}
@@ -142,7 +144,8 @@ def start_trace(
     started: dict[Kind, dict[int, Future[Traced]]] = defaultdict(dict)
     for kind, counts in wanted.items():
         pair = None if full else depths_to_trace(layout.config)
-        depths = set(pair) if pair and max(counts) > pair[1] else counts
+        few = {count for count in counts if pair and count < pair[0]}
+        depths = few.union(pair) if pair and max(counts) > pair[1] else counts
         for depth in sorted(depths, reverse=True):  # the longest first
             key = (*traced_by(layout), kind, depth)
             if key not in shared:
@@ -202,8 +205,8 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     compile = dataclasses.replace(config.compile, backend="aot_eager")
     plain = dataclasses.replace(compile, bucketing="none", reordering=False)
     machines = [machine.attending(config.training.attention_kernel) for machine in machines]
-    passes = _Priced.of("model", config.compile, machines, axes, n_layers)
-    loss_passes = _Priced.of("loss", config.compile, machines, axes, 1)
+    passes = _Priced.of("model", config.compile, machines, axes)
+    loss_passes = _Priced.of("loss", config.compile, machines, axes)
     dtype = getattr(torch, config.training.mixed_precision_param)
     tokens, tp = len(model.positions), axis_of(mesh["tp"])
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -229,12 +232,8 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     held = {
         "held": float(sum(local(parameter).numel() for parameter in plans)),  # elements of this rank's shards
         "whole": float(sum(plan.rows * math.prod(plan.row_shape) for plan in plans.values())),  # elements when all are gathered
-        "tensors": float(len(plans)),
-        "buffers": float(sum(buffer.nbytes for buffer in model.buffers())),  # bytes, like the entries below
         "activations.between": float(between.nbytes),
     }
-    if "output" in kind:
-        held["activations.logits"] = float(logits.nbytes)
     graphs = {**passes.graphs, **{f"loss_{name}": graph for name, graph in loss_passes.graphs.items()}}
     found = []
     for number, machine in enumerate(machines):
@@ -243,7 +242,26 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
             figures |= {f"{name}.{key}": value for key, value in each[number].items()}
         found.append(figures)
     in_order = sorted(graphs, key=GRAPHS.index)
-    return Traced(found, [dataclasses.replace(graphs[name][1], graph=name) for name in in_order])
+    timelines = [dataclasses.replace(graphs[name][1], graph=name) for name in in_order]
+    scheduled = {**passes.scheduled, **{f"loss_{name}": graph for name, graph in loss_passes.scheduled.items()}}
+    pair = depths_to_trace(config)
+    lives = lives_of(scheduled, n_layers, pair[1] - pair[0] if pair else n_layers)
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    return Traced(found, timelines, Tensors(lives, weights_of(plans), buffers, between.nbytes))
+
+
+def weights_of(plans: Plans) -> list[Weight]:
+    """Return the weights of a stage, and the buckets of those that are gathered once per step."""
+    gathered, reduced = (
+        {parameter: number for number, (members, _) in enumerate(buckets) for parameter in members}
+        for buckets in (gather_buckets(plans), reduce_buckets(plans))
+    )
+    found = []
+    for parameter, plan in plans.items():
+        block = int(plan.fqn.split(".")[1]) if plan.fqn.startswith("layers.") else -1
+        whole = plan.rows * math.prod(plan.row_shape)
+        found.append(Weight(local(parameter).numel(), whole, block, gathered[parameter], reduced[parameter]))
+    return found
 
 
 def build_stage(layout: PlannedLayout, mesh: DeviceMesh, kind: Kind, n_layers: int) -> Transformer:
@@ -315,25 +333,25 @@ class _Priced(Schedule):
 
     machines: Sequence[Machine] = ()
     axes: Axes = field(default_factory=dict)
-    blocks: int = 1
     priced_as: str = ""  # as in compile_model
     graphs: dict[str, tuple[list[Figures], Timeline]] = field(default_factory=dict)  # on each machine; on the first one
+    scheduled: dict[str, ScheduledGraph] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, component: str, compile: Compile, machines: Sequence[Machine], axes: Axes, blocks: int) -> "_Priced":
+    def of(cls, component: str, compile: Compile, machines: Sequence[Machine], axes: Axes) -> "_Priced":
         how = "eager" if not compile.compiles(component) else "inductor" if compile.backend == "inductor" else ""
         plain = how == "eager" or component == "loss"
         passes = dataclasses.replace(compile, bucketing="none", reordering=False) if plain else compile
         fused = how == "inductor"
-        return cls(passes, machines[0], fused, must_merge=False, machines=machines, axes=axes, blocks=blocks, priced_as=how)
+        return cls(passes, machines[0], fused, must_merge=False, machines=machines, axes=axes, priced_as=how)
 
     def __call__(self, module: GraphModule, name: str) -> None:
         if self.priced_as == "eager":
             _run_ahead(module.graph)
         super().__call__(module, name)
-        # The same on all machines. The caller of a graph of aot_eager keeps its inputs until it returns.
-        held = bytes_of(module.graph, self.fused, self.blocks, keeps_inputs=not self.priced_as)
-        each = [held | figures_of(module.graph, machine, self.fused, self.axes) for machine in self.machines]
+        # The caller of a graph of aot_eager keeps its inputs until it returns.
+        self.scheduled[name] = ScheduledGraph(module.graph, self.fused, not self.priced_as, self.priced_as == "eager")
+        each = [figures_of(module.graph, machine, self.fused, self.axes) for machine in self.machines]
         timeline = self.receipts[-1].timeline
         assert timeline is not None
         self.graphs[name] = each, by_axis(timeline, self.axes)

@@ -44,7 +44,7 @@ def planned(seconds=1.0, memory=70.0, **parts):
     steps = [
         StepTimes(seconds * factor, parts, {"tp": 8e9}, {"tp": 0.0}, 1e14, 1e13, Timetable({0: ()})) for factor in (1.0, 1.2, 0.9)
     ]
-    found = Memory(0, "forward", {"activations": memory * GIB}, 0.0, (memory * GIB,))
+    found = Memory(0, "forward", {"activations": memory * GIB}, reserved=memory * GIB, outside=2 * GIB)
     return Plan(layout(), H100, tuple(steps), found, {("output",): (2, 4)}, 1.0)
 
 

@@ -10,7 +10,7 @@ from test_simulate import AT_ONCE, layout, stages_of
 
 from titan_lite.compiler.timeline import Span, Timeline
 from titan_lite.metrics.timelines import COLORS
-from titan_lite.plan.memory import memory_of
+from titan_lite.plan.memory import Memory
 from titan_lite.plan.picture import deepest, draw_plan, step_spans, write_plan_trace
 from titan_lite.plan.simulate import simulate_step
 from titan_lite.plan.summary import Plan
@@ -38,7 +38,7 @@ def plan():
     step = simulate_step(mine, figures, AT_ONCE)
     timelines = {("tok_embeddings",): [GRAPH], ("norm", "output"): [dataclasses.replace(GRAPH, graph="other")]}
     depths = {("tok_embeddings",): (3, 4), ("norm", "output"): (3,)}
-    return Plan(mine, AT_ONCE, (step, step, step), memory_of(mine, figures), depths, 1.0, timelines)
+    return Plan(mine, AT_ONCE, (step, step, step), Memory(0, "forward", {}, 0.0, 0.0), depths, 1.0, timelines)
 
 
 def test_everything_a_step_does_has_its_place(plan):

@@ -1,4 +1,4 @@
-"""A step from figures by hand: the bubbles of the schedules against their formulas, shares that add up, memory by hand."""
+"""A step from figures by hand: the bubbles of the schedules against their formulas, shares that add up."""
 
 import dataclasses
 
@@ -10,7 +10,6 @@ from titan_lite.compiler.hardware import Link, load_machine
 from titan_lite.config import Config, Parallelism, Training
 from titan_lite.distributed.pipeline_plan import order_of, plan_pipeline, run_order
 from titan_lite.models.llama3 import FLAVORS
-from titan_lite.plan.memory import SLACK, kept, memory_of, moments
 from titan_lite.plan.simulate import simulate_step
 from titan_lite.plan.trace import PlannedLayout
 
@@ -46,15 +45,10 @@ def stage(forward=1.0, backward=2.0, **others):
     figures = {
         "held": 0.0,
         "whole": 0.0,
-        "tensors": 0.0,
-        "buffers": 0.0,
         "activations.between": 0.0,
         "forward.compute": forward,
         "backward.compute": backward,
-        "forward.saved": 0.0,
     }
-    for graph in ("forward", "backward", "loss_forward", "loss_backward"):
-        figures |= {f"{graph}.peak.start": 0.0, f"{graph}.peak.end": 0.0}
     return figures | {key.replace("__", "."): value for key, value in others.items()}
 
 
@@ -119,55 +113,6 @@ def test_bytes_are_of_the_rank_that_sends_most():
     mine = layout(2, 4)
     step = simulate_step(mine, [stage(forward__bytes__tp=1.0), stage(forward__bytes__tp=5.0, gather__bytes__tp=7.0)], H100)
     assert step.sent["tp"] == 4 * 5.0 + 7.0
-
-
-@pytest.mark.parametrize("rank", [0, 1, 3])
-def test_1f1b_keeps_as_many_microbatches_as_ranks_that_follow(rank):
-    mine = layout(4, 8)
-    figures = stages_of(mine, forward__saved=100.0, activations__between=1.0)
-    assert kept(mine, figures[0]) == 102.0  # what came in and what went out
-    most = max(rows["activations"] for name, rows in moments(mine, figures, rank) if name == "forward")
-    assert most == (4 - rank - 1) * 102.0
-
-
-def test_memory_by_hand():
-    mine = layout()
-    figures = stage(
-        held=10.0,
-        tensors=2.0,
-        buffers=6.0,
-        forward__saved=100.0,
-        forward__peak__start=50.0,
-        forward__peak__end=120.0,
-        activations__logits=30.0,
-        loss_forward__peak__end=5.0,
-        loss_forward__inputs=30.0,
-        loss_backward__peak__end=40.0,
-        backward__peak__start=130.0,
-        backward__peak__end=80.0,
-    )
-    memory = memory_of(mine, [figures])
-    assert memory.moment == "backward of the loss"
-    assert memory.rows == {"parameters": 46.0, "optimizer state": 88.0, "activations": 100.0, "working": 70.0}
-    assert memory.peak == 304.0
-    assert memory.slack == pytest.approx(SLACK * 170.0)
-
-
-def test_logits_that_the_backward_of_the_loss_has_no_use_for_are_gone():
-    found = moments(layout(), [stage(activations__logits=30.0, loss_backward__peak__end=40.0)], 0)
-    assert {name: rows["working"] for name, rows in found}["backward of the loss"] == 40.0
-    assert {name: rows["working"] for name, rows in found}["loss"] == 30.0
-
-
-def test_weights_and_gradients_of_a_step_are_held_whole():
-    mine = layout(accumulation=2, gathers_once=True)
-    memory = memory_of(mine, [stage(held=10.0, whole=80.0, backward__peak__end=1000.0)])
-    assert memory.rows["weights gathered for the step"] == 2 * 80.0
-    assert memory.rows["gradients"] == 4 * 80.0
-    mine = layout(accumulation=2)
-    memory = memory_of(mine, [stage(held=10.0, whole=80.0, backward__peak__end=1000.0)])
-    assert "weights gathered for the step" not in memory.rows
-    assert memory.rows["gradients"] == 4 * 10.0
 
 
 def test_actions_that_wait_for_each_other_are_told():

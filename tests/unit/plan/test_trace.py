@@ -1,6 +1,7 @@
 """Bytes sent and operations of stages, traced with a fake process group, equal closed formulas."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ from titan_lite.distributed.axes import axis_along
 from titan_lite.layout import make_layout
 from titan_lite.models.llama3 import ModelConfig, flops_per_token
 from titan_lite.plan import summary
+from titan_lite.plan.allocator import LARGE_BUFFER
+from titan_lite.plan.memory import memory_of
 from titan_lite.plan.simulate import simulate_step
-from titan_lite.plan.trace import PlannedLayout, Traced, _run_ahead, depths_to_trace, figures_at, start_tracing, trace_stage
+from titan_lite.plan.tape import stage_of
+from titan_lite.plan.trace import PlannedLayout, _run_ahead, depths_to_trace, figures_at, start_tracing, trace_stage
 
 RANKS, TOKENS, DEPTH = 8, 1024, 6
 MODEL = ModelConfig(dim=1024, n_layers=DEPTH, n_heads=16, n_kv_heads=8, hidden_dim=3072, vocab_size=16384, max_seq_len=TOKENS)
@@ -45,20 +49,29 @@ LONG = {("fsdp", 8): FSDP, ("full", 3): RECOMPUTED}
 
 
 def trace_all(wanted):
-    """{(what, blocks): figures}"""
+    """{(what, blocks): figures, timelines and tensors}"""
     with start_tracing(RANKS) as processes:
         tasks = {key: processes.submit(trace_stage, mine, WHOLE, key[1], [H100]) for key, mine in wanted.items()}
-        return {key: task.result().figures[0] for key, task in tasks.items()}
+        return {key: task.result() for key, task in tasks.items()}
+
+
+def figures_of(traces):
+    return {key: each.figures[0] for key, each in traces.items()}
 
 
 @pytest.fixture(scope="module")
-def traced():
+def traces():
     return trace_all(WANTED)
 
 
 @pytest.fixture(scope="module")
-def traced_long(traced):
-    return traced | trace_all(LONG)
+def traced(traces):
+    return figures_of(traces)
+
+
+@pytest.fixture(scope="module")
+def traces_long(traces):
+    return traces | trace_all(LONG)
 
 
 @pytest.mark.parametrize("blocks", [3, 4, 5])
@@ -87,36 +100,56 @@ def test_products_and_attention_are_those_of_the_formula(traced, blocks):
     assert needed == 3 * figures["forward.matmul"] + 3 * figures["forward.attention"]
 
 
-def check_line(traced, depths, blocks):
-    line, full = figures_at({depth: Traced([traced["fsdp", depth]], ()) for depth in depths}, blocks, 0), traced["fsdp", blocks]
+def check_line(traces, depths, blocks):
+    line, full = figures_at({depth: traces["fsdp", depth] for depth in depths}, blocks, 0), traces["fsdp", blocks].figures[0]
     assert line.keys() == full.keys()
     for key, value in full.items():
-        if any(word in key for word in ("bytes", "matmul", "attention", "held", "whole", "saved", "tensors")):
+        if any(word in key for word in ("bytes", "matmul", "attention", "held", "whole")):
             assert line[key] == value, key
-    peaks = [f"{graph}.peak.{where}" for graph in ("forward", "backward") for where in ("start", "end")]
-    for key in ("forward.compute", "backward.compute", *peaks):
+    for key in ("forward.compute", "backward.compute"):
         assert line[key] == pytest.approx(full[key], rel=0.02), key
     steps = [simulate_step(FSDP, [figures], H100).seconds for figures in (line, full)]
     assert steps[0] == pytest.approx(steps[1], rel=0.02)
+    check_tensors(traces["fsdp", max(depths)], traces["fsdp", blocks], blocks)
 
 
-def test_two_depths_tell_of_a_third(traced):
+def check_tensors(less, full, blocks):
+    """A stage with repeated blocks allocates what the traced one does, and keeps as much alive."""
+    repeated, traced = (stage_of(each.tensors, blocks, pipelined=False) for each in (less, full))
+    assert Counter((weight.held, weight.whole) for weight in repeated.weights) == Counter(
+        (weight.held, weight.whole) for weight in traced.weights
+    )
+    assert kept(repeated) == kept(traced)
+    assert repeated.tape.gradients == pytest.approx(traced.tape.gradients, rel=0.1)
+    memories = [memory_of(FSDP, [stage], H100) for stage in (repeated, traced)]
+    assert memories[0].moment == memories[1].moment
+    assert memories[0].peak == pytest.approx(memories[1].peak, rel=0.01)
+    assert memories[0].reserved == pytest.approx(memories[1].reserved, abs=3 * LARGE_BUFFER)
+
+
+def kept(stage):
+    """Bytes that forward makes for backward."""
+    return sum(size for size, row in zip(stage.tape.sizes, stage.tape.rows, strict=True) if row == "activations")
+
+
+def test_two_depths_tell_of_a_third(traces):
     assert depths_to_trace(FSDP.config) == (3, 4)
-    check_line(traced, (3, 4), 5)
+    check_line(traces, (3, 4), 5)
 
 
 @pytest.mark.slow
-def test_two_depths_tell_of_a_deep_one(traced_long):
-    check_line(traced_long, (3, 4), 8)
+def test_two_depths_tell_of_a_deep_one(traces_long):
+    check_line(traces_long, (3, 4), 8)
 
 
 @pytest.mark.slow
-def test_a_recomputed_block_computes_its_forward_again(traced_long):
-    plain, again = traced_long["fsdp", 3], traced_long["full", 3]
+def test_a_recomputed_block_computes_its_forward_again(traces_long):
+    plain, again = (figures_of(traces_long)[key, 3] for key in ("fsdp", "full"))
     assert again["forward.matmul"] == plain["forward.matmul"]
     most = 2 * 2 * TOKENS * 3 * PRODUCTS  # but for a block's last product, whose result no gradient needs
     assert most * 0.7 < again["backward.matmul"] - plain["backward.matmul"] <= most
-    assert again["forward.saved"] < 0.3 * plain["forward.saved"]
+    saved, less = (kept(stage_of(traces_long[key, 3].tensors, 3, pipelined=False)) for key in ("fsdp", "full"))
+    assert less < 0.3 * saved
 
 
 def test_tensor_parallelism_sends_activations_and_fsdp_once_a_step(traced):
