@@ -8,15 +8,15 @@ All axes always exist, size 1 included, outermost (slowest links) first; so nobo
 """
 
 import functools
-from collections.abc import Callable
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from titan_lite.compiler.schedule import Peers
 from titan_lite.distributed.degrees import AXES
 from titan_lite.distributed.gloo import gather_without_coalescing
-from titan_lite.ranks import gather_objects
+from titan_lite.ranks import alike, first_word, gather_objects
 
 PARAMETER_AXES = ("dp_replicate", "dp_shard", "tp")
 
@@ -40,21 +40,30 @@ def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("pp", *PARAMETER_AXES))[PARAMETER_AXES]
 
 
-@functools.cache
-def stage_exchange(mesh: DeviceMesh) -> Callable[[str], dict[int, str]]:
-    """A function that shows a word to all ranks of this rank's pipeline stage, together, and returns theirs by rank.
+class StagePeers(Peers):
+    """The ranks of a pipeline stage, by global rank. group: None for all ranks."""
 
-    It may make process groups, which all ranks do together.
-    """
+    def __init__(self, ranks: list[int], group: dist.ProcessGroup | None):
+        self.ranks, self.group = ranks, group
+
+    def alike(self, word: str) -> bool:
+        return alike(word, self.group)
+
+    def first(self, word: str) -> str:
+        return first_word(word, self.group)
+
+    def all(self, word: str) -> dict[int, str]:
+        return dict(zip(self.ranks, gather_objects(word, self.group), strict=True))
+
+
+@functools.cache
+def stage_peers(mesh: DeviceMesh) -> StagePeers:
+    """The ranks of this rank's pipeline stage. It may make process groups, which all ranks do together."""
     stage = mesh.mesh.select(0, mesh["pp"].get_local_rank()).flatten()
     group = None
     if mesh["pp"].size() > 1:
         group = DeviceMesh(mesh.device_type, mesh.mesh.flatten(1), mesh_dim_names=("pp", "stage"))["stage"].get_group()
-
-    def exchange(word: str) -> dict[int, str]:
-        return dict(zip(stage.tolist(), gather_objects(word, group), strict=True))
-
-    return exchange
+    return StagePeers(stage.tolist(), group)
 
 
 def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
