@@ -42,7 +42,7 @@ from titan_lite.checkpoint.lock import FolderLock, FolderTaken
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.logging import logger
 from titan_lite.outside import Damaged
-from titan_lite.ranks import alike, first_word, gather_objects, gather_on_first, is_communication, reduce_numbers
+from titan_lite.ranks import alike, first_word, gather_objects, gather_on_first, is_communication, new_gloo_group, reduce_numbers
 
 T = TypeVar("T")
 GROUP = "checkpoint"  # name of the process group of saves, which has a time limit of its own
@@ -414,7 +414,7 @@ class Checkpointer:
 
     def _processes(self) -> dist.ProcessGroup:
         if self.group is None:
-            self.group = dist.new_group(backend="gloo", timeout=LIMIT, group_desc=GROUP)
+            self.group = new_gloo_group(LIMIT, GROUP)
         return self.group
 
     def _gather(self, mine: T) -> list[T]:
