@@ -9,7 +9,8 @@ import torch
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.config import ActivationCheckpoint, Compile, Parallelism, Training
 from titan_lite.distributed.build import build_stages, compile_stages
-from titan_lite.distributed.mesh import build_mesh, data_rank, stage_peers, sum_over_tokens
+from titan_lite.distributed.mesh import build_mesh, data_rank, sum_over_tokens
+from titan_lite.distributed.peers import stage_peers
 from titan_lite.distributed.pipeline_plan import module_fqns
 from titan_lite.distributed.simple_fsdp import materialize, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from titan_lite.checkpoint.saving import Checkpointer
 from titan_lite.config import Checkpoint, Data
 from titan_lite.data.bad_documents import BadDocument, BadDocumentsLog, SkippedDocuments
-from titan_lite.distributed.mesh import StagePeers
+from titan_lite.distributed.peers import StagePeers
 from titan_lite.faults.copies import Copies
 from titan_lite.faults.stopping import Stopping
 from titan_lite.faults.stragglers import LEAST, PERIOD, Stragglers

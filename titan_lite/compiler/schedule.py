@@ -17,9 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo.utils import counters
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule
 
 from titan_lite.compiler import bucketing, reordering, wrapping
@@ -35,25 +33,10 @@ from titan_lite.compiler.collectives import (
     wait_of,
 )
 from titan_lite.compiler.hardware import Machine
+from titan_lite.compiler.peers import Peers, outside_of_tracing
 from titan_lite.compiler.receipt import DoesNotFit, Receipt, copied_by_buckets, count_collectives, list_collectives
 from titan_lite.compiler.timeline import lower_bound, simulate
 from titan_lite.config import Compile, ConfigError
-
-
-class Peers:
-    """The ranks that run the same graph: here this one alone. Methods are collectives of these ranks."""
-
-    def alike(self, word: str) -> bool:
-        """Return True if all have the same string."""
-        return True
-
-    def first(self, word: str) -> str:
-        """Return the first one's string."""
-        return word
-
-    def all(self, word: str) -> dict[int, str]:
-        """Return the strings of all, by rank. Every rank receives all, so that it is only for the details of an error."""
-        return {0: word}
 
 
 @dataclass
@@ -113,7 +96,7 @@ class Schedule:
         )
         if self.fits is not None:
             fits = self.fits(self.receipts[-1])
-            with _outside_of_tracing():
+            with outside_of_tracing():
                 fit_alike = self.peers.alike(str(fits))
             if not (fits and fit_alike):
                 raise DoesNotFit(name)
@@ -155,7 +138,7 @@ class Schedule:
     def of_first_rank(self, plan: wrapping.Buckets) -> wrapping.Buckets:
         """Return the first rank's plan. Tensor-parallel ranks reduce norms together, and sizes may differ between them."""
         names = wrapping.name_all(plan)
-        with _outside_of_tracing():
+        with outside_of_tracing():
             first = json.loads(self.peers.first(json.dumps({name: str(plan[node]) for node, name in names.items()})))
         return {node: first[name] for node, name in names.items()}
 
@@ -166,7 +149,7 @@ class Schedule:
         """
         found = _short_hash(json.dumps(list(mine.values())))
         by_distances = [([rank - _ranks(group)[0] for rank in _ranks(group)], schedule) for group, schedule in mine.items()]
-        with _outside_of_tracing():
+        with outside_of_tracing():
             if self.peers.alike(json.dumps(by_distances)):
                 return found
             everyone = {rank: json.loads(word) for rank, word in self.peers.all(json.dumps(mine)).items()}
@@ -181,16 +164,6 @@ class Schedule:
                     'compile.machine, or bucketing = "block" and reordering = false in [compile]'
                 )
         return found
-
-
-@contextmanager
-def _outside_of_tracing() -> Iterator[None]:
-    """Return a context for collectives.
-
-    Python's dispatcher would deadlock: it holds the GIL while it waits for gloo, and a worker of gloo needs it to free a tensor.
-    """
-    with unset_fake_temporarily(), no_python_dispatcher():
-        yield
 
 
 def _ranks(group: str) -> list[int]:

@@ -30,7 +30,8 @@ from titan_lite.distributed.activation_checkpoint import apply_activation_checkp
 from titan_lite.distributed.axes import axes_of, by_axis
 from titan_lite.distributed.context_parallel import Attend, apply_context_parallel, attend_to_the_past, own_positions
 from titan_lite.distributed.degrees import AXES
-from titan_lite.distributed.mesh import parameter_mesh, stage_peers
+from titan_lite.distributed.mesh import parameter_mesh
+from titan_lite.distributed.peers import stage_peers
 from titan_lite.distributed.pipeline import Pipeline, SingleStage, keep_modules
 from titan_lite.distributed.pipeline_plan import PipelinePlan
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp

@@ -7,16 +7,12 @@
 All axes always exist, size 1 included, outermost (slowest links) first; so nobody asks whether an axis is there.
 """
 
-import functools
-
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titan_lite.compiler.schedule import Peers
 from titan_lite.distributed.degrees import AXES
 from titan_lite.distributed.gloo import gather_without_coalescing
-from titan_lite.ranks import alike, first_word, gather_objects
 
 PARAMETER_AXES = ("dp_replicate", "dp_shard", "tp")
 
@@ -38,32 +34,6 @@ def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
         return mesh[PARAMETER_AXES]
     ranks = mesh.mesh.flatten(AXES.index("dp_shard"), AXES.index("cp"))
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("pp", *PARAMETER_AXES))[PARAMETER_AXES]
-
-
-class StagePeers(Peers):
-    """The ranks of a pipeline stage, by global rank. group: None for all ranks."""
-
-    def __init__(self, ranks: list[int], group: dist.ProcessGroup | None):
-        self.ranks, self.group = ranks, group
-
-    def alike(self, word: str) -> bool:
-        return alike(word, self.group)
-
-    def first(self, word: str) -> str:
-        return first_word(word, self.group)
-
-    def all(self, word: str) -> dict[int, str]:
-        return dict(zip(self.ranks, gather_objects(word, self.group), strict=True))
-
-
-@functools.cache
-def stage_peers(mesh: DeviceMesh) -> StagePeers:
-    """The ranks of this rank's pipeline stage. It may make process groups, which all ranks do together."""
-    stage = mesh.mesh.select(0, mesh["pp"].get_local_rank()).flatten()
-    group = None
-    if mesh["pp"].size() > 1:
-        group = DeviceMesh(mesh.device_type, mesh.mesh.flatten(1), mesh_dim_names=("pp", "stage"))["stage"].get_group()
-    return StagePeers(stage.tolist(), group)
 
 
 def data_rank(mesh: DeviceMesh) -> tuple[int, int]:

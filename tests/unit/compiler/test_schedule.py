@@ -5,7 +5,8 @@ import torch
 from hand import Hand, aten, left, places, priced, two_ranks  # noqa: F401
 from torch.fx import GraphModule
 
-from titan_lite.compiler.schedule import Peers, Schedule, readable, schedules
+from titan_lite.compiler.peers import Peers
+from titan_lite.compiler.schedule import Schedule, readable, schedules
 from titan_lite.config import Compile, ConfigError
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
