@@ -44,7 +44,8 @@ from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import compile_function, compile_model
 from titan_lite.config import Compile, Parallelism
 from titan_lite.distributed.degrees import resolve_degrees
-from titan_lite.distributed.mesh import build_mesh, parameter_mesh, stage_exchange
+from titan_lite.distributed.mesh import build_mesh, parameter_mesh
+from titan_lite.distributed.peers import stage_peers
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, materialize, shard_of
 from titan_lite.loss import cross_entropy_sum
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
@@ -91,7 +92,7 @@ def simple_fsdp(
     if backend:
         config = Compile(enable=True, backend=backend, bucketing=bucketing, bucket_mode=bucket_mode, reordering=reordering)
         machine = machine or find_machine("", device)
-        schedule = Schedule(config, machine, backend == "inductor", exchange=stage_exchange(mesh), receipts=receipts)
+        schedule = Schedule(config, machine, backend == "inductor", peers=stage_peers(mesh), receipts=receipts)
         compile_model(model, config, **resharding, schedule=schedule)
     materialize(model, device)
     return receipts

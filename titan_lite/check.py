@@ -27,7 +27,7 @@ from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.inputs import check_inputs
 from titan_lite.layout import Layout, make_layout
 from titan_lite.logging import logger
-from titan_lite.ranks import device_memory, gather_objects, host_memory
+from titan_lite.ranks import alike, device_memory, host_memory
 from titan_lite.shape import shape_words
 
 
@@ -39,6 +39,8 @@ def check(config: Config, layout: Layout) -> Tokenizer:
     check_prices(config.compile)
     check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
     check_writable(Path(config.job.dump_folder))
+    if os.environ.get("RANK", "0") != "0":
+        return tokenizer  # the first rank alone looks at the files of a step: all ranks would open ranks x files
     checkpointer = Checkpointer(config.checkpoint, Path(config.job.dump_folder))
     step = checkpointer.step_to_load()
     if step is not None:
@@ -148,7 +150,7 @@ def check_memory(config: Config, layout: Layout, memory: float, host: float = ma
 
 def check_agreement(layout: Layout) -> None:
     """Raise ConfigError if GPUs of different memory would gather weights at different times. Needs a process group."""
-    if len({*gather_objects(layout.gathers_once)}) > 1:
+    if not alike(str(layout.gathers_once)):
         key = "parallelism.fsdp_communication"
         raise ConfigError(f'{key} = "auto": GPUs of different memory would disagree; use "step" or "microbatch"')
 

@@ -105,16 +105,19 @@ def read(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
     return content["files"]
 
 
-def check_step(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
-    """Check the names and sizes of all files in the folder, and return the files as in `read`. Raises Damaged."""
+def check_step(folder: Path, step: int | None, share: int = 0, shares: int = 1) -> dict[str, dict[str, Any]]:
+    """Check the names and sizes of all files in the folder, and return the files as in `read`. Raises Damaged.
+
+    share, shares: check only every `shares`-th file from number `share` on; the first share also has the names.
+    """
     files = read(folder, step)
     try:
-        foreign = sorted(set(os.listdir(folder)) - set(files) - {NAME})
+        foreign = [] if share else sorted(set(os.listdir(folder)) - set(files) - {NAME})
     except OSError as error:
         raise Damaged(f"{error.filename}: {error.strerror}") from None
     if foreign:
         raise Damaged(f"{foreign[0]} is foreign: {NAME} does not list it")
-    check_sizes(folder, files)
+    check_sizes(folder, {name: files[name] for name in sorted(files)[share::shares]})
     return files
 
 

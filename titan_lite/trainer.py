@@ -30,7 +30,7 @@ from titan_lite.compiler.stage import CompileError, compile_function
 from titan_lite.config import Config, flatten
 from titan_lite.config.recipe import save_recipe
 from titan_lite.data.bad_documents import BadDocumentsLog
-from titan_lite.data.loader import Batch, LoaderError, build_loader, document_begins, document_counts, merge_states
+from titan_lite.data.loader import Batch, LoaderError, build_loader, document_begins, document_counts
 from titan_lite.data.preflight import check_first_loss, preflight
 from titan_lite.describe import start_lines
 from titan_lite.distributed.accumulation import gathered_for_step
@@ -62,7 +62,7 @@ from titan_lite.models.llama3 import ModelConfig, Transformer, flops_per_token
 from titan_lite.optimizer import build_optimizer, clip_grad_norm_, optimizer_state, set_learning_rate
 from titan_lite.plan.measure import Shapes, find_machine, peak_flops
 from titan_lite.plan.plan_vs_actual import PlanVsActual
-from titan_lite.ranks import device_memory, gather_objects, init_device, init_process_group
+from titan_lite.ranks import device_memory, init_device, init_process_group
 from titan_lite.validation import Validation
 
 DeviceBatch = tuple[Tensor, Tensor, dict[str, Tensor]]  # input, label, and the model's `begins` and `counts` of documents
@@ -118,6 +118,8 @@ class Trainer:
         check_agreement(self.layout)
         self.mesh = build_mesh(degrees, self.device.type)
         self.dp_rank, self.dp_degree = data_rank(self.mesh)
+        # False where a rank along another axis reads the same rows, and tells of them
+        self.reads_alone = all(self.mesh[axis].get_local_rank() == 0 for axis in ("pp", "cp", "tp"))
         self.machine = find_machine(config.compile.machine, self.device) if config.compile.enable else None
 
     def build_model(self) -> None:
@@ -157,7 +159,7 @@ class Trainer:
         build = functools.partial(build_loader, config.data, self.tokenizer, **share, seed=config.debug.seed)
         self.loader = build(split="train", rows=layout.most_rows)
         self.loaders = [self.loader]
-        self.bad_documents = BadDocumentsLog(config.data, self.dump_folder, self.dp_rank)
+        self.bad_documents = BadDocumentsLog(config.data, self.dump_folder, self.reads_alone)
         self.document_begin = self.tokenizer.bos_id
         sums = (functools.partial(add_up, mesh=self.mesh) for add_up in (sum_of_losses, sum_over_tokens))
         by_source = functools.partial(BySource, config.data.source_names(), self.device, *sums)
@@ -386,7 +388,7 @@ class Trainer:
                 "tokens_seen": self.tokens_seen,
                 **self.skipped.state_dict(),
                 **self.by_source.state_dict(),
-                "loader": merge_states(gather_objects(self.loader.state_dict())),
+                "loader": self.loader.state_dict() if self.reads_alone else None,
                 "validation_due": self.validation_due,
                 **self.described,
             }

@@ -9,7 +9,8 @@ import torch
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.config import ActivationCheckpoint, Compile, Parallelism, Training
 from titan_lite.distributed.build import build_stages, compile_stages
-from titan_lite.distributed.mesh import build_mesh, data_rank, stage_exchange, sum_over_tokens
+from titan_lite.distributed.mesh import build_mesh, data_rank, sum_over_tokens
+from titan_lite.distributed.peers import stage_peers
 from titan_lite.distributed.pipeline_plan import module_fqns
 from titan_lite.distributed.simple_fsdp import materialize, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
@@ -72,7 +73,7 @@ def build(
     if compiled:
         torch._dynamo.reset()
         stage = Compile(enable=True, backend=compiled, bucketing=bucketing, bucket_mode=bucket_mode)
-        schedule = Schedule(stage, machine, fused=compiled == "inductor", exchange=stage_exchange(mesh))
+        schedule = Schedule(stage, machine, fused=compiled == "inductor", peers=stage_peers(mesh))
         schedule.receipts = [] if receipts is None else receipts
         rest = dict(compile=stage, parallelism=parallelism, activation_checkpoint=checkpoint)
         compile_stages([model], mesh, bucketing, schedule=schedule, **rest)

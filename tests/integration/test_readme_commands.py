@@ -93,6 +93,11 @@ HERE = {
         "lost", "--hardware h100 --set training.global_batch_size=64", {**RECIPE, "--search": "--search 2"}
     ),
     f"{PLANNER} RECIPE --picture plan.png --trace plan.json": Run("step time", PLAN, RECIPE),
+    f"{PLANNER} RECIPE --scale": Run("best interval", PLAN, RECIPE),
+    f"{PLANNER} train_configs/llama3_405b.toml --scale": Run("best interval", PLAN, PLANNED_405B),
+    f"{PLANNER} train_configs/llama3_405b.toml --scale --set checkpoint.async_mode=async": Run(
+        "the loop waits for the copy", PLAN, PLANNED_405B
+    ),
     f"{PLANNER} RECIPE --json": Run('"tokens_per_second', PLAN, RECIPE),
     f"{PLANNER} --calibrate outputs/llama3_8b": Run("--hardware"),
     "python -m titan_lite.verify train_configs/llama3_405b.toml": Run("agrees", "--steps 1"),
@@ -115,6 +120,7 @@ HERE = {
     "python scripts/benchmark_data.py read --tokens 20000000 --rounds 5": Run(
         "Loader, prepared", "--tokens 400000 --rounds 1 --seq-len 64 --mean-document 100"
     ),
+    "python scripts/measure_scale.py": Run("SHA-256", "--processes 2"),
     "python scripts/benchmark_checkpoint.py": Run("async", "--flavor debug --saves 1"),
     "python scripts/benchmark_schedule.py predict --layers 6": Run("greedy", "--layers 2 --world-sizes 8 --batch-sizes 1"),
     "python scripts/benchmark_schedule.py measure --models debug": Run(

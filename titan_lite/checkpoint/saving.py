@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
 
 from titan_lite import manifest
 from titan_lite.checkpoint import state as saved_state
@@ -43,7 +42,7 @@ from titan_lite.checkpoint.lock import FolderLock, FolderTaken
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.logging import logger
 from titan_lite.outside import Damaged
-from titan_lite.ranks import gather_objects, is_communication
+from titan_lite.ranks import alike, first_word, gather_objects, gather_on_first, is_communication, new_gloo_group, reduce_numbers
 
 T = TypeVar("T")
 GROUP = "checkpoint"  # name of the process group of saves, which has a time limit of its own
@@ -91,10 +90,9 @@ class Checkpointer:
             again = self.locked.hold()
         except ConfigError as wrong:
             error = str(wrong)
-        found = _most(2 if error else int(again))
-        if found == 2:
-            raise FolderTaken(next(filter(None, gather_objects(error))))
-        if found:
+        if error := first_word(error):
+            raise FolderTaken(error)
+        if reduce_numbers(int(again))[0]:
             self.newest = max(self.present(), default=0)
         return again
 
@@ -124,13 +122,14 @@ class Checkpointer:
     def fault(self, step: int, *, share: bool = False) -> str:
         """Return why a step cannot be loaded, or "" if nothing is wrong. For one rank or all.
 
-        Checks the names and sizes of its files and the content of the small ones. share: also checks every byte of this rank's
-        share of the files, so that the results of all ranks are needed.
+        Checks the names and sizes of its files and the content of the small ones. share: checks only this rank's share of the
+        files, but every byte of it, so that the results of all ranks are needed.
         """
         path = self.path_of(step)
         try:
-            files = manifest.check_step(path, step)
-            names = sorted(files)[dist.get_rank() :: dist.get_world_size()] if share else sorted(files.keys() & SMALL)
+            rank, ranks = (dist.get_rank(), dist.get_world_size()) if share else (0, 1)
+            files = manifest.check_step(path, step, rank, ranks)
+            names = sorted(files)[rank::ranks] if share else sorted(files.keys() & SMALL)
             manifest.check_bytes(path, {name: files[name] for name in names}, self.beat)
             if saved_state.read_state(path)["step"] != step:
                 raise Damaged(f"{saved_state.NAME} is of another step")
@@ -182,24 +181,29 @@ class Checkpointer:
         """
         damaged: dict[int, str] = {}
         while True:
-            step, error = None, ""
+            seen, present, error = None, [], ""
             try:
-                step = self.step_to_load(damaged)
+                present = self.present()
+                # The first rank decides: the look of every rank at every file would be ranks x files calls to the file system.
+                seen = max(present, default=None) if dist.get_rank() else self.step_to_load(damaged)
             except ConfigError as wrong:
                 error = str(wrong)
             self._agree(error)
-            seen = self._gather(step)
-            if len(set(seen)) > 1:
-                each = ", ".join(f"rank {rank}: {found or 'none'}" for rank, found in enumerate(seen) if found != seen[rank - 1])
+            step = json.loads(first_word("" if dist.get_rank() else json.dumps(seen), self._processes()))
+            seen = step if step in present else seen
+            if not alike(str(seen), self._processes()):
+                all_seen = self._gather(seen)
+                different = [rank for rank, found in enumerate(all_seen) if found != all_seen[rank - 1]]
+                each = ", ".join(f"rank {rank}: {all_seen[rank] or 'none'}" for rank in different)
                 fix = "use a job.dump_folder on a file system that all nodes share"
                 raise ConfigError(f"checkpoint.folder: ranks see different newest steps in {self.folder} ({each}); {fix}")
             if step is None:
                 return None
-            faults = [fault for fault in self._gather(self.fault(step, share=True)) if fault]
-            if not faults:
+            fault = first_word(self.fault(step, share=True), self._processes())
+            if not fault:
                 self._set_aside(step, damaged)
                 return step
-            damaged[step] = faults[0]
+            damaged[step] = fault
 
     def _set_aside(self, step: int, damaged: Mapping[int, str]) -> None:
         """Rename steps newer than `step`, since the run will save them again, and log what is wrong with older ones."""
@@ -235,11 +239,14 @@ class Checkpointer:
         except Damaged as damage:
             error = str(damage)
         self._agree(error and f"{path} cannot be loaded: {error}")
+        error = ""
         try:
-            planner = tensor_files.Filling(self.beat)
-            dcp.load(dict(tensors), storage_reader=reader, planner=planner, process_group=self._processes())
-        except CheckpointException as failed:
-            raise ConfigError(f"{path} cannot be loaded: {_reasons(failed)}; remove it to use the step before") from None
+            with tensor_files.alone(f"rank {dist.get_rank()}"):
+                planner = tensor_files.Filling(self.beat)
+                dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=True)
+        except ConfigError as failed:
+            error = str(failed)
+        self._agree(error and f"{path} cannot be loaded: {error}; remove it to use the step before")
         self.newest = step
         logger.info(f"resumed from {path}")
 
@@ -248,8 +255,9 @@ class Checkpointer:
     def save(self, step: int, tensors: Mapping[str, Tensor], state: dict[str, Any], *, last: bool = False) -> None:
         """Save a step, or with checkpoint.async_mode start to save it, after the previous save has ended.
 
-        tensors: {name: tensor or DTensor}. state: of JSON types; rank 0's is written. Raises CheckpointError if a save has failed
-        and checkpoint.on_failure = "stop".
+        tensors: {name: tensor or DTensor}. state: of JSON types; rank 0's is written, with what all ranks have as
+        "loader", the position of their rows in the data, merged; a rank whose rows another one reads, too, may have None. Raises
+        CheckpointError if a save has failed and checkpoint.on_failure = "stop".
         """
         self.wait()
         self.tried = step
@@ -260,7 +268,7 @@ class Checkpointer:
         if self.config.async_mode == "disabled":
             self._save(step, tensors, {name: tensor_files.local_part(tensor) for name, tensor in tensors.items()}, state)
             self.wait()
-            self._gather(None)  # wait until rank 0 has deleted older steps, with the limit of this group
+            reduce_numbers(0, group=self.group)  # wait until rank 0 has deleted older steps, with the limit of this group
         else:
             copies = self._copy(tensors)
             # Not a daemon: if the run ends with an error, the process still waits until the step is saved.
@@ -269,7 +277,7 @@ class Checkpointer:
 
     def poll(self) -> None:
         """Check at the end of a step whether a background save has ended on all ranks. Raises like `save`."""
-        if self.saving is not None and not _most(int(self.saving.is_alive())):
+        if self.saving is not None and not reduce_numbers(int(self.saving.is_alive()))[0]:
             self.wait()
 
     def before_exit(self, step: int) -> str:
@@ -319,8 +327,8 @@ class Checkpointer:
             if torch.cuda.is_available():  # a new thread is on GPU 0, where DCP would create a context of 0.5 GB for each rank
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             self._commit(step, tensors, copies, state)
-        except (Exception, CheckpointException) as error:
-            self.failure = CheckpointError(f"step {step} was not saved in {self.folder}: {_reasons(error)}")
+        except Exception as error:
+            self.failure = CheckpointError(f"step {step} was not saved in {self.folder}: {_reason(error)}")
             self.failure.__cause__ = error
             if dist.get_rank() == 0:
                 goes_on = self.config.on_failure == "continue" and not is_communication(error)
@@ -334,8 +342,7 @@ class Checkpointer:
 
     def _commit(self, step: int, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], state: dict[str, Any]) -> None:
         rank, path, unfinished = dist.get_rank(), self.path_of(step), self._unfinished(step)
-        files: dict[str, dict[str, Any]] = {}
-        needed = sum(self._gather(sum(map(tensor_files.share, tensors.values()))))
+        (needed,) = reduce_numbers(sum(map(tensor_files.share, tensors.values())), group=self.group, total=True)
 
         def check_lock() -> None:
             if not self.locked.is_held():
@@ -352,12 +359,22 @@ class Checkpointer:
                 raise CheckpointError(f"it needs {needed / 2**30:.3f} GiB, and {free / 2**30:.3f} GiB are free")
             unfinished.mkdir()
 
-        def written() -> dict[str, dict[str, Any]]:
-            return {path.name: manifest.digest(path, self.beat) for path in unfinished.glob(f"__{rank}_*")}
+        def copy_of(name: str) -> Tensor:
+            self.beat()
+            return copies[name]
+
+        def write() -> tuple[Any, dict[str, dict[str, Any]], list[tensor_files.Entry]]:
+            entries = tensor_files.write(unfinished, tensors, copy_of)
+            files = {path.name: manifest.digest(path, self.beat) for path in unfinished.glob(f"__{rank}_*")}
+            return state.get("loader"), files, entries
 
         def finish() -> None:
             check_lock()
-            manifest.write_text(unfinished / saved_state.NAME, json.dumps(state, indent=1) + "\n")
+            tensor_files.write_metadata(unfinished, (entries for _, _, entries in parts))
+            loaders = [each for each, _, _ in parts if each is not None]
+            merged = {"loader": saved_state.merge_loaders(loaders)} if loaders else {}
+            manifest.write_text(unfinished / saved_state.NAME, json.dumps({**state, **merged}, indent=1) + "\n")
+            files = {name: each for _, theirs, _ in parts for name, each in theirs.items()}
             files.update({name: manifest.digest(unfinished / name) for name in SMALL})
             manifest.write(unfinished, step, files)
             try:
@@ -367,15 +384,10 @@ class Checkpointer:
             manifest.publish(unfinished, path)
             logger.info(f"checkpoint written to {path}", extra={"event": "checkpoint", "step": step})
 
-        def copy_of(name: str) -> Tensor:
-            self.beat()
-            return copies[name]
-
         self._together(prepare if rank == 0 else None)
-        writer, planner = tensor_files.Writer(unfinished), tensor_files.FromHost(copy_of)
-        dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=self.group)
-        for theirs in self._together(written):
-            files.update(theirs or {})
+        written = self._together(write)
+        assert written is not None
+        parts = gather_on_first(written, self.group)
         self._together(finish if rank == 0 else None)
 
     def _retain(self) -> None:
@@ -402,7 +414,7 @@ class Checkpointer:
 
     def _processes(self) -> dist.ProcessGroup:
         if self.group is None:
-            self.group = dist.new_group(backend="gloo", timeout=LIMIT, group_desc=GROUP)
+            self.group = new_gloo_group(LIMIT, GROUP)
         return self.group
 
     def _gather(self, mine: T) -> list[T]:
@@ -411,34 +423,23 @@ class Checkpointer:
 
     def _agree(self, error: str) -> None:
         """Raise ConfigError on all ranks if one has an error."""
-        for other in self._gather(error):
-            if other:
-                raise ConfigError(other)
+        if error := first_word(error, self._processes()):
+            raise ConfigError(error)
 
-    def _together(self, work: Callable[[], T] | None) -> list[T | None]:
-        """Return the result of `work` on each rank. Raises CheckpointError on all ranks if it failed on one."""
+    def _together(self, work: Callable[[], T] | None) -> T | None:
+        """Return the result of `work`. Raises CheckpointError on all ranks if it failed on one."""
         result, error = None, ""
         try:
             result = work() if work is not None else None
         except Exception as failed:
-            error = _reasons(failed)
-        everyone = self._gather((result, error))
-        errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(everyone) if error]
-        if errors:
+            error = _reason(failed)
+        if reduce_numbers(int(bool(error)), group=self._processes())[0]:
+            errors = [f"rank {rank}: {each}" for rank, each in enumerate(self._gather(error)) if each]
             raise CheckpointError("; ".join(errors))
-        return [result for result, _ in everyone]
+        return result
 
 
-def _most(number: int) -> int:
-    """Return the maximum over all ranks."""
-    most = torch.tensor(number, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return int(most)
-
-
-def _reasons(error: BaseException) -> str:
-    """Return an error in one line; of an error of DCP the failure of each rank, without tracebacks."""
-    if isinstance(error, CheckpointException):
-        return "; ".join(f"rank {rank}: {_reasons(cause)}" for rank, (cause, _) in error.failures.items())
+def _reason(error: BaseException) -> str:
+    """Return an error in one line."""
     words = " ".join(str(error).split())
     return words if isinstance(error, (CheckpointError, Damaged)) else f"{type(error).__name__}: {words}"

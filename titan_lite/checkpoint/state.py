@@ -6,6 +6,7 @@
 A step that `convert` wrote has only the model. A recipe's values may have any type, since another version may have written it.
 """
 
+from collections.abc import Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,11 @@ _STATE = {
     "special_tokens": optional({"bos_token_id": maybe(TOKENS), "eos_token_id": maybe(TOKENS)}),
     WORD: ANY,
 }
+
+
+def merge_loaders(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the loader states of all ranks into one, which any rank of any number of ranks can load."""
+    return {**states[0], "rows": {row: place for state in states for row, place in state["rows"].items()}}
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -2,12 +2,17 @@
 
     metadata = read_metadata(folder, files)            # raises Damaged
     dcp.load(tensors, storage_reader=Reader(folder, metadata))
-    dcp.save(tensors, storage_writer=Writer(folder), planner=FromHost(copies.__getitem__))
+    entries = write(folder, tensors, copies.__getitem__)       # this rank's part, without communication
+    write_metadata(folder, [entries of each rank])             # on the first rank
 
 `.metadata` is a pickle, and a pickle can call any function and set attributes of any object, also of classes. The unpickler of
 torch 2.11 to 2.13 would allow that. So would the one for entries that are not tensors, which are refused here.
+
+`dcp.save` and `dcp.load` gather a plan from every rank on the first one, and `dcp.save` sends all of `.metadata` to every rank.
+Here each rank knows from the placements what it writes, and the first rank receives what `.metadata` needs. A reader is alone.
 """
 
+import dataclasses
 import io
 import math
 import os
@@ -16,7 +21,8 @@ import pickletools
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
@@ -32,16 +38,19 @@ from torch.distributed.checkpoint import (
     FileSystemWriter,
 )
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _ReaderView
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.serialization import _get_layout
 
 from titan_lite.config import ConfigError
 from titan_lite.outside import Damaged, in_short, open_regular
 
 NAME = ".metadata"
+# of one part of a tensor: (name, properties, size of the tensor, part, place in a file)
+Entry = tuple[str, dcp.TensorProperties, torch.Size, dcp.ChunkStorageMetadata, _StorageInfo]
 _CLASSES = (
     _StorageInfo,
     dcp.ChunkStorageMetadata,
@@ -230,6 +239,60 @@ class FromHost(DefaultSavePlanner):
 
     def lookup_object(self, index: dcp.MetadataIndex) -> Any:
         return self.copy_of(index.fqn)
+
+
+def write(folder: Path, tensors: Mapping[str, Tensor], copy_of: Callable[[str], Tensor]) -> list[Entry]:
+    """Write this rank's parts of the tensors to one file, and return its entries for `write_metadata`. No collective."""
+    planner, writer = FromHost(copy_of), Writer(folder)
+    planner.set_up_planner({name: tensors[name] for name in own_names(tensors)})
+    plan = dataclasses.replace(planner.create_local_plan(), storage_data=_StoragePrefix(f"__{dist.get_rank()}_"))
+    places = {result.index: result.storage_data for result in writer.write_data(plan, planner).value()}
+    alike: dict[str, dcp.TensorProperties] = {}  # one object for equal properties, which a pickle then has once
+    entries = []
+    for item in plan.items:
+        data = item.tensor_data
+        assert data is not None
+        properties = alike.setdefault(str(data.properties), data.properties)
+        entries.append((item.index.fqn, properties, data.size, data.chunk, places[item.index]))
+    return entries
+
+
+def write_metadata(folder: Path, parts: Iterable[Iterable[Entry]]) -> None:
+    """Write `.metadata` from the entries of all ranks. Raises Damaged if they do not cover the tensors."""
+    metadata, places = dcp.Metadata({}, planner_data={}), []
+    for name, properties, size, chunk, place in (entry for part in parts for entry in part):
+        tensor = metadata.state_dict_metadata.setdefault(name, dcp.TensorStorageMetadata(properties, size, []))
+        metadata.planner_data[name] = (name,)
+        places.append(WriteResult(dcp.MetadataIndex(name, chunk.offsets, len(tensor.chunks)), 0, place))  # type: ignore[union-attr]
+        tensor.chunks.append(chunk)  # type: ignore[union-attr]
+    for name, tensor in metadata.state_dict_metadata.items():
+        if not _is_covered(tensor):  # type: ignore[arg-type]
+            raise Damaged(f"{NAME}: the parts of {name} do not cover it")
+    Writer(folder).finish(metadata, [places])
+
+
+def own_names(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors of which this rank writes its part.
+
+    Ranks that have the same part all know it, and divide such parts so that they write about as many bytes. A plain tensor is the
+    same on all ranks that have these tensors.
+    """
+    meshes = (tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor))
+    mesh = next(meshes, None)
+    shape, at = ((dist.get_world_size(),), (dist.get_rank(),)) if mesh is None else (mesh.shape, mesh.get_coordinate() or ())
+    written: dict[tuple[int, ...], list[int]] = defaultdict(list)  # by mesh axes with copies: bytes that each copy writes
+    names = []
+    for name, tensor in tensors.items():
+        placements = tensor.placements if isinstance(tensor, DTensor) else [Replicate()] * len(shape)
+        axes = tuple(axis for axis, placement in enumerate(placements) if placement.is_replicate())
+        mine = 0
+        for axis in axes:
+            mine = mine * shape[axis] + at[axis]
+        loads = written[axes] = written[axes] or [0] * math.prod(shape[axis] for axis in axes)
+        least = loads.index(min(loads))
+        loads[least] += max(1, local_part(tensor).nbytes)
+        names += [name] if least == mine else []
+    return names
 
 
 class Filling(DefaultLoadPlanner):

@@ -33,7 +33,7 @@ from titan_lite.models.hf import config_from_hf, from_hf, hf_names
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
 from titan_lite.models.shape_files import config_from_fields, config_from_meta
 from titan_lite.outside import FILE, TOKENS, WORD, Damaged, in_short, maybe, open_regular, read_json
-from titan_lite.ranks import gather_objects
+from titan_lite.ranks import alike, first_word, gather_objects
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 TOKENIZER_FILES = (  # in a Hugging Face folder
@@ -310,12 +310,11 @@ def load_initial(path: str, parameters: Mapping[str, Tensor], shard_of: ShardOf)
             weights.check_bytes(dist.get_rank(), dist.get_world_size())
         except Damaged as damage:
             fault = str(damage)
-    seen = gather_objects((str(weights.folder), fault))
-    for folder, fault in seen:
-        if fault:
-            raise ConfigError(f"{wrong}: {folder}: {fault}")
-        if folder != seen[0][0]:  # that run may still save steps
-            raise ConfigError(f"{wrong}: ranks see different newest steps in it, {seen[0][0]} and {folder}; use one of them")
+    if fault := first_word(fault and f"{weights.folder}: {fault}"):
+        raise ConfigError(f"{wrong}: {fault}")
+    if not alike(str(weights.folder)):  # that run may still save steps
+        folders = " and ".join(dict.fromkeys(gather_objects(str(weights.folder))))
+        raise ConfigError(f"{wrong}: ranks see different newest steps in it, {folders}; use one of them")
     load(weights, parameters, shard_of)
     dtypes = {str(dtype).removeprefix("torch.") for dtype in weights.dtypes.values()}
     logger.info(

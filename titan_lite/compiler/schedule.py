@@ -3,7 +3,7 @@
     schedule = Schedule(config.compile, machine=load_machine("H100"), fused=True)
     schedule(graph_module, "forward")          # in place; appends to schedule.receipts
 
-Both backends run the passes on the same graphs. Ranks that communicate in different orders would hang, so `exchange` compares
+Both backends run the passes on the same graphs. Ranks that communicate in different orders would hang, so `peers` compares
 schedules between ranks before a graph first runs.
 """
 
@@ -17,9 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo.utils import counters
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule
 
 from titan_lite.compiler import bucketing, reordering, wrapping
@@ -35,6 +33,7 @@ from titan_lite.compiler.collectives import (
     wait_of,
 )
 from titan_lite.compiler.hardware import Machine
+from titan_lite.compiler.peers import Peers, outside_of_tracing
 from titan_lite.compiler.receipt import DoesNotFit, Receipt, copied_by_buckets, count_collectives, list_collectives
 from titan_lite.compiler.timeline import lower_bound, simulate
 from titan_lite.config import Compile, ConfigError
@@ -47,7 +46,7 @@ class Schedule:
     config: Compile
     machine: Machine | None = None  # None if unknown; times are then not estimated
     fused: bool = False  # as in `Machine.cost`
-    exchange: Callable[[str], dict[int, str]] = lambda word: {0: word}  # a rank's string -> those of all ranks with this graph
+    peers: Peers = field(default_factory=Peers)
     dump: Path | None = None  # folder for graphs as text
     must_merge: bool = True  # raise if bucketing is enabled and merges nothing
     fits: Callable[[Receipt], bool] | None = None  # returns False for a graph that this rank must not run
@@ -95,8 +94,12 @@ class Schedule:
                 copied=None if self.config.bucketing == "auto" else copied_by_buckets(graph, self.fused),
             )
         )
-        if self.fits is not None and not all(self.all_gather("fits" if self.fits(self.receipts[-1]) else "").values()):
-            raise DoesNotFit(name)
+        if self.fits is not None:
+            fits = self.fits(self.receipts[-1])
+            with outside_of_tracing():
+                fit_alike = self.peers.alike(str(fits))
+            if not (fits and fit_alike):
+                raise DoesNotFit(name)
 
     def bucket(self, module: GraphModule, name: str) -> None:
         config, graph, merged = self.config, module.graph, 0
@@ -135,22 +138,23 @@ class Schedule:
     def of_first_rank(self, plan: wrapping.Buckets) -> wrapping.Buckets:
         """Return the first rank's plan. Tensor-parallel ranks reduce norms together, and sizes may differ between them."""
         names = wrapping.name_all(plan)
-        words = self.all_gather(json.dumps({name: str(plan[node]) for node, name in names.items()}))
-        first = json.loads(words[min(words)])
+        with outside_of_tracing():
+            first = json.loads(self.peers.first(json.dumps({name: str(plan[node]) for node, name in names.items()})))
         return {node: first[name] for node, name in names.items()}
 
-    def all_gather(self, word: str) -> dict[int, str]:
-        """Return the strings of all ranks that run the same graph, by rank."""
-        # Outside of tracing. Python's dispatcher would deadlock: it holds the GIL while it waits for gloo, and a worker of gloo
-        # needs the GIL to free a tensor.
-        with unset_fake_temporarily(), no_python_dispatcher():
-            return self.exchange(word)
-
     def agreed(self, mine: Mapping[str, str], name: str) -> str:
-        """Return a hash of `mine`, this rank's `schedules`. Raises ConfigError if they differ from those of another rank."""
-        everyone = {rank: json.loads(word) for rank, word in self.all_gather(json.dumps(mine)).items()}
+        """Return a hash of `mine`, this rank's `schedules`. Raises ConfigError if they differ from those of another rank.
+
+        Groups of an axis are at equal distances on all ranks, and usually do the same. If not, all are compared by group.
+        """
+        found = _short_hash(json.dumps(list(mine.values())))
+        by_distances = [([rank - _ranks(group)[0] for rank in _ranks(group)], schedule) for group, schedule in mine.items()]
+        with outside_of_tracing():
+            if self.peers.alike(json.dumps(by_distances)):
+                return found
+            everyone = {rank: json.loads(word) for rank, word in self.peers.all(json.dumps(mine)).items()}
         for group in sorted({group for theirs in everyone.values() for group in theirs}):
-            by_rank = {rank: everyone[rank].get(group) for rank in map(int, group.split(", ")) if rank in everyone}
+            by_rank = {rank: everyone[rank].get(group) for rank in _ranks(group) if rank in everyone}
             first = min(by_rank, default=0)
             different = [rank for rank, schedule in by_rank.items() if schedule != by_rank[first]]
             if different:
@@ -159,7 +163,11 @@ class Schedule:
                     f"in the {name} graph, and all would hang; use the same code and recipe on all nodes, with one "
                     'compile.machine, or bucketing = "block" and reordering = false in [compile]'
                 )
-        return _short_hash(json.dumps(list(mine.values())))
+        return found
+
+
+def _ranks(group: str) -> list[int]:
+    return [*map(int, group.split(", "))]
 
 
 def schedules(graph: Graph) -> dict[str, str]:

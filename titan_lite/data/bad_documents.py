@@ -3,7 +3,7 @@
     policy = BadDocumentPolicy(data)
     policy.skip(BadDocument("a.jsonl", "line 34", "not JSON (...)"))     # may raise ConfigError, with file and line
 
-    log = BadDocumentsLog(config.data, dump_folder, dp_rank)
+    log = BadDocumentsLog(config.data, dump_folder, reads_alone=True)
     values = log.gather([loader.take_skipped()])     # a collective; raises ConfigError on all ranks
 
 A line of `bad_documents.jsonl` is one document: {"file": "a.jsonl", "place": "line 34", "reason": "not JSON (...)"}. Each one is
@@ -77,11 +77,11 @@ class BadDocumentsLog:
     """Count and list the skipped documents of all ranks.
 
     bad: different bad documents of the run, resumed parts included. short: documents below data.min_document_tokens, since this
-    start.
+    start. reads_alone: False on a rank whose sequences another one has, too, which counts its short documents.
     """
 
-    def __init__(self, data: Data, dump_folder: Path, dp_rank: int):
-        self.data, self.dp_rank = data, dp_rank
+    def __init__(self, data: Data, dump_folder: Path, reads_alone: bool):
+        self.data, self.reads_alone = data, reads_alone
         self.path = dump_folder / "bad_documents.jsonl"
         self.listed = self._read()
         self.policy = BadDocumentPolicy(data, map(_place, self.listed))
@@ -94,18 +94,17 @@ class BadDocumentsLog:
         """
         import torch.distributed as dist  # here, since prepare's processes need the policy but not torch
 
-        from titan_lite.ranks import gather_objects
+        from titan_lite.ranks import gather_on_first, reduce_numbers
 
         skips, shortens = self.data.on_bad_document == "skip", self.data.min_document_tokens > 0
         if not skips and not shortens:
             return {}
-        own = (self.dp_rank, sum(some.short for some in skipped), [bad for some in skipped for bad in some.bad])
-        everyone = gather_objects(own)
-        # Ranks with the same sequences have read the same documents.
-        self.short += sum({dp_rank: short for dp_rank, short, _ in everyone}.values())
-        if dist.get_rank() == 0:
-            self._list([document for _, _, bad in everyone for document in bad])
-        self.bad = gather_objects(len(self.policy.known))[0]
+        short, bad = sum(some.short for some in skipped), [document for some in skipped for document in some.bad]
+        more, found = reduce_numbers(short if self.reads_alone else 0, len(bad), total=True)
+        self.short += more
+        if found:
+            self._list([document for theirs in gather_on_first(bad) for document in theirs])  # none on other ranks than the first
+        (self.bad,) = reduce_numbers(0 if dist.get_rank() else len(self.policy.known))
         self.policy.check(self.bad, f"listed in {self.path}")
         return {**({"bad_documents": self.bad} if skips else {}), **({"short_documents": self.short} if shortens else {})}
 

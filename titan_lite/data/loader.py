@@ -347,8 +347,8 @@ class Loader:
         """Return the position after the last batch of `next`: {"windows": 40, "rows": {"3": [5, [17, 120]]}, "of": 8}.
 
         windows: number taken by all ranks. rows: for each row of this rank, the windows taken, then (ordinal, tokens used) in
-        each source. of: number of all rows. The state is small and has only JSON types. `merge_states` makes one state of those
-        of all ranks, which any number of ranks can load.
+        each source. of: number of all rows. The state is small and has only JSON types. A checkpoint has one state, merged from
+        those of all ranks (checkpoint/state.py), which any number of ranks can load.
         """
         rows = {}
         for row in self._own:
@@ -412,8 +412,3 @@ def build_loader(
     sources = [build_source(part, split=split, seed=seed) for _, part in data.mixture()]
     dataset = _PackedRows(data, sources, tokenizer, batch_size=batch_size, seq_len=seq_len, seed=seed)
     return Loader(dataset, rows, dp_rank, dp_degree)
-
-
-def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the states of all ranks into one that `Loader.load_state_dict` accepts on any rank."""
-    return {**states[0], "rows": {row: place for state in states for row, place in state["rows"].items()}}

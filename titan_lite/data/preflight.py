@@ -4,9 +4,9 @@ preflight(loader.peek(), tokenizer, vocab_size, dp_rank)           # a collectiv
 check_first_loss(loss, vocab_size)                                 # after the first step of a new model
 """
 
-import hashlib
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.logging import logger
-from titan_lite.ranks import gather_objects
+from titan_lite.ranks import gather_numbers, hash_of
 
 SHOWN = 200  # characters in the logged sample
 FAR = 0.1  # fraction of ln(vocabulary); the loss of a new model is 1/32 nats above, with tied embeddings about half a nat
@@ -23,15 +23,15 @@ FAR = 0.1  # fraction of ln(vocabulary); the loss of a new model is 1/32 nats ab
 def preflight(batch: tuple[Tensor, Tensor], tokenizer: Tokenizer, vocab_size: int, dp_rank: int) -> None:
     """Log a sample of the first batch. Raises ConfigError on all ranks if the batch of any rank is wrong."""
     input, label = batch
-    digest = hashlib.sha256(input.numpy().tobytes() + label.numpy().tobytes()).hexdigest()
+    digest = hash_of(input.numpy().tobytes() + label.numpy().tobytes())
     largest = int(max(input.max(), label.max()))
-    check_batches(gather_objects((dp_rank, digest, largest)), vocab_size)
+    check_batches(gather_numbers(dp_rank, digest, largest), vocab_size)
     if dist.get_rank() == 0:
         text = tokenizer.decode(input[0, : 2 * SHOWN].tolist())
         logger.info(f"first sequence of {input.shape[1]} tokens: {text[:SHOWN]!r}{'...' if len(text) > SHOWN else ''}")
 
 
-def check_batches(everyone: list[tuple[int, str, int]], vocab_size: int) -> None:
+def check_batches(everyone: Sequence[Sequence[int]], vocab_size: int) -> None:
     """Compare (data-parallel rank, hash of its batch, its largest token) of all ranks. Raises ConfigError."""
     readers, batches = defaultdict(list), defaultdict(set)
     for rank, (dp_rank, digest, largest) in enumerate(everyone):

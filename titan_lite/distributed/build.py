@@ -29,7 +29,8 @@ from titan_lite.distributed.activation_checkpoint import apply_activation_checkp
 from titan_lite.distributed.axes import axes_of, by_axis
 from titan_lite.distributed.context_parallel import Attend, apply_context_parallel, attend_to_the_past, own_positions
 from titan_lite.distributed.degrees import AXES
-from titan_lite.distributed.mesh import parameter_mesh, stage_exchange
+from titan_lite.distributed.mesh import parameter_mesh
+from titan_lite.distributed.peers import stage_peers
 from titan_lite.distributed.pipeline import Pipeline, SingleStage, keep_modules
 from titan_lite.distributed.pipeline_plan import PipelinePlan
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp
@@ -106,8 +107,7 @@ def compile_stages(
         if dump_folder and compile.dump_graphs and all(mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp"):
             dump = dump_folder / "graphs" / f"pp_{mesh['pp'].get_local_rank()}_{bucketing}"  # other ranks have the same graphs
         fused = compile.backend == "inductor"
-        exchange = stage_exchange(mesh)
-        schedule = Schedule(compile, machine, fused, exchange=exchange, dump=dump, must_merge=must_merge, fits=fits)
+        schedule = Schedule(compile, machine, fused, peers=stage_peers(mesh), dump=dump, must_merge=must_merge, fits=fits)
     reshard, keep = _resharding(parallelism)
     for model in stages:
         # only blocks have matrix products to overlap with

@@ -7,16 +7,12 @@
 All axes always exist, also those of size 1. The first axis is the outermost, with the slowest links.
 """
 
-import functools
-from collections.abc import Callable
-
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_lite.distributed.degrees import AXES
 from titan_lite.distributed.gloo import gather_without_coalescing
-from titan_lite.ranks import gather_objects
 
 PARAMETER_AXES = ("dp_replicate", "dp_shard", "tp")
 
@@ -38,23 +34,6 @@ def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
         return mesh[PARAMETER_AXES]
     ranks = mesh.mesh.flatten(AXES.index("dp_shard"), AXES.index("cp"))
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("pp", *PARAMETER_AXES))[PARAMETER_AXES]
-
-
-@functools.cache
-def stage_exchange(mesh: DeviceMesh) -> Callable[[str], dict[int, str]]:
-    """Return a function that gathers a string from all ranks of this pipeline stage, by rank.
-
-    Call it on all ranks: it may create process groups.
-    """
-    stage = mesh.mesh.select(0, mesh["pp"].get_local_rank()).flatten()
-    group = None
-    if mesh["pp"].size() > 1:
-        group = DeviceMesh(mesh.device_type, mesh.mesh.flatten(1), mesh_dim_names=("pp", "stage"))["stage"].get_group()
-
-    def exchange(word: str) -> dict[int, str]:
-        return dict(zip(stage.tolist(), gather_objects(word, group), strict=True))
-
-    return exchange
 
 
 def data_rank(mesh: DeviceMesh) -> tuple[int, int]:

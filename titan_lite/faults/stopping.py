@@ -5,14 +5,14 @@ stopping.note(asked)              # at the end of a step, where `asked` was redu
 if stopping.ask(): ...            # elsewhere; a collective
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from titan_lite.faults.signals import LOST, received
 from titan_lite.logging import logger
-from titan_lite.ranks import gather_objects
+from titan_lite.ranks import first_word, reduce_numbers
 
 
 class Stopping:
@@ -34,14 +34,9 @@ class Stopping:
         if self.asked or not asked:
             return
         self.asked = True
-        names = gather_objects(received())
-        if dist.get_rank() == 0:  # a warning, which is shown for any LOG_RANK
-            logger.warning(f"{reason(names)} at {self.describe()}", extra={"event": "stop"})
-
-
-def reason(names: Sequence[str]) -> str:
-    """Return ("", "SIGTERM", "SIGTERM") of three ranks as "SIGTERM received by rank 1 and 1 other"."""
-    ranks = [rank for rank, name in enumerate(names) if name]
-    first, others = names[ranks[0]], len(ranks) - 1
-    came = f"{first} {'noticed' if first == LOST else 'received'} by rank {ranks[0]}"
-    return came + (f" and {others} other{'s' * (others > 1)}" if others else "")
+        name, rank = received(), dist.get_rank()
+        came = first_word(name and f"{name} {'noticed' if name == LOST else 'received'} by rank {rank}")
+        (others,) = reduce_numbers(int(bool(name)) - (rank == 0), total=True)
+        if rank == 0:  # a warning, which is shown for any LOG_RANK
+            also = f" and {others} other{'s' * (others > 1)}" if others else ""
+            logger.warning(f"{came}{also} at {self.describe()}", extra={"event": "stop"})

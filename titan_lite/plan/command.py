@@ -5,6 +5,7 @@
     python -m titan_lite.plan train_configs/llama3_70b.toml --changes           # also single changes that help: minutes
     python -m titan_lite.plan train_configs/llama3_70b.toml --sweep parallelism.tensor_parallel_degree=2,4,8
     python -m titan_lite.plan train_configs/llama3_8b.toml --world-size 64 --search     # the best layout that fits: minutes
+    python -m titan_lite.plan train_configs/llama3_405b.toml --scale            # on 512 to 100,000 ranks: start, saves, failures
     python -m titan_lite.plan train_configs/llama3_8b.toml --picture plan.png --trace plan.json
     python -m titan_lite.plan --calibrate outputs/llama3_8b      # a real run's machine, as a profile for --hardware
 
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str]) -> None:
     either("--json", action="store_true", help="print JSON")
     either("--changes", action="store_true", help="also plan single changes, and print the three that help most")
     either("--sweep", action="append", default=[], metavar="SECTION.KEY=A,B,C", help="plan a grid (repeatable), and rank it")
+    either("--scale", action="store_true", help="also extend the plan to 512, 4,096, 16,384 and 100,000 ranks")
     search = (
         "find the fastest degrees, local batch size, checkpointing, schedule and bucketing for this number of ranks and tokens "
         f"per step; PLANS: number of layouts to plan, of all that are estimated by formula (default {SEARCHED})"
@@ -105,6 +107,7 @@ def plan_recipe(options: argparse.Namespace) -> str:
     # imported here, since torch is slow to import, and a wrong recipe fails before
     from titan_lite.plan.changes import best_changes, candidates, grid, plan_changes, table
     from titan_lite.plan.picture import draw_plan, write_plan_trace
+    from titan_lite.plan.scale import check_scale, describe_scale
     from titan_lite.plan.search import lighter, search
     from titan_lite.plan.summary import as_json, describe
 
@@ -114,6 +117,8 @@ def plan_recipe(options: argparse.Namespace) -> str:
         return "\n".join(search(config, world_size, lay_out_changed, machine, options.search, options.full))
     if options.sweep:
         return "\n".join(table(plan_changes(lay_out_changed, grid(options.sweep), machine, options.full)))
+    if options.scale:
+        check_scale(lay_out_changed({}))
     others = candidates(lay_out_changed({}), machine) if options.changes else []
     rows = plan_changes(lay_out_changed, [{}, *others], machine, options.full)
     base = next(plan for change, plan in rows if not change)
@@ -124,6 +129,8 @@ def plan_recipe(options: argparse.Namespace) -> str:
         write_plan_trace(base, options.trace)
     if options.json:
         return as_json(base)
+    if options.scale:
+        return "\n".join([*describe(base, options.tokens), "", *describe_scale(base)])
     if options.changes:
         return "\n".join([*describe(base, options.tokens), *best_changes(base, rows)])
     less = plan_changes(lay_out_changed, lighter(base, lay_out_changed), machine, options.full)

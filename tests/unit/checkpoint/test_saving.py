@@ -29,6 +29,7 @@ from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.logging import logger
 from titan_lite.manifest import Damaged
+from titan_lite.ranks import reduce_numbers
 
 ROOT = Path(__file__).parents[3]
 MODES = ("disabled", "async", "async_with_pinned_mem")
@@ -139,8 +140,8 @@ def test_the_saving_thread_uses_its_ranks_gpu(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_what_the_optimizer_does_meanwhile_is_not_in_a_step(mode, tmp_path, monkeypatch):
-    begin, write = threading.Event(), checkpoint.dcp.save
-    monkeypatch.setattr(checkpoint.dcp, "save", lambda *args, **named: begin.wait(30) and write(*args, **named))
+    begin, write = threading.Event(), tensor_files.write
+    monkeypatch.setattr(tensor_files, "write", lambda *args, **named: begin.wait(30) and write(*args, **named))
     steps_of, live = of(tmp_path, async_mode=mode), tensors(1)
     steps_of.save(1, live, {"step": 1})
     for tensor in live.values():
@@ -182,7 +183,7 @@ def test_nothing_is_written_where_there_is_no_room(mode, tmp_path, monkeypatch):
     save(tmp_path, 1, async_mode=mode)
     size = sum(tensor.numel() * tensor.itemsize for tensor in tensors(2).values())
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage(size - 1))
-    monkeypatch.setattr(checkpoint.dcp, "save", lambda *args, **named: pytest.fail("it was begun"))
+    monkeypatch.setattr(tensor_files, "write", lambda *args, **named: pytest.fail("it was begun"))
     with pytest.raises(CheckpointError, match=r"step 2 was not saved.*it needs 0.000 GiB, and 0.000 GiB are free"):
         save(tmp_path, 2, async_mode=mode)
     assert names(tmp_path) == ["step-1"]
@@ -232,7 +233,7 @@ def test_a_save_that_fails_leaves_the_one_before_and_by_recipe_stops_or_goes_on(
 
 @pytest.mark.parametrize("then", ["next save", "end of the run"])
 def test_a_failure_in_the_background_is_not_lost(then, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint.dcp, "save", lambda *args, **named: 1 / 0)
+    monkeypatch.setattr(tensor_files, "write", lambda *args, **named: 1 / 0)
     steps_of = of(tmp_path, async_mode="async")
     steps_of.save(1, tensors(1), {"step": 1})
     with pytest.raises(CheckpointError, match=r"step 1 was not saved.*ZeroDivisionError"):
@@ -603,7 +604,7 @@ def two_ranks(folder, mode):
         "optimizer.a.step": torch.tensor(1.0),
     }
     steps_of = of(folder, async_mode=mode)
-    sizes = sum(steps_of._gather(sum(map(tensor_files.share, live.values()))))
+    sizes = sum(reduce_numbers(sum(map(tensor_files.share, live.values())), total=True))
     steps_of.save(1, live, {"step": 1})
     steps_of.wait()
 

@@ -5,6 +5,7 @@ import torch
 from hand import Hand, aten, left, places, priced, two_ranks  # noqa: F401
 from torch.fx import GraphModule
 
+from titan_lite.compiler.peers import Peers
 from titan_lite.compiler.schedule import Schedule, readable, schedules
 from titan_lite.config import Compile, ConfigError
 
@@ -24,9 +25,20 @@ def layers(count=2, name="layers.{}.{}.weight", seconds=0.0):
 
 def scheduled(graph_module, machine=None, **options):
     schedule = Schedule(Compile(**{key: value for key, value in options.items() if key in KEYS}), machine)
-    schedule.exchange, schedule.dump = options.get("exchange", schedule.exchange), options.get("dump")
+    schedule.peers, schedule.dump = options.get("peers", schedule.peers), options.get("dump")
     schedule(graph_module, "forward")
     return schedule.receipts[0]
+
+
+class Told(Peers):
+    """Peers with these strings, made of the own one: {rank: string}."""
+
+    def __init__(self, told):
+        self.all = told
+
+    def alike(self, word):
+        ranks = self.all(word).values()
+        return len({word, *ranks}) == 1
 
 
 KEYS = ("bucketing", "bucket_mode", "reordering", "buckets")
@@ -91,8 +103,8 @@ def test_ranks_that_would_hang_are_named():
     with pytest.raises(
         ConfigError, match=r"ranks 1 would communicate in another order than rank 0 among 0, 1 in the forward graph"
     ):
-        scheduled(layers(), bucketing="block", exchange=exchange)
-    assert scheduled(layers(), bucketing="block", exchange=lambda mine: {0: mine, 1: mine}).schedule
+        scheduled(layers(), bucketing="block", peers=Told(exchange))
+    assert scheduled(layers(), bucketing="block", peers=Told(lambda mine: {0: mine, 1: mine})).schedule
 
 
 def test_a_rank_without_what_its_group_does_is_named():
@@ -100,13 +112,19 @@ def test_a_rank_without_what_its_group_does_is_named():
         return {0: mine, 1: "{}"}
 
     with pytest.raises(ConfigError, match=r"ranks 1 would communicate in another order than rank 0"):
-        scheduled(layers(), bucketing="block", exchange=exchange)
+        scheduled(layers(), bucketing="block", peers=Told(exchange))
+
+
+def test_strings_of_all_ranks_are_asked_for_only_where_they_differ():
+    peers = Peers()
+    peers.all = lambda word: pytest.fail("asked")
+    assert scheduled(layers(), bucketing="block", peers=peers).schedule
 
 
 def test_other_groups_may_do_other_things():
     """Ranks of another tensor-parallel rank have other sizes, and other ranks to gather them from."""
     assert scheduled(
-        layers(), bucketing="block", exchange=lambda mine: {2: mine.replace("0, 1", "2, 3").replace('": "', '": "f')}
+        layers(), bucketing="block", peers=Told(lambda mine: {2: mine.replace("0, 1", "2, 3").replace('": "', '": "f')})
     )
 
 

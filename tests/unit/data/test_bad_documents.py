@@ -25,21 +25,25 @@ def listed(folder):
 
 @pytest.fixture
 def others(monkeypatch):
-    """Objects gathered from other ranks: (data-parallel rank, short documents, bad documents)."""
+    """Counts of ranks with other sequences: (short documents, bad ones)."""
     told = []
 
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(ranks, "gather_objects", lambda own: [own, *told])
+    monkeypatch.setattr(ranks, "gather_on_first", lambda own: [own, *(bad for _, bad in told)])
+
+    def reduce_numbers(*own, total=False):
+        return [sum(each) for each in zip(own, *((short, len(bad)) for short, bad in told), strict=True)] if total else own
+
+    monkeypatch.setattr(ranks, "reduce_numbers", reduce_numbers)
     return told
 
 
 def test_skipped_documents_are_counted_over_ranks_and_listed_once(tmp_path, others, caplog):
-    documents = BadDocumentsLog(SKIP, tmp_path, dp_rank=0)
+    documents = BadDocumentsLog(SKIP, tmp_path, reads_alone=True)
     assert documents.gather([SkippedDocuments()]) == {"bad_documents": 0, "short_documents": 0}
     assert documents.summary() == ""
     assert not (tmp_path / "bad_documents.jsonl").exists()
-    # a rank with the same sequences, and one with others
-    others[:] = [(0, 2, [bad(3)]), (1, 4, [bad(3, "b.jsonl")])]
+    others[:] = [(0, [bad(3)]), (4, [bad(3, "b.jsonl")])]
     assert documents.gather([SkippedDocuments([bad(3)], 1), SkippedDocuments([], 1)]) == {
         "bad_documents": 2,
         "short_documents": 6,
@@ -50,7 +54,7 @@ def test_skipped_documents_are_counted_over_ranks_and_listed_once(tmp_path, othe
     assert listed(tmp_path) == [bad(3), bad(3, "b.jsonl")]
     assert ", 2 bad documents left out, listed in " in documents.summary()
     assert "7 times a document left out that is shorter than 5 tokens" in documents.summary()
-    again = BadDocumentsLog(SKIP, tmp_path, dp_rank=0)  # a run that goes on
+    again = BadDocumentsLog(SKIP, tmp_path, reads_alone=True)  # a run that goes on
     assert again.gather([SkippedDocuments([bad(3), bad(9)])])["bad_documents"] == 3
     with pytest.raises(ConfigError, match=r"data.max_bad_documents = 3: there are 4, listed in .*bad_documents.jsonl"):
         again.gather([SkippedDocuments([bad(10)])])
@@ -58,17 +62,20 @@ def test_skipped_documents_are_counted_over_ranks_and_listed_once(tmp_path, othe
 
 def test_where_nothing_may_be_skipped_ranks_need_not_talk(tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    assert BadDocumentsLog(Data(), tmp_path, dp_rank=0).gather([SkippedDocuments()]) == {}
+    assert BadDocumentsLog(Data(), tmp_path, reads_alone=True).gather([SkippedDocuments()]) == {}
 
 
 def test_a_rank_that_cannot_go_on_lists_alone_what_is_not_listed_yet(tmp_path, others):
-    BadDocumentsLog(SKIP, tmp_path, dp_rank=0).gather([SkippedDocuments([bad(3)])])
+    BadDocumentsLog(SKIP, tmp_path, reads_alone=True).gather([SkippedDocuments([bad(3)])])
     loader = SimpleNamespace(take_skipped=lambda: SkippedDocuments([bad(3), bad(9)]))
-    with pytest.raises(ConfigError), BadDocumentsLog(SKIP, tmp_path, dp_rank=1).listing([loader], unless=FileNotFoundError):
+    with (
+        pytest.raises(ConfigError),
+        BadDocumentsLog(SKIP, tmp_path, reads_alone=True).listing([loader], unless=FileNotFoundError),
+    ):
         raise ConfigError("too many")
     assert listed(tmp_path) == [bad(3), bad(9)]
     loader = SimpleNamespace(take_skipped=lambda: SkippedDocuments([bad(11)]))
-    with pytest.raises(ConfigError), BadDocumentsLog(SKIP, tmp_path, dp_rank=1).listing([loader], unless=ConfigError):
+    with pytest.raises(ConfigError), BadDocumentsLog(SKIP, tmp_path, reads_alone=True).listing([loader], unless=ConfigError):
         raise ConfigError("the folder is another run's")
     assert listed(tmp_path) == [bad(3), bad(9)]
 
@@ -86,8 +93,8 @@ def test_a_bad_document_is_an_error_or_skipped_up_to_a_number_of_different_ones(
 
 
 def test_a_list_that_is_removed_in_mid_run_is_written_again_as_a_whole(tmp_path, others):
-    BadDocumentsLog(SKIP, tmp_path, dp_rank=0).gather([SkippedDocuments([bad(1)])])
-    documents = BadDocumentsLog(SKIP, tmp_path, dp_rank=0)  # a run that goes on
+    BadDocumentsLog(SKIP, tmp_path, reads_alone=True).gather([SkippedDocuments([bad(1)])])
+    documents = BadDocumentsLog(SKIP, tmp_path, reads_alone=True)  # a run that goes on
     documents.gather([SkippedDocuments([bad(2)])])
     (tmp_path / "bad_documents.jsonl").unlink()
     assert documents.gather([SkippedDocuments([bad(3)])])["bad_documents"] == 3

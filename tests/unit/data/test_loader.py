@@ -20,9 +20,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from titan_lite.checkpoint.state import merge_loaders
 from titan_lite.config import ConfigError, Data
 from titan_lite.data.dataset import EPOCH, build_source
-from titan_lite.data.loader import LoaderError, build_loader, document_begins, merge_states
+from titan_lite.data.loader import LoaderError, build_loader, document_begins
 from titan_lite.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -172,11 +173,11 @@ def test_resume_on_another_layout(data, tokenizer, before, after):
     ranks = loaders(data, tokenizer, before[0], before[1])
     for _ in range(9):
         assert torch.equal(global_batch(ranks, before[1]), global_batch(one, ROWS))
-    state = merge_states([json.loads(json.dumps(loader.state_dict())) for loader in ranks])
+    state = merge_loaders([json.loads(json.dumps(loader.state_dict())) for loader in ranks])
     resumed = loaders(data, tokenizer, after[0], after[1], state=state)
     for _ in range(9):
         assert torch.equal(global_batch(resumed, after[1]), global_batch(one, ROWS))
-    assert merge_states([loader.state_dict() for loader in resumed]) == one[0].state_dict()
+    assert merge_loaders([loader.state_dict() for loader in resumed]) == one[0].state_dict()
 
 
 def hashes(batch):
@@ -186,7 +187,7 @@ def hashes(batch):
 
 def state_of(ranks):
     """As a checkpoint holds it."""
-    return json.loads(json.dumps(merge_states([loader.state_dict() for loader in ranks])))
+    return json.loads(json.dumps(merge_loaders([loader.state_dict() for loader in ranks])))
 
 
 @pytest.fixture(scope="module")

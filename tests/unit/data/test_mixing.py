@@ -16,11 +16,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from titan_lite.checkpoint.state import merge_loaders
 from titan_lite.config import KEYS, ConfigError, Data, DataSource
 from titan_lite.data import loader as loader_module
 from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.dataset import build_source, check_data
-from titan_lite.data.loader import build_loader, merge_states
+from titan_lite.data.loader import build_loader
 
 BOS, EOS = 0, 1
 
@@ -56,7 +57,7 @@ def global_batch(ranks, rows, batch_size):
 
 
 def state_of(ranks):
-    return json.loads(json.dumps(merge_states([loader.state_dict() for loader in ranks])))
+    return json.loads(json.dumps(merge_loaders([loader.state_dict() for loader in ranks])))
 
 
 @pytest.fixture(scope="module")

@@ -16,18 +16,16 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_ranks_that_read_as_they_should():
-    preflight.check_batches([(0, "a", 5), (1, "b", 6)], vocab_size=7)
-    preflight.check_batches(
-        [(0, "a", 5), (0, "a", 5), (1, "b", 6), (1, "b", 6)], vocab_size=7
-    )  # tensor parallel ones share theirs
+    preflight.check_batches([(0, 10, 5), (1, 11, 6)], vocab_size=7)
+    preflight.check_batches([(0, 10, 5), (0, 10, 5), (1, 11, 6), (1, 11, 6)], vocab_size=7)  # tensor parallel ones share theirs
 
 
 @pytest.mark.parametrize(
     ("everyone", "message"),
     [
-        ([(0, "a", 1), (1, "b", 1), (2, "a", 1)], r"ranks 0, 2 have read the same first batch: .* or fewer ranks"),
-        ([(0, "a", 1), (0, "b", 1), (1, "c", 1)], r"ranks 0, 1 need the same sequences, but have read different ones"),
-        ([(0, "a", 1), (1, "b", 7)], r"rank 1 has read token 7, and the model has room for 7: model.tokenizer_path"),
+        ([(0, 10, 1), (1, 11, 1), (2, 10, 1)], r"ranks 0, 2 have read the same first batch: .* or fewer ranks"),
+        ([(0, 10, 1), (0, 11, 1), (1, 12, 1)], r"ranks 0, 1 need the same sequences, but have read different ones"),
+        ([(0, 10, 1), (1, 11, 7)], r"rank 1 has read token 7, and the model has room for 7: model.tokenizer_path"),
     ],
 )
 def test_ranks_that_do_not_are_named(everyone, message):
@@ -41,7 +39,7 @@ def other_rank(monkeypatch):
     told = []
 
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(preflight, "gather_objects", lambda own: [own, *told])
+    monkeypatch.setattr(preflight, "gather_numbers", lambda *own: [own, *told])
     return told.append
 
 
@@ -49,7 +47,7 @@ def test_a_sample_is_shown_in_one_line_and_shortened(other_rank, caplog):
     tokenizer = load_tokenizer(ROOT / "assets/tokenizer/debug.model")
     ids = tokenizer.encode("def f():\n\treturn 1\n" * 100, bos=True)
     batch = torch.tensor([ids, ids])
-    other_rank((1, "another", 5))
+    other_rank((1, 13, 5))
     with caplog.at_level(logging.INFO, logger="titan_lite"):
         preflight.preflight((batch[:, :-1], batch[:, 1:]), tokenizer, tokenizer.vocab_size, dp_rank=0)
     [record] = caplog.records

@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 
 from titan_lite import manifest
 from titan_lite.check import check
+from titan_lite.checkpoint.state import merge_loaders
 from titan_lite.config import ConfigError, Data
 from titan_lite.config.recipe import load_config
 from titan_lite.data import prepare as command
 from titan_lite.data.dataset import build_source, fingerprint
-from titan_lite.data.loader import build_loader, merge_states
+from titan_lite.data.loader import build_loader
 from titan_lite.data.prepare import prepare
 from titan_lite.data.prepared import PreparedSource, check_prepared, read_manifest, shuffled
 from titan_lite.data.tokenizer import load_tokenizer
@@ -548,7 +549,7 @@ def test_every_token_once_in_order_on_any_ranks_resumed_anywhere(folder, seq_len
     for degree in degrees:  # resumed on each
         ranks = loaders(data, degree, 1, rows, seq_len, state)
         windows += [step(ranks, 1, rows) for _ in range(steps)]
-        state = json.loads(json.dumps(merge_states([loader.state_dict() for loader in ranks])))
+        state = json.loads(json.dumps(merge_loaders([loader.state_dict() for loader in ranks])))
     streams = torch.stack(windows, dim=1).flatten(1).tolist()
     source = PreparedSource(data, "train", seed=0)
     for row in range(rows):

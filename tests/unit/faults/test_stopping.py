@@ -7,7 +7,7 @@ import torch
 
 from titan_lite.faults import stopping
 from titan_lite.faults.signals import LOST
-from titan_lite.faults.stopping import Stopping, reason
+from titan_lite.faults.stopping import Stopping
 
 
 @pytest.fixture
@@ -18,7 +18,8 @@ def ranks(monkeypatch):
         monkeypatch.setattr(stopping, "received", lambda: names[0])
         monkeypatch.setattr(stopping.dist, "get_rank", lambda: 0)
         monkeypatch.setattr(stopping.dist, "all_reduce", lambda tensor: tensor.fill_(sum(map(bool, names))))
-        monkeypatch.setattr(stopping, "gather_objects", lambda own: [*names])
+        monkeypatch.setattr(stopping, "first_word", lambda own: own or f"{names[1]} received by rank 1")
+        monkeypatch.setattr(stopping, "reduce_numbers", lambda own, total: [own + bool(names[1])])
 
     return received
 
@@ -39,8 +40,15 @@ def test_a_signal_of_any_rank_stops_all_and_is_told_once(ranks, caplog):
     assert caplog.records[0].event == "stop"
 
 
-def test_who_received_it():
-    assert reason(["", "SIGTERM", ""]) == "SIGTERM received by rank 1"
-    assert reason(["SIGUSR1", "SIGTERM"]) == "SIGUSR1 received by rank 0 and 1 other"
-    assert reason(["SIGTERM"] * 8) == "SIGTERM received by rank 0 and 7 others"
-    assert reason(["", LOST, LOST]) == "the death of its launcher noticed by rank 1 and 1 other"
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("SIGUSR1", ""), "SIGUSR1 received by rank 0 at"),
+        (("SIGUSR1", "SIGTERM"), "SIGUSR1 received by rank 0 and 1 other at"),
+        ((LOST, LOST), "the death of its launcher noticed by rank 0 and 1 other at"),
+    ],
+)
+def test_who_received_it(ranks, caplog, names, words):
+    ranks(*names)
+    Stopping(torch.device("cpu"), lambda: "step 7").note(True)
+    assert caplog.messages[-1].startswith(words)

@@ -1,0 +1,142 @@
+"""What one rank sends and receives in a save, a resume and the comparisons of a run, at several numbers of ranks.
+
+Every rank has a shard of the same size, so that what is its own stays the same. Collectives are counted in torch.distributed, as
+are those within torch's functions for objects.
+"""
+
+import os
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from titan_lite.checkpoint.saving import Checkpointer
+from titan_lite.config import Checkpoint, Data
+from titan_lite.data.bad_documents import BadDocument, BadDocumentsLog, SkippedDocuments
+from titan_lite.distributed.peers import StagePeers
+from titan_lite.faults.copies import Copies
+from titan_lite.faults.stopping import Stopping
+from titan_lite.faults.stragglers import LEAST, PERIOD, Stragglers
+from titan_lite.ranks import gather_objects
+
+COUNTED = ("all_reduce", "broadcast", "gather", "scatter", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter")
+COUNTED += ("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "barrier")
+
+
+def nbytes(value):
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(map(nbytes, value)) if isinstance(value, list | tuple) else 0
+
+
+@contextmanager
+def counting(counts):
+    """Within it, collectives add (calls, bytes of their tensors) to `counts` by name."""
+
+    def counted(name, function):
+        def call(*args, **named):
+            counts[name, "calls"] += 1
+            counts[name, "bytes"] += nbytes([*args, *named.values()])
+            return function(*args, **named)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in COUNTED:
+            wrapped = counted(name, getattr(dist, name))
+            for module in (dist, distributed_c10d):
+                patch.setattr(module, name, wrapped)
+        yield
+
+
+def sockets():
+    files = Path("/proc/self/fd")
+    return sum(os.readlink(files / name).startswith("socket") for name in os.listdir(files) if (files / name).is_symlink())
+
+
+def a_run(folder):
+    """Returns what each part of a run has exchanged, and whether it did what it should."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    tensors = {f"model.{name}": distribute_tensor(torch.ones(4 * ranks, 8), mesh, [Shard(0)]) for name in "abc"}
+    tensors |= {f"model.norm.{name}": distribute_tensor(torch.ones(8), mesh, [Replicate()]) for name in "ab"}
+    tensors |= {f"optimizer.{name}.step": torch.tensor(1.0) for name in "abc"}
+    parts = {name: Counter() for name in ("save", "resume", "copies", "schedule", "stragglers", "stop", "bad documents")}
+    before = sockets()
+    saves = Checkpointer(Checkpoint(enable=True), folder)
+    with counting(parts["save"]):
+        saves.save(1, tensors, {"step": 1, "loader": {"windows": ranks, "rows": {str(rank): [1, [rank, 17]]}, "of": ranks}})
+        saves.hold()
+    for tensor in tensors.values():
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
+    with counting(parts["resume"]):
+        step = saves.verified_step()
+        saves.load(step, tensors)
+    opened = sockets() - before
+
+    rows = saves.read_state(1)["loader"]["rows"]
+    assert rows == {str(row): [1, [row, 17]] for row in range(ranks)}
+    assert all(
+        torch.equal(tensor.full_tensor(), torch.ones(tensor.shape)) for tensor in tensors.values() if hasattr(tensor, "mesh")
+    )
+    with counting(parts["copies"]):
+        Copies(0, str).check(1, lambda: tensors)
+    with counting(parts["schedule"]):
+        peers = StagePeers([*range(ranks)], None)
+        assert peers.alike("a schedule")
+        assert not peers.alike(f"that of rank {rank}")
+        assert peers.first(f"plan of rank {rank}") == "plan of rank 0"
+    stragglers = Stragglers(rank, [[*range(ranks)]], torch.device("cpu"))
+    stragglers.looks, stragglers.waits, stragglers.in_a_row = 2 * int(LEAST / PERIOD), int(LEAST / PERIOD) * (rank != 1), 2
+    with counting(parts["stragglers"]):
+        slow = stragglers.compare()
+    assert slow.startswith("rank 1 is slower than the others")
+    with counting(parts["stop"]):
+        Stopping(torch.device("cpu"), lambda: "step 1").note(True)
+    documents = BadDocumentsLog(Data(on_bad_document="skip", min_document_tokens=5), folder, reads_alone=True)
+    with counting(parts["bad documents"]):
+        counted = documents.gather([SkippedDocuments([BadDocument("a.jsonl", f"line {rank}", "empty")], short=2)])
+    assert counted == {"bad_documents": ranks, "short_documents": 2 * ranks}
+    return parts, opened
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """{number of ranks: [(exchanged by part, sockets opened) of each rank]}."""
+    return {ranks: run_ranks(ranks, a_run, tmp_path_factory.mktemp(f"ranks_{ranks}")) for ranks in (2, 4, 8)}
+
+
+def test_what_a_rank_exchanges_does_not_grow_with_ranks(runs):
+    for part, few in runs[2][1][0].items():
+        assert few, part
+        for ranks in (4, 8):
+            for rank, (parts, _) in enumerate(runs[ranks]):
+                many = parts[part]
+                assert {key: many[key] for key in few if key[1] == "calls"} == {key: few[key] for key in few if key[1] == "calls"}
+                grown = {key for key in many | few if many[key] > few[key]}
+                # The first rank writes the list of files and their parts, so it alone receives these from all.
+                assert grown <= ({("gather", "bytes")} if rank == 0 else set()), (part, ranks, rank, many, few)
+    assert not {name for parts, _ in runs[8] for counts in parts.values() for name, _ in counts if name.startswith("all_gather")}
+
+
+def test_a_rank_opens_no_connection_to_every_other_one(runs):
+    assert max(opened for _, opened in runs[8][1:]) < 8
+
+
+def an_exchange_of_objects():
+    counts = Counter()
+    with counting(counts):
+        gather_objects("x" * 100)
+    return counts
+
+
+def test_the_count_sees_what_grows():
+    few, many = (run_ranks(ranks, an_exchange_of_objects)[1] for ranks in (2, 4))
+    assert many["all_gather", "bytes"] > 1.5 * few["all_gather", "bytes"]
