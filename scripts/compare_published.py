@@ -128,7 +128,7 @@ ROWS = (
         A100,
         331,
         0,
-        "--training.local_batch_size=1 --parallelism.tensor_parallel_degree=1 --parallelism.data_parallel_shard_degree=64",
+        "--training.local_batch_size=1 --no-parallelism.enable_async_tensor_parallel --parallelism.tensor_parallel_degree=1 --parallelism.data_parallel_shard_degree=64",
         "whether compiled: not published",
     ),
     Row(

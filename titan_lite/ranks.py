@@ -37,10 +37,10 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 def gather_numbers(*numbers: int) -> list[list[int]]:
     """Return the whole numbers of all ranks, by rank, on all of them: 8 bytes each."""
-    own = torch.tensor([numbers], dtype=torch.int64, device=_device(None))
-    everyone = own.new_empty(dist.get_world_size(), len(numbers))
-    dist.all_gather_into_tensor(everyone, own)
-    return everyone.tolist()
+    own = torch.tensor(numbers, dtype=torch.int64, device=_device(None))
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    return torch.stack(everyone).tolist()
 
 
 def reduce_numbers(*numbers: int, group: dist.ProcessGroup | None = None, total: bool = False) -> list[int]:

@@ -43,6 +43,7 @@ def test_it_trains_the_debug_recipe_and_reports_it(environment):
     assert trained.returncode == 0
     assert "starting 2 CPU processes: debug_model" in trained.stdout
     assert "done: step 2" in trained.stdout
+    assert "Warning" not in trained.stdout
     assert titan_lite(environment, "report", "outputs/debug_model").returncode == 0
     assert "<html" in (environment / "outputs/debug_model/report.html").read_text()
 
