@@ -60,6 +60,7 @@ LLAMA = (
     "--training.local_batch_size={batch} --activation_checkpoint.mode=none --parallelism.data_parallel_shard_degree={shard} "
     "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
 )
+NO_TP = "--no-parallelism.enable_async_tensor_parallel --parallelism.tensor_parallel_degree=1"
 TP8 = "--parallelism.tensor_parallel_degree=8 --parallelism.data_parallel_shard_degree=-1"
 # pytorch/torchtitan: its issue 1881, docs/performance.md in 2024, and benchmarks/llama3_h100_202412_torchtitan.md and
 # asyncTP_llama3_h100_2025-06_torchtitan.md
@@ -128,7 +129,7 @@ ROWS = (
         A100,
         331,
         0,
-        "--training.local_batch_size=1 --no-parallelism.enable_async_tensor_parallel --parallelism.tensor_parallel_degree=1 --parallelism.data_parallel_shard_degree=64",
+        f"{NO_TP} --training.local_batch_size=1 --parallelism.data_parallel_shard_degree=64",
         "whether compiled: not published",
     ),
     Row(
