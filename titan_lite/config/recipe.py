@@ -41,7 +41,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Conf
     Raises ConfigError with all mistakes in single keys, or if there are none, with all impossible combinations.
     """
     mistakes = Mistakes()
-    recipe = _find_recipe(Path(recipe))
+    recipe = find_recipe(Path(recipe))
     values, origins = _read_recipe(recipe, (), mistakes)
     for key, text in _parse_overrides(overrides, mistakes).items():
         with mistakes.noted():
@@ -63,7 +63,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> tuple[Conf
     return config, origins
 
 
-def _find_recipe(path: Path) -> Path:
+def find_recipe(path: Path) -> Path:
     """Return the path itself if it exists, else that of the shipped recipe: llama3_8b or train_configs/llama3_8b.toml.
 
     Raises ConfigError for a word that names neither.
@@ -75,8 +75,8 @@ def _find_recipe(path: Path) -> Path:
     if name in shipped:
         return shipped[name]
     if re.fullmatch(r"\w{1,64}", name):
-        known = f"; use a TOML file or one of {', '.join(shipped)}"
-        raise ConfigError(f"{one_line(name, 200)}: no such recipe{did_you_mean(name, shipped, otherwise=known)}")
+        known = f"; use the path of a TOML file, or one of {', '.join(shipped)}"
+        raise ConfigError(f"{one_line(str(path), 200)}: no such recipe{did_you_mean(name, shipped, otherwise=known)}")
     return path
 
 
@@ -185,6 +185,8 @@ def _next_override(rest: list[str]) -> tuple[str, str]:
     """Remove the first option from the list of arguments and return it as (key, text). Raises ConfigError."""
     argument = rest.pop(0)
     written = one_line(argument, 100)
+    if argument.endswith(".toml") and not argument.startswith("-"):
+        raise ConfigError(f"command line: '{written}' is a second recipe; use one, with ./run_train.sh as CONFIG_FILE={written}")
     if not argument.startswith("--"):
         raise ConfigError(f"command line: '{written}' is not an option; use --section.key value, such as --training.steps 100")
     name, equals, text = argument[2:].partition("=")

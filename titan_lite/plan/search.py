@@ -39,7 +39,7 @@ def search(
         try:
             sequences = lay_out({}).rows
         except ConfigError as error:
-            raise ConfigError(f"--search needs the tokens of a step; use --set training.global_batch_size=N: {error}") from error
+            raise ConfigError(f"--search needs the tokens of a step; use --training.global_batch_size=N: {error}") from error
     found: list[tuple[float, Change]] = []
     refused = large = 0
     tried = list(space(config, world_size, machine, sequences))
@@ -85,7 +85,7 @@ def outcome(config: Config, rows: Sequence[Row]) -> list[str]:
         return ["", "no layout fits; use more ranks, fewer sequences per step, or shorter ones"]
     (change, best), *_ = fit
     lost = [f"  {why_lost(plan, best)}: {label(its)}" for its, plan in rows if isinstance(plan, Plan) and plan is not best]
-    keys = " ".join(f"--set {key}={value}" for key, value in differing(config, change).items())
+    keys = " ".join(f"--{key}={value}" for key, value in differing(config, change).items())
     return ["", "why the others lost", *lost, "", f"best: {keys}"]
 
 
