@@ -1,4 +1,4 @@
-"""Check a recipe, or print it resolved, in a tenth of a second; and the help text of a run. Standard library only.
+"""Check a recipe, print it resolved, or print the help of a run, in a tenth of a second. Standard library only.
 
     python -m titan_lite.recipe RECIPE [--section.key value ...] [--print-config]
     python -m titan_lite.recipe --world-size 8 RECIPE ...      # also checks the layout of 8 ranks, tokenizer, data and LOG_RANK

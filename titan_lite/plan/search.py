@@ -61,7 +61,7 @@ def search(
     lines = [
         f"{len(tried):,} layouts of {world_size} ranks with {sequences:,} sequences per step: {refused:,} cannot run, "
         f"{large:,} cannot fit (parameters, optimizer and kept activations alone); of {len(found):,} the "
-        f"{min(count, len(found))} fastest by formula are planned",
+        f"{min(count, len(found))} fastest by formula are planned, then the best one of them with other buckets",
         "",
     ]
     rows: list[Row] = []
@@ -90,7 +90,7 @@ def outcome(config: Config, rows: Sequence[Row]) -> list[str]:
 
 
 def lighter(plan: Plan, lay_out: Callable[[Change], PlannedLayout]) -> list[Change]:
-    """Return the least activation checkpointing that should fit, if less than the plan's: planned memory, scaled by formula."""
+    """Return the least activation checkpointing that should fit, if less than the plan's. Formulas scale the planned memory."""
     mode = plan.layout.config.activation_checkpoint.mode
     lower_bound = guess(plan.layout, plan.machine)[1]
     for less in CHECKPOINTING[: CHECKPOINTING.index(mode)] if mode in CHECKPOINTING else ():

@@ -34,7 +34,6 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
         (["--training.seq_len"], ["training.seq_len", "no value"]),
         (["--model.flavor=7B"], ['model.flavor = "7B"', "8B"]),
         (["--compile.bucketing=measured"], ["compile.bucketing", "measured", "greedy"]),
-        (["--search", "0"], ["--search: 0", "such as 8"]),
         (["--calibrate", "outputs/x", "--training.steps=1"], ["8b.toml --training.steps=1: --calibrate uses", "leave this out"]),
         (["--tokens", "many"], ["--tokens", "many"]),
         (["--world-size", "many"], ["--world-size", "many"]),

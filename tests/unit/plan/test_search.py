@@ -94,7 +94,7 @@ def test_those_that_lost_are_told_why():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--search", "0"], ["--search 0", "use 12"]),
+        (["--search", "0"], ["--search: 0", "such as 8"]),
         (["--search", "few"], ["--search", "few"]),
         (["--search", "--picture", "plan.png"], ["--picture", "leave out"]),
         (["--search", "--world-size", "7"], ["--search", "training.global_batch_size=N"]),
@@ -120,7 +120,7 @@ def test_a_search_finds_what_fits(capsys):
     overrides = ["--model.flavor=1B", "--training.seq_len=2048", "--training.global_batch_size=16"]
     assert main([str(RECIPES / "llama3_8b.toml"), "--world-size", "4", *overrides, "--search", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "the 3 fastest by formula are planned" in lines[0]
+    assert "the 3 fastest by formula are planned, then the best one" in lines[0]
     assert "why the others lost" in lines
     assert lines[-1].startswith("best: --")
 
