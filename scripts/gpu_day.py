@@ -185,9 +185,8 @@ def planned(recipe: str, options: Sequence[str], device: str) -> dict[str, float
     hardware = next((known for known in ("h200", "h100", "a100") if known in name.casefold()), "")
     if not hardware:
         return {}
-    recipe_file, sets = f"train_configs/{recipe}.toml", [f"--set={option.removeprefix('--')}" for option in options]
-    words = ["-m", "titan_lite.plan", recipe_file, "--world-size", "1", "--hardware", hardware, "--json", *sets]
-    plan = json.loads(run(sys.executable, *words, device=device))
+    words = [f"train_configs/{recipe}.toml", "--world-size", "1", "--hardware", hardware, "--json", *options]
+    plan = json.loads(run(sys.executable, "-m", "titan_lite.plan", *words, device=device))
     memory = plan["memory"]["peak"] / 2**30
     return {"tokens_per_second": plan["tokens_per_second"]["stated"], "mfu": 100 * plan["mfu"]["stated"], "memory": memory}
 
@@ -204,8 +203,7 @@ def measure(name: str, recipe: str, options: Sequence[str], folder: Path, device
             last = run(sys.executable, *words, device=device).strip().splitlines()[-1]
             found.setdefault(f"FSDP2 loop, {variant}", []).append(json.loads(last))
     for variant, changes in variants.items():
-        sets = [change if "=" in change else f"{change.replace('--no-', '--')}=false" for change in (*options, *changes)]
-        if plan := planned(recipe, sets, device):
+        if plan := planned(recipe, [*options, *changes], device):
             found[f"planned, {variant}"] = [plan]
     base = statistics.median(each["tokens_per_second"] for each in found["FSDP2 loop, eager"])
     rows = []

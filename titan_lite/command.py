@@ -36,11 +36,25 @@ class Parser(argparse.ArgumentParser):
             self.exit(2)
         return super().parse_known_args(args, namespace)
 
+    def parse_with_overrides(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Return the options, and those that change a key of options.recipe, as in --section.key value. Raises ConfigError."""
+        options, overrides = self.parse_known_args(list(arguments))
+        if overrides and options.recipe and arguments.index(options.recipe) > arguments.index(overrides[0]):
+            raise ConfigError(f"{overrides[0]} stands before the recipe; use RECIPE {overrides[0]} ...")
+        return options, overrides
+
     def print_help(self, file: Any = None) -> None:
         print(self.format_help(), end="", file=file, flush=True)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
+
+
+def at_least_one(text: str) -> int:
+    """Return an option's value as an integer, as `type` of add_argument."""
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text}: use an integer at least 1, such as 8")
+    return int(text)
 
 
 def command(main: Callable[[Sequence[str]], int | None], *, gone: int = 0) -> Callable[[Sequence[str]], int]:

@@ -88,11 +88,16 @@ def write_hf(
             shards.append([])
         shards[-1].append(fqn)
     with _whole(folder, sum(sizes.values())) as unfinished:
+        known = {} if understood is None else {"bos_token_id": understood.bos_id, "eos_token_id": understood.eos_id}
+        special = {key: id if id is not None else known.get(key) for key, id in weights.special_tokens.items()}
+        _write_json(unfinished / "config.json", config_to_hf(weights.config, dtypes["tok_embeddings.weight"]) | special)
+        _write_json(unfinished / "generation_config.json", special)
         file_of: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
             file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             tensors = {names[fqn]: to_hf(fqn, weights.read(fqn), weights.config).to(dtypes[fqn]) for fqn in shard}
             save_file(tensors, unfinished / file, metadata={"format": "pt"})
+            shutil.copymode(unfinished / "config.json", unfinished / file)  # save_file lets the owner alone read it
             del tensors  # before those of the next shard are read
             file_of |= {names[fqn]: file for fqn in shard}
             logger.info(f"{file}: {len(shard)} tensors, {sum(sizes[fqn] for fqn in shard) / 1e9:.2f} GB")
@@ -100,10 +105,6 @@ def write_hf(
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
             _write_json(unfinished / "model.safetensors.index.json", index)
         _copy_tokenizer(unfinished, tokenizer, understood)
-        known = {} if understood is None else {"bos_token_id": understood.bos_id, "eos_token_id": understood.eos_id}
-        special = {key: id if id is not None else known.get(key) for key, id in weights.special_tokens.items()}
-        _write_json(unfinished / "config.json", config_to_hf(weights.config, dtypes["tok_embeddings.weight"]) | special)
-        _write_json(unfinished / "generation_config.json", special)
 
 
 def _understand(weights: Weights, path: Path, asked_for: bool) -> Tokenizer | None:

@@ -143,7 +143,7 @@ def main(arguments: Sequence[str]) -> int:
             return result
 
         def watch(self) -> NoReturn:
-            """End if other nodes do not answer, for which torchrun would wait a quarter of an hour."""
+            """End the process if other nodes do not answer. torchrun alone would wait a quarter of an hour."""
             while True:
                 time.sleep(1)
                 codes = self.codes()

@@ -1,4 +1,4 @@
-"""Check a recipe, or print it resolved, in a tenth of a second; and the help text of a run. Standard library only.
+"""Check a recipe, print it resolved, or print the help of a run, in a tenth of a second. Standard library only.
 
     python -m titan_lite.recipe RECIPE [--section.key value ...] [--print-config]
     python -m titan_lite.recipe --world-size 8 RECIPE ...      # also checks the layout of 8 ranks, tokenizer, data and LOG_RANK
@@ -33,12 +33,12 @@ RECIPE is a TOML file, such as train_configs/debug_model.toml, or the name of a 
   --section.key, --no-section.key              true and false
   --print-config                               print the resolved recipe, with the origin of each value
   --checkpoint.explain                         print which step a run would load, and what has changed since
-  --help [SECTION]                             print this, or one section of it
+  --help [SECTION]                             print this and every key, or the keys of one section
 
 The command line overrides the recipe, which overrides the recipe it extends, which overrides the defaults.
 
   CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --training.steps 100 --compile.enable
-  NGPU=4 ./run_train.sh --help checkpoint
+  ./run_train.sh --help checkpoint
 
 Other programs, each with its own --help: titan-lite plan predicts time and memory; verify compares a layout with one process;
 prepare tokenizes documents; report makes a page of runs; convert converts weights; generate continues a text. Without an
@@ -57,7 +57,9 @@ Environment variables of ./run_train.sh and titan-lite train:
 
 Exit codes: 0 trained, 1 failed, 2 wrong recipe, option or data, 3 the same step failed again after a restart, 75 stopped by a
 signal and saved.
+
 """
+HELP += textwrap.fill(f"Sections: {', '.join(SECTIONS)}.", 114) + "\n"
 
 
 FLAGS = ("--print-config", "--checkpoint.explain")  # options that are not keys
@@ -121,7 +123,7 @@ def check_world(config: Config, world_size: int) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Check a recipe, print it resolved, or print the help."""
     if not arguments or "--help" in arguments or "-h" in arguments:
-        print(help_text(arguments))
+        print(help_text(arguments) if arguments else HELP.rstrip())
         return 0 if arguments else 2
     world_size, arguments = _world_size(arguments)
     config, origins = load_config(arguments[0], without_flags(arguments[1:]))

@@ -14,7 +14,6 @@ output of every module in its forward.
 Exit code 0: all layouts agree; 1: one does not; 2: wrong recipe or command line.
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
@@ -35,7 +34,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from titan_lite.check import check
-from titan_lite.command import Parser, command
+from titan_lite.command import Parser, at_least_one, command
 from titan_lite.config import ActivationCheckpoint, Checkpoint, Compile, Config, ConfigError, Parallelism
 from titan_lite.config.recipe import SHIPPED, load_config
 from titan_lite.distributed.degrees import AXES, DEGREES
@@ -376,19 +375,13 @@ def _enough_layers(config: Config, flavor: ModelConfig, processes: int) -> Model
     return model
 
 
-def at_least_one(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text}: use an integer at least 1, such as 5")
-    return int(text)
-
-
 @functools.partial(command, gone=1)  # 0 would say that all layouts agree
 def main(arguments: Sequence[str]) -> int:
     parser = Parser(__doc__)
     parser.add_argument("recipe", help="a TOML file; options of the form --section.key value change it")
     parser.add_argument("--layouts", nargs="+", default=["recipe"], metavar="LAYOUT", help="what to verify (default: recipe)")
     parser.add_argument("--steps", type=at_least_one, default=5, metavar="N", help="steps of each run (default: 5)")
-    options, overrides = parser.parse_known_args(arguments)
+    options, overrides = parser.parse_with_overrides(arguments)
     config, _ = load_config(options.recipe, overrides)
     layouts: list[Degrees] = []
     for name in options.layouts:

@@ -40,7 +40,7 @@ PLANNER = "python -m titan_lite.plan"
 RECIPE = {"RECIPE": "train_configs/debug_model.toml"}
 PLANNED_8B, PLANNED_405B = ({f"train_configs/llama3_{size}.toml": RECIPE["RECIPE"]} for size in ("8b", "405b"))
 META_TOKENIZER = {"Meta-Llama-3/original/tokenizer.model": "assets/tokenizer/debug.model"}
-PLAN = "--hardware h100 --world-size 8 --set training.global_batch_size=64"
+PLAN = "--hardware h100 --world-size 8 --training.global_batch_size=64"
 HERE = {
     "scripts/test.sh": Run("pytest 9", "--version"),
     "scripts/test.sh tests/unit --messages all.txt": Run("tests collected", "--collect-only --quiet"),
@@ -84,13 +84,13 @@ HERE = {
         "activation_checkpoint.mode=full", PLAN, PLANNED_8B
     ),
     f"{PLANNER} RECIPE": Run("step time", PLAN, RECIPE),
-    f"{PLANNER} RECIPE --world-size 128 --hardware h200 --set training.local_batch_size=1": Run(
-        "128 H200", "--set training.global_batch_size=128", RECIPE
+    f"{PLANNER} RECIPE --world-size 128 --hardware h200 --training.local_batch_size 1": Run(
+        "128 H200", "--training.global_batch_size=128", RECIPE
     ),
     f"{PLANNER} RECIPE --changes": Run("training.local_batch_size=4", PLAN, RECIPE),
     f"{PLANNER} RECIPE --sweep parallelism.tensor_parallel_degree=1,2,4,8": Run("tensor_parallel_degree=2", PLAN, RECIPE),
     f"{PLANNER} RECIPE --world-size 64 --search": Run(
-        "lost", "--hardware h100 --set training.global_batch_size=64", {**RECIPE, "--search": "--search 2"}
+        "lost", "--hardware h100 --training.global_batch_size=64", {**RECIPE, "--search": "--search 2"}
     ),
     f"{PLANNER} RECIPE --picture plan.png --trace plan.json": Run("step time", PLAN, RECIPE),
     f"{PLANNER} RECIPE --scale": Run("best interval", PLAN, RECIPE),

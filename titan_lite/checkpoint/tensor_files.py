@@ -324,7 +324,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def share(tensor: Tensor) -> int:
-    """Return this rank's share of the bytes of a tensor; bytes that k ranks have alike count 1/k on each."""
+    """Return this rank's share of the bytes of a tensor; bytes that are replicated on k ranks count 1/k on each."""
     if not isinstance(tensor, DTensor):
         return math.ceil(tensor.numel() * tensor.itemsize / dist.get_world_size())
     copies = math.prod(size for size, p in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if p.is_replicate())

@@ -93,7 +93,7 @@ def compile_model(
     reshard_after_forward, keep_gathered: as in `apply_simple_fsdp` (distributed/simple_fsdp.py).
     memory_budget: share of the activations saved at 1.0 that may be saved; the partitioner recomputes the cheapest per byte.
     async_tensor_parallel: group in which Inductor splits collectives to overlap them with neighbouring matrix products (arXiv
-    2410.06511, section 3.4). Raises CompileError if there are none.
+    2410.06511, section 3.4). Raises CompileError if there are no such products.
     schedule: the passes, run when a graph is compiled at the first call: forward, then backward.
     priced_as: with aot_eager, for graphs that are priced and not run. "inductor" decomposes operators as Inductor does, "eager"
     saves for backward what autograd saves.
@@ -218,7 +218,7 @@ def _nothing_is_random() -> Any:
 
 
 def compile_function(function: Callable, config: Compile, component: str) -> Callable:
-    """Return `function` of tensors or lists of them, compiled as a graph per shape if the recipe compiles `component`."""
+    """Return `function`, compiled to a graph per shape of its tensors or lists of them if the recipe compiles `component`."""
     if not config.compiles(component):
         return function
     # no passes: each collective is waited for at once

@@ -157,7 +157,7 @@ def _price(machine: Machine, bucket: Sequence[_Item]) -> float:
 
 
 def _transfer_time(machine: Machine, nodes: Sequence[Node]) -> float:
-    """Return the seconds of collectives without latency."""
+    """Return the seconds that these collectives take beyond their latency."""
     return math.fsum(
         machine.collective(kind_of(node), collective_bytes(node), ranks_of(node))
         - machine.collective(kind_of(node), 0, ranks_of(node))

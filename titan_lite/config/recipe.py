@@ -75,8 +75,8 @@ def find_recipe(path: Path) -> Path:
     if name in shipped:
         return shipped[name]
     if re.fullmatch(r"\w{1,64}", name):
-        known = f"; use a TOML file or one of {', '.join(shipped)}"
-        raise ConfigError(f"{one_line(name, 200)}: no such recipe{did_you_mean(name, shipped, otherwise=known)}")
+        known = f"; use the path of a TOML file, or one of {', '.join(shipped)}"
+        raise ConfigError(f"{one_line(str(path), 200)}: no such recipe{did_you_mean(name, shipped, otherwise=known)}")
     return path
 
 
@@ -185,6 +185,8 @@ def _next_override(rest: list[str]) -> tuple[str, str]:
     """Remove the first option from the list of arguments and return it as (key, text). Raises ConfigError."""
     argument = rest.pop(0)
     written = one_line(argument, 100)
+    if argument.endswith(".toml") and not argument.startswith("-"):
+        raise ConfigError(f"command line: '{written}' is a second recipe; use one, with ./run_train.sh as CONFIG_FILE={written}")
     if not argument.startswith("--"):
         raise ConfigError(f"command line: '{written}' is not an option; use --section.key value, such as --training.steps 100")
     name, equals, text = argument[2:].partition("=")
@@ -231,7 +233,7 @@ def _parse_text(key: str, text: str) -> Any:
 def _check_value(key: str, value: Any, place: str, field: dataclasses.Field | None = None) -> Any:
     """Check type, range and choices of one value, and return it; an integer is accepted for a float. Raises ConfigError.
 
-    field: that of a key which is not in KEYS.
+    field: the field of a key that is not in KEYS.
     """
     field = field or KEYS[key]
     if field.metadata["table"] and isinstance(value, list):
@@ -405,7 +407,7 @@ def admitted_values(field: dataclasses.Field) -> str:
 
 
 def nearest_section(section: str) -> str:
-    """Return the end of a message about an unknown section: the key of this name, the nearest section, or all sections."""
+    """Return the end of a message about an unknown section. It names the key called so, the nearest section, or all sections."""
     homes = [key for key in KEYS if key.endswith(f".{section}")]
     if homes:
         return f"; {section} is a key: {' or '.join(homes)}"
@@ -415,7 +417,7 @@ def nearest_section(section: str) -> str:
 
 
 def _nearest_key(section: str, name: str) -> str:
-    """Return the end of a message about an unknown key: the key of this name elsewhere, the nearest key, or all keys."""
+    """Return the end of a message about an unknown key. It names this key's other section, the nearest key, or all keys."""
     key = key_called(name)
     if section not in SECTIONS:
         if key:

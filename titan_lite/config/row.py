@@ -62,7 +62,7 @@ FRESH = "the optimizer starts anew"
 DATA = "the data goes on at the same token, in sequences of another length"
 LEARNING = "training changes"
 ROUNDING = "numbers change by rounding"
-NOTHING = "training does not depend on it"
+NOTHING = "training does not change"
 WORST_FIRST = (CANNOT, PLACE, FRESH, DATA, LEARNING, ROUNDING, NOTHING)
 
 

@@ -122,7 +122,7 @@ class BadDocumentsLog:
             raise
 
     def summary(self) -> str:
-        """Return a phrase for the end of a run, or "" if nothing was skipped."""
+        """Return the number of skipped documents in words, for the end of a run; "" if none was skipped."""
         bad = f", {_documents(self.bad)} left out, listed in {self.path}" if self.bad else ""
         least = self.data.min_document_tokens
         return bad + (f", {self.short} times a document left out that is shorter than {least} tokens" if self.short else "")

@@ -181,7 +181,7 @@ class _PackedRows(IterableDataset):
 
 
 def document_begins(tokens: torch.Tensor, bos_id: int) -> torch.Tensor:
-    """Return for tokens (B, T) the position in the row where each one's document begins, (B, T) int64; 0 if before the row."""
+    """Return for each of the tokens (B, T) the position in its row where its document begins, int64; 0 if before the row."""
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     return torch.where(tokens == bos_id, positions, 0).cummax(dim=1).values
 

@@ -169,7 +169,8 @@ def _begun(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
             changed = ", ".join(f"{key} ({_short(now[key])}, was {_short(before.get(key))})" for key in other)
             raise ConfigError(f"{folder} was begun with other {changed}; use the same to continue, or remove it to start again")
         progress["about"] = about
-        logger.info(f"{folder} has {len(progress['files']) // 2} whole shards: continuing after them")
+        if progress["files"]:
+            logger.info(f"{folder} has {len(progress['files']) // 2} whole shards: continuing after them")
     elif any(file.name != f"{PROGRESS}.new" for file in folder.iterdir()):
         raise ConfigError(f"{folder} exists, and this command did not write it; move it, or use another folder")
     else:

@@ -295,7 +295,8 @@ def records(file: io.BufferedReader, limit: int, field: str) -> Iterator[tuple[i
         if not row:
             continue
         if column >= 0:
-            yield line, row[column] if column < len(row) else NoText(f'data.text_field = "{field}" is not a field of it')
+            short = f'data.text_field = "{field}" is column {column + 1}, and this record has {len(row)}'
+            yield line, row[column] if column < len(row) else NoText(short)
         elif row.count(field) == 1:
             column = row.index(field)
         elif any("\0" in name for name in row):

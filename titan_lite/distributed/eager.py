@@ -97,8 +97,8 @@ class Eager:
     Overlap: weights are read in the same order every time, so a read starts the IN_FLIGHT gathers that followed it last time.
     A reduction's collective is waited for when the gradient is used, or when IN_FLIGHT later ones of its kind have started. In
     HSDP, the all-reduce starts when the reduce-scatter has been waited for. IN_FLIGHT bounds the memory that overlap costs. The
-    order comes from the program alone, so it is the same on every rank. Adding a microbatch's gradient to an earlier one's waits
-    for neither. Limit: a weight that is read twice (tied) has two gradients, and autograd's sum of them waits for both.
+    order comes from the program alone, so it is the same on every rank. Accumulating gradients over
+    microbatches waits for neither. Limit: a weight that is read twice (tied) has two gradients, whose sum waits for both.
     """
 
     IN_FLIGHT = 4

@@ -48,7 +48,7 @@ def sum_over_tokens(tensor: Tensor, mesh: DeviceMesh) -> None:
 
 
 def sum_of_losses(tensor: Tensor, mesh: DeviceMesh) -> None:
-    """Sum in place as `sum_over_tokens`, a tensor that is zero except on the last pipeline stage."""
+    """Sum in place as `sum_over_tokens`, and over pp. The tensor is zero on ranks without the last pipeline stage."""
     _sum(tensor, mesh, ("pp", "dp_replicate", "dp_shard", "cp"))
 
 

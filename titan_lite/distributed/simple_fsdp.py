@@ -83,7 +83,7 @@ def apply_simple_fsdp(
 ) -> None:
     """Shard every parameter of `model` on dimension 0 over axis dp_shard of `mesh`, in place; see `parameter_mesh` (mesh.py).
 
-    Of a DTensor placed by tensor parallelism, this rank's part is sharded. A parameter on the meta device becomes a meta shard
+    Of a DTensor of tensor parallelism, the local part is sharded. A parameter on the meta device becomes a meta shard
     (see `materialize`). One with data must be equal on all ranks, and each rank keeps its rows. param_dtype: of gathered weights
     and of computation; reduce_dtype: of sums of gradients. reshard_after_forward: drop gathered weights after forward and
     gather them again in backward (less memory, one more all-gather). keep_gathered: FQN prefixes of modules that keep their

@@ -113,7 +113,7 @@ def examine(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    """Return the weights of the elements of the first chunk, int64."""
+    """Return the factors of the checksum for the first chunk's elements, int64."""
     odd = torch.arange(1, 2 * CHUNK[device.type], 2, device=device)
     return odd + odd * odd * odd * 2**32
 

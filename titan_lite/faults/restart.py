@@ -33,7 +33,10 @@ class Restarts:
         self.written = ""
 
     def check(self) -> None:
-        """Check the last attempts. Raises RepeatedFault. Call it before a process group is made, so that all ranks read first."""
+        """Log how the attempt before ended. Raises RepeatedFault if the last two ended in the same step.
+
+        Call it on all ranks before a process group is made: all read the record before rank 0 writes it.
+        """
         if self.attempt == 0:
             with suppress(OSError):  # no such file or folder
                 self.path.unlink()

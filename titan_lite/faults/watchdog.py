@@ -98,7 +98,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def reporting(self, *explained: type[Exception]) -> Iterator[None]:
-        """Return a context that sends an error which ends this rank to the others, or receives theirs. Afterwards it rests.
+        """Return a context that sends an error of this rank to the others, or receives theirs. The watchdog rests afterwards.
 
         explained: errors whose message is sufficient. These, and the failure of another rank, are raised as TrainingError.
         """
@@ -260,7 +260,7 @@ def compiling_at(frame: FrameType | None) -> int | None:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of a message; of gloo's messages without the place in its sources and advice."""
+    """Return the first line of a message, without the source location and the advice that gloo adds."""
     return re.sub(r"^\[\S+:\d+\] |\. This is typically caused .*", "", str(error).partition("\n")[0])
 
 

@@ -38,7 +38,7 @@ class BySource:
         self.missing: set[str] = set()  # absent figures that were reported
 
     def read(self, sources: Sequence[int], counted: Tensor) -> None:
-        """Add a local batch. sources: (B,) source of each sequence. counted: (B,) number of counted labels of each."""
+        """Add a local batch. sources: (B,) source of each sequence. counted: (B,) counted labels of each sequence."""
         if self.names:
             where = torch.tensor(sources, device=self.device)
             self.own[1].index_add_(0, where, counted.double())

@@ -54,7 +54,7 @@ _CONFIG = {
 
 
 def hf_names(config: ModelConfig) -> dict[str, str]:
-    """Return {our name: their name} of every parameter, in the model's order."""
+    """Return {name in titan_lite: name in transformers} of every parameter, in the model's order."""
     modules = {"tok_embeddings": "model.embed_tokens"}
     for i in range(config.n_layers):
         modules |= {f"layers.{i}.{ours}": f"model.layers.{i}.{theirs}" for ours, theirs in _IN_A_LAYER.items()}
@@ -63,13 +63,13 @@ def hf_names(config: ModelConfig) -> dict[str, str]:
 
 
 def to_hf(fqn: str, weight: Tensor, config: ModelConfig) -> Tensor:
-    """Return our parameter `fqn` (rows, columns) in their layout: itself, or for wq and wk a permuted copy."""
+    """Return parameter `fqn` (rows, columns) in Hugging Face's layout: itself, or for wq and wk a permuted copy."""
     heads = _rotary_heads(fqn, config)
     return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2) if heads else weight
 
 
 def from_hf(fqn: str, weight: Tensor, config: ModelConfig) -> Tensor:
-    """Invert `to_hf`. fqn: our name."""
+    """Invert `to_hf`. fqn: the name in titan_lite."""
     heads = _rotary_heads(fqn, config)
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2) if heads else weight
 

@@ -1,7 +1,7 @@
 """Predict the cost of a recipe without a GPU: step time, tokens per second, memory, and exposed communication.
 
     python -m titan_lite.plan train_configs/llama3_405b.toml
-    python -m titan_lite.plan train_configs/llama3_8b.toml --world-size 128 --hardware h200 --set training.local_batch_size=1
+    python -m titan_lite.plan train_configs/llama3_8b.toml --world-size 128 --hardware h200 --training.local_batch_size 1
     python -m titan_lite.plan train_configs/llama3_70b.toml --changes           # also single changes that help: minutes
     python -m titan_lite.plan train_configs/llama3_70b.toml --sweep parallelism.tensor_parallel_degree=2,4,8
     python -m titan_lite.plan train_configs/llama3_8b.toml --world-size 64 --search     # the best layout that fits: minutes
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_lite.command import Parser, command
+from titan_lite.command import Parser, at_least_one, command
 from titan_lite.config import Config, ConfigError
 from titan_lite.config.recipe import find_recipe, load_config
 
@@ -33,10 +33,9 @@ SEARCHED = 12  # plans of a search by default
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(__doc__, needs_arguments=False)
     add, either = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
-    add("recipe", nargs="?", help="a TOML file")
-    add("--world-size", type=int, help="ranks (default: N of the recipe's line `# world_size: N`)")
+    add("recipe", nargs="?", help="a TOML file; options of the form --section.key value change it")
+    add("--world-size", type=at_least_one, help="ranks (default: N of the recipe's line `# world_size: N`)")
     add("--hardware", help="a profile such as h100, or the path of a .toml file; default: compile.machine, or h100")
-    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="any key of the recipe, repeatable")
     add("--tokens", type=float, default=0.0, help="a token budget, such as 15e12, to print its days and GPU-hours")
     add("--full", action="store_true", help="trace every block, instead of extrapolating from two depths")
     add("--picture", type=Path, metavar="PNG", help="draw the step, and one microbatch's graphs")
@@ -49,18 +48,18 @@ def main(arguments: Sequence[str]) -> None:
         "find the fastest degrees, local batch size, checkpointing, schedule and bucketing for this number of ranks and tokens "
         f"per step; PLANS: number of layouts to plan, of all that are estimated by formula (default {SEARCHED})"
     )
-    either("--search", type=int, nargs="?", const=SEARCHED, metavar="PLANS", help=search)
+    either("--search", type=at_least_one, nargs="?", const=SEARCHED, metavar="PLANS", help=search)
     calibrate = "fit the machine's profile to a run's measurements, and write it"
     either("--calibrate", type=Path, metavar="RUN_FOLDER", help=calibrate)
-    options = parser.parse_args(arguments)
+    options, overrides = parser.parse_with_overrides(arguments)
     try:
-        print(answer(options))
+        print(answer(options, overrides))
     except KeyboardInterrupt as stopped:
         print(*getattr(stopped, "said", ()), sep="\n", end="\n" * hasattr(stopped, "said"), flush=True)
         raise KeyboardInterrupt(*stopped.args or ("stopped before anything was planned",)) from None
 
 
-def answer(options: argparse.Namespace) -> str:
+def answer(options: argparse.Namespace, overrides: list[str]) -> str:
     drawn = [name for name in ("picture", "trace") if getattr(options, name)]
     if drawn and (options.sweep or options.search is not None or options.calibrate):
         raise ConfigError(f"--{drawn[0]} shows one plan; leave out --sweep, --search and --calibrate")
@@ -68,13 +67,9 @@ def answer(options: argparse.Namespace) -> str:
         folder = getattr(options, name).resolve().parent
         if not folder.is_dir():
             raise ConfigError(f"--{name} {getattr(options, name)}: there is no folder {folder}; use one that exists")
-    if options.search is not None and options.search < 1:
-        raise ConfigError(f"--search {options.search} plans nothing; use {SEARCHED}")
     if options.calibrate:
-        if options.recipe:
-            raise ConfigError(
-                f"{options.recipe}: --calibrate uses the recipe of its run, RUN_FOLDER/config.toml; leave this one out"
-            )
+        if others := [*([options.recipe] if options.recipe else []), *overrides]:
+            raise ConfigError(f"{' '.join(others)}: --calibrate uses its run's recipe, RUN_FOLDER/config.toml; leave this out")
         from titan_lite.plan.calibrate import calibrate_run
 
         return "\n".join(
@@ -84,20 +79,17 @@ def answer(options: argparse.Namespace) -> str:
         )
     if not options.recipe:
         raise ConfigError("no recipe; use one such as train_configs/llama3_8b.toml")
-    return plan_recipe(options)
+    return plan_recipe(options, overrides)
 
 
-def plan_recipe(options: argparse.Namespace) -> str:
-    overrides = [f"--{override}" for override in options.set]
+def plan_recipe(options: argparse.Namespace, overrides: list[str]) -> str:
     config, _ = load_config(options.recipe, overrides)
     if config.parallelism.enable_async_tensor_parallel:  # needs GPUs; a change may turn tensor parallelism off
         key = "parallelism.enable_async_tensor_parallel"
         print(f"{key} = true is planned as false: exposed tensor parallelism is an upper bound", file=sys.stderr)
-        overrides.append(f"--no-{key}")
+        overrides = [*overrides, f"--no-{key}"]
         config, _ = load_config(options.recipe, overrides)
-    world_size = world_size_of(find_recipe(Path(options.recipe))) if options.world_size is None else options.world_size
-    if world_size < 1:
-        raise ConfigError(f"--world-size {world_size} is not a number of ranks; use one such as 8")
+    world_size = options.world_size or world_size_of(find_recipe(Path(options.recipe)))
 
     def lay_out_changed(change: dict[str, str]) -> Any:
         changes = [f"--{key}={value}" for key, value in change.items()]
@@ -144,7 +136,7 @@ def lay_out(config: Config, world_size: int, memory: float = math.inf) -> Any:
 
     layout = make_layout(config, world_size, memory=memory)
     if config.compile.compiles("model") and config.compile.bucketing == "measured":
-        raise ConfigError('compile.bucketing = "measured" is decided during a run; use --set compile.bucketing=greedy, or block')
+        raise ConfigError('compile.bucketing = "measured" is decided during a run; use --compile.bucketing=greedy, or block')
     return PlannedLayout(**vars(layout), config=config)
 
 

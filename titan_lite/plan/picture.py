@@ -28,7 +28,7 @@ STEP_COLORS = {
 
 
 def step_spans(plan: Plan) -> list[tuple[int, str, str, float, float]]:
-    """Return (pipeline rank, F B I W or a key of ENDS, name, start, seconds) of all parts of a step."""
+    """Return (pipeline rank, kind, name, start, seconds) of all parts of a step. kind: F, B, I, W or a key of ENDS."""
     step, found = plan.steps[0], []
     for rank, ends in enumerate(step.ends):
         found.append((rank, "gather", ENDS["gather"], 0.0, ends["gather"]))

@@ -39,7 +39,7 @@ def search(
         try:
             sequences = lay_out({}).rows
         except ConfigError as error:
-            raise ConfigError(f"--search needs the tokens of a step; use --set training.global_batch_size=N: {error}") from error
+            raise ConfigError(f"--search needs the tokens of a step; use --training.global_batch_size=N: {error}") from error
     found: list[tuple[float, Change]] = []
     refused = large = 0
     tried = list(space(config, world_size, machine, sequences))
@@ -61,7 +61,7 @@ def search(
     lines = [
         f"{len(tried):,} layouts of {world_size} ranks with {sequences:,} sequences per step: {refused:,} cannot run, "
         f"{large:,} cannot fit (parameters, optimizer and kept activations alone); of {len(found):,} the "
-        f"{min(count, len(found))} fastest by formula are planned",
+        f"{min(count, len(found))} fastest by formula are planned, then the best one of them with other buckets",
         "",
     ]
     rows: list[Row] = []
@@ -85,12 +85,12 @@ def outcome(config: Config, rows: Sequence[Row]) -> list[str]:
         return ["", "no layout fits; use more ranks, fewer sequences per step, or shorter ones"]
     (change, best), *_ = fit
     lost = [f"  {why_lost(plan, best)}: {label(its)}" for its, plan in rows if isinstance(plan, Plan) and plan is not best]
-    keys = " ".join(f"--set {key}={value}" for key, value in differing(config, change).items())
+    keys = " ".join(f"--{key}={value}" for key, value in differing(config, change).items())
     return ["", "why the others lost", *lost, "", f"best: {keys}"]
 
 
 def lighter(plan: Plan, lay_out: Callable[[Change], PlannedLayout]) -> list[Change]:
-    """Return the least activation checkpointing that should fit, if less than the plan's: planned memory, scaled by formula."""
+    """Return the least activation checkpointing that should fit, if less than the plan's. Formulas scale the planned memory."""
     mode = plan.layout.config.activation_checkpoint.mode
     lower_bound = guess(plan.layout, plan.machine)[1]
     for less in CHECKPOINTING[: CHECKPOINTING.index(mode)] if mode in CHECKPOINTING else ():

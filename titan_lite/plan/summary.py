@@ -84,7 +84,7 @@ class Plan:
         return self.tokens_per_second(step) * flops / self.peak_flops
 
     def hfu(self, step: StepTimes) -> float:
-        """Return the MFU with recomputation."""
+        """Return the share of peak FLOP/s with recomputation counted (HFU)."""
         return (step.matmul + step.attention) / step.seconds / self.peak_flops
 
     @property

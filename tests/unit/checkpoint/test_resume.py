@@ -278,7 +278,7 @@ def test_the_explanation_goes_from_the_worst_to_nothing_and_tells_the_learning_r
         "  steps of the schedule (lr_scheduler.total_steps): 200, was 100",
         "numbers change by rounding",
         '  device: "GPU", was "CPU"',
-        "training does not depend on it",
+        "training does not change",
         "  metrics.log_freq = 1, was 5",
     ]
     now = described("--training.global_batch_size=16", rows=16)

@@ -163,6 +163,10 @@ def test_transformers_opens_what_is_exported_and_what_it_saves_comes_back_to_the
     assert torch.equal(models[0](tokens).logits, models[1](tokens).logits)
 
 
+def test_who_may_read_an_exported_folder_may_read_its_weights(folder):
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
+
+
 @UNTIED_ONLY
 def test_another_dtype_is_rounded_to(step, expected, tmp_path):
     write_hf(tmp_path / "out", open_weights(step), torch.float16)

@@ -580,6 +580,17 @@ def test_a_circle_of_recipes_is_shown(tmp_path):
     assert f"{second} -> {third} -> {second}" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["none.toml", "./none.toml", "none"])
+def test_a_recipe_that_is_not_there_is_called_as_it_was_written(name):
+    with pytest.raises(ConfigError, match=f"^{Path(name)}: no such recipe; use the path of a TOML file, or one of debug_model"):
+        load_config(name)
+
+
+def test_a_second_recipe_is_no_option():
+    with pytest.raises(ConfigError, match=r"'b.toml' is a second recipe; use one, with ./run_train.sh as CONFIG_FILE=b.toml"):
+        load_config(ROOT / "train_configs/debug_model.toml", ["b.toml"])
+
+
 @pytest.mark.parametrize(("name", "fix"), [("debug_modle.toml", "debug_model.toml?"), ("zzz", "has debug_model.toml, llama3_")])
 def test_a_recipe_that_is_not_there(name, fix):
     with pytest.raises(ConfigError) as caught:
@@ -791,13 +802,21 @@ def test_print_config_prints_a_recipe(tmp_path, capsys):
     assert config == load_config(SHIPPED[0], ["--training.steps=5"])[0]
 
 
-@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["recipe.toml", "-h"], 0), ([], 2), (["-h", "--x"], 0)])
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["recipe.toml", "-h"], 0), (["-h", "--x"], 0)])
 def test_help(arguments, code, capsys):
     assert main(arguments) == code
     text = capsys.readouterr().out
     assert text.startswith("usage: ")
     assert "--training.steps (default 1000; an integer at least 1; steps)" in text
     assert "--compile.enable (default false)\n" in text
+
+
+def test_without_arguments_the_usage_is_short(capsys):
+    assert main([]) == 2
+    text = capsys.readouterr().out
+    assert text.startswith("usage: ")
+    assert len(text.splitlines()) < 60
+    assert all(section in text for section in SECTIONS)
 
 
 def test_the_command_has_every_program_and_help_names_them():

@@ -145,7 +145,7 @@ CASES = [  # what is wrong; file; its bytes; where, and what is said; how many o
     ("no object", "a.json", b'[{"text": "good one"}, 3, {"text": "good two"}]', "line 2", "not a JSON object, but a int", 2),
     ("bad UTF-8", "a.csv", b"text\ngood one\n\xff\ngood two\n", "line 3", "not UTF-8 (character 0", 2),
     ("empty", "a.csv", b'text,id\ngood one,1\n"",2\ngood two,3\n', "line 3", "empty", 2),
-    ("missing", "a.csv", b"id,text\n1,good one\n2\n3,good two\n", "line 3", '"text" is not a field of it', 2),
+    ("missing", "a.csv", b"id,text\n1,good one\n2\n3,good two\n", "line 3", '"text" is column 2, and this record has 1', 2),
     ("no column", "a.csv", b"id,body\n1,good one\n", "line 1", '"text" is no column of it; its columns: id, body', 0),
     ("large", "a.csv", f"text\ngood one\n{LARGE}\ngood two\n".encode(), "line 3", "more than data.max_document_mib = 1", 2),
     ("two columns", "a.csv", b"text,text\ngood one,x\n", "line 1", '"text" is several columns of it', 0),

@@ -23,17 +23,18 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
     [
         (["--hardware", "h101"], ["--hardware h101", "H100", ".toml"]),
         (["--hardware", "mine.toml"], ["--hardware mine.toml", "no such file"]),
-        (["--set", "compile.machine=h101"], ['error: compile.machine = "h101" is not a profile', "H100"]),
-        (["--set", "compile.machine=mine.toml"], ["error: compile.machine = ", "mine.toml", "no such file"]),
-        (["--set", "model.n_layers=0x5"], ["--model.n_layers=0x5"]),
-        (["--set", "model.dim=4100"], ["model.dim = 4100 is not a multiple of 2 x n_heads = 32", "4096 or 4160"]),
-        (["--world-size", "0"], ["--world-size 0", "such as 8"]),
-        (["--world-size", "6", "--set", "parallelism.tensor_parallel_degree=4"], ["tp 4", "6 ranks", "start 8 ranks"]),
-        (["--set", "parallelism.tensor_parallel_degree=3", "--world-size", "9"], ["tensor_parallel_degree = 3", "2 or 4 or 8"]),
-        (["--set", "training.seq_length=1"], ["training.seq_length", "use training.seq_len"]),
-        (["--set", "training.seq_len"], ["training.seq_len", "no value"]),
-        (["--set", "model.flavor=7B"], ['model.flavor = "7B"', "8B"]),
-        (["--set", "compile.bucketing=measured"], ["compile.bucketing", "measured", "greedy"]),
+        (["--compile.machine=h101"], ['error: compile.machine = "h101" is not a profile', "H100"]),
+        (["--compile.machine=mine.toml"], ["error: compile.machine = ", "mine.toml", "no such file"]),
+        (["--model.n_layers=0x5"], ["--model.n_layers=0x5"]),
+        (["--model.dim=4100"], ["model.dim = 4100 is not a multiple of 2 x n_heads = 32", "4096 or 4160"]),
+        (["--world-size", "0"], ["--world-size: 0", "such as 8"]),
+        (["--world-size", "6", "--parallelism.tensor_parallel_degree=4"], ["tp 4", "6 ranks", "start 8 ranks"]),
+        (["--parallelism.tensor_parallel_degree=3", "--world-size", "9"], ["tensor_parallel_degree = 3", "2 or 4 or 8"]),
+        (["--training.seq_length=1"], ["training.seq_length", "use training.seq_len"]),
+        (["--training.seq_len"], ["training.seq_len", "no value"]),
+        (["--model.flavor=7B"], ['model.flavor = "7B"', "8B"]),
+        (["--compile.bucketing=measured"], ["compile.bucketing", "measured", "greedy"]),
+        (["--calibrate", "outputs/x", "--training.steps=1"], ["8b.toml --training.steps=1: --calibrate uses", "leave this out"]),
         (["--tokens", "many"], ["--tokens", "many"]),
         (["--world-size", "many"], ["--world-size", "many"]),
     ],
@@ -59,18 +60,28 @@ def test_a_recipe_that_is_not_there_or_says_no_world_size(tmp_path, capsys):
     assert "--world-size 8" in capsys.readouterr().err
 
 
+def test_a_shipped_recipe_by_its_name_has_its_own_world_size(capsys):
+    assert main(["llama3_8b", "--hardware", "h101"]) == 2
+    assert capsys.readouterr().err.startswith("error: --hardware h101 is not a profile")
+
+
+def test_an_option_before_the_recipe_is_not_taken_for_the_recipe(capsys):
+    assert main(["--training.seq_len", "64", EIGHT]) == 2
+    assert "--training.seq_len stands before the recipe; use RECIPE --training.seq_len" in capsys.readouterr().err
+
+
 def test_no_tokenizer_and_no_data_are_looked_at(capsys):
     """The shipped tokenizer path has no file; a recipe of a mistake that comes later than it is found."""
     assert world_size_of(find_recipe(Path("llama3_405b"))) == 512
     assert not Path(RECIPES / "../assets/tokenizer/llama3/tokenizer.model").exists()
-    assert main([EIGHT, "--set", "training.seq_len=200000"]) == 2
+    assert main([EIGHT, "--training.seq_len=200000"]) == 2
     assert "training.seq_len = 200000" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_async_tensor_parallelism_is_planned_without_and_says_so(capsys):
     key = "parallelism.tensor_parallel_degree"
-    asynchronous = ["--set", f"{key}=2", "--set", "parallelism.enable_async_tensor_parallel=true"]
+    asynchronous = [f"--{key}=2", "--parallelism.enable_async_tensor_parallel=true"]
     assert main([EIGHT, *asynchronous, "--sweep", f"{key}=1,2"]) == 0
     said = capsys.readouterr()
     assert "enable_async_tensor_parallel = true is planned as false: exposed tensor parallelism is an upper bound" in said.err
