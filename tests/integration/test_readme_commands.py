@@ -95,7 +95,7 @@ HERE = {
     f"{PLANNER} RECIPE --picture plan.png --trace plan.json": Run("step time", PLAN, RECIPE),
     f"{PLANNER} RECIPE --scale": Run("best interval", PLAN, RECIPE),
     f"{PLANNER} train_configs/llama3_405b.toml --scale": Run("best interval", PLAN, PLANNED_405B),
-    f"{PLANNER} train_configs/llama3_405b.toml --scale --set checkpoint.async_mode=async": Run(
+    f"{PLANNER} train_configs/llama3_405b.toml --scale --checkpoint.async_mode=async": Run(
         "the loop waits for the copy", PLAN, PLANNED_405B
     ),
     f"{PLANNER} RECIPE --json": Run('"tokens_per_second', PLAN, RECIPE),

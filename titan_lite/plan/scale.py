@@ -172,7 +172,7 @@ def at_scale(layout: PlannedLayout, ranks: int) -> PlannedLayout:
 def check_scale(layout: PlannedLayout) -> None:
     """Raise ConfigError if the recipe saves nothing, or needs more ranks besides those of FSDP than the table begins with."""
     if not layout.config.checkpoint.enable:
-        raise ConfigError("checkpoint.enable = false: --scale weighs saves against failures; use --set checkpoint.enable=true")
+        raise ConfigError("checkpoint.enable = false: --scale weighs saves against failures; use --checkpoint.enable")
     at_scale(layout, RANKS[0])
 
 
