@@ -142,7 +142,7 @@ CASES = [  # what is wrong; file; its bytes; where, and what is said; how many o
     ("no zstd", "a.jsonl.zst", lines(), "line 1", "cannot be read from here on (OSError: ZSTD", 0),
     ("deep array", "a.json", b"[" * 100_000, "line 1", "cannot be read from here on (the file ends within", 0),
     ("null", "a.json", as_json([GOOD[0], None, GOOD[1]]), "line 2", "null", 2),
-    ("no object", "a.json", b'[{"text": "good one"}, 3, {"text": "good two"}]', "line 2", "not a JSON object, but of type int", 2),
+    ("no object", "a.json", b'[{"text": "good one"}, 3, {"text": "good two"}]', "line 2", "not a JSON object, but of type", 2),
     ("bad UTF-8", "a.csv", b"text\ngood one\n\xff\ngood two\n", "line 3", "not UTF-8 (character 0", 2),
     ("empty", "a.csv", b'text,id\ngood one,1\n"",2\ngood two,3\n', "line 3", "empty", 2),
     ("missing", "a.csv", b"id,text\n1,good one\n2\n3,good two\n", "line 3", '"text" is column 2, and this record has 1', 2),
