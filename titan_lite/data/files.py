@@ -191,7 +191,7 @@ def _parse(raw: Any, data: Data, is_json: bool) -> str:
         except ValueError as error:  # a number of thousands of digits
             raise ValueError(f"not JSON ({str(error).partition(';')[0]})") from None
         if is_json and not isinstance(raw, dict):
-            raise ValueError(f"not a JSON object, but {'null' if raw is None else f'a {type(raw).__name__}'}")
+            raise ValueError(f"not a JSON object, but {'null' if raw is None else f'of type {type(raw).__name__}'}")
     if isinstance(raw, dict):
         if raw.get(field) is None:
             others = sorted((name for name, value in raw.items() if isinstance(value, str)), key=lambda name: -len(raw[name]))
