@@ -126,7 +126,7 @@ def test_the_table_has_a_column_for_each_number_of_ranks():
         (["--scale", "--sweep", "training.local_batch_size=1,2"], ["--sweep", "not allowed with", "--scale"]),
         (["--scale", "--no-checkpoint.enable"], ["checkpoint.enable = false", "use --checkpoint.enable"]),
         (
-            ["--scale", "--world-size", "1024", "--set", "parallelism.data_parallel_replicate_degree=1024"],
+            ["--scale", "--world-size", "1024", "--parallelism.data_parallel_replicate_degree=1024"],
             ["--scale starts at 512 ranks", "dp_replicate 1024 needs 1024", "use lower degrees"],
         ),
     ],
