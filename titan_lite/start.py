@@ -74,7 +74,8 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
         recipe.check_world(config, world_size)
     set_environment(arguments, gpus, processes)
     kind = f"{'GPU' if gpus else 'CPU'} process{'es' * (processes > 1)}"
-    tell(f"titan_lite: starting {processes} {kind}: {path}")
+    meeting = f"; waiting for {nodes} nodes at {os.environ['RDZV_ENDPOINT']}" if nodes != "1" else ""
+    tell(f"titan_lite: starting {processes} {kind}: {path}{meeting}")
     node = ["--nnodes", nodes, "--nproc-per-node", str(processes), "--max-restarts", os.environ.get("MAX_RESTARTS") or "0"]
     return [*node, *rendezvous, *numa_options(gpus), "-m", "titan_lite.train", *arguments]
 

@@ -53,6 +53,12 @@ def test_options_of_several_nodes(environment):
     )
 
 
+def test_a_node_says_for_whom_it_waits(environment, capfd):
+    environment |= {"NNODES": "2", "RDZV_ENDPOINT": "localhost:29500", "NGPU": "1"}
+    start.launcher_options(["debug_model"])
+    assert "starting 1 CPU process: debug_model; waiting for 2 nodes at localhost:29500\n" in capfd.readouterr().err
+
+
 def test_variables_that_are_empty_are_not_set(environment):
     environment |= {"NNODES": "", "NODE_RANK": "", "RDZV_ENDPOINT": ""}
     assert start.check_variables()[0] == "1"
