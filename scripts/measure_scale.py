@@ -1,4 +1,4 @@
-"""What the control plane costs: meeting, process groups, agreement over ranks, and the files that have a line for each rank.
+"""Measure the control plane: meeting, process groups, agreement over ranks, and the files that have a line for each rank.
 
     python scripts/measure_scale.py                         # 2, 64 and 256 processes, half a minute
     python scripts/measure_scale.py --processes 2 4

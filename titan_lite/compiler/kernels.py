@@ -20,16 +20,23 @@ SUM_BANDWIDTH = 2.5e12  # bytes per second at which the parts of a split product
 SUM_LAUNCH = 1.5e-6  # seconds
 
 # Share of the dense bf16 peak that causal attention reaches at a head dimension of 128 and long sequences, for 2 parts of forward
-# and 5 of backward. H100, FA2: 0.355 and 0.30; FA3: 0.62 and 0.50 (arXiv 2407.08608, figures 5 and 6). cuDNN is as fast as FA3
-# (meta-pytorch/tritonbench issue 41). A100, FA2: 0.62 and 0.53 (arXiv 2307.08691). B200, FA4 and cuDNN: 0.63 and 0.52
-# (Dao-AILab/flash-attention pull requests 2280 and 2605). torch 2.11 to 2.14 prefer cuDNN on compute capabilities 9.0 and 10.0.
+# and 5 of backward. The shares of forward are near published ones, and those of backward are partly assumed:
+#   H100, FA2    0.355 (35%, arXiv 2407.08608) and 0.30, assumed
+#   H100, FA3    0.62 and 0.50, assumed: 1.5 to 2 times FA2 (the same); cuDNN is assumed to be as fast
+#   A100, FA2    0.62 and 0.53, assumed within the 50 to 73% of arXiv 2307.08691;
+#                cuDNN 0.82 of it (huggingface/transformers 48163)
+#   B200, FA4    0.63 and 0.52 (Dao-AILab/flash-attention pull request 2280); cuDNN is assumed to be as fast
+# "auto" is what torch chooses: cuDNN on compute capabilities 9 and 10 if it is newer than 9.15.0, else FA2
+# (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 ATTENTION = {
     "H100": {"auto": 0.52, "cudnn": 0.52, "FA2": 0.31, "FA3": 0.53},
     "H200": {"auto": 0.52, "cudnn": 0.52, "FA2": 0.31, "FA3": 0.53},
     "A100": {"auto": 0.55, "cudnn": 0.45, "FA2": 0.55},
     "B200": {"auto": 0.55, "cudnn": 0.55, "FA4": 0.55},
 }
-SHORT = 500  # tokens of a sequence at which attention reaches half its speed (Dao-AILab/flash-attention issue 1310)
+# Tokens at which attention reaches half its speed. With 2,048 tokens causal attention has 0.79 (FA2) and 0.84 (cuDNN) of
+# the speed without a mask on an H20 (Dao-AILab/flash-attention issue 1310), which has few whole tiles there.
+SHORT = 500
 IDLE = 100.0  # watts of a GPU whose multiprocessors do nothing
 
 

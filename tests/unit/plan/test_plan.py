@@ -37,6 +37,14 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
         (["--calibrate", "outputs/x", "--training.steps=1"], ["8b.toml --training.steps=1: --calibrate uses", "leave this out"]),
         (["--tokens", "many"], ["--tokens", "many"]),
         (["--world-size", "many"], ["--world-size", "many"]),
+        (["--scale", "--json"], ["--json", "not allowed with", "--scale"]),
+        (["--scale", "--search"], ["--search", "not allowed with", "--scale"]),
+        (["--scale", "--sweep", "training.local_batch_size=1,2"], ["--sweep", "not allowed with", "--scale"]),
+        (["--scale", "--no-checkpoint.enable"], ["checkpoint.enable = false", "use --checkpoint.enable"]),
+        (
+            ["--scale", "--world-size", "1024", "--parallelism.data_parallel_replicate_degree=1024"],
+            ["--scale starts at 512 ranks", "dp_replicate 1024 needs 1024", "use lower degrees"],
+        ),
     ],
 )
 def test_what_is_wrong_is_one_sentence(arguments, words, capsys):

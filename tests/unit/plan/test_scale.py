@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks
-from test_plan import EIGHT, H100, RECIPES
+from test_plan import H100, RECIPES
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -15,7 +15,7 @@ from titan_lite.checkpoint import tensor_files
 from titan_lite.config.recipe import load_config
 from titan_lite.models.llama3 import FLAVORS, Transformer
 from titan_lite.plan import scale
-from titan_lite.plan.command import lay_out, main
+from titan_lite.plan.command import lay_out
 from titan_lite.plan.scale import RANKS, Scale, best_interval, describe_scale, goodput, parts_of, poisson, scale_of, slowest_of
 
 
@@ -116,32 +116,6 @@ def test_the_table_has_a_column_for_each_number_of_ranks():
     for source in ("scripts/measure_scale.py", "arXiv 2407.21783", "arXiv 2208.11035", "assumed: "):
         assert source in text
     assert max(map(len, lines)) < 120
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--scale", "--json"], ["--json", "not allowed with", "--scale"]),
-        (["--scale", "--search"], ["--search", "not allowed with", "--scale"]),
-        (["--scale", "--sweep", "training.local_batch_size=1,2"], ["--sweep", "not allowed with", "--scale"]),
-        (["--scale", "--no-checkpoint.enable"], ["checkpoint.enable = false", "use --checkpoint.enable"]),
-        (
-            ["--scale", "--world-size", "1024", "--parallelism.data_parallel_replicate_degree=1024"],
-            ["--scale starts at 512 ranks", "dp_replicate 1024 needs 1024", "use lower degrees"],
-        ),
-    ],
-)
-def test_what_is_wrong_is_one_sentence(arguments, words, capsys):
-    try:
-        code = main([EIGHT, *arguments])
-    except SystemExit as exit:
-        code = exit.code
-    out, err = capsys.readouterr()
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    for word in words:
-        assert word in err
 
 
 def test_a_run_saves_one_step_at_a_time():
