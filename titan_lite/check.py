@@ -118,6 +118,7 @@ def is_installed(module: str) -> bool:
 def check_machine(config: Config) -> None:
     """Raise ConfigError for a key that needs a GPU or a package that is missing here."""
     check_kernel(config.training.attention_kernel)
+    check_float8(config)
     if config.training.attention_kernel == "cudnn" and config.debug.deterministic:
         raise ConfigError('debug.deterministic = true: attention_kernel = "cudnn" sums gradients in any order; use "FA2"')
     for key, value in flatten(config).items():
@@ -126,6 +127,27 @@ def check_machine(config: Config) -> None:
             raise ConfigError(f"{key} = true: {gpu}, and there is none here; use {name} = false")
         if value and package and not is_installed(package):
             raise ConfigError(f"{key} = true: {package} is not installed here; pip install {package}, or {name} = false")
+
+
+def check_float8(config: Config) -> None:
+    """Raise ConfigError if this machine's GPU has no float8 products of the recipe's kind."""
+    if not config.float8.enable or not torch.cuda.is_available():
+        return
+    name, recipe = torch.cuda.get_device_name(), config.float8.recipe
+    if torch.version.hip:
+        raise ConfigError(f"float8.enable = true needs an NVIDIA GPU, and here is {name}; use false")
+    if torch.cuda.get_device_capability() < (8, 9):
+        raise ConfigError(
+            f"float8.enable = true needs compute capability 8.9 or newer, such as H100, and here is {name}; use false"
+        )
+    if recipe != "tensorwise" and torch.cuda.get_device_capability() < (9, 0):
+        raise ConfigError(
+            f'float8.recipe = "{recipe}" needs compute capability 9.0 or newer, and here is {name}; use "tensorwise"'
+        )
+    if recipe != "tensorwise" and config.training.mixed_precision_param != "bfloat16":
+        raise ConfigError(
+            f'float8.recipe = "{recipe}" has results in bfloat16 alone; use training.mixed_precision_param = "bfloat16"'
+        )
 
 
 def check_memory(config: Config, layout: Layout, memory: float, host: float = math.inf) -> None:

@@ -37,7 +37,7 @@ from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.distributed.build import build_runner, build_stages, compile_stages, gather_receipts
 from titan_lite.distributed.gather import started_last
 from titan_lite.distributed.mesh import build_mesh, data_rank, sum_of_flags, sum_of_losses, sum_over_tokens
-from titan_lite.distributed.simple_fsdp import materialize, shard_of
+from titan_lite.distributed.simple_fsdp import materialize, refresh_scales, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.faults import signals
 from titan_lite.faults.copies import Copies
@@ -128,7 +128,7 @@ class Trainer:
         sections: dict[str, Any] = dict(parallelism=config.parallelism, activation_checkpoint=config.activation_checkpoint)
         modules = [plan.modules[stage] for stage in plan.stages_of(self.mesh["pp"].get_local_rank())]
         make_model = functools.partial(Transformer, layout.model)
-        self.stages = build_stages(make_model, modules, self.mesh, training=config.training, **sections)
+        self.stages = build_stages(make_model, modules, self.mesh, training=config.training, float8=config.float8, **sections)
         sections |= dict(compile=config.compile, machine=self.machine, dump_folder=self.dump_folder)
         compile_as = functools.partial(compile_stages, self.stages, self.mesh, **sections)
         self.autotuner = Autotuner(self.stages, compile_as, config.compile, self.device)
@@ -277,6 +277,7 @@ class Trainer:
         # Both are sums over all ranks, so every rank decides the same.
         skip, limit = self.skipped.decide(ending[0], grad_norm)
         self.optimizer.step(skip)
+        self.refresh_scales()
         self.optimizer.zero_grad()
         figures = {"loss": ending[0], "grad_norm": grad_norm, "skip": skip, "limit": limit}
         self.readings.put(self.step, **figures, asked=ending[1], tokens=tokens)
@@ -403,7 +404,12 @@ class Trainer:
             load_initial(config.checkpoint.initial_load_path, self.parameters, shard_of)
         else:
             self.load(step)
+        self.refresh_scales()
         check_steps(config.compile, done=self.step, steps=config.training.steps)
+
+    def refresh_scales(self) -> None:
+        for model in self.stages:
+            refresh_scales(model)
 
     def load(self, step: int) -> None:
         state, differences = accepted_state(self.checkpointer, step, self.described)

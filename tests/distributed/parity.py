@@ -7,12 +7,12 @@ from contextlib import contextmanager
 import torch
 
 from titan_lite.compiler.schedule import Schedule
-from titan_lite.config import ActivationCheckpoint, Compile, Parallelism, Training
+from titan_lite.config import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titan_lite.distributed.build import build_stages, compile_stages
 from titan_lite.distributed.mesh import build_mesh, data_rank, sum_over_tokens
 from titan_lite.distributed.peers import stage_peers
 from titan_lite.distributed.pipeline_plan import module_fqns
-from titan_lite.distributed.simple_fsdp import materialize, shard_of
+from titan_lite.distributed.simple_fsdp import materialize, refresh_scales, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.loss import build_loss, cross_entropy_sum
 from titan_lite.models.llama3 import Transformer
@@ -54,6 +54,7 @@ def build(
     bucket_mode="copy",
     machine=None,
     receipts=None,
+    float8=None,
 ):
     """The model as the trainer builds it, without a recipe. compiled: a backend; receipts: a list that gets the schedule's."""
     parallelism = Parallelism(fsdp_reshard_after_forward="default" if reshard else "never", fsdp_keep_gathered=keep)
@@ -69,6 +70,7 @@ def build(
         ),
         parallelism=parallelism,
         activation_checkpoint=checkpoint,
+        float8=float8 or Float8(),
     )
     if compiled:
         torch._dynamo.reset()
@@ -79,6 +81,7 @@ def build(
         compile_stages([model], mesh, bucketing, schedule=schedule, **rest)
     materialize(model, torch.device("cpu"))
     model.init_weights(0, shard_of)
+    refresh_scales(model)
     return model
 
 

@@ -139,7 +139,7 @@ def memory(param):
     def reference(tensor):
         return StorageWeakRef(tensor.untyped_storage())
 
-    start_gather, start_reduce = GatherPlan.start_gather, GatherPlan.start_reduce
+    start_gather, start_reduce = GatherPlan.start_gather_of, GatherPlan.start_reduce
     flat, weights, gradients, most = [], [], {}, {"flat": 0, "weights": 0, "gradients": 0}
     done = []
 
@@ -163,7 +163,7 @@ def memory(param):
     mesh = make_mesh(1, 2)
     tokens, labels = batch()
     model = build(CONFIG, mesh, param=param)
-    GatherPlan.start_gather, GatherPlan.start_reduce = watched_gather, watched_reduce
+    GatherPlan.start_gather_of, GatherPlan.start_reduce = watched_gather, watched_reduce
     with gathered_for_step(model):
         assert alive(flat, 0) == 0
         step(model, mesh, my_microbatches(mesh, tokens, labels, count=2), (labels != -100).sum(), gradient=False)

@@ -292,8 +292,8 @@ def gathered_weights_alive(reshard, keep, kept):
     gathered = []
     start_gather = GatherPlan.start_gather
 
-    def watched(plan, shard):
-        started = start_gather(plan, shard)
+    def watched(plan, shard, scale):
+        started = start_gather(plan, shard, scale)
         gathered.append(StorageWeakRef(started.tensor.untyped_storage()))
         return started
 

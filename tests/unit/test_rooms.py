@@ -24,6 +24,7 @@ ROOMS = {
     "ranks": ("torch", "titan_lite.config"),
     "config": ("tomli",),  # the standard library has it from Python 3.11 on
     "attention": ("torch", "titan_lite.config"),  # operators, which the model and its parallel forms call
+    "float8": ("torch",),  # as attention
     "describe": (*PART, "titan_lite.attention", "titan_lite.layout", "titan_lite.shape", "titan_lite.distributed"),
     "check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
     "models": ("torch", "titan_lite.attention", "titan_lite.outside"),
@@ -38,6 +39,7 @@ ROOMS = {
         "titan_lite.attention",
         "titan_lite.config",
         "titan_lite.compiler",
+        "titan_lite.float8",
         "titan_lite.outside",
         "titan_lite.ranks",
     ),
@@ -64,7 +66,14 @@ ROOMS = {
     "metrics": (*PART, "titan_lite.manifest", "matplotlib", "tqdm", "wandb"),
     "metrics/records": ("titan_lite.config", "titan_lite.outside"),  # and no torch, as report
     "metrics/lines": (*PART, "titan_lite.compiler"),
-    "layout": (*PART, "titan_lite.shape", "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler"),
+    "layout": (
+        *PART,
+        "titan_lite.float8",
+        "titan_lite.shape",
+        "titan_lite.models",
+        "titan_lite.distributed",
+        "titan_lite.compiler",
+    ),
     "metrics/throughput": (),
     "metrics/timelines": ("titan_lite.compiler", "titan_lite.distributed.axes", "matplotlib"),
     "plan": (

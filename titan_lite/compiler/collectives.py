@@ -28,6 +28,13 @@ PREPARATION = frozenset(
         aten.reshape.default,
         aten.alias.default,
         aten.detach.default,
+        # the cast to float8, and as Inductor decomposes it
+        aten.select.int,
+        aten.mul.Tensor,
+        aten.clamp.default,
+        aten.clamp_min.default,
+        aten.clamp_max.default,
+        aten.view.dtype,
     }
 )
 # Collectives of several tensors in one launch. Each result has its own wait; computation is blocked by the first one.
@@ -42,6 +49,11 @@ KINDS = {
     collectives.all_reduce.default: "all_reduce",
 }
 KINDS |= {coalesced: KINDS[target] for target, coalesced in COALESCED.items()}
+
+
+def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
+    """Return the tensor reduced over a group, as nodes of a graph."""
+    return collectives.wait_tensor(collectives.all_reduce(tensor, operation, group))
 
 
 def kind_of(node: Node) -> str:

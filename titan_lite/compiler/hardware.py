@@ -74,9 +74,9 @@ class Machine:
     reduction: float = 1.0  # reduce-scatter time divided by all-gather time, for the same bytes; higher with gloo than with NCCL
 
     def flops(self, dtype: torch.dtype) -> float:
-        """Return the peak FLOP/s of matrix products. float16 is as fast as bfloat16, an unknown dtype as float32."""
+        """Return the peak FLOP/s of matrix products. An unknown dtype is as fast as float32."""
         name = str(dtype).removeprefix("torch.")
-        name = "bfloat16" if name == "float16" else name
+        name = {"float16": "bfloat16", "float8_e5m2": "float8_e4m3fn"}.get(name, name)
         return self.tflops.get(name, self.tflops["float32"]) * 1e12 * clock_share(self.power, self.nominal_power)
 
     def attending(self, kernel: str) -> "Machine":
@@ -123,7 +123,7 @@ class Machine:
 
     def product(self, node: Node, flops: float) -> float:
         """Return the seconds of a matrix product of so many floating-point operations, without memory traffic and launch."""
-        inputs = [each.meta["val"] for each in cast(Any, node.args)[-2:]]
+        inputs = [each.meta["val"] for each in _factors(node)]
         peak = self.flops(inputs[0].dtype)
         if not self.multiprocessors:
             return flops / (peak * self.matmul_efficiency)
@@ -164,7 +164,7 @@ def is_free(node: Node) -> bool:
 
 NO_VIEWS = frozenset({collectives.wait_tensor.default, aten.empty.memory_format})
 FREE = NO_VIEWS | {operator.getitem, aten.reshape.default, aten._unsafe_view.default}
-MATMULS = frozenset({aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default})
+MATMULS = frozenset({aten._scaled_mm.default, aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default})
 # Operators that Inductor fuses like pointwise ones. scatter writes a constant, in the loss's backward.
 AS_POINTWISE = frozenset(
     {aten._to_copy.default, torch.ops.prims.convert_element_type.default, aten.cat.default, aten.full.default, aten.scatter.value}
@@ -250,11 +250,11 @@ def flops_of(node: Node) -> tuple[float, float]:
     keys, they are the last tokens (distributed/context_parallel.py). The operators of attention.py are causal, and a sequence
     counts as one document, since the ends of documents are known only in a run.
     """
-    name, target, arguments = str(node.target), cast(Any, node.target), cast(Any, node.args)
+    name, target = str(node.target), cast(Any, node.target)
     if node.op != "call_function":
         return 0.0, 0.0
     if target in MATMULS:
-        a, b = (each.meta["val"].shape for each in arguments[-2:])
+        a, b = (each.meta["val"].shape for each in _factors(node))
         return 2.0 * math.prod(a) * b[-1], 0.0
     if "scaled_dot_product" not in name and "flash_attention" not in name:
         return 0.0, 0.0
@@ -263,6 +263,12 @@ def flops_of(node: Node) -> tuple[float, float]:
     queries = query[1 if ours else -2]
     seen = 1 - 0.5 * min(1.0, queries / keys) if ours or _given(node).get("is_causal") else 1.0
     return 0.0, products * 2.0 * math.prod(query) * keys * seen
+
+
+def _factors(node: Node) -> Sequence[Node]:
+    """Return the two factors of a matrix product."""
+    arguments = cast(Any, node.args)
+    return arguments[:2] if node.target is aten._scaled_mm.default else arguments[-2:]
 
 
 def _given(node: Node) -> dict[str, Any]:
@@ -282,8 +288,8 @@ XGMI, PCIE = Link(448, 4.0), Link(32, 4.0)
 HDR200, NDR400 = Link(25, 4.0), Link(50, 4.0)  # one network card a GPU, as in DGX and HGX machines
 
 
-def _peaks(bfloat16: float, float32: float) -> dict[str, float]:
-    return {"bfloat16": bfloat16, "float32": float32}
+def _peaks(bfloat16: float, float32: float, float8: float = 0.0) -> dict[str, float]:
+    return {"bfloat16": bfloat16, "float32": float32} | ({"float8_e4m3fn": float8} if float8 else {})
 
 
 def _gpu(multiprocessors: int, nominal_power: float, matmul_efficiency: float, attention_efficiency: float) -> dict[str, Any]:
@@ -296,14 +302,14 @@ def _gpu(multiprocessors: int, nominal_power: float, matmul_efficiency: float, a
 PROFILES = {
     machine.name: machine
     for machine in (
-        Machine("B200", _peaks(2250.0, 80.0), 180, 7700, NVLINK5, NDR400, **_gpu(148, 1000, 0.81, 0.55)),
-        Machine("H200 NVL", _peaks(835.5, 60.0), 141, 4800, NVLINK4, NDR400, **_gpu(132, 600, 0.84, 0.52)),
-        Machine("H200", _peaks(989.4, 66.9), 141, 4800, NVLINK4, NDR400, **_gpu(132, 700, 0.84, 0.52)),
-        Machine("H100 PCIe", _peaks(756.0, 51.2), 80, 2000, PCIE, NDR400, **_gpu(114, 350, 0.68, 0.4)),
-        Machine("H100 NVL", _peaks(835.5, 60.0), 94, 3900, PCIE, NDR400, **_gpu(132, 400, 0.84, 0.52)),
-        Machine("H100", _peaks(989.4, 66.9), 80, 3350, NVLINK4, NDR400, **_gpu(132, 700, 0.84, 0.52)),
+        Machine("B200", _peaks(2250.0, 80.0, 4500.0), 180, 7700, NVLINK5, NDR400, **_gpu(148, 1000, 0.81, 0.55)),
+        Machine("H200 NVL", _peaks(835.5, 60.0, 1671.0), 141, 4800, NVLINK4, NDR400, **_gpu(132, 600, 0.84, 0.52)),
+        Machine("H200", _peaks(989.4, 66.9, 1978.9), 141, 4800, NVLINK4, NDR400, **_gpu(132, 700, 0.84, 0.52)),
+        Machine("H100 PCIe", _peaks(756.0, 51.2, 1513.0), 80, 2000, PCIE, NDR400, **_gpu(114, 350, 0.68, 0.4)),
+        Machine("H100 NVL", _peaks(835.5, 60.0, 1671.0), 94, 3900, PCIE, NDR400, **_gpu(132, 400, 0.84, 0.52)),
+        Machine("H100", _peaks(989.4, 66.9, 1978.9), 80, 3350, NVLINK4, NDR400, **_gpu(132, 700, 0.84, 0.52)),
         Machine("A100", _peaks(312.0, 19.5), 80, 2039, NVLINK3, HDR200, **_gpu(108, 400, 0.9, 0.55)),
-        Machine("MI300X", _peaks(1307.4, 163.4), 192, 5300, XGMI, NDR400, **_gpu(304, 750, 0.53, 0.3)),
+        Machine("MI300X", _peaks(1307.4, 163.4, 2614.9), 192, 5300, XGMI, NDR400, **_gpu(304, 750, 0.53, 0.3)),
     )
 }
 

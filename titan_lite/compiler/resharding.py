@@ -21,6 +21,7 @@ VIEWS = frozenset(
     {
         aten.slice.Tensor,
         aten.view.default,
+        aten.view.dtype,
         aten.t.default,
         aten.permute.default,
         aten.transpose.int,

@@ -17,7 +17,7 @@ from typing import Any
 
 from titan_lite.config.learning import Data, Debug, Job, LRScheduler, Model, Optimizer, Training, Validation
 from titan_lite.config.row import ConfigError, Need
-from titan_lite.config.system import ActivationCheckpoint, Checkpoint, Comm, Compile, Metrics, Parallelism, Profiling
+from titan_lite.config.system import ActivationCheckpoint, Checkpoint, Comm, Compile, Float8, Metrics, Parallelism, Profiling
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Config:
     lr_scheduler: LRScheduler = LRScheduler()
     parallelism: Parallelism = Parallelism()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    float8: Float8 = Float8()
     compile: Compile = Compile()
     checkpoint: Checkpoint = Checkpoint()
     data: Data = Data()

@@ -126,6 +126,37 @@ class ActivationCheckpoint:
     )
 
 
+FLOAT8 = Need("float8.enable", bool)
+
+
+@dataclass(frozen=True)
+class Float8:
+    """matrix products of the blocks' linear layers in float8, for GPUs from H100 on"""
+
+    resume = ROUNDING
+    enable: bool = setting(False, "compute forward and both gradients of these layers in float8; weights stay in training.dtype")
+    recipe: str = setting(
+        "tensorwise",
+        "what shares a scale. tensorwise: a tensor, the fastest; rowwise: a row, with scales that are powers of two, more exact; "
+        "rowwise_with_gw_hp: also a row, and gradients of weights are computed in mixed_precision_param, the most exact",
+        choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+        needs=FLOAT8,
+    )
+    all_gather: bool = setting(
+        False,
+        "FSDP gathers these weights in float8: half the bytes; only tensorwise, since backward multiplies by columns of a weight",
+        needs=(FLOAT8, Need("float8.recipe", lambda recipe: recipe == "tensorwise", 'recipe = "tensorwise"')),
+        refused=True,
+    )
+    filter_fqns: tuple = setting(
+        (),
+        'layers of the blocks that stay in mixed_precision_param, by parts of their names: "attention.wk", "layers.0", "w2"; '
+        "embedding and output always do",
+        "parts of FQNs",
+        needs=FLOAT8,
+    )
+
+
 @dataclass(frozen=True)
 class Compile:
     """torch.compile, and the passes that bucket and overlap communication"""

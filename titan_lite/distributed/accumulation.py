@@ -13,7 +13,7 @@ import functools
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,28 +36,29 @@ def gathered_for_step(root: nn.Module) -> Iterator[None]:
     two ranks, a library may sum in an order that depends on the offset in a bucket.
     """
     model = model_of(root)
-    model.gathered = _gather(model.plans)  # modules read these from now on
+    _gather(model)
     _sum_in_reduce_dtype(root)
     try:
         yield
     finally:
         sums, model.sums = model.sums, {}
-        weights, model.gathered = model.gathered, {}
-    found = ((parameter, sums.pop(plan.fqn, weights.pop(plan.fqn).grad)) for parameter, plan in model.plans.items())
+        leaves, model.gathered, model.stand_ins = model.gathered | model.stand_ins, {}, {}
+    found = ((parameter, sums.pop(plan.fqn, leaves.pop(plan.fqn).grad)) for parameter, plan in model.plans.items())
     _reduce({parameter: gradient for parameter, gradient in found if gradient is not None}, model.plans)
 
 
 @torch.no_grad()
-def _gather(plans: Plans) -> dict[str, Tensor]:
-    """Return the unsharded weights by FQN, as leaves of autograd."""
-    weights: dict[str, Tensor] = {}
-    buckets = gather_buckets(plans)
-    started = ((members, bucket, bucket.start_gather([*map(local, members)])) for members, bucket in buckets)
+def _gather(model: Any) -> None:
+    """Gather the unsharded weights, which modules read from now on. They, or their stand-ins, are leaves of autograd."""
+    buckets = gather_buckets(model.plans)
+    started = (
+        (members, bucket, bucket.start_gather([*map(local, members)], [model.scale_of(plan.fqn) for plan in bucket.plans]))
+        for members, bucket in buckets
+    )
     for members, bucket, in_flight in _prefetch(started):
         for parameter, weight in zip(members, bucket.finish_gather(in_flight), strict=True):
-            weights[plans[parameter].fqn] = weight.detach().requires_grad_(parameter.requires_grad)
+            model.hold(model.plans[parameter], weight.detach(), parameter.requires_grad)
         del in_flight, weight  # before the next bucket needs memory
-    return weights
 
 
 def _reduce(gradients: dict[nn.Parameter, Tensor], plans: Plans) -> None:
@@ -75,7 +76,7 @@ def gather_buckets(plans: Plans) -> StepBuckets:
     last = last_block(plan.fqn for plan in plans.values())
 
     def key(plan: GatherPlan) -> Hashable:
-        return (block_of(plan.fqn, last), plan.shard_group, plan.param_dtype) if plan.shard_degree > 1 else plan
+        return (block_of(plan.fqn, last), plan.shard_group, plan.gather_dtype) if plan.shard_degree > 1 else plan
 
     return _buckets(plans, key)
 
@@ -109,32 +110,32 @@ def _prefetch(started: Iterable[Started]) -> Iterator[Started]:
 def gradient_leaves(root: nn.Module) -> list[Tensor]:
     """Return the tensors that autograd accumulates into: the gathered weights within `gathered_for_step`, else the parameters."""
     model = model_of(root)
-    return [model.gathered.get(plan.fqn, parameter) for parameter, plan in model.plans.items()]
+    return [model.leaf_of(plan) if model.gathered else parameter for parameter, plan in model.plans.items()]
 
 
 def fold_gradients(root: nn.Module) -> None:
     """Add each `.grad` to the sums in reduce_dtype, after a backward within `gathered_for_step` that ran no hooks."""
     model = model_of(root)
-    for plan in model.plans.values():
-        weight = model.gathered.get(plan.fqn)
-        if weight is not None and weight.grad is not None and weight.dtype != plan.reduce_dtype:
-            _fold(model.sums, plan, weight)
+    for plan in model.plans.values() if model.gathered else ():
+        leaf = model.leaf_of(plan)
+        if leaf.grad is not None and leaf.dtype != plan.reduce_dtype:
+            _fold(model.sums, plan, leaf)
 
 
 def _sum_in_reduce_dtype(root: nn.Module) -> None:
     """Register hooks that sum the gradients of every backward in reduce_dtype, where they are computed in another dtype."""
     model = model_of(root)
     for plan in model.plans.values():
-        weight = model.gathered[plan.fqn]
-        if weight.requires_grad and plan.param_dtype != plan.reduce_dtype:
-            weight.register_post_accumulate_grad_hook(functools.partial(_fold, model.sums, plan))
+        leaf = model.leaf_of(plan)
+        if leaf.requires_grad and plan.param_dtype != plan.reduce_dtype:
+            leaf.register_post_accumulate_grad_hook(functools.partial(_fold, model.sums, plan))
 
 
-def _fold(sums: dict[str, Tensor], plan: GatherPlan, weight: Tensor) -> None:
+def _fold(sums: dict[str, Tensor], plan: GatherPlan, leaf: Tensor) -> None:
     """Add a microbatch's gradient to the sum in reduce_dtype, and free it."""
-    assert weight.grad is not None
+    assert leaf.grad is not None
     if plan.fqn in sums:
-        sums[plan.fqn] += weight.grad
+        sums[plan.fqn] += leaf.grad
     else:
-        sums[plan.fqn] = weight.grad.to(plan.reduce_dtype)
-    weight.grad = None
+        sums[plan.fqn] = leaf.grad.to(plan.reduce_dtype)
+    leaf.grad = None

@@ -19,9 +19,10 @@ from titan_lite.compiler.collectives import aten, collectives
 
 # Operators with results that are expensive to recompute: matrix products, all kernels of F.scaled_dot_product_attention and ours,
 # and the reduce-scatters of tensor parallelism. All-gathers of tensor and context parallelism have large results: they run again.
+PRODUCTS = frozenset({aten.mm.default, aten._scaled_mm.default})
 EXPENSIVE = frozenset(
     {
-        aten.mm.default,
+        *PRODUCTS,
         collectives.reduce_scatter_tensor.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
@@ -77,7 +78,7 @@ def _keep_every_second() -> Any:
     products = {False: 0, True: 0}  # so far, in forward and in recomputation
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operator is aten.mm.default:
+        if operator in PRODUCTS:
             products[context.is_recompute] += 1
             if products[context.is_recompute] % 2 == 0:
                 return CheckpointPolicy.PREFER_RECOMPUTE

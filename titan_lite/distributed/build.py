@@ -24,7 +24,7 @@ from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import compile_model
-from titan_lite.config import ActivationCheckpoint, Compile, Parallelism, Training
+from titan_lite.config import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_lite.distributed.axes import axes_of, by_axis
 from titan_lite.distributed.context_parallel import Attend, apply_context_parallel, attend_to_the_past, own_positions
@@ -35,6 +35,7 @@ from titan_lite.distributed.pipeline import Pipeline, SingleStage, keep_modules
 from titan_lite.distributed.pipeline_plan import PipelinePlan
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp
 from titan_lite.distributed.tensor_parallel import apply_tensor_parallel
+from titan_lite.float8 import apply_float8
 from titan_lite.ranks import gather_objects
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -48,6 +49,7 @@ def build_stages(
     training: Training,
     parallelism: Parallelism,
     activation_checkpoint: ActivationCheckpoint,
+    float8: Float8,
     attend: Attend | None = None,
 ) -> list[Model]:
     """Return a parallel model on the meta device for each list of FQNs in `modules`: the modules that it keeps.
@@ -65,6 +67,8 @@ def build_stages(
             model = make_model(positions).to(getattr(torch, training.dtype))
         keep_modules(model, fqns)
         apply_context_parallel(model, mesh["cp"], attend)
+        if float8.enable:
+            apply_float8(model, float8.recipe, float8.filter_fqns)
         apply_tensor_parallel(model, mesh["tp"])
         blocks = model.get_submodule("layers")
         assert isinstance(blocks, nn.ModuleDict)
@@ -76,6 +80,7 @@ def build_stages(
             reduce_dtype=getattr(torch, training.mixed_precision_reduce),
             reshard_after_forward=reshard,
             keep_gathered=keep,
+            float8_gather=float8.all_gather,
         )
         stages.append(model)
     return stages

@@ -22,6 +22,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from titan_lite.distributed.gather import GatherPlan, InFlight, local
 
 aten = torch.ops.aten
+Read = tuple[Tensor, GatherPlan, Tensor | None]  # shard, plan, scale of the cast to float8
 
 
 class Reduction:
@@ -105,25 +106,25 @@ class Eager:
 
     def __init__(self) -> None:
         # gathered weights by storage address, only during a forward that reshards
-        self.reads: dict[int, tuple[weakref.ref[Tensor], nn.Parameter, GatherPlan]] | None = None
+        self.reads: dict[int, tuple[weakref.ref[Tensor], nn.Parameter, GatherPlan, Tensor | None]] | None = None
         self.backward = False
-        self.order: list[tuple[Tensor, GatherPlan]] = []  # gathers of this forward or backward so far
+        self.order: list[Read] = []  # gathers of this forward or backward so far
         # gathers of the last forward (False) and backward (True)
-        self.last_order: dict[bool, list[tuple[Tensor, GatherPlan]]] = {False: [], True: []}
+        self.last_order: dict[bool, list[Read]] = {False: [], True: []}
         self.gathering: dict[tuple[GatherPlan, int], InFlight] = {}  # by plan and address, which changes with the shard
         self.reducing: defaultdict[int, deque[Reduction]] = defaultdict(deque)  # queues, by collectives left to wait for
 
-    def gather(self, shard: Tensor, plan: GatherPlan) -> Tensor:
+    def gather(self, shard: Tensor, plan: GatherPlan, scale: Tensor | None = None) -> Tensor:
         if plan.shard_degree == 1:
-            return plan.start_gather(shard).wait()
-        started = self.gathering.pop((plan, shard.data_ptr()), None) or plan.start_gather(shard)
+            return plan.start_gather(shard, scale).wait()
+        started = self.gathering.pop((plan, shard.data_ptr()), None) or plan.start_gather(shard, scale)
         place, last = len(self.order), self.last_order[self.backward]
-        self.order.append((shard.detach(), plan))
+        self.order.append((shard.detach(), plan, scale))
         if place < len(last) and last[place][1] is plan:
-            for next_shard, next_plan in last[place + 1 : place + 1 + self.IN_FLIGHT]:
+            for next_shard, next_plan, next_scale in last[place + 1 : place + 1 + self.IN_FLIGHT]:
                 key = (next_plan, next_shard.data_ptr())
                 if key not in self.gathering:
-                    self.gathering[key] = next_plan.start_gather(next_shard)
+                    self.gathering[key] = next_plan.start_gather(next_shard, next_scale)
         return started.wait()
 
     def reduce(self, gradient: Tensor, plan: GatherPlan, dtype: torch.dtype) -> Tensor:
@@ -170,24 +171,23 @@ class Eager:
             self._begin(backward=True)
             self.reads = None
 
-    def remember(self, weight: Tensor, parameter: nn.Parameter, plan: GatherPlan) -> None:
+    def remember(self, weight: Tensor, parameter: nn.Parameter, plan: GatherPlan, scale: Tensor | None = None) -> None:
         if self.reads is not None and weight.data_ptr() != local(parameter).data_ptr():
-            self.reads[_storage_address(weight)] = (weakref.ref(weight), parameter, plan)
+            self.reads[_storage_address(weight)] = (weakref.ref(weight), parameter, plan, scale)
 
     def _pack(self, tensor: Tensor) -> Any:
         read = self.reads.get(_storage_address(tensor)) if self.reads and type(tensor) is Tensor else None
         if read is None or read[0]() is None:
             return tensor
-        _, parameter, plan = read
-        return (parameter, parameter._version, plan, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return (*read[1:], read[1]._version, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        parameter, version, plan, size, stride, offset = packed
+        parameter, plan, scale, version, size, stride, offset = packed
         if parameter._version != version:
             raise RuntimeError(f"{plan.fqn} was changed between its forward and its backward; update it after backward")
-        return self.gather(local(parameter).detach(), plan).as_strided(size, stride, offset)
+        return self.gather(local(parameter).detach(), plan, scale).as_strided(size, stride, offset)
 
     def _begin(self, backward: bool) -> None:
         """End the last forward or backward and begin the next."""

@@ -3,7 +3,7 @@
     weight = plan.gather(shard)                                     # unsharded, as nodes of a graph
     weight = plan.start_gather(shard).wait()                        # in eager mode
     rows = plan.finish_reduce(plan.start_reduce(gradient))          # this rank's rows of the sum over ranks; both modes
-    weights = bucket.finish_gather(bucket.start_gather(shards))     # several parameters at once, in eager mode
+    weights = bucket.finish_gather(bucket.start_gather(shards, scales))     # several parameters at once, in eager mode
 
 SimpleFSDP (arXiv 2411.00284) needs no other collectives; simple_fsdp.py runs them. A bucket has the layout of a graph's bucket
 (compiler/bucketing.py): the padded shards of a rank, concatenated.
@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_lite.compiler.collectives import all_gather_single, collectives
+from titan_lite.float8 import to_bytes
 
 # The last collectives that eager mode has started: time.time_ns(), group, parameters.
 started_last: deque[tuple[int, str, str]] = deque(maxlen=1000)
@@ -61,6 +62,19 @@ class GatherPlan:
     sum_groups: tuple[str, ...]  # groups of ranks with the same shard; its gradient is summed over them
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
+    float8: bool = False  # gathered as float8: one byte per element
+
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        """dtype of the gathered tensor."""
+        return torch.uint8 if self.float8 else self.param_dtype
+
+    def cast(self, shard: Tensor, scale: Tensor | None) -> Tensor:
+        """Cast a shard to gather_dtype. scale: of the whole parameter's cast to float8."""
+        if not self.float8:
+            return shard.to(self.param_dtype)
+        assert scale is not None
+        return to_bytes(shard, scale)
 
     @property
     def chunk(self) -> int:
@@ -72,9 +86,9 @@ class GatherPlan:
         """Groups of a reduction's collectives, in order."""
         return (self.shard_group, *self.sum_groups) if self.shard_degree > 1 else self.sum_groups
 
-    def gather(self, shard: Tensor) -> Tensor:
-        """Gather the unsharded parameter in param_dtype, as nodes of a graph."""
-        shard = shard.to(self.param_dtype)
+    def gather(self, shard: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Gather the unsharded parameter in gather_dtype, as nodes of a graph. scale: as in `cast`."""
+        shard = self.cast(shard, scale)
         if self.shard_degree == 1:
             return shard
         if self.rows % self.shard_degree:  # all ranks pad, if only by 0 rows, so that their graphs are the same
@@ -85,9 +99,12 @@ class GatherPlan:
     # Hidden from dispatch modes: selective checkpointing counts operators, and this gather may be for a later read.
     @_disable_current_modes()
     @torch.no_grad()
-    def start_gather(self, shard: Tensor) -> InFlight:
+    def start_gather(self, shard: Tensor, scale: Tensor | None = None) -> InFlight:
         """Start the same gather in eager mode."""
-        shard = shard.to(self.param_dtype)
+        return self.start_gather_of(self.cast(shard, scale))
+
+    def start_gather_of(self, shard: Tensor) -> InFlight:
+        """Start the gather of a shard in gather_dtype."""
         if self.shard_degree == 1:
             return InFlight(shard, None)
         shard = _pad_rows(shard, self.chunk)
@@ -132,9 +149,10 @@ class Bucket:
 
     plans: tuple[GatherPlan, ...]
 
-    def start_gather(self, shards: Sequence[Tensor]) -> InFlight:
-        rows = [_pad_rows(shard.to(plan.param_dtype), plan.chunk) for plan, shard in zip(self.plans, shards, strict=True)]
-        return self.as_one.start_gather(_cat([shard.reshape(-1) for shard in rows]))
+    def start_gather(self, shards: Sequence[Tensor], scales: Sequence[Tensor | None]) -> InFlight:
+        each = zip(self.plans, shards, scales, strict=True)
+        rows = [_pad_rows(plan.cast(shard, scale), plan.chunk) for plan, shard, scale in each]
+        return self.as_one.start_gather_of(_cat([shard.reshape(-1) for shard in rows]))
 
     def finish_gather(self, started: InFlight) -> list[Tensor]:
         """Return the unsharded parameters: copies, except for a single one."""

@@ -21,9 +21,11 @@ Gradients are *summed* over ranks: the loss is already divided by the number of 
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,22 +37,33 @@ from torch.fx.traceback import annotate
 from titan_lite.compiler.fqns import parameters_within
 from titan_lite.distributed.eager import Eager
 from titan_lite.distributed.gather import GatherPlan, local
+from titan_lite.float8 import Float8Linear, Scaled, scale_of, stand_in
 
 
 class _Gather(torch.autograd.Function):
-    """Shard -> unsharded weight; its gradient -> gradient of the shard."""
+    """Shard -> (unsharded weight, None), or for float8 (bytes, stand-in for the weight in autograd).
+
+    The gradient of the weight, or of the stand-in -> the gradient of the shard.
+    """
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor, plan: GatherPlan, eager: Eager | None) -> Tensor:
+    def forward(
+        ctx: Any, shard: Tensor, plan: GatherPlan, eager: Eager | None, scale: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.plan, ctx.eager, ctx.shard_dtype = plan, eager, shard.dtype
-        weight = plan.gather(shard) if eager is None else eager.gather(shard, plan)
-        return weight.view_as(weight)  # autograd needs a new tensor where nothing is gathered or cast
+        weight = plan.gather(shard, scale) if eager is None else eager.gather(shard, plan, scale)
+        weight = weight.view_as(weight)  # autograd needs a new tensor where nothing is gathered or cast
+        return weight, stand_in(weight, plan.param_dtype) if plan.float8 else None
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None]:
+        gradient = gradients[ctx.plan.float8]
+        assert gradient is not None
         if ctx.eager is None:
-            return ctx.plan.finish_reduce(ctx.plan.start_reduce(gradient)).to(ctx.shard_dtype), None, None
-        return ctx.eager.reduce(gradient, ctx.plan, ctx.shard_dtype), None, None
+            reduced = ctx.plan.finish_reduce(ctx.plan.start_reduce(gradient)).to(ctx.shard_dtype)
+        else:
+            reduced = ctx.eager.reduce(gradient, ctx.plan, ctx.shard_dtype)
+        return reduced, None, None, None
 
 
 class _Model:
@@ -60,9 +73,27 @@ class _Model:
         self.resharded = resharded  # FQNs of weights that are dropped after forward
         self.eager = Eager()
         self.plans: dict[nn.Parameter, GatherPlan] = {}  # one entry for tied weights; parameters hash by identity
-        # Within `gathered_for_step` alone: unsharded weights by FQN, and sums of their gradients if these have another dtype.
+        # Within `gathered_for_step` alone: unsharded weights by FQN, their stand-ins in autograd (of float8 weights), and sums of
+        # their gradients if these have another dtype.
         self.gathered: dict[str, Tensor] = {}
+        self.stand_ins: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
+        # Weights of tensorwise float8 products: places in `scales`, and scales of whole weights (see refresh_scales).
+        self.scaled: dict[str, int] = {}
+        self.scales = torch.ones(0)
+
+    def hold(self, plan: GatherPlan, weight: Tensor, trains: bool = True) -> None:
+        """Make modules read a gathered weight. It, or its stand-in, is a leaf of autograd."""
+        leaf = stand_in(weight, plan.param_dtype) if plan.float8 else weight
+        self.gathered[plan.fqn] = weight
+        (self.stand_ins if plan.float8 else self.gathered)[plan.fqn] = leaf.requires_grad_(trains)
+
+    def leaf_of(self, plan: GatherPlan) -> Tensor:
+        """Return the tensor that autograd accumulates the gradient of a gathered weight into."""
+        return self.stand_ins.get(plan.fqn, self.gathered[plan.fqn])
+
+    def scale_of(self, fqn: str) -> Tensor | None:
+        return self.scales[self.scaled[fqn]] if fqn in self.scaled else None
 
 
 class _Module(NamedTuple):
@@ -80,6 +111,7 @@ def apply_simple_fsdp(
     reduce_dtype: torch.dtype,
     reshard_after_forward: bool,
     keep_gathered: Sequence[str] = (),
+    float8_gather: bool = False,
 ) -> None:
     """Shard every parameter of `model` on dimension 0 over axis dp_shard of `mesh`, in place; see `parameter_mesh` (mesh.py).
 
@@ -87,7 +119,8 @@ def apply_simple_fsdp(
     (see `materialize`). One with data must be equal on all ranks, and each rank keeps its rows. param_dtype: of gathered weights
     and of computation; reduce_dtype: of sums of gradients. reshard_after_forward: drop gathered weights after forward and
     gather them again in backward (less memory, one more all-gather). keep_gathered: FQN prefixes of modules that keep their
-    gathered weights nevertheless, such as "layers.31".
+    gathered weights nevertheless, such as "layers.31". float8_gather: weights of tensorwise float8 products (float8.py) are
+    gathered in float8.
     """
     names = {fqn for fqn, _ in model.named_parameters()} if reshard_after_forward else set()
     shared = _Model(frozenset(names.difference(parameters_within(model, keep_gathered))))
@@ -100,6 +133,9 @@ def apply_simple_fsdp(
             if parameter not in shards:
                 fqn = f"{prefix}.{name}".removeprefix(".")
                 shards[parameter], plan = _shard(parameter, mesh, fqn, param_dtype, reduce_dtype)
+                if isinstance(module, Float8Linear) and module.recipe == "tensorwise":
+                    shared.scaled[fqn] = len(shared.scaled)
+                    plan = replace(plan, float8=float8_gather)
                 shared.plans[shards[parameter]] = plan
             module._parameters[name] = shards[parameter]
             plans[name] = shared.plans[shards[parameter]]
@@ -164,21 +200,24 @@ def _sharded_class(cls: Any, names: tuple[str, ...], is_root: bool) -> Any:
     return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
 
 
-def _read(module: nn.Module, name: str) -> Tensor:
-    """Return the unsharded parameter in param_dtype, for `module.weight`."""
+def _read(module: nn.Module, name: str) -> Tensor | Scaled:
+    """Return the unsharded parameter in gather_dtype, for `module.weight`; with its scale for tensorwise float8 products."""
     fsdp: _Module = module._fsdp  # type: ignore[assignment]
-    parameter, plan = module._parameters[name], fsdp.plans[name]
-    if plan.fqn in fsdp.model.gathered:
-        return fsdp.model.gathered[plan.fqn]
-    assert parameter is not None
-    shard = local(parameter)
-    if tracing():
-        with annotate({"fqn": plan.fqn}):  # names the nodes for graph passes, those of backward too
-            return _Gather.apply(shard, plan, None)
-    weight = _Gather.apply(shard, plan, fsdp.model.eager)
-    if plan.fqn in fsdp.model.resharded:
-        fsdp.model.eager.remember(weight, parameter, plan)
-    return weight
+    model, parameter, plan = fsdp.model, module._parameters[name], fsdp.plans[name]
+    scale = model.scale_of(plan.fqn)
+    if plan.fqn in model.gathered:
+        weight, stands_in = model.gathered[plan.fqn], model.stand_ins.get(plan.fqn)
+    else:
+        assert parameter is not None
+        shard = local(parameter)
+        if tracing():
+            with annotate({"fqn": plan.fqn}):  # names the nodes for graph passes, those of backward too
+                weight, stands_in = _Gather.apply(shard, plan, None, scale)
+        else:
+            weight, stands_in = _Gather.apply(shard, plan, model.eager, scale)
+            if plan.fqn in model.resharded:
+                model.eager.remember(weight, parameter, plan, scale)
+    return weight if scale is None else Scaled(weight, scale, stands_in)
 
 
 def model_of(root: nn.Module) -> _Model:
@@ -198,11 +237,30 @@ def materialize(root: nn.Module, device: torch.device) -> None:
         rows = torch.empty_like(local(meta), device=device)
         filled[meta] = nn.Parameter(as_shard_of(meta, rows), requires_grad=meta.requires_grad)
     model.plans = {filled[meta]: plan for meta, plan in model.plans.items()}
+    model.scales = torch.ones(len(model.scaled), device=device)
     for module in root.modules():
         for name, parameter in module._parameters.items():
             module._parameters[name] = filled.get(parameter)
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
+
+
+@torch.no_grad()
+def refresh_scales(root: nn.Module) -> None:
+    """Set the scales of float8 weights from their shards. Call it on all ranks of the stage whenever parameters have changed.
+
+    A scale is that of the whole parameter: one all-reduce of all largest magnitudes over each axis that shards parameters.
+    """
+    model = model_of(root)
+    if not model.scaled:
+        return
+    mesh = next(iter(model.plans)).device_mesh  # type: ignore[attr-defined]
+    shards = [local(parameter) for parameter, plan in model.plans.items() if plan.fqn in model.scaled]
+    largest = torch.stack([shard.abs().amax() if shard.numel() else shard.new_zeros(()) for shard in shards]).float()
+    for axis in ("dp_shard", "tp"):
+        if mesh[axis].size() > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.get_group(axis))
+    model.scales.copy_(scale_of(largest))
 
 
 def shard_of(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -14,7 +14,7 @@ has the logits of the full vocabulary. Modules compute on plain tensors: a graph
 import fnmatch
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_lite.compiler.collectives import collectives
+from titan_lite.compiler.collectives import all_reduce, collectives
+from titan_lite.float8 import Float8Linear, Scaled, scale_of, stand_in, to_bytes
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Style:
     gathers: bool = False  # all-gather the tokens of its input
     scatters: bool = False  # reduce-scatter the tokens of its output
     vocabulary: bool = False  # look up this rank's rows of an embedding table
+    float8: bool = False  # gather tokens in float8
 
 
 COLUMN, ROW = Style(weight=0), Style(weight=1, scatters=True)  # of the product x @ weight.T
@@ -82,7 +84,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     axis = axis_of(mesh)
     done: dict[nn.Parameter, nn.Parameter] = {}
     for fqn, module in model.named_modules():
-        style = next((style for pattern, style in PLAN.items() if fnmatch.fnmatchcase(fqn, pattern)), None)
+        style = _style_of(fqn)
         parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
         if style is None:
             if parameters:
@@ -93,9 +95,22 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
                 done[parameter] = _split(parameter, mesh, style.weight)
             module._parameters[name] = done[parameter]
         if style.gathers or style.scatters:
+            readers = [child for name, child in module.named_children() if _style_of(f"{fqn}.{name}") == COLUMN]
+            if readers and all(isinstance(child, Float8Linear) and child.recipe == "tensorwise" for child in readers):
+                style = replace(style, float8=True)
             module.__dict__["_tp"] = axis
             cls: Any = type(module)
             module.__class__ = _parallel_class(cls, style)
+
+
+def weight_dim(fqn: str) -> int | None:
+    """Return the dimension in which tensor parallelism splits the weight of a module; None: it is replicated."""
+    style = _style_of(fqn)
+    return None if style is None else style.weight
+
+
+def _style_of(fqn: str) -> Style | None:
+    return next((style for pattern, style in PLAN.items() if fnmatch.fnmatchcase(fqn, pattern)), None)
 
 
 def _split(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
@@ -110,10 +125,10 @@ def _split(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> nn.Par
 
 @functools.cache  # as in simple_fsdp.py: one class for all modules replaced alike; it must not close over a mesh
 def _parallel_class(cls: Any, style: Style) -> Any:
-    def forward(self: nn.Module, x: Tensor, *others: Any) -> Tensor:
+    def forward(self: nn.Module, x: Any, *others: Any) -> Tensor:
         axis: Axis = self._tp  # type: ignore[assignment]
         if style.gathers:
-            x = gather_tokens(x, axis)
+            x = gather_float8_tokens(x, axis) if style.float8 else gather_tokens(x, axis)
         if style.vocabulary:
             x = _look_up(x, self.weight, self.num_embeddings, axis)  # type: ignore[arg-type]
         else:
@@ -138,6 +153,26 @@ def gather_tokens(x: Tensor, axis: Axis) -> Tensor:
 def scatter_tokens(x: Tensor, axis: Axis) -> Tensor:
     """Reduce-scatter tokens: (B, T, C) -> (B, t, C). Backward all-gathers the gradient."""
     return _Tokens.apply(x, axis, _reduce_scatter, _all_gather)
+
+
+def gather_float8_tokens(x: Tensor, axis: Axis) -> Scaled:
+    """All-gather tokens in float8, with the scale of the tokens of all ranks: (B, t, C) -> (B, T, C). Backward reduce-scatters
+    the gradient in its own dtype."""
+    scale = scale_of(all_reduce(x.detach().abs().amax(), "max", axis.group))
+    data, stands_in = _Float8Tokens.apply(x, scale, axis)
+    return Scaled(data, scale, stands_in)
+
+
+class _Float8Tokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+        ctx.axis = axis
+        data = _all_gather(to_bytes(x, scale), axis)
+        return data, stand_in(data, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _reduce_scatter(gradient, ctx.axis), None, None
 
 
 class _Tokens(torch.autograd.Function):

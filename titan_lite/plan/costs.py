@@ -75,7 +75,7 @@ def round_figures(plans: Plans, machine: Machine, axes: Axes) -> Figures:
         copied = 0.0
         for _, bucket in buckets:
             one = bucket.as_one
-            nbytes = one.rows * (one.param_dtype if what == "gather" else one.reduce_dtype).itemsize
+            nbytes = one.rows * (one.gather_dtype if what == "gather" else one.reduce_dtype).itemsize
             sent = [(kind, float(nbytes), one.shard_group)] if one.shard_degree > 1 else []
             if what == "reduce":
                 sent += [("all_reduce", nbytes / one.shard_degree, group) for group in one.sum_groups]

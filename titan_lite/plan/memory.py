@@ -178,14 +178,16 @@ class Replay:
             weights = [weight for weight in stage.weights if _sharded([weight]) or self.held != self.computed]
             buckets = buckets_of(weights, "gathered_with")
             for place, bucket in enumerate(buckets):
-                shard = self.make("working", _sharded(bucket) * self.computed * sum(weight.held for weight in bucket))
+                itemsize = 1 if bucket[0].float8 else self.computed  # a bucket has one dtype
+                shard = self.make("working", _sharded(bucket) * itemsize * sum(weight.held for weight in bucket))
                 row = "working" if len(bucket) > 1 else WHOLES
-                under_way.append((shard, self.make(row, self.computed * sum(weight.whole for weight in bucket)), bucket))
+                under_way.append((shard, self.make(row, itemsize * sum(weight.whole for weight in bucket)), bucket))
                 while len(under_way) == IN_FLIGHT or (under_way and place == len(buckets) - 1):
                     shard, table, bucket = under_way.pop(0)
                     self.end(shard)
                     if len(bucket) > 1:
-                        self.wholes += [self.make(WHOLES, self.computed * weight.whole) for weight in bucket]
+                        itemsize = 1 if bucket[0].float8 else self.computed
+                        self.wholes += [self.make(WHOLES, itemsize * weight.whole) for weight in bucket]
                         self.end(table)
                     else:
                         self.wholes.append(table)

@@ -190,7 +190,8 @@ def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
     once = layout.gathers_once
 
     peak = machine.flops(getattr(torch, config.training.mixed_precision_param))
-    products = 2 * block * tokens / (peak * machine.matmul_efficiency)
+    peak_of_products = machine.flops(torch.float8_e4m3fn) if config.float8.enable else peak
+    products = 2 * block * tokens / (peak_of_products * machine.matmul_efficiency)
     seen = layout.seq_len / 2  # tokens that a token attends to, on average
     attention = 4 * tokens * seen * model.dim / tp / (peak * machine.attention_efficiency)
     forward = products + attention

@@ -71,6 +71,7 @@ class Weight:
     gathered_with: int
     reduced_with: int
     copy: int = 0  # of a block that was not traced
+    float8: bool = False  # gathered as float8
 
 
 @dataclass(frozen=True)

@@ -260,7 +260,8 @@ def weights_of(plans: Plans) -> list[Weight]:
     for parameter, plan in plans.items():
         block = int(plan.fqn.split(".")[1]) if plan.fqn.startswith("layers.") else -1
         whole = plan.rows * math.prod(plan.row_shape)
-        found.append(Weight(local(parameter).numel(), whole, block, gathered[parameter], reduced[parameter]))
+        buckets = gathered[parameter], reduced[parameter]
+        found.append(Weight(local(parameter).numel(), whole, block, *buckets, float8=plan.float8))
     return found
 
 
@@ -272,6 +273,7 @@ def build_stage(layout: PlannedLayout, mesh: DeviceMesh, kind: Kind, n_layers: i
         [[*kind, *(f"layers.{number}" for number in range(n_layers))]],
         mesh,
         training=config.training,
+        float8=config.float8,
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,
         attend=attend_as_on_gpus,
@@ -283,10 +285,8 @@ def materialize_stage(layout: PlannedLayout, model: Transformer) -> None:
     """Allocate the parameters in a fake world, gathered or sharded as in a step."""
     materialize(model, torch.device("cpu"))
     if layout.gathers_once:
-        model_of(model).gathered = {
-            plan.fqn: torch.zeros(plan.rows, *plan.row_shape, dtype=plan.param_dtype, requires_grad=True)
-            for plan in model_of(model).plans.values()
-        }
+        for plan in model_of(model).plans.values():
+            model_of(model).hold(plan, torch.zeros(plan.rows, *plan.row_shape, dtype=plan.gather_dtype))
 
 
 def stage_inputs(layout: PlannedLayout, model: Transformer) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,190 @@
+"""Float8 products and gathers on every layout: the loss and gradients of one process, and half the bytes.
+
+A scale depends on all numbers that share it, so other ranks round activations and gradients otherwise. With fixed scales, float32
+gradients are within 1e-5 of one process; with real ones, losses are within 1e-4 and gradients within 0.15 of their norm.
+"""
+
+from unittest import mock
+
+import pytest
+import torch
+from parity import batch, build, gradients, make_mesh, my_microbatches, step
+from ranks import run_ranks
+
+from titan_lite import float8
+from titan_lite.compiler.hardware import PROFILES
+from titan_lite.config import Float8
+from titan_lite.distributed import simple_fsdp, tensor_parallel
+from titan_lite.distributed.accumulation import gathered_for_step
+from titan_lite.distributed.gather import GatherPlan, local
+from titan_lite.distributed.simple_fsdp import model_of, refresh_scales
+from titan_lite.models.llama3 import ModelConfig
+
+# three ranks divide no dimension, two and four divide heads and hidden units
+CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=64, vocab_size=61, max_seq_len=16)
+GATHERED, CAST = Float8(enable=True, all_gather=True), Float8(enable=True)
+ROWS, HIGH = Float8(enable=True, recipe="rowwise"), Float8(enable=True, recipe="rowwise_with_gw_hp")
+ALL = [GATHERED, CAST, ROWS, HIGH]
+AOT = dict(compiled="aot_eager")
+MODES = [{}, AOT, {**AOT, "bucketing": "block"}, {**AOT, "bucketing": "greedy", "machine": PROFILES["H100"]}]
+MODES += [{**AOT, "bucketing": "block", "bucket_mode": "coalesced"}]
+
+
+def fixed(amax, dtype=float8.E4M3, *, power_of_two=False):
+    return torch.full_like(amax, 64.0 if dtype == float8.E4M3 else 2.0**14, dtype=torch.float32)
+
+
+def trained(mesh, options, count=1, once=False):
+    """[loss, gradients] of a step of the whole batch."""
+    tokens, labels = batch()
+    model = build(CONFIG, mesh, **options)
+    pieces = my_microbatches(mesh, tokens, labels, count)
+    if not once:
+        return step(model, mesh, pieces, (labels != -100).sum())
+    with gathered_for_step(model):
+        loss, _ = step(model, mesh, pieces, (labels != -100).sum(), gradient=False)
+    return loss, gradients(model)
+
+
+def several(degrees, cases, fix):
+    """The results of each of `cases`: (arguments of `build`, arguments of `trained`)."""
+    mesh = make_mesh(*degrees)
+    patches = [mock.patch.object(module, "scale_of", fixed) for module in (float8, simple_fsdp, tensor_parallel)]
+    for patch in patches if fix else ():
+        patch.start()
+    return [trained(mesh, options, **how) for options, how in cases]
+
+
+def results(degrees, cases, fix=False):
+    world = degrees[0] * degrees[1] * degrees[2]
+    return run_ranks(world, several, degrees, cases, fix)[0]
+
+
+def distance(found, expected):
+    """(relative difference of the loss, largest relative difference of a gradient)."""
+    apart = [(found[1][fqn] - gradient).norm() / gradient.norm() for fqn, gradient in expected[1].items()]
+    return abs(found[0] - expected[0]) / expected[0], max(float(each) for each in apart)
+
+
+LAYOUTS = [
+    (1, 2, 1),
+    (1, 2, 2),
+    *(pytest.param(each, marks=pytest.mark.slow) for each in [(1, 1, 2), (1, 3, 1), (2, 2, 1), (2, 1, 1)]),
+]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """One process: the results of each of ALL, with fixed scales, and with real ones; then float32."""
+    cases = [(dict(float8=each), {}) for each in (*ALL, None)]
+    return results((1, 1, 1), cases, fix=True)[:4], results((1, 1, 1), cases)
+
+
+@pytest.mark.parametrize("degrees", LAYOUTS)
+def test_a_layout_is_one_process(degrees, expected):
+    fixed_scales, real_scales = expected
+    cases = [(dict(float8=each), {}) for each in ALL]
+    for number, found in enumerate(results(degrees, cases[:2], fix=True)):
+        loss, gradient = distance(found, fixed_scales[number])
+        assert loss < 1e-6, ALL[number]
+        assert gradient < (1e-5 if degrees[2] == 1 else 0.02), ALL[
+            number
+        ]  # sums of tensor parallelism may round to another float8
+    for number, found in enumerate(results(degrees, cases)):
+        loss, gradient = distance(found, real_scales[number])
+        assert loss < 1e-4, ALL[number]
+        assert gradient < 0.15, ALL[number]
+
+
+def test_float8_is_further_from_float32_than_from_one_process(expected):
+    *rounded, exact = expected[1]
+    assert all(0.02 < distance(found, exact)[1] < 0.5 for found in rounded)
+
+
+QUICK = [((1, 2, 1), GATHERED, [{}, MODES[3]]), ((1, 1, 2), CAST, MODES[0:3:2])]
+THOROUGH = [(degrees, each, MODES if degrees[1] > 1 else MODES[:3]) for degrees in [(1, 2, 1), (1, 1, 2)] for each in ALL]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "float8", "modes"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in THOROUGH)]
+)
+def test_compiled_is_eager_to_the_bit(degrees, float8, modes):
+    cases = [(dict(float8=float8, param=torch.bfloat16, **mode), {}) for mode in modes]
+    if len(modes) > 2:
+        cases += [(dict(float8=float8, param=torch.bfloat16, checkpointing=each, **AOT), {}) for each in ("full", "selective")]
+    eager, *others = results(degrees, cases)
+    for (options, _), found in zip(cases[1:], others, strict=True):
+        assert found[0] == eager[0], options
+        assert all(torch.equal(found[1][fqn], gradient) for fqn, gradient in eager[1].items()), options
+
+
+def test_resharding_and_checkpoints_change_nothing_in_eager_mode():
+    cases = [
+        (dict(float8=GATHERED, reshard=reshard, checkpointing=checkpointing), {})
+        for reshard in (True, False)
+        for checkpointing in ("none", "full", "selective")
+    ]
+    first, *others = results((1, 2, 1), cases)
+    for found in others:
+        assert all(torch.equal(found[1][fqn], gradient) for fqn, gradient in first[1].items())
+
+
+@pytest.mark.parametrize("param", [torch.float32, torch.bfloat16])
+def test_gathering_once_a_step_sums_gradients_in_reduce_dtype(param):
+    """Not in float8, which the weights are kept in. Microbatches have scales of their own in both."""
+    ways = [dict(count=2), dict(count=2, once=True)]
+    every_time, once = results((1, 2, 1), [(dict(float8=GATHERED, param=param), how) for how in ways])
+    assert all(gradient.dtype == torch.float32 for gradient in once[1].values())
+    loss, gradient = distance(once, every_time)
+    assert loss < 1e-6
+    assert gradient < (1e-6 if param == torch.float32 else 0.01)
+
+
+def scales_of(degrees):
+    """{FQN: scale} as refreshed, of the whole weights, and of this rank's shards."""
+    model = build(CONFIG, make_mesh(*degrees), float8=GATHERED)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local(parameter).mul_(3)
+    refresh_scales(model)
+    found = {plan.fqn: float(model_of(model).scale_of(plan.fqn)) for plan in model_of(model).plans.values() if plan.float8}
+    full = {fqn: 448 / float(parameter.full_tensor().abs().max()) for fqn, parameter in model.named_parameters() if fqn in found}
+    own = {fqn: 448 / float(local(parameter).abs().max()) for fqn, parameter in model.named_parameters() if fqn in found}
+    return found, full, own
+
+
+@pytest.mark.parametrize("degrees", [(1, 2, 1), (1, 2, 2)])
+def test_a_scale_is_that_of_the_whole_weight(degrees):
+    for found, full, own in run_ranks(degrees[0] * degrees[1] * degrees[2], scales_of, degrees):
+        assert len(found) == 14
+        assert found == pytest.approx(full, rel=1e-6)
+        assert found != pytest.approx(own, rel=1e-3)
+
+
+def gathered_bytes(float8):
+    """Bytes of all-gathers in an eager step, by whether they are float8; of those in receipts; numbers in the blocks' matrices."""
+    mesh = make_mesh(1, 2)
+    tokens, labels = batch()
+    receipts, counts, start = [], {True: 0, False: 0}, GatherPlan.start_gather_of
+
+    def counted(plan, shard):
+        started = start(plan, shard)
+        counts[plan.float8] += started.tensor.nbytes
+        return started
+
+    GatherPlan.start_gather_of = counted
+    for compiled in ({}, dict(AOT, bucketing="block", receipts=receipts)):
+        model = build(CONFIG, mesh, param=torch.bfloat16, float8=float8, **compiled)
+        step(model, mesh, my_microbatches(mesh, tokens, labels), (labels != -100).sum(), gradient=False)
+    matrices = sum(each.numel() for fqn, each in model.named_parameters() if fqn.startswith("layers.") and each.dim() == 2)
+    received = sum(each.nbytes for receipt in receipts for each in receipt.after if each.kind == "all_gather")
+    return counts, received, matrices
+
+
+def test_blocks_are_gathered_in_half_the_bytes():
+    counts, received, matrices = run_ranks(2, gathered_bytes, GATHERED)[0]
+    plain, plain_received, _ = run_ranks(2, gathered_bytes, None)[0]
+    assert counts[True] == 2 * matrices  # one byte each, in forward and in backward
+    assert plain[True] == 0
+    assert plain[False] - counts[False] == 2 * counts[True]
+    assert plain_received - received == plain[False] - sum(counts.values())

@@ -1,0 +1,167 @@
+"""Linear layers with matrix products in float8, in forward and for both gradients in backward (arXiv 2209.05433).
+
+    apply_float8(model, "tensorwise", filter_fqns=("attention.wk",))            # in place: replaces the class of nn.Linear
+    y = layer(x)                                                                # torch._scaled_mm; y and all gradients: x.dtype
+
+A tensor is cast when it is used: scaled so that its largest magnitude is the largest number of float8, and rounded. Master
+weights, gradients and the optimizer keep their dtypes. The recipes are those of torchao (its float8 README):
+
+    recipe                scale of                         dtypes                            gradient of the weight
+    tensorwise            a tensor                         e4m3, gradients e5m2              float8
+    rowwise               a row of each factor             e4m3; scales are powers of two    float8
+    rowwise_with_gw_hp    a row of each factor             e4m3; scales are powers of two    dtype of x
+
+A factor may also be given in float8 already, as `Scaled`: a weight that SimpleFSDP gathers with one byte a number, or tokens that
+tensor parallelism gathers so.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16  # of which each dimension of a float8 product is one (torch._scaled_mm on GPUs)
+SMALLEST = 1e-12  # largest magnitude that a scale is computed for, at least
+
+
+class Scaled(NamedTuple):
+    """A tensor with the scale of its cast to float8.
+
+    data: float8 as bytes (uint8), or a tensor that is not cast yet. scale: float32 scalar; float8 = tensor * scale; None: as the
+    recipe says. gradient: stands for the tensor in autograd if data are bytes. It has the shape and dtype of the tensor but no
+    storage, and its value is never read.
+    """
+
+    data: Tensor
+    scale: Tensor | None = None
+    gradient: Tensor | None = None
+
+
+def scale_of(amax: Tensor, dtype: torch.dtype = E4M3, *, power_of_two: bool = False) -> Tensor:
+    """Return float32 scales for tensors or rows with the largest magnitudes `amax`.
+
+    Computed in float64, since compiled code divides float32 with another rounding.
+    """
+    scale = (torch.finfo(dtype).max / amax.double().clamp(min=SMALLEST)).float()
+    return torch.exp2(torch.floor(torch.log2(scale))) if power_of_two else scale
+
+
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
+    """Return x * scale in float8, saturated."""
+    most = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-most, most).to(dtype)
+
+
+def to_bytes(x: Tensor, scale: Tensor) -> Tensor:
+    """Return x * scale in e4m3, as uint8: collectives and padding know no float8."""
+    return cast(x, scale).view(torch.uint8)
+
+
+def stand_in(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `Scaled.gradient` of the bytes `data`."""
+    return data.new_empty((), dtype=dtype).expand(data.shape)
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer without bias whose products are in float8: (..., K) -> (..., N)."""
+
+    recipe: str
+
+    def forward(self, x: Tensor | Scaled) -> Tensor:
+        weight: Tensor | Scaled = self.weight
+        x, weight = (each if isinstance(each, Scaled) else Scaled(each) for each in (x, weight))
+        return _Product.apply(*x, *weight, self.recipe)
+
+
+def apply_float8(model: nn.Module, recipe: str, filter_fqns: Sequence[str] = ()) -> None:
+    """Replace the class of the blocks' linear layers, in place, except of those that `is_filtered` by their names."""
+    for fqn, module in model.named_modules():
+        if isinstance(module, nn.Linear) and fqn.startswith("layers.") and not is_filtered(fqn, filter_fqns):
+            module.__class__ = Float8Linear
+            module.recipe = recipe  # type: ignore[assignment]
+
+
+def is_filtered(fqn: str, filter_fqns: Sequence[str]) -> bool:
+    """Return True if a name is a part of `fqn`: "attention.wk" of "layers.3.attention.wk"."""
+    return any(f".{name}." in f".{fqn}." for name in filter_fqns)
+
+
+class _Factor(NamedTuple):
+    """A matrix in float8. Its value is data * inverse."""
+
+    data: Tensor
+    inverse: Tensor  # scalar, or (rows, 1) or (1, columns)
+
+    def t(self) -> "_Factor":
+        return _Factor(self.data.t(), self.inverse.t())
+
+    def copy(self) -> "_Factor":
+        """Return the same matrix with its columns in consecutive memory, as a second factor needs it."""
+        return _Factor(self.data.t().contiguous().t(), self.inverse)
+
+
+class _Product(torch.autograd.Function):
+    """x (..., K) @ weight (N, K) transposed -> (..., N).
+
+    Forward saves x and the weight as they are given, and backward casts again: so resharding recognises a gathered weight.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        x_scale: Tensor | None,
+        x_gradient: Tensor | None,
+        weight: Tensor,
+        weight_scale: Tensor | None,
+        weight_gradient: Tensor | None,
+        recipe: str,
+    ) -> Tensor:
+        ctx.save_for_backward(x, x_scale, weight, weight_scale)
+        ctx.recipe, ctx.dtype = recipe, (x if x_gradient is None else x_gradient).dtype
+        rows, columns = (_factor(*each, recipe) for each in ((x.flatten(0, -2), x_scale), (weight, weight_scale)))
+        return _multiply(rows, columns.t(), ctx.dtype, fast_accum=True).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, x_scale, weight, weight_scale = ctx.saved_tensors
+        recipe, dtype, shape = ctx.recipe, ctx.dtype, x.shape
+        x, grad = x.flatten(0, -2), grad.flatten(0, -2)
+        high = recipe == "rowwise_with_gw_hp"
+        rows = _factor(grad, None, recipe, E5M2 if recipe == "tensorwise" else E4M3)
+        dx = _multiply(rows, _factor(weight, weight_scale, recipe, dim=None if high else 0).copy(), dtype)
+        if high:
+            dw = grad.t() @ x
+        else:
+            columns = rows if recipe == "tensorwise" else _factor(grad, None, recipe, dim=0)
+            dw = _multiply(columns.copy().t(), _factor(x, x_scale, recipe, dim=0).copy(), dtype)
+        dx = dx.unflatten(0, shape[:-1])
+        of_x = (None, None, dx) if x.dtype == torch.uint8 else (dx, None, None)
+        of_weight = (None, None, dw) if weight.dtype == torch.uint8 else (dw, None, None)
+        return *of_x, *of_weight, None
+
+
+def _factor(x: Tensor, scale: Tensor | None, recipe: str, dtype: torch.dtype = E4M3, dim: int | None = -1) -> _Factor:
+    """Return a matrix in float8. scale: given; else of the matrix (tensorwise or dim None), or of its vectors along `dim`."""
+    if x.dtype == torch.uint8:
+        assert scale is not None
+        return _Factor(x.view(dtype), scale.reciprocal())
+    if scale is None:
+        amax = x.abs().amax() if recipe == "tensorwise" or dim is None else x.abs().amax(dim, keepdim=True)
+        scale = scale_of(amax, dtype, power_of_two=recipe != "tensorwise")
+    return _Factor(cast(x, scale, dtype), scale.reciprocal())
+
+
+def _multiply(a: _Factor, b: _Factor, dtype: torch.dtype, *, fast_accum: bool = False) -> Tensor:
+    """Return a (M, K) @ b (K, N) in `dtype`. fast_accum: sum in fewer bits on GPUs, as torchao does in forward alone.
+
+    GPUs have a fast kernel for scales of rows only with fast_accum. Otherwise the result is scaled, exactly by powers of two.
+    """
+    scales = a.inverse, b.inverse
+    if fast_accum or not (a.inverse.dim() or b.inverse.dim()):
+        return torch._scaled_mm(a.data, b.data, *scales, out_dtype=dtype, use_fast_accum=fast_accum)
+    ones = torch.ones((), device=a.data.device)
+    out = torch._scaled_mm(a.data, b.data, ones, ones, out_dtype=dtype)
+    return out * a.inverse.to(dtype) * b.inverse.to(dtype)
