@@ -162,7 +162,7 @@ def test_a_scale_is_that_of_the_whole_weight(degrees):
 
 
 def gathered_bytes(float8):
-    """Bytes of all-gathers in an eager step, by whether they are float8; of those in receipts; numbers in the blocks' matrices."""
+    """Bytes of an eager step's all-gathers, by whether they are float8; of those in receipts; numbers in the blocks' matrices."""
     mesh = make_mesh(1, 2)
     tokens, labels = batch()
     receipts, counts, start = [], {True: 0, False: 0}, GatherPlan.start_gather_of
