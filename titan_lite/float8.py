@@ -15,11 +15,13 @@ A factor may also be given in float8 already, as `Scaled`: a weight that SimpleF
 tensor parallelism gathers so.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from titan_lite.config import ConfigError, Float8
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of which each dimension of a float8 product is one (torch._scaled_mm on GPUs)
@@ -77,10 +79,42 @@ class Float8Linear(nn.Linear):
 
 def apply_float8(model: nn.Module, recipe: str, filter_fqns: Sequence[str] = ()) -> None:
     """Replace the class of the blocks' linear layers, in place, except of those that `is_filtered` by their names."""
-    for fqn, module in model.named_modules():
-        if isinstance(module, nn.Linear) and fqn.startswith("layers.") and not is_filtered(fqn, filter_fqns):
+    for fqn, module in linear_layers(model):
+        if not is_filtered(fqn, filter_fqns):
             module.__class__ = Float8Linear
             module.recipe = recipe  # type: ignore[assignment]
+
+
+def linear_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """Return the linear layers of the blocks, with their FQNs."""
+    modules = model.named_modules()
+    return [(fqn, module) for fqn, module in modules if isinstance(module, nn.Linear) and fqn.startswith("layers.")]
+
+
+def check_sizes(float8: Float8, sizes: Mapping[str, Sequence[float]], tokens: int) -> None:
+    """Raise ConfigError for products with dimensions other than multiples of 16, or for a recipe that has none.
+
+    sizes: of a rank's weight of each linear layer, by FQN; tokens: of a rank's microbatch.
+    """
+    if float8.all_gather and float8.recipe != "tensorwise":
+        wrong = f'float8.all_gather = true: backward multiplies by the columns of a weight, and float8.recipe = "{float8.recipe}"'
+        raise ConfigError(f'{wrong} has scales of its rows; use recipe = "tensorwise" or all_gather = false')
+    for name in float8.filter_fqns:
+        if not any(is_filtered(fqn, [name]) for fqn in sizes):
+            wrong = f'float8.filter_fqns: "{name}" is no part of the name of a linear layer in a block'
+            raise ConfigError(f'{wrong}; use such as "attention.wk" or "layers.0"')
+    left = [fqn for fqn in sizes if not is_filtered(fqn, float8.filter_fqns)]
+    if not left:
+        raise ConfigError("float8.enable = true: float8.filter_fqns leaves no layer to compute in float8; use false")
+    need = f"and dimensions of float8 products are multiples of {MULTIPLE}"
+    if tokens % MULTIPLE:
+        wrong = f"float8.enable = true: a microbatch has {tokens} tokens on a rank, {need}"
+        raise ConfigError(f"{wrong}; use another training.seq_len or training.local_batch_size")
+    for fqn in left:
+        rows, columns = sizes[fqn]
+        if rows % MULTIPLE or columns % MULTIPLE:
+            wrong = f"float8.enable = true: {fqn}.weight is {rows:g} x {columns:g} on a rank, {need}"
+            raise ConfigError(f'{wrong}; use float8.filter_fqns = ["{fqn.split(".", 2)[2]}"] or a lower tensor_parallel_degree')
 
 
 def is_filtered(fqn: str, filter_fqns: Sequence[str]) -> bool:

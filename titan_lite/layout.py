@@ -219,34 +219,17 @@ def _on_meta_device(model: ModelConfig) -> "Transformer":
 
 
 def _check_float8(config: Config, layout: Layout) -> None:
-    """Raise ConfigError for float8 products with dimensions other than multiples of 16, or of no layer."""
-    float8, cp, tp = config.float8, layout.degrees["cp"], layout.degrees["tp"]
-    if not float8.enable:
+    """Raise ConfigError for float8 products that layers of the model cannot have on a rank."""
+    if not config.float8.enable:
         return
-    from torch import nn
-
     from titan_lite.distributed.tensor_parallel import weight_dim
-    from titan_lite.float8 import MULTIPLE, is_filtered
+    from titan_lite.float8 import check_sizes, linear_layers
 
-    modules = _on_meta_device(layout.model).layers.named_modules(prefix="layers")
-    layers = {fqn: module for fqn, module in modules if isinstance(module, nn.Linear)}
-    for name in float8.filter_fqns:
-        if not any(is_filtered(fqn, [name]) for fqn in layers):
-            wrong = f'float8.filter_fqns: "{name}" is no part of the name of a linear layer in a block'
-            raise ConfigError(f'{wrong}; use such as "attention.wk" or "layers.0"')
-    left = [fqn for fqn in layers if not is_filtered(fqn, float8.filter_fqns)]
-    if not left:
-        raise ConfigError("float8.enable = true: float8.filter_fqns leaves no layer to compute in float8; use false")
-    need = f"and dimensions of float8 products are multiples of {MULTIPLE}"
-    if (tokens := layout.sequences * layout.seq_len // cp) % MULTIPLE:
-        wrong = f"float8.enable = true: a microbatch has {tokens} tokens on a rank, {need}"
-        raise ConfigError(f"{wrong}; use training.seq_len = {-(-layout.seq_len // (MULTIPLE * cp)) * MULTIPLE * cp}")
-    for fqn in left:
-        dim, shape = weight_dim(fqn), layers[fqn].weight.shape
-        sizes = [size / tp if number == dim else size for number, size in enumerate(shape)]
-        if any(size % MULTIPLE for size in sizes):
-            wrong = f"float8.enable = true: {fqn}.weight is {sizes[0]:g} x {sizes[1]:g} on a rank, {need}"
-            raise ConfigError(f'{wrong}; use float8.filter_fqns = ["{fqn.split(".", 2)[2]}"] or a lower tensor_parallel_degree')
+    sizes = {}
+    for fqn, module in linear_layers(_on_meta_device(layout.model)):
+        split = weight_dim(fqn)
+        sizes[fqn] = [n / layout.degrees["tp"] if dim == split else n for dim, n in enumerate(module.weight.shape)]
+    check_sizes(config.float8, sizes, layout.sequences * layout.seq_len // layout.degrees["cp"])
 
 
 def _check_schedule(config: Config, layout: Layout) -> None:

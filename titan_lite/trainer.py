@@ -277,7 +277,7 @@ class Trainer:
         # Both are sums over all ranks, so every rank decides the same.
         skip, limit = self.skipped.decide(ending[0], grad_norm)
         self.optimizer.step(skip)
-        self.refresh_scales()
+        refresh_scales(self.stages)
         self.optimizer.zero_grad()
         figures = {"loss": ending[0], "grad_norm": grad_norm, "skip": skip, "limit": limit}
         self.readings.put(self.step, **figures, asked=ending[1], tokens=tokens)
@@ -404,12 +404,8 @@ class Trainer:
             load_initial(config.checkpoint.initial_load_path, self.parameters, shard_of)
         else:
             self.load(step)
-        self.refresh_scales()
+        refresh_scales(self.stages)
         check_steps(config.compile, done=self.step, steps=config.training.steps)
-
-    def refresh_scales(self) -> None:
-        for model in self.stages:
-            refresh_scales(model)
 
     def load(self, step: int) -> None:
         state, differences = accepted_state(self.checkpointer, step, self.described)

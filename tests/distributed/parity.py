@@ -81,7 +81,7 @@ def build(
         compile_stages([model], mesh, bucketing, schedule=schedule, **rest)
     materialize(model, torch.device("cpu"))
     model.init_weights(0, shard_of)
-    refresh_scales(model)
+    refresh_scales([model])
     return model
 
 

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from titan_lite import float8
 from titan_lite.compiler.hardware import PROFILES
 from titan_lite.config import Float8
-from titan_lite.distributed import simple_fsdp, tensor_parallel
+from titan_lite.distributed import scales, tensor_parallel
 from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.distributed.gather import GatherPlan, local
 from titan_lite.distributed.simple_fsdp import model_of, refresh_scales
@@ -49,7 +49,7 @@ def trained(mesh, options, count=1, once=False):
 def several(degrees, cases, fix):
     """The results of each of `cases`: (arguments of `build`, arguments of `trained`)."""
     mesh = make_mesh(*degrees)
-    patches = [mock.patch.object(module, "scale_of", fixed) for module in (float8, simple_fsdp, tensor_parallel)]
+    patches = [mock.patch.object(module, "scale_of", fixed) for module in (float8, scales, tensor_parallel)]
     for patch in patches if fix else ():
         patch.start()
     return [trained(mesh, options, **how) for options, how in cases]
@@ -146,8 +146,8 @@ def scales_of(degrees):
     with torch.no_grad():
         for parameter in model.parameters():
             local(parameter).mul_(3)
-    refresh_scales(model)
-    found = {plan.fqn: float(model_of(model).scale_of(plan.fqn)) for plan in model_of(model).plans.values() if plan.float8}
+    refresh_scales([model])
+    found = {plan.fqn: float(model_of(model).scales.of(plan.fqn)) for plan in model_of(model).plans.values() if plan.float8}
     full = {fqn: 448 / float(parameter.full_tensor().abs().max()) for fqn, parameter in model.named_parameters() if fqn in found}
     own = {fqn: 448 / float(local(parameter).abs().max()) for fqn, parameter in model.named_parameters() if fqn in found}
     return found, full, own

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
-from titan_lite.check import check, check_memory
+from titan_lite.check import check, check_float8, check_memory
 from titan_lite.config import ConfigError
 from titan_lite.config.recipe import load_config
 from titan_lite.describe import without_effect
@@ -418,3 +419,25 @@ def test_the_memory_of_a_rank_is_that_of_the_stages_with_most_parameters():
     halves = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336) / 2 + 4096 * 128_256  # and norms
     assert layout.parameters_of_rank == pytest.approx(halves / 2, rel=1e-2)
     assert layout.steady_bytes(config.training) == pytest.approx(16 * halves / 4, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("capability", "options", "words"),
+    [
+        ((8, 0), [], "float8.enable = true needs compute capability 8.9 or newer, such as H100, and here is GPU; use false"),
+        ((8, 9), ["--float8.recipe=rowwise"], 'float8.recipe = "rowwise" needs compute capability 9.0 or newer'),
+        ((9, 0), ["--float8.recipe=rowwise", "--training.mixed_precision_param=float32"], "has results in bfloat16 alone"),
+        ((8, 9), [], ""),
+        ((9, 0), ["--float8.recipe=rowwise_with_gw_hp", "--training.mixed_precision_param=bfloat16"], ""),
+    ],
+)
+def test_float8_needs_a_gpu_that_has_it(monkeypatch, capability, options, words):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    config, _ = load_config(DEBUG, ["--float8.enable", *options])
+    if not words:
+        check_float8(config)
+        return
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        check_float8(config)

@@ -3,6 +3,7 @@
 import pytest
 from tiny import DEBUG
 
+from titan_lite.config import ConfigError
 from titan_lite.config.recipe import load_config
 from titan_lite.layout import make_layout
 
@@ -36,3 +37,36 @@ def test_without_a_ramp_all_steps_are_alike():
 def test_tokens_until_a_step_are_those_of_its_steps(until, step):
     found = layout("--training.global_batch_size=8", f"--training.global_batch_ramp=4 until {until}, 12 until {until + 2}")
     assert found.tokens_until(step) == sum(found.rows_at(each) for each in range(1, step + 1)) * found.seq_len
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            ["--training.local_batch_size=1", "--training.seq_len=40"],
+            ["a microbatch has 40 tokens", "use another"],
+        ),
+        (
+            ["--parallelism.context_parallel_degree=2", "--training.local_batch_size=1", "--training.seq_len=48"],
+            ["has 24 tokens", "multiples of 16"],
+        ),
+        (["--model.hidden_dim=680"], ["layers.0.feed_forward.w1.weight is 680 x 256", '["feed_forward.w1"]']),
+        (
+            ["--parallelism.tensor_parallel_degree=2", "--model.hidden_dim=688"],
+            ["w1.weight is 344 x 256", "lower tensor_parallel_degree"],
+        ),
+        (["--float8.filter_fqns=attention.wkv"], ['"attention.wkv" is no part', 'use such as "attention.wk"']),
+        (["--float8.all_gather", "--float8.recipe=rowwise"], ["float8.all_gather = true", "all_gather = false"]),
+        (["--float8.filter_fqns=layers"], ["leaves no layer", "use false"]),
+    ],
+)
+def test_what_float8_products_cannot_have_is_refused(options, words):
+    with pytest.raises(ConfigError) as error:
+        layout("--float8.enable", *options)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_layers_that_stay_in_bfloat16_may_have_any_size():
+    layout("--float8.enable", "--model.hidden_dim=680", "--float8.filter_fqns=feed_forward")
+    layout("--model.hidden_dim=680", "--training.seq_len=40")

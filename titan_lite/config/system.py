@@ -145,8 +145,7 @@ class Float8:
     all_gather: bool = setting(
         False,
         "FSDP gathers these weights in float8: half the bytes; only tensorwise, since backward multiplies by columns of a weight",
-        needs=(FLOAT8, Need("float8.recipe", lambda recipe: recipe == "tensorwise", 'recipe = "tensorwise"')),
-        refused=True,
+        needs=FLOAT8,
     )
     filter_fqns: tuple = setting(
         (),

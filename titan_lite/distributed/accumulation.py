@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from titan_lite.compiler.fqns import block_of, last_block
 from titan_lite.distributed.gather import Bucket, GatherPlan, local
 from titan_lite.distributed.simple_fsdp import as_shard_of, model_of
+from titan_lite.float8 import stand_in
 
 IN_FLIGHT = 2  # buckets allocated at once, beside weights and gradients: one is communicated while another is copied
 Plans = Mapping[nn.Parameter, GatherPlan]
@@ -52,13 +53,25 @@ def _gather(model: Any) -> None:
     """Gather the unsharded weights, which modules read from now on. They, or their stand-ins, are leaves of autograd."""
     buckets = gather_buckets(model.plans)
     started = (
-        (members, bucket, bucket.start_gather([*map(local, members)], [model.scale_of(plan.fqn) for plan in bucket.plans]))
+        (members, bucket, bucket.start_gather([*map(local, members)], [model.scales.of(plan.fqn) for plan in bucket.plans]))
         for members, bucket in buckets
     )
     for members, bucket, in_flight in _prefetch(started):
         for parameter, weight in zip(members, bucket.finish_gather(in_flight), strict=True):
-            model.hold(model.plans[parameter], weight.detach(), parameter.requires_grad)
+            hold(model, model.plans[parameter], weight.detach(), parameter.requires_grad)
         del in_flight, weight  # before the next bucket needs memory
+
+
+def hold(model: Any, plan: GatherPlan, weight: Tensor, trains: bool = True) -> None:
+    """Make modules read a gathered weight. It, or its stand-in, is a leaf of autograd."""
+    leaf = stand_in(weight, plan.param_dtype) if plan.float8 else weight
+    model.gathered[plan.fqn] = weight
+    (model.stand_ins if plan.float8 else model.gathered)[plan.fqn] = leaf.requires_grad_(trains)
+
+
+def leaf_of(model: Any, plan: GatherPlan) -> Tensor:
+    """Return the tensor that autograd accumulates the gradient of a gathered weight into."""
+    return model.stand_ins.get(plan.fqn, model.gathered[plan.fqn])
 
 
 def _reduce(gradients: dict[nn.Parameter, Tensor], plans: Plans) -> None:
@@ -110,14 +123,14 @@ def _prefetch(started: Iterable[Started]) -> Iterator[Started]:
 def gradient_leaves(root: nn.Module) -> list[Tensor]:
     """Return the tensors that autograd accumulates into: the gathered weights within `gathered_for_step`, else the parameters."""
     model = model_of(root)
-    return [model.leaf_of(plan) if model.gathered else parameter for parameter, plan in model.plans.items()]
+    return [leaf_of(model, plan) if model.gathered else parameter for parameter, plan in model.plans.items()]
 
 
 def fold_gradients(root: nn.Module) -> None:
     """Add each `.grad` to the sums in reduce_dtype, after a backward within `gathered_for_step` that ran no hooks."""
     model = model_of(root)
     for plan in model.plans.values() if model.gathered else ():
-        leaf = model.leaf_of(plan)
+        leaf = leaf_of(model, plan)
         if leaf.grad is not None and leaf.dtype != plan.reduce_dtype:
             _fold(model.sums, plan, leaf)
 
@@ -126,7 +139,7 @@ def _sum_in_reduce_dtype(root: nn.Module) -> None:
     """Register hooks that sum the gradients of every backward in reduce_dtype, where they are computed in another dtype."""
     model = model_of(root)
     for plan in model.plans.values():
-        leaf = model.leaf_of(plan)
+        leaf = leaf_of(model, plan)
         if leaf.requires_grad and plan.param_dtype != plan.reduce_dtype:
             leaf.register_post_accumulate_grad_hook(functools.partial(_fold, model.sums, plan))
 

@@ -25,7 +25,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,7 +36,8 @@ from torch.fx.traceback import annotate
 from titan_lite.compiler.fqns import parameters_within
 from titan_lite.distributed.eager import Eager
 from titan_lite.distributed.gather import GatherPlan, local
-from titan_lite.float8 import Float8Linear, Scaled, scale_of, stand_in
+from titan_lite.distributed.scales import Scales
+from titan_lite.float8 import Float8Linear, Scaled, stand_in
 
 
 class _Gather(torch.autograd.Function):
@@ -72,28 +72,13 @@ class _Model:
     def __init__(self, resharded: frozenset[str]):
         self.resharded = resharded  # FQNs of weights that are dropped after forward
         self.eager = Eager()
+        self.scales = Scales()
         self.plans: dict[nn.Parameter, GatherPlan] = {}  # one entry for tied weights; parameters hash by identity
         # Within `gathered_for_step` alone: unsharded weights by FQN, their stand-ins in autograd (of float8 weights), and sums of
         # their gradients if these have another dtype.
         self.gathered: dict[str, Tensor] = {}
         self.stand_ins: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
-        # Weights of tensorwise float8 products: places in `scales`, and scales of whole weights (see refresh_scales).
-        self.scaled: dict[str, int] = {}
-        self.scales = torch.ones(0)
-
-    def hold(self, plan: GatherPlan, weight: Tensor, trains: bool = True) -> None:
-        """Make modules read a gathered weight. It, or its stand-in, is a leaf of autograd."""
-        leaf = stand_in(weight, plan.param_dtype) if plan.float8 else weight
-        self.gathered[plan.fqn] = weight
-        (self.stand_ins if plan.float8 else self.gathered)[plan.fqn] = leaf.requires_grad_(trains)
-
-    def leaf_of(self, plan: GatherPlan) -> Tensor:
-        """Return the tensor that autograd accumulates the gradient of a gathered weight into."""
-        return self.stand_ins.get(plan.fqn, self.gathered[plan.fqn])
-
-    def scale_of(self, fqn: str) -> Tensor | None:
-        return self.scales[self.scaled[fqn]] if fqn in self.scaled else None
 
 
 class _Module(NamedTuple):
@@ -134,7 +119,7 @@ def apply_simple_fsdp(
                 fqn = f"{prefix}.{name}".removeprefix(".")
                 shards[parameter], plan = _shard(parameter, mesh, fqn, param_dtype, reduce_dtype)
                 if isinstance(module, Float8Linear) and module.recipe == "tensorwise":
-                    shared.scaled[fqn] = len(shared.scaled)
+                    shared.scales.add(fqn)
                     plan = replace(plan, float8=float8_gather)
                 shared.plans[shards[parameter]] = plan
             module._parameters[name] = shards[parameter]
@@ -204,7 +189,7 @@ def _read(module: nn.Module, name: str) -> Tensor | Scaled:
     """Return the unsharded parameter in gather_dtype, for `module.weight`; with its scale for tensorwise float8 products."""
     fsdp: _Module = module._fsdp  # type: ignore[assignment]
     model, parameter, plan = fsdp.model, module._parameters[name], fsdp.plans[name]
-    scale = model.scale_of(plan.fqn)
+    scale = model.scales.of(plan.fqn)
     if plan.fqn in model.gathered:
         weight, stands_in = model.gathered[plan.fqn], model.stand_ins.get(plan.fqn)
     else:
@@ -237,7 +222,7 @@ def materialize(root: nn.Module, device: torch.device) -> None:
         rows = torch.empty_like(local(meta), device=device)
         filled[meta] = nn.Parameter(as_shard_of(meta, rows), requires_grad=meta.requires_grad)
     model.plans = {filled[meta]: plan for meta, plan in model.plans.items()}
-    model.scales = torch.ones(len(model.scaled), device=device)
+    model.scales.allocate(device)
     for module in root.modules():
         for name, parameter in module._parameters.items():
             module._parameters[name] = filled.get(parameter)
@@ -245,22 +230,10 @@ def materialize(root: nn.Module, device: torch.device) -> None:
             module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
 
 
-@torch.no_grad()
-def refresh_scales(root: nn.Module) -> None:
-    """Set the scales of float8 weights from their shards. Call it on all ranks of the stage whenever parameters have changed.
-
-    A scale is that of the whole parameter: one all-reduce of all largest magnitudes over each axis that shards parameters.
-    """
-    model = model_of(root)
-    if not model.scaled:
-        return
-    mesh = next(iter(model.plans)).device_mesh  # type: ignore[attr-defined]
-    shards = [local(parameter) for parameter, plan in model.plans.items() if plan.fqn in model.scaled]
-    largest = torch.stack([shard.abs().amax() if shard.numel() else shard.new_zeros(()) for shard in shards]).float()
-    for axis in ("dp_shard", "tp"):
-        if mesh[axis].size() > 1:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.get_group(axis))
-    model.scales.copy_(scale_of(largest))
+def refresh_scales(roots: Sequence[nn.Module]) -> None:
+    """Refresh the scales of float8 weights, whenever parameters have changed."""
+    for model in map(model_of, roots):
+        model.scales.refresh({plan.fqn: parameter for parameter, plan in model.plans.items()})
 
 
 def shard_of(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -52,7 +52,7 @@ from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import compile_model
 from titan_lite.compiler.timeline import Timeline
 from titan_lite.config import Compile, Config, Parallelism
-from titan_lite.distributed.accumulation import Plans, gather_buckets, reduce_buckets
+from titan_lite.distributed.accumulation import Plans, gather_buckets, hold, reduce_buckets
 from titan_lite.distributed.axes import Axes, axes_of, by_axis
 from titan_lite.distributed.build import build_stages, compile_stages
 from titan_lite.distributed.context_parallel import attend_to_the_past
@@ -286,7 +286,7 @@ def materialize_stage(layout: PlannedLayout, model: Transformer) -> None:
     materialize(model, torch.device("cpu"))
     if layout.gathers_once:
         for plan in model_of(model).plans.values():
-            model_of(model).hold(plan, torch.zeros(plan.rows, *plan.row_shape, dtype=plan.gather_dtype))
+            hold(model_of(model), plan, torch.zeros(plan.rows, *plan.row_shape, dtype=plan.gather_dtype))
 
 
 def stage_inputs(layout: PlannedLayout, model: Transformer) -> tuple[Tensor, Tensor]:
