@@ -32,6 +32,8 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
         how += f"; float32 products in {training.float32_matmul_precision} precision (TF32 on GPUs)"
     if training.attention_kernel != "auto" and fits_flash(getattr(torch, training.mixed_precision_param), layout.model.head_dim):
         how += f"; attention by {training.attention_kernel} (training.attention_kernel)"
+    if (float8 := config.float8).enable:
+        how += f"; products of the blocks in float8, {float8.recipe}{', gathered in float8' * float8.all_gather} ([float8])"
     axes = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
     notes = ["; ".join(short_names(plan.modules[stage]) for stage in plan.stages_of(rank)) for rank in range(degrees["pp"])]
     when = ""

@@ -106,6 +106,11 @@ def test_the_start_says_what_will_run():
     assert lines[9:] == ["checkpoints: every 50 steps and at the end (checkpoint.interval)"]
 
 
+def test_the_start_says_what_is_in_float8():
+    lines = said("--float8.enable", "--float8.all_gather")
+    assert lines[1].endswith("eager; products of the blocks in float8, tensorwise, gathered in float8 ([float8])")
+
+
 def test_the_start_of_other_runs():
     lines = said(
         "--compile.enable", "--no-checkpoint.enable", "--training.dtype=bfloat16", "--training.global_batch_size=2", ranks=1

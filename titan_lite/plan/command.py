@@ -94,6 +94,9 @@ def plan_recipe(options: argparse.Namespace, overrides: list[str]) -> str:
     def lay_out_changed(change: dict[str, str]) -> Any:
         changes = [f"--{key}={value}" for key, value in change.items()]
         changed = load_config(options.recipe, [*overrides, *changes])[0] if changes else config
+        if changed.float8.enable and "float8_e4m3fn" not in machine.tflops:
+            wrong = f"float8.enable = true: {machine.name} has no peak of float8"
+            raise ConfigError(f"{wrong}; use --no-float8.enable, another machine, or tflops.float8_e4m3fn in its file")
         return lay_out(changed, world_size, machine.memory * 2**30)
 
     # imported here, since torch is slow to import, and a wrong recipe fails before

@@ -32,6 +32,10 @@ LAYOUTS = {  # recipe, world size, options, pipeline stage
     "8B on 128": ("llama3_8b.toml", 128, []),
     "8B on 128, greedy": ("llama3_8b.toml", 128, GREEDY),
     "8B on 128, auto": ("llama3_8b.toml", 128, AUTO),
+    "8B, float8": ("llama3_8b_float8.toml", 8, []),
+    "8B, float8 by rows": ("llama3_8b_float8.toml", 8, ["--float8.recipe=rowwise", "--no-float8.all_gather"]),
+    "8B, float8, TP 2 x FSDP 4": ("llama3_8b_float8.toml", 8, TP),
+    "70B, float8": ("llama3_70b_float8.toml", 256, []),
     "70B": ("llama3_70b.toml", 256, []),
     "405B, second stage": ("llama3_405b.toml", 512, [], 1),
 }

@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import titan_lite.attention  # noqa: F401 - its operators
-from titan_lite.compiler.hardware import Link, load_machine
+from titan_lite.compiler.hardware import Link, flops_of, load_machine
 from titan_lite.config import ConfigError
 
 H100 = load_machine("H100")
@@ -51,6 +51,18 @@ def test_a_large_product_is_priced_by_its_flops_and_a_thin_one_by_its_bytes():
     assert large == pytest.approx(28 * wave + 4e-6)  # 64 x 56 tiles on 132 multiprocessors
     (thin,) = costs(graph_of(torch.mm, (1, 4096), (4096, 14336))).values()
     assert thin == pytest.approx(2 * (4096 + 4096 * 14336 + 14336) / (0.85 * 3350e9) + 3e-6)
+
+
+def test_a_float8_product_has_the_peak_of_float8():
+    def multiply(a, b, one):
+        eights = (a.to(torch.float8_e5m2), b.to(torch.float8_e4m3fn).t())
+        return torch._scaled_mm(*eights, one.float(), one.float(), out_dtype=torch.bfloat16)
+
+    graph = graph_of(multiply, (8192, 4096), (14336, 4096), ())
+    (product,) = (node for node in graph.nodes if node.target is torch.ops.aten._scaled_mm.default)
+    wave = 2 * 128 * 256 * 4096 / (0.84 * 1978.9e12 / 132) + 1.5e-6
+    assert H100.cost(product) == pytest.approx(28 * wave + 4e-6)
+    assert flops_of(product) == (2 * 8192 * 4096 * 14336, 0)
 
 
 def test_attention_counts_half_where_it_is_causal_and_five_products_backward():

@@ -37,6 +37,10 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
         (["--calibrate", "outputs/x", "--training.steps=1"], ["8b.toml --training.steps=1: --calibrate uses", "leave this out"]),
         (["--tokens", "many"], ["--tokens", "many"]),
         (["--world-size", "many"], ["--world-size", "many"]),
+        (
+            ["--float8.enable", "--hardware", "a100"],
+            ["float8.enable = true: A100 has no peak of float8", "use --no-float8.enable"],
+        ),
         (["--scale", "--json"], ["--json", "not allowed with", "--scale"]),
         (["--scale", "--search"], ["--search", "not allowed with", "--scale"]),
         (["--scale", "--sweep", "training.local_batch_size=1,2"], ["--sweep", "not allowed with", "--scale"]),
