@@ -68,6 +68,18 @@ def test_the_first_module_that_is_wrong_is_named(capfd):
     assert re.search(r"  layers\.2\.feed_forward +DIFFERS$", line)
 
 
+@pytest.mark.parametrize(("prepare", "verdict"), [(None, "agrees"), (one_gradient_is_not_reduced, "DIFFERS")])
+def test_float8_has_a_reference_and_tolerances_of_its_own(prepare, verdict, capfd):
+    assert verified(prepare, "--float8.enable", "--float8.all_gather") == (verdict == "agrees")
+    out = capfd.readouterr().out
+    assert "float8 tensorwise beside float32" in out
+    assert "tolerances, relative: loss 0.001, gradient 0.25, activations 0.02" in out
+    assert re.search(rf"^dp_shard=2 .* {verdict}$", out, re.M)
+    for dtype in ("bfloat16", "float32"):
+        (gradient,) = re.findall(rf"^float8 beside {dtype} +\d\.\de-\d\d  (\d\.\de-\d\d) ", out, re.M)
+        assert 0.05 < float(gradient) < 0.25
+
+
 @pytest.mark.slow
 def test_the_first_module_that_is_wrong_is_named_under_compile_too(capfd):
     assert not verified(one_module_is_wrong, "--compile.enable", layout="tp=2")
