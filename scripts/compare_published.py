@@ -12,6 +12,7 @@ another way to checkpoint) stands beside it: such a row is not scored.
 """
 
 import argparse
+import functools
 import statistics
 import sys
 from collections.abc import Sequence
@@ -24,11 +25,12 @@ from titan_lite.config.recipe import load_config
 from titan_lite.models.llama3 import flops_per_token
 from titan_lite.plan.command import lay_out
 from titan_lite.plan.published import RATIOS
-from titan_lite.plan.summary import make_plan
+from titan_lite.plan.summary import Plan, make_plan
 
 RECIPES = Path(__file__).parents[1] / "train_configs"
 H100, A100 = load_machine("H100"), load_machine("A100")
 TITAN = machine_from({"like": "H100", "memory": 96e9 / GIB, "memory_bandwidth": 2400, "power": 500}, "H100-96GB-500W")
+MACHINES = {machine.name: machine for machine in (H100, A100, TITAN)}
 
 
 @dataclass(frozen=True)
@@ -178,13 +180,17 @@ class Compared:
     inside: bool  # the published speed lies in the planned range
 
 
+@functools.lru_cache
+def planned(recipe: str, ranks: int, machine: str, keys: str) -> Plan:
+    config, _ = load_config(RECIPES / f"llama3_{recipe}.toml", keys.split())
+    return make_plan(lay_out(config, ranks, MACHINES[machine].memory * GIB), MACHINES[machine].spread())
+
+
 def compare(row: Row) -> Compared:
-    config, _ = load_config(RECIPES / f"llama3_{row.recipe}.toml", row.keys.split())
-    layout = lay_out(config, row.ranks, row.machine.memory * GIB)
-    plan = make_plan(layout, row.machine.spread())
+    plan = planned(row.recipe, row.ranks, row.machine.name, row.keys)
     published = row.published
     if row.tflops:
-        published *= 1e12 / flops_per_token(layout.model, config.training.seq_len)
+        published *= 1e12 / flops_per_token(plan.layout.model, plan.layout.seq_len)
     nominal, slow, fast = map(plan.tokens_per_second, plan.steps)
     reserved = plan.memory.reserved / GIB
     memory = f"{reserved:.1f} | {row.memory:.1f}" if row.memory else f"{reserved:.1f} | -"
@@ -199,10 +205,12 @@ def compare(row: Row) -> Compared:
 def score(name: str, rows: Sequence[Compared]) -> str:
     """Return the median and the largest error of some rows in words."""
     parts = [f"{name}: {len(rows)} rows"]
-    for what, ratios in (("speed", [row.speed for row in rows]), ("memory", [row.memory for row in rows if row.memory])):
+    speeds, memories = [row.speed for row in rows], [row.memory for row in rows if row.memory]
+    for what, ratios, limit in (("speed", speeds, 15), ("memory", memories, 10)):
         if ratios:
             errors = [100 * abs(ratio - 1) for ratio in ratios]
-            parts.append(f"{what} off by {statistics.median(errors):.0f}% (median), {max(errors):.0f}% (most)")
+            within = f"{sum(error <= limit for error in errors)} of {len(errors)} within {limit}%"
+            parts.append(f"{what} off by {statistics.median(errors):.0f}% (median), {max(errors):.0f}% (most), {within}")
     return "; ".join([*parts, f"published speed in the planned range for {sum(row.inside for row in rows)}"])
 
 

@@ -45,6 +45,8 @@ WORDS = {
     "compute": "computation",
     "bubble": "waiting for other pipeline ranks",
     "optimizer": "clipping and optimizer",
+    "host": "the host",
+    "slowest": "the slowest rank",
     **AXIS_WORDS,
 }
 
@@ -202,13 +204,14 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
     verdict = f"fits, {margin:.1f} free" if plan.fits else f"does not fit: {-margin:.1f} too many"
     lines.append(f"  {'of ' + format(machine.memory, 'g') + ' on the device':<40} {memory.total / GIB:8.2f}  {verdict}")
     uncertain = ", ".join(f"{name.removesuffix('_efficiency')} {100 * share:.0f}%" for name, share in UNCERTAINTY.items())
+    uncertain += " up and down, clock at the power limit" if machine.power else " up and down"
     traced = " and ".join(map(str, sorted({depth for depths in plan.depths.values() for depth in depths})))
     return [
         *lines,
         "",
         f"bottleneck: {what_binds(plan)}",
         *([spare(plan, lighter)] if lighter and plan.fits else ()),
-        f"ranges: efficiencies of {uncertain} up and down; stages of {traced} blocks traced; no waiting for the loader; "
+        f"ranges: efficiencies of {uncertain}; stages of {traced} blocks traced; no waiting for the loader; "
         f"planned in {plan.seconds:.0f} s",
     ]
 
