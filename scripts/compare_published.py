@@ -13,6 +13,7 @@ another way to checkpoint) stands beside it: such a row is not scored.
 
 import argparse
 import functools
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -177,7 +178,7 @@ class Compared:
     line: str
     speed: float
     memory: float | None  # None: not published
-    inside: bool  # the published speed lies in the planned range
+    away: float  # distance of the published speed from the nominal one, relative to that of the range's end (of logarithms)
 
 
 @functools.lru_cache
@@ -199,7 +200,13 @@ def compare(row: Row) -> Compared:
     if abs(kept - nominal / published) > 0.005:
         print(f"{row.name}: titan_lite/plan/published.py says {kept:.2f}", file=sys.stderr)
     line = f"| {row.name} | {speed} | {memory} | {row.differs} |"
-    return Compared(line, nominal / published, reserved / row.memory if row.memory else None, slow <= published <= fast)
+    away = math.log(published / nominal) / math.log((slow if published < nominal else fast) / nominal)
+    return Compared(line, nominal / published, reserved / row.memory if row.memory else None, away)
+
+
+def width(rows: Sequence[Compared]) -> float:
+    """Return how much wider ranges would have to be to hold 80% of these rows."""
+    return sorted(row.away for row in rows)[math.ceil(0.8 * len(rows)) - 1]
 
 
 def score(name: str, rows: Sequence[Compared]) -> str:
@@ -211,7 +218,7 @@ def score(name: str, rows: Sequence[Compared]) -> str:
             errors = [100 * abs(ratio - 1) for ratio in ratios]
             within = f"{sum(error <= limit for error in errors)} of {len(errors)} within {limit}%"
             parts.append(f"{what} off by {statistics.median(errors):.0f}% (median), {max(errors):.0f}% (most), {within}")
-    return "; ".join([*parts, f"published speed in the planned range for {sum(row.inside for row in rows)}"])
+    return "; ".join([*parts, f"published speed in the planned range for {sum(row.away <= 1 for row in rows)}"])
 
 
 def main() -> int:
@@ -231,6 +238,12 @@ def main() -> int:
             except ConfigError as error:
                 print(f"| {row.name} | {error} | {row.published:,.0f} | - | - | {row.memory:g} | {row.differs} |", flush=True)
     print(*(f"\n{score(name, rows)}" for name, rows in scored.items() if rows), sep="\n")
+    every = [row for rows in scored.values() for row in rows]
+    if len(every) > 1:
+        others = [[other for other in every if other is not row] for row in every]
+        held = sum(row.away <= width(rest) for row, rest in zip(every, others, strict=True))
+        print(f"\n{score('all scored rows', every)}")
+        print(f"\nranges {width(every):.2f} times as wide would hold 80%; as wide as the other rows need, they hold {held}")
     return 0
 
 

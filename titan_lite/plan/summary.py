@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from titan_lite.compiler.hardware import GIB, UNCERTAINTY, Machine
+from titan_lite.compiler.hardware import GIB, JOINT, UNCERTAINTY, Machine
 from titan_lite.compiler.stage import CompileError
 from titan_lite.compiler.timeline import Timeline
 from titan_lite.config import ConfigError
@@ -204,15 +204,15 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
     verdict = f"fits, {margin:.1f} free" if plan.fits else f"does not fit: {-margin:.1f} too many"
     lines.append(f"  {'of ' + format(machine.memory, 'g') + ' on the device':<40} {memory.total / GIB:8.2f}  {verdict}")
     uncertain = ", ".join(f"{name.removesuffix('_efficiency')} {100 * share:.0f}%" for name, share in UNCERTAINTY.items())
-    uncertain += " up and down, clock at the power limit" if machine.power else " up and down"
+    uncertain += ", clock at the power limit" if machine.power else ""
     traced = " and ".join(map(str, sorted({depth for depths in plan.depths.values() for depth in depths})))
     return [
         *lines,
         "",
         f"bottleneck: {what_binds(plan)}",
         *([spare(plan, lighter)] if lighter and plan.fits else ()),
-        f"ranges: efficiencies of {uncertain}; stages of {traced} blocks traced; no waiting for the loader; "
-        f"planned in {plan.seconds:.0f} s",
+        f"ranges (80%): efficiencies of {uncertain}, {JOINT:g} of each; stages of {traced} blocks traced; no waiting for the "
+        f"loader; planned in {plan.seconds:.0f} s",
     ]
 
 
