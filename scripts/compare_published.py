@@ -29,9 +29,9 @@ from titan_lite.plan.published import RATIOS
 from titan_lite.plan.summary import Plan, make_plan
 
 RECIPES = Path(__file__).parents[1] / "train_configs"
-H100, A100 = load_machine("H100"), load_machine("A100")
+H100, H200, A100 = (load_machine(name) for name in ("H100", "H200", "A100"))
 TITAN = machine_from({"like": "H100", "memory": 96e9 / GIB, "memory_bandwidth": 2400, "power": 500}, "H100-96GB-500W")
-MACHINES = {machine.name: machine for machine in (H100, A100, TITAN)}
+MACHINES = {machine.name: machine for machine in (H100, H200, A100, TITAN)}
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ LLAMA = (
 )
 NO_TP = "--no-parallelism.enable_async_tensor_parallel --parallelism.tensor_parallel_degree=1"
 TP8 = "--parallelism.tensor_parallel_degree=8 --parallelism.data_parallel_shard_degree=-1"
-# pytorch/torchtitan: its issue 1881, docs/performance.md in 2024, and benchmarks/llama3_h100_202412_torchtitan.md and
-# asyncTP_llama3_h100_2025-06_torchtitan.md
+# pytorch/torchtitan: its issue 1881, docs/performance.md in 2024, and benchmarks/llama3_h100_202412_torchtitan.md,
+# asyncTP_llama3_h100_2025-06_torchtitan.md and llama3-8b_h200_202506_trainy-whitefiber.md
 PAPER, RERUN, DOCS, LLAMA3 = "TorchTitan paper", "torchtitan 1881", "torchtitan docs", "Llama 3 paper"
 UNKNOWN = "stages a rank, and how attention is counted: not published"
-WINTER, SUMMER = "torchtitan 2024-12", "torchtitan 2025-06"
+WINTER, SUMMER, H200S = "torchtitan 2024-12", "torchtitan 2025-06", "torchtitan 2025-06, H200"
 ROWS = (
     Row(f"{PAPER}: 8B on 8, eager", "8b", 8, TITAN, 6258, 81.9, EAGER),
     Row(f"{PAPER}: 8B on 8, compiled", "8b", 8, TITAN, 6674, 77.0, COMPILED),
@@ -114,6 +114,8 @@ ROWS = (
         0,
         f"{BLOCKS} {FA2} {TP8} --training.local_batch_size=16",
     ),
+    Row(f"{H200S}: 8B on 32, float8", "8b", 32, H200, 10938, 48.0, f"{BLOCKS} {SELECTIVE}", FLOAT8),
+    Row(f"{H200S}: 8B on 64, float8", "8b", 64, H200, 10753, 47.0, f"{BLOCKS} {SELECTIVE}", FLOAT8),
     Row(f"{DOCS}: 8B on 64 A100", "8b", 64, A100, 2973, 0, BATCH1, "whether compiled: not published"),
     Row(
         f"{DOCS}: 8B on 64 A100, every second block",
