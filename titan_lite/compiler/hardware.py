@@ -184,7 +184,8 @@ class Machine:
 UNCERTAINTY = {"matmul_efficiency": 0.12, "attention_efficiency": 0.25, "memory_efficiency": 0.08, "link_efficiency": 0.15}
 CLOCK_EXPONENTS = {-1: 1.0, 1: 1 / 3}  # at a power limit: the laws of the lowest and of the highest clocks
 # Share of these that the ends of an interval have all at once. Independent errors add up as the root of the sum of their squares:
-# an 8B step has 7%, 2.5%, 1.6% and 1% by the four, at a power limit 12% more by the clock: the roots are 0.63 and 0.59 of the sums.
+# an 8B step has 7%, 2.5%, 1.6% and 1% by the four, at a power limit 12% more by the clock; the roots are 0.63 and 0.59 of the
+# sums.
 JOINT = 0.6
 
 
