@@ -82,11 +82,8 @@ class Machine:
         """Return the peak FLOP/s of matrix products. float16 is as fast as bfloat16, an unknown dtype as float32."""
         name = str(dtype).removeprefix("torch.")
         name = "bfloat16" if name == "float16" else name
-        return (
-            self.tflops.get(name, self.tflops["float32"])
-            * 1e12
-            * clock_share(self.power, self.nominal_power, self.clock_exponent)
-        )
+        peak = self.tflops.get(name, self.tflops["float32"]) * 1e12
+        return peak * clock_share(self.power, self.nominal_power, self.clock_exponent)
 
     def attending(self, kernel: str) -> "Machine":
         """Return the machine with the attention efficiency of a training.attention_kernel, if that is known."""

@@ -34,9 +34,8 @@ class StepTimes:
     """The times of a step."""
 
     seconds: float
-    parts: dict[
-        str, float
-    ]  # means over pipeline ranks, with the sum `seconds`: compute, bubble, optimizer, exposed.<axis, host or slowest>
+    # Means over pipeline ranks, with the sum `seconds`: compute, bubble, optimizer, and exposed. with an axis, host or slowest.
+    parts: dict[str, float]
     sent: dict[str, float]  # bytes of the pipeline rank that sends most, by axis
     across: dict[str, float]  # the part of `sent` to other nodes
     matmul: float  # floating-point operations of a rank, on average

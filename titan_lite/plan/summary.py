@@ -286,7 +286,7 @@ def as_json(plan: Plan) -> str:
             "fits": plan.fits,
         },
         "what_binds": what_binds(plan),
-        "uncertainty": UNCERTAINTY,
+        "uncertainty": {name: round(JOINT * share, 4) for name, share in UNCERTAINTY.items()},
         "traced_blocks": {" ".join(kind) or "blocks": depths for kind, depths in plan.depths.items()},
         "planning_seconds": round(plan.seconds, 1),
     }
