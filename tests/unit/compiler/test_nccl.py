@@ -5,6 +5,7 @@ import statistics
 import pytest
 
 from titan_lite.compiler.hardware import PROFILES
+from titan_lite.compiler.kernels import product_seconds
 from titan_lite.compiler.nccl import CHANNELS, nccl_seconds
 
 H100 = PROFILES["H100"]
@@ -74,3 +75,14 @@ def test_a_collective_takes_multiprocessors():
     assert beside.multiprocessors == 132 - CHANNELS
     assert beside.tflops["bfloat16"] == pytest.approx(H100.tflops["bfloat16"] * 108 / 132)
     assert beside.memory_traffic(1e9) == pytest.approx(H100.memory_traffic(1e9) * 132 / 108)
+
+
+def test_a_product_of_one_wave_is_as_slow_beside_a_collective_as_published():
+    """80% of the peak alone, and 47% beside an all-gather (forums.developer.nvidia.com topic 337991)."""
+    alone, beside = (
+        product_seconds(
+            1, 12 * 128, 11 * 256, 8192, speed=machine.tflops["bfloat16"] * 1e12, multiprocessors=machine.multiprocessors
+        )
+        for machine in (H100, H100.beside_collectives())
+    )
+    assert beside / alone == pytest.approx(80 / 47, rel=0.05)
