@@ -171,7 +171,9 @@ class Machine:
             factors = {name: 1 + direction * JOINT * share for name, share in UNCERTAINTY.items()}
             found = {name: min(1.0, getattr(self, name) * each) for name, each in factors.items()}
             exponent = self.clock_exponent + JOINT * (CLOCK_EXPONENTS[direction] - self.clock_exponent)
-            return dataclasses.replace(self, **found, clock_exponent=exponent)
+            return dataclasses.replace(
+                self, **found, clock_exponent=exponent, host=self.host * (1 - direction * JOINT * HOST_UNCERTAINTY)
+            )
 
         return self, scaled(-1), scaled(1)
 
@@ -179,6 +181,7 @@ class Machine:
 # Relative uncertainty. Large products reach 0.6 to 0.8 of an H100's peak, depending on clocks and heat; a copy 0.8 to 0.92 of
 # memory bandwidth; a ring 0.65 to 0.9 of its links' bandwidth.
 UNCERTAINTY = {"matmul_efficiency": 0.12, "attention_efficiency": 0.25, "memory_efficiency": 0.08, "link_efficiency": 0.15}
+HOST_UNCERTAINTY = 0.5  # relative, of an operator: 2 microseconds without autograd and 7 with it (pytorch/pytorch issue 41383)
 CLOCK_EXPONENTS = {-1: 1.0, 1: 1 / 3}  # at a power limit: the laws of the lowest and of the highest clocks
 # Share of these that the ends of an interval have all at once. Independent errors add up as the root of the sum of their squares:
 # an 8B step has 7%, 2.5%, 1.6% and 1% by the four, at a power limit 12% more by the clock; the roots are 0.63 and 0.59 of the
