@@ -12,6 +12,8 @@ another way to checkpoint) stands beside it: such a row is not scored.
 """
 
 import argparse
+import functools
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -24,11 +26,12 @@ from titan_lite.config.recipe import load_config
 from titan_lite.models.llama3 import flops_per_token
 from titan_lite.plan.command import lay_out
 from titan_lite.plan.published import RATIOS
-from titan_lite.plan.summary import make_plan
+from titan_lite.plan.summary import Plan, make_plan
 
 RECIPES = Path(__file__).parents[1] / "train_configs"
-H100, A100 = load_machine("H100"), load_machine("A100")
+H100, H200, A100 = (load_machine(name) for name in ("H100", "H200", "A100"))
 TITAN = machine_from({"like": "H100", "memory": 96e9 / GIB, "memory_bandwidth": 2400, "power": 500}, "H100-96GB-500W")
+MACHINES = {machine.name: machine for machine in (H100, H200, A100, TITAN)}
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,11 @@ LLAMA = (
 )
 NO_TP = "--no-parallelism.enable_async_tensor_parallel --parallelism.tensor_parallel_degree=1"
 TP8 = "--parallelism.tensor_parallel_degree=8 --parallelism.data_parallel_shard_degree=-1"
-# pytorch/torchtitan: its issue 1881, docs/performance.md in 2024, and benchmarks/llama3_h100_202412_torchtitan.md and
-# asyncTP_llama3_h100_2025-06_torchtitan.md
+# pytorch/torchtitan: its issue 1881, docs/performance.md in 2024, and benchmarks/llama3_h100_202412_torchtitan.md,
+# asyncTP_llama3_h100_2025-06_torchtitan.md and llama3-8b_h200_202506_trainy-whitefiber.md
 PAPER, RERUN, DOCS, LLAMA3 = "TorchTitan paper", "torchtitan 1881", "torchtitan docs", "Llama 3 paper"
 UNKNOWN = "stages a rank, and how attention is counted: not published"
-WINTER, SUMMER = "torchtitan 2024-12", "torchtitan 2025-06"
+WINTER, SUMMER, H200S = "torchtitan 2024-12", "torchtitan 2025-06", "torchtitan 2025-06, H200"
 ROWS = (
     Row(f"{PAPER}: 8B on 8, eager", "8b", 8, TITAN, 6258, 81.9, EAGER),
     Row(f"{PAPER}: 8B on 8, compiled", "8b", 8, TITAN, 6674, 77.0, COMPILED),
@@ -111,6 +114,8 @@ ROWS = (
         0,
         f"{BLOCKS} {FA2} {TP8} --training.local_batch_size=16",
     ),
+    Row(f"{H200S}: 8B on 32, float8", "8b", 32, H200, 10938, 48.0, f"{BLOCKS} {SELECTIVE}", FLOAT8),
+    Row(f"{H200S}: 8B on 64, float8", "8b", 64, H200, 10753, 47.0, f"{BLOCKS} {SELECTIVE}", FLOAT8),
     Row(f"{DOCS}: 8B on 64 A100", "8b", 64, A100, 2973, 0, BATCH1, "whether compiled: not published"),
     Row(
         f"{DOCS}: 8B on 64 A100, every second block",
@@ -175,16 +180,20 @@ class Compared:
     line: str
     speed: float
     memory: float | None  # None: not published
-    inside: bool  # the published speed lies in the planned range
+    away: float  # distance of the published speed from the nominal one, relative to that of the range's end (of logarithms)
+
+
+@functools.lru_cache
+def planned(recipe: str, ranks: int, machine: str, keys: str) -> Plan:
+    config, _ = load_config(RECIPES / f"llama3_{recipe}.toml", keys.split())
+    return make_plan(lay_out(config, ranks, MACHINES[machine].memory * GIB), MACHINES[machine].spread())
 
 
 def compare(row: Row) -> Compared:
-    config, _ = load_config(RECIPES / f"llama3_{row.recipe}.toml", row.keys.split())
-    layout = lay_out(config, row.ranks, row.machine.memory * GIB)
-    plan = make_plan(layout, row.machine.spread())
+    plan = planned(row.recipe, row.ranks, row.machine.name, row.keys)
     published = row.published
     if row.tflops:
-        published *= 1e12 / flops_per_token(layout.model, config.training.seq_len)
+        published *= 1e12 / flops_per_token(plan.layout.model, plan.layout.seq_len)
     nominal, slow, fast = map(plan.tokens_per_second, plan.steps)
     reserved = plan.memory.reserved / GIB
     memory = f"{reserved:.1f} | {row.memory:.1f}" if row.memory else f"{reserved:.1f} | -"
@@ -193,17 +202,25 @@ def compare(row: Row) -> Compared:
     if abs(kept - nominal / published) > 0.005:
         print(f"{row.name}: titan_lite/plan/published.py says {kept:.2f}", file=sys.stderr)
     line = f"| {row.name} | {speed} | {memory} | {row.differs} |"
-    return Compared(line, nominal / published, reserved / row.memory if row.memory else None, slow <= published <= fast)
+    away = math.log(published / nominal) / math.log((slow if published < nominal else fast) / nominal)
+    return Compared(line, nominal / published, reserved / row.memory if row.memory else None, away)
+
+
+def width(rows: Sequence[Compared]) -> float:
+    """Return how much wider ranges would have to be to hold 80% of these rows."""
+    return sorted(row.away for row in rows)[math.ceil(0.8 * len(rows)) - 1]
 
 
 def score(name: str, rows: Sequence[Compared]) -> str:
     """Return the median and the largest error of some rows in words."""
     parts = [f"{name}: {len(rows)} rows"]
-    for what, ratios in (("speed", [row.speed for row in rows]), ("memory", [row.memory for row in rows if row.memory])):
+    speeds, memories = [row.speed for row in rows], [row.memory for row in rows if row.memory]
+    for what, ratios, limit in (("speed", speeds, 15), ("memory", memories, 10)):
         if ratios:
             errors = [100 * abs(ratio - 1) for ratio in ratios]
-            parts.append(f"{what} off by {statistics.median(errors):.0f}% (median), {max(errors):.0f}% (most)")
-    return "; ".join([*parts, f"published speed in the planned range for {sum(row.inside for row in rows)}"])
+            within = f"{sum(error <= limit for error in errors)} of {len(errors)} within {limit}%"
+            parts.append(f"{what} off by {statistics.median(errors):.0f}% (median), {max(errors):.0f}% (most), {within}")
+    return "; ".join([*parts, f"published speed in the planned range for {sum(row.away <= 1 for row in rows)}"])
 
 
 def main() -> int:
@@ -223,6 +240,12 @@ def main() -> int:
             except ConfigError as error:
                 print(f"| {row.name} | {error} | {row.published:,.0f} | - | - | {row.memory:g} | {row.differs} |", flush=True)
     print(*(f"\n{score(name, rows)}" for name, rows in scored.items() if rows), sep="\n")
+    every = [row for rows in scored.values() for row in rows]
+    if len(every) > 1:
+        others = [[other for other in every if other is not row] for row in every]
+        held = sum(row.away <= width(rest) for row, rest in zip(every, others, strict=True))
+        print(f"\n{score('all scored rows', every)}")
+        print(f"\nranges {width(every):.2f} times as wide would hold 80%; as wide as the other rows need, they hold {held}")
     return 0
 
 

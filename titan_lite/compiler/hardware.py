@@ -6,8 +6,9 @@
 
 The passes that schedule collectives, their receipts and the planner share these costs. A computation follows the roofline model:
 the longer of arithmetic and memory traffic counts, at the efficiencies that large matrix products and FlashAttention reach. A
-collective is a ring (arXiv 1909.09756): a latency per hop, plus the bytes over the slowest link. Peaks and bandwidths are from
-the vendors' datasheets, latencies from NCCL's tuning tables (src/graph/tuning.cc, LL128 on a ring).
+collective of GPUs is NCCL's (nccl.py), that of others a ring (arXiv 1909.09756): a latency per hop, plus the bytes over the
+slowest link. Peaks and bandwidths are from the vendors' datasheets, latencies from NCCL's tuning tables (src/graph/tuning.cc,
+LL128 on a ring).
 """
 
 import dataclasses
@@ -34,6 +35,7 @@ from titan_lite.compiler.collectives import (
     tensors_of,
 )
 from titan_lite.compiler.kernels import ATTENTION, IDLE, attention_share, clock_share, product_seconds
+from titan_lite.compiler.nccl import CHANNELS, nccl_seconds
 from titan_lite.config import ConfigError
 from titan_lite.config.row import one_line
 from titan_lite.config.toml import read_toml, shown
@@ -61,11 +63,14 @@ class Machine:
     inter_node: Link  # one rank's own network card
     ranks_per_node: int = 8
     launch: float = 3.0  # microseconds of overhead per kernel
+    host: float = 0.0  # microseconds of the host for an operator that no graph was compiled for; 0: not planned
     collective_launch: float = 14.0  # microseconds of overhead per collective
     coalesced_latency: float = 0.05  # added latency per further tensor of a coalesced collective, relative to one tensor; a guess
     multiprocessors: int = 0  # of a GPU, which cuts matrix products into tiles (kernels.py); 0: none
+    nvls: float = 0.0  # bandwidth of all-reduces in the switch of a node, relative to a ring's; 0: none
     nominal_power: float = 700.0  # watts
     power: float = 0.0  # watts that the device is limited to; 0: nominal_power
+    clock_exponent: float = 0.5  # of the clock over the power above that of an idle GPU (clock_share)
     matmul_efficiency: float = 0.7  # share of the peak that large matrix products reach
     attention_efficiency: float = 0.4
     memory_efficiency: float = 0.85
@@ -77,7 +82,8 @@ class Machine:
         """Return the peak FLOP/s of matrix products. An unknown dtype is as fast as float32."""
         name = str(dtype).removeprefix("torch.")
         name = {"float16": "bfloat16", "float8_e5m2": "float8_e4m3fn"}.get(name, name)
-        return self.tflops.get(name, self.tflops["float32"]) * 1e12 * clock_share(self.power, self.nominal_power)
+        peak = self.tflops.get(name, self.tflops["float32"]) * 1e12
+        return peak * clock_share(self.power, self.nominal_power, self.clock_exponent)
 
     def attending(self, kernel: str) -> "Machine":
         """Return the machine with the attention efficiency of a training.attention_kernel, if that is known."""
@@ -90,14 +96,19 @@ class Machine:
         if len(ranks) < 2:
             return 0.0
         nodes = len({rank // self.ranks_per_node for rank in ranks})
-        hops, across = len(ranks) - 1, (nodes - 1 if nodes > 1 else 0)
         bandwidth = self.intra_node.bandwidth
         if nodes > 1:  # a ring uses the network cards of all its ranks in a node
             bandwidth = min(bandwidth, self.inter_node.bandwidth * len(ranks) / nodes)
-        rounds = 2 if kind == "all_reduce" else 1  # an all-reduce is a reduce-scatter and an all-gather
-        latency = self.collective_launch + rounds * ((hops - across) * self.intra_node.latency + across * self.inter_node.latency)
-        latency *= 1 + (tensors - 1) * self.coalesced_latency
-        gather = latency * 1e-6 + rounds * nbytes * hops / len(ranks) / (bandwidth * self.link_efficiency * GB)
+        inside, between = self.intra_node.latency * 1e-6, self.inter_node.latency * 1e-6
+        speed = bandwidth * self.link_efficiency * GB
+        rounds, hops = (2 if kind == "all_reduce" else 1), len(ranks) - 1  # an all-reduce is a reduce-scatter and an all-gather
+        latency = rounds * ((hops - nodes + 1) * inside + (nodes - 1) * between)
+        if self.multiprocessors:
+            seconds = nccl_seconds(kind, nbytes, len(ranks), nodes, inside=inside, between=between, speed=speed, nvls=self.nvls)
+        else:
+            seconds = latency + rounds * nbytes * hops / len(ranks) / speed
+        launch = self.collective_launch * 1e-6
+        gather = launch + seconds + (tensors - 1) * self.coalesced_latency * (launch + latency)
         return gather * {"all_gather": 1.0, "reduce_scatter": self.reduction}.get(kind, (1.0 + self.reduction) / 2)
 
     def send(self, nbytes: float, source: int, target: int) -> float:
@@ -137,16 +148,32 @@ class Machine:
         share = attention_share(keys) if self.multiprocessors else 1.0
         return flops / (self.flops(dtype) * self.attention_efficiency * share)
 
+    def beside_collectives(self) -> "Machine":
+        """Return the machine without the multiprocessors that a collective takes while it runs."""
+        if self.multiprocessors <= CHANNELS:
+            return self
+        share = 1 - CHANNELS / self.multiprocessors
+        return dataclasses.replace(
+            self,
+            multiprocessors=self.multiprocessors - CHANNELS,
+            tflops={dtype: share * peak for dtype, peak in self.tflops.items()},
+            memory_efficiency=share * self.memory_efficiency,
+        )
+
     def memory_traffic(self, nbytes: float) -> float:
         """Return the seconds to read and write `nbytes` in total."""
         return nbytes / (self.memory_bandwidth * self.memory_efficiency * GB)
 
     def spread(self) -> tuple["Machine", "Machine", "Machine"]:
-        """Return the machine itself, and its slowest and fastest variants within UNCERTAINTY."""
+        """Return the machine itself, and the slow and the fast end of an interval that 80% of runs should be in."""
 
         def scaled(direction: int) -> Machine:
-            factors = {name: 1 + direction * share for name, share in UNCERTAINTY.items()}
-            return dataclasses.replace(self, **{name: min(1.0, getattr(self, name) * each) for name, each in factors.items()})
+            factors = {name: 1 + direction * JOINT * share for name, share in UNCERTAINTY.items()}
+            found = {name: min(1.0, getattr(self, name) * each) for name, each in factors.items()}
+            exponent = self.clock_exponent + JOINT * (CLOCK_EXPONENTS[direction] - self.clock_exponent)
+            return dataclasses.replace(
+                self, **found, clock_exponent=exponent, host=self.host * (1 - direction * JOINT * HOST_UNCERTAINTY)
+            )
 
         return self, scaled(-1), scaled(1)
 
@@ -154,6 +181,12 @@ class Machine:
 # Relative uncertainty. Large products reach 0.6 to 0.8 of an H100's peak, depending on clocks and heat; a copy 0.8 to 0.92 of
 # memory bandwidth; a ring 0.65 to 0.9 of its links' bandwidth.
 UNCERTAINTY = {"matmul_efficiency": 0.12, "attention_efficiency": 0.25, "memory_efficiency": 0.08, "link_efficiency": 0.15}
+HOST_UNCERTAINTY = 0.5  # relative, of an operator: 2 microseconds without autograd and 7 with it (pytorch/pytorch issue 41383)
+CLOCK_EXPONENTS = {-1: 1.0, 1: 1 / 3}  # at a power limit: the laws of the lowest and of the highest clocks
+# Share of these that the ends of an interval have all at once. Independent errors add up as the root of the sum of their squares:
+# an 8B step has 7%, 2.5%, 1.6% and 1% by the four, at a power limit 12% more by the clock; the roots are 0.63 and 0.59 of the
+# sums.
+JOINT = 0.6
 
 
 def is_free(node: Node) -> bool:
@@ -283,6 +316,9 @@ def _attention_of(node: Node) -> tuple[torch.Size, int, torch.dtype]:
     return query.shape, key.shape[1 if str(node.target).startswith("titan_lite.") else -2], key.dtype
 
 
+HOST = 7.0  # a multiplication with autograd in eager mode (pytorch/pytorch issue 41383)
+# 390 GB/s in the table of nccl.py; 476 to 480 are published for registered buffers (NVIDIA/nccl-tests issues 212 and 290)
+NVLS = 1.08
 NVLINK3, NVLINK4, NVLINK5 = Link(300, 1.9), Link(450, 1.9), Link(900, 1.9)
 XGMI, PCIE = Link(448, 4.0), Link(32, 4.0)
 HDR200, NDR400 = Link(25, 4.0), Link(50, 4.0)  # one network card a GPU, as in DGX and HGX machines
@@ -292,8 +328,10 @@ def _peaks(bfloat16: float, float32: float, float8: float = 0.0) -> dict[str, fl
     return {"bfloat16": bfloat16, "float32": float32} | ({"float8_e4m3fn": float8} if float8 else {})
 
 
-def _gpu(multiprocessors: int, nominal_power: float, matmul_efficiency: float, attention_efficiency: float) -> dict[str, Any]:
-    return dict(locals())
+def _gpu(
+    multiprocessors: int, nominal_power: float, matmul_efficiency: float, attention_efficiency: float, nvls: float = 0.0
+) -> dict[str, Any]:
+    return {**locals(), "host": HOST}
 
 
 # The efficiency of products is that of full waves of tiles. It is fitted for H100 (kernels.py). For the others the best product
@@ -302,12 +340,12 @@ def _gpu(multiprocessors: int, nominal_power: float, matmul_efficiency: float, a
 PROFILES = {
     machine.name: machine
     for machine in (
-        Machine("B200", _peaks(2250.0, 80.0, 4500.0), 180, 7700, NVLINK5, NDR400, **_gpu(148, 1000, 0.81, 0.55)),
+        Machine("B200", _peaks(2250.0, 80.0, 4500.0), 180, 7700, NVLINK5, NDR400, **_gpu(148, 1000, 0.81, 0.55, NVLS)),
         Machine("H200 NVL", _peaks(835.5, 60.0, 1671.0), 141, 4800, NVLINK4, NDR400, **_gpu(132, 600, 0.84, 0.52)),
-        Machine("H200", _peaks(989.4, 66.9, 1978.9), 141, 4800, NVLINK4, NDR400, **_gpu(132, 700, 0.84, 0.52)),
+        Machine("H200", _peaks(989.4, 66.9, 1978.9), 141, 4800, NVLINK4, NDR400, **_gpu(132, 700, 0.84, 0.52, NVLS)),
         Machine("H100 PCIe", _peaks(756.0, 51.2, 1513.0), 80, 2000, PCIE, NDR400, **_gpu(114, 350, 0.68, 0.4)),
         Machine("H100 NVL", _peaks(835.5, 60.0, 1671.0), 94, 3900, PCIE, NDR400, **_gpu(132, 400, 0.84, 0.52)),
-        Machine("H100", _peaks(989.4, 66.9, 1978.9), 80, 3350, NVLINK4, NDR400, **_gpu(132, 700, 0.84, 0.52)),
+        Machine("H100", _peaks(989.4, 66.9, 1978.9), 80, 3350, NVLINK4, NDR400, **_gpu(132, 700, 0.84, 0.52, NVLS)),
         Machine("A100", _peaks(312.0, 19.5), 80, 2039, NVLINK3, HDR200, **_gpu(108, 400, 0.9, 0.55)),
         Machine("MI300X", _peaks(1307.4, 163.4, 2614.9), 192, 5300, XGMI, NDR400, **_gpu(304, 750, 0.53, 0.3)),
     )

@@ -64,10 +64,13 @@ def attention_share(keys: int) -> float:
     return keys / (keys + SHORT)
 
 
-def clock_share(limit: float, nominal: float) -> float:
+def clock_share(limit: float, nominal: float, exponent: float = 0.5) -> float:
     """Return the clock under a power limit, relative to that at the nominal power, both in watts; 1 without a limit (0).
 
     Dynamic power grows with frequency times voltage squared. Voltage follows the frequency at high clocks, which gives a cube
-    root, and stays at its minimum at low clocks, which gives a straight line; a square root lies between.
+    root (exponent 1/3), and stays at its minimum at low clocks, which gives a straight line (1). A square root lies between.
+    Two published pairs of products have exponents near 0.46 and 0.9: H100 PCIe beside SXM, at 350 and 700 W, per multiprocessor
+    (stas00/ml-engineering); GB300 at 500 and 1400 W, 617 and 1600 to 2174 TFLOP/s (facebookexperimental/triton pull request
+    2023). No product of an H100 SXM at a lower limit was found.
     """
-    return math.sqrt((limit - IDLE) / (nominal - IDLE)) if 0 < limit < nominal else 1.0
+    return ((limit - IDLE) / (nominal - IDLE)) ** exponent if 0 < limit < nominal else 1.0

@@ -5,7 +5,9 @@
 
 Computation runs node by node in graph order. A collective of parameters starts at its node, once the previous one of the same
 process group is done, and its wait blocks computation. Groups run in parallel, as on NCCL's streams. Collectives of tensor and
-context parallelism are waited for at once, and count as computation (SimpleFSDP, arXiv 2411.00284, section 4.2).
+context parallelism are waited for at once, and count as computation (SimpleFSDP, arXiv 2411.00284, section 4.2). Computation
+beside a collective has the multiprocessors that are left (`Machine.beside_collectives`). Without compiled kernels a host lane
+issues the operators one by one: a node does not start before it is issued.
 """
 
 import dataclasses
@@ -62,6 +64,7 @@ class Timeline:
     exposed: float
     bound: float  # least `exposed` for any order of the parameters' collectives
     peak_bytes: int  # of tensors that the graph allocates, or receives and frees
+    idle: float = 0.0  # seconds in which the device waits for the host
 
     @property
     def waited(self) -> float:
@@ -74,13 +77,17 @@ class Timeline:
 
 
 def simulate(graph: Graph, machine: Machine, *, name: str = "", fused: bool = True, bound: float = 0.0) -> Timeline:
-    """Simulate `graph`. fused: as in `Machine.cost`; bound: the graph's `lower_bound`."""
-    now = compute = exposed = 0.0
+    """Simulate `graph`. fused: as in `Machine.cost`, and one launch for the graph; bound: the graph's `lower_bound`."""
+    now = compute = exposed = issued = idle = 0.0
+    beside, host = machine.beside_collectives(), 0.0 if fused else machine.host * 1e-6
     lanes: dict[str, float] = {}  # end of the last collective by group
     spans: list[Span] = []
     started: dict[Node, tuple[int, float]] = {}  # collective -> index of its span, seconds computed before it
     for node in graph.nodes:
         seconds = machine.cost(node, fused)
+        issued += host if node.op == "call_function" else 0.0
+        if seconds and issued > now:
+            idle, now = idle + issued - now, issued
         if parameters_of(node):
             group = group_of(node)
             start = max(now, lanes.get(group, 0.0))
@@ -94,11 +101,17 @@ def simulate(graph: Graph, machine: Machine, *, name: str = "", fused: bool = Tr
             spans[number] = dataclasses.replace(span, exposed=held_up, under=compute - before)
             exposed, now = exposed + held_up, now + held_up
         elif seconds:
-            spans.append(Span("compute", node.name, now, seconds, group=group_of(node) if node.target in KINDS else ""))
+            group = group_of(node) if node.target in KINDS else ""
+            left = max(lanes.values(), default=0.0) - now  # of collectives that run meanwhile
+            if left > 0 and not group and beside is not machine:
+                slowed = beside.cost(node, fused)
+                under = min(left, slowed)
+                seconds = under + (1 - under / slowed) * seconds
+            spans.append(Span("compute", node.name, now, seconds, group=group))
             now, compute = now + seconds, compute + seconds
     communication = sum(span.seconds for span in spans if span.lane == "communication")
     bound = min(bound, exposed)  # the two sums may differ in the last digit
-    return Timeline(name, tuple(spans), now, compute, communication, exposed, bound, peak_bytes(graph))
+    return Timeline(name, tuple(spans), now, compute, communication, exposed, bound, peak_bytes(graph), idle)
 
 
 def computed_before(graph: Graph, machine: Machine, fused: bool) -> dict[Node, float]:

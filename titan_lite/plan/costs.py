@@ -21,17 +21,21 @@ Figures = dict[str, float]
 def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figures:
     """Return the figures of a graph.
 
-    compute                      seconds of all operators except collectives
+    compute                      seconds of all operators except collectives, slower beside those of parameters
+    exposed.host                 seconds in which the device waits for the host
     communication.A, exposed.A   seconds of the collectives along axis A; the part of them in which nothing computes
     bytes.A, across.A            bytes that a rank sends along A, in a ring; the part to another node, averaged over its ranks
     matmul, attention            floating-point operations
     """
     result: Figures = defaultdict(float)
-    exposed = dict(zip(parameter_collectives(graph), simulate(graph, machine, fused=fused).collectives(), strict=True))
+    timeline = simulate(graph, machine, fused=fused)
+    exposed = dict(zip(parameter_collectives(graph), timeline.collectives(), strict=True))
+    result["compute"] = sum(span.seconds for span in timeline.spans if span.lane == "compute" and not span.group)
+    if timeline.idle:
+        result["exposed.host"] = timeline.idle
     for node in graph.nodes:
         if node.target not in KINDS:
             matmul, attention = flops_of(node)
-            result["compute"] += machine.cost(node, fused)
             result["matmul"] += matmul
             result["attention"] += attention
         elif len(ranks := tuple(ranks_of(node))) > 1:

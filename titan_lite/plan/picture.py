@@ -15,7 +15,12 @@ from titan_lite.metrics.timelines import COLORS, TraceSpan, add_legend, draw_bar
 from titan_lite.plan.summary import Plan
 
 NAMES = {"F": "forward", "B": "backward", "I": "backward, of inputs", "W": "backward, of weights"}
-ENDS = {"gather": "gather weights", "reduce": "reduce gradients", "optimizer": "clipping and optimizer"}
+ENDS = {
+    "gather": "gather weights",
+    "reduce": "reduce gradients",
+    "optimizer": "clipping and optimizer",
+    "slowest": "waiting for the slowest rank",
+}
 STEP_COLORS = {
     "forward": "tab:blue",
     "backward": "tab:green",
@@ -24,6 +29,7 @@ STEP_COLORS = {
     "gather weights": "tab:orange",
     "reduce gradients": "tab:brown",
     "clipping and optimizer": "tab:gray",
+    "waiting for the slowest rank": "tab:red",
 }
 
 
@@ -40,8 +46,10 @@ def step_spans(plan: Plan) -> list[tuple[int, str, str, float, float]]:
                 found.append((rank, kind, name, start + begin, end - begin))
         start += step.run.seconds
     for rank, ends in enumerate(step.ends):
-        found.append((rank, "reduce", ENDS["reduce"], start, ends["reduce"]))
-        found.append((rank, "optimizer", ENDS["optimizer"], start + ends["reduce"], ends["optimizer"]))
+        begin = start
+        for what in [*ends][1:]:
+            found.append((rank, what, ENDS[what], begin, ends[what]))
+            begin += ends[what]
     return [each for each in found if each[-1] > 0]
 
 

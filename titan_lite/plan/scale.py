@@ -16,7 +16,6 @@ from the plan, measured by scripts/measure_scale.py, published, or assumed; the 
 import dataclasses
 import math
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from titan_lite.config import ConfigError
 from titan_lite.layout import itemsizes
 from titan_lite.models.llama3 import Transformer
 from titan_lite.plan.progress import rounded
+from titan_lite.plan.simulate import DEVIATION, slowest_of
 from titan_lite.plan.summary import Plan
 from titan_lite.plan.trace import PlannedLayout
 from titan_lite.shape import shape_words
@@ -49,9 +49,6 @@ HASH_BYTE = 1.9e-9
 MTBF = 54 * 24 * 3600 * 16_384 / 419  # s, of one GPU: 419 unexpected interruptions in 54 days (arXiv 2407.21783, section 3.3.4)
 HARDWARE = 0.78  # of these interruptions (there)
 STORAGE = 2e12 / 16_384  # B/s of a GPU: 2 TB/s sustained (there, section 3.3.1), growing with the GPUs
-# GPUs of one kind are 8% apart on average without outliers (arXiv 2208.11035), the whiskers of a box plot, which are at 2.7
-# standard deviations on either side of a normal distribution.
-DEVIATION = 0.08 / 5.4
 
 # Assumed.
 COMPILING = 60.0  # s, the same at any number of ranks
@@ -151,11 +148,6 @@ def best_interval(blocked: float, mtbf: float) -> float:
     return math.sqrt(2 * blocked * mtbf) * (1 + math.sqrt(small) / 3 + small / 9) - blocked
 
 
-def slowest_of(ranks: int) -> float:
-    """Return the expected maximum of so many normal step times, relative to the mean (Blom, Statistical Estimates, 1958)."""
-    return 1 + DEVIATION * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 1.0
-
-
 def poisson(count: int, mean: float) -> float:
     return math.exp(count * math.log(mean) - mean - math.lgamma(count + 1)) if mean else float(count == 0)
 
@@ -177,10 +169,11 @@ def check_scale(layout: PlannedLayout) -> None:
 
 
 def step_seconds(plan: Plan, layout: PlannedLayout) -> float:
-    """Return the step of a plan with another number of FSDP ranks. What the longer rings add is not hidden."""
+    """Return the mean step of a plan with another number of FSDP ranks. What the longer rings add is not hidden."""
     stated, machine, degrees = plan.steps[0], plan.machine, plan.layout.degrees
     before, after = shards(plan.layout), shards(layout)
-    seconds = stated.seconds - stated.parts.get("optimizer", 0.0) * (1 - before / after)
+    seconds = stated.seconds - stated.parts.get("exposed.slowest", 0.0)
+    seconds -= stated.parts.get("optimizer", 0.0) * (1 - before / after)
     modules = max(len(layout.pipeline.modules[stage]) for stage in range(len(layout.pipeline.modules)))
     rounds = 1 if layout.gathers_once else layout.microbatches
     count = (2 if layout.gathers_once else 3) * modules * rounds  # gathered for forward and backward, and reduced
@@ -267,7 +260,7 @@ def describe_scale(plan: Plan) -> list[str]:
         ),
         "step",
         *rows(
-            ("planned, s", lambda at: at.planned_step),
+            ("planned, s, mean of all ranks", lambda at: at.planned_step),
             ("slowest of all ranks, %", lambda at: f"+{100 * (at.slowest - 1):.1f}"),
             ("tokens/s per GPU", lambda at: at.layout.tokens / at.step / at.ranks),
         ),

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from titan_lite.compiler.hardware import GIB, UNCERTAINTY, Machine
+from titan_lite.compiler.hardware import GIB, JOINT, UNCERTAINTY, Machine
 from titan_lite.compiler.stage import CompileError
 from titan_lite.compiler.timeline import Timeline
 from titan_lite.config import ConfigError
@@ -45,6 +45,8 @@ WORDS = {
     "compute": "computation",
     "bubble": "waiting for other pipeline ranks",
     "optimizer": "clipping and optimizer",
+    "host": "the host",
+    "slowest": "the slowest rank",
     **AXIS_WORDS,
 }
 
@@ -202,14 +204,15 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
     verdict = f"fits, {margin:.1f} free" if plan.fits else f"does not fit: {-margin:.1f} too many"
     lines.append(f"  {'of ' + format(machine.memory, 'g') + ' on the device':<40} {memory.total / GIB:8.2f}  {verdict}")
     uncertain = ", ".join(f"{name.removesuffix('_efficiency')} {100 * share:.0f}%" for name, share in UNCERTAINTY.items())
+    uncertain += ", clock at the power limit" if machine.power else ""
     traced = " and ".join(map(str, sorted({depth for depths in plan.depths.values() for depth in depths})))
     return [
         *lines,
         "",
         f"bottleneck: {what_binds(plan)}",
         *([spare(plan, lighter)] if lighter and plan.fits else ()),
-        f"ranges: efficiencies of {uncertain} up and down; stages of {traced} blocks traced; no waiting for the loader; "
-        f"planned in {plan.seconds:.0f} s",
+        f"ranges (80%): efficiencies of {uncertain}, {JOINT:g} of each; stages of {traced} blocks traced; no waiting for the "
+        f"loader; planned in {plan.seconds:.0f} s",
     ]
 
 
@@ -283,7 +286,7 @@ def as_json(plan: Plan) -> str:
             "fits": plan.fits,
         },
         "what_binds": what_binds(plan),
-        "uncertainty": UNCERTAINTY,
+        "uncertainty": {name: round(JOINT * share, 4) for name, share in UNCERTAINTY.items()},
         "traced_blocks": {" ".join(kind) or "blocks": depths for kind, depths in plan.depths.items()},
         "planning_seconds": round(plan.seconds, 1),
     }

@@ -57,6 +57,12 @@ def test_products_are_as_fast_as_published_also_those_that_the_fit_has_not_seen(
         assert sum(error < 0.1 for error in found) >= within
 
 
+def test_larger_products_of_normal_numbers():
+    """cuBLAS on an H100 SXM (pranjalssh/fast.cu, README)."""
+    for size, published in ((6144, 741.1), (8192, 797.8)):
+        assert 2 * size**3 / seconds_of(1, size, size, size) / 1e12 == pytest.approx(published, rel=0.1)
+
+
 def test_a_last_wave_that_is_not_full_costs_a_wave():
     def seconds(columns):  # one tile of 128 x 256 for each 256 columns
         return product_seconds(1, 128, 256 * columns, 8192, speed=132e12, multiprocessors=132)
@@ -90,3 +96,8 @@ def test_attention_by_kernel_and_length():
 def test_a_power_limit_lowers_the_clock():
     assert clock_share(0, 700) == clock_share(700, 700) == clock_share(800, 700) == 1
     assert clock_share(500, 700) == pytest.approx((400 / 600) ** 0.5)
+    limited = dataclasses.replace(H100, power=500)
+    _, slow, fast = limited.spread()
+    shares = [each.flops(torch.bfloat16) / H100.flops(torch.bfloat16) for each in (slow, limited, fast)]
+    assert shares == pytest.approx([(400 / 600) ** 0.8, (400 / 600) ** 0.5, (400 / 600) ** 0.4])  # 0.6 of the way to 1 and to 1/3
+    assert H100.spread()[1].flops(torch.bfloat16) == H100.flops(torch.bfloat16)

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hand import GATHER, Hand, aten, collectives, places, priced, two_ranks  # noqa: F401
+from hand import GATHER, Hand, Priced, aten, collectives, places, priced, two_ranks  # noqa: F401
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from titan_lite.compiler.bucketing import merge
+from titan_lite.compiler.collectives import parameters_of
+from titan_lite.compiler.nccl import CHANNELS
 from titan_lite.compiler.reordering import overlap, wait_for_reductions_late
 from titan_lite.compiler.timeline import lower_bound, peak_bytes, simulate
 from titan_lite.compiler.wrapping import by_block, greedy
@@ -39,6 +41,31 @@ def test_one_that_is_started_early_travels_under_computation():
     timeline = simulate(graph, priced())
     assert (timeline.exposed, timeline.seconds) == (11.0, 21.0)
     assert [(span.start, span.exposed, span.under) for span in timeline.collectives()] == [(0.0, 8.0, 0.0), (8.0, 3.0, 5.0)]
+
+
+class Shared(Priced):
+    """Computes in proportion to the multiprocessors, of which a collective takes half."""
+
+    def cost(self, node, fused=True):
+        return super().cost(node, fused) * (1 if parameters_of(node) else 48 / self.multiprocessors)
+
+
+def test_computation_beside_a_collective_has_the_multiprocessors_that_are_left():
+    graph = two_products()
+    overlap(graph)
+    machine = Shared(**{**vars(priced()), "multiprocessors": 2 * CHANNELS})
+    timeline = simulate(graph, machine)
+    # f begins at 8, with b: in 8 seconds it does 4 of its 5, and the last one alone
+    assert timeline.compute == pytest.approx(9.0 + 5.0, rel=1e-4)
+    assert (timeline.exposed, timeline.seconds) == pytest.approx((8.0, 8.0 + 9.0 + 5.0), rel=1e-4)
+
+
+def test_no_operator_starts_before_the_host_has_issued_it():
+    machine = replace(priced(), host=1e7)  # gathers at 10 and 40, waits at 20 and 50, f and g at 30 and 60
+    timeline = simulate(two_products(), machine, fused=False)
+    assert timeline.idle == 10 + (30 - 18) + (40 - 35) + (60 - 48)
+    assert timeline.seconds == timeline.idle + 16 + 10
+    assert simulate(two_products(), machine, fused=True).idle == 0  # one launch
 
 
 @pytest.mark.parametrize("coalesced", [False, True])

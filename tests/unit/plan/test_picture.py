@@ -45,7 +45,12 @@ def test_everything_a_step_does_has_its_place(plan):
     spans = step_spans(plan)
     assert max(start + seconds for *_, start, seconds in spans) == pytest.approx(plan.steps[0].seconds)
     of_rank = [what for rank, what, *_ in spans if rank == 1]
-    assert {what: of_rank.count(what) for what in of_rank} == {"gather": 1, "F": 8, "B": 8, "reduce": 1, "optimizer": 1}
+    assert {what: of_rank.count(what) for what in of_rank} == {
+        "gather": 1,
+        "F": 8,
+        "B": 8,
+        **dict.fromkeys(("reduce", "optimizer", "slowest"), 1),
+    }
     for rank in (0, 1):  # one thing at a time
         mine = sorted((start, start + seconds) for each, *_, start, seconds in spans if each == rank)
         assert all(end <= start + 1e-9 for (_, end), (start, _) in itertools.pairwise(mine))
@@ -74,7 +79,8 @@ def test_a_picture_is_drawn_with_legends(plan, tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     draw_plan(plan, tmp_path / "plan.png")
     step, graphs = ([text.get_text() for text in panel.get_legend().get_texts()] for panel in drawn[0].axes)
-    assert step == ["gather weights", "forward", "backward", "reduce gradients", "clipping and optimizer"]
+    ends = ["reduce gradients", "clipping and optimizer", "waiting for the slowest rank"]
+    assert step == ["gather weights", "forward", "backward", *ends]
     assert graphs == list(COLORS)
     monkeypatch.undo()
     draw_plan(plan, tmp_path / "plan.png")

@@ -109,6 +109,18 @@ def test_a_step_is_the_sum_of_its_parts():
     assert step.parts["optimizer"] == pytest.approx(40e9 / (3350e9 * 0.85), rel=1e-2)
 
 
+def test_a_step_takes_as_long_as_on_the_slowest_rank():
+    one = simulate_step(layout(), stages_of(layout()), H100)
+    assert one.parts.get("exposed.slowest", 0.0) == 0.0
+    many = simulate_step(layout(4, 8), stages_of(layout(4, 8)), H100)
+    # the largest of four standard normals is 1.03 on average
+    assert many.parts["exposed.slowest"] / (many.seconds - many.parts["exposed.slowest"]) == pytest.approx(
+        1.03 * 0.08 / 5.4, rel=0.03
+    )
+    measured = dataclasses.replace(H100, multiprocessors=0)
+    assert "exposed.slowest" not in simulate_step(layout(4, 8), stages_of(layout(4, 8)), measured).parts
+
+
 def test_bytes_are_of_the_rank_that_sends_most():
     mine = layout(2, 4)
     step = simulate_step(mine, [stage(forward__bytes__tp=1.0), stage(forward__bytes__tp=5.0, gather__bytes__tp=7.0)], H100)
@@ -126,3 +138,4 @@ def test_a_collective_of_no_machine_is_slower_on_a_slow_one():
     assert stated is H100
     assert slow.matmul_efficiency < H100.matmul_efficiency < fast.matmul_efficiency <= 1
     assert slow.flops(torch.bfloat16) == H100.flops(torch.bfloat16)  # datasheets are not in doubt
+    assert (slow.host, fast.host) == pytest.approx((1.3 * H100.host, 0.7 * H100.host))
