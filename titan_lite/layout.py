@@ -28,6 +28,10 @@ from titan_lite.shape import shape_of, shape_words
 if TYPE_CHECKING:
     from titan_lite.models.llama3 import Transformer
 
+# Bytes of logits, copies and gradients together, above which loss_chunk_tokens = 0 computes the loss in chunks of tokens. LOGIT:
+# theirs for one token and one entry of the vocabulary: logarithms of probabilities, their gradient and that of logits, in
+# float32. MOST_CHUNKS bounds the graph, in which every chunk has its nodes.
+LOGITS, LOGIT, MOST_CHUNKS, MULTIPLE = 3 * 2**29, 12, 16, 128
 FILLED = 0.6  # share of a device's memory that fsdp_communication = "auto" may fill, without activations
 
 
@@ -41,6 +45,7 @@ class Layout:
     local_batch_size: int  # sequences that a data-parallel rank or its pipeline takes at once
     accumulation: int  # local batches of one optimizer step, on each data-parallel rank, once the ramp is over
     gathers_once: bool  # weights are gathered and gradients reduced once an optimizer step, not once a microbatch
+    loss_chunk: int = 0  # tokens whose logits a rank has at a time; 0: all of a microbatch
     ramp: tuple[tuple[int, int], ...] = ()  # of global_batch_ramp, before accumulation: (local batches, last step)
 
     @property
@@ -171,6 +176,8 @@ def make_layout(config: Config, world_size: int, model: ModelConfig | None = Non
     )
     if microbatches > 1 and parallelism.fsdp_communication == "auto":
         layout = dataclasses.replace(layout, gathers_once=_gathers_once(config, layout, memory))
+    tokens = layout.sequences * layout.seq_len // degrees["cp"]
+    layout = dataclasses.replace(layout, loss_chunk=loss_chunk(training, tokens, -(-model.vocab_size // degrees["tp"])))
     words = shape_words(config.model)
     _check_names("parallelism.fsdp_keep_gathered", parallelism.fsdp_keep_gathered, words, layout.model)
     _check_schedule(config, layout)
@@ -180,6 +187,24 @@ def make_layout(config: Config, world_size: int, model: ModelConfig | None = Non
             f'weights gathered for a step of {microbatches} microbatches; use fsdp_communication = "microbatch"'
         )
     return layout
+
+
+def loss_chunk(training: Training, tokens: int, vocabulary: int) -> int:
+    """Return the tokens whose logits exist at a time, of `tokens` of a microbatch on a rank with `vocabulary` entries; 0: all.
+
+    Raises ConfigError for a training.loss_chunk_tokens without effect, or with more than MOST_CHUNKS chunks.
+    """
+    chunk, least = training.loss_chunk_tokens, -(-tokens // MOST_CHUNKS)
+    if chunk == 0:
+        fits = LOGITS // (LOGIT * vocabulary)
+        chosen = max(fits - fits % MULTIPLE, MULTIPLE, least)
+        return chosen if fits < tokens > chosen else 0
+    wrong = f"training.loss_chunk_tokens = {chunk:,}: a rank has {tokens:,} tokens of a microbatch"
+    if chunk >= tokens:
+        raise ConfigError(f"{wrong}, so this has no effect; use -1, or less than {tokens}")
+    if 0 < chunk < least:
+        raise ConfigError(f"{wrong}, which is more than {MOST_CHUNKS} chunks; use at least {least}")
+    return max(chunk, 0)
 
 
 def _gathers_once(config: Config, layout: Layout, memory: float) -> bool:

@@ -1,6 +1,11 @@
 """Next-token cross-entropy as a sum over tokens; divided by the tokens of all ranks, it is the same on every layout.
 
-by_sequence: a sum for each sequence (B,) instead of one for the microbatch, for the loss of each source of a mixture.
+    loss_sum = build_loss(vocab_size, tp.rank, tp.degree, tp.group, chunk_tokens=1024)
+    loss = loss_sum(hidden, weight, labels)         # (B, T, C), (v, C), (B, T) -> nats, float32
+
+The loss takes the input of the output projection, so that it can project some tokens at a time: then neither the logits of all
+tokens nor their gradient exist. by_sequence: a sum for each sequence (B,) instead of one for the microbatch, for the loss of each
+source of a mixture.
 """
 
 import functools
@@ -12,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE_INDEX = -100  # a label that is not counted
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden, weight, labels) -> sum
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, *, by_sequence: bool = False) -> Tensor:
@@ -26,8 +32,26 @@ def counted(labels: Tensor) -> Tensor:
     return (labels != IGNORE_INDEX).sum(1)
 
 
-def build_loss(
-    vocab_size: int, rank: int, degree: int, group: str, *, by_sequence: bool = False
+def build_loss(vocab_size: int, rank: int, degree: int, group: str, *, by_sequence: bool = False, chunk_tokens: int = 0) -> Loss:
+    """Return the loss of hidden states (B, T, C), this rank's rows of the projection (v, C) and labels (B, T).
+
+    Rank `rank` of `degree` in `group` has ceil(V / degree) tokens of the vocabulary. chunk_tokens: how many tokens are projected
+    at a time; 0: all.
+    """
+    if not chunk_tokens:
+        return functools.partial(_whole, loss_of_logits=build_loss_of_logits(vocab_size, rank, degree, group, by_sequence))
+    first = own_vocabulary(vocab_size, rank, degree).start
+    return functools.partial(
+        chunked_cross_entropy_sum, chunk=chunk_tokens, first=first, degree=degree, group=group, by_sequence=by_sequence
+    )
+
+
+def _whole(hidden: Tensor, weight: Tensor, labels: Tensor, *, loss_of_logits: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    return loss_of_logits(F.linear(hidden, weight), labels)
+
+
+def build_loss_of_logits(
+    vocab_size: int, rank: int, degree: int, group: str, by_sequence: bool = False
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return (logits, labels) -> loss for rank `rank` of `degree` that share the vocabulary, ceil(V / degree) tokens each."""
     if degree == 1:
@@ -75,6 +99,88 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         probabilities, own, inside, counted = ctx.saved_tensors
         result = (probabilities * counted.unsqueeze(-1)).scatter_add(-1, own, -inside.unsqueeze(-1).float())
         return (result * gradient.unsqueeze(-1)).to(ctx.dtype), None, None, None
+
+
+def chunked_cross_entropy_sum(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int, first: int, degree: int, group: str, by_sequence: bool = False
+) -> Tensor:
+    """Return the loss, with the logits of at most `chunk` tokens at a time. Arguments as for `build_loss`.
+
+    Gradients are computed along with the loss, before its own gradient is known, and are multiplied by it in backward: computing
+    the logits again would cost a fourth product besides forward's one and backward's two, and a compiler would find it alike to
+    the first and keep all logits. It costs a gradient of `weight` that is kept from forward to backward, and a second rounding
+    of gradients in bfloat16. The gradient of `weight` is summed over chunks in float32.
+
+    by_sequence: the gradients of all sequences must be equal, as in a mean; the gradient of `weight` is NaN otherwise.
+    """
+    arguments = hidden, weight, labels, chunk, first, degree, group
+    if torch.is_grad_enabled():
+        losses: Tensor = _ChunkedCrossEntropy.apply(*arguments, by_sequence)
+        return losses
+    return _total(_in_chunks(*arguments, gradients=False)[0], labels, by_sequence)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *arguments: Any) -> Tensor:
+        *where, by_sequence = arguments
+        losses, of_hidden, of_weight = _in_chunks(hidden, weight, labels, *where, gradients=True)
+        ctx.save_for_backward(of_hidden, of_weight)
+        return _total(losses, labels, by_sequence)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        of_hidden, of_weight = ctx.saved_tensors
+        of_all = gradient
+        if gradient.dim():
+            of_all = gradient.where(gradient == gradient[0], torch.nan).amax()
+            gradient = gradient.view(-1, 1, 1)
+        # in float32: torch would round a scalar to the dtype of a tensor in bfloat16
+        scaled = (each.float() * scale for each, scale in ((of_hidden, gradient), (of_weight, of_all)))
+        hidden, weight = (each.to(of_weight.dtype) for each in scaled)
+        return hidden, weight, None, None, None, None, None, None
+
+
+def _total(losses: Tensor, labels: Tensor, by_sequence: bool) -> Tensor:
+    return losses.view(labels.shape).sum(1) if by_sequence else losses.sum()
+
+
+def _in_chunks(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, first: int, degree: int, group: str, *, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss of each token (B x T,) and the gradients of its sum: of `hidden`, and of `weight`, in their dtype."""
+    losses, of_hidden = [], []
+    of_weight = weight  # replaced by the first chunk
+    for x, label in zip(hidden.flatten(0, 1).split(chunk), labels.flatten().split(chunk), strict=True):
+        counted, own = label != IGNORE_INDEX, label - first
+        inside = (own >= 0) & (own < weight.shape[0])
+        own = own.where(inside, 0).unsqueeze(-1)
+        log_p = _log_probabilities(F.linear(x, weight), degree, group)
+        losses.append(-log_p.gather(-1, own).squeeze(-1).where(inside & counted, 0.0))
+        if gradients:
+            # of the logits, p - 1 at the label; it is masked where it has become narrow
+            of_logits = log_p.exp_().scatter_add_(-1, own, -inside.unsqueeze(-1).float()).to(weight.dtype)
+            del log_p
+            mask = counted.unsqueeze(-1)
+            of_hidden.append(of_logits @ weight * mask)
+            product = of_logits.T @ (x * mask)
+            of_weight = product.float() if of_weight is weight else of_weight.add_(product)
+    found = torch.cat(losses)
+    if degree > 1:  # the label of a token is in one rank's vocabulary
+        found = _all_reduce(found, "sum", group)
+    return found, torch.cat(of_hidden).view(hidden.shape) if gradients else hidden, of_weight.to(weight.dtype)
+
+
+def _log_probabilities(logits: Tensor, degree: int, group: str) -> Tensor:
+    """Return the logarithms of the probabilities of this rank's tokens of the vocabulary, (t, v) -> (t, v), float32."""
+    found = F.log_softmax(logits, -1, dtype=torch.float32)
+    if degree == 1:
+        return found
+    most, where = found.max(-1, keepdim=True)
+    own = logits.gather(-1, where).float() - most  # logarithm of the sum of this rank's exponentials
+    collectives = torch.ops._c10d_functional
+    every = collectives.wait_tensor(collectives.all_gather_into_tensor(own.T.contiguous(), degree, group))
+    return found.add_(own - every.logsumexp(0).unsqueeze(-1))
 
 
 def _all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:

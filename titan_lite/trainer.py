@@ -50,7 +50,7 @@ from titan_lite.faults.stragglers import Stragglers
 from titan_lite.faults.watchdog import PATIENCE, Watchdog
 from titan_lite.layout import make_layout
 from titan_lite.logging import events, logger
-from titan_lite.loss import build_loss, counted, own_vocabulary
+from titan_lite.loss import build_loss, counted
 from titan_lite.lr_scheduler import lr_factor
 from titan_lite.metrics.figures import MetricsWriter, draw_loss, peak_memory_gib
 from titan_lite.metrics.lines import end_lines, show_receipts
@@ -128,7 +128,12 @@ class Trainer:
         sections: dict[str, Any] = dict(parallelism=config.parallelism, activation_checkpoint=config.activation_checkpoint)
         modules = [plan.modules[stage] for stage in plan.stages_of(self.mesh["pp"].get_local_rank())]
         make_model = functools.partial(Transformer, layout.model)
-        self.stages = build_stages(make_model, modules, self.mesh, training=config.training, **sections)
+        tp, by_sequence = axis_of(self.mesh["tp"]), bool(config.data.sources)
+        share = (layout.model.vocab_size, tp.rank, tp.degree, tp.group)
+        loss = build_loss(*share, by_sequence=by_sequence, chunk_tokens=layout.loss_chunk)
+        if not config.compile.compiles("model"):  # whose graph has the loss
+            loss = compile_function(loss, config.compile, "loss")
+        self.stages = build_stages(make_model, modules, self.mesh, training=config.training, loss=loss, **sections)
         sections |= dict(compile=config.compile, machine=self.machine, dump_folder=self.dump_folder)
         compile_as = functools.partial(compile_stages, self.stages, self.mesh, **sections)
         self.autotuner = Autotuner(self.stages, compile_as, config.compile, self.device)
@@ -141,13 +146,9 @@ class Trainer:
         self.parameters = {fqn: parameter for model in self.stages for fqn, parameter in model.named_parameters()}
         self.positions = torch.tensor(self.stages[0].positions, device=self.device)
 
-        tp, vocab_size = axis_of(self.mesh["tp"]), layout.model.vocab_size
-        loss = build_loss(vocab_size, tp.rank, tp.degree, tp.group, by_sequence=bool(config.data.sources))
-        loss_sum = compile_function(loss, config.compile, "loss")
-        logits = (layout.sequences, len(self.positions), len(own_vocabulary(vocab_size, tp.rank, tp.degree)))
-        self.runner = build_runner(
-            self.stages, plan, self.mesh, config.parallelism, loss_sum, logits, dtype=self.dtype, device=self.device
-        )
+        kinds: dict[str, Any] = dict(by_sequence=by_sequence, dtype=self.dtype, device=self.device)
+        tokens = (layout.sequences, len(self.positions))
+        self.runner = build_runner(self.stages, plan, self.mesh, config.parallelism, tokens, **kinds)
         compile_update = functools.partial(compile_function, config=config.compile, component="optimizer")
         compiler = compile_update if config.compile.compiles("optimizer") else None
         self.optimizer = build_optimizer(config.optimizer, self.parameters.values(), compile=compiler)

@@ -54,8 +54,11 @@ def build(
     bucket_mode="copy",
     machine=None,
     receipts=None,
+    chunk=0,
 ):
-    """The model as the trainer builds it, without a recipe. compiled: a backend; receipts: a list that gets the schedule's."""
+    """The model as the trainer builds it, without a recipe. compiled: a backend; receipts: a list that gets the schedule's;
+    chunk: tokens whose loss is computed at a time."""
+    tp = axis_of(mesh["tp"])
     parallelism = Parallelism(fsdp_reshard_after_forward="default" if reshard else "never", fsdp_keep_gathered=keep)
     checkpoint = ActivationCheckpoint(mode=checkpointing, memory_budget=0.3)
     (model,) = build_stages(
@@ -69,6 +72,7 @@ def build(
         ),
         parallelism=parallelism,
         activation_checkpoint=checkpoint,
+        loss=build_loss(config.vocab_size, tp.rank, tp.degree, tp.group, chunk_tokens=chunk),
     )
     if compiled:
         torch._dynamo.reset()
@@ -91,11 +95,9 @@ def my_microbatches(mesh, tokens, labels, count=1):
 
 def step(model, mesh, microbatches, tokens, scale=1, whole=True, gradient=True):
     """(loss over all ranks, {FQN: gradient}); scale: what a loop that averages over ranks multiplies with."""
-    tp = axis_of(mesh["tp"])
-    loss_sum = build_loss(model.config.vocab_size, tp.rank, tp.degree, tp.group)
     total = torch.zeros(())
     for input, label in microbatches:
-        loss = loss_sum(model(input), label) / tokens
+        loss = model(input, labels=label) / tokens
         (loss * scale).backward()
         total += loss.detach()
     sum_over_tokens(total, mesh)

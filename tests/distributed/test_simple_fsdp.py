@@ -24,7 +24,7 @@ from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.distributed.gather import GatherPlan
 from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, shard_of
-from titan_lite.loss import cross_entropy_sum
+from titan_lite.loss import build_loss, cross_entropy_sum
 from titan_lite.models.llama3 import Transformer
 
 F32 = torch.float32
@@ -36,6 +36,7 @@ PARAMS = [pytest.param(layout, marks=SLOW if layout != "FSDP-2" else ()) for lay
 def build_fsdp2(config, mesh, param=torch.float32):
     model = Transformer(config)
     model.init_weights(seed=0)
+    model.output.loss_sum = build_loss(config.vocab_size, 0, 1, "")
     options = dict(mesh=mesh["dp_replicate", "dp_shard"], mp_policy=MixedPrecisionPolicy(param, torch.float32))
     for layer in model.layers.values():
         fully_shard(layer, **options)
