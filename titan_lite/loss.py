@@ -1,11 +1,11 @@
 """Next-token cross-entropy as a sum over tokens; divided by the tokens of all ranks, it is the same on every layout.
 
-    loss_sum = build_loss(vocab_size, tp.rank, tp.degree, tp.group, chunk_tokens=1024)
-    loss = loss_sum(hidden, weight, labels)         # (B, T, C), (v, C), (B, T) -> nats, float32
+    loss = build_loss(vocab_size, tp.rank, tp.degree, tp.group)(logits, labels)         # (B, T, v), (B, T) -> nats, float32
+    loss_sum = build_loss(vocab_size, tp.rank, tp.degree, tp.group, chunk=1024)
+    loss = loss_sum(hidden, weight, labels)         # (B, T, C), (v, C), (B, T): 1024 tokens are projected at a time
 
-The loss takes the input of the output projection, so that it can project some tokens at a time: then neither the logits of all
-tokens nor their gradient exist. by_sequence: a sum for each sequence (B,) instead of one for the microbatch, for the loss of each
-source of a mixture.
+The second takes the input of the projection, so that neither the logits of all tokens nor their gradient exist. by_sequence: a
+sum for each sequence (B,) instead of one for the microbatch, for the loss of each source of a mixture.
 """
 
 import functools
@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE_INDEX = -100  # a label that is not counted
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # (hidden, weight, labels) -> sum
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, *, by_sequence: bool = False) -> Tensor:
@@ -32,31 +31,19 @@ def counted(labels: Tensor) -> Tensor:
     return (labels != IGNORE_INDEX).sum(1)
 
 
-def build_loss(vocab_size: int, rank: int, degree: int, group: str, *, by_sequence: bool = False, chunk_tokens: int = 0) -> Loss:
-    """Return the loss of hidden states (B, T, C), this rank's rows of the projection (v, C) and labels (B, T).
+def build_loss(
+    vocab_size: int, rank: int, degree: int, group: str, *, by_sequence: bool = False, chunk: int = 0
+) -> Callable[..., Tensor]:
+    """Return (logits, labels) -> loss for rank `rank` of `degree` that share the vocabulary, ceil(V / degree) tokens each.
 
-    Rank `rank` of `degree` in `group` has ceil(V / degree) tokens of the vocabulary. chunk_tokens: how many tokens are projected
-    at a time; 0: all.
+    chunk: if given, return (hidden states, weight of the projection, labels) -> loss, of so many tokens at a time.
     """
-    if not chunk_tokens:
-        return functools.partial(_whole, loss_of_logits=build_loss_of_logits(vocab_size, rank, degree, group, by_sequence))
     first = own_vocabulary(vocab_size, rank, degree).start
-    return functools.partial(
-        chunked_cross_entropy_sum, chunk=chunk_tokens, first=first, degree=degree, group=group, by_sequence=by_sequence
-    )
-
-
-def _whole(hidden: Tensor, weight: Tensor, labels: Tensor, *, loss_of_logits: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    return loss_of_logits(F.linear(hidden, weight), labels)
-
-
-def build_loss_of_logits(
-    vocab_size: int, rank: int, degree: int, group: str, by_sequence: bool = False
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return (logits, labels) -> loss for rank `rank` of `degree` that share the vocabulary, ceil(V / degree) tokens each."""
+    if chunk:
+        split = functools.partial(chunked_cross_entropy_sum, first=first, degree=degree, group=group)
+        return functools.partial(split, chunk=chunk, by_sequence=by_sequence)
     if degree == 1:
         return functools.partial(cross_entropy_sum, by_sequence=True) if by_sequence else cross_entropy_sum
-    first = own_vocabulary(vocab_size, rank, degree).start
     return functools.partial(vocabulary_parallel_cross_entropy_sum, first=first, group=group, by_sequence=by_sequence)
 
 
@@ -104,7 +91,8 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
 def chunked_cross_entropy_sum(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int, first: int, degree: int, group: str, by_sequence: bool = False
 ) -> Tensor:
-    """Return the loss, with the logits of at most `chunk` tokens at a time. Arguments as for `build_loss`.
+    """Return the loss of hidden states (B, T, C), this rank's rows of the projection (v, C) and labels (B, T), with the logits of
+    at most `chunk` tokens at a time. first, degree, group: as above.
 
     Gradients are computed along with the loss, before its own gradient is known, and are multiplied by it in backward: computing
     the logits again would cost a fourth product besides forward's one and backward's two, and a compiler would find it alike to
@@ -165,6 +153,7 @@ def _in_chunks(
             of_hidden.append(of_logits @ weight * mask)
             product = of_logits.T @ (x * mask)
             of_weight = product.float() if of_weight is weight else of_weight.add_(product)
+            del of_logits
     found = torch.cat(losses)
     if degree > 1:  # the label of a token is in one rank's vocabulary
         found = _all_reduce(found, "sum", group)

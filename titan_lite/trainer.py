@@ -50,7 +50,7 @@ from titan_lite.faults.stragglers import Stragglers
 from titan_lite.faults.watchdog import PATIENCE, Watchdog
 from titan_lite.layout import make_layout
 from titan_lite.logging import events, logger
-from titan_lite.loss import build_loss, counted
+from titan_lite.loss import build_loss, counted, own_vocabulary
 from titan_lite.lr_scheduler import lr_factor
 from titan_lite.metrics.figures import MetricsWriter, draw_loss, peak_memory_gib
 from titan_lite.metrics.lines import end_lines, show_receipts
@@ -130,10 +130,11 @@ class Trainer:
         make_model = functools.partial(Transformer, layout.model)
         tp, by_sequence = axis_of(self.mesh["tp"]), bool(config.data.sources)
         share = (layout.model.vocab_size, tp.rank, tp.degree, tp.group)
-        loss = build_loss(*share, by_sequence=by_sequence, chunk_tokens=layout.loss_chunk)
-        if not config.compile.compiles("model"):  # whose graph has the loss
+        loss = build_loss(*share, by_sequence=by_sequence, chunk=layout.loss_chunk)
+        if not (layout.loss_chunk and config.compile.compiles("model")):  # whose graph then has the loss
             loss = compile_function(loss, config.compile, "loss")
-        self.stages = build_stages(make_model, modules, self.mesh, training=config.training, loss=loss, **sections)
+        within = loss if layout.loss_chunk else None
+        self.stages = build_stages(make_model, modules, self.mesh, training=config.training, loss=within, **sections)
         sections |= dict(compile=config.compile, machine=self.machine, dump_folder=self.dump_folder)
         compile_as = functools.partial(compile_stages, self.stages, self.mesh, **sections)
         self.autotuner = Autotuner(self.stages, compile_as, config.compile, self.device)
@@ -146,9 +147,11 @@ class Trainer:
         self.parameters = {fqn: parameter for model in self.stages for fqn, parameter in model.named_parameters()}
         self.positions = torch.tensor(self.stages[0].positions, device=self.device)
 
-        kinds: dict[str, Any] = dict(by_sequence=by_sequence, dtype=self.dtype, device=self.device)
-        tokens = (layout.sequences, len(self.positions))
-        self.runner = build_runner(self.stages, plan, self.mesh, config.parallelism, tokens, **kinds)
+        tokens = layout.sequences, len(self.positions)
+        losses = tokens[:1] if by_sequence else ()
+        shapes: dict[str, Any] = dict(tokens=tokens, output=losses if within else (*tokens, len(own_vocabulary(*share[:3]))))
+        runs: dict[str, Any] = dict(shapes, dtype=self.dtype, device=self.device)
+        self.runner = build_runner(self.stages, plan, self.mesh, config.parallelism, None if within else loss, **runs)
         compile_update = functools.partial(compile_function, config=config.compile, component="optimizer")
         compiler = compile_update if config.compile.compiles("optimizer") else None
         self.optimizer = build_optimizer(config.optimizer, self.parameters.values(), compile=compiler)

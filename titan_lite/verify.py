@@ -276,7 +276,7 @@ class _Recorder:
         elif moment == "forward" and trainer.step == 1 and not trainer.config.compile.compiles("model"):
             for model in trainer.stages:
                 for fqn, module in model.named_modules():
-                    if fqn not in ("", "layers", "output"):  # of output comes the loss, which is compared
+                    if fqn not in ("", "layers", "output" if trainer.layout.loss_chunk else ""):  # which returns the loss
                         self.hooks.append(module.register_forward_hook(_summing(fqn, self.observed)))
         elif moment == "backward" and trainer.step == 1:
             for hook in self.hooks:
@@ -318,7 +318,10 @@ def compare(found: Observed, expected: Observed) -> Comparison:
         for fqn, gradient in expected.gradients.items()
     }
     parameter = max(worst, key=lambda fqn: worst[fqn])
-    module = next((fqn for fqn in expected.activations if _diverges(found.activations.get(fqn), expected.activations[fqn])), "")
+    modules = {**expected.activations}
+    if "output" not in found.activations:  # the loss is computed without all logits
+        modules.pop("output", None)
+    module = next((fqn for fqn, sums in modules.items() if _diverges(found.activations.get(fqn), sums)), "")
     return Comparison(max(losses), worst[parameter], parameter, module if found.activations else "")
 
 

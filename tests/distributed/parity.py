@@ -72,7 +72,7 @@ def build(
         ),
         parallelism=parallelism,
         activation_checkpoint=checkpoint,
-        loss=build_loss(config.vocab_size, tp.rank, tp.degree, tp.group, chunk_tokens=chunk),
+        loss=build_loss(config.vocab_size, tp.rank, tp.degree, tp.group, chunk=chunk) if chunk else None,
     )
     if compiled:
         torch._dynamo.reset()
@@ -95,9 +95,11 @@ def my_microbatches(mesh, tokens, labels, count=1):
 
 def step(model, mesh, microbatches, tokens, scale=1, whole=True, gradient=True):
     """(loss over all ranks, {FQN: gradient}); scale: what a loop that averages over ranks multiplies with."""
+    tp = axis_of(mesh["tp"])
+    loss_sum = None if hasattr(model.output, "loss_sum") else build_loss(model.config.vocab_size, tp.rank, tp.degree, tp.group)
     total = torch.zeros(())
     for input, label in microbatches:
-        loss = model(input, labels=label) / tokens
+        loss = (loss_sum(model(input), label) if loss_sum else model(input, labels=label)) / tokens
         (loss * scale).backward()
         total += loss.detach()
     sum_over_tokens(total, mesh)

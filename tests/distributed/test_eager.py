@@ -11,6 +11,8 @@ from tiny import HEADS, TIED, UNTIED
 
 from titan_lite.distributed import gather
 from titan_lite.distributed.eager import Eager
+from titan_lite.distributed.tensor_parallel import axis_of
+from titan_lite.loss import build_loss
 
 SCATTER, ALL = "reduce_scatter_tensor", "all_reduce"
 LAYOUTS = {"DDP": ((2, 1), [ALL]), "FSDP": ((1, 2), [SCATTER]), "HSDP": ((2, 2), [SCATTER, ALL])}
@@ -45,6 +47,8 @@ def train(model, mesh, count, waits_at_once=False):
         return plan.finish_reduce(plan.start_reduce(gradient)).to(dtype)
 
     tokens, labels = batch()
+    tp = axis_of(mesh["tp"])
+    loss_sum = build_loss(model.config.vocab_size, tp.rank, tp.degree, tp.group)
     model.zero_grad()
     watched = Watched()
     with (
@@ -52,7 +56,7 @@ def train(model, mesh, count, waits_at_once=False):
         mock.patch.object(Eager, "reduce", at_once if waits_at_once else Eager.reduce),
     ):
         for input, label in my_microbatches(mesh, tokens, labels, count=count):
-            (model(input, labels=label) / (labels != -100).sum()).backward()
+            (loss_sum(model(input), label) / (labels != -100).sum()).backward()
             watched.calls.append(("end",))
         return gradients(model, whole=False), watched.calls
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from titan_lite.config import Optimizer
 from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.distributed.tensor_parallel import PLAN, apply_tensor_parallel, axis_of
-from titan_lite.loss import build_loss_of_logits, cross_entropy_sum
+from titan_lite.loss import build_loss, cross_entropy_sum
 from titan_lite.models.llama3 import FLAVORS, Transformer
 from titan_lite.optimizer import build_optimizer
 
@@ -97,9 +97,10 @@ class Shapes(TorchDispatchMode):
 def what_a_rank_holds():
     mesh = make_mesh(1, 1, 2)
     tokens, labels = batch()
+    tp = axis_of(mesh["tp"])
     model = build(HEADS, mesh)
     with Shapes() as shapes:
-        model(tokens, labels=labels).backward()
+        build_loss(HEADS.vocab_size, tp.rank, tp.degree, tp.group)(model(tokens), labels).backward()
     held = {fqn: parameter.to_local().numel() for fqn, parameter in model.named_parameters()}
     return shapes.seen, held, {fqn: parameter.numel() for fqn, parameter in model.named_parameters()}
 
@@ -158,7 +159,7 @@ def loss_alone():
         whole = logits.to(dtype).clone().requires_grad_()
         part = whole.detach().tensor_split([16, 32, 48], dim=-1)[tp.rank].clone().requires_grad_()
         expected = cross_entropy_sum(whole, labels)
-        found = build_loss_of_logits(61, tp.rank, tp.degree, tp.group)(part, labels)
+        found = build_loss(61, tp.rank, tp.degree, tp.group)(part, labels)
         (2 * expected).backward()
         (2 * found).backward()
         torch.testing.assert_close(found, expected)
@@ -166,7 +167,7 @@ def loss_alone():
         torch.testing.assert_close(part.grad, whole.grad.tensor_split([16, 32, 48], dim=-1)[tp.rank])
 
         gradient, part.grad = part.grad, None
-        by_sequence = build_loss_of_logits(61, tp.rank, tp.degree, tp.group, True)(part, labels)
+        by_sequence = build_loss(61, tp.rank, tp.degree, tp.group, by_sequence=True)(part, labels)
         torch.testing.assert_close(by_sequence, cross_entropy_sum(whole, labels, by_sequence=True))
         (2 * by_sequence).sum().backward()
         assert torch.equal(part.grad, gradient)

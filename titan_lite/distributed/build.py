@@ -134,16 +134,17 @@ def build_runner(
     plan: PipelinePlan,
     mesh: DeviceMesh,
     parallelism: Parallelism,
-    tokens: tuple[int, int],
+    loss_sum: Callable[[Tensor, Tensor], Tensor] | None,
     *,
-    by_sequence: bool,
+    tokens: tuple[int, int],
+    output: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
 ) -> SingleStage | Pipeline:
-    """Return the runner of this rank's stages: a Pipeline if there are several pipeline ranks. tokens: shape (B, T) of a
-    microbatch on this rank; by_sequence: as in loss.py; dtype: of the activations sent between stages."""
+    """Return the runner of this rank's stages: a Pipeline if there are several pipeline ranks. tokens, output, dtype: as for it;
+    loss_sum: as for SingleStage."""
     if mesh["pp"].size() == 1:
-        return SingleStage(stages[0])
+        return SingleStage(stages[0], loss_sum)
     return Pipeline(
         stages,
         plan,
@@ -151,8 +152,9 @@ def build_runner(
         parallelism,
         tokens=tokens,
         hidden=(tokens[0], tokens[1] // mesh["tp"].size(), stages[0].config.dim),  # type: ignore[arg-type]
-        losses=tokens[:1] if by_sequence else (),
+        output=output,
         dtype=dtype,
+        loss_sum=loss_sum,
         device=device,
     )
 

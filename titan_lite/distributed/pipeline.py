@@ -1,16 +1,15 @@
 """Pipeline parallelism: stages of consecutive modules are on different ranks, and microbatches pass through all stages.
 
     keep_modules(model, plan.modules[0])           # removes the modules of other stages; FQNs do not change
-    pipeline = Pipeline(stages, plan, mesh["pp"], ...)                  # or SingleStage(model) for one stage
+    pipeline = Pipeline(stages, plan, mesh["pp"], ...)                  # or SingleStage(model, loss_sum) for one stage
     loss = pipeline.forward_backward(input, label, documents, tokens)
 
 torch.distributed.pipelining has the schedules and runs them. This package adds the split (pipeline_plan.py), the loss, and
-SimpleFSDP's gathered weights under a backward in two halves. The last stage takes labels and returns the summed loss. It is
-divided by the number of tokens of the step, so gradients are summed, never averaged, and do not depend on the number of
-microbatches.
+SimpleFSDP's gathered weights under a backward in two halves. A microbatch's loss is divided by the number of tokens of the step,
+so gradients are summed, never averaged, and do not depend on the number of microbatches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,22 +38,28 @@ def keep_modules(model: nn.Module, fqns: Sequence[str]) -> None:
 class SingleStage:
     """The methods of Pipeline for an unsplit model.
 
-    The model returns the summed loss of tokens and labels, a scalar or (B,) (loss.py); losses returned have the same shape.
-    documents: keyword arguments of the model beside these (models/llama3.py), with a row for each sequence.
+    loss_sum: (logits, labels) -> summed loss, a scalar or (B,) (loss.py); losses returned have the same shape. None: the model
+    takes labels and returns that. documents: keyword arguments of the model beside tokens (models/llama3.py), with a row for each
+    sequence.
     """
 
-    def __init__(self, model: nn.Module):
-        self.model = model
+    def __init__(self, model: nn.Module, loss_sum: Callable[[Tensor, Tensor], Tensor] | None):
+        self.model, self.loss_sum = model, loss_sum
 
     def forward_backward(self, input: Tensor, label: Tensor, documents: dict[str, Tensor], tokens: Tensor) -> Tensor:
         """Run backward of the loss of a local batch (B, T), divided by the step's `tokens`; return that loss."""
-        losses = self.model(input, labels=label, **documents) / tokens
+        losses = self._losses(input, label, documents) / tokens
         losses.sum().backward()
         return losses.detach()
 
     @torch.no_grad()
     def evaluate(self, input: Tensor, label: Tensor, documents: dict[str, Tensor]) -> Tensor:
         """Return the summed loss of a local batch (B, T), without gradients."""
+        return self._losses(input, label, documents)
+
+    def _losses(self, input: Tensor, label: Tensor, documents: dict[str, Tensor]) -> Tensor:
+        if self.loss_sum is not None:
+            return self.loss_sum(self.model(input, **documents), label)
         losses: Tensor = self.model(input, labels=label, **documents)
         return losses
 
@@ -62,8 +67,9 @@ class SingleStage:
 class Pipeline:
     """This rank's stages and their schedule.
 
-    stages: models in the order of plan.stages_of(rank). tokens (B, T), hidden (B, t, C), losses () or (B,): shapes on this rank
-    of a microbatch's input, activations sent between stages (of `dtype`) and output.
+    stages: models in the order of plan.stages_of(rank). tokens (B, T), hidden (B, t, C), output: shapes on this rank of a
+    microbatch's input, of activations sent between stages (of `dtype`) and of the output, logits (B, T, v) or the loss.
+    loss_sum: as for SingleStage.
     """
 
     def __init__(
@@ -75,11 +81,12 @@ class Pipeline:
         *,
         tokens: tuple[int, int],
         hidden: tuple[int, int, int],
-        losses: tuple[int, ...],
+        output: tuple[int, ...],
         dtype: torch.dtype,
+        loss_sum: Callable[[Tensor, Tensor], Tensor] | None,
         device: torch.device,
     ):
-        self.plan, self.device = plan, device
+        self.plan, self.loss_sum, self.device = plan, loss_sum, device
         self.hidden, self.dtype = hidden, dtype
         self.rank, self.group = mesh.get_local_rank(), mesh.get_group()
         self.models = dict(zip(plan.stages_of(self.rank), stages, strict=True))
@@ -89,7 +96,7 @@ class Pipeline:
         with torch.device("meta"):
             first = torch.empty(tokens, dtype=torch.int64)
             between = torch.empty(hidden, dtype=dtype, requires_grad=True)
-            last = torch.empty(losses, requires_grad=True)
+            last = torch.empty(output, dtype=dtype if loss_sum else torch.float32, requires_grad=True)
         parts = [
             _Stage(
                 _Leaves(model),
@@ -118,13 +125,16 @@ class Pipeline:
         self.losses: list[Tensor] = []  # in the order of microbatches
         arguments = (input,) if 0 in self.models else ()
         target = label if self.has_last else None
-        self.schedule.step(*arguments, target=target, return_outputs=False, labels=label, **documents)
+        self.schedule.step(*arguments, target=target, return_outputs=False, **self._named(label, documents))
         if not self.has_last:
             return torch.zeros((), device=self.device)
         return torch.cat(self.losses) if self.losses[0].ndim else torch.stack(self.losses).sum()
 
-    def _loss(self, losses: Tensor, label: Tensor) -> Tensor:
-        losses = losses / self.tokens
+    def _named(self, label: Tensor, documents: dict[str, Tensor]) -> dict[str, Tensor]:
+        return documents if self.loss_sum is not None else {"labels": label, **documents}
+
+    def _loss(self, output: Tensor, label: Tensor) -> Tensor:
+        losses = (output if self.loss_sum is None else self.loss_sum(output, label)) / self.tokens
         self.losses.append(losses.detach())
         return losses.sum()
 
@@ -138,9 +148,9 @@ class Pipeline:
         losses: list[Tensor] = []
         sends = []
         number = self.plan.microbatches
-        arguments = {"labels": label, **documents}
-        for tokens, *parts in zip(*(each.chunk(number) for each in (input, *arguments.values())), strict=True):
-            theirs = dict(zip(arguments, parts, strict=True))
+        named = self._named(label, documents)
+        for tokens, labels, *parts in zip(*(each.chunk(number) for each in (input, label, *named.values())), strict=True):
+            theirs = dict(zip(named, parts, strict=True))
             output = torch.empty(0)
             for stage, model in self.models.items():
                 if stage > 0 and self.plan.rank_of[stage - 1] != self.rank:
@@ -148,7 +158,7 @@ class Pipeline:
                     dist.recv(output, group=self.group, group_src=self.plan.rank_of[stage - 1])
                 output = model(output if stage > 0 else tokens, **theirs)
                 if stage == self.last:
-                    losses.append(output)
+                    losses.append(output if self.loss_sum is None else self.loss_sum(output, labels))
                 elif self.plan.rank_of[stage + 1] != self.rank:
                     output = output.contiguous()
                     work = dist.isend(output, group=self.group, group_dst=self.plan.rank_of[stage + 1])

@@ -3,8 +3,8 @@
 memory = memory_of(layout, stages, machine)               # stages: the tensors of each pipeline stage (tape.py)
 memory.reserved, memory.rows["activations"]               # bytes
 
-A step allocates as the trainer does: weights gathered for the step, then forward and backward of each microbatch in the order
-of the schedule, then reduced gradients, and at the end of the first step the optimizer's state. The second step finds the
+A step allocates as the trainer does: weights gathered for the step, then forward, loss and backward of each microbatch in the
+order of the schedule, then reduced gradients, and at the end of the first step the optimizer's state. The second step finds the
 gaps that the first one left.
 """
 
@@ -18,7 +18,7 @@ from titan_lite.distributed.accumulation import IN_FLIGHT
 from titan_lite.distributed.pipeline_plan import computations, order_of
 from titan_lite.layout import itemsizes
 from titan_lite.plan.allocator import MIB, Block, CachingAllocator, OutOfDeviceMemory
-from titan_lite.plan.tape import Stage, Weight, buckets_of
+from titan_lite.plan.tape import GRAPHS, Stage, Weight, buckets_of
 from titan_lite.plan.trace import PlannedLayout
 
 Held = tuple[str, Block | None]  # part of the memory, block
@@ -33,6 +33,7 @@ CHANNEL_BUFFERS = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 4 * MIB
 # (aten/src/ATen/cuda/CublasHandlePool.cpp).
 WORKSPACE, HOPPER_WORKSPACE, THREADS = 4096 * 2048 + 16 * 8192, 32 * MIB, 2
 WHOLES = "weights gathered for the step"
+WORDS = {"forward": "forward", "loss_forward": "loss", "loss_backward": "backward of the loss", "backward": "backward"}
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ def replay(layout: PlannedLayout, stages: Sequence[Stage], rank: int, machine: M
         run.gather()
         for _ in range(min(2, layout.accumulation)):  # in a second local batch, gradients of the first exist
             for kind, stage, microbatch in actions:
-                if kind in "FBI":
-                    run.graph(stage, "forward" if kind == "F" else "backward", microbatch)
+                for graph in GRAPHS[:2] if kind == "F" else GRAPHS[2:] if kind in "BI" else ():
+                    run.graph(stage, graph, microbatch)
         run.reduce()
         run.update()
     return run
@@ -148,7 +149,7 @@ class Replay:
     def graph(self, number: int, name: str, microbatch: int | None) -> None:
         """Run a graph of a microbatch."""
         tape = self.stages[number].tape
-        self.now = name
+        self.now = WORDS[name]
         held = self.tensors.setdefault((number, microbatch), [("", None)] * len(tape.sizes))
         for event in tape.events.get(name, ()):
             if event >= 0:

@@ -14,9 +14,9 @@ from titan_lite.compiler.hardware import Machine
 from titan_lite.distributed.pipeline_plan import Timetable, order_of, run_order
 from titan_lite.layout import itemsizes
 from titan_lite.plan.costs import Figures
-from titan_lite.plan.tape import GRAPHS
 from titan_lite.plan.trace import PlannedLayout
 
+FORWARD, BACKWARD = ("forward", "loss_forward"), ("backward", "loss_backward")
 ROUND = ("gather", "reduce")
 # Reads and writes of an element (4 bytes, or those of training.dtype) per local parameter: the norm reads gradients, clipping
 # reads and writes them; AdamW reads parameter, gradient and both moments, and writes all but the gradient.
@@ -42,8 +42,8 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
     """Simulate a step. stages: the figures of each stage, in order, for `machine`."""
     degree, itemsize = layout.degrees["pp"], itemsizes(layout.config.training)[0]
     accumulating = [accumulate(layout, figures, machine) for figures in stages]
-    forward = [seconds_of(figures, "forward") for figures in stages]
-    backward = [seconds_of(figures, "backward") + extra for figures, extra in zip(stages, accumulating, strict=True)]
+    forward = [seconds_of(figures, FORWARD) for figures in stages]
+    backward = [seconds_of(figures, BACKWARD) + extra for figures, extra in zip(stages, accumulating, strict=True)]
 
     def seconds(kind: str, stage: int) -> float:
         return {"F": forward[stage], "B": backward[stage]}.get(kind, backward[stage] / 2)
@@ -58,7 +58,7 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
         """Return sums over a rank's stages and over a step."""
         found: dict[str, float] = defaultdict(float)
         for stage in mine:
-            for graphs, times in ((GRAPHS, layout.microbatches), (ROUND, 1)):
+            for graphs, times in (((*FORWARD, *BACKWARD), layout.microbatches), (ROUND, 1)):
                 for figure, value in sums_of(stages[stage], graphs, what).items():
                     found[figure] += times * value
         return found
@@ -73,7 +73,7 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
         parts["optimizer"] = sum(map(machine.memory_traffic, moved)) + sums
         for part, value in parts.items():
             mean[part] += value / degree
-        end = {graph: sum(seconds_of(stages[stage], graph) for stage in mine) for graph in ROUND}
+        end = {graph: sum(seconds_of(stages[stage], (graph,)) for stage in mine) for graph in ROUND}
         ends.append(end | {"optimizer": parts["optimizer"]})
     total = layout.accumulation * run.seconds + max(sum(each.values()) for each in ends)
     mean["bubble"] = total - sum(mean.values())
@@ -102,8 +102,8 @@ def sums_of(figures: Figures, graphs: Sequence[str], what: tuple[str, ...]) -> d
     return found
 
 
-def seconds_of(figures: Figures, graph: str) -> float:
-    return sum(sums_of(figures, (graph,), ("compute", "exposed.")).values())
+def seconds_of(figures: Figures, graphs: Sequence[str]) -> float:
+    return sum(sums_of(figures, graphs, ("compute", "exposed.")).values())
 
 
 def accumulate(layout: PlannedLayout, figures: Figures, machine: Machine) -> float:

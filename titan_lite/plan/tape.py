@@ -16,7 +16,7 @@ from titan_lite.compiler.collectives import nbytes_of
 from titan_lite.compiler.hardware import flops_of
 from titan_lite.compiler.timeline import last_uses, own_bytes, storages
 
-GRAPHS = ("forward", "backward")  # in the order they run
+GRAPHS = ("forward", "loss_forward", "loss_backward", "backward")  # in the order they run
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,14 @@ def lives_of(graphs: Mapping[str, ScheduledGraph], blocks: int, period: int) -> 
         results: Sequence[Node | None] = nodes[-1].args[0]
         given = [numbers.get(storage[each]) if isinstance(each, Node) else None for each in results]
         if name == "forward":
+            received["loss_forward"] = given[:1]
             if given[0] is not None:
                 found[given[0]] = replace(found[given[0]], kind="output")
             weights = inputs
-            received["backward"] = given[1:]
+        if name.endswith("forward"):
+            received[name.replace("forward", "backward")] = given[1:]
+        elif name == "loss_backward":
+            received.setdefault("backward", []).append(given[0])
         else:
             added = {}  # by storage: the place of the last node before the output that needs it
             for node in nodes[:-1]:
@@ -185,7 +189,7 @@ def tape_of(lives: Lives, n_layers: int, pipelined: bool) -> Tape:
     """Return the tape of a stage of `n_layers` blocks. pipelined: torch's stages keep their output until backward is done."""
     more = -(-(n_layers - lives.blocks) // lives.period)
     assert more == 0 or (more > 0 and lives.sections), "a stage of fewer blocks is traced itself"
-    last = "backward" if pipelined else "forward"
+    last = "backward" if pipelined else "loss_forward" if "loss_forward" in lives.ends else "forward"
     tensors: list[Life] = []
     for life in lives.tensors:
         if life.kind == "output" and GRAPHS.index(life.died[0]) <= GRAPHS.index(last):  # the caller has it, too

@@ -18,7 +18,7 @@ import math
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule, Node
@@ -49,6 +49,7 @@ from titan_lite.compiler.collectives import (
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.reordering import move_gather_before
 from titan_lite.compiler.schedule import Schedule
+from titan_lite.compiler.stage import compile_model
 from titan_lite.compiler.timeline import Timeline
 from titan_lite.config import Compile, Config, Parallelism
 from titan_lite.distributed.accumulation import Plans, gather_buckets, reduce_buckets
@@ -61,7 +62,7 @@ from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.simple_fsdp import materialize, model_of
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.layout import Layout
-from titan_lite.loss import build_loss
+from titan_lite.loss import build_loss, own_vocabulary
 from titan_lite.models.llama3 import Transformer
 from titan_lite.plan.costs import Figures, figures_of, round_figures
 from titan_lite.plan.tape import GRAPHS, ScheduledGraph, Tensors, Weight, lives_of
@@ -202,8 +203,12 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     model = build_stage(layout, mesh, kind, n_layers)
     plans = model_of(model).plans
     compile = dataclasses.replace(config.compile, backend="aot_eager")
+    plain = dataclasses.replace(compile, bucketing="none", reordering=False)
     machines = [machine.attending(config.training.attention_kernel) for machine in machines]
-    passes = _Priced.of(config.compile, machines, axes)
+    passes = _Priced.of("model", config.compile, machines, axes)
+    loss_passes = _Priced.of("loss", config.compile, machines, axes)
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    tokens, tp = len(model.positions), axis_of(mesh["tp"])
     with FakeTensorMode(allow_non_fake_inputs=True):
         materialize_stage(layout, model)
         compile_stages(
@@ -217,13 +222,20 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
             priced_as=passes.priced_as,
         )
         ids, between = stage_inputs(layout, model)
-        model(ids if "tok_embeddings" in kind else between, labels=ids, **documents_for(layout, ids, machines[0]))
+        labels = {"labels": ids} if layout.loss_chunk else {}
+        model(ids if "tok_embeddings" in kind else between, **labels, **documents_for(layout, ids, machines[0]))
+        if "output" in kind and not layout.loss_chunk:
+            loss = _Loss(build_loss(layout.model.vocab_size, tp.rank, tp.degree, tp.group))
+            compile_model(loss, plain, reshard_after_forward=False, schedule=loss_passes, priced_as=loss_passes.priced_as)
+            vocabulary = len(own_vocabulary(layout.model.vocab_size, tp.rank, tp.degree))
+            logits = torch.zeros(layout.sequences, tokens, vocabulary, dtype=dtype, requires_grad=True)
+            loss(logits, torch.zeros(layout.sequences, tokens, dtype=torch.long))
     held = {
         "held": float(sum(local(parameter).numel() for parameter in plans)),  # elements of this rank's shards
         "whole": float(sum(plan.rows * math.prod(plan.row_shape) for plan in plans.values())),  # elements when all are gathered
         "activations.between": float(between.nbytes),
     }
-    graphs = passes.graphs
+    graphs = {**passes.graphs, **{f"loss_{name}": graph for name, graph in loss_passes.graphs.items()}}
     found = []
     for number, machine in enumerate(machines):
         figures = held | (round_figures(plans, machine, axes) if layout.gathers_once else {})
@@ -232,8 +244,9 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
         found.append(figures)
     in_order = sorted(graphs, key=GRAPHS.index)
     timelines = [dataclasses.replace(graphs[name][1], graph=name) for name in in_order]
+    scheduled = {**passes.scheduled, **{f"loss_{name}": graph for name, graph in loss_passes.scheduled.items()}}
     pair = depths_to_trace(config)
-    lives = lives_of(passes.scheduled, n_layers, pair[1] - pair[0] if pair else n_layers)
+    lives = lives_of(scheduled, n_layers, pair[1] - pair[0] if pair else n_layers)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     return Traced(found, timelines, Tensors(lives, weights_of(plans), buffers, between.nbytes))
 
@@ -256,6 +269,7 @@ def build_stage(layout: PlannedLayout, mesh: DeviceMesh, kind: Kind, n_layers: i
     """Return a stage of `kind` with `n_layers` blocks, on the meta device."""
     config, shape = layout.config, dataclasses.replace(layout.model, n_layers=max(n_layers, 1))
     tp = axis_of(mesh["tp"])
+    loss = build_loss(shape.vocab_size, tp.rank, tp.degree, tp.group, chunk=layout.loss_chunk)
     (model,) = build_stages(
         functools.partial(Transformer, shape),
         [[*kind, *(f"layers.{number}" for number in range(n_layers))]],
@@ -263,7 +277,7 @@ def build_stage(layout: PlannedLayout, mesh: DeviceMesh, kind: Kind, n_layers: i
         training=config.training,
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,
-        loss=build_loss(shape.vocab_size, tp.rank, tp.degree, tp.group, chunk_tokens=layout.loss_chunk),
+        loss=loss if layout.loss_chunk else None,
         attend=attend_as_on_gpus,
     )
     return model
@@ -308,6 +322,15 @@ def attend_as_on_gpus(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = Non
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
+class _Loss(nn.Module):
+    def __init__(self, loss_sum: Callable[[Tensor, Tensor], Tensor]):
+        super().__init__()
+        self.loss_sum = loss_sum
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return self.loss_sum(logits, labels)
+
+
 @dataclass
 class _Priced(Schedule):
     """Run the passes, or reorder as eager mode does, and compute the figures of each graph."""
@@ -319,9 +342,10 @@ class _Priced(Schedule):
     scheduled: dict[str, ScheduledGraph] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, compile: Compile, machines: Sequence[Machine], axes: Axes) -> "_Priced":
-        how = "eager" if not compile.compiles("model") else "inductor" if compile.backend == "inductor" else ""
-        passes = dataclasses.replace(compile, bucketing="none", reordering=False) if how == "eager" else compile
+    def of(cls, component: str, compile: Compile, machines: Sequence[Machine], axes: Axes) -> "_Priced":
+        how = "eager" if not compile.compiles(component) else "inductor" if compile.backend == "inductor" else ""
+        plain = how == "eager" or component == "loss"
+        passes = dataclasses.replace(compile, bucketing="none", reordering=False) if plain else compile
         fused = how == "inductor"
         return cls(passes, machines[0], fused, must_merge=False, machines=machines, axes=axes, priced_as=how)
 

@@ -1,10 +1,12 @@
 """A stage is a part of the model; a run without a pipeline has the pipeline's interface."""
 
+import functools
+
 import pytest
 import torch
 
 from titan_lite.distributed.pipeline import SingleStage, keep_modules
-from titan_lite.loss import build_loss, cross_entropy_sum
+from titan_lite.loss import cross_entropy_sum
 from titan_lite.models.llama3 import ModelConfig, Transformer
 
 CONFIG = ModelConfig(dim=16, n_layers=4, n_heads=2, n_kv_heads=1, hidden_dim=8, vocab_size=11, max_seq_len=12)
@@ -32,17 +34,15 @@ def test_a_single_stage_gives_the_loss_and_gradients_of_the_model():
     input, label = torch.arange(10).reshape(2, 5), torch.arange(1, 11).reshape(2, 5)
     expected = cross_entropy_sum(model(input), label) / 10
     gradients = torch.autograd.grad(expected, list(model.parameters()))
-    model.output.loss_sum = build_loss(CONFIG.vocab_size, 0, 1, "")
-    stage = SingleStage(model)
+    stage = SingleStage(model, cross_entropy_sum)
     loss = stage.forward_backward(input, label, {}, torch.tensor(10))
     assert torch.equal(loss, expected)
     assert not loss.requires_grad
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
-    model.output.loss_sum = build_loss(CONFIG.vocab_size, 0, 1, "", by_sequence=True)
-    assert stage.forward_backward(input, label, {}, torch.tensor(10)).sum() == pytest.approx(loss.item())
+    by_sequence = SingleStage(model, functools.partial(cross_entropy_sum, by_sequence=True))
+    assert by_sequence.forward_backward(input, label, {}, torch.tensor(10)).sum() == pytest.approx(loss.item())
     assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), gradients, strict=True))
-    assert stage.evaluate(input, label, {}).shape == (2,)
-    model.output.loss_sum = build_loss(CONFIG.vocab_size, 0, 1, "")
+    assert by_sequence.evaluate(input, label, {}).shape == (2,)
     summed = stage.evaluate(input, label, {})
     assert torch.equal(summed / 10, expected)
     assert not summed.requires_grad
