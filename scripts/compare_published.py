@@ -49,6 +49,7 @@ class Row:
 
 # Their compiler saw transformer blocks, and not the loss, whose float32 logits then exist.
 BLOCKS = "--compile.components=model"
+ALL_LOGITS = "--training.loss_chunk_tokens=-1"  # no run computed its loss in chunks
 SELECTIVE = "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=op/2"
 # torch chose FlashAttention 2 then
 FA2 = "--training.attention_kernel=FA2"
@@ -179,7 +180,7 @@ class Compared:
 
 
 def compare(row: Row) -> Compared:
-    config, _ = load_config(RECIPES / f"llama3_{row.recipe}.toml", row.keys.split())
+    config, _ = load_config(RECIPES / f"llama3_{row.recipe}.toml", [ALL_LOGITS, *row.keys.split()])
     layout = lay_out(config, row.ranks, row.machine.memory * GIB)
     plan = make_plan(layout, row.machine.spread())
     published = row.published

@@ -152,12 +152,27 @@ def _in_chunks(
             mask = counted.unsqueeze(-1)
             of_hidden.append(of_logits @ weight * mask)
             product = of_logits.T @ (x * mask)
-            of_weight = product.float() if of_weight is weight else of_weight.add_(product)
+            of_weight = product.float() if of_weight is weight else _add(of_weight, product)
             del of_logits
     found = torch.cat(losses)
     if degree > 1:  # the label of a token is in one rank's vocabulary
         found = _all_reduce(found, "sum", group)
     return found, torch.cat(of_hidden).view(hidden.shape) if gradients else hidden, of_weight.to(weight.dtype)
+
+
+def _add(total: Tensor, product: Tensor) -> Tensor:
+    return _added(total, product) if torch.compiler.is_compiling() else total.add_(product)
+
+
+# A compiler would fuse plain sums of all chunks into one kernel, and keep the products of all until then.
+@torch.library.custom_op("titan_lite::added", mutates_args=())
+def _added(total: Tensor, product: Tensor) -> Tensor:
+    return total + product
+
+
+@_added.register_fake
+def _(total: Tensor, product: Tensor) -> Tensor:
+    return torch.empty_like(total)
 
 
 def _log_probabilities(logits: Tensor, degree: int, group: str) -> Tensor:

@@ -29,8 +29,11 @@ def of_dtype(backend, by_sequence, chunk, dtype):
     weight = torch.randn(61, 8, generator=generator)[own.start : own.stop].to(dtype)
     labels = torch.randint(61, (2, 5), generator=generator)
     labels[0, 1] = -100
-    loss = build_loss(61, dist.get_rank(), 2, dist.group.WORLD.group_name, by_sequence=by_sequence, chunk=chunk)
-    eager = loss if chunk else lambda hidden, weight, labels: loss(hidden @ weight.T, labels)
+    loss_sum = build_loss(61, dist.get_rank(), 2, dist.group.WORLD.group_name, by_sequence=by_sequence, chunk=chunk)
+
+    def eager(hidden, weight, labels):
+        return loss_sum(hidden, weight, labels) if chunk else loss_sum(hidden @ weight.T, labels)
+
     compiled = compile_function(eager, Compile(enable=True, backend=backend), "loss")
     results = []
     for function in (compiled, compiled, eager):
