@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from titan_lite.models.llama3 import Transformer
 
 # Bytes of logits, copies and gradients together, above which loss_chunk_tokens = 0 computes the loss in chunks of tokens. LOGIT:
-# theirs for one token and one entry of the vocabulary: logarithms of probabilities, their gradient and that of logits, in
-# float32. MOST_CHUNKS bounds the graph, in which every chunk has its nodes.
-LOGITS, LOGIT, MOST_CHUNKS, MULTIPLE = 3 * 2**29, 12, 16, 128
+# theirs for one token and one entry of the vocabulary: logarithms of probabilities, their gradient and that of logits, in float32.
+# FEW_CHUNKS: the most that 0 chooses, since each reads and writes the sum of the projection's gradient. MOST_CHUNKS bounds the
+# graph, in which every chunk has its nodes.
+LOGITS, LOGIT, MULTIPLE, FEW_CHUNKS, MOST_CHUNKS = 3 * 2**29, 12, 128, 8, 16
 FILLED = 0.6  # share of a device's memory that fsdp_communication = "auto" may fill, without activations
 
 
@@ -194,15 +195,15 @@ def loss_chunk(training: Training, tokens: int, vocabulary: int) -> int:
 
     Raises ConfigError for a training.loss_chunk_tokens without effect, or with more than MOST_CHUNKS chunks.
     """
-    chunk, least = training.loss_chunk_tokens, -(-tokens // MOST_CHUNKS)
+    chunk = training.loss_chunk_tokens
     if chunk == 0:
         fits = LOGITS // (LOGIT * vocabulary)
-        chosen = max(fits - fits % MULTIPLE, MULTIPLE, least)
+        chosen = max(fits - fits % MULTIPLE, MULTIPLE, -(-tokens // FEW_CHUNKS))
         return chosen if fits < tokens > chosen else 0
     wrong = f"training.loss_chunk_tokens = {chunk:,}: a rank has {tokens:,} tokens of a microbatch"
     if chunk >= tokens:
         raise ConfigError(f"{wrong}, so this has no effect; use -1, or less than {tokens}")
-    if 0 < chunk < least:
+    if 0 < chunk < (least := -(-tokens // MOST_CHUNKS)):
         raise ConfigError(f"{wrong}, which is more than {MOST_CHUNKS} chunks; use at least {least}")
     return max(chunk, 0)
 

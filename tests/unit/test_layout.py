@@ -46,11 +46,12 @@ def test_tokens_until_a_step_are_those_of_its_steps(until, step):
         ("debug_model", 2, "--training.loss_chunk_tokens=-1", 0),
         ("debug_model", 2, "--training.loss_chunk_tokens=32", 32),  # of 2 x 256 tokens: 16 chunks
         ("debug_model", 2, "--training.loss_chunk_tokens=511", 511),
-        ("llama3_8b", 8, "", 1024),  # 12 bytes x 128,256 x 1,024 tokens are 1.47 GiB
+        ("llama3_8b", 8, "--training.local_batch_size=1", 1024),  # 12 bytes x 128,256 x 1,024 tokens are 1.47 GiB
+        ("llama3_8b", 8, "", 2048),  # at most 8 chunks
         ("llama3_8b", 8, "--training.loss_chunk_tokens=-1", 0),
         ("llama3_8b", 8, "--parallelism.tensor_parallel_degree=2 --training.local_batch_size=2", 2048),
         ("llama3_8b", 8, "--parallelism.tensor_parallel_degree=8 --training.local_batch_size=1", 0),
-        ("llama3_8b", 8, "--training.local_batch_size=4", 2048),  # at most 16 chunks
+        ("llama3_8b", 8, "--training.loss_chunk_tokens=1024", 1024),
     ],
 )
 def test_tokens_of_a_chunk_of_the_loss(recipe, ranks, options, chunk):

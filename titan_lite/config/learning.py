@@ -124,7 +124,7 @@ class Training:
         0,
         "tokens of a microbatch that a rank projects to the vocabulary at a time, with their part of loss and gradients, so that "
         "logits of all never exist; at most 16 chunks. 0: all at once if logits, copies and gradients take at most 1.5 GiB (12 "
-        "bytes for each token and entry of the vocabulary on the rank), else chunks of that size; -1: all at once",
+        "bytes for each token and entry of the vocabulary on the rank), else chunks of that size, at most 8; -1: all at once",
         "tokens >= -1 <= 16777216",
         resume=ROUNDING,
     )
