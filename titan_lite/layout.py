@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from titan_lite.models.llama3 import Transformer
 
 # Bytes of logits, copies and gradients together, above which loss_chunk_tokens = 0 computes the loss in chunks of tokens. LOGIT:
-# theirs for one token and one entry of the vocabulary: logarithms of probabilities, their gradient and that of logits, in float32.
+# theirs for a token and an entry of the vocabulary: logarithms of probabilities, their gradient and that of logits, in float32.
 # FEW_CHUNKS: the most that 0 chooses, since each reads and writes the sum of the projection's gradient. MOST_CHUNKS bounds the
 # graph, in which every chunk has its nodes.
 LOGITS, LOGIT, MULTIPLE, FEW_CHUNKS, MOST_CHUNKS = 3 * 2**29, 12, 128, 8, 16
