@@ -38,6 +38,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from titan_lite.chunked_loss import build_chunked_loss
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.schedule import Schedule
@@ -47,7 +48,7 @@ from titan_lite.distributed.degrees import resolve_degrees
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
 from titan_lite.distributed.peers import stage_peers
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, materialize, shard_of
-from titan_lite.loss import build_loss, cross_entropy_sum
+from titan_lite.loss import cross_entropy_sum
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
 from titan_lite.plan.measure import find_machine
 
@@ -135,7 +136,7 @@ def build_step(
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     if chunks:
         assert model.output is not None
-        model.output.loss_sum = build_loss(config.vocab_size, 0, 1, "", chunk=-(-labels.numel() // chunks))
+        model.output.loss_sum = build_chunked_loss(config.vocab_size, 0, 1, "", chunk=-(-labels.numel() // chunks))
     scale = world_size if shard is fsdp2 else 1  # SimpleFSDP sums gradients over ranks, FSDP2 averages them
     loss_sum: Callable[..., torch.Tensor] = cross_entropy_sum
     if compile_loss and settings["backend"]:

@@ -39,7 +39,8 @@ from titan_lite.config import ActivationCheckpoint, Checkpoint, Compile, Config,
 from titan_lite.config.recipe import SHIPPED, load_config
 from titan_lite.distributed.degrees import AXES, DEGREES
 from titan_lite.distributed.pipeline_plan import TooFewLayers
-from titan_lite.layout import loss_chunk, make_layout
+from titan_lite.layout import make_layout
+from titan_lite.loss_chunk import loss_chunk
 from titan_lite.metrics.records import read_metrics
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
 from titan_lite.ranks import device_memory

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
+from titan_lite.chunked_loss import build_chunked_loss
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.config import ActivationCheckpoint, Compile, Parallelism, Training
 from titan_lite.distributed.build import build_stages, compile_stages
@@ -72,7 +73,7 @@ def build(
         ),
         parallelism=parallelism,
         activation_checkpoint=checkpoint,
-        loss=build_loss(config.vocab_size, tp.rank, tp.degree, tp.group, chunk=chunk) if chunk else None,
+        loss=build_chunked_loss(config.vocab_size, tp.rank, tp.degree, tp.group, chunk=chunk) if chunk else None,
     )
     if compiled:
         torch._dynamo.reset()

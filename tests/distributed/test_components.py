@@ -9,6 +9,7 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from titan_lite.chunked_loss import build_chunked_loss
 from titan_lite.compiler.stage import compile_function
 from titan_lite.config import Compile, Optimizer
 from titan_lite.loss import build_loss, own_vocabulary
@@ -29,7 +30,8 @@ def of_dtype(backend, by_sequence, chunk, dtype):
     weight = torch.randn(61, 8, generator=generator)[own.start : own.stop].to(dtype)
     labels = torch.randint(61, (2, 5), generator=generator)
     labels[0, 1] = -100
-    loss_sum = build_loss(61, dist.get_rank(), 2, dist.group.WORLD.group_name, by_sequence=by_sequence, chunk=chunk)
+    build = functools.partial(build_chunked_loss, chunk=chunk) if chunk else build_loss
+    loss_sum = build(61, dist.get_rank(), 2, dist.group.WORLD.group_name, by_sequence=by_sequence)
 
     def eager(hidden, weight, labels):
         return loss_sum(hidden, weight, labels) if chunk else loss_sum(hidden @ weight.T, labels)

@@ -54,8 +54,7 @@ def build_stages(
     """Return a parallel model on the meta device for each list of FQNs in `modules`: the modules that it keeps.
 
     make_model: (positions of this rank's tokens within a sequence) -> the model, with blocks as the children of `layers`.
-    loss: what the module `output` computes from labels (loss.py). attend: the attention of context parallelism. Default:
-    `attend_to_the_past`.
+    loss: of the module `output`, given labels. attend: the attention of context parallelism. Default: `attend_to_the_past`.
     """
     positions = own_positions(training.seq_len, mesh["cp"].get_local_rank(), mesh["cp"].size())
     attend = attend or functools.partial(attend_to_the_past, kernel=training.attention_kernel)
@@ -134,8 +133,7 @@ def build_runner(
     plan: PipelinePlan,
     mesh: DeviceMesh,
     parallelism: Parallelism,
-    loss_sum: Callable[[Tensor, Tensor], Tensor] | None,
-    *,
+    loss_sum: Callable[[Tensor, Tensor], Tensor],
     tokens: tuple[int, int],
     output: tuple[int, ...],
     dtype: torch.dtype,

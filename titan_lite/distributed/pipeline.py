@@ -38,38 +38,31 @@ def keep_modules(model: nn.Module, fqns: Sequence[str]) -> None:
 class SingleStage:
     """The methods of Pipeline for an unsplit model.
 
-    loss_sum: (logits, labels) -> summed loss, a scalar or (B,) (loss.py); losses returned have the same shape. None: the model
-    takes labels and returns that. documents: keyword arguments of the model beside tokens (models/llama3.py), with a row for each
-    sequence.
+    loss_sum: (output, labels) -> summed loss, a scalar or (B,) (loss.py); losses returned have the same shape. documents: keyword
+    arguments of the model beside tokens (models/llama3.py), with a row for each sequence; with labels, the output is the loss.
     """
 
-    def __init__(self, model: nn.Module, loss_sum: Callable[[Tensor, Tensor], Tensor] | None):
+    def __init__(self, model: nn.Module, loss_sum: Callable[[Tensor, Tensor], Tensor]):
         self.model, self.loss_sum = model, loss_sum
 
     def forward_backward(self, input: Tensor, label: Tensor, documents: dict[str, Tensor], tokens: Tensor) -> Tensor:
         """Run backward of the loss of a local batch (B, T), divided by the step's `tokens`; return that loss."""
-        losses = self._losses(input, label, documents) / tokens
+        losses = self.loss_sum(self.model(input, **documents), label) / tokens
         losses.sum().backward()
         return losses.detach()
 
     @torch.no_grad()
     def evaluate(self, input: Tensor, label: Tensor, documents: dict[str, Tensor]) -> Tensor:
         """Return the summed loss of a local batch (B, T), without gradients."""
-        return self._losses(input, label, documents)
-
-    def _losses(self, input: Tensor, label: Tensor, documents: dict[str, Tensor]) -> Tensor:
-        if self.loss_sum is not None:
-            return self.loss_sum(self.model(input, **documents), label)
-        losses: Tensor = self.model(input, labels=label, **documents)
-        return losses
+        return self.loss_sum(self.model(input, **documents), label)
 
 
 class Pipeline:
     """This rank's stages and their schedule.
 
     stages: models in the order of plan.stages_of(rank). tokens (B, T), hidden (B, t, C), output: shapes on this rank of a
-    microbatch's input, of activations sent between stages (of `dtype`) and of the output, logits (B, T, v) or the loss.
-    loss_sum: as for SingleStage.
+    microbatch's input, activations sent between stages (of `dtype`) and output, logits (B, T, v) or losses. loss_sum: as for
+    SingleStage.
     """
 
     def __init__(
@@ -83,7 +76,7 @@ class Pipeline:
         hidden: tuple[int, int, int],
         output: tuple[int, ...],
         dtype: torch.dtype,
-        loss_sum: Callable[[Tensor, Tensor], Tensor] | None,
+        loss_sum: Callable[[Tensor, Tensor], Tensor],
         device: torch.device,
     ):
         self.plan, self.loss_sum, self.device = plan, loss_sum, device
@@ -96,7 +89,7 @@ class Pipeline:
         with torch.device("meta"):
             first = torch.empty(tokens, dtype=torch.int64)
             between = torch.empty(hidden, dtype=dtype, requires_grad=True)
-            last = torch.empty(output, dtype=dtype if loss_sum else torch.float32, requires_grad=True)
+            last = torch.empty(output, dtype=dtype if len(output) == 3 else torch.float32, requires_grad=True)
         parts = [
             _Stage(
                 _Leaves(model),
@@ -125,16 +118,13 @@ class Pipeline:
         self.losses: list[Tensor] = []  # in the order of microbatches
         arguments = (input,) if 0 in self.models else ()
         target = label if self.has_last else None
-        self.schedule.step(*arguments, target=target, return_outputs=False, **self._named(label, documents))
+        self.schedule.step(*arguments, target=target, return_outputs=False, **documents)
         if not self.has_last:
             return torch.zeros((), device=self.device)
         return torch.cat(self.losses) if self.losses[0].ndim else torch.stack(self.losses).sum()
 
-    def _named(self, label: Tensor, documents: dict[str, Tensor]) -> dict[str, Tensor]:
-        return documents if self.loss_sum is not None else {"labels": label, **documents}
-
-    def _loss(self, output: Tensor, label: Tensor) -> Tensor:
-        losses = (output if self.loss_sum is None else self.loss_sum(output, label)) / self.tokens
+    def _loss(self, logits: Tensor, label: Tensor) -> Tensor:
+        losses = self.loss_sum(logits, label) / self.tokens
         self.losses.append(losses.detach())
         return losses.sum()
 
@@ -148,9 +138,8 @@ class Pipeline:
         losses: list[Tensor] = []
         sends = []
         number = self.plan.microbatches
-        named = self._named(label, documents)
-        for tokens, labels, *parts in zip(*(each.chunk(number) for each in (input, label, *named.values())), strict=True):
-            theirs = dict(zip(named, parts, strict=True))
+        for tokens, labels, *parts in zip(*(each.chunk(number) for each in (input, label, *documents.values())), strict=True):
+            theirs = dict(zip(documents, parts, strict=True))
             output = torch.empty(0)
             for stage, model in self.models.items():
                 if stage > 0 and self.plan.rank_of[stage - 1] != self.rank:
@@ -158,7 +147,7 @@ class Pipeline:
                     dist.recv(output, group=self.group, group_src=self.plan.rank_of[stage - 1])
                 output = model(output if stage > 0 else tokens, **theirs)
                 if stage == self.last:
-                    losses.append(output if self.loss_sum is None else self.loss_sum(output, labels))
+                    losses.append(self.loss_sum(output, labels))
                 elif self.plan.rank_of[stage + 1] != self.rank:
                     output = output.contiguous()
                     work = dist.isend(output, group=self.group, group_dst=self.plan.rank_of[stage + 1])

@@ -37,6 +37,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
 
 from titan_lite.attention import fits_flash
+from titan_lite.chunked_loss import build_chunked_loss
 from titan_lite.command import end_with_parent
 from titan_lite.compiler.collectives import (
     descendants,
@@ -269,7 +270,7 @@ def build_stage(layout: PlannedLayout, mesh: DeviceMesh, kind: Kind, n_layers: i
     """Return a stage of `kind` with `n_layers` blocks, on the meta device."""
     config, shape = layout.config, dataclasses.replace(layout.model, n_layers=max(n_layers, 1))
     tp = axis_of(mesh["tp"])
-    loss = build_loss(shape.vocab_size, tp.rank, tp.degree, tp.group, chunk=layout.loss_chunk)
+    loss = build_chunked_loss(shape.vocab_size, tp.rank, tp.degree, tp.group, chunk=layout.loss_chunk)
     (model,) = build_stages(
         functools.partial(Transformer, shape),
         [[*kind, *(f"layers.{number}" for number in range(n_layers))]],
