@@ -38,6 +38,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from titan_lite.chunked_loss import build_chunked_loss
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.schedule import Schedule
@@ -110,6 +111,7 @@ VARIANTS: dict[str, Variant] = {
     "simple-compiled": (simple_fsdp, dict(backend="inductor", reshard=True, reordering=False)),
     "simple-block-reshard": _inductor("block", reshard=True),
     "simple-block-keep": _inductor("block", reshard=False),
+    "simple-eager-chunked": (simple_fsdp, dict(backend="", reshard=False, chunks=8)),  # of tokens, for the loss
     "simple-greedy-reshard": _inductor("greedy", reshard=True),
     "simple-greedy-keep": _inductor("greedy", reshard=False),
 }
@@ -124,19 +126,25 @@ def build_step(
     with torch.device("meta"):
         model = Transformer(replace(config, max_seq_len=SEQ_LEN))
     shard, settings = variant
+    settings = dict(settings)
+    chunks = settings.pop("chunks", 0)
     receipts = shard(model, mesh, device, **settings)
     model.init_weights(0, shard_of)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(config.vocab_size, (batch_size, SEQ_LEN + 1), generator=generator).to(device)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    if chunks:
+        assert model.output is not None
+        model.output.loss_sum = build_chunked_loss(config.vocab_size, 0, 1, "", chunk=-(-labels.numel() // chunks))
     scale = world_size if shard is fsdp2 else 1  # SimpleFSDP sums gradients over ranks, FSDP2 averages them
     loss_sum: Callable[..., torch.Tensor] = cross_entropy_sum
     if compile_loss and settings["backend"]:
         loss_sum = compile_function(loss_sum, Compile(enable=True, backend=settings["backend"]), "loss")
 
     def step() -> torch.Tensor:
-        loss = loss_sum(model(inputs), labels) / (labels.numel() * world_size)
+        losses = model(inputs, labels=labels) if chunks else loss_sum(model(inputs), labels)
+        loss = losses / (labels.numel() * world_size)
         (loss * scale).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -65,6 +65,9 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
             f"{layout.sequences}; ranks wait {100 * bubble_fraction(order_of(parallelism, plan)):.1f}% of the time (the "
             "bubble), if all stages are equally fast"
         )
+    if chunk := layout.loss_chunk:
+        chunks = -(-layout.sequences * layout.seq_len // layout.degrees["cp"] // chunk)
+        lines.append(f"loss: in {chunks} chunks of {chunk:,} tokens, never with all logits (training.loss_chunk_tokens)")
     memory = f"memory: {layout.steady_bytes(training) / 2**30:.2f} GiB a rank for parameters, gradients and optimizer state"
     if layout.gathers_once:
         memory += f", {layout.step_bytes(training) / 2**30:.2f} GiB for unsharded weights and gradients, held for the step"
@@ -92,7 +95,8 @@ def without_effect(config: Config, layout: Layout) -> list[str]:
     recipe["parallelism"]["microbatches_gathered_once"] = layout.microbatches if layout.gathers_once else 1
     idle = without_need(recipe)
     lines = [f"{key} = {values[key]} has no effect: {idle[key][0]}" for key in idle if values[key] != KEYS[key].default]
-    for prefix in () if "parallelism.fsdp_keep_gathered" in idle else config.parallelism.fsdp_keep_gathered:
+    key, kept = "parallelism.fsdp_keep_gathered", config.parallelism.fsdp_keep_gathered
+    for prefix in () if key in idle or kept == KEYS[key].default else kept:
         if why := _not_kept(prefix, config, layout):
             lines.append(f"parallelism.fsdp_keep_gathered: {prefix} has no effect: {why}")
     return lines
@@ -103,6 +107,8 @@ def _not_kept(prefix: str, config: Config, layout: Layout) -> str:
     name, *inside = prefix.split(".")
     if name == "tok_embeddings" and not layout.model.tied_embeddings:
         return "backward of a look-up needs no weight"
+    if name == "output" and layout.loss_chunk:
+        return "backward of a loss in chunks needs no weight (training.loss_chunk_tokens)"
     if name == "layers":
         mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
         blocks = [int(inside[0])] if inside else [0, 1]  # if both are recomputed, all are

@@ -56,7 +56,7 @@ class Decoder(Transformer):
             layer.attention = CachedAttention(config)
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, begins: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, *others: Tensor | None, **more: Tensor | None) -> Tensor:
         """Return logits (B, V) of the token after tokens (B, t)."""
         assert self.tok_embeddings is not None
         assert self.norm is not None

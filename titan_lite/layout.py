@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from titan_lite.config import Config, ConfigError, Training, gradient_accumulation_steps
 from titan_lite.distributed.degrees import check_context_parallel, check_tensor_parallel, resolve_degrees
 from titan_lite.distributed.pipeline_plan import PipelinePlan, module_fqns, plan_pipeline
+from titan_lite.loss_chunk import loss_chunk
 from titan_lite.models.shapes import ModelConfig
 from titan_lite.shape import shape_of, shape_words
 
@@ -41,6 +42,7 @@ class Layout:
     local_batch_size: int  # sequences that a data-parallel rank or its pipeline takes at once
     accumulation: int  # local batches of one optimizer step, on each data-parallel rank, once the ramp is over
     gathers_once: bool  # weights are gathered and gradients reduced once an optimizer step, not once a microbatch
+    loss_chunk: int = 0  # tokens whose logits a rank has at a time; 0: all of a microbatch
     ramp: tuple[tuple[int, int], ...] = ()  # of global_batch_ramp, before accumulation: (local batches, last step)
 
     @property
@@ -171,6 +173,8 @@ def make_layout(config: Config, world_size: int, model: ModelConfig | None = Non
     )
     if microbatches > 1 and parallelism.fsdp_communication == "auto":
         layout = dataclasses.replace(layout, gathers_once=_gathers_once(config, layout, memory))
+    tokens = layout.sequences * layout.seq_len // degrees["cp"]
+    layout = dataclasses.replace(layout, loss_chunk=loss_chunk(training, tokens, -(-model.vocab_size // degrees["tp"])))
     words = shape_words(config.model)
     _check_names("parallelism.fsdp_keep_gathered", parallelism.fsdp_keep_gathered, words, layout.model)
     _check_float8(config, layout)

@@ -58,13 +58,13 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: str) -> Tensor:
         shifted = logits.float()
-        shifted = shifted - _all_reduce(shifted.amax(-1), "max", group).unsqueeze(-1)
+        shifted = shifted - all_reduce(shifted.amax(-1), "max", group).unsqueeze(-1)
         exponentials = shifted.exp()
         own = labels - first
         inside = (own >= 0) & (own < logits.shape[-1])
         own = own.where(inside, 0).unsqueeze(-1)
         label_logit = shifted.gather(-1, own).squeeze(-1) * inside
-        total, label_logit = _all_reduce(torch.stack((exponentials.sum(-1), label_logit)), "sum", group)
+        total, label_logit = all_reduce(torch.stack((exponentials.sum(-1), label_logit)), "sum", group)
         counted = labels != IGNORE_INDEX
         ctx.save_for_backward(exponentials / total.unsqueeze(-1), own, inside & counted, counted)
         ctx.dtype = logits.dtype
@@ -77,6 +77,6 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         return (result * gradient.unsqueeze(-1)).to(ctx.dtype), None, None, None
 
 
-def _all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
+def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
     collectives = torch.ops._c10d_functional
     return collectives.wait_tensor(collectives.all_reduce(tensor, operation, group))

@@ -24,6 +24,7 @@ from titan_lite.checkpoint.resume import explain, git_revision, restarts_data
 from titan_lite.checkpoint.saving import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
 from titan_lite.checkpoint.weights import load_initial
+from titan_lite.chunked_loss import build_losses
 from titan_lite.compiler.autotune import Autotuner, check_steps
 from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.stage import CompileError, compile_function
@@ -50,7 +51,7 @@ from titan_lite.faults.stragglers import Stragglers
 from titan_lite.faults.watchdog import PATIENCE, Watchdog
 from titan_lite.layout import make_layout
 from titan_lite.logging import events, logger
-from titan_lite.loss import build_loss, counted, own_vocabulary
+from titan_lite.loss import counted
 from titan_lite.lr_scheduler import lr_factor
 from titan_lite.metrics.figures import MetricsWriter, draw_loss, peak_memory_gib
 from titan_lite.metrics.lines import end_lines, show_receipts
@@ -65,7 +66,7 @@ from titan_lite.plan.plan_vs_actual import PlanVsActual
 from titan_lite.ranks import device_memory, init_device, init_process_group
 from titan_lite.validation import Validation
 
-DeviceBatch = tuple[Tensor, Tensor, dict[str, Tensor]]  # input, label, and the model's `begins` and `counts` of documents
+DeviceBatch = tuple[Tensor, Tensor, dict[str, Tensor]]  # input, label, and the model's other arguments
 Observe = Callable[[str, "Trainer"], None]
 
 
@@ -128,7 +129,12 @@ class Trainer:
         sections: dict[str, Any] = dict(parallelism=config.parallelism, activation_checkpoint=config.activation_checkpoint)
         modules = [plan.modules[stage] for stage in plan.stages_of(self.mesh["pp"].get_local_rank())]
         make_model = functools.partial(Transformer, layout.model)
-        self.stages = build_stages(make_model, modules, self.mesh, training=config.training, float8=config.float8, **sections)
+        tp, tokens = axis_of(self.mesh["tp"]), (layout.sequences, layout.seq_len // layout.degrees["cp"])
+        kinds: dict[str, Any] = dict(by_sequence=bool(config.data.sources), in_graph=config.compile.compiles("model"))
+        kinds |= dict(chunk=layout.loss_chunk, compile=functools.partial(compile_function, config=config.compile))
+        within, loss, output = build_losses(tokens, (layout.model.vocab_size, tp.rank, tp.degree, tp.group), **kinds)
+        parts: dict[str, Any] = dict(training=config.training, float8=config.float8, loss=within, **sections)
+        self.stages = build_stages(make_model, modules, self.mesh, **parts)
         sections |= dict(compile=config.compile, machine=self.machine, dump_folder=self.dump_folder)
         compile_as = functools.partial(compile_stages, self.stages, self.mesh, **sections)
         self.autotuner = Autotuner(self.stages, compile_as, config.compile, self.device)
@@ -140,14 +146,8 @@ class Trainer:
             model.init_weights(config.debug.seed, shard_of)
         self.parameters = {fqn: parameter for model in self.stages for fqn, parameter in model.named_parameters()}
         self.positions = torch.tensor(self.stages[0].positions, device=self.device)
-
-        tp, vocab_size = axis_of(self.mesh["tp"]), layout.model.vocab_size
-        loss = build_loss(vocab_size, tp.rank, tp.degree, tp.group, by_sequence=bool(config.data.sources))
-        loss_sum = compile_function(loss, config.compile, "loss")
-        logits = (layout.sequences, len(self.positions), len(own_vocabulary(vocab_size, tp.rank, tp.degree)))
-        self.runner = build_runner(
-            self.stages, plan, self.mesh, config.parallelism, loss_sum, logits, dtype=self.dtype, device=self.device
-        )
+        runs = config.parallelism, loss, tokens, output, self.dtype, self.device
+        self.runner = build_runner(self.stages, plan, self.mesh, *runs)
         compile_update = functools.partial(compile_function, config=config.compile, component="optimizer")
         compiler = compile_update if config.compile.compiles("optimizer") else None
         self.optimizer = build_optimizer(config.optimizer, self.parameters.values(), compile=compiler)
@@ -263,7 +263,6 @@ class Trainer:
         batches = [self.next_batch() for _ in range(self.layout.accumulation_at(self.step))]
         tokens = torch.stack([counted(label) for _, label, _ in batches]).sum()
         sum_over_tokens(tokens, self.mesh)
-
         self.observe("forward", self)
         loss = self.forward_backward(batches, tokens)
         self.observe("backward", self)
@@ -314,7 +313,7 @@ class Trainer:
     def to_device(self, batch: Batch) -> DeviceBatch:
         """Move a batch to the device and select this rank's tokens of every sequence (context parallelism)."""
         input, label = (tensor.to(self.device, non_blocking=True) for tensor in batch)
-        documents = {}
+        documents = {"labels": label[:, self.positions]} if self.layout.loss_chunk else {}  # for the loss in the model
         if self.config.training.mask_documents:
             documents["begins"] = document_begins(input, self.document_begin)[:, self.positions]
             if self.counts_documents:

@@ -40,6 +40,7 @@ from titan_lite.config.recipe import SHIPPED, load_config
 from titan_lite.distributed.degrees import AXES, DEGREES
 from titan_lite.distributed.pipeline_plan import TooFewLayers
 from titan_lite.layout import make_layout
+from titan_lite.loss_chunk import loss_chunk
 from titan_lite.metrics.records import read_metrics
 from titan_lite.models.llama3 import FLAVORS, ModelConfig
 from titan_lite.ranks import device_memory
@@ -162,6 +163,8 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
             changes["pipeline_parallel_first_stage_less_layers"] = changes["pipeline_parallel_last_stage_less_layers"] = 0
     if config.compile.compiles("model") and config.compile.bucketing not in ("none", "block"):
         changes["fsdp_communication"] = "microbatch"  # with "step" there is nothing to bucket
+    sequences = local if layout["pp"] == 1 else changes["pipeline_parallel_microbatch_size"]
+    chunk = sequences * SEQ_LEN // layout["cp"] * 2 // 5 if _chunks_loss(config) else -1  # three chunks, the last one smaller
     changes["fsdp_keep_gathered"] = tuple(dict.fromkeys(kept))
     changes.update({DEGREES[axis]: degree for axis, degree in layout.items()})
     return dataclasses.replace(
@@ -174,6 +177,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
             global_batch_ramp=(),
             seq_len=SEQ_LEN,
             steps=steps,
+            loss_chunk_tokens=chunk,
             compare_copies_freq=1,
             dtype="float32",
             mixed_precision_param="float32",
@@ -188,6 +192,15 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
         metrics=dataclasses.replace(config.metrics, log_freq=1, enable_tensorboard=False),
         profiling=dataclasses.replace(config.profiling, enable_profiling=False, enable_memory_snapshot=False),
     )
+
+
+def _chunks_loss(config: Config) -> bool:
+    """Return True if a run of the recipe computes its loss in chunks of tokens."""
+    parallelism, training = config.parallelism, config.training
+    pipelined = parallelism.pipeline_parallel_degree > 1
+    sequences = parallelism.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size
+    tokens = sequences * training.seq_len // parallelism.context_parallel_degree
+    return loss_chunk(training, tokens, -(-shape_of(config.model).vocab_size // parallelism.tensor_parallel_degree)) > 0
 
 
 def _compile_of_twin(stage: Compile) -> Compile:
@@ -206,9 +219,10 @@ def _of_twin(fqn: str) -> str:
 
 
 def reference(config: Config) -> Config:
-    """Return the reference for a twin: the same batches in one eager process without checkpointing."""
-    plain = Parallelism(data_parallel_shard_degree=1)
-    return dataclasses.replace(config, parallelism=plain, compile=Compile(), activation_checkpoint=ActivationCheckpoint())
+    """Return the reference for a twin: the same batches in one eager process without checkpointing, the loss of all logits."""
+    plain, training = Parallelism(data_parallel_shard_degree=1), dataclasses.replace(config.training, loss_chunk_tokens=-1)
+    changes: dict[str, Any] = dict(compile=Compile(), activation_checkpoint=ActivationCheckpoint())
+    return dataclasses.replace(config, parallelism=plain, training=training, **changes)
 
 
 def run(config: Config, model: ModelConfig, *, prepare: Prepare | None = None) -> Observed:
@@ -270,7 +284,7 @@ class _Recorder:
         elif moment == "forward" and trainer.step == 1 and not trainer.config.compile.compiles("model"):
             for model in trainer.stages:
                 for fqn, module in model.named_modules():
-                    if fqn not in ("", "layers"):
+                    if fqn not in ("", "layers", "output" if trainer.layout.loss_chunk else ""):  # which returns the loss
                         self.hooks.append(module.register_forward_hook(_summing(fqn, self.observed)))
         elif moment == "backward" and trainer.step == 1:
             for hook in self.hooks:
@@ -312,7 +326,10 @@ def compare(found: Observed, expected: Observed, within: Tolerances = FLOAT32) -
         for fqn, gradient in expected.gradients.items()
     }
     parameter = max(worst, key=lambda fqn: worst[fqn])
-    sums = ((fqn, found.activations.get(fqn), each) for fqn, each in expected.activations.items() if found.activations)
+    modules = {**expected.activations} if found.activations else {}
+    if "output" not in found.activations:  # the loss is computed without all logits
+        modules.pop("output", None)
+    sums = ((fqn, found.activations.get(fqn), each) for fqn, each in modules.items())
     module = next((fqn for fqn, mine, each in sums if _diverges(mine, each, within.activation)), "")
     agrees = max(losses) <= within.loss and worst[parameter] <= within.gradient and not module
     return Comparison(max(losses), worst[parameter], parameter, module, agrees)

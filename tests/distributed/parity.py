@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
+from titan_lite.chunked_loss import build_chunked_loss
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.config import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titan_lite.distributed.build import build_stages, compile_stages
@@ -55,8 +56,11 @@ def build(
     machine=None,
     receipts=None,
     float8=None,
+    chunk=0,
 ):
-    """The model as the trainer builds it, without a recipe. compiled: a backend; receipts: a list that gets the schedule's."""
+    """The model as the trainer builds it, without a recipe. compiled: a backend; receipts: a list that gets the schedule's;
+    chunk: tokens whose loss is computed at a time."""
+    tp = axis_of(mesh["tp"])
     parallelism = Parallelism(fsdp_reshard_after_forward="default" if reshard else "never", fsdp_keep_gathered=keep)
     checkpoint = ActivationCheckpoint(mode=checkpointing, memory_budget=0.3)
     (model,) = build_stages(
@@ -71,6 +75,7 @@ def build(
         parallelism=parallelism,
         activation_checkpoint=checkpoint,
         float8=float8 or Float8(),
+        loss=build_chunked_loss(config.vocab_size, tp.rank, tp.degree, tp.group, chunk=chunk) if chunk else None,
     )
     if compiled:
         torch._dynamo.reset()
@@ -95,10 +100,10 @@ def my_microbatches(mesh, tokens, labels, count=1):
 def step(model, mesh, microbatches, tokens, scale=1, whole=True, gradient=True):
     """(loss over all ranks, {FQN: gradient}); scale: what a loop that averages over ranks multiplies with."""
     tp = axis_of(mesh["tp"])
-    loss_sum = build_loss(model.config.vocab_size, tp.rank, tp.degree, tp.group)
+    loss_sum = None if hasattr(model.output, "loss_sum") else build_loss(model.config.vocab_size, tp.rank, tp.degree, tp.group)
     total = torch.zeros(())
     for input, label in microbatches:
-        loss = loss_sum(model(input), label) / tokens
+        loss = (loss_sum(model(input), label) if loss_sum else model(input, labels=label)) / tokens
         (loss * scale).backward()
         total += loss.detach()
     sum_over_tokens(total, mesh)

@@ -9,6 +9,7 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from titan_lite.chunked_loss import build_chunked_loss
 from titan_lite.compiler.stage import compile_function
 from titan_lite.config import Compile, Optimizer
 from titan_lite.loss import build_loss, own_vocabulary
@@ -17,33 +18,40 @@ from titan_lite.optimizer import build_optimizer, optimizer_state, set_learning_
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
-def loss_and_gradient(backend, by_sequence):
-    """Return [(loss, gradient of own logits, loss without gradients)] compiled and eager, and the graphs so far, by dtype."""
-    return [of_dtype(backend, by_sequence, dtype) for dtype in (torch.float32, torch.bfloat16)]
+def loss_and_gradient(backend, by_sequence, chunk):
+    """Return [(loss, gradients, loss without gradients)] compiled and eager, and the graphs so far, by dtype."""
+    return [of_dtype(backend, by_sequence, chunk, dtype) for dtype in (torch.float32, torch.bfloat16)]
 
 
-def of_dtype(backend, by_sequence, dtype):
+def of_dtype(backend, by_sequence, chunk, dtype):
     generator = torch.Generator().manual_seed(0)
     own = own_vocabulary(61, dist.get_rank(), 2)
-    logits = (3 * torch.randn(2, 5, 61, generator=generator))[..., own.start : own.stop].to(dtype)
+    hidden = torch.randn(2, 5, 8, generator=generator).to(dtype)
+    weight = torch.randn(61, 8, generator=generator)[own.start : own.stop].to(dtype)
     labels = torch.randint(61, (2, 5), generator=generator)
     labels[0, 1] = -100
-    eager = build_loss(61, dist.get_rank(), 2, dist.group.WORLD.group_name, by_sequence=by_sequence)
+    build = functools.partial(build_chunked_loss, chunk=chunk) if chunk else build_loss
+    loss_sum = build(61, dist.get_rank(), 2, dist.group.WORLD.group_name, by_sequence=by_sequence)
+
+    def eager(hidden, weight, labels):
+        return loss_sum(hidden, weight, labels) if chunk else loss_sum(hidden @ weight.T, labels)
+
     compiled = compile_function(eager, Compile(enable=True, backend=backend), "loss")
     results = []
     for function in (compiled, compiled, eager):
-        leaf = logits.clone().requires_grad_()
-        loss = function(leaf, labels)
+        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+        loss = function(*leaves, labels)
         (loss / 9).sum().backward()
         with torch.no_grad():
-            results.append((loss.detach(), leaf.grad, function(logits, labels)))
+            results.append((loss.detach(), *(leaf.grad for leaf in leaves), function(hidden, weight, labels)))
     return results[1:], torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.parametrize("chunk", [0, 4])
 @pytest.mark.parametrize("by_sequence", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_vocabulary_parallel_loss_compiled_is_the_eager_one(backend, by_sequence):
-    for rank in run_ranks(2, loss_and_gradient, backend, by_sequence):
+def test_the_vocabulary_parallel_loss_compiled_is_the_eager_one(backend, by_sequence, chunk):
+    for rank in run_ranks(2, loss_and_gradient, backend, by_sequence, chunk):
         assert [graphs for _, graphs in rank] == [2, 4]  # with gradients and without
         for (compiled, eager), _ in rank:
             assert eager[1].any()

@@ -28,6 +28,7 @@ AT_ONCE = ["--training.global_batch_size=-1"]  # where the others accumulate gra
 EVERY_TIME = ["--parallelism.fsdp_communication=microbatch"]
 KEPT = [*EVERY_TIME, "--parallelism.fsdp_reshard_after_forward=never"]
 COMPILED = ["--compile.enable"]
+CHUNKED = ["--training.loss_chunk_tokens=100"]  # the reference has the loss of all logits
 
 
 def schedule(name):
@@ -41,6 +42,8 @@ QUICK = [  # of every kind and of every two kinds one, and every schedule
     ("pp=2", ZBV),
     ("pp=2", [*INTERLEAVED, *SELECTIVE, *EVERY_TIME]),
     ("cp=2", [*SELECTIVE, *MASKED]),
+    ("pp=2,tp=2", CHUNKED),
+    ("dp_shard=2", [*COMPILED, *EVERY_TIME, *CHUNKED]),
     ("dp_shard=2,pp=2", FULL),
     ("pp=2,tp=2", [*INTERLEAVED, *SECOND, *MASKED]),
 ]
@@ -48,6 +51,10 @@ LAYOUTS = ["tp=2", "tp=4", "cp=2", "cp=4", "dp_shard=2,tp=2", "dp_shard=2,cp=2",
 LAYOUTS += ["dp_replicate=2", "dp_replicate=2,dp_shard=2"]
 PIPELINES = ["pp=2", "dp_shard=2,pp=2", "pp=2,tp=2", "pp=2,dp_shard=2,tp=2", "pp=4", "pp=2,cp=2", "dp_replicate=2,pp=2"]
 SLOW = [
+    *((layout, CHUNKED) for layout in ("dp_shard=2,tp=2", "dp_shard=2,cp=2", "dp_shard=2,pp=2")),
+    *((layout, [*COMPILED, *CHUNKED]) for layout in ("dp_shard=2,tp=2", "dp_shard=2,pp=2", "cp=2,tp=2")),
+    *(("dp_shard=2,pp=2", [*name, *CHUNKED]) for name in (GPIPE, INTERLEAVED, ZBV)),
+    ("pp=2", [*ZBV, *EVERY_TIME, *CHUNKED]),
     *((layout, MASKED) for layout in ("tp=2", "dp_shard=2", "dp_shard=2,cp=2", "pp=2,cp=2", "dp_shard=2,pp=2")),
     *((layout, [*MASKED, *COMPILED]) for layout in ("dp_shard=2", "cp=2,tp=2", "dp_shard=2,pp=2")),
     ("pp=2", [*ZBV, *MASKED]),

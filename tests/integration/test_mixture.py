@@ -91,12 +91,20 @@ def alone(recipe, tmp_path_factory):
 
 LAYOUTS = {
     "tp x pp": ["--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"],
+    "tp x pp, loss in chunks": [
+        "--parallelism.tensor_parallel_degree=2",
+        "--parallelism.pipeline_parallel_degree=2",
+        "--training.loss_chunk_tokens=20",
+    ],
     "cp x dp": ["--parallelism.context_parallel_degree=2", "--parallelism.data_parallel_shard_degree=2"],
     "tp compiled": ["--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=2", *AOT_EAGER],
 }
 
 
-@pytest.mark.parametrize("layout", ["tp x pp", *(pytest.param(layout, marks=pytest.mark.slow) for layout in list(LAYOUTS)[1:])])
+@pytest.mark.parametrize(
+    "layout",
+    ["tp x pp", "tp x pp, loss in chunks", *(pytest.param(layout, marks=pytest.mark.slow) for layout in list(LAYOUTS)[2:])],
+)
 def test_figures_by_source_are_the_same_on_every_layout(layout, recipe, alone, tmp_path):
     assert train(4, recipe, tmp_path, *OPTIONS, *LAYOUTS[layout]).returncode == 0
     found = read_metrics(tmp_path / "metrics.jsonl")

@@ -158,6 +158,22 @@ def test_a_twin_keeps_the_last_of_its_layers_gathered_for_those_that_it_lacks():
     assert small.parallelism.fsdp_keep_gathered == ("layers.2.attention", "layers.3", "norm")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "layout", "chunk"),
+    [
+        ("debug_model", "dp_shard=2", -1),
+        ("llama3_8b", "dp_shard=2", 102),  # of 8 sequences of 32 tokens
+        ("llama3_8b", "cp=2,pp=2", 12),  # of 2 sequences of 16 tokens
+        ("llama3_405b", "dp_shard=2", -1),  # tensor parallelism leaves few logits
+    ],
+)
+def test_a_twin_computes_its_loss_in_chunks_if_its_recipe_does(recipe, layout, chunk):
+    config, _ = load_config(RECIPES / f"{recipe}.toml")
+    small = twin(config, parse_layout(layout), steps=1)
+    assert small.training.loss_chunk_tokens == chunk
+    assert verify.reference(small).training.loss_chunk_tokens == -1
+
+
 def test_a_twin_has_one_batch_and_the_documents_of_every_machine():
     ramp = ["--training.global_batch_size=64", "--training.global_batch_ramp=32 until 10"]
     config, _ = load_config(RECIPES / "debug_model.toml", [*ramp, '--data.sources=[{dataset = "local", path = "web"}, {}]'])

@@ -1,7 +1,7 @@
 """Batches of a recipe on a number of ranks: those of each step, where the first ones have others."""
 
 import pytest
-from tiny import DEBUG
+from tiny import DEBUG, RECIPES
 
 from titan_lite.config import ConfigError
 from titan_lite.config.recipe import load_config
@@ -70,3 +70,36 @@ def test_what_float8_products_cannot_have_is_refused(options, words):
 def test_layers_that_stay_in_bfloat16_may_have_any_size():
     layout("--float8.enable", "--model.hidden_dim=680", "--float8.filter_fqns=feed_forward")
     layout("--model.hidden_dim=680", "--training.seq_len=40")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks", "options", "chunk"),
+    [
+        ("debug_model", 2, "", 0),
+        ("debug_model", 2, "--training.loss_chunk_tokens=-1", 0),
+        ("debug_model", 2, "--training.loss_chunk_tokens=32", 32),  # of 2 x 256 tokens: 16 chunks
+        ("debug_model", 2, "--training.loss_chunk_tokens=511", 511),
+        ("llama3_8b", 8, "--training.local_batch_size=1", 1024),  # 12 bytes x 128,256 x 1,024 tokens are 1.47 GiB
+        ("llama3_8b", 8, "", 2048),  # at most 8 chunks
+        ("llama3_8b", 8, "--training.loss_chunk_tokens=-1", 0),
+        ("llama3_8b", 8, "--parallelism.tensor_parallel_degree=2 --training.local_batch_size=2", 2048),
+        ("llama3_8b", 8, "--parallelism.tensor_parallel_degree=8 --training.local_batch_size=1", 0),
+        ("llama3_8b", 8, "--training.loss_chunk_tokens=1024", 1024),
+    ],
+)
+def test_tokens_of_a_chunk_of_the_loss(recipe, ranks, options, chunk):
+    found = make_layout(load_config(RECIPES / f"{recipe}.toml", options.split())[0], ranks)
+    assert found.loss_chunk == chunk
+
+
+@pytest.mark.parametrize(
+    ("chunk", "wrong"),
+    [
+        (512, "training.loss_chunk_tokens = 512: a rank has 512 tokens of a microbatch, so this has no effect; use -1, or less "),
+        (31, "tokens = 31: a rank has 512 tokens of a microbatch, which is more than 16 chunks; use at least 32"),
+        (-2, r"loss_chunk_tokens = -2"),
+    ],
+)
+def test_a_chunk_of_the_loss_that_cannot_be_is_refused(chunk, wrong):
+    with pytest.raises(ConfigError, match=wrong):
+        layout(f"--training.loss_chunk_tokens={chunk}")

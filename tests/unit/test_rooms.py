@@ -30,6 +30,8 @@ ROOMS = {
     "models": ("torch", "titan_lite.attention", "titan_lite.outside"),
     "shape": ("titan_lite.config", "titan_lite.models"),
     "loss": PART,
+    "loss_chunk": ("titan_lite.config",),
+    "chunked_loss": (*PART, "titan_lite.loss"),
     "validation": (*PART, "titan_lite.distributed", "titan_lite.loss", "titan_lite.metrics"),
     "optimizer": PART,
     "lr_scheduler": PART,
@@ -69,6 +71,7 @@ ROOMS = {
     "layout": (
         *PART,
         "titan_lite.float8",
+        "titan_lite.loss_chunk",
         "titan_lite.shape",
         "titan_lite.models",
         "titan_lite.distributed",
@@ -78,6 +81,7 @@ ROOMS = {
     "metrics/timelines": ("titan_lite.compiler", "titan_lite.distributed.axes", "matplotlib"),
     "plan": (
         "titan_lite.attention",
+        "titan_lite.chunked_loss",
         "titan_lite.command",
         "titan_lite.layout",
         "titan_lite.shape",

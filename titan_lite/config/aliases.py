@@ -27,6 +27,7 @@ _CALLED = {  # the key here -> its names elsewhere
     "training.max_norm": "clip_grad grad_clip max_grad_norm gradient_clip_val",
     "training.steps": "max_steps max_iters train_iters num_steps num_train_steps",
     "training.mixed_precision_param": "bf16 precision",
+    "training.loss_chunk_tokens": "use_liger_kernel chunked_cross_entropy loss_chunk_size num_output_chunks",
     "optimizer.lr": "learning_rate max_lr",
     "optimizer.beta1": "adam_beta1",
     "optimizer.beta2": "adam_beta2",

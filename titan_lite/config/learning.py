@@ -120,6 +120,14 @@ class Training:
         choices=("highest", "high", "medium"),
         resume=ROUNDING,
     )
+    loss_chunk_tokens: int = setting(
+        0,
+        "tokens of a microbatch that a rank projects to the vocabulary at a time, with their part of loss and gradients, so that "
+        "logits of all never exist; at most 16 chunks. 0: all at once if logits, copies and gradients take at most 1.5 GiB (12 "
+        "bytes for each token and entry of the vocabulary on the rank), else chunks of that size, at most 8; -1: all at once",
+        "tokens >= -1 <= 16777216",
+        resume=ROUNDING,
+    )
     gc_freq: int = setting(50, "interval of Python's garbage collection, at once on all ranks", "steps >= 1", resume=NOTHING)
     compare_copies_freq: int = setting(
         100,

@@ -164,8 +164,8 @@ class Compile:
     enable: bool = setting(False, "compile each of components as one graph")
     components: tuple = setting(
         ("model", "loss"),
-        "compiled parts: model; loss, for which Inductor avoids float32 copies of the logits; optimizer, which gains little, "
-        "since its fused update is already one kernel",
+        "compiled parts: model; loss, for which Inductor avoids float32 copies of the logits (in chunks of tokens it is in the "
+        "model's graph); optimizer, which gains little, since its fused update is already one kernel",
         choices=("model", "loss", "optimizer"),
         needs=COMPILES,
     )

@@ -50,12 +50,13 @@ def build_stages(
     parallelism: Parallelism,
     activation_checkpoint: ActivationCheckpoint,
     float8: Float8,
+    loss: Callable[..., Tensor] | None = None,
     attend: Attend | None = None,
 ) -> list[Model]:
     """Return a parallel model on the meta device for each list of FQNs in `modules`: the modules that it keeps.
 
     make_model: (positions of this rank's tokens within a sequence) -> the model, with blocks as the children of `layers`.
-    attend: the attention of context parallelism. Default: `attend_to_the_past`.
+    loss: of the module `output`, given labels. attend: the attention of context parallelism. Default: `attend_to_the_past`.
     """
     positions = own_positions(training.seq_len, mesh["cp"].get_local_rank(), mesh["cp"].size())
     attend = attend or functools.partial(attend_to_the_past, kernel=training.attention_kernel)
@@ -70,6 +71,8 @@ def build_stages(
         if float8.enable:
             apply_float8(model, float8.recipe, float8.filter_fqns)
         apply_tensor_parallel(model, mesh["tp"])
+        if loss is not None and "output" in fqns:
+            model.get_submodule("output").loss_sum = loss  # type: ignore[assignment]
         blocks = model.get_submodule("layers")
         assert isinstance(blocks, nn.ModuleDict)
         apply_activation_checkpoint(blocks, activation_checkpoint.mode, activation_checkpoint.selective_ac_option)
@@ -136,24 +139,23 @@ def build_runner(
     mesh: DeviceMesh,
     parallelism: Parallelism,
     loss_sum: Callable[[Tensor, Tensor], Tensor],
-    logits: tuple[int, int, int],
-    *,
+    tokens: tuple[int, int],
+    output: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
 ) -> SingleStage | Pipeline:
-    """Return the runner of this rank's stages: a Pipeline if there are several pipeline ranks. logits: shape (B, T, v) of a
-    microbatch on this rank; dtype: of the activations sent between stages."""
+    """Return the runner of this rank's stages: a Pipeline if there are several pipeline ranks. tokens, output, dtype: as for it;
+    loss_sum: as for SingleStage."""
     if mesh["pp"].size() == 1:
         return SingleStage(stages[0], loss_sum)
-    sequences, tokens, _ = logits
     return Pipeline(
         stages,
         plan,
         mesh["pp"],
         parallelism,
-        tokens=(sequences, tokens),
-        hidden=(sequences, tokens // mesh["tp"].size(), stages[0].config.dim),  # type: ignore[arg-type]
-        logits=logits,
+        tokens=tokens,
+        hidden=(tokens[0], tokens[1] // mesh["tp"].size(), stages[0].config.dim),  # type: ignore[arg-type]
+        output=output,
         dtype=dtype,
         loss_sum=loss_sum,
         device=device,

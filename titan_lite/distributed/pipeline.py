@@ -38,8 +38,8 @@ def keep_modules(model: nn.Module, fqns: Sequence[str]) -> None:
 class SingleStage:
     """The methods of Pipeline for an unsplit model.
 
-    loss_sum: (logits, labels) -> summed loss, a scalar or (B,) (loss.py); losses returned have the same shape. documents: keyword
-    arguments of the model beside tokens (models/llama3.py), with a row for each sequence.
+    loss_sum: (output, labels) -> summed loss, a scalar or (B,) (loss.py); losses returned have the same shape. documents: keyword
+    arguments of the model beside tokens (models/llama3.py), with a row for each sequence; with labels, the output is the loss.
     """
 
     def __init__(self, model: nn.Module, loss_sum: Callable[[Tensor, Tensor], Tensor]):
@@ -60,8 +60,9 @@ class SingleStage:
 class Pipeline:
     """This rank's stages and their schedule.
 
-    stages: models in the order of plan.stages_of(rank). tokens (B, T), hidden (B, t, C), logits (B, T, v): shapes on this rank of
-    a microbatch's input, activations sent between stages (of `dtype`) and output. loss_sum: as for SingleStage.
+    stages: models in the order of plan.stages_of(rank). tokens (B, T), hidden (B, t, C), output: shapes on this rank of a
+    microbatch's input, activations sent between stages (of `dtype`) and output, logits (B, T, v) or losses. loss_sum: as for
+    SingleStage.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Pipeline:
         *,
         tokens: tuple[int, int],
         hidden: tuple[int, int, int],
-        logits: tuple[int, int, int],
+        output: tuple[int, ...],
         dtype: torch.dtype,
         loss_sum: Callable[[Tensor, Tensor], Tensor],
         device: torch.device,
@@ -87,7 +88,8 @@ class Pipeline:
         self.tokens = torch.ones((), device=device)
         with torch.device("meta"):
             first = torch.empty(tokens, dtype=torch.int64)
-            between, last = (torch.empty(shape, dtype=dtype, requires_grad=True) for shape in (hidden, logits))
+            between = torch.empty(hidden, dtype=dtype, requires_grad=True)
+            last = torch.empty(output, dtype=dtype if len(output) == 3 else torch.float32, requires_grad=True)
         parts = [
             _Stage(
                 _Leaves(model),

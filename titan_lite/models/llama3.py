@@ -128,8 +128,20 @@ class TransformerBlock(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
+class Output(nn.Linear):
+    """Projection to the vocabulary: hidden states (B, T, C) -> logits (B, T, V), or with labels (B, T) -> their summed loss.
+
+    loss_sum: (hidden states, weight, labels) -> loss, set by who trains the model (loss.py).
+    """
+
+    loss_sum: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
+        return super().forward(input) if labels is None else self.loss_sum(input, self.weight, labels)
+
+
 class Transformer(nn.Module):
-    """The model. tokens (B, T) int64 -> logits (B, T, V), for any T up to config.max_seq_len.
+    """The model. tokens (B, T) int64 -> logits (B, T, V), for any T up to config.max_seq_len; with labels (B, T) -> their loss.
 
     positions: of the tokens within their sequence. Default: the first T. A pipeline stage is a Transformer without some modules:
     they are None, or missing in `layers`. Instead of tokens or logits, it takes or returns hidden states (B, T, C).
@@ -140,7 +152,7 @@ class Transformer(nn.Module):
 
     tok_embeddings: nn.Embedding | None
     norm: RMSNorm | None
-    output: nn.Linear | None
+    output: Output | None
     rope_cos: Tensor
     rope_sin: Tensor
     own_positions: Tensor
@@ -153,7 +165,7 @@ class Transformer(nn.Module):
         # a ModuleDict, so that FQNs such as "layers.7" do not change in a pipeline stage
         self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.output = Output(config.dim, config.vocab_size, bias=False)
         if config.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
         cos, sin = rope_tables(config, self.positions)
@@ -161,7 +173,9 @@ class Transformer(nn.Module):
         self.register_buffer("rope_sin", sin, persistent=False)
         self.register_buffer("own_positions", torch.tensor(self.positions), persistent=False)
 
-    def forward(self, tokens: Tensor, begins: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, begins: Tensor | None = None, counts: Tensor | None = None, labels: Tensor | None = None
+    ) -> Tensor:
         mask: Mask = None
         if begins is not None:
             t = begins.shape[1]
@@ -171,7 +185,7 @@ class Transformer(nn.Module):
         for layer in self.layers.values():
             x = layer(x, self.rope_cos, self.rope_sin, mask)
         x = x if self.norm is None else self.norm(x)
-        return x if self.output is None else self.output(x)
+        return x if self.output is None else self.output(x, labels)
 
     @torch.no_grad()
     def init_weights(self, seed: int, shard_of: Callable[[Tensor], tuple[Tensor, tuple[int, ...]]] | None = None) -> None:

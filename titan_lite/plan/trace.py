@@ -37,6 +37,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
 
 from titan_lite.attention import fits_flash
+from titan_lite.chunked_loss import build_chunked_loss
 from titan_lite.command import end_with_parent
 from titan_lite.compiler.collectives import (
     descendants,
@@ -222,8 +223,9 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
             priced_as=passes.priced_as,
         )
         ids, between = stage_inputs(layout, model)
-        model(ids if "tok_embeddings" in kind else between, **documents_for(layout, ids, machines[0]))
-        if "output" in kind:
+        labels = {"labels": ids} if layout.loss_chunk else {}
+        model(ids if "tok_embeddings" in kind else between, **labels, **documents_for(layout, ids, machines[0]))
+        if "output" in kind and not layout.loss_chunk:
             loss = _Loss(build_loss(layout.model.vocab_size, tp.rank, tp.degree, tp.group))
             compile_model(loss, plain, reshard_after_forward=False, schedule=loss_passes, priced_as=loss_passes.priced_as)
             vocabulary = len(own_vocabulary(layout.model.vocab_size, tp.rank, tp.degree))
@@ -268,6 +270,8 @@ def weights_of(plans: Plans) -> list[Weight]:
 def build_stage(layout: PlannedLayout, mesh: DeviceMesh, kind: Kind, n_layers: int) -> Transformer:
     """Return a stage of `kind` with `n_layers` blocks, on the meta device."""
     config, shape = layout.config, dataclasses.replace(layout.model, n_layers=max(n_layers, 1))
+    tp = axis_of(mesh["tp"])
+    loss = build_chunked_loss(shape.vocab_size, tp.rank, tp.degree, tp.group, chunk=layout.loss_chunk)
     (model,) = build_stages(
         functools.partial(Transformer, shape),
         [[*kind, *(f"layers.{number}" for number in range(n_layers))]],
@@ -276,6 +280,7 @@ def build_stage(layout: PlannedLayout, mesh: DeviceMesh, kind: Kind, n_layers: i
         float8=config.float8,
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,
+        loss=loss if layout.loss_chunk else None,
         attend=attend_as_on_gpus,
     )
     return model

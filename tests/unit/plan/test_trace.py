@@ -29,9 +29,9 @@ PRODUCTS = MODEL.dim * 64 * (16 + 8 + 8 + 16) + 3 * MODEL.dim * MODEL.hidden_dim
 BLOCK = PRODUCTS + 2 * MODEL.dim
 
 
-def layout(accumulation=1, mode="none", **parallelism):
+def layout(accumulation=1, mode="none", chunk=-1, **parallelism):
     config = Config(
-        training=Training(local_batch_size=2, seq_len=TOKENS),
+        training=Training(local_batch_size=2, seq_len=TOKENS, loss_chunk_tokens=chunk),
         parallelism=Parallelism(**parallelism),
         activation_checkpoint=ActivationCheckpoint(mode=mode),
         compile=Compile(enable=True),
@@ -41,10 +41,10 @@ def layout(accumulation=1, mode="none", **parallelism):
     return PlannedLayout(**vars(make_layout(config, RANKS, MODEL)), config=config)
 
 
-FSDP, TP, RECOMPUTED = layout(), layout(2, tensor_parallel_degree=2), layout(mode="full")
+FSDP, TP, RECOMPUTED, CHUNKED = layout(), layout(2, tensor_parallel_degree=2), layout(mode="full"), layout(chunk=256)
 
 
-WANTED = {("fsdp", 5): FSDP, ("fsdp", 4): FSDP, ("fsdp", 3): FSDP, ("tp", 2): TP}
+WANTED = {("fsdp", 5): FSDP, ("fsdp", 4): FSDP, ("fsdp", 3): FSDP, ("tp", 2): TP, ("chunks", 3): CHUNKED}
 LONG = {("fsdp", 8): FSDP, ("full", 3): RECOMPUTED}
 
 
@@ -150,6 +150,24 @@ def test_a_recomputed_block_computes_its_forward_again(traces_long):
     assert most * 0.7 < again["backward.matmul"] - plain["backward.matmul"] <= most
     saved, less = (kept(stage_of(traces_long[key, 3].tensors, 3, pipelined=False)) for key in ("fsdp", "full"))
     assert less < 0.3 * saved
+
+
+def test_a_loss_in_chunks_has_the_same_products_no_logits_and_sums_of_the_projections_gradient(traces, traced):
+    whole, chunked = traced["fsdp", 3], traced["chunks", 3]
+    assert not any(key.startswith("loss") for key in chunked)
+    for figure in ("matmul", "bytes.dp_shard"):
+        found, expected = (each[f"forward.{figure}"] + each[f"backward.{figure}"] for each in (chunked, whole))
+        assert found == expected
+    chunks, logits = 2 * TOKENS // 256, 2 * TOKENS * MODEL.vocab_size * 2
+    lives = {key: traces[key].tensors.lives.tensors for key in (("fsdp", 3), ("chunks", 3))}
+    assert max(life.nbytes for life in lives["fsdp", 3]) == logits
+    assert max(life.nbytes for life in lives["chunks", 3]) == 4 * TABLE  # sums of the gradient in float32
+    held = [life for life in lives["chunks", 3] if life.nbytes == 4 * TABLE and life.born[0] == "forward"]
+    assert len(held) == chunks
+    moments = [
+        sum(life.born[1] <= moment < life.died[1] for life in held) for moment in range(max(life.died[1] for life in held))
+    ]
+    assert max(moments) == 2  # before and after the addition of a chunk
 
 
 def test_tensor_parallelism_sends_activations_and_fsdp_once_a_step(traced):
