@@ -133,7 +133,7 @@ def check_memory(config: Config, layout: Layout, memory: float, host: float = ma
 
     memory: bytes of its GPU; host: bytes of the host's memory per rank, for a rank without a GPU.
     """
-    steady, step = layout.steady_bytes(config.training), layout.step_bytes(config.training)
+    steady, step = layout.steady_bytes(config), layout.step_bytes(config.training)
     if steady > (limit := min(memory, host)):
         shards = math.ceil(layout.degrees["dp_shard"] * steady / limit)
         raise ConfigError(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from titan_lite.models.llama3 import Transformer
 
 FILLED = 0.6  # share of a device's memory that fsdp_communication = "auto" may fill, without activations
+SIZES = {"float32": 4, "bfloat16": 2}  # bytes of an element
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,10 @@ class Layout:
         most = max(sum(stages[stage] for stage in plan.stages_of(rank)) for rank in range(self.degrees["pp"]))
         return most / self.degrees["tp"]
 
-    def steady_bytes(self, training: Training) -> float:
+    def steady_bytes(self, config: Config) -> float:
         """Return the bytes of a rank's weights, gradients and two moments of AdamW."""
-        held, _, _ = itemsizes(training)
-        return 4 * held * self.parameters_of_rank / (self.degrees["dp_shard"] * self.degrees["cp"])
+        each = 2 * itemsizes(config.training)[0] + 2 * SIZES[config.optimizer.state_dtype]
+        return each * self.parameters_of_rank / (self.degrees["dp_shard"] * self.degrees["cp"])
 
     def step_bytes(self, training: Training) -> float:
         """Return the extra bytes of gathering once a step: unsharded weights, gradients of a backward, sums of gradients."""
@@ -126,8 +127,7 @@ class Layout:
 
 def itemsizes(training: Training) -> tuple[int, int, int]:
     """Return the bytes per element of stored weights, of computation, and of sums of gradients."""
-    size = {"float32": 4, "bfloat16": 2}
-    return size[training.dtype], size[training.mixed_precision_param], size[training.mixed_precision_reduce]
+    return SIZES[training.dtype], SIZES[training.mixed_precision_param], SIZES[training.mixed_precision_reduce]
 
 
 def make_layout(config: Config, world_size: int, model: ModelConfig | None = None, *, memory: float = math.inf) -> Layout:
@@ -186,7 +186,7 @@ def _gathers_once(config: Config, layout: Layout, memory: float) -> bool:
     """Return True if fsdp_communication = "auto" gathers once a step: it fits, and no key buckets or reshards."""
     stage, training = config.compile, config.training
     buckets = stage.compiles("model") and (stage.bucketing not in ("none", "block") or stage.bucket_mode != "copy")
-    fits = memory == math.inf or layout.steady_bytes(training) + layout.step_bytes(training) <= FILLED * memory
+    fits = memory == math.inf or layout.steady_bytes(config) + layout.step_bytes(training) <= FILLED * memory
     return fits and not buckets and config.parallelism.fsdp_reshard_after_forward != "always"
 
 

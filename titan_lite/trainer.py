@@ -150,7 +150,7 @@ class Trainer:
         )
         compile_update = functools.partial(compile_function, config=config.compile, component="optimizer")
         compiler = compile_update if config.compile.compiles("optimizer") else None
-        self.optimizer = build_optimizer(config.optimizer, self.parameters.values(), compile=compiler)
+        self.optimizer = build_optimizer(config.optimizer, self.parameters, seed=config.debug.seed, compile=compiler)
 
     def build_data(self) -> None:
         config, layout = self.config, self.layout

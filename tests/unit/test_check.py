@@ -417,4 +417,4 @@ def test_the_memory_of_a_rank_is_that_of_the_stages_with_most_parameters():
     )
     halves = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336) / 2 + 4096 * 128_256  # and norms
     assert layout.parameters_of_rank == pytest.approx(halves / 2, rel=1e-2)
-    assert layout.steady_bytes(config.training) == pytest.approx(16 * halves / 4, rel=1e-2)
+    assert layout.steady_bytes(config) == pytest.approx(16 * halves / 4, rel=1e-2)

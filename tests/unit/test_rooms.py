@@ -30,7 +30,8 @@ ROOMS = {
     "shape": ("titan_lite.config", "titan_lite.models"),
     "loss": PART,
     "validation": (*PART, "titan_lite.distributed", "titan_lite.loss", "titan_lite.metrics"),
-    "optimizer": PART,
+    "optimizer": (*PART, "titan_lite.rounding"),
+    "rounding": ("torch",),
     "lr_scheduler": PART,
     "compiler": ("torch", "titan_lite.config", "titan_lite.outside"),
     "distributed": (
@@ -82,6 +83,7 @@ ROOMS = {
         "titan_lite.metrics.timelines",
         "titan_lite.metrics.records",
         "titan_lite.outside",
+        "titan_lite.rounding",
     ),
     "report": (
         "titan_lite.config",

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.distributed.accumulation import IN_FLIGHT
 from titan_lite.distributed.pipeline_plan import computations, order_of
-from titan_lite.layout import itemsizes
+from titan_lite.layout import SIZES, itemsizes
 from titan_lite.plan.allocator import MIB, Block, CachingAllocator, OutOfDeviceMemory
 from titan_lite.plan.tape import GRAPHS, Stage, Weight, buckets_of
 from titan_lite.plan.trace import PlannedLayout
+from titan_lite.rounding import PIECE
 
 Held = tuple[str, Block | None]  # part of the memory, block
 
@@ -32,6 +33,7 @@ CHANNEL_BUFFERS = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 4 * MIB
 # A workspace of cuBLAS comes from the allocator, one for each thread that multiplies: forward's and backward's
 # (aten/src/ATen/cuda/CublasHandlePool.cpp).
 WORKSPACE, HOPPER_WORKSPACE, THREADS = 4096 * 2048 + 16 * 8192, 32 * MIB, 2
+TEMPORARIES = 55  # bytes per element of a piece that is updated with stochastic rounding, operator by operator
 WHOLES = "weights gathered for the step"
 WORDS = {"forward": "forward", "loss_forward": "loss", "loss_backward": "backward of the loss", "backward": "backward"}
 
@@ -218,12 +220,18 @@ class Replay:
             self.end(self.wholes.pop())
 
     def update(self) -> None:
-        """Make the optimizer's state in the first step, and free the gradients. Norms and AdamW are fused, and need no memory."""
-        self.now = "optimizer step"
-        for weight in () if self.has_state else (weight for stage in self.stages.values() for weight in stage.weights):
-            for nbytes in (4, *2 * [self.held * weight.held]):  # a step count, and two moments
+        """Make the optimizer's state in the first step, and free the gradients. Norms and fused updates need no memory."""
+        self.now, config = "optimizer step", self.layout.config
+        kept, weights = (
+            SIZES[config.optimizer.state_dtype],
+            [weight for stage in self.stages.values() for weight in stage.weights],
+        )
+        for weight in () if self.has_state else weights:
+            for nbytes in (4, *2 * [kept * weight.held]):  # a step count, and two moments
                 self.make("optimizer state", nbytes)
         self.has_state = True
+        if 2 in (self.held, kept) and not config.compile.compiles("optimizer"):
+            self.end(self.make("working", TEMPORARIES * min(PIECE["cuda"], max(weight.held for weight in weights))))
         for held in (*self.shards, *(held for sums in self.gradients.values() for held in sums.values())):
             self.end(held)
         self.shards.clear()

@@ -11,16 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_lite.compiler.hardware import Machine
+from titan_lite.config import Config
 from titan_lite.distributed.pipeline_plan import Timetable, order_of, run_order
-from titan_lite.layout import itemsizes
+from titan_lite.layout import SIZES, itemsizes
 from titan_lite.plan.costs import Figures
 from titan_lite.plan.trace import PlannedLayout
 
 FORWARD, BACKWARD = ("forward", "loss_forward"), ("backward", "loss_backward")
 ROUND = ("gather", "reduce")
-# Reads and writes of an element (4 bytes, or those of training.dtype) per local parameter: the norm reads gradients, clipping
-# reads and writes them; AdamW reads parameter, gradient and both moments, and writes all but the gradient.
-CLIPPING, UPDATE = 3, 7
+# Bytes that an update with stochastic rounding reads and writes per local parameter, operator by operator: without the rounding,
+# and for each of parameter and moments that is rounded.
+PLAIN, ROUNDED = 170, 290
 SMALL_SUMS = 3  # all-reduces of one number: tokens, gradient norm, loss
 
 
@@ -40,7 +41,7 @@ class StepTimes:
 
 def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Machine) -> StepTimes:
     """Simulate a step. stages: the figures of each stage, in order, for `machine`."""
-    degree, itemsize = layout.degrees["pp"], itemsizes(layout.config.training)[0]
+    degree, per_parameter = layout.degrees["pp"], updated_bytes(layout.config)
     accumulating = [accumulate(layout, figures, machine) for figures in stages]
     forward = [seconds_of(figures, FORWARD) for figures in stages]
     backward = [seconds_of(figures, BACKWARD) + extra for figures, extra in zip(stages, accumulating, strict=True)]
@@ -68,7 +69,7 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
     for mine in ranks:
         parts = of_step(mine, "compute", "exposed.")
         parts["compute"] += layout.microbatches * sum(accumulating[stage] for stage in mine)
-        moved = [(CLIPPING + UPDATE) * itemsize * stages[stage]["held"] for stage in mine]
+        moved = [per_parameter * stages[stage]["held"] for stage in mine]
         sums = SMALL_SUMS * machine.collective("all_reduce", 8, range(layout.world_size))
         parts["optimizer"] = sum(map(machine.memory_traffic, moved)) + sums
         for part, value in parts.items():
@@ -90,6 +91,18 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
     operations = of_step(range(len(stages)), "matmul", "attention")
     matmul, attention = (operations[what] / degree for what in ("matmul", "attention"))
     return StepTimes(total, dict(mean), largest("bytes."), largest("across."), matmul, attention, run, ends)
+
+
+def updated_bytes(config: Config) -> int:
+    """Return the bytes that clipping and AdamW read and write per local parameter.
+
+    The norm reads gradients, clipping reads and writes them; AdamW reads parameter, gradient and both moments, and writes all
+    but the gradient.
+    """
+    held, kept = itemsizes(config.training)[0], SIZES[config.optimizer.state_dtype]
+    rounded = (held == 2) + 2 * (kept == 2)
+    eager = rounded and not config.compile.compiles("optimizer")
+    return 3 * held + (PLAIN + ROUNDED * rounded if eager else 3 * held + 4 * kept)
 
 
 def sums_of(figures: Figures, graphs: Sequence[str], what: tuple[str, ...]) -> dict[str, float]:
