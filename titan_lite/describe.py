@@ -63,7 +63,9 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
             f"{layout.sequences}; ranks wait {100 * bubble_fraction(order_of(parallelism, plan)):.1f}% of the time (the "
             "bubble), if all stages are equally fast"
         )
-    memory = f"memory: {layout.steady_bytes(config) / 2**30:.2f} GiB a rank for parameters, gradients and optimizer state"
+    of_state = f"optimizer state ({layout.host_bytes(config) / 2**30:.2f} GiB in host memory)"
+    of_state = "optimizer state" if training.offload == "none" else f"buckets of {of_state}"
+    memory = f"memory: {layout.steady_bytes(config) / 2**30:.2f} GiB a rank for parameters, gradients and {of_state}"
     if layout.gathers_once:
         memory += f", {layout.step_bytes(training) / 2**30:.2f} GiB for unsharded weights and gradients, held for the step"
     saves = f"every {config.checkpoint.interval} steps and at the end" if config.checkpoint.enable else "none"

@@ -72,9 +72,13 @@ class Layout:
         return most / self.degrees["tp"]
 
     def steady_bytes(self, config: Config) -> float:
-        """Return the bytes of a rank's weights, gradients and two moments of AdamW."""
-        each = 2 * itemsizes(config.training)[0] + 2 * SIZES[config.optimizer.state_dtype]
-        return each * self.parameters_of_rank / (self.degrees["dp_shard"] * self.degrees["cp"])
+        """Return the bytes of a rank's weights, gradients and two moments of AdamW on its device."""
+        own = self.parameters_of_rank / (self.degrees["dp_shard"] * self.degrees["cp"])
+        return 2 * itemsizes(config.training)[0] * own + sum(state_bytes(config, own)[0])
+
+    def host_bytes(self, config: Config) -> float:
+        """Return the bytes of a rank's moments in host memory."""
+        return state_bytes(config, self.parameters_of_rank / (self.degrees["dp_shard"] * self.degrees["cp"]))[1]
 
     def step_bytes(self, training: Training) -> float:
         """Return the extra bytes of gathering once a step: unsharded weights, gradients of a backward, sums of gradients."""
@@ -130,6 +134,19 @@ def itemsizes(training: Training) -> tuple[int, int, int]:
     return SIZES[training.dtype], SIZES[training.mixed_precision_param], SIZES[training.mixed_precision_reduce]
 
 
+def state_bytes(config: Config, own: float) -> tuple[list[float], float]:
+    """Return the bytes of each tensor of AdamW's moments on the device, and of the moments in host memory, of `own` parameters.
+
+    Step counts are left out.
+    """
+    kept = SIZES[config.optimizer.state_dtype]
+    if config.training.offload == "none":
+        return [kept * own] * 2, 0.0
+    from titan_lite.offload import BUCKET, SLOTS
+
+    return [kept * min(BUCKET, own)] * (2 * SLOTS), 2 * kept * own
+
+
 def make_layout(config: Config, world_size: int, model: ModelConfig | None = None, *, memory: float = math.inf) -> Layout:
     """Return the layout of a recipe on `world_size` ranks. Needs no tokenizer, no data and no process group.
 
@@ -174,6 +191,11 @@ def make_layout(config: Config, world_size: int, model: ModelConfig | None = Non
     words = shape_words(config.model)
     _check_names("parallelism.fsdp_keep_gathered", parallelism.fsdp_keep_gathered, words, layout.model)
     _check_schedule(config, layout)
+    if training.offload != "none" and config.compile.compiles("optimizer"):
+        raise ConfigError(
+            f'training.offload = "{training.offload}" has an update of its own, a bucket at a time, and compile.components has '
+            'the optimizer; use compile.components = ["model", "loss"]'
+        )
     if layout.gathers_once and parallelism.fsdp_reshard_after_forward == "always":
         raise ConfigError(
             'parallelism.fsdp_reshard_after_forward = "always" has no effect with fsdp_communication = "step", which keeps '

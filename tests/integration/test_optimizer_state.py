@@ -1,9 +1,11 @@
-"""Runs whose optimizer state is in bfloat16: resumed to the bit, saved in its dtype, and converted in words."""
+"""Runs with optimizer state in bfloat16 or in host memory: resumed to the bit, and converted in words."""
 
 import logging
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ OPTIONS = [*SMALL, *every(2), *NO_VALIDATION, *NO_WORKERS, "--training.global_ba
 OPTIONS += ["--lr_scheduler.total_steps=4"]
 BFLOAT16 = ["--optimizer.state_dtype=bfloat16", "--training.dtype=bfloat16"]
 
+OFFLOAD = ["--training.offload=optimizer"]
+
 
 def trained(folder, options):
     """(lines of the log, {name: this rank's part} of parameters and state at the end)."""
@@ -28,6 +32,12 @@ def trained(folder, options):
     handler.emit = lambda record: lines.append(record.getMessage())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    forced = mock.patch("titan_lite.check.check_machine") if "--training.offload=optimizer" in options else nullcontext()
+    with forced, mock.patch("titan_lite.offload.BUCKET", 2**19):  # a CPU may offload to itself here, in several buckets
+        return run(folder, options, lines)
+
+
+def run(folder, options, lines):
     trainer = Trainer(load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])[0])
     trainer.train()
     return "\n".join(lines), {name: local_part(tensor).clone() for name, tensor in trainer.state_tensors().items()}
@@ -73,3 +83,13 @@ def test_another_state_dtype_is_told_and_the_moments_are_converted(whole, at_ste
     assert re.search('numbers change by rounding\n.*optimizer.state_dtype = "float32", was "bfloat16"', told)
     assert {tensor.dtype for name, tensor in tensors.items() if "exp_avg" in name} == {torch.float32}
     assert losses(at_step_2)[3] == pytest.approx(losses(whole[0])[3], rel=1e-4)  # it goes on from the converted ones
+
+
+def test_a_run_resumes_with_and_without_offload_to_the_bit(whole, at_step_2, tmp_path_factory):
+    """Without it until step 2, and with it then; with it until step 2, and without it then."""
+    begun = tmp_path_factory.mktemp("begun")
+    train(begun, *BFLOAT16, *OFFLOAD, *steps(2))
+    for folder, then in ((at_step_2, OFFLOAD), (begun, [])):
+        for (told, tensors), (_, expected) in zip(train(folder, *BFLOAT16, *then), whole[1], strict=True):
+            assert same(tensors, expected)
+            assert "numbers change" not in told

@@ -30,7 +30,8 @@ ROOMS = {
     "shape": ("titan_lite.config", "titan_lite.models"),
     "loss": PART,
     "validation": (*PART, "titan_lite.distributed", "titan_lite.loss", "titan_lite.metrics"),
-    "optimizer": (*PART, "titan_lite.rounding"),
+    "optimizer": (*PART, "titan_lite.offload", "titan_lite.rounding"),
+    "offload": ("torch",),
     "rounding": ("torch",),
     "lr_scheduler": PART,
     "compiler": ("torch", "titan_lite.config", "titan_lite.outside"),
@@ -65,7 +66,14 @@ ROOMS = {
     "metrics": (*PART, "titan_lite.manifest", "matplotlib", "tqdm", "wandb"),
     "metrics/records": ("titan_lite.config", "titan_lite.outside"),  # and no torch, as report
     "metrics/lines": (*PART, "titan_lite.compiler"),
-    "layout": (*PART, "titan_lite.shape", "titan_lite.models", "titan_lite.distributed", "titan_lite.compiler"),
+    "layout": (
+        *PART,
+        "titan_lite.offload",
+        "titan_lite.shape",
+        "titan_lite.models",
+        "titan_lite.distributed",
+        "titan_lite.compiler",
+    ),
     "metrics/throughput": (),
     "metrics/timelines": ("titan_lite.compiler", "titan_lite.distributed.axes", "matplotlib"),
     "plan": (
@@ -82,6 +90,7 @@ ROOMS = {
         "titan_lite.loss",
         "titan_lite.metrics.timelines",
         "titan_lite.metrics.records",
+        "titan_lite.offload",
         "titan_lite.outside",
         "titan_lite.rounding",
     ),

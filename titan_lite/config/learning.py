@@ -112,6 +112,13 @@ class Training:
         choices=("float32", "bfloat16"),
         resume=ROUNDING,
     )
+    offload: str = setting(
+        "none",
+        "optimizer: the moments of AdamW are in pinned host memory, and stream through the GPU in buckets during the update",
+        choices=("none", "optimizer"),
+        resume=NOTHING,
+        gpu="the state of the optimizer is offloaded from a GPU's memory",
+    )
     mixed_precision_param: str = setting(
         "bfloat16", "gathered parameters, activations, all-gather traffic", choices=("bfloat16", "float32"), resume=ROUNDING
     )

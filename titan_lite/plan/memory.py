@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.distributed.accumulation import IN_FLIGHT
 from titan_lite.distributed.pipeline_plan import computations, order_of
-from titan_lite.layout import SIZES, itemsizes
+from titan_lite.layout import SIZES, itemsizes, state_bytes
 from titan_lite.plan.allocator import MIB, Block, CachingAllocator, OutOfDeviceMemory
 from titan_lite.plan.tape import GRAPHS, Stage, Weight, buckets_of
 from titan_lite.plan.trace import PlannedLayout
@@ -47,6 +47,7 @@ class Memory:
     rows: dict[str, float]  # parts of the peak
     reserved: float  # the expected `torch.cuda.max_memory_reserved`
     outside: float  # of tensors
+    host: float = 0.0  # of optimizer state, in host memory
 
     @property
     def peak(self) -> float:
@@ -79,7 +80,7 @@ def memory_of(layout: PlannedLayout, stages: Sequence[Stage], machine: Machine) 
             allocator = CachingAllocator(device, expandable=True)  # as start.py sets it
             with suppress(OutOfDeviceMemory):
                 run = replay(layout, stages, -rank, machine, allocator)
-                found.append(Memory(-rank, run.moment, run.rows, allocator.most_reserved, outside))
+                found.append(Memory(-rank, run.moment, run.rows, allocator.most_reserved, outside, run.host))
                 break
     return max(found, key=lambda memory: memory.reserved)
 
@@ -119,6 +120,8 @@ class Replay:
         self.shards: list[Held] = []  # of reduced gradients
         self.wholes: list[Held] = []
         self.has_state = False
+        self.weights = [weight for stage in stages.values() for weight in stage.weights]
+        self.host = state_bytes(layout.config, sum(weight.held for weight in self.weights))[1]
 
     def make(self, row: str, nbytes: float) -> Held:
         block = self.allocator.malloc(int(nbytes))
@@ -221,17 +224,15 @@ class Replay:
 
     def update(self) -> None:
         """Make the optimizer's state in the first step, and free the gradients. Norms and fused updates need no memory."""
-        self.now, config = "optimizer step", self.layout.config
-        kept, weights = (
-            SIZES[config.optimizer.state_dtype],
-            [weight for stage in self.stages.values() for weight in stage.weights],
-        )
-        for weight in () if self.has_state else weights:
-            for nbytes in (4, *2 * [kept * weight.held]):  # a step count, and two moments
-                self.make("optimizer state", nbytes)
+        self.now, config, own = "optimizer step", self.layout.config, [weight.held for weight in self.weights]
+        moments: list[list[float]] = [[4, *state_bytes(config, each)[0]] for each in own]  # a step count, and two moments
+        if config.training.offload != "none":
+            moments = [[4] for _ in own] + [state_bytes(config, sum(own))[0]]
+        for nbytes in () if self.has_state else (nbytes for each in moments for nbytes in each):
+            self.make("optimizer state", nbytes)
         self.has_state = True
-        if 2 in (self.held, kept) and not config.compile.compiles("optimizer"):
-            self.end(self.make("working", TEMPORARIES * min(PIECE["cuda"], max(weight.held for weight in weights))))
+        if 2 in (self.held, SIZES[config.optimizer.state_dtype]) and not config.compile.compiles("optimizer"):
+            self.end(self.make("working", TEMPORARIES * min(PIECE["cuda"], max(own))))
         for held in (*self.shards, *(held for sums in self.gradients.values() for held in sums.values())):
             self.end(held)
         self.shards.clear()

@@ -180,7 +180,7 @@ def step_seconds(plan: Plan, layout: PlannedLayout) -> float:
     """Return the step of a plan with another number of FSDP ranks. What the longer rings add is not hidden."""
     stated, machine, degrees = plan.steps[0], plan.machine, plan.layout.degrees
     before, after = shards(plan.layout), shards(layout)
-    seconds = stated.seconds - stated.parts.get("optimizer", 0.0) * (1 - before / after)
+    seconds = stated.seconds - sum(stated.parts.get(part, 0.0) for part in ("optimizer", "host")) * (1 - before / after)
     modules = max(len(layout.pipeline.modules[stage]) for stage in range(len(layout.pipeline.modules)))
     rounds = 1 if layout.gathers_once else layout.microbatches
     count = (2 if layout.gathers_once else 3) * modules * rounds  # gathered for forward and backward, and reduced

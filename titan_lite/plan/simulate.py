@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from titan_lite.compiler.hardware import Machine
 from titan_lite.config import Config
 from titan_lite.distributed.pipeline_plan import Timetable, order_of, run_order
-from titan_lite.layout import SIZES, itemsizes
+from titan_lite.layout import SIZES, itemsizes, state_bytes
+from titan_lite.offload import BUCKET
 from titan_lite.plan.costs import Figures
 from titan_lite.plan.trace import PlannedLayout
 
@@ -30,7 +31,7 @@ class StepTimes:
     """The times of a step."""
 
     seconds: float
-    parts: dict[str, float]  # means over pipeline ranks, with the sum `seconds`: compute, exposed.<axis>, bubble, optimizer
+    parts: dict[str, float]  # means over pipeline ranks, with the sum `seconds`: compute, exposed.<axis>, bubble, optimizer, host
     sent: dict[str, float]  # bytes of the pipeline rank that sends most, by axis
     across: dict[str, float]  # the part of `sent` to other nodes
     matmul: float  # floating-point operations of a rank, on average
@@ -71,11 +72,16 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
         parts["compute"] += layout.microbatches * sum(accumulating[stage] for stage in mine)
         moved = [per_parameter * stages[stage]["held"] for stage in mine]
         sums = SMALL_SUMS * machine.collective("all_reduce", 8, range(layout.world_size))
-        parts["optimizer"] = sum(map(machine.memory_traffic, moved)) + sums
+        traffic = sum(map(machine.memory_traffic, moved))
+        parts["optimizer"] = traffic + sums
+        if host := state_bytes(layout.config, own := sum(stages[stage]["held"] for stage in mine))[1]:
+            # Both directions at once, and under the update; the last bucket goes back alone.
+            last = host * min(1.0, BUCKET / own)
+            parts["host"] = max(0.0, machine.host_link(host) - traffic) + machine.host_link(last)
         for part, value in parts.items():
             mean[part] += value / degree
         end = {graph: sum(seconds_of(stages[stage], (graph,)) for stage in mine) for graph in ROUND}
-        ends.append(end | {"optimizer": parts["optimizer"]})
+        ends.append(end | {"optimizer": parts["optimizer"] + parts.get("host", 0.0)})
     total = layout.accumulation * run.seconds + max(sum(each.values()) for each in ends)
     mean["bubble"] = total - sum(mean.values())
 

@@ -11,7 +11,7 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from titan_lite.compiler.hardware import GIB
-from titan_lite.config import Compile, Optimizer
+from titan_lite.config import Compile, Optimizer, Training
 from titan_lite.plan import memory as module
 from titan_lite.plan.allocator import MIB, CachingAllocator
 from titan_lite.plan.memory import HOPPER_WORKSPACE, TEMPORARIES, memory_of, outside_of_tensors, replay
@@ -77,6 +77,15 @@ def test_moments_in_bfloat16_take_half_and_a_rounded_update_has_temporaries(comp
     found = memory_of(mine, [small], CPU)
     assert found.rows["optimizer state"] == 4 * MIB + 512
     assert found.rows.get("working") == (None if compiled else TEMPORARIES * MIB)
+
+
+def test_offloaded_moments_leave_step_counts_and_buckets_on_the_device(monkeypatch):
+    monkeypatch.setattr("titan_lite.offload.BUCKET", MIB // 2)
+    mine = layout()
+    mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, training=Training(offload="optimizer")))
+    found = memory_of(mine, [stage([WEIGHT, WEIGHT])], CPU)
+    assert found.rows["optimizer state"] == 4 * 2 * MIB + 2 * 512  # four buffers of 2 MiB, two counts
+    assert found.host == 2 * 2 * 4 * MIB
 
 
 def test_workspaces_are_those_of_a_gpu():
