@@ -73,12 +73,20 @@ class Layout:
 
     def steady_bytes(self, config: Config) -> float:
         """Return the bytes of a rank's weights, gradients and two moments of AdamW on its device."""
-        own = self.parameters_of_rank / (self.degrees["dp_shard"] * self.degrees["cp"])
-        return 2 * itemsizes(config.training)[0] * own + sum(state_bytes(config, own)[0])
+        return 2 * itemsizes(config.training)[0] * self._own_parameters + sum(self._moments(config)[0])
 
     def host_bytes(self, config: Config) -> float:
         """Return the bytes of a rank's moments in host memory."""
-        return state_bytes(config, self.parameters_of_rank / (self.degrees["dp_shard"] * self.degrees["cp"]))[1]
+        return self._moments(config)[1]
+
+    @property
+    def _own_parameters(self) -> float:
+        return self.parameters_of_rank / (self.degrees["dp_shard"] * self.degrees["cp"])
+
+    def _moments(self, config: Config) -> tuple[list[float], float]:
+        from titan_lite.offload import state_bytes
+
+        return state_bytes(config.training, config.optimizer, self._own_parameters)
 
     def step_bytes(self, training: Training) -> float:
         """Return the extra bytes of gathering once a step: unsharded weights, gradients of a backward, sums of gradients."""
@@ -132,19 +140,6 @@ class Layout:
 def itemsizes(training: Training) -> tuple[int, int, int]:
     """Return the bytes per element of stored weights, of computation, and of sums of gradients."""
     return SIZES[training.dtype], SIZES[training.mixed_precision_param], SIZES[training.mixed_precision_reduce]
-
-
-def state_bytes(config: Config, own: float) -> tuple[list[float], float]:
-    """Return the bytes of each tensor of AdamW's moments on the device, and of the moments in host memory, of `own` parameters.
-
-    Step counts are left out.
-    """
-    kept = SIZES[config.optimizer.state_dtype]
-    if config.training.offload == "none":
-        return [kept * own] * 2, 0.0
-    from titan_lite.offload import BUCKET, SLOTS
-
-    return [kept * min(BUCKET, own)] * (2 * SLOTS), 2 * kept * own
 
 
 def make_layout(config: Config, world_size: int, model: ModelConfig | None = None, *, memory: float = math.inf) -> Layout:

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titan_lite.config import Optimizer, Training
+
 BUCKET = 2**24  # most elements of a bucket, of each moment: 64 MiB in float32
 SLOTS = 2  # buckets on the device at once
 Lists = tuple[list[Tensor], list[Tensor]]  # of first and of second moments
@@ -53,6 +55,17 @@ def buckets_of(shapes: Sequence[torch.Size], elements: int) -> list[list[Piece]]
             buckets[-1].append(Piece(number, start, start + rows))
             start, left = start + rows, left - rows * width
     return buckets
+
+
+def state_bytes(training: Training, optimizer: Optimizer, own: float) -> tuple[list[float], float]:
+    """Return the bytes of each tensor of AdamW's moments on the device, and of the moments in host memory, of `own` parameters.
+
+    Step counts are left out.
+    """
+    kept = getattr(torch, optimizer.state_dtype).itemsize
+    if training.offload == "none":
+        return [kept * own] * 2, 0.0
+    return [kept * min(BUCKET, own)] * (2 * SLOTS), 2 * kept * own
 
 
 class HostState:

@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_lite import offload
-from titan_lite.config import Config, Optimizer, Training
-from titan_lite.layout import state_bytes
-from titan_lite.offload import buckets_of
+from titan_lite.config import Optimizer, Training
+from titan_lite.offload import buckets_of, state_bytes
 from titan_lite.optimizer import build_optimizer, optimizer_state, set_learning_rate
 
 # Of the 676 parameters of the small model; pieces are whole vectors of a CPU, whose kernel rounds the rest in another way.
@@ -79,9 +78,9 @@ def test_what_stays_on_the_device_is_what_the_planner_counts(state, bucket):
         named = optimizer_state(optimizer, dict(model.named_parameters()))
         host = {tensor.data_ptr(): tensor.nbytes for name, tensor in named.items() if "exp_avg" in name}
         counts = sum(name.endswith(".step") for name in named)
-        config = Config(training=Training(offload="optimizer"), optimizer=Optimizer(state_dtype=state))
+        sections = Training(offload="optimizer"), Optimizer(state_dtype=state)
         for_rounding = sum(rows.nbytes for rows, _ in optimizer.places.values())  # 4 bytes a row, which the planner leaves out
-        on_device, in_host = state_bytes(config, sum(parameter.numel() for parameter in model.parameters()))
+        on_device, in_host = state_bytes(*sections, sum(parameter.numel() for parameter in model.parameters()))
     assert sum(host.values()) == in_host
     assert sum(made.values()) - in_host == sum(on_device) + 4 * counts + for_rounding
     assert bool(for_rounding) is (state == "bfloat16")

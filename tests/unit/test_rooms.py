@@ -31,7 +31,7 @@ ROOMS = {
     "loss": PART,
     "validation": (*PART, "titan_lite.distributed", "titan_lite.loss", "titan_lite.metrics"),
     "optimizer": (*PART, "titan_lite.offload", "titan_lite.rounding"),
-    "offload": ("torch",),
+    "offload": ("torch", "titan_lite.config"),
     "rounding": ("torch",),
     "lr_scheduler": PART,
     "compiler": ("torch", "titan_lite.config", "titan_lite.outside"),

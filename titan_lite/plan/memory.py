@@ -8,6 +8,7 @@ order of the schedule, then reduced gradients, and at the end of the first step 
 gaps that the first one left.
 """
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.distributed.accumulation import IN_FLIGHT
 from titan_lite.distributed.pipeline_plan import computations, order_of
-from titan_lite.layout import SIZES, itemsizes, state_bytes
+from titan_lite.layout import SIZES, itemsizes
+from titan_lite.offload import state_bytes
 from titan_lite.plan.allocator import MIB, Block, CachingAllocator, OutOfDeviceMemory
 from titan_lite.plan.tape import GRAPHS, Stage, Weight, buckets_of
 from titan_lite.plan.trace import PlannedLayout
@@ -121,7 +123,7 @@ class Replay:
         self.wholes: list[Held] = []
         self.has_state = False
         self.weights = [weight for stage in stages.values() for weight in stage.weights]
-        self.host = state_bytes(layout.config, sum(weight.held for weight in self.weights))[1]
+        self.host = state_bytes(layout.config.training, layout.config.optimizer, sum(weight.held for weight in self.weights))[1]
 
     def make(self, row: str, nbytes: float) -> Held:
         block = self.allocator.malloc(int(nbytes))
@@ -225,10 +227,11 @@ class Replay:
     def update(self) -> None:
         """Make the optimizer's state in the first step, and free the gradients. Norms and fused updates need no memory."""
         self.now, config, own = "optimizer step", self.layout.config, [weight.held for weight in self.weights]
-        moments: list[list[float]] = [[4, *state_bytes(config, each)[0]] for each in own]  # a step count, and two moments
+        moments = functools.partial(state_bytes, config.training, config.optimizer)
+        state: list[list[float]] = [[4, *moments(each)[0]] for each in own]  # a step count, and two moments
         if config.training.offload != "none":
-            moments = [[4] for _ in own] + [state_bytes(config, sum(own))[0]]
-        for nbytes in () if self.has_state else (nbytes for each in moments for nbytes in each):
+            state = [*([4.0] for _ in own), moments(sum(own))[0]]
+        for nbytes in () if self.has_state else (nbytes for each in state for nbytes in each):
             self.make("optimizer state", nbytes)
         self.has_state = True
         if 2 in (self.held, SIZES[config.optimizer.state_dtype]) and not config.compile.compiles("optimizer"):

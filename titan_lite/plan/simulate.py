@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from titan_lite.compiler.hardware import Machine
 from titan_lite.config import Config
 from titan_lite.distributed.pipeline_plan import Timetable, order_of, run_order
-from titan_lite.layout import SIZES, itemsizes, state_bytes
-from titan_lite.offload import BUCKET
+from titan_lite.layout import SIZES, itemsizes
+from titan_lite.offload import BUCKET, state_bytes
 from titan_lite.plan.costs import Figures
 from titan_lite.plan.trace import PlannedLayout
 
@@ -70,11 +70,11 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
     for mine in ranks:
         parts = of_step(mine, "compute", "exposed.")
         parts["compute"] += layout.microbatches * sum(accumulating[stage] for stage in mine)
-        moved = [per_parameter * stages[stage]["held"] for stage in mine]
+        own = sum(stages[stage]["held"] for stage in mine)
         sums = SMALL_SUMS * machine.collective("all_reduce", 8, range(layout.world_size))
-        traffic = sum(map(machine.memory_traffic, moved))
+        traffic = machine.memory_traffic(per_parameter * own)
         parts["optimizer"] = traffic + sums
-        if host := state_bytes(layout.config, own := sum(stages[stage]["held"] for stage in mine))[1]:
+        if host := state_bytes(layout.config.training, layout.config.optimizer, own)[1]:
             # Both directions at once, and under the update; the last bucket goes back alone.
             last = host * min(1.0, BUCKET / own)
             parts["host"] = max(0.0, machine.host_link(host) - traffic) + machine.host_link(last)
