@@ -83,6 +83,7 @@ HERE = {
     f"{PLANNER} train_configs/llama3_8b.toml --sweep activation_checkpoint.mode=none,selective,full": Run(
         "activation_checkpoint.mode=full", PLAN, PLANNED_8B
     ),
+    f"{PLANNER} train_configs/llama3_8b.toml --training.offload optimizer": Run("in host memory", PLAN, PLANNED_8B),
     f"{PLANNER} RECIPE": Run("step time", PLAN, RECIPE),
     f"{PLANNER} RECIPE --world-size 128 --hardware h200 --training.local_batch_size 1": Run(
         "128 H200", "--training.global_batch_size=128", RECIPE
