@@ -5,6 +5,7 @@ tokenizer = check(config, make_layout(config, world_size=8))
 
 import dataclasses
 import importlib.util
+import json
 import math
 import os
 import platform
@@ -35,7 +36,7 @@ def check(config: Config, layout: Layout) -> Tokenizer:
     """Return the tokenizer of a recipe that can run here. Raises ConfigError."""
     tokenizer = check_inputs(config, layout)
     check_machine(config)
-    check_memory(config, layout, device_memory(), math.inf if torch.cuda.is_available() else host_memory())
+    check_memory(config, layout, device_memory(), host_memory())
     check_prices(config.compile)
     check_backend(config.compile, "cuda" if torch.cuda.is_available() else "cpu")
     check_writable(Path(config.job.dump_folder))
@@ -123,8 +124,9 @@ def check_machine(config: Config) -> None:
         raise ConfigError('debug.deterministic = true: attention_kernel = "cudnn" sums gradients in any order; use "FA2"')
     for key, value in flatten(config).items():
         name, gpu, package = key.partition(".")[2], KEYS[key].metadata["gpu"], KEYS[key].metadata["package"]
-        if value and gpu and not torch.cuda.is_available():
-            raise ConfigError(f"{key} = true: {gpu}, and there is none here; use {name} = false")
+        if value != KEYS[key].default and gpu and not torch.cuda.is_available():
+            fix = f"{name} = {json.dumps(KEYS[key].default)}"
+            raise ConfigError(f"{key} = {json.dumps(value)}: {gpu}, and there is none here; use {fix}")
         if value and package and not is_installed(package):
             raise ConfigError(f"{key} = true: {package} is not installed here; pip install {package}, or {name} = false")
 
@@ -153,10 +155,16 @@ def check_float8(config: Config) -> None:
 def check_memory(config: Config, layout: Layout, memory: float, host: float = math.inf) -> None:
     """Raise ConfigError if weights, gradients and optimizer state alone exceed a rank's memory.
 
-    memory: bytes of its GPU; host: bytes of the host's memory per rank, for a rank without a GPU.
+    memory: bytes of its GPU, infinite without one; host: bytes of the host's memory per rank.
     """
-    steady, step = layout.steady_bytes(config.training), layout.step_bytes(config.training)
-    if steady > (limit := min(memory, host)):
+    steady, step = layout.steady_bytes(config), layout.step_bytes(config.training)
+    if (away := layout.host_bytes(config)) > host:
+        shards = math.ceil(layout.degrees["dp_shard"] * away / host)
+        raise ConfigError(
+            f'training.offload = "{config.training.offload}" needs {away / 2**30:.0f} GiB of host memory a rank, and a rank has '
+            f"{host / 2**30:.0f}; use parallelism.data_parallel_shard_degree = {shards} or more"
+        )
+    if steady > (limit := memory if memory < math.inf else host):
         shards = math.ceil(layout.degrees["dp_shard"] * steady / limit)
         raise ConfigError(
             f"{shape_words(config.model)} on {layout.world_size} ranks: weights, gradients and optimizer state need "

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from titan_lite.models.llama3 import Transformer
 
 FILLED = 0.6  # share of a device's memory that fsdp_communication = "auto" may fill, without activations
+SIZES = {"float32": 4, "bfloat16": 2}  # bytes of an element
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,22 @@ class Layout:
         most = max(sum(stages[stage] for stage in plan.stages_of(rank)) for rank in range(self.degrees["pp"]))
         return most / self.degrees["tp"]
 
-    def steady_bytes(self, training: Training) -> float:
-        """Return the bytes of a rank's weights, gradients and two moments of AdamW."""
-        held, _, _ = itemsizes(training)
-        return 4 * held * self.parameters_of_rank / (self.degrees["dp_shard"] * self.degrees["cp"])
+    def steady_bytes(self, config: Config) -> float:
+        """Return the bytes of a rank's weights, gradients and two moments of AdamW on its device."""
+        return 2 * itemsizes(config.training)[0] * self._own_parameters + sum(self._moments(config)[0])
+
+    def host_bytes(self, config: Config) -> float:
+        """Return the bytes of a rank's moments in host memory."""
+        return self._moments(config)[1]
+
+    @property
+    def _own_parameters(self) -> float:
+        return self.parameters_of_rank / (self.degrees["dp_shard"] * self.degrees["cp"])
+
+    def _moments(self, config: Config) -> tuple[list[float], float]:
+        from titan_lite.offload import state_bytes
+
+        return state_bytes(config.training, config.optimizer, self._own_parameters)
 
     def step_bytes(self, training: Training) -> float:
         """Return the extra bytes of gathering once a step: unsharded weights, gradients of a backward, sums of gradients."""
@@ -128,8 +141,7 @@ class Layout:
 
 def itemsizes(training: Training) -> tuple[int, int, int]:
     """Return the bytes per element of stored weights, of computation, and of sums of gradients."""
-    size = {"float32": 4, "bfloat16": 2}
-    return size[training.dtype], size[training.mixed_precision_param], size[training.mixed_precision_reduce]
+    return SIZES[training.dtype], SIZES[training.mixed_precision_param], SIZES[training.mixed_precision_reduce]
 
 
 def make_layout(config: Config, world_size: int, model: ModelConfig | None = None, *, memory: float = math.inf) -> Layout:
@@ -179,6 +191,11 @@ def make_layout(config: Config, world_size: int, model: ModelConfig | None = Non
     _check_names("parallelism.fsdp_keep_gathered", parallelism.fsdp_keep_gathered, words, layout.model)
     _check_float8(config, layout)
     _check_schedule(config, layout)
+    if training.offload != "none" and config.compile.compiles("optimizer"):
+        raise ConfigError(
+            f'training.offload = "{training.offload}" has an update of its own, a bucket at a time, and compile.components has '
+            'the optimizer; use compile.components = ["model", "loss"]'
+        )
     if layout.gathers_once and parallelism.fsdp_reshard_after_forward == "always":
         raise ConfigError(
             'parallelism.fsdp_reshard_after_forward = "always" has no effect with fsdp_communication = "step", which keeps '
@@ -191,7 +208,7 @@ def _gathers_once(config: Config, layout: Layout, memory: float) -> bool:
     """Return True if fsdp_communication = "auto" gathers once a step: it fits, and no key buckets or reshards."""
     stage, training = config.compile, config.training
     buckets = stage.compiles("model") and (stage.bucketing not in ("none", "block") or stage.bucket_mode != "copy")
-    fits = memory == math.inf or layout.steady_bytes(training) + layout.step_bytes(training) <= FILLED * memory
+    fits = memory == math.inf or layout.steady_bytes(config) + layout.step_bytes(training) <= FILLED * memory
     return fits and not buckets and config.parallelism.fsdp_reshard_after_forward != "always"
 
 

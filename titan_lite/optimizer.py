@@ -1,12 +1,14 @@
 """AdamW over sharded parameters, clipping by the global norm, and the optimizer's state by FQN.
 
-optimizer = build_optimizer(config.optimizer, model.parameters())                          # fused: one kernel
-optimizer = build_optimizer(config.optimizer, model.parameters(), compile=torch.compile)   # compiled
+named = dict(model.named_parameters())
+optimizer = build_optimizer(config.optimizer, named, seed=0)                          # fused: one kernel
+optimizer = build_optimizer(config.optimizer, named, seed=0, compile=torch.compile)   # compiled
 norm = clip_grad_norm_(model.parameters(), max_norm=1.0)
-optimizer_state(optimizer, dict(model.named_parameters()))       # {"layers.0.attention.wq.weight.exp_avg": DTensor, ...}
+optimizer_state(optimizer, named)       # {"layers.0.attention.wq.weight.exp_avg": DTensor, ...}
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -17,57 +19,147 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from titan_lite.config import Optimizer
+from titan_lite.offload import HostState, parts
+from titan_lite.rounding import PIECE, TENSORS, at_step, keys_of, round_stochastically, row_numbers
+
+Draw = tuple[Tensor, Tensor]  # for random bits: numbers of the rows, keys of TENSORS
 
 
 def build_optimizer(
-    config: Optimizer, parameters: Iterable[nn.Parameter], *, compile: Callable[[Callable], Callable] | None = None
+    config: Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    seed: int,
+    offload: str = "none",
+    compile: Callable[[Callable], Callable] | None = None,
 ) -> "AdamW":
     """Return AdamW, fused (one kernel for all parameters) or with an update compiled by `compile`; its state is the same.
 
-    Norm weights do not decay.
+    parameters: by FQN. seed: of stochastic rounding. offload: that of [training]. Norm weights do not decay.
     """
     by_decay: dict[float, list[nn.Parameter]] = {config.weight_decay: [], 0.0: []}
-    for parameter in parameters:
+    for parameter in parameters.values():
         by_decay[config.weight_decay if parameter.dim() > 1 else 0.0].append(parameter)
     groups: list[dict] = [{"params": found, "weight_decay": decay} for decay, found in by_decay.items() if found]
-    return AdamW(compile, groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    settings: dict[str, Any] = dict(lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    dtype, host = getattr(torch, config.state_dtype), None
+    if offload == "optimizer":
+        (device,) = {parameter.device for parameter in parameters.values()}
+        host = HostState(device, sum(local(parameter).numel() for parameter in parameters.values()), dtype)
+    return AdamW(parameters, groups, dtype, seed, host, compile, **settings)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW on local shards, without DTensor's overhead for each operator. The state is that of torch.optim.AdamW.
+    """AdamW on local shards, without DTensor's overhead for each operator. The state is named as that of torch.optim.AdamW.
 
-    compile: compiles `_update`, because torch 2.13 does not trace the fused kernel.
+    If all is float32, the update is torch's fused kernel. That kernel rounds to the nearest, so parameters or moments in bfloat16
+    have `_update` instead, which rounds them stochastically (rounding.py). host: where the moments are, if not on the device.
+    compile: compiles `_update`, for any dtype, because torch 2.13 does not trace the fused kernel.
     """
 
-    def __init__(self, compile: Callable[[Callable], Callable] | None, groups: list[dict], **settings: Any):
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        groups: list[dict],
+        dtype: torch.dtype,
+        seed: int,
+        host: HostState | None,
+        compile: Callable[[Callable], Callable] | None,
+        **settings: Any,
+    ):
         super().__init__(groups, **settings)
-        self.update = compile and compile(_update)
+        self.dtype, self.host, self.compiled = dtype, host, compile and compile(_update)
+        self.keys = dict(zip(parameters.values(), keys_of(seed, parameters), strict=True))
+        self.places: dict[nn.Parameter, Draw] = {}  # on their device, for every step
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return the live state of a parameter: of zeros before its first step."""
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            own = parameter.detach()
+            for name in TENSORS[1:]:
+                state[name] = self.host.zeros_like(own) if self.host else torch.zeros_like(own, dtype=self.dtype)
+        return state
 
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]
         """Update parameters. skip: a float32 scalar on their device, not read on the host; if it is 1, nothing changes."""
         for group in self.param_groups:
-            lists: list[list[Tensor]] = [[], [], [], []]  # parameters, gradients, exp_avgs, exp_avg_sqs
-            steps: list[Tensor] = []
-            self._init_group(group, lists[0], lists[1], lists[2], lists[3], [], steps)
-            if not steps:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not parameters:
                 continue
-            shards = [[tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors] for tensors in lists]
-            lr, (beta1, beta2), eps, decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
-            if self.update is None:
-                settings: dict[str, Any] = dict(beta1=beta1, beta2=beta2, eps=eps, lr=lr, weight_decay=decay, fused=True)
-                own, gradients, first, second = shards
-                unused: dict[str, Any] = dict(max_exp_avg_sqs=[], amsgrad=False, maximize=False)
-                adamw(own, gradients, first, second, state_steps=steps, found_inf=skip, **settings, **unused)
+            states = [self.state_of(parameter) for parameter in parameters]
+            steps = [state["step"] for state in states]
+            own, gradients = [*map(local, parameters)], [local(parameter.grad) for parameter in parameters]
+            first, second = ([local(state[name]) for state in states] for name in TENSORS[1:])
+            if self.compiled is None and torch.float32 == own[0].dtype == self.dtype:
+                if self.host is None:
+                    _fused(own, gradients, first, second, steps, group, skip)
+                    continue
+                for bucket, moments in self.host.stream((first, second)):
+                    counts = [steps[piece.number].clone() for piece in bucket]  # the kernel counts the steps of each piece
+                    _fused(parts(bucket, own), parts(bucket, gradients), *moments, counts, group, skip)
+                torch._foreach_add_(steps, 1.0 if skip is None else 1 - skip)
                 continue
-            skip = torch.zeros_like(steps[0]) if skip is None else skip
-            torch._foreach_add_(steps, 1 - skip)
-            # Factors of all parameters, in float64 as in the fused kernel. As tensors: the graph would have numbers as constants.
-            step = steps[0].double() + skip  # nonzero even if the first step is skipped
-            kept, step_size = torch.full_like(step, 1 - lr * decay), lr / (1 - beta1**step)
-            correction = (1 - beta2**step).sqrt()
-            factors = kept.float(), step_size.float(), correction.float()
-            self.update(*shards, *factors, skip.bool(), beta1=beta1, beta2=beta2, eps=eps)
+            skipped = torch.zeros_like(steps[0]) if skip is None else skip
+            torch._foreach_add_(steps, 1 - skipped)
+            draws = self.draws(parameters, steps[0]) if torch.bfloat16 in (own[0].dtype, self.dtype) else []
+            factors = _factors(steps[0], skipped, group)
+            if self.host is None:
+                (self.compiled or _update_in_pieces)(own, gradients, first, second, draws, **factors)
+                continue
+            for bucket, moments in self.host.stream((first, second)):
+                its = [(draws[number][0][start:stop], draws[number][1]) for number, start, stop in bucket]
+                _update_in_pieces(parts(bucket, own), parts(bucket, gradients), *moments, its, **factors)
+
+    def draws(self, parameters: list[nn.Parameter], step: Tensor) -> list[Draw]:
+        for parameter in parameters:
+            if parameter not in self.places:  # copied to the device once: a copy waits for the work queued there
+                self.places[parameter] = row_numbers(parameter), self.keys[parameter].to(step.device)
+        rows, keys = zip(*map(self.places.__getitem__, parameters), strict=True)
+        return [*zip(rows, at_step(torch.stack(keys), step), strict=True)]
+
+
+def _fused(
+    own: list[Tensor],
+    gradients: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    steps: list[Tensor],
+    group: Mapping[str, Any],
+    skip: Tensor | None,
+) -> None:
+    """Do one step by torch's fused kernel, which rounds to the nearest."""
+    settings: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+    settings |= dict(beta1=group["betas"][0], beta2=group["betas"][1], max_exp_avg_sqs=[], fused=True)
+    adamw(own, gradients, first, second, state_steps=steps, found_inf=skip, **settings)
+
+
+def _factors(step: Tensor, skip: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the factors of a step for all parameters, computed in float64 as in the fused kernel.
+
+    Those that change are tensors, since the graph would have numbers as constants.
+    """
+    (beta1, beta2), step = group["betas"], step.double() + skip  # nonzero even if the first step is skipped
+    decay, step_size = torch.full_like(step, 1 - group["lr"] * group["weight_decay"]), group["lr"] / (1 - beta1**step)
+    tensors = dict(decay=decay.float(), step_size=step_size.float(), correction=(1 - beta2**step).sqrt().float())
+    return dict(**tensors, skip=skip.bool(), beta1=beta1, beta2=beta2, eps=group["eps"])
+
+
+def _update_in_pieces(
+    own: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], draws: list[Draw], **factors: Any
+) -> None:
+    """Do `_update` with PIECE elements at once, so that its temporaries are small."""
+    for *tensors, (rows, key) in zip(own, gradients, first, second, draws, strict=True):
+        length = max(1, PIECE[rows.device.type] // max(1, math.prod(tensors[0].shape[1:])))
+        for a, b, c, d, own_rows in zip(*(tensor.split(length) for tensor in (*tensors, rows)), strict=True):
+            _update([a], [b], [c], [d], [(own_rows, key)], **factors)
 
 
 def _update(
@@ -75,16 +167,20 @@ def _update(
     gradients: list[Tensor],
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
+    draws: list[Draw],
+    *,
     decay: Tensor,
     step_size: Tensor,
     correction: Tensor,
     skip: Tensor,
-    *,
     beta1: float,
     beta2: float,
     eps: float,
 ) -> None:
-    """Do one step of AdamW (arXiv 1711.05101, algorithm 2) in place, unless `skip`. Computes in float32 for any dtype."""
+    """Do one step of AdamW (arXiv 1711.05101, algorithm 2) in place, unless `skip`. Computes in float32 for any dtype.
+
+    draws: of each parameter, if anything is in bfloat16.
+    """
     lists = (parameters, gradients, exp_avgs, exp_avg_sqs)
     before, gradients, first, second = ([tensor.float() for tensor in tensors] for tensors in lists)
     means = torch._foreach_lerp(first, gradients, 1 - beta1)
@@ -92,8 +188,13 @@ def _update(
     denominators = torch._foreach_add(torch._foreach_div(torch._foreach_sqrt(squares), correction), eps)
     steps = torch._foreach_div(torch._foreach_mul(means, step_size), denominators)
     after = torch._foreach_sub(torch._foreach_mul(before, decay), steps)
-    for tensors, old, new in ((parameters, before, after), (exp_avgs, first, means), (exp_avg_sqs, second, squares)):
-        torch._foreach_copy_(tensors, [torch.where(skip, *pair) for pair in zip(old, new, strict=True)])
+    changes = ((parameters, before, after), (exp_avgs, first, means), (exp_avg_sqs, second, squares))
+    for place, (tensors, old, new) in enumerate(changes):
+        exact = [torch.where(skip, *pair) for pair in zip(old, new, strict=True)]
+        if tensors[0].dtype == torch.bfloat16:  # a value that bfloat16 has, as of a skipped step, stays
+            pairs = zip(exact, draws, strict=True)
+            exact = [round_stochastically(value, rows, key[place]) for value, (rows, key) in pairs]
+        torch._foreach_copy_(tensors, exact)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -137,16 +238,12 @@ def _copies(gradient: Tensor) -> int:
     return mesh.size() // shards
 
 
-def optimizer_state(optimizer: torch.optim.AdamW, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def optimizer_state(optimizer: AdamW, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Return AdamW's state as {"FQN.exp_avg": ..., "FQN.exp_avg_sq": ..., "FQN.step": ...}, the live tensors.
 
     State that the first step would create is created here, so that a checkpoint can be loaded into it.
     """
-    result = {}
-    for fqn, parameter in parameters.items():
-        state = optimizer.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-        result.update({f"{fqn}.{name}": value for name, value in state.items()})
-    return result
+    if optimizer.host:
+        optimizer.host.wait()
+    states = ((fqn, optimizer.state_of(parameter)) for fqn, parameter in parameters.items())
+    return {f"{fqn}.{name}": value for fqn, state in states for name, value in state.items()}

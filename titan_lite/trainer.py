@@ -94,8 +94,7 @@ class Trainer:
             self.build_mesh()
             self.build_model()
             self.build_data()
-            self.step = self.tokens_seen = 0
-            self.validated, self.validation_due = False, config.validation.enable
+            self.step, self.tokens_seen, self.validated, self.validation_due = 0, 0, False, config.validation.enable
             self.skipped = SkippedSteps(config.training, config.optimizer.lr, self.device)
             self.readings = Readings(self.device)
             self.copies = Copies(config.training.compare_copies_freq, self.checkpointer.describe_newest)
@@ -149,8 +148,9 @@ class Trainer:
         runs = config.parallelism, loss, tokens, output, self.dtype, self.device
         self.runner = build_runner(self.stages, plan, self.mesh, *runs)
         compile_update = functools.partial(compile_function, config=config.compile, component="optimizer")
-        compiler = compile_update if config.compile.compiles("optimizer") else None
-        self.optimizer = build_optimizer(config.optimizer, self.parameters.values(), compile=compiler)
+        how: dict[str, Any] = dict(compile=compile_update) if config.compile.compiles("optimizer") else {}
+        how |= dict(seed=config.debug.seed, offload=config.training.offload)
+        self.optimizer = build_optimizer(config.optimizer, self.parameters, **how)
 
     def build_data(self) -> None:
         config, layout = self.config, self.layout

@@ -83,6 +83,7 @@ HERE = {
     f"{PLANNER} train_configs/llama3_8b.toml --sweep activation_checkpoint.mode=none,selective,full": Run(
         "activation_checkpoint.mode=full", PLAN, PLANNED_8B
     ),
+    f"{PLANNER} train_configs/llama3_8b.toml --training.offload optimizer": Run("in host memory", PLAN, PLANNED_8B),
     f"{PLANNER} RECIPE": Run("step time", PLAN, RECIPE),
     f"{PLANNER} RECIPE --world-size 128 --hardware h200 --training.local_batch_size 1": Run(
         "128 H200", "--training.global_batch_size=128", RECIPE
@@ -127,6 +128,7 @@ HERE = {
         "fsdp2-compiled", "--rounds 1 --steps 1 --modes block --backends aot_eager"
     ),
     "python scripts/compare_measured.py": Run("FSDP 4", "--layouts 'FSDP 4' --rounds 1 --steps 1"),
+    "python scripts/compare_state_dtype.py": Run("bfloat16 | bfloat16", "--steps 4 --seeds 1"),
     "python scripts/compare_published.py": Run("TorchTitan paper: 8B on 8, eager", "--rows '8B on 8, eager'"),
     "tensorboard --logdir outputs": Run("loss", "--inspect"),
     "titan-lite train debug_model --training.steps 20": Run(

@@ -33,7 +33,9 @@ ROOMS = {
     "loss_chunk": ("titan_lite.config",),
     "chunked_loss": (*PART, "titan_lite.loss"),
     "validation": (*PART, "titan_lite.distributed", "titan_lite.loss", "titan_lite.metrics"),
-    "optimizer": PART,
+    "optimizer": (*PART, "titan_lite.offload", "titan_lite.rounding"),
+    "offload": ("torch", "titan_lite.config"),
+    "rounding": ("torch",),
     "lr_scheduler": PART,
     "compiler": ("torch", "titan_lite.config", "titan_lite.outside"),
     "distributed": (
@@ -72,6 +74,7 @@ ROOMS = {
         *PART,
         "titan_lite.float8",
         "titan_lite.loss_chunk",
+        "titan_lite.offload",
         "titan_lite.shape",
         "titan_lite.models",
         "titan_lite.distributed",
@@ -94,7 +97,9 @@ ROOMS = {
         "titan_lite.loss",
         "titan_lite.metrics.timelines",
         "titan_lite.metrics.records",
+        "titan_lite.offload",
         "titan_lite.outside",
+        "titan_lite.rounding",
     ),
     "report": (
         "titan_lite.config",

@@ -62,6 +62,7 @@ class Machine:
     intra_node: Link
     inter_node: Link  # one rank's own network card
     ranks_per_node: int = 8
+    host_bandwidth: float = 64.0  # GB/s between device and host memory, in each direction; default: PCIe 5, 16 lanes
     launch: float = 3.0  # microseconds of overhead per kernel
     host: float = 0.0  # microseconds of the host for an operator that no graph was compiled for; 0: not planned
     collective_launch: float = 14.0  # microseconds of overhead per collective
@@ -115,6 +116,10 @@ class Machine:
         """Return the seconds to send `nbytes` from rank `source` to rank `target`."""
         link = self.intra_node if source // self.ranks_per_node == target // self.ranks_per_node else self.inter_node
         return (self.collective_launch + link.latency) * 1e-6 + nbytes / (link.bandwidth * self.link_efficiency * GB)
+
+    def host_link(self, nbytes: float) -> float:
+        """Return the seconds to copy `nbytes` from host memory to the device, or back."""
+        return nbytes / (self.host_bandwidth * self.link_efficiency * GB)
 
     def cost(self, node: Node, fused: bool = True) -> float:
         """Return the seconds that `node` occupies the device, or for a collective its links.
@@ -346,7 +351,7 @@ PROFILES = {
         Machine("H100 PCIe", _peaks(756.0, 51.2, 1513.0), 80, 2000, PCIE, NDR400, **_gpu(114, 350, 0.68, 0.4)),
         Machine("H100 NVL", _peaks(835.5, 60.0, 1671.0), 94, 3900, PCIE, NDR400, **_gpu(132, 400, 0.84, 0.52)),
         Machine("H100", _peaks(989.4, 66.9, 1978.9), 80, 3350, NVLINK4, NDR400, **_gpu(132, 700, 0.84, 0.52, NVLS)),
-        Machine("A100", _peaks(312.0, 19.5), 80, 2039, NVLINK3, HDR200, **_gpu(108, 400, 0.9, 0.55)),
+        Machine("A100", _peaks(312.0, 19.5), 80, 2039, NVLINK3, HDR200, host_bandwidth=32, **_gpu(108, 400, 0.9, 0.55)),
         Machine("MI300X", _peaks(1307.4, 163.4, 2614.9), 192, 5300, XGMI, NDR400, **_gpu(304, 750, 0.53, 0.3)),
     )
 }

@@ -106,7 +106,19 @@ class Training:
     )
     max_norm: float = setting(1.0, "gradients are clipped to this global norm", "L2 norm > 0")
     steps: int = setting(1000, "optimizer steps of the run, resumed parts included", "steps >= 1", fact="total_steps")
-    dtype: str = setting("float32", "sharded parameters and optimizer state", choices=("float32", "bfloat16"), resume=ROUNDING)
+    dtype: str = setting(
+        "float32",
+        "sharded parameters and their gradients; in bfloat16 the optimizer rounds parameters stochastically",
+        choices=("float32", "bfloat16"),
+        resume=ROUNDING,
+    )
+    offload: str = setting(
+        "none",
+        "optimizer: the moments of AdamW are in pinned host memory, and stream through the GPU in buckets during the update",
+        choices=("none", "optimizer"),
+        resume=NOTHING,
+        gpu="the state of the optimizer is offloaded from a GPU's memory",
+    )
     mixed_precision_param: str = setting(
         "bfloat16", "gathered parameters, activations, all-gather traffic", choices=("bfloat16", "float32"), resume=ROUNDING
     )
@@ -155,6 +167,12 @@ class Optimizer:
     beta1: float = setting(0.9, "decay of the first moment", "per step >= 0 < 1")
     beta2: float = setting(0.95, "decay of the second moment", "per step >= 0 < 1")
     eps: float = setting(1e-8, "added to the denominator", "gradient > 0")
+    state_dtype: str = setting(
+        "float32",
+        "both moments; in bfloat16 they take half of the memory, and are rounded stochastically",
+        choices=("float32", "bfloat16"),
+        resume=ROUNDING,
+    )
     weight_decay: float = setting(0.1, "decoupled decay of all but RMSNorm weights, times the learning rate", "per step >= 0")
 
 
@@ -301,5 +319,11 @@ class Validation:
 class Debug:
     """settings to repeat a run exactly"""
 
-    seed: int = setting(0, "seed of weights and data order", f"integer >= 0 <= {2**63 - 1}", resume=PLACE, resume_needs=SHUFFLES)
+    seed: int = setting(
+        0,
+        "seed of weights, data order and stochastic rounding",
+        f"integer >= 0 <= {2**63 - 1}",
+        resume=PLACE,
+        resume_needs=SHUFFLES,
+    )
     deterministic: bool = setting(False, "use deterministic kernels, and fail where there is none", resume=ROUNDING)

@@ -122,8 +122,8 @@ def setting(
     checkpoint/resume.py that decides it; as long as the fact is the same, the consequence is `resume`, if given, or NOTHING.
 
     needs: conditions on other keys; if one is not met, a value other than the default is reported as without effect, or is an
-    error (refused). resume_needs: a condition without which a change has no effect on a resume. gpu: why a true value needs a
-    GPU. package: the Python package that a true value needs.
+    error (refused). resume_needs: a condition without which a change has no effect on a resume. gpu: why a value other than the
+    default needs a GPU. package: the Python package that a true value needs.
     """
     kind = "bool" if isinstance(default, bool) else "name" if choices else "path" if path is True else ""
     parsed = _VALUES.fullmatch(values or kind)

@@ -93,7 +93,7 @@ def find(tensors: Mapping[str, Tensor]) -> list[Wrong] | None:
 
 
 def examine(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (checksum, int64; True if all elements are finite) of this rank's part, as scalars on its device.
+    """Return (checksum, int64; True if all elements are finite) of this rank's part, as scalars on its mesh's device.
 
     With less than 2^31 elements of up to 32 bits, the checksum changes if one element changes or if two different elements are
     swapped. Element n is multiplied, modulo 2^64, by a weight whose lower half is 2n + 1. This is odd, so a difference below 2^32
@@ -101,10 +101,12 @@ def examine(tensor: Tensor) -> tuple[Tensor, Tensor]:
     that several changes do not cancel.
     """
     numbers = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    finite = torch.ones((), dtype=torch.bool, device=tensor.device)
-    weights = _weights(tensor.device)
-    for place, chunk in enumerate(numbers.split(len(weights))):
+    device = torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    finite = torch.ones((), dtype=torch.bool, device=device)
+    weights = _weights(device)
+    for place, part in enumerate(numbers.split(len(weights))):
+        chunk = part.to(device, non_blocking=True)  # if it is in host memory (training.offload)
         bits = chunk.view(INTEGERS[chunk.itemsize])
         total += (bits * weights[: len(bits)]).sum() + 2 * len(weights) * place * bits.sum()
         finite &= chunk.isfinite().all()

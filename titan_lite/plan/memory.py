@@ -8,6 +8,7 @@ order of the schedule, then reduced gradients, and at the end of the first step 
 gaps that the first one left.
 """
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,10 +17,12 @@ from dataclasses import dataclass
 from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.distributed.accumulation import IN_FLIGHT
 from titan_lite.distributed.pipeline_plan import computations, order_of
-from titan_lite.layout import itemsizes
+from titan_lite.layout import SIZES, itemsizes
+from titan_lite.offload import state_bytes
 from titan_lite.plan.allocator import MIB, Block, CachingAllocator, OutOfDeviceMemory
 from titan_lite.plan.tape import GRAPHS, Stage, Weight, buckets_of
 from titan_lite.plan.trace import PlannedLayout
+from titan_lite.rounding import PIECE
 
 Held = tuple[str, Block | None]  # part of the memory, block
 
@@ -32,6 +35,7 @@ CHANNEL_BUFFERS = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 4 * MIB
 # A workspace of cuBLAS comes from the allocator, one for each thread that multiplies: forward's and backward's
 # (aten/src/ATen/cuda/CublasHandlePool.cpp).
 WORKSPACE, HOPPER_WORKSPACE, THREADS = 4096 * 2048 + 16 * 8192, 32 * MIB, 2
+TEMPORARIES = 55  # bytes per element of a piece that is updated with stochastic rounding, operator by operator
 WHOLES = "weights gathered for the step"
 WORDS = {"forward": "forward", "loss_forward": "loss", "loss_backward": "backward of the loss", "backward": "backward"}
 
@@ -45,6 +49,7 @@ class Memory:
     rows: dict[str, float]  # parts of the peak
     reserved: float  # the expected `torch.cuda.max_memory_reserved`
     outside: float  # of tensors
+    host: float = 0.0  # of optimizer state, in host memory
 
     @property
     def peak(self) -> float:
@@ -77,7 +82,7 @@ def memory_of(layout: PlannedLayout, stages: Sequence[Stage], machine: Machine) 
             allocator = CachingAllocator(device, expandable=True)  # as start.py sets it
             with suppress(OutOfDeviceMemory):
                 run = replay(layout, stages, -rank, machine, allocator)
-                found.append(Memory(-rank, run.moment, run.rows, allocator.most_reserved, outside))
+                found.append(Memory(-rank, run.moment, run.rows, allocator.most_reserved, outside, run.host))
                 break
     return max(found, key=lambda memory: memory.reserved)
 
@@ -117,6 +122,8 @@ class Replay:
         self.shards: list[Held] = []  # of reduced gradients
         self.wholes: list[Held] = []
         self.has_state = False
+        self.weights = [weight for stage in stages.values() for weight in stage.weights]
+        self.host = state_bytes(layout.config.training, layout.config.optimizer, sum(weight.held for weight in self.weights))[1]
 
     def make(self, row: str, nbytes: float) -> Held:
         block = self.allocator.malloc(int(nbytes))
@@ -220,12 +227,17 @@ class Replay:
             self.end(self.wholes.pop())
 
     def update(self) -> None:
-        """Make the optimizer's state in the first step, and free the gradients. Norms and AdamW are fused, and need no memory."""
-        self.now = "optimizer step"
-        for weight in () if self.has_state else (weight for stage in self.stages.values() for weight in stage.weights):
-            for nbytes in (4, *2 * [self.held * weight.held]):  # a step count, and two moments
-                self.make("optimizer state", nbytes)
+        """Make the optimizer's state in the first step, and free the gradients. Norms and fused updates need no memory."""
+        self.now, config, own = "optimizer step", self.layout.config, [weight.held for weight in self.weights]
+        moments = functools.partial(state_bytes, config.training, config.optimizer)
+        state: list[list[float]] = [[4, *moments(each)[0]] for each in own]  # a step count, and two moments
+        if config.training.offload != "none":
+            state = [*([4.0] for _ in own), moments(sum(own))[0]]
+        for nbytes in () if self.has_state else (nbytes for each in state for nbytes in each):
+            self.make("optimizer state", nbytes)
         self.has_state = True
+        if 2 in (self.held, SIZES[config.optimizer.state_dtype]) and not config.compile.compiles("optimizer"):
+            self.end(self.make("working", TEMPORARIES * min(PIECE["cuda"], max(own))))
         for held in (*self.shards, *(held for sums in self.gradients.values() for held in sums.values())):
             self.end(held)
         self.shards.clear()

@@ -22,7 +22,7 @@ import torch
 
 from titan_lite.compiler.hardware import GB, Machine
 from titan_lite.config import ConfigError
-from titan_lite.layout import itemsizes
+from titan_lite.layout import SIZES, itemsizes
 from titan_lite.models.llama3 import Transformer
 from titan_lite.plan.progress import rounded
 from titan_lite.plan.simulate import DEVIATION, slowest_of
@@ -173,7 +173,7 @@ def step_seconds(plan: Plan, layout: PlannedLayout) -> float:
     stated, machine, degrees = plan.steps[0], plan.machine, plan.layout.degrees
     before, after = shards(plan.layout), shards(layout)
     seconds = stated.seconds - stated.parts.get("exposed.slowest", 0.0)
-    seconds -= stated.parts.get("optimizer", 0.0) * (1 - before / after)
+    seconds -= sum(stated.parts.get(part, 0.0) for part in ("optimizer", "offload")) * (1 - before / after)
     modules = max(len(layout.pipeline.modules[stage]) for stage in range(len(layout.pipeline.modules)))
     rounds = 1 if layout.gathers_once else layout.microbatches
     count = (2 if layout.gathers_once else 3) * modules * rounds  # gathered for forward and backward, and reduced
@@ -210,8 +210,8 @@ def scale_of(plan: Plan, ranks: int) -> Scale:
     """Return the figures of a plan's recipe on at most so many ranks. Raises ConfigError."""
     layout, config, machine = at_scale(plan.layout, ranks), plan.layout.config, plan.machine
     world, parts = layout.world_size, parts_of(layout)
-    held = itemsizes(config.training)[0]
-    state = 3 * held * layout.parameters_of_rank / shards(layout)
+    each = itemsizes(config.training)[0] + 2 * SIZES[config.optimizer.state_dtype]
+    state = each * layout.parameters_of_rank / shards(layout)
     saved = state / layout.degrees["dp_replicate"]
     agreement = COLLECTIVES_OF_SAVE * 2 * (world - 1) * HOP + (world - 1) * RECEIVE
     files = saved / STORAGE + saved * HASH_BYTE + parts * WRITE_ENTRY + world * CHECK_FILE

@@ -13,16 +13,18 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from titan_lite.compiler.hardware import Machine
+from titan_lite.config import Config
 from titan_lite.distributed.pipeline_plan import Timetable, order_of, run_order
-from titan_lite.layout import itemsizes
+from titan_lite.layout import SIZES, itemsizes
+from titan_lite.offload import BUCKET, state_bytes
 from titan_lite.plan.costs import Figures
 from titan_lite.plan.trace import PlannedLayout
 
 FORWARD, BACKWARD = ("forward", "loss_forward"), ("backward", "loss_backward")
 ROUND = ("gather", "reduce")
-# Reads and writes of an element (4 bytes, or those of training.dtype) per local parameter: the norm reads gradients, clipping
-# reads and writes them; AdamW reads parameter, gradient and both moments, and writes all but the gradient.
-CLIPPING, UPDATE = 3, 7
+# Bytes that an update with stochastic rounding reads and writes per local parameter, operator by operator: without the rounding,
+# and for each of parameter and moments that is rounded.
+PLAIN, ROUNDED = 170, 290
 SMALL_SUMS = 3  # all-reduces of one number: tokens, gradient norm, loss
 # GPUs of one kind are 8% apart on average without outliers (arXiv 2208.11035), the whiskers of a box plot, which are at 2.7
 # standard deviations on either side of a normal distribution.
@@ -34,7 +36,7 @@ class StepTimes:
     """The times of a step."""
 
     seconds: float
-    # Means over pipeline ranks, with the sum `seconds`: compute, bubble, optimizer, and exposed. with an axis, host or slowest.
+    # Means over pipeline ranks, with the sum `seconds`: compute, bubble, optimizer, offload, and exposed. with an axis, host or slowest.
     parts: dict[str, float]
     sent: dict[str, float]  # bytes of the pipeline rank that sends most, by axis
     across: dict[str, float]  # the part of `sent` to other nodes
@@ -46,7 +48,7 @@ class StepTimes:
 
 def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Machine) -> StepTimes:
     """Simulate a step. stages: the figures of each stage, in order, for `machine`."""
-    degree, itemsize = layout.degrees["pp"], itemsizes(layout.config.training)[0]
+    degree, per_parameter = layout.degrees["pp"], updated_bytes(layout.config)
     accumulating = [accumulate(layout, figures, machine) for figures in stages]
     forward = [seconds_of(figures, FORWARD) for figures in stages]
     backward = [seconds_of(figures, BACKWARD) + extra for figures, extra in zip(stages, accumulating, strict=True)]
@@ -74,13 +76,18 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
     for mine in ranks:
         parts = of_step(mine, "compute", "exposed.")
         parts["compute"] += layout.microbatches * sum(accumulating[stage] for stage in mine)
-        moved = [(CLIPPING + UPDATE) * itemsize * stages[stage]["held"] for stage in mine]
+        own = sum(stages[stage]["held"] for stage in mine)
         sums = SMALL_SUMS * machine.collective("all_reduce", 8, range(layout.world_size))
-        parts["optimizer"] = sum(map(machine.memory_traffic, moved)) + sums
+        traffic = machine.memory_traffic(per_parameter * own)
+        parts["optimizer"] = traffic + sums
+        if host := state_bytes(layout.config.training, layout.config.optimizer, own)[1]:
+            # Both directions at once, and under the update; the last bucket goes back alone.
+            last = host * min(1.0, BUCKET / own)
+            parts["offload"] = max(0.0, machine.host_link(host) - traffic) + machine.host_link(last)
         for part, value in parts.items():
             mean[part] += value / degree
         end = {graph: sum(seconds_of(stages[stage], (graph,)) for stage in mine) for graph in ROUND}
-        ends.append(end | {"optimizer": parts["optimizer"]})
+        ends.append(end | {"optimizer": parts["optimizer"] + parts.get("offload", 0.0)})
     total = layout.accumulation * run.seconds + max(sum(each.values()) for each in ends)
     mean["bubble"] = total - sum(mean.values())
     if machine.multiprocessors:  # figures that a run measured are those of its slowest rank
@@ -105,6 +112,18 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
 def slowest_of(ranks: int) -> float:
     """Return the expected maximum of so many normal step times, relative to the mean (Blom, Statistical Estimates, 1958)."""
     return 1 + DEVIATION * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 1.0
+
+
+def updated_bytes(config: Config) -> int:
+    """Return the bytes that clipping and AdamW read and write per local parameter.
+
+    The norm reads gradients, clipping reads and writes them; AdamW reads parameter, gradient and both moments, and writes all
+    but the gradient.
+    """
+    held, kept = itemsizes(config.training)[0], SIZES[config.optimizer.state_dtype]
+    rounded = (held == 2) + 2 * (kept == 2)
+    eager = rounded and not config.compile.compiles("optimizer")
+    return 3 * held + (PLAIN + ROUNDED * rounded if eager else 3 * held + 4 * kept)
 
 
 def sums_of(figures: Figures, graphs: Sequence[str], what: tuple[str, ...]) -> dict[str, float]:

@@ -47,6 +47,7 @@ WORDS = {
     "optimizer": "clipping and optimizer",
     "host": "the host",
     "slowest": "the slowest rank",
+    "offload": "waiting for optimizer state from host memory",
     **AXIS_WORDS,
 }
 
@@ -203,6 +204,8 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
     margin = (plan.capacity - memory.total) / GIB
     verdict = f"fits, {margin:.1f} free" if plan.fits else f"does not fit: {-margin:.1f} too many"
     lines.append(f"  {'of ' + format(machine.memory, 'g') + ' on the device':<40} {memory.total / GIB:8.2f}  {verdict}")
+    if memory.host:
+        lines.append(f"  {'beside that, in host memory':<40} {memory.host / GIB:8.2f}")
     uncertain = ", ".join(f"{name.removesuffix('_efficiency')} {100 * share:.0f}%" for name, share in UNCERTAINTY.items())
     uncertain += ", clock at the power limit" if machine.power else ""
     traced = " and ".join(map(str, sorted({depth for depths in plan.depths.values() for depth in depths})))
@@ -281,6 +284,7 @@ def as_json(plan: Plan) -> str:
             "rows": memory.rows,
             "peak": memory.peak,
             "reserved": memory.reserved,
+            "host": memory.host,
             "total": memory.total,
             "device": plan.capacity,
             "fits": plan.fits,

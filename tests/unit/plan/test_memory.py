@@ -11,9 +11,10 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from titan_lite.compiler.hardware import GIB
+from titan_lite.config import Compile, Optimizer, Training
 from titan_lite.plan import memory as module
 from titan_lite.plan.allocator import MIB, CachingAllocator
-from titan_lite.plan.memory import HOPPER_WORKSPACE, memory_of, outside_of_tensors, replay
+from titan_lite.plan.memory import HOPPER_WORKSPACE, TEMPORARIES, memory_of, outside_of_tensors, replay
 from titan_lite.plan.tape import (
     Life,
     Lives,
@@ -28,6 +29,7 @@ from titan_lite.plan.tape import (
     weights_at,
 )
 
+BFLOAT16 = Optimizer(state_dtype="bfloat16")
 CPU = dataclasses.replace(AT_ONCE, name="CPU")
 WEIGHT = Weight(held=MIB, whole=MIB, block=0, gathered_with=0, reduced_with=0)  # 4 MiB in float32
 
@@ -63,6 +65,27 @@ def test_a_step_by_hand():
     # moments: 4 + 4 + 4 of them. All else was freed before them, and serves the second step.
     assert found.reserved == 160 * MIB + 2 * MIB
     assert found.total == found.reserved + found.outside
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_moments_in_bfloat16_take_half_and_a_rounded_update_has_temporaries(compiled):
+    mine = layout()
+    compile = Compile(enable=compiled, components=("optimizer",))
+    mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, optimizer=BFLOAT16, compile=compile))
+    small = stage(forward=[1, ~1], backward=[0, ~0])
+    small.tape.sizes[1] = 0
+    found = memory_of(mine, [small], CPU)
+    assert found.rows["optimizer state"] == 4 * MIB + 512
+    assert found.rows.get("working") == (None if compiled else TEMPORARIES * MIB)
+
+
+def test_offloaded_moments_leave_step_counts_and_buckets_on_the_device(monkeypatch):
+    monkeypatch.setattr("titan_lite.offload.BUCKET", MIB // 2)
+    mine = layout()
+    mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, training=Training(offload="optimizer")))
+    found = memory_of(mine, [stage([WEIGHT, WEIGHT])], CPU)
+    assert found.rows["optimizer state"] == 4 * 2 * MIB + 2 * 512  # four buffers of 2 MiB, two counts
+    assert found.host == 2 * 2 * 4 * MIB
 
 
 def test_workspaces_are_those_of_a_gpu():

@@ -5,12 +5,16 @@ import dataclasses
 import pytest
 import torch
 from torch.distributed.pipelining.schedules import _Action
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from titan_lite.compiler.hardware import Link, load_machine
-from titan_lite.config import Config, Parallelism, Training
+from titan_lite.config import Compile, Config, Optimizer, Parallelism, Training
 from titan_lite.distributed.pipeline_plan import order_of, plan_pipeline, run_order
 from titan_lite.models.llama3 import FLAVORS
-from titan_lite.plan.simulate import simulate_step
+from titan_lite.offload import BUCKET
+from titan_lite.optimizer import build_optimizer
+from titan_lite.plan.simulate import simulate_step, updated_bytes
 from titan_lite.plan.trace import PlannedLayout
 
 H100 = load_machine("H100")
@@ -119,6 +123,51 @@ def test_a_step_takes_as_long_as_on_the_slowest_rank():
     )
     measured = dataclasses.replace(H100, multiprocessors=0)
     assert "exposed.slowest" not in simulate_step(layout(4, 8), stages_of(layout(4, 8)), measured).parts
+
+
+class Moved(TorchDispatchMode):
+    """The bytes that operators read and write, without views."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.nbytes += sum(each.nbytes for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor))
+        return result
+
+
+@pytest.mark.parametrize(("dtype", "state"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")])
+def test_bytes_of_an_update_with_stochastic_rounding_are_those_of_its_operators(dtype, state):
+    parameter = torch.nn.Parameter(torch.ones(200, 300, dtype=getattr(torch, dtype)))
+    config = Config(training=Training(dtype=dtype), optimizer=Optimizer(state_dtype=state))
+    optimizer = build_optimizer(config.optimizer, {"weight": parameter}, seed=0)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with Moved() as moved:
+        optimizer.step()
+    clipping = 3 * parameter.element_size()
+    assert updated_bytes(config) == pytest.approx(clipping + moved.nbytes / parameter.numel(), rel=0.05)
+
+
+def test_bytes_of_a_fused_update_are_those_of_its_tensors():
+    compiled = Compile(enable=True, components=("optimizer",))
+    parameters, moments = dict(training=Training(dtype="bfloat16")), dict(optimizer=Optimizer(state_dtype="bfloat16"))
+    assert updated_bytes(Config()) == 10 * 4
+    assert updated_bytes(Config(**moments, compile=compiled)) == 6 * 4 + 4 * 2
+    assert updated_bytes(Config(**parameters, **moments, compile=compiled)) == 10 * 2
+
+
+def test_an_offloaded_update_waits_for_the_host_link():
+    mine = layout()
+    mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, training=Training(seq_len=64, offload="optimizer")))
+    step = simulate_step(mine, stages_of(mine, held=1e9), H100)
+    assert sum(step.parts.values()) == pytest.approx(step.seconds)
+    link, bucket = (8 * numbers / (64e9 * H100.link_efficiency) for numbers in (1e9, BUCKET))
+    assert step.parts["offload"] == pytest.approx(link - 40e9 / (3350e9 * 0.85) + bucket, rel=1e-3)
+    assert step.ends[0]["optimizer"] == step.parts["optimizer"] + step.parts["offload"]
+    without = simulate_step(layout(), stages_of(mine, held=1e9), H100)
+    assert step.seconds == pytest.approx(without.seconds + step.parts["offload"])
 
 
 def test_bytes_are_of_the_rank_that_sends_most():

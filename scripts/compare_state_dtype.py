@@ -1,0 +1,77 @@
+"""The loss of the debug recipe with parameters and AdamW's moments in float32 and in bfloat16, several seeds of each.
+
+    python scripts/compare_state_dtype.py                     # 300 steps of 8 sequences of 64 tokens, 3 seeds; some minutes
+    python scripts/compare_state_dtype.py --steps 1000
+
+The model has two blocks of width 128. Each run is one process with one thread. The loss is that of held-out documents after the
+last step, over 10 batches.
+"""
+
+import argparse
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from titan_lite.config.recipe import load_config
+from titan_lite.metrics.records import read_metrics
+from titan_lite.trainer import Trainer
+
+RECIPE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"
+WAYS = {  # parameters, moments: what the recipe has beside COMMON
+    "float32 | float32": [],
+    "float32 | bfloat16": ["--optimizer.state_dtype=bfloat16"],
+    "bfloat16 | float32": ["--training.dtype=bfloat16"],
+    "bfloat16 | bfloat16": ["--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16"],
+}
+COMMON = (
+    "--model.dim=128 --model.n_layers=2 --model.hidden_dim=256 --training.seq_len=64 --training.local_batch_size=8 "
+    "--data.num_workers=0 --no-checkpoint.enable --validation.freq=1000000 --metrics.enable_tensorboard=false"
+)
+
+
+def train(arguments: list[str], port: int) -> None:
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os.environ["LOCAL_WORLD_SIZE"] = str(os.cpu_count())  # a rank has the share of one of so many: one thread
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    Trainer(load_config(RECIPE, [*COMMON.split(), *arguments])[0]).train()
+    os._exit(0)
+
+
+def validation_loss(arguments: list[str]) -> float:
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        rank = multiprocessing.get_context("fork").Process(target=train, args=([*arguments, f"--job.dump_folder={folder}"], port))
+        rank.start()
+        rank.join()
+        if rank.exitcode:
+            sys.exit(f"a run with {' '.join(arguments)} failed")
+        *_, last = read_metrics(Path(folder) / "metrics.jsonl").values()
+    return float(last["validation_loss"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=3)
+    chosen = parser.parse_args()
+    seeds = range(chosen.seeds)
+    print(f"| parameters | moments | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | against float32 |")
+    print(f"|---|---|{'--:|' * (len(seeds) + 2)}", flush=True)
+    first = 0.0
+    for way, overrides in WAYS.items():
+        run = [f"--training.steps={chosen.steps}", *overrides]
+        losses = [validation_loss([*run, f"--debug.seed={seed}"]) for seed in seeds]
+        mean = statistics.fmean(losses)
+        first = first or mean
+        each = " | ".join(f"{loss:.4f}" for loss in losses)
+        print(f"| {way} | {each} | {mean:.4f} | {100 * (mean / first - 1):+.2f}% |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
