@@ -4,8 +4,8 @@
     python scripts/compare_published.py --rows 8B             # those whose name has this in it
 
 No constant is fitted to a row. A machine is its datasheet; that of the TorchTitan rows is H100 with 96 GB of HBM2e at 2.4 TB/s,
-limited to 500 W. Efficiencies are those of compiler/hardware.py for all rows. What a row has that this program has not (float8,
-another way to checkpoint) stands beside it: such a row is not scored.
+limited to 500 W. Efficiencies are those of compiler/hardware.py for all rows. What a row has that a plan has not (asynchronous
+tensor parallelism) stands beside it: such a row is not scored.
 
     tok/s      a second and GPU: planned (slow to fast), published, stated / published
     GiB        what CUDA's allocator reserves on the rank that needs most: planned, published
@@ -58,12 +58,13 @@ SELECTIVE = "--activation_checkpoint.mode=selective --activation_checkpoint.sele
 FA2 = "--training.attention_kernel=FA2"
 EAGER, COMPILED = f"--no-compile.enable {SELECTIVE} {FA2}", f"{BLOCKS} {SELECTIVE} {FA2}"
 AOT = f"{BLOCKS} {SELECTIVE} --compile.backend=aot_eager --training.local_batch_size=1"
-FLOAT8 = "float8 there"
 BATCH1 = f"--training.local_batch_size=1 {SELECTIVE} {FA2}"
 LLAMA = (
     "--training.local_batch_size={batch} --activation_checkpoint.mode=none --parallelism.data_parallel_shard_degree={shard} "
     "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
 )
+LONG = f"{BLOCKS} {FA2} --training.local_batch_size=1 --activation_checkpoint.mode=full"
+CP2 = "--training.seq_len=65536 --parallelism.data_parallel_shard_degree=4 --parallelism.context_parallel_degree=2"
 NO_TP = "--no-parallelism.enable_async_tensor_parallel --parallelism.tensor_parallel_degree=1"
 TP8 = "--parallelism.tensor_parallel_degree=8 --parallelism.data_parallel_shard_degree=-1"
 # pytorch/torchtitan: its issue 1881, docs/performance.md in 2024, and benchmarks/llama3_h100_202412_torchtitan.md,
@@ -76,20 +77,20 @@ ROWS = (
     Row(f"{PAPER}: 8B on 8, compiled", "8b", 8, TITAN, 6674, 77.0, COMPILED),
     Row(f"{PAPER}: 8B on 128, eager", "8b", 128, TITAN, 5645, 67.0, EAGER),
     Row(f"{PAPER}: 8B on 128, compiled", "8b", 128, TITAN, 6482, 62.1, COMPILED),
-    Row(f"{PAPER}: 8B on 8, float8", "8b", 8, TITAN, 9409, 76.8, COMPILED, FLOAT8),
-    Row(f"{PAPER}: 8B on 128, float8", "8b", 128, TITAN, 9319, 61.8, COMPILED, FLOAT8),
-    Row(f"{PAPER}: 70B on 256, float8", "70b", 256, TITAN, 897, 70.3, f"{BLOCKS} {FA2}", FLOAT8),
-    Row(f"{PAPER}: 70B on 256, float8, async TP", "70b", 256, TITAN, 1010, 67.7, f"{BLOCKS} {FA2}", f"{FLOAT8}, async TP there"),
-    Row(f"{PAPER}: 405B on 512, float8, 1F1B", "405b", 512, TITAN, 100, 78.0, f"{BLOCKS} {FA2}", FLOAT8),
+    Row(f"{PAPER}: 8B on 8, float8", "8b_float8", 8, TITAN, 9409, 76.8, COMPILED),
+    Row(f"{PAPER}: 8B on 128, float8", "8b_float8", 128, TITAN, 9319, 61.8, COMPILED),
+    Row(f"{PAPER}: 70B on 256, float8", "70b_float8", 256, TITAN, 897, 70.3, f"{BLOCKS} {FA2}"),
+    Row(f"{PAPER}: 70B on 256, float8, async TP", "70b_float8", 256, TITAN, 1010, 67.7, f"{BLOCKS} {FA2}", "async TP there"),
+    Row(f"{PAPER}: 405B on 512, float8, 1F1B", "405b_float8", 512, TITAN, 100, 78.0, f"{BLOCKS} {FA2}", "async TP there"),
     Row(
         f"{PAPER}: 405B on 512, float8, interleaved",
-        "405b",
+        "405b_float8",
         512,
         TITAN,
         130,
         80.3,
         f"{BLOCKS} {FA2} --parallelism.pipeline_parallel_schedule=Interleaved1F1B",
-        FLOAT8,
+        "async TP there",
     ),
     Row(f"{RERUN}: 8B, FSDP 8", "8b", 8, TITAN, 7227, 40.96, AOT),
     Row(
@@ -105,6 +106,11 @@ ROWS = (
     Row(f"{WINTER}: 8B on 8, compiled", "8b", 8, TITAN, 6667, 77.0, COMPILED),
     Row(f"{WINTER}: 8B on 128, eager", "8b", 128, TITAN, 5605, 67.0, EAGER),
     Row(f"{WINTER}: 8B on 128, compiled", "8b", 128, TITAN, 6514, 62.0, COMPILED),
+    Row(f"{WINTER}: 8B on 8, float8", "8b_float8", 8, TITAN, 8532, 76.8, COMPILED),
+    Row(f"{WINTER}: 8B on 128, float8", "8b_float8", 128, TITAN, 8380, 61.8, COMPILED),
+    Row(f"{WINTER}: 8B on 8, float8, 32k tokens", "8b_float8", 8, TITAN, 3890, 83.9, f"{LONG} --training.seq_len=32768"),
+    Row(f"{WINTER}: 8B, float8, FSDP 4 x CP 2, 64k tokens", "8b_float8", 8, TITAN, 2540, 84.2, f"{LONG} {CP2}"),
+    Row(f"{WINTER}: 70B on 256, float8", "70b_float8", 256, TITAN, 829, 71.9, f"{BLOCKS} {FA2}"),
     Row(f"{SUMMER}: 8B on 64, FSDP 8 x TP 8", "8b", 64, TITAN, 4378, 0, f"{COMPILED} {TP8} --training.local_batch_size=12"),
     Row(
         f"{SUMMER}: 70B on 256, FSDP 32 x TP 8",
@@ -115,8 +121,8 @@ ROWS = (
         0,
         f"{BLOCKS} {FA2} {TP8} --training.local_batch_size=16",
     ),
-    Row(f"{H200S}: 8B on 32, float8", "8b", 32, H200, 10938, 48.0, f"{BLOCKS} {SELECTIVE}", FLOAT8),
-    Row(f"{H200S}: 8B on 64, float8", "8b", 64, H200, 10753, 47.0, f"{BLOCKS} {SELECTIVE}", FLOAT8),
+    Row(f"{H200S}: 8B on 32, float8", "8b_float8", 32, H200, 10938, 48.0, f"{BLOCKS} {SELECTIVE}"),
+    Row(f"{H200S}: 8B on 64, float8", "8b_float8", 64, H200, 10753, 47.0, f"{BLOCKS} {SELECTIVE}"),
     Row(f"{DOCS}: 8B on 64 A100", "8b", 64, A100, 2973, 0, BATCH1, "whether compiled: not published"),
     Row(
         f"{DOCS}: 8B on 64 A100, every second block",

@@ -11,23 +11,17 @@ imported only by checks that build the model or read a machine's profile, so tha
 """
 
 import dataclasses
-import functools
 import itertools
 import math
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from titan_lite.config import Config, ConfigError, Training, gradient_accumulation_steps
 from titan_lite.distributed.degrees import check_context_parallel, check_tensor_parallel, resolve_degrees
-from titan_lite.distributed.pipeline_plan import PipelinePlan, module_fqns, plan_pipeline
+from titan_lite.distributed.pipeline_plan import PipelinePlan, plan_pipeline
+from titan_lite.layout_checks import check_layout, on_meta_device, parameters_of
 from titan_lite.loss_chunk import loss_chunk
 from titan_lite.models.shapes import ModelConfig
-from titan_lite.shape import shape_of, shape_words
-
-if TYPE_CHECKING:
-    from titan_lite.models.llama3 import Transformer
+from titan_lite.shape import shape_of
 
 FILLED = 0.6  # share of a device's memory that fsdp_communication = "auto" may fill, without activations
 SIZES = {"float32": 4, "bfloat16": 2}  # bytes of an element
@@ -62,14 +56,14 @@ class Layout:
     @property
     def parameters(self) -> int:
         """Number of parameters of the model."""
-        return sum(parameter.numel() for parameter in _on_meta_device(self.model).parameters())
+        return sum(parameter.numel() for parameter in on_meta_device(self.model).parameters())
 
     @property
     def parameters_of_rank(self) -> float:
         """Number of parameters of a rank's pipeline stages before FSDP shards them, on the rank with most."""
         plan = self.pipeline
-        sizes = {fqn: parameter.numel() for fqn, parameter in _on_meta_device(self.model).named_parameters()}
-        stages = [sum(sizes[fqn] for fqn in _parameters_within(self.model, modules)) for modules in plan.modules]
+        sizes = {fqn: parameter.numel() for fqn, parameter in on_meta_device(self.model).named_parameters()}
+        stages = [sum(sizes[fqn] for fqn in parameters_of(self.model, modules)) for modules in plan.modules]
         most = max(sum(stages[stage] for stage in plan.stages_of(rank)) for rank in range(self.degrees["pp"]))
         return most / self.degrees["tp"]
 
@@ -187,20 +181,7 @@ def make_layout(config: Config, world_size: int, model: ModelConfig | None = Non
         layout = dataclasses.replace(layout, gathers_once=_gathers_once(config, layout, memory))
     tokens = layout.sequences * layout.seq_len // degrees["cp"]
     layout = dataclasses.replace(layout, loss_chunk=loss_chunk(training, tokens, -(-model.vocab_size // degrees["tp"])))
-    words = shape_words(config.model)
-    _check_names("parallelism.fsdp_keep_gathered", parallelism.fsdp_keep_gathered, words, layout.model)
-    _check_float8(config, layout)
-    _check_schedule(config, layout)
-    if training.offload != "none" and config.compile.compiles("optimizer"):
-        raise ConfigError(
-            f'training.offload = "{training.offload}" has an update of its own, a bucket at a time, and compile.components has '
-            'the optimizer; use compile.components = ["model", "loss"]'
-        )
-    if layout.gathers_once and parallelism.fsdp_reshard_after_forward == "always":
-        raise ConfigError(
-            'parallelism.fsdp_reshard_after_forward = "always" has no effect with fsdp_communication = "step", which keeps '
-            f'weights gathered for a step of {microbatches} microbatches; use fsdp_communication = "microbatch"'
-        )
+    check_layout(config, layout)
     return layout
 
 
@@ -210,76 +191,3 @@ def _gathers_once(config: Config, layout: Layout, memory: float) -> bool:
     buckets = stage.compiles("model") and (stage.bucketing not in ("none", "block") or stage.bucket_mode != "copy")
     fits = memory == math.inf or layout.steady_bytes(config) + layout.step_bytes(training) <= FILLED * memory
     return fits and not buckets and config.parallelism.fsdp_reshard_after_forward != "always"
-
-
-def _check_names(key: str, names: Sequence[str], flavor: str, model: ModelConfig) -> None:
-    """Raise ConfigError for a name of no parameter or module with parameters in the model, over all pipeline stages."""
-    for name in names:
-        if name not in module_fqns(model.n_layers) and not _parameters_within(model, [name]):
-            raise ConfigError(
-                f'{key} = [{", ".join(names)}]: "{name}" has no parameter in flavor {flavor}; '
-                f"use tok_embeddings, layers.0 to layers.{model.n_layers - 1}, norm, output or modules within them"
-            )
-
-
-def _parameters_within(model: ModelConfig, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the FQNs of the parameters of these modules."""
-    from titan_lite.compiler.fqns import parameters_within
-
-    return parameters_within(_on_meta_device(model), names)
-
-
-@functools.cache
-def _on_meta_device(model: ModelConfig) -> "Transformer":
-    import torch
-
-    from titan_lite.models.llama3 import Transformer
-
-    with torch.device("meta"):
-        return Transformer(dataclasses.replace(model, max_seq_len=1))
-
-
-def _check_float8(config: Config, layout: Layout) -> None:
-    """Raise ConfigError for float8 products that layers of the model cannot have on a rank."""
-    if not config.float8.enable:
-        return
-    from titan_lite.distributed.tensor_parallel import weight_dim
-    from titan_lite.float8 import check_sizes, linear_layers
-
-    sizes = {}
-    for fqn, module in linear_layers(_on_meta_device(layout.model)):
-        split = weight_dim(fqn)
-        sizes[fqn] = [n / layout.degrees["tp"] if dim == split else n for dim, n in enumerate(module.weight.shape)]
-    check_sizes(config.float8, sizes, layout.sequences * layout.seq_len // layout.degrees["cp"])
-
-
-def _check_schedule(config: Config, layout: Layout) -> None:
-    """Raise ConfigError if the compile stage cannot bucket as the recipe says."""
-    stage = config.compile
-    if stage.machine:
-        from titan_lite.compiler.hardware import load_machine
-
-        load_machine(stage.machine)
-    if not stage.compiles("model"):
-        return
-    if stage.bucketing == "plan":
-        names = [name for bucket in stage.buckets for name in bucket.split()]
-        _check_names("compile.buckets", names, shape_words(config.model), layout.model)
-        twice = [name for name, count in Counter(names).items() if count > 1]
-        if twice:
-            raise ConfigError(f'compile.buckets: "{twice[0]}" is in it twice, but a parameter has one bucket; use it once')
-        if all(len(_parameters_within(layout.model, bucket.split())) < 2 for bucket in stage.buckets):
-            raise ConfigError(
-                f"compile.buckets = [{', '.join(stage.buckets)}]: none has two parameters, so nothing would be merged; "
-                'use such as "layers.0 layers.1", or compile.bucketing = "none"'
-            )
-    for key, value, others in (("bucketing", stage.bucketing, ("block", "none")), ("bucket_mode", stage.bucket_mode, ("copy",))):
-        if value not in others and layout.gathers_once:
-            raise ConfigError(
-                f'compile.{key} = "{value}" has nothing to bucket: parallelism.fsdp_communication = "step" gathers once for '
-                f'{layout.microbatches} microbatches; use fsdp_communication = "microbatch" or {key} = "{others[0]}"'
-            )
-    if stage.bucketing == "measured":
-        from titan_lite.compiler.autotune import check_steps
-
-        check_steps(stage, done=0, steps=config.training.steps)

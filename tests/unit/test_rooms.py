@@ -72,9 +72,17 @@ ROOMS = {
     "metrics/lines": (*PART, "titan_lite.compiler"),
     "layout": (
         *PART,
-        "titan_lite.float8",
+        "titan_lite.layout_checks",
         "titan_lite.loss_chunk",
         "titan_lite.offload",
+        "titan_lite.shape",
+        "titan_lite.models",
+        "titan_lite.distributed",
+    ),
+    "layout_checks": (
+        *PART,
+        "titan_lite.float8",
+        "titan_lite.layout",  # its type
         "titan_lite.shape",
         "titan_lite.models",
         "titan_lite.distributed",
@@ -143,6 +151,7 @@ WHOLE_CONFIG = {  # the others take their own section, or plain values
     "__main__",
     "inputs",
     "layout",
+    "layout_checks",
     "trainer",
     "train",
     "verify",

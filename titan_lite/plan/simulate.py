@@ -36,7 +36,8 @@ class StepTimes:
     """The times of a step."""
 
     seconds: float
-    # Means over pipeline ranks, with the sum `seconds`: compute, bubble, optimizer, offload, and exposed. with an axis, host or slowest.
+    # Means over pipeline ranks, with the sum `seconds`: compute, bubble, optimizer, offload, and exposed. with an axis, host or
+    # slowest.
     parts: dict[str, float]
     sent: dict[str, float]  # bytes of the pipeline rank that sends most, by axis
     across: dict[str, float]  # the part of `sent` to other nodes

@@ -1,0 +1,110 @@
+"""Check what a layout has to be for a recipe's keys to have their effect; layout.py calls it. Needs no process group.
+
+check_layout(config, layout)            # raises ConfigError
+"""
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from titan_lite.config import Config, ConfigError
+from titan_lite.distributed.pipeline_plan import module_fqns
+from titan_lite.models.shapes import ModelConfig
+from titan_lite.shape import shape_words
+
+if TYPE_CHECKING:
+    from titan_lite.layout import Layout
+    from titan_lite.models.llama3 import Transformer
+
+
+def check_layout(config: Config, layout: "Layout") -> None:
+    """Raise ConfigError for a key that cannot have its effect on this layout."""
+    training, parallelism = config.training, config.parallelism
+    check_names("parallelism.fsdp_keep_gathered", parallelism.fsdp_keep_gathered, shape_words(config.model), layout.model)
+    check_float8(config, layout)
+    check_schedule(config, layout)
+    if training.offload != "none" and config.compile.compiles("optimizer"):
+        raise ConfigError(
+            f'training.offload = "{training.offload}" has an update of its own, a bucket at a time, and compile.components has '
+            'the optimizer; use compile.components = ["model", "loss"]'
+        )
+    if layout.gathers_once and parallelism.fsdp_reshard_after_forward == "always":
+        raise ConfigError(
+            'parallelism.fsdp_reshard_after_forward = "always" has no effect with fsdp_communication = "step", which keeps '
+            f'weights gathered for a step of {layout.microbatches} microbatches; use fsdp_communication = "microbatch"'
+        )
+
+
+def check_names(key: str, names: Sequence[str], flavor: str, model: ModelConfig) -> None:
+    """Raise ConfigError for a name of no parameter or module with parameters in the model, over all pipeline stages."""
+    for name in names:
+        if name not in module_fqns(model.n_layers) and not parameters_of(model, [name]):
+            raise ConfigError(
+                f'{key} = [{", ".join(names)}]: "{name}" has no parameter in flavor {flavor}; '
+                f"use tok_embeddings, layers.0 to layers.{model.n_layers - 1}, norm, output or modules within them"
+            )
+
+
+def parameters_of(model: ModelConfig, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the FQNs of the parameters of these modules."""
+    from titan_lite.compiler.fqns import parameters_within
+
+    return parameters_within(on_meta_device(model), names)
+
+
+@functools.cache
+def on_meta_device(model: ModelConfig) -> "Transformer":
+    import torch
+
+    from titan_lite.models.llama3 import Transformer
+
+    with torch.device("meta"):
+        return Transformer(dataclasses.replace(model, max_seq_len=1))
+
+
+def check_float8(config: Config, layout: "Layout") -> None:
+    """Raise ConfigError for float8 products that layers of the model cannot have on a rank."""
+    if not config.float8.enable:
+        return
+    from titan_lite.distributed.tensor_parallel import weight_dim
+    from titan_lite.float8 import check_sizes, linear_layers
+
+    sizes = {}
+    for fqn, module in linear_layers(on_meta_device(layout.model)):
+        split = weight_dim(fqn)
+        sizes[fqn] = [n / layout.degrees["tp"] if dim == split else n for dim, n in enumerate(module.weight.shape)]
+    check_sizes(config.float8, sizes, layout.sequences * layout.seq_len // layout.degrees["cp"])
+
+
+def check_schedule(config: Config, layout: "Layout") -> None:
+    """Raise ConfigError if the compile stage cannot bucket as the recipe says."""
+    stage = config.compile
+    if stage.machine:
+        from titan_lite.compiler.hardware import load_machine
+
+        load_machine(stage.machine)
+    if not stage.compiles("model"):
+        return
+    if stage.bucketing == "plan":
+        names = [name for bucket in stage.buckets for name in bucket.split()]
+        check_names("compile.buckets", names, shape_words(config.model), layout.model)
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise ConfigError(f'compile.buckets: "{twice[0]}" is in it twice, but a parameter has one bucket; use it once')
+        if all(len(parameters_of(layout.model, bucket.split())) < 2 for bucket in stage.buckets):
+            raise ConfigError(
+                f"compile.buckets = [{', '.join(stage.buckets)}]: none has two parameters, so nothing would be merged; "
+                'use such as "layers.0 layers.1", or compile.bucketing = "none"'
+            )
+    for key, value, others in (("bucketing", stage.bucketing, ("block", "none")), ("bucket_mode", stage.bucket_mode, ("copy",))):
+        if value not in others and layout.gathers_once:
+            raise ConfigError(
+                f'compile.{key} = "{value}" has nothing to bucket: parallelism.fsdp_communication = "step" gathers once for '
+                f'{layout.microbatches} microbatches; use fsdp_communication = "microbatch" or {key} = "{others[0]}"'
+            )
+    if stage.bucketing == "measured":
+        from titan_lite.compiler.autotune import check_steps
+
+        check_steps(stage, done=0, steps=config.training.steps)
