@@ -128,7 +128,7 @@ HERE = {
         "fsdp2-compiled", "--rounds 1 --steps 1 --modes block --backends aot_eager"
     ),
     "python scripts/compare_measured.py": Run("FSDP 4", "--layouts 'FSDP 4' --rounds 1 --steps 1"),
-    "python scripts/compare_state_dtype.py": Run("bfloat16 | bfloat16", "--steps 4 --seeds 1"),
+    "python scripts/compare_precision.py": Run("rowwise_with_gw_hp | float32", "--steps 4 --seeds 1"),
     "python scripts/compare_published.py": Run("TorchTitan paper: 8B on 8, eager", "--rows '8B on 8, eager'"),
     "tensorboard --logdir outputs": Run("loss", "--inspect"),
     "titan-lite train debug_model --training.steps 20": Run(

@@ -1,32 +1,42 @@
 """Ratios of planned to published speed, which docs/benchmarks.md and every plan show.
 
 `python scripts/compare_published.py` plans the runs and reports ratios that have changed. Only runs that a recipe can reproduce
-exactly are here; the script's table has the differences of the others (float8, stages, compilation).
+exactly are here; the script's table has the differences of the others (stages, compilation).
 """
 
 from titan_lite.compiler.hardware import PROFILES, Machine
 from titan_lite.config import Compile
 
-# name in scripts/compare_published.py -> (compilation, nominal planned tokens per second / published)
+# name in scripts/compare_published.py -> (compilation or float8, nominal planned tokens per second / published)
 RATIOS = {
     "TorchTitan paper: 8B on 8, eager": ("eager", 1.05),
-    "TorchTitan paper: 8B on 128, eager": ("eager", 1.14),
     "TorchTitan paper: 8B on 8, compiled": ("inductor", 1.16),
+    "TorchTitan paper: 8B on 128, eager": ("eager", 1.14),
     "TorchTitan paper: 8B on 128, compiled": ("inductor", 1.17),
+    "TorchTitan paper: 8B on 8, float8": ("float8", 1.14),
+    "TorchTitan paper: 8B on 128, float8": ("float8", 1.14),
+    "TorchTitan paper: 70B on 256, float8": ("float8", 1.03),
+    "torchtitan 1881: 8B, FSDP 8": ("aot_eager", 0.91),
+    "torchtitan 1881: 8B, FSDP 4 x TP 2": ("aot_eager", 0.97),
     "torchtitan 2024-12: 8B on 8, eager": ("eager", 1.14),
     "torchtitan 2024-12: 8B on 8, compiled": ("inductor", 1.16),
     "torchtitan 2024-12: 8B on 128, eager": ("eager", 1.15),
     "torchtitan 2024-12: 8B on 128, compiled": ("inductor", 1.16),
+    "torchtitan 2024-12: 8B on 8, float8": ("float8", 1.26),
+    "torchtitan 2024-12: 8B on 128, float8": ("float8", 1.27),
+    "torchtitan 2024-12: 8B on 8, float8, 32k tokens": ("float8", 1.16),
+    "torchtitan 2024-12: 8B, float8, FSDP 4 x CP 2, 64k tokens": ("float8", 1.03),
+    "torchtitan 2024-12: 70B on 256, float8": ("float8", 1.12),
     "torchtitan 2025-06: 8B on 64, FSDP 8 x TP 8": ("inductor", 1.07),
     "torchtitan 2025-06: 70B on 256, FSDP 32 x TP 8": ("inductor", 1.08),
-    "torchtitan 1881: 8B, FSDP 8": ("aot_eager", 0.91),
-    "torchtitan 1881: 8B, FSDP 4 x TP 2": ("aot_eager", 0.97),
+    "torchtitan 2025-06, H200: 8B on 32, float8": ("float8", 1.47),
+    "torchtitan 2025-06, H200: 8B on 64, float8": ("float8", 1.49),
 }
 
 
-def bias_of(compile: Compile, machine: Machine) -> str:
-    """Return the error of plans of published runs with this compilation, in words; "" for a machine that is not a profile."""
-    way = compile.backend if compile.compiles("model") else "eager"
+def bias_of(compile: Compile, machine: Machine, float8: bool = False) -> str:
+    """Return the error of plans of published runs like these, in words; "" for a machine that is not a profile."""
+    way = "float8" if float8 else compile.backend if compile.compiles("model") else "eager"
     found = [ratio for how, ratio in RATIOS.values() if how == way]
     if PROFILES.get(machine.name) != machine or not found:
         return ""

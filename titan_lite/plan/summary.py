@@ -168,7 +168,7 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
     budget = token_budget or layout.tokens_until(config.training.steps)
     takes = [budget / layout.tokens * step.seconds for step in (fast, slow)]
     gpu_hours = " to ".join(rounded(layout.world_size * each / 3600) for each in takes)
-    bias = bias_of(config.compile, machine)
+    bias = bias_of(config.compile, machine, config.float8.enable)
     of_what = "" if token_budget else f" ({config.training.steps:,} steps)"
     lines = [
         f"{shape_words(config.model)} on {layout.world_size} {machine.name} ({axes}); {compiled}, "
@@ -274,7 +274,7 @@ def as_json(plan: Plan) -> str:
         "mfu": each(plan.mfu),
         "mfu_full_attention": each(plan.mfu_full_attention),
         "hfu": each(plan.hfu),
-        "bias": bias_of(layout.config.compile, plan.machine),
+        "bias": bias_of(layout.config.compile, plan.machine, layout.config.float8.enable),
         "parts_seconds": stated.parts,
         "sent_bytes": stated.sent,
         "sent_to_other_nodes_bytes": stated.across,

@@ -1,7 +1,7 @@
-"""The loss of the debug recipe with parameters and AdamW's moments in float32 and in bfloat16, several seeds of each.
+"""The loss of a small debug model in float32, bfloat16 and float8, with parameters and AdamW's moments in float32 and bfloat16.
 
-    python scripts/compare_state_dtype.py                     # 300 steps of 8 sequences of 64 tokens, 3 seeds; some minutes
-    python scripts/compare_state_dtype.py --steps 1000
+    python scripts/compare_precision.py                     # 300 steps of 8 sequences of 64 tokens, 3 seeds; some minutes
+    python scripts/compare_precision.py --ways float32 bfloat16 float8 --steps 600
 
 The model has two blocks of width 128. Each run is one process with one thread. The loss is that of held-out documents after the
 last step, over 10 batches.
@@ -21,11 +21,16 @@ from titan_lite.metrics.records import read_metrics
 from titan_lite.trainer import Trainer
 
 RECIPE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"
-WAYS = {  # parameters, moments: what the recipe has beside COMMON
-    "float32 | float32": [],
-    "float32 | bfloat16": ["--optimizer.state_dtype=bfloat16"],
-    "bfloat16 | float32": ["--training.dtype=bfloat16"],
-    "bfloat16 | bfloat16": ["--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16"],
+HALF, STATE, EIGHT = "--training.mixed_precision_param=bfloat16", "--optimizer.state_dtype=bfloat16", "--float8.enable"
+WAYS = {  # products, parameters, moments: what the recipe has beside COMMON
+    "float32 | float32 | float32": [],
+    "float32 | float32 | bfloat16": [STATE],
+    "float32 | bfloat16 | float32": ["--training.dtype=bfloat16"],
+    "float32 | bfloat16 | bfloat16": ["--training.dtype=bfloat16", STATE],
+    "bfloat16 | float32 | float32": [HALF],
+    "float8, tensorwise | float32 | float32": [HALF, EIGHT, "--float8.all_gather"],
+    "float8, rowwise | float32 | float32": [HALF, EIGHT, "--float8.recipe=rowwise"],
+    "float8, rowwise_with_gw_hp | float32 | float32": [HALF, EIGHT, "--float8.recipe=rowwise_with_gw_hp"],
 }
 COMMON = (
     "--model.dim=128 --model.n_layers=2 --model.hidden_dim=256 --training.seq_len=64 --training.local_batch_size=8 "
@@ -59,12 +64,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", default=[""], help="only those with products whose name begins with one of these")
     chosen = parser.parse_args()
     seeds = range(chosen.seeds)
-    print(f"| parameters | moments | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | against float32 |")
-    print(f"|---|---|{'--:|' * (len(seeds) + 2)}", flush=True)
+    print(f"| products | parameters | moments | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | against float32 |")
+    print(f"|---|---|---|{'--:|' * (len(seeds) + 2)}", flush=True)
     first = 0.0
     for way, overrides in WAYS.items():
+        if not way.startswith(tuple(chosen.ways)):
+            continue
         run = [f"--training.steps={chosen.steps}", *overrides]
         losses = [validation_loss([*run, f"--debug.seed={seed}"]) for seed in seeds]
         mean = statistics.fmean(losses)
