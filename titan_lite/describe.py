@@ -97,6 +97,8 @@ def without_effect(config: Config, layout: Layout) -> list[str]:
     recipe["parallelism"]["microbatches_gathered_once"] = layout.microbatches if layout.gathers_once else 1
     idle = without_need(recipe)
     lines = [f"{key} = {values[key]} has no effect: {idle[key][0]}" for key in idle if values[key] != KEYS[key].default]
+    if config.float8.enable and config.float8.all_gather and layout.degrees["dp_shard"] * layout.degrees["cp"] == 1:
+        lines.append("float8.all_gather = True has no effect: no weight is gathered (data_parallel_shard_degree = 1)")
     key, kept = "parallelism.fsdp_keep_gathered", config.parallelism.fsdp_keep_gathered
     for prefix in () if key in idle or kept == KEYS[key].default else kept:
         if why := _not_kept(prefix, config, layout):

@@ -44,7 +44,7 @@ class Scaled(NamedTuple):
 def scale_of(amax: Tensor, dtype: torch.dtype = E4M3, *, power_of_two: bool = False) -> Tensor:
     """Return float32 scales for tensors or rows with the largest magnitudes `amax`.
 
-    Computed in float64, since compiled code divides float32 with another rounding.
+    The division is in float64, since compiled code divides float32 with another rounding.
     """
     scale = (torch.finfo(dtype).max / amax.double().clamp(min=SMALLEST)).float()
     return torch.exp2(torch.floor(torch.log2(scale))) if power_of_two else scale

@@ -68,6 +68,9 @@ def check_float8(config: Config, layout: "Layout") -> None:
     """Raise ConfigError for float8 products that layers of the model cannot have on a rank."""
     if not config.float8.enable:
         return
+    if config.parallelism.enable_async_tensor_parallel:
+        wrong = "parallelism.enable_async_tensor_parallel = true: Inductor does not overlap collectives with float8 products"
+        raise ConfigError(f"{wrong}; use false, or float8.enable = false")
     from titan_lite.distributed.tensor_parallel import weight_dim
     from titan_lite.float8 import check_sizes, linear_layers
 

@@ -44,6 +44,7 @@ def build_optimizer(
     settings: dict[str, Any] = dict(lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
     dtype, host = getattr(torch, config.state_dtype), None
     if offload == "optimizer":
+        assert compile is None, "an offloaded update is not compiled"
         (device,) = {parameter.device for parameter in parameters.values()}
         host = HostState(device, sum(local(parameter).numel() for parameter in parameters.values()), dtype)
     return AdamW(parameters, groups, dtype, seed, host, compile, **settings)

@@ -5,7 +5,7 @@
     stored = round_stochastically(exact, rows, keys[0, 1])
 
 A number between two neighbours in bfloat16 becomes the upper one with the probability that leaves its mean unchanged. Rounded to
-the nearest, a parameter loses every update below 1/256 of it (arXiv 2010.06192), and a slow moment stands still.
+the nearest, a parameter loses every update below 1/512 of it (arXiv 2010.06192), and a slow moment stands still.
 
 The bits are a hash of (seed, step, FQN, tensor, number of the element in the unsharded parameter). So ranks with copies round
 alike, every layout rounds alike, and a resumed run needs no state of a generator. The hash is 32-bit integer arithmetic, which

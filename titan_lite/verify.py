@@ -7,9 +7,9 @@
 The *twin* of a recipe keeps what decides whether a layout is correct: kinds of parallelism, schedule, activation checkpointing,
 compiler passes, communication, tied weights, RoPE scaling. It shrinks the rest: the model to the debug flavor, degrees to 2 or a
 little more, the batch to a few short sequences; layers are split evenly, and graphs run as traced, without Inductor. The twin is
-trained in float32 on the standard library's text, and the same model is trained with the same seed and data in one eager process
-without checkpointing. The comparison covers the losses of all steps and of validation, every gradient of the first step, and the
-output of every module in its forward.
+trained in float32, with float8 products if the recipe has them, on the standard library's text. The same model is trained with
+the same seed and data in one eager process without checkpointing. The comparison covers the losses of all steps and of
+validation, every gradient of the first step, and the output of every module in its forward.
 
 Exit code 0: all layouts agree; 1: one does not; 2: wrong recipe or command line.
 """
@@ -64,7 +64,7 @@ class Tolerances(NamedTuple):
 
 
 FLOAT32 = Tolerances(1e-4, 1e-4, 1e-4)
-# A scale is that of a rank's own tokens, so layouts round otherwise, and float8 has 2 or 3 bits of mantissa.
+# A scale depends on the tokens of a rank, so layouts round otherwise, and float8 has 2 or 3 bits of mantissa.
 FLOAT8 = Tolerances(1e-3, 0.25, 0.02)
 
 
@@ -185,6 +185,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
         ),
         lr_scheduler=dataclasses.replace(config.lr_scheduler, warmup_steps=0, total_steps=-1),
         parallelism=dataclasses.replace(config.parallelism, **changes, enable_async_tensor_parallel=False),
+        float8=dataclasses.replace(config.float8, filter_fqns=tuple(dict.fromkeys(map(_of_twin, config.float8.filter_fqns)))),
         compile=_compile_of_twin(config.compile),
         checkpoint=Checkpoint(),
         data=dataclasses.replace(config.data, dataset="stdlib", path="", sources=(), num_workers=0, validation_fraction=0.05),

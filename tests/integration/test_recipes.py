@@ -20,7 +20,11 @@ RECIPES = sorted(FOLDER.glob("*.toml"))
 
 def test_there_is_a_recipe_for_every_flavor():
     names = {recipe.stem for recipe in RECIPES}
-    assert names == {"debug_model", "llama3_1b", "llama3_3b", "llama3_8b", "llama3_70b", "llama3_405b", "llama3_8b_128k"}
+    assert names == {
+        "debug_model",
+        *(f"llama3_{size}" for size in ("1b", "3b", "8b", "70b", "405b", "8b_128k")),
+        *(f"llama3_{size}_float8" for size in ("8b", "70b", "405b")),
+    }
     assert {load_config(recipe)[0].model.flavor for recipe in RECIPES} == set(FLAVORS)
 
 

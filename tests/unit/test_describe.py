@@ -109,6 +109,8 @@ def test_the_start_says_what_will_run():
 def test_the_start_says_what_is_in_float8():
     lines = said("--float8.enable", "--float8.all_gather")
     assert lines[1].endswith("eager; products of the blocks in float8, tensorwise, gathered in float8 ([float8])")
+    (line,) = [line for line in said("--float8.enable", "--float8.all_gather", ranks=1) if "no effect" in line]
+    assert line.startswith("float8.all_gather = True has no effect: no weight is gathered")
 
 
 def test_the_start_of_other_runs():

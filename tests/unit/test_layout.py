@@ -57,6 +57,10 @@ def test_tokens_until_a_step_are_those_of_its_steps(until, step):
         ),
         (["--float8.filter_fqns=attention.wkv"], ['"attention.wkv" is no part', 'use such as "attention.wk"']),
         (["--float8.all_gather", "--float8.recipe=rowwise"], ["float8.all_gather = true", "all_gather = false"]),
+        (
+            ["--parallelism.enable_async_tensor_parallel", "--parallelism.tensor_parallel_degree=2", "--compile.enable"],
+            ["does not overlap", "use false"],
+        ),
         (["--float8.filter_fqns=layers"], ["leaves no layer", "use false"]),
     ],
 )

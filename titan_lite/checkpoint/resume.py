@@ -75,9 +75,11 @@ def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[Diff
     differences = []
     for key, was, new in _changes(state["recipe"], now["recipe"]):
         if key in KEYS:
-            was = json.loads(json.dumps(KEYS[key].default)) if was is None else was
+            was = _before_it_was_a_key(key, state["recipe"]) if was is None else was
             if was != new:
                 consequence = NOTHING if key in idle else consequence_of(key, changed)
+                if key == "debug.seed" and consequence == NOTHING and _rounds(now["recipe"]):
+                    consequence = ROUNDING
                 differences.append(Difference(consequence, f"{key} = {json.dumps(new)}, was {json.dumps(was):.500}"))
         elif key not in DROPPED or was != DROPPED[key][0]:
             consequence = SECTIONS[key.partition(".")[0]].resume if key in DROPPED else NOTHING
@@ -88,6 +90,18 @@ def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[Diff
     if "optimizer" not in state["tensors"]:
         differences.append(Difference(FRESH, "the step has only the model"))
     return differences
+
+
+def _before_it_was_a_key(key: str, recipe: Mapping[str, Any]) -> Any:
+    """Return the value that a key had in effect in versions without it."""
+    if key == "optimizer.state_dtype":  # moments had the dtype of parameters
+        return recipe["training"].get("dtype", KEYS[key].default)
+    return json.loads(json.dumps(KEYS[key].default))
+
+
+def _rounds(recipe: Mapping[str, Any]) -> bool:
+    """Return True if updates are rounded stochastically, with bits that depend on debug.seed."""
+    return "bfloat16" in (recipe["training"]["dtype"], recipe["optimizer"]["state_dtype"])
 
 
 def consequence_of(key: str, changed_facts: Set[str] = frozenset()) -> str:

@@ -396,16 +396,21 @@ def machine_from(tables: Mapping[str, Any], file: str) -> Machine:
             if not isinstance(value, str):
                 raise ConfigError(f"{file}: name = {shown(value)} is not a string; use a name in quotes")
         else:
-            _number(file, key, value)
+            if value != 0 or fields[key].default != 0 or isinstance(value, bool):  # 0 turns off what is off by default
+                _number(file, key, value)
             if key in ("ranks_per_node", "multiprocessors") and not isinstance(value, int):
                 raise ConfigError(f"{file}: {key} = {value} is not a whole number; use {round(value)}")
-            if key == "power" and value <= IDLE:
+            if key == "power" and 0 < value <= IDLE:
                 raise ConfigError(
                     f"{file}: power = {value} is not above the {IDLE:g} W of an idle GPU; use its power limit in watts"
                 )
+            if key == "clock_exponent" and not 1 / 3 <= value <= 1:
+                raise ConfigError(f"{file}: clock_exponent = {value} is no law of a power limit; use 1/3 to 1")
             if key.endswith("efficiency") and value > 1:
                 raise ConfigError(f"{file}: {key} = {value} is above 1, the peak; use {fields[key].default}")
         values[key] = value
+    if "intra_node" in tables and "nvls" not in tables:  # other links have no NVLink switch
+        values["nvls"] = 0.0
     missing = [name for name, field in fields.items() if name not in values and field.default is dataclasses.MISSING]
     if missing:
         raise ConfigError(f'{file}: {", ".join(missing)} missing; add them, or use like = "H100" for its values')

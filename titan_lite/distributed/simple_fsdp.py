@@ -51,6 +51,7 @@ class _Gather(torch.autograd.Function):
         ctx: Any, shard: Tensor, plan: GatherPlan, eager: Eager | None, scale: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         ctx.plan, ctx.eager, ctx.shard_dtype = plan, eager, shard.dtype
+        ctx.set_materialize_grads(False)  # for bytes, which have no gradient, autograd would make zeros
         weight = plan.gather(shard, scale) if eager is None else eager.gather(shard, plan, scale)
         weight = weight.view_as(weight)  # autograd needs a new tensor where nothing is gathered or cast
         return weight, stand_in(weight, plan.param_dtype) if plan.float8 else None

@@ -85,7 +85,7 @@ def paced(machine: Machine, pace: float) -> Machine:
     else:
         names = ("matmul_efficiency", "attention_efficiency", "memory_efficiency")
         changed = {name: min(1.0, getattr(machine, name) * pace) for name in names}
-    return dataclasses.replace(machine, **changed, launch=machine.launch / pace)
+    return dataclasses.replace(machine, **changed, launch=machine.launch / pace, host=machine.host / pace)
 
 
 def pace_of(measured: float, seconds: Sequence[float]) -> float:

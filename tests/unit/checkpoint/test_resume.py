@@ -204,6 +204,22 @@ def test_recipes_of_other_versions_are_compared_by_what_both_know():
     assert "step 51 is 1.96e-03 instead of 2.95e-04" in explain(found, state, now)[0]
 
 
+def test_moments_of_versions_without_their_key_had_the_dtype_of_parameters():
+    state = saved("--training.dtype=bfloat16")
+    del state["recipe"]["optimizer"]["state_dtype"]
+    found = [(d.consequence, d.text) for d in compare(state, described("--training.dtype=bfloat16"))]
+    assert found == [(ROUNDING, 'optimizer.state_dtype = "float32", was "bfloat16"')]
+    state = saved()
+    del state["recipe"]["optimizer"]["state_dtype"]
+    assert compare(state, described()) == []
+
+
+@pytest.mark.parametrize(("options", "consequence"), [([], NOTHING), (["--optimizer.state_dtype=bfloat16"], ROUNDING)])
+def test_a_seed_rounds_where_it_does_not_shuffle(options, consequence):
+    options = [*options, "--no-data.shuffle"]
+    assert differences(*options, "--debug.seed=5", was=options) == [(consequence, "debug.seed = 5, was 0")]
+
+
 def test_a_dropped_key_is_told_where_it_said_what_does_not_hold():
     state = saved()
     for key, (value, _) in DROPPED.items():

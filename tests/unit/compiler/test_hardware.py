@@ -150,6 +150,7 @@ def test_a_file_describes_a_machine_of_its_own(tmp_path):
         (WHOLE + "ranks_per_node = 4.5", "ranks_per_node = 4.5 is not a whole number; use 4"),
         (WHOLE + "multiprocessors = 1.5", "multiprocessors = 1.5 is not a whole number"),
         (WHOLE + "power = 60", "power = 60 is not above the 100 W of an idle GPU; use its power limit in watts"),
+        (WHOLE + "clock_exponent = 2", "clock_exponent = 2 is no law of a power limit; use 1/3 to 1"),
         ("memory = ", "not valid TOML"),
     ],
 )
@@ -170,3 +171,11 @@ def test_a_wrong_file_says_what_is_wrong(text, message, tmp_path):
 def test_an_unknown_machine(name, message):
     with pytest.raises(ConfigError, match=message):
         load_machine(name)
+
+
+def test_zero_turns_off_what_is_off_by_default_and_other_links_have_no_switch(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('like = "H100"\nhost = 0\npower = 0\nintra_node = { bandwidth = 32, latency = 4.0 }\n')
+    machine = load_machine(str(path))
+    assert (machine.host, machine.power, machine.nvls) == (0, 0, 0)
+    assert H100.nvls > 0
