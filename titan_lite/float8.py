@@ -25,6 +25,7 @@ from titan_lite.config import ConfigError, Float8
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of which each dimension of a float8 product is one (torch._scaled_mm on GPUs)
+ROWS_ON_CPU = torch.__version__ >= "2.13"  # torch 2.11 has no scales of rows there
 SMALLEST = 1e-12  # largest magnitude that a scale is computed for, at least
 
 
@@ -193,8 +194,8 @@ def _multiply(a: _Factor, b: _Factor, dtype: torch.dtype, *, fast_accum: bool = 
 
     GPUs have a fast kernel for scales of rows only with fast_accum. Otherwise the result is scaled, exactly by powers of two.
     """
-    scales = a.inverse, b.inverse
-    if fast_accum or not (a.inverse.dim() or b.inverse.dim()):
+    scales, by_rows = (a.inverse, b.inverse), a.inverse.dim() or b.inverse.dim()
+    if not by_rows or (fast_accum and (a.data.device.type != "cpu" or ROWS_ON_CPU)):
         return torch._scaled_mm(a.data, b.data, *scales, out_dtype=dtype, use_fast_accum=fast_accum)
     ones = torch.ones((), device=a.data.device)
     out = torch._scaled_mm(a.data, b.data, ones, ones, out_dtype=dtype)

@@ -58,7 +58,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None]:
-        gradient = gradients[ctx.plan.float8]
+        gradient = gradients[1] if ctx.plan.float8 else gradients[0]
         assert gradient is not None
         if ctx.eager is None:
             reduced = ctx.plan.finish_reduce(ctx.plan.start_reduce(gradient)).to(ctx.shard_dtype)
