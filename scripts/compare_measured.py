@@ -53,10 +53,12 @@ LAYOUTS = {  # name: (ranks, what the recipe has beside COMMON)
     "FSDP 2, compiled, two local batches": (2, f"{COMPILED} --training.global_batch_size=8"),
     "TP 2, compiled": (2, f"{COMPILED} --parallelism.tensor_parallel_degree=2"),
     "PP 2": (2, "--parallelism.pipeline_parallel_degree=2"),
+    "CP 2, compiled": (2, f"{COMPILED} --parallelism.context_parallel_degree=2"),
     "FSDP 4": (4, ""),
     "FSDP 2 x TP 2, compiled": (4, f"{COMPILED} --parallelism.tensor_parallel_degree=2"),
     "2 copies of FSDP 2, compiled": (4, f"{COMPILED} --parallelism.data_parallel_replicate_degree=2"),
     "PP 2 x FSDP 2": (4, "--parallelism.pipeline_parallel_degree=2"),
+    "PP 2 x TP 2": (4, "--parallelism.pipeline_parallel_degree=2 --parallelism.tensor_parallel_degree=2"),
 }
 WARM_UP_STEPS = 3
 
