@@ -80,7 +80,7 @@ class Layout:
         return self.parameters_of_rank / (self.degrees["dp_shard"] * self.degrees["cp"])
 
     def _moments(self, config: Config) -> tuple[list[float], float]:
-        from titan_lite.offload import state_bytes
+        from titan_lite.optimizer.offload import state_bytes
 
         return state_bytes(config.training, config.optimizer, self._own_parameters)
 

@@ -60,7 +60,8 @@ from titan_lite.metrics.readings import Readings
 from titan_lite.metrics.sources import BySource
 from titan_lite.metrics.throughput import Throughput
 from titan_lite.models.llama3 import ModelConfig, Transformer, flops_per_token
-from titan_lite.optimizer import build_optimizer, clip_grad_norm_, optimizer_state, set_learning_rate
+from titan_lite.optimizer.build import build_optimizer, optimizer_state, set_learning_rate
+from titan_lite.optimizer.clipping import clip_grad_norm_
 from titan_lite.plan.measure import Shapes, find_machine, peak_flops
 from titan_lite.plan.plan_vs_actual import PlanVsActual
 from titan_lite.ranks import device_memory, init_device, init_process_group

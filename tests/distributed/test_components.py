@@ -13,7 +13,7 @@ from titan_lite.chunked_loss import build_chunked_loss
 from titan_lite.compiler.stage import compile_function
 from titan_lite.config import Compile, Optimizer
 from titan_lite.loss import build_loss, own_vocabulary
-from titan_lite.optimizer import build_optimizer, optimizer_state, set_learning_rate
+from titan_lite.optimizer.build import build_optimizer, optimizer_state, set_learning_rate
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 

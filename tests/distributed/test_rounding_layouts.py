@@ -13,7 +13,7 @@ from titan_lite.compiler.stage import compile_function
 from titan_lite.config import Compile, Optimizer
 from titan_lite.distributed.simple_fsdp import as_shard_of, shard_of
 from titan_lite.models.llama3 import Transformer
-from titan_lite.optimizer import build_optimizer, optimizer_state, set_learning_rate
+from titan_lite.optimizer.build import build_optimizer, optimizer_state, set_learning_rate
 
 AOT = functools.partial(compile_function, config=Compile(enable=True, backend="aot_eager"), component="optimizer")
 

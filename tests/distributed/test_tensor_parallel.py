@@ -17,7 +17,7 @@ from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.distributed.tensor_parallel import PLAN, apply_tensor_parallel, axis_of
 from titan_lite.loss import build_loss, cross_entropy_sum
 from titan_lite.models.llama3 import FLAVORS, Transformer
-from titan_lite.optimizer import build_optimizer
+from titan_lite.optimizer.build import build_optimizer
 
 TIED = dataclasses.replace(HEADS, tied_embeddings=True)
 DEBUG = dataclasses.replace(FLAVORS["debug"], max_seq_len=16)

@@ -33,7 +33,7 @@ def trained(folder, options):
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     forced = mock.patch("titan_lite.check.check_machine") if "--training.offload=optimizer" in options else nullcontext()
-    with forced, mock.patch("titan_lite.offload.BUCKET", 2**19):  # a CPU may offload to itself here, in several buckets
+    with forced, mock.patch("titan_lite.optimizer.offload.BUCKET", 2**19):  # a CPU may offload to itself here, in several buckets
         return run(folder, options, lines)
 
 

@@ -13,11 +13,11 @@ from commands import ROOT, python, run, script, torchrun, train
 from ranks import run_ranks
 from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, SMALL, every, steps
 
-from titan_lite import optimizer
 from titan_lite.compiler import autotune
 from titan_lite.config.recipe import load_config
 from titan_lite.faults import TrainingError
 from titan_lite.metrics.records import read_metrics, read_run
+from titan_lite.optimizer import adamw
 from titan_lite.report.page import main
 from titan_lite.trainer import Trainer
 
@@ -191,7 +191,7 @@ def with_a_broken_optimizer(folder):
     """A run whose compiled update cannot be traced; returns how it ended."""
     options = [*AOT_EAGER, "--compile.components", "optimizer"]
     config, _ = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])
-    optimizer._update = lambda *lists, **numbers: torch._dynamo.graph_break()
+    adamw._update = lambda *lists, **numbers: torch._dynamo.graph_break()
     with pytest.raises(TrainingError) as failure:
         Trainer(config).train()
     return str(failure.value), type(failure.value.__cause__.__cause__).__name__

@@ -18,11 +18,11 @@ from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.distributed.accumulation import IN_FLIGHT
 from titan_lite.distributed.pipeline_plan import computations, order_of
 from titan_lite.layout import SIZES, itemsizes
-from titan_lite.offload import state_bytes
+from titan_lite.optimizer.offload import state_bytes
+from titan_lite.optimizer.rounding import PIECE
 from titan_lite.plan.allocator import MIB, Block, CachingAllocator, OutOfDeviceMemory
 from titan_lite.plan.tape import GRAPHS, Stage, Weight, buckets_of
 from titan_lite.plan.trace import PlannedLayout
-from titan_lite.rounding import PIECE
 
 Held = tuple[str, Block | None]  # part of the memory, block
 

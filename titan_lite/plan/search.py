@@ -17,7 +17,7 @@ from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.config import Config, ConfigError, flatten
 from titan_lite.distributed.degrees import DEGREES
 from titan_lite.layout import itemsizes
-from titan_lite.offload import state_bytes
+from titan_lite.optimizer.offload import state_bytes
 from titan_lite.plan.changes import CHECKPOINTING, Change, Row, Stopped, fitting, plan_changes, ranked, table
 from titan_lite.plan.memory import outside_of_tensors
 from titan_lite.plan.progress import Progress

@@ -16,7 +16,7 @@ from titan_lite.compiler.hardware import Machine
 from titan_lite.config import Config
 from titan_lite.distributed.pipeline_plan import Timetable, order_of, run_order
 from titan_lite.layout import SIZES, itemsizes
-from titan_lite.offload import BUCKET, state_bytes
+from titan_lite.optimizer.offload import BUCKET, state_bytes
 from titan_lite.plan.costs import Figures
 from titan_lite.plan.trace import PlannedLayout
 

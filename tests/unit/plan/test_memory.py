@@ -80,7 +80,7 @@ def test_moments_in_bfloat16_take_half_and_a_rounded_update_has_temporaries(comp
 
 
 def test_offloaded_moments_leave_step_counts_and_buckets_on_the_device(monkeypatch):
-    monkeypatch.setattr("titan_lite.offload.BUCKET", MIB // 2)
+    monkeypatch.setattr("titan_lite.optimizer.offload.BUCKET", MIB // 2)
     mine = layout()
     mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, training=Training(offload="optimizer")))
     found = memory_of(mine, [stage([WEIGHT, WEIGHT])], CPU)

@@ -12,8 +12,8 @@ from titan_lite.compiler.hardware import Link, load_machine
 from titan_lite.config import Compile, Config, Optimizer, Parallelism, Training
 from titan_lite.distributed.pipeline_plan import order_of, plan_pipeline, run_order
 from titan_lite.models.llama3 import FLAVORS
-from titan_lite.offload import BUCKET
-from titan_lite.optimizer import build_optimizer
+from titan_lite.optimizer.build import build_optimizer
+from titan_lite.optimizer.offload import BUCKET
 from titan_lite.plan.simulate import simulate_step, updated_bytes
 from titan_lite.plan.trace import PlannedLayout
 

@@ -9,7 +9,8 @@ import torch
 from titan_lite.compiler.stage import compile_function
 from titan_lite.config import Compile, Optimizer
 from titan_lite.models.llama3 import ModelConfig, Transformer
-from titan_lite.optimizer import build_optimizer, clip_grad_norm_, optimizer_state, set_learning_rate
+from titan_lite.optimizer.build import build_optimizer, optimizer_state, set_learning_rate
+from titan_lite.optimizer.clipping import clip_grad_norm_
 
 CONFIG = Optimizer(lr=0.02, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.5)
 NORMS = {"layers.0.attention_norm.weight", "layers.0.ffn_norm.weight", "norm.weight"}

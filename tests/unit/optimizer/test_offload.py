@@ -7,14 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
-from test_optimizer import CONFIG, build_model, set_gradients
+from test_adamw import CONFIG, build_model, set_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan_lite import offload
 from titan_lite.config import Optimizer, Training
-from titan_lite.offload import buckets_of, state_bytes
-from titan_lite.optimizer import build_optimizer, optimizer_state, set_learning_rate
+from titan_lite.optimizer import offload
+from titan_lite.optimizer.build import build_optimizer, optimizer_state, set_learning_rate
+from titan_lite.optimizer.offload import buckets_of, state_bytes
 
 # Of the 676 parameters of the small model; pieces are whole vectors of a CPU, whose kernel rounds the rest in another way.
 SMALL = mock.patch.object(offload, "BUCKET", 96)

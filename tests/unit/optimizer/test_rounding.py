@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from titan_lite.rounding import TENSORS, at_step, keys_of, round_stochastically, row_numbers
+from titan_lite.optimizer.rounding import TENSORS, at_step, keys_of, round_stochastically, row_numbers
 
 
 def rounded(exact, seed=0, fqn="w", step=1, tensor=0):

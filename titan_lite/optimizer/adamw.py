@@ -1,53 +1,22 @@
-"""AdamW over sharded parameters, clipping by the global norm, and the optimizer's state by FQN.
+"""AdamW over sharded parameters: torch's fused kernel, or an update of our own that rounds stochastically.
 
-named = dict(model.named_parameters())
-optimizer = build_optimizer(config.optimizer, named, seed=0)                          # fused: one kernel
-optimizer = build_optimizer(config.optimizer, named, seed=0, compile=torch.compile)   # compiled
-norm = clip_grad_norm_(model.parameters(), max_norm=1.0)
-optimizer_state(optimizer, named)       # {"layers.0.attention.wq.weight.exp_avg": DTensor, ...}
+optimizer = AdamW(named, groups, torch.float32, seed=0, host=None, compile=None, lr=3e-4, fused=True)
+optimizer.step(skip)                    # skip: a scalar on the device; if it is 1, nothing changes
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from titan_lite.config import Optimizer
-from titan_lite.offload import HostState, parts
-from titan_lite.rounding import PIECE, TENSORS, at_step, keys_of, round_stochastically, row_numbers
+from titan_lite.optimizer.offload import HostState, parts
+from titan_lite.optimizer.rounding import PIECE, TENSORS, at_step, keys_of, round_stochastically, row_numbers
 
 Draw = tuple[Tensor, Tensor]  # for random bits: numbers of the rows, keys of TENSORS
-
-
-def build_optimizer(
-    config: Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-    *,
-    seed: int,
-    offload: str = "none",
-    compile: Callable[[Callable], Callable] | None = None,
-) -> "AdamW":
-    """Return AdamW, fused (one kernel for all parameters) or with an update compiled by `compile`; its state is the same.
-
-    parameters: by FQN. seed: of stochastic rounding. offload: that of [training]. Norm weights do not decay.
-    """
-    by_decay: dict[float, list[nn.Parameter]] = {config.weight_decay: [], 0.0: []}
-    for parameter in parameters.values():
-        by_decay[config.weight_decay if parameter.dim() > 1 else 0.0].append(parameter)
-    groups: list[dict] = [{"params": found, "weight_decay": decay} for decay, found in by_decay.items() if found]
-    settings: dict[str, Any] = dict(lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
-    dtype, host = getattr(torch, config.state_dtype), None
-    if offload == "optimizer":
-        assert compile is None, "an offloaded update is not compiled"
-        (device,) = {parameter.device for parameter in parameters.values()}
-        host = HostState(device, sum(local(parameter).numel() for parameter in parameters.values()), dtype)
-    return AdamW(parameters, groups, dtype, seed, host, compile, **settings)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -196,55 +165,3 @@ def _update(
             pairs = zip(exact, draws, strict=True)
             exact = [round_stochastically(value, rows, key[place]) for value, (rows, key) in pairs]
         torch._foreach_copy_(tensors, exact)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
-@torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Clip gradients to a global L2 norm of `max_norm`; return the norm before, a scalar that is equal on all ranks.
-
-    A gradient that k ranks have copies of counts 1/k on each, so that one sum over all ranks is correct on every layout, also
-    with pipeline stages. After a non-finite norm gradients are not finite: the caller must handle it.
-    """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    # In float64: on a CPU, torch 2.13 sums float32 sequentially, with an error of 1e-4 for half a million elements.
-    norms = torch._foreach_norm(shards, dtype=torch.float64)
-    copies = _on_device(tuple(map(_copies, gradients)), norms[0].device)
-    square = (torch.stack(norms).square() / copies).sum()
-    if dist.is_initialized():
-        dist.all_reduce(square)
-    norm = square.sqrt().float()
-    torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
-
-
-@functools.cache
-def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return `numbers` as a tensor. Cached, because a copy to a GPU waits for the work queued there."""
-    return torch.tensor(numbers, dtype=torch.float64, device=device)
-
-
-def _copies(gradient: Tensor) -> int:
-    """Return the number of ranks that hold the same elements: the size of the mesh divided by the number of shards."""
-    if not isinstance(gradient, DTensor):
-        return dist.get_world_size() if dist.is_initialized() else 1
-    mesh, shards = gradient.device_mesh, 1
-    for axis, placement in enumerate(gradient.placements):
-        shards *= 1 if placement.is_replicate() else mesh.size(axis)  # not is_shard(), False for _StridedShard
-    return mesh.size() // shards
-
-
-def optimizer_state(optimizer: AdamW, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return AdamW's state as {"FQN.exp_avg": ..., "FQN.exp_avg_sq": ..., "FQN.step": ...}, the live tensors.
-
-    State that the first step would create is created here, so that a checkpoint can be loaded into it.
-    """
-    if optimizer.host:
-        optimizer.host.wait()
-    states = ((fqn, optimizer.state_of(parameter)) for fqn, parameter in parameters.items())
-    return {f"{fqn}.{name}": value for fqn, state in states for name, value in state.items()}

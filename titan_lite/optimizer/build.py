@@ -1,0 +1,58 @@
+"""Build the optimizer of a recipe, and name its state by FQN.
+
+named = dict(model.named_parameters())
+optimizer = build_optimizer(config.optimizer, named, seed=0)                          # fused: one kernel
+optimizer = build_optimizer(config.optimizer, named, seed=0, compile=torch.compile)   # compiled
+optimizer_state(optimizer, named)       # {"layers.0.attention.wq.weight.exp_avg": DTensor, ...}
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titan_lite.config import Optimizer
+from titan_lite.optimizer.adamw import AdamW, local
+from titan_lite.optimizer.offload import HostState
+
+
+def build_optimizer(
+    config: Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    seed: int,
+    offload: str = "none",
+    compile: Callable[[Callable], Callable] | None = None,
+) -> AdamW:
+    """Return AdamW, fused (one kernel for all parameters) or with an update compiled by `compile`; its state is the same.
+
+    parameters: by FQN. seed: of stochastic rounding. offload: that of [training]. Norm weights do not decay.
+    """
+    by_decay: dict[float, list[nn.Parameter]] = {config.weight_decay: [], 0.0: []}
+    for parameter in parameters.values():
+        by_decay[config.weight_decay if parameter.dim() > 1 else 0.0].append(parameter)
+    groups: list[dict] = [{"params": found, "weight_decay": decay} for decay, found in by_decay.items() if found]
+    settings: dict[str, Any] = dict(lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    dtype, host = getattr(torch, config.state_dtype), None
+    if offload == "optimizer":
+        assert compile is None, "an offloaded update is not compiled"
+        (device,) = {parameter.device for parameter in parameters.values()}
+        host = HostState(device, sum(local(parameter).numel() for parameter in parameters.values()), dtype)
+    return AdamW(parameters, groups, dtype, seed, host, compile, **settings)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def optimizer_state(optimizer: AdamW, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return AdamW's state as {"FQN.exp_avg": ..., "FQN.exp_avg_sq": ..., "FQN.step": ...}, the live tensors.
+
+    State that the first step would create is created here, so that a checkpoint can be loaded into it.
+    """
+    if optimizer.host:
+        optimizer.host.wait()
+    states = ((fqn, optimizer.state_of(parameter)) for fqn, parameter in parameters.items())
+    return {f"{fqn}.{name}": value for fqn, state in states for name, value in state.items()}
