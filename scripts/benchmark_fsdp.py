@@ -45,9 +45,10 @@ from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import compile_function, compile_model
 from titan_lite.config import Compile, Parallelism
 from titan_lite.distributed.degrees import resolve_degrees
+from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
 from titan_lite.distributed.peers import stage_peers
-from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, materialize, shard_of
+from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, shard_of
 from titan_lite.loss import cross_entropy_sum
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
 from titan_lite.plan.measure import find_machine

@@ -66,8 +66,9 @@ from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import CompileError, check_backend, compile_model
 from titan_lite.config import Compile, ConfigError, Parallelism
 from titan_lite.distributed.degrees import resolve_degrees
+from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
-from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, materialize
+from titan_lite.distributed.simple_fsdp import apply_simple_fsdp
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
 from titan_lite.plan.measure import find_machine
 

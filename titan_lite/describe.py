@@ -68,9 +68,14 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
     if chunk := layout.loss_chunk:
         chunks = -(-layout.sequences * layout.seq_len // layout.degrees["cp"] // chunk)
         lines.append(f"loss: in {chunks} chunks of {chunk:,} tokens, never with all logits (training.loss_chunk_tokens)")
-    of_state = f"optimizer state ({layout.host_bytes(config) / 2**30:.2f} GiB in host memory)"
-    of_state = "optimizer state" if training.offload == "none" else f"buckets of {of_state}"
-    memory = f"memory: {layout.steady_bytes(config) / 2**30:.2f} GiB a rank for parameters, gradients and {of_state}"
+    parts = {
+        "none": "parameters, gradients and optimizer state",
+        "optimizer": "parameters, gradients and buckets of optimizer state",
+        "all": "buckets of parameters, gradients and optimizer state",
+    }
+    memory = f"memory: {layout.steady_bytes(config) / 2**30:.2f} GiB a rank for {parts[training.offload]}"
+    if training.offload != "none":
+        memory += f" ({layout.host_bytes(config) / 2**30:.2f} GiB in host memory)"
     if layout.gathers_once:
         memory += f", {layout.step_bytes(training) / 2**30:.2f} GiB for unsharded weights and gradients, held for the step"
     saves = f"every {config.checkpoint.interval} steps and at the end" if config.checkpoint.enable else "none"

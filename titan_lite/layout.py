@@ -69,10 +69,11 @@ class Layout:
 
     def steady_bytes(self, config: Config) -> float:
         """Return the bytes of a rank's weights, gradients and two moments of AdamW on its device."""
-        return 2 * itemsizes(config.training)[0] * self._own_parameters + sum(self._moments(config)[0])
+        held = 0 if config.training.offload == "all" else 2 * itemsizes(config.training)[0]
+        return held * self._own_parameters + sum(self._moments(config)[0])
 
     def host_bytes(self, config: Config) -> float:
-        """Return the bytes of a rank's moments in host memory."""
+        """Return the bytes of what a rank has in host memory."""
         return self._moments(config)[1]
 
     @property

@@ -37,8 +37,10 @@ from titan_lite.describe import start_lines
 from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.distributed.build import build_runner, build_stages, compile_stages, gather_receipts
 from titan_lite.distributed.gather import started_last
+from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh, data_rank, sum_of_flags, sum_of_losses, sum_over_tokens
-from titan_lite.distributed.simple_fsdp import materialize, refresh_scales, shard_of
+from titan_lite.distributed.offload import offload_gradients
+from titan_lite.distributed.simple_fsdp import refresh_scales, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.faults import signals
 from titan_lite.faults.copies import Copies
@@ -152,6 +154,7 @@ class Trainer:
         how: dict[str, Any] = dict(compile=compile_update) if config.compile.compiles("optimizer") else {}
         how |= dict(seed=config.debug.seed, offload=config.training.offload)
         self.optimizer = build_optimizer(config.optimizer, self.parameters, **how)
+        offload_gradients(self.stages, self.optimizer.host.put if self.optimizer.host else None)
 
     def build_data(self) -> None:
         config, layout = self.config, self.layout
@@ -267,7 +270,7 @@ class Trainer:
         self.observe("forward", self)
         loss = self.forward_backward(batches, tokens)
         self.observe("backward", self)
-        grad_norm = clip_grad_norm_(self.parameters.values(), self.config.training.max_norm)
+        grad_norm = clip_grad_norm_(self.parameters.values(), self.config.training.max_norm, self.optimizer.host)
         self.lr = self.config.optimizer.lr * lr_factor(self.step, self.config.lr_scheduler, self.config.total_steps)
         set_learning_rate(self.optimizer, self.lr)
 

@@ -10,10 +10,11 @@ from titan_lite.chunked_loss import build_chunked_loss
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.config import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titan_lite.distributed.build import build_stages, compile_stages
+from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh, data_rank, sum_over_tokens
 from titan_lite.distributed.peers import stage_peers
 from titan_lite.distributed.pipeline_plan import module_fqns
-from titan_lite.distributed.simple_fsdp import materialize, refresh_scales, shard_of
+from titan_lite.distributed.simple_fsdp import refresh_scales, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.loss import build_loss, cross_entropy_sum
 from titan_lite.models.llama3 import Transformer
@@ -57,6 +58,8 @@ def build(
     receipts=None,
     float8=None,
     chunk=0,
+    offload="none",
+    dtype="float32",
 ):
     """The model as the trainer builds it, without a recipe. compiled: a backend; receipts: a list that gets the schedule's;
     chunk: tokens whose loss is computed at a time."""
@@ -71,6 +74,8 @@ def build(
             seq_len=config.max_seq_len,
             mixed_precision_param=str(param).removeprefix("torch."),
             mixed_precision_reduce="float32",
+            offload=offload,
+            dtype=dtype,
         ),
         parallelism=parallelism,
         activation_checkpoint=checkpoint,

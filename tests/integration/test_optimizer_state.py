@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, every, steps
+from tiny import AOT_EAGER, DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, every, steps
 
 from titan_lite.checkpoint.tensor_files import local_part
 from titan_lite.config.recipe import load_config
@@ -23,6 +23,11 @@ OPTIONS += ["--lr_scheduler.total_steps=4"]
 BFLOAT16 = ["--optimizer.state_dtype=bfloat16", "--training.dtype=bfloat16"]
 
 OFFLOAD = ["--training.offload=optimizer"]
+ALL = ["--training.offload=all"]
+
+
+def offloads(option):
+    return option.startswith("--training.offload=")
 
 
 def trained(folder, options):
@@ -32,7 +37,7 @@ def trained(folder, options):
     handler.emit = lambda record: lines.append(record.getMessage())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    forced = mock.patch("titan_lite.check.check_machine") if "--training.offload=optimizer" in options else nullcontext()
+    forced = mock.patch("titan_lite.check.check_machine") if any(map(offloads, options)) else nullcontext()
     with forced, mock.patch("titan_lite.optimizer.offload.BUCKET", 2**19):  # a CPU may offload to itself here, in several buckets
         return run(folder, options, lines)
 
@@ -48,7 +53,8 @@ def train(folder, *options, ranks=2):
 
 
 def losses(folder):
-    return {step: values["loss"] for step, values in read_metrics(Path(folder) / "metrics.jsonl").items()}
+    lines = read_metrics(Path(folder) / "metrics.jsonl").items()
+    return {step: [values[name] for name in ("loss", "validation_loss") if name in values] for step, values in lines}
 
 
 def same(found, expected):
@@ -82,14 +88,29 @@ def test_another_state_dtype_is_told_and_the_moments_are_converted(whole, at_ste
     ((told, tensors), *_) = train(at_step_2, "--training.dtype=bfloat16", "--optimizer.state_dtype=float32", *steps(3), ranks=1)
     assert re.search('numbers change by rounding\n.*optimizer.state_dtype = "float32", was "bfloat16"', told)
     assert {tensor.dtype for name, tensor in tensors.items() if "exp_avg" in name} == {torch.float32}
-    assert losses(at_step_2)[3] == pytest.approx(losses(whole[0])[3], rel=1e-4)  # it goes on from the converted ones
+    assert losses(at_step_2)[3] == [pytest.approx(losses(whole[0])[3][0], rel=1e-4)]  # it goes on from the converted ones
 
 
-def test_a_run_resumes_with_and_without_offload_to_the_bit(whole, at_step_2, tmp_path_factory):
-    """Without it until step 2, and with it then; with it until step 2, and without it then."""
-    begun = tmp_path_factory.mktemp("begun")
-    train(begun, *BFLOAT16, *OFFLOAD, *steps(2))
-    for folder, then in ((at_step_2, OFFLOAD), (begun, [])):
-        found = train(folder, *BFLOAT16, *then)
-        assert all(same(tensors, expected) for (_, tensors), (_, expected) in zip(found, whole[1], strict=True))
+def test_a_run_resumes_with_and_without_offload_to_the_bit(whole, at_step_2):
+    """Without it until step 2; then with all in host memory, saved in the background; from step 3 on with the moments there."""
+    for then in ([*ALL, *steps(3), "--checkpoint.async_mode=async"], OFFLOAD):
+        found = train(at_step_2, *BFLOAT16, *then)
         assert re.search(r"training does not change(\n  .*)*\n  training.offload = ", found[0][0])
+    assert all(same(tensors, expected) for (_, tensors), (_, expected) in zip(found, whole[1], strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [*AOT_EAGER, "--compile.components=model,loss", "--training.local_batch_size=1", "--validation.enable", *every(2, 2)],
+        ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble"],
+    ],
+    ids=["compiled", "pipeline"],
+)
+def test_a_run_with_all_in_host_memory_changes_no_bit(options, tmp_path):
+    """In several microbatches a step."""
+    several = [*options, "--parallelism.fsdp_communication=microbatch", *steps(3)]
+    found, expected = (train(tmp_path / name, *several, *where) for name, where in (("all", ALL), ("none", [])))
+    assert losses(tmp_path / "all") == losses(tmp_path / "none")
+    assert all(same(tensors, expected) for (_, tensors), (_, expected) in zip(found, expected, strict=True))
+    assert "for buckets of parameters, gradients and optimizer state (" in found[0][0]

@@ -434,6 +434,13 @@ def test_offloaded_moments_count_as_host_memory():
         check_memory(config, layout, 80 * 2**30, 32 * 2**30)
 
 
+def test_with_all_in_host_memory_the_device_has_buckets_alone():
+    config, layout = layout_of("llama3_8b", 1, 80, "--training.offload=all")
+    assert layout.host_bytes(config) == 16 * layout.parameters
+    assert layout.steady_bytes(config) == 2 * 4 * 2**26
+    check_memory(config, layout, 80 * 2**30, 128 * 2**30)
+
+
 def test_a_model_that_this_machine_cannot_hold_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"dim = 65536.* need \d+ GiB a rank, and a rank has \d+; use"):

@@ -25,6 +25,7 @@ ROOMS = {
     "config": ("tomli",),  # the standard library has it from Python 3.11 on
     "attention": ("torch", "titan_lite.config"),  # operators, which the model and its parallel forms call
     "float8": ("torch", "titan_lite.config"),  # as attention
+    "host_memory": ("torch",),
     "describe": (*PART, "titan_lite.attention", "titan_lite.layout", "titan_lite.shape", "titan_lite.distributed"),
     "check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
     "models": ("torch", "titan_lite.attention", "titan_lite.outside"),
@@ -33,7 +34,7 @@ ROOMS = {
     "loss_chunk": ("titan_lite.config",),
     "chunked_loss": (*PART, "titan_lite.loss"),
     "validation": (*PART, "titan_lite.distributed", "titan_lite.loss", "titan_lite.metrics"),
-    "optimizer": PART,
+    "optimizer": (*PART, "titan_lite.host_memory"),
     "lr_scheduler": PART,
     "compiler": ("torch", "titan_lite.config", "titan_lite.outside"),
     "distributed": (
@@ -42,6 +43,7 @@ ROOMS = {
         "titan_lite.config",
         "titan_lite.compiler",
         "titan_lite.float8",
+        "titan_lite.host_memory",
         "titan_lite.outside",
         "titan_lite.ranks",
     ),

@@ -15,11 +15,12 @@ from torch.fx import Graph, Node
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 collectives = torch.ops._c10d_functional
 aten = torch.ops.aten
-# Operators on shards before an all-gather: casting, padding, copying into a bucket.
+# Operators on shards before an all-gather: copying from host memory, casting, padding, copying into a bucket.
 PREPARATION = frozenset(
     {
         aten._to_copy.default,
         torch.ops.prims.convert_element_type.default,
+        torch.ops.prims.device_put.default,
         aten.cat.default,
         aten.new_zeros.default,
         aten.full.default,

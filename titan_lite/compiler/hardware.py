@@ -131,6 +131,8 @@ class Machine:
             return 0.0
         if node.target in KINDS:
             return self.collective(kind_of(node), collective_bytes(node), ranks_of(node), tensors_of(node))
+        if is_from_host(node):
+            return self.host_link(nbytes_of(node))
         seconds = self.memory_traffic(_bytes_moved(node, fused, not self.name.startswith("CPU")))
         matmul, attention = flops_of(node)
         if matmul or attention:
@@ -213,7 +215,15 @@ REDUCTIONS = frozenset(
 )
 
 
+def is_from_host(node: Node) -> bool:
+    """Return whether a node copies a shard from host memory (`GatherPlan.cast`). Inductor decomposes that copy into two nodes."""
+    said = [each.meta.get("custom", {}).get("from_host", False) for each in (node, *node.all_input_nodes)]
+    return said[0] and not any(said[1:])
+
+
 def _is_pointwise(node: Node) -> bool:
+    if is_from_host(node):
+        return False
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in AS_POINTWISE
     return node.op == "call_function" and pointwise
 

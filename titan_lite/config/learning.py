@@ -114,10 +114,11 @@ class Training:
     )
     offload: str = setting(
         "none",
-        "optimizer: the moments of AdamW are in pinned host memory, and stream through the GPU in buckets during the update",
-        choices=("none", "optimizer"),
+        "optimizer: the moments of AdamW are in pinned host memory and stream through the GPU in buckets during the update; all: "
+        "so are parameters and gradients; each gather copies a shard to the GPU, and each reduced gradient leaves it",
+        choices=("none", "optimizer", "all"),
         resume=NOTHING,
-        gpu="the state of the optimizer is offloaded from a GPU's memory",
+        gpu="what is offloaded is moved from a GPU's memory",
     )
     mixed_precision_param: str = setting(
         "bfloat16", "gathered parameters, activations, all-gather traffic", choices=("bfloat16", "float32"), resume=ROUNDING

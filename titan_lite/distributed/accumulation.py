@@ -45,7 +45,7 @@ def gathered_for_step(root: nn.Module) -> Iterator[None]:
         sums, model.sums = model.sums, {}
         leaves, model.gathered, model.stand_ins = model.gathered | model.stand_ins, {}, {}
     found = ((parameter, sums.pop(plan.fqn, leaves.pop(plan.fqn).grad)) for parameter, plan in model.plans.items())
-    _reduce({parameter: gradient for parameter, gradient in found if gradient is not None}, model.plans)
+    _reduce({parameter: gradient for parameter, gradient in found if gradient is not None}, model)
 
 
 @torch.no_grad()
@@ -74,13 +74,17 @@ def leaf_of(model: Any, plan: GatherPlan) -> Tensor:
     return model.stand_ins.get(plan.fqn, model.gathered[plan.fqn])
 
 
-def _reduce(gradients: dict[nn.Parameter, Tensor], plans: Plans) -> None:
+def _reduce(gradients: dict[nn.Parameter, Tensor], model: Any) -> None:
     """Reduce gradients of unsharded weights into `parameter.grad`. Empties `gradients`, to free each one early."""
-    buckets = reduce_buckets({parameter: plans[parameter] for parameter in gradients})
+    buckets = reduce_buckets({parameter: model.plans[parameter] for parameter in gradients})
     started = ((members, bucket, bucket.start_reduce([*map(gradients.pop, members)])) for members, bucket in buckets)
     for members, bucket, in_flight in _prefetch(started):
         for parameter, rows in zip(members, bucket.finish_reduce(in_flight), strict=True):
-            parameter.grad = as_shard_of(parameter, rows.to(parameter.dtype))
+            rows = rows.to(parameter.dtype)
+            if model.put is None:
+                parameter.grad = as_shard_of(parameter, rows)
+            else:
+                model.put(parameter, rows)
         del in_flight, rows
 
 
@@ -121,18 +125,24 @@ def _prefetch(started: Iterable[Started]) -> Iterator[Started]:
 
 
 def gradient_leaves(root: nn.Module) -> list[Tensor]:
-    """Return the tensors that autograd accumulates into: the gathered weights within `gathered_for_step`, else the parameters."""
+    """Return the tensors that autograd accumulates into: the gathered weights within `gathered_for_step`, else the parameters, or
+    what stands for those in host memory."""
     model = model_of(root)
-    return [leaf_of(model, plan) if model.gathered else parameter for parameter, plan in model.plans.items()]
+    if model.gathered:
+        return [leaf_of(model, plan) for plan in model.plans.values()]
+    return [model.leaves.get(plan.fqn, parameter) for parameter, plan in model.plans.items()]
 
 
 def fold_gradients(root: nn.Module) -> None:
-    """Add each `.grad` to the sums in reduce_dtype, after a backward within `gathered_for_step` that ran no hooks."""
+    """Do what hooks do, after a backward that ran none: within `gathered_for_step` add each `.grad` to the sums in reduce_dtype,
+    else give away gradients of shards in host memory."""
     model = model_of(root)
-    for plan in model.plans.values() if model.gathered else ():
-        leaf = leaf_of(model, plan)
-        if leaf.grad is not None and leaf.dtype != plan.reduce_dtype:
+    for (parameter, plan), leaf in zip(model.plans.items(), gradient_leaves(root), strict=True):
+        if model.gathered and leaf.grad is not None and leaf.dtype != plan.reduce_dtype:
             _fold(model.sums, plan, leaf)
+        elif not model.gathered and leaf.grad is not None and model.put is not None:
+            model.put(parameter, leaf.grad)
+            leaf.grad = None
 
 
 def _sum_in_reduce_dtype(root: nn.Module) -> None:

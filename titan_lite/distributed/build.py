@@ -84,6 +84,7 @@ def build_stages(
             reshard_after_forward=reshard,
             keep_gathered=keep,
             float8_gather=float8.all_gather,
+            offload=training.offload == "all",
         )
         stages.append(model)
     return stages

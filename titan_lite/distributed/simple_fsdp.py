@@ -20,7 +20,7 @@ Gradients are *summed* over ranks: the loss is already divided by the number of 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, shard: Tensor, plan: GatherPlan, eager: Eager | None, scale: Tensor | None
+        ctx: Any, shard: Tensor, plan: GatherPlan, eager: Eager | None, scale: Tensor | None, leaf: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         ctx.plan, ctx.eager, ctx.shard_dtype = plan, eager, shard.dtype
         ctx.set_materialize_grads(False)  # for bytes, which have no gradient, autograd would make zeros
@@ -57,14 +57,14 @@ class _Gather(torch.autograd.Function):
         return weight, stand_in(weight, plan.param_dtype) if plan.float8 else None
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None, Tensor | None]:
         gradient = gradients[1] if ctx.plan.float8 else gradients[0]
         assert gradient is not None
         if ctx.eager is None:
             reduced = ctx.plan.finish_reduce(ctx.plan.start_reduce(gradient)).to(ctx.shard_dtype)
         else:
             reduced = ctx.eager.reduce(gradient, ctx.plan, ctx.shard_dtype)
-        return reduced, None, None, None
+        return (None, None, None, None, reduced) if ctx.plan.device else (reduced, None, None, None, None)
 
 
 class _Model:
@@ -75,6 +75,9 @@ class _Model:
         self.eager = Eager()
         self.scales = Scales()
         self.plans: dict[nn.Parameter, GatherPlan] = {}  # one entry for tied weights; parameters hash by identity
+        # For shards in host memory: stand-ins for them on the device, by FQN, and the function that takes gradients (offload.py).
+        self.leaves: dict[str, Tensor] = {}
+        self.put: Callable[[nn.Parameter, Tensor], None] | None = None
         # Within `gathered_for_step` alone: unsharded weights by FQN, their stand-ins in autograd (of float8 weights), and sums of
         # their gradients if these have another dtype.
         self.gathered: dict[str, Tensor] = {}
@@ -98,6 +101,7 @@ def apply_simple_fsdp(
     reshard_after_forward: bool,
     keep_gathered: Sequence[str] = (),
     float8_gather: bool = False,
+    offload: bool = False,
 ) -> None:
     """Shard every parameter of `model` on dimension 0 over axis dp_shard of `mesh`, in place; see `parameter_mesh` (mesh.py).
 
@@ -106,7 +110,7 @@ def apply_simple_fsdp(
     and of computation; reduce_dtype: of sums of gradients. reshard_after_forward: drop gathered weights after forward and
     gather them again in backward (less memory, one more all-gather). keep_gathered: FQN prefixes of modules that keep their
     gathered weights nevertheless, such as "layers.31". float8_gather: weights of tensorwise float8 products (float8.py) are
-    gathered in float8.
+    gathered in float8. offload: shards are in host memory, and their gradients go to `offload_gradients` (offload.py).
     """
     names = {fqn for fqn, _ in model.named_parameters()} if reshard_after_forward else set()
     shared = _Model(frozenset(names.difference(parameters_within(model, keep_gathered))))
@@ -122,6 +126,7 @@ def apply_simple_fsdp(
                 if isinstance(module, Float8Linear) and module.recipe == "tensorwise":
                     shared.scales.add(fqn)
                     plan = replace(plan, float8=float8_gather)
+                plan = replace(plan, device=mesh.device_type if offload else "")
                 shared.plans[shards[parameter]] = plan
             module._parameters[name] = shards[parameter]
             plans[name] = shared.plans[shards[parameter]]
@@ -195,12 +200,12 @@ def _read(module: nn.Module, name: str) -> Tensor | Scaled:
         weight, stands_in = model.gathered[plan.fqn], model.stand_ins.get(plan.fqn)
     else:
         assert parameter is not None
-        shard = local(parameter)
+        shard, leaf = local(parameter.detach() if plan.device else parameter), model.leaves.get(plan.fqn)
         if tracing():
             with annotate({"fqn": plan.fqn}):  # names the nodes for graph passes, those of backward too
-                weight, stands_in = _Gather.apply(shard, plan, None, scale)
+                weight, stands_in = _Gather.apply(shard, plan, None, scale, leaf)
         else:
-            weight, stands_in = _Gather.apply(shard, plan, model.eager, scale)
+            weight, stands_in = _Gather.apply(shard, plan, model.eager, scale, leaf)
             if plan.fqn in model.resharded:
                 model.eager.remember(weight, parameter, plan, scale)
     return weight if scale is None else Scaled(weight, scale, stands_in)
@@ -213,22 +218,6 @@ def model_of(root: nn.Module) -> _Model:
 def tracing() -> bool:
     """Return True while torch.compile or make_fx traces this code."""
     return torch.compiler.is_compiling() or _are_we_tracing()
-
-
-def materialize(root: nn.Module, device: torch.device) -> None:
-    """Allocate the shards of a meta model on `device`, uninitialised. Tied weights stay tied, unlike in `to_empty`."""
-    model = model_of(root)
-    filled: dict[Any, nn.Parameter] = {}
-    for meta in model.plans:
-        rows = torch.empty_like(local(meta), device=device)
-        filled[meta] = nn.Parameter(as_shard_of(meta, rows), requires_grad=meta.requires_grad)
-    model.plans = {filled[meta]: plan for meta, plan in model.plans.items()}
-    model.scales.allocate(device)
-    for module in root.modules():
-        for name, parameter in module._parameters.items():
-            module._parameters[name] = filled.get(parameter)
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
 
 
 def refresh_scales(roots: Sequence[nn.Module]) -> None:

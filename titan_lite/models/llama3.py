@@ -199,7 +199,7 @@ class Transformer(nn.Module):
             if std is None:
                 local.fill_(1.0)
             else:
-                _fill_normal(local, offset, parameter.shape, std, cutoff, f"{seed}/{fqn}")
+                _fill_normal(local, offset, parameter.shape, std, cutoff, f"{seed}/{fqn}", self.rope_cos.device)
         self.rope_cos, self.rope_sin = rope_tables(self.config, self.positions, self.rope_cos.device)
         self.own_positions = torch.tensor(self.positions, device=self.own_positions.device)
 
@@ -235,8 +235,10 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, full_attention: bool =
     return 6 * weights + (12 if full_attention else 6) * config.n_layers * config.dim * seq_len
 
 
-def _fill_normal(local: Tensor, offset: tuple[int, ...], shape: torch.Size, std: float, cutoff: float, key: str) -> None:
-    """Fill `local`, the part at `offset` of a (rows, columns) weight, with truncated normal numbers.
+def _fill_normal(
+    local: Tensor, offset: tuple[int, ...], shape: torch.Size, std: float, cutoff: float, key: str, device: torch.device
+) -> None:
+    """Fill `local`, the part at `offset` of a (rows, columns) weight, with truncated normal numbers, drawn on `device`.
 
     Rows are drawn in blocks of about a million numbers, each from its own generator, so that a rank draws only the blocks that
     its part overlaps.
@@ -246,8 +248,8 @@ def _fill_normal(local: Tensor, offset: tuple[int, ...], shape: torch.Size, std:
     first, last = offset[0], offset[0] + local.shape[0]
     for start in range(first // block * block, last, block):
         seed = int.from_bytes(hashlib.sha256(f"{key}/{start}".encode()).digest()[:8], "big") >> 1
-        numbers = torch.empty(min(block, rows - start), columns, device=local.device, dtype=torch.float32)
-        generator = torch.Generator(local.device).manual_seed(seed)
+        numbers = torch.empty(min(block, rows - start), columns, device=device, dtype=torch.float32)
+        generator = torch.Generator(device).manual_seed(seed)
         if cutoff == math.inf:
             nn.init.normal_(numbers, 0.0, std, generator)
         else:

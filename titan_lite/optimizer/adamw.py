@@ -10,25 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from titan_lite.optimizer.offload import HostState, parts
+from titan_lite.host_memory import device_of
+from titan_lite.optimizer.offload import HostState, local
 from titan_lite.optimizer.rounding import PIECE, TENSORS, at_step, keys_of, round_stochastically, row_numbers
 
 Draw = tuple[Tensor, Tensor]  # for random bits: numbers of the rows, keys of TENSORS
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class AdamW(torch.optim.AdamW):
     """AdamW on local shards, without DTensor's overhead for each operator. The state is named as that of torch.optim.AdamW.
 
     If all is float32, the update is torch's fused kernel. That kernel rounds to the nearest, so parameters or moments in bfloat16
-    have `_update` instead, which rounds them stochastically (rounding.py). host: where the moments are, if not on the device.
+    have `_update` instead, which rounds them stochastically (rounding.py). host: has what is not on the device.
     compile: compiles `_update`, for any dtype, because torch 2.13 does not trace the fused kernel.
     """
 
@@ -51,7 +46,7 @@ class AdamW(torch.optim.AdamW):
         """Return the live state of a parameter: of zeros before its first step."""
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device_of(parameter))
             own = parameter.detach()
             for name in TENSORS[1:]:
                 state[name] = self.host.zeros_like(own) if self.host else torch.zeros_like(own, dtype=self.dtype)
@@ -72,9 +67,9 @@ class AdamW(torch.optim.AdamW):
                 if self.host is None:
                     _fused(own, gradients, first, second, steps, group, skip)
                     continue
-                for bucket, moments in self.host.stream((first, second)):
+                for bucket, (rows, grads, means, squares) in self.host.stream((own, gradients, first, second)):
                     counts = [steps[piece.number].clone() for piece in bucket]  # the kernel counts the steps of each piece
-                    _fused(parts(bucket, own), parts(bucket, gradients), *moments, counts, group, skip)
+                    _fused(rows, grads, means, squares, counts, group, skip)
                 torch._foreach_add_(steps, 1.0 if skip is None else 1 - skip)
                 continue
             skipped = torch.zeros_like(steps[0]) if skip is None else skip
@@ -84,14 +79,14 @@ class AdamW(torch.optim.AdamW):
             if self.host is None:
                 (self.compiled or _update_in_pieces)(own, gradients, first, second, draws, **factors)
                 continue
-            for bucket, moments in self.host.stream((first, second)):
+            for bucket, (rows, grads, means, squares) in self.host.stream((own, gradients, first, second)):
                 its = [(draws[number][0][start:stop], draws[number][1]) for number, start, stop in bucket]
-                _update_in_pieces(parts(bucket, own), parts(bucket, gradients), *moments, its, **factors)
+                _update_in_pieces(rows, grads, means, squares, its, **factors)
 
     def draws(self, parameters: list[nn.Parameter], step: Tensor) -> list[Draw]:
         for parameter in parameters:
             if parameter not in self.places:  # copied to the device once: a copy waits for the work queued there
-                self.places[parameter] = row_numbers(parameter), self.keys[parameter].to(step.device)
+                self.places[parameter] = row_numbers(parameter).to(step.device), self.keys[parameter].to(step.device)
         rows, keys = zip(*map(self.places.__getitem__, parameters), strict=True)
         return [*zip(rows, at_step(torch.stack(keys), step), strict=True)]
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from titan_lite.config import Optimizer
-from titan_lite.optimizer.adamw import AdamW, local
-from titan_lite.optimizer.offload import HostState
+from titan_lite.host_memory import device_of
+from titan_lite.optimizer.adamw import AdamW
+from titan_lite.optimizer.offload import HostState, local
 
 
 def build_optimizer(
@@ -35,10 +36,11 @@ def build_optimizer(
     groups: list[dict] = [{"params": found, "weight_decay": decay} for decay, found in by_decay.items() if found]
     settings: dict[str, Any] = dict(lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
     dtype, host = getattr(torch, config.state_dtype), None
-    if offload == "optimizer":
+    if offload != "none":
         assert compile is None, "an offloaded update is not compiled"
-        (device,) = {parameter.device for parameter in parameters.values()}
-        host = HostState(device, sum(local(parameter).numel() for parameter in parameters.values()), dtype)
+        (device,) = set(map(device_of, parameters.values()))
+        elements = sum(local(parameter).numel() for parameter in parameters.values())
+        host = HostState(device, elements, dtype, everything=offload == "all")
     return AdamW(parameters, groups, dtype, seed, host, compile, **settings)
 
 

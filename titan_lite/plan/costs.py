@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from torch.fx import Graph
 
 from titan_lite.compiler.collectives import KINDS, collective_bytes, kind_of, parameter_collectives, ranks_of, tensors_of
-from titan_lite.compiler.hardware import Machine, flops_of
+from titan_lite.compiler.hardware import Machine, flops_of, is_from_host
 from titan_lite.compiler.timeline import simulate
 from titan_lite.distributed.accumulation import Plans, gather_buckets, reduce_buckets
 from titan_lite.distributed.axes import Axes, axis_along, ranks_in
+from titan_lite.distributed.gather import local
 
 Figures = dict[str, float]
 
@@ -23,6 +24,7 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figur
 
     compute                      seconds of all operators except collectives, slower beside those of parameters
     exposed.host                 seconds in which the device waits for the host
+    exposed.link                 seconds of copies from host memory, on the stream that computes
     communication.A, exposed.A   seconds of the collectives along axis A; the part of them in which nothing computes
     bytes.A, across.A            bytes that a rank sends along A, in a ring; the part to another node, averaged over its ranks
     matmul, attention            floating-point operations
@@ -30,7 +32,10 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figur
     result: Figures = defaultdict(float)
     timeline = simulate(graph, machine, fused=fused)
     exposed = dict(zip(parameter_collectives(graph), timeline.collectives(), strict=True))
-    result["compute"] = sum(span.seconds for span in timeline.spans if span.lane == "compute" and not span.group)
+    copies = {node.name for node in graph.nodes if is_from_host(node)}
+    for span in timeline.spans:
+        if span.lane == "compute" and not span.group:
+            result["exposed.link" if span.name in copies else "compute"] += span.seconds
     if timeline.idle:
         result["exposed.host"] = timeline.idle
     for node in graph.nodes:
@@ -69,8 +74,10 @@ def round_figures(plans: Plans, machine: Machine, axes: Axes) -> Figures:
     """Return `gather.` and `reduce.` figures for the collectives of `gathered_for_step`, by bucket.
 
     Two buckets are in flight at once, so the copies of one overlap the communication of the other: the longer of both counts.
+    Shards in host memory travel to the device and back, on the stream that computes.
     """
     result: Figures = {}
+    away = sum(local(parameter).nbytes for parameter, plan in plans.items() if plan.device)
     for what, buckets, kind in (
         ("gather", gather_buckets(plans), "all_gather"),
         ("reduce", reduce_buckets(plans), "reduce_scatter"),
@@ -89,5 +96,7 @@ def round_figures(plans: Plans, machine: Machine, axes: Axes) -> Figures:
             copied += 2 * nbytes  # read and written, into the bucket or out of it
         travels = sum(value for key, value in figures.items() if key.startswith("exposed."))
         figures["compute"] = max(0.0, machine.memory_traffic(copied) - travels)
+        if away:
+            figures["exposed.link"] = machine.host_link(away)
         result |= {f"{what}.{key}": value for key, value in figures.items()}
     return result

@@ -49,7 +49,7 @@ class Memory:
     rows: dict[str, float]  # parts of the peak
     reserved: float  # the expected `torch.cuda.max_memory_reserved`
     outside: float  # of tensors
-    host: float = 0.0  # of optimizer state, in host memory
+    host: float = 0.0  # in host memory (training.offload)
 
     @property
     def peak(self) -> float:
@@ -121,7 +121,7 @@ class Replay:
         self.gradients: dict[int, dict[int, Held]] = defaultdict(dict)  # by stage: by number on its tape
         self.shards: list[Held] = []  # of reduced gradients
         self.wholes: list[Held] = []
-        self.has_state = False
+        self.has_state, self.all_away = False, layout.config.training.offload == "all"
         self.weights = [weight for stage in stages.values() for weight in stage.weights]
         self.host = state_bytes(layout.config.training, layout.config.optimizer, sum(weight.held for weight in self.weights))[1]
 
@@ -142,7 +142,7 @@ class Replay:
     def start(self, machine: Machine) -> None:
         """Allocate what stays from before the first step, or from its start, to the end."""
         for number, stage in self.stages.items():
-            for weight in stage.weights:
+            for weight in () if self.all_away else stage.weights:
                 self.make("parameters", self.held * weight.held)
             self.make("parameters", stage.buffers)
             # torch's stages receive each microbatch in a buffer of its own (distributed/pipelining/stage.py)
@@ -169,10 +169,14 @@ class Replay:
     def add(self, number: int, gradient: int, held: Held) -> None:
         """Keep a gradient of the first microbatch, and add later ones to it: full ones in the dtype that they are reduced in."""
         sums = self.gradients[number]
-        if gradient not in sums and (not self.layout.gathers_once or self.summed == self.computed):
+        if self.all_away and not self.layout.gathers_once:  # the sum of earlier ones comes and goes
+            if gradient in sums:
+                self.end(self.make("gradients", self.stages[number].tape.sizes[gradient]))
+            sums[gradient] = "", None
+        elif gradient not in sums and (not self.layout.gathers_once or self.summed == self.computed):
             sums[gradient] = held
             return
-        if gradient not in sums:
+        elif gradient not in sums:
             sums[gradient] = self.make("gradients", self.stages[number].tape.sizes[gradient] * self.summed // self.computed)
         self.end(held)
 
@@ -181,11 +185,14 @@ class Replay:
         self.now = "gathering weights"
         for stage in self.stages.values() if self.layout.gathers_once else ():
             under_way: list[tuple[Held, Held, list[Weight]]] = []
-            # a weight that is not sharded, of the same dtype, is no copy
-            weights = [weight for weight in stage.weights if _sharded([weight]) or self.held != self.computed]
+            # a weight on the device that is not sharded, of the same dtype, is no copy
+            copied = self.held != self.computed or self.all_away
+            weights = [weight for weight in stage.weights if _sharded([weight]) or copied]
             buckets = buckets_of(weights, "gathered_with")
             for place, bucket in enumerate(buckets):
                 itemsize = 1 if bucket[0].float8 else self.computed  # a bucket has one dtype
+                if self.all_away:
+                    self.end(self.make("working", self.held * max(weight.held for weight in bucket)))
                 shard = self.make("working", _sharded(bucket) * itemsize * sum(weight.held for weight in bucket))
                 row = "working" if len(bucket) > 1 else WHOLES
                 under_way.append((shard, self.make(row, itemsize * sum(weight.whole for weight in bucket)), bucket))
@@ -206,7 +213,7 @@ class Replay:
             sums: dict[int, list[Held]] = defaultdict(list)  # by elements
             for gradient, held in sorted(self.gradients.pop(number, {}).items()):
                 sums[stage.tape.sizes[gradient] // self.computed].append(held)
-            under_way: list[Held] = []
+            under_way: list[list[Held]] = []
             buckets = buckets_of(stage.weights, "reduced_with")
             for place, bucket in enumerate(buckets):
                 mine = [sums[weight.whole].pop() for weight in bucket]
@@ -217,17 +224,21 @@ class Replay:
                         self.end(held)
                 else:
                     (table,) = mine
+                done = []  # when the bucket has been reduced
                 if _sharded(bucket):
-                    under_way.append(table)
+                    done.append(table)
                     table = self.make("gradients", self.summed * sum(weight.held for weight in bucket))
-                self.shards.append(table)
+                (done if self.all_away else self.shards).append(table)
+                under_way.append(done)
                 while len(under_way) == IN_FLIGHT or (under_way and place == len(buckets) - 1):
-                    self.end(under_way.pop(0))
+                    for held in under_way.pop(0):
+                        self.end(held)
         while self.wholes:
             self.end(self.wholes.pop())
 
     def update(self) -> None:
-        """Make the optimizer's state in the first step, and free the gradients. Norms and fused updates need no memory."""
+        """Make the optimizer's state, or its buckets, in the first step, and free the gradients. Norms and fused updates need no
+        memory."""
         self.now, config, own = "optimizer step", self.layout.config, [weight.held for weight in self.weights]
         moments = functools.partial(state_bytes, config.training, config.optimizer)
         state: list[list[float]] = [[4, *moments(each)[0]] for each in own]  # a step count, and two moments

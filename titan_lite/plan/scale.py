@@ -175,7 +175,7 @@ def step_seconds(plan: Plan, layout: PlannedLayout) -> float:
     seconds = stated.seconds - stated.parts.get("exposed.slowest", 0.0)
     if not machine.multiprocessors:  # figures that a run measured are those of its slowest rank
         seconds /= slowest_of(plan.layout.world_size)
-    seconds -= sum(stated.parts.get(part, 0.0) for part in ("optimizer", "offload")) * (1 - before / after)
+    seconds -= sum(stated.parts.get(part, 0.0) for part in ("optimizer", "offload", "exposed.link")) * (1 - before / after)
     modules = max(len(layout.pipeline.modules[stage]) for stage in range(len(layout.pipeline.modules)))
     rounds = 1 if layout.gathers_once else layout.microbatches
     count = (2 if layout.gathers_once else 3) * modules * rounds  # gathered for forward and backward, and reduced

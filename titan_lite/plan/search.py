@@ -217,8 +217,9 @@ def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
         if "output" in names:
             seconds += 6 * table * tokens / (peak * machine.matmul_efficiency)
         slowest, largest = max(slowest, seconds), max(largest, numbers)
-        state = held * numbers / shards + sum(state_bytes(config.training, config.optimizer, numbers / shards)[0])
-        state += (computed + summed) * numbers if once else held * numbers / shards
+        kept = 0 if config.training.offload == "all" else held * numbers / shards  # of weights, and of gradients
+        state = kept + sum(state_bytes(config.training, config.optimizer, numbers / shards)[0])
+        state += (computed + summed) * numbers if once else kept
         logits = computed * tokens * model.vocab_size / tp if "output" in names else 0.0
         most = max(most, state + min(pp - rank, m) * blocks * keeps + logits)
     stages_a_rank = len(layout.pipeline.modules) / pp

@@ -36,8 +36,8 @@ class StepTimes:
     """The times of a step."""
 
     seconds: float
-    # Means over pipeline ranks, with the sum `seconds`: compute, bubble, optimizer, offload, and exposed. with an axis, host or
-    # slowest.
+    # Means over pipeline ranks, with the sum `seconds`: compute, bubble, optimizer, offload (in the update), and exposed. with an
+    # axis, host, link (gathers and gradients over the host link) or slowest.
     parts: dict[str, float]
     sent: dict[str, float]  # bytes of the pipeline rank that sends most, by axis
     across: dict[str, float]  # the part of `sent` to other nodes
@@ -51,8 +51,9 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
     """Simulate a step. stages: the figures of each stage, in order, for `machine`."""
     degree, per_parameter = layout.degrees["pp"], updated_bytes(layout.config)
     accumulating = [accumulate(layout, figures, machine) for figures in stages]
+    leaving = [leave(layout, figures, machine) for figures in stages]
     forward = [seconds_of(figures, FORWARD) for figures in stages]
-    backward = [seconds_of(figures, BACKWARD) + extra for figures, extra in zip(stages, accumulating, strict=True)]
+    backward = [seconds_of(figures, BACKWARD) + sum(extra) for figures, *extra in zip(stages, accumulating, leaving, strict=True)]
 
     def seconds(kind: str, stage: int) -> float:
         return {"F": forward[stage], "B": backward[stage]}.get(kind, backward[stage] / 2)
@@ -76,7 +77,8 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
     ends = []
     for mine in ranks:
         parts = of_step(mine, "compute", "exposed.")
-        parts["compute"] += layout.microbatches * sum(accumulating[stage] for stage in mine)
+        for part, each in (("compute", accumulating), ("exposed.link", leaving)):
+            parts[part] += layout.microbatches * sum(each[stage] for stage in mine)
         own = sum(stages[stage]["held"] for stage in mine)
         sums = SMALL_SUMS * machine.collective("all_reduce", 8, range(layout.world_size))
         traffic = machine.memory_traffic(per_parameter * own)
@@ -149,3 +151,11 @@ def accumulate(layout: PlannedLayout, figures: Figures, machine: Machine) -> flo
     if layout.gathers_once:
         return machine.memory_traffic(figures["whole"] * (computed + 2 * summed))
     return machine.memory_traffic(3 * held * figures["held"])
+
+
+def leave(layout: PlannedLayout, figures: Figures, machine: Machine) -> float:
+    """Return the seconds in which a microbatch's reduced gradients leave for host memory (optimizer/offload.py). In all but the
+    first one of a step, the sum of those before comes back first."""
+    if layout.config.training.offload != "all" or layout.gathers_once:
+        return 0.0
+    return (2 - 1 / layout.microbatches) * machine.host_link(itemsizes(layout.config.training)[0] * figures["held"])

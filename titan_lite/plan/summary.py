@@ -47,7 +47,8 @@ WORDS = {
     "optimizer": "clipping and optimizer",
     "host": "the host",
     "slowest": "the slowest rank",
-    "offload": "waiting for optimizer state from host memory",
+    "offload": "waiting for host memory in the update",
+    "link": "shards from host memory, and gradients to it",
     **AXIS_WORDS,
 }
 

@@ -59,8 +59,9 @@ from titan_lite.distributed.build import build_stages, compile_stages
 from titan_lite.distributed.context_parallel import attend_to_the_past
 from titan_lite.distributed.eager import Eager
 from titan_lite.distributed.gather import local
+from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh
-from titan_lite.distributed.simple_fsdp import materialize, model_of
+from titan_lite.distributed.simple_fsdp import model_of
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.layout import Layout
 from titan_lite.loss import build_loss, own_vocabulary

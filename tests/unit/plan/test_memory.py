@@ -88,6 +88,21 @@ def test_offloaded_moments_leave_step_counts_and_buckets_on_the_device(monkeypat
     assert found.host == 2 * 2 * 4 * MIB
 
 
+@pytest.mark.parametrize("gathers_once", [False, True])
+def test_with_all_in_host_memory_gradients_leave_and_buckets_stay(gathers_once, monkeypatch):
+    monkeypatch.setattr("titan_lite.optimizer.offload.BUCKET", MIB // 8)
+    mine = layout(accumulation=2, gathers_once=gathers_once)
+    mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, training=Training(offload="all")))
+    events = {"forward": [1, ~1], "backward": [0, 1, ~1, ~0]}
+    tape = Tape([2 * MIB if gathers_once else 4 * MIB, 30 * MIB], 1, ["gradients", "working"], events)
+    run = replayed(mine, [Stage(tape, [WEIGHT], 0, 0)])
+    assert run._rows["parameters"] == 0
+    assert run._rows["gradients"] == 0
+    assert run._rows["optimizer state"] == 4 * 2 * MIB // 2 + 512  # two buckets of four lists, one count
+    assert run.host == 4 * 4 * MIB
+    assert run.rows["working"] == 30 * MIB  # the peak is in backward, where the gradient is
+
+
 def test_workspaces_are_those_of_a_gpu():
     rows = memory_of(layout(), [stage()], AT_ONCE).rows
     assert AT_ONCE.name == "H100"

@@ -170,6 +170,17 @@ def test_an_offloaded_update_waits_for_the_host_link():
     assert step.seconds == pytest.approx(without.seconds + step.parts["offload"])
 
 
+def test_with_all_in_host_memory_gradients_travel_once_and_sums_before_them_come_back():
+    mine = layout(accumulation=4)
+    mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, training=Training(seq_len=64, offload="all")))
+    figures = dict(held=1e9, forward__exposed__link=0.1, backward__exposed__link=0.2)
+    step = simulate_step(mine, stages_of(mine, **figures), H100)
+    assert sum(step.parts.values()) == pytest.approx(step.seconds)
+    link = 4e9 / (64e9 * H100.link_efficiency)
+    assert step.parts["exposed.link"] == pytest.approx(4 * 0.3 + 4 * link + 3 * link)
+    assert step.parts["offload"] == pytest.approx(4 * link - 40e9 / (3350e9 * 0.85) + 4 * link * BUCKET / 1e9, rel=1e-3)
+
+
 def test_bytes_are_of_the_rank_that_sends_most():
     mine = layout(2, 4)
     step = simulate_step(mine, [stage(forward__bytes__tp=1.0), stage(forward__bytes__tp=5.0, gather__bytes__tp=7.0)], H100)

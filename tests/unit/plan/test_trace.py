@@ -44,7 +44,10 @@ def layout(accumulation=1, mode="none", chunk=-1, **parallelism):
 FSDP, TP, RECOMPUTED, CHUNKED = layout(), layout(2, tensor_parallel_degree=2), layout(mode="full"), layout(chunk=256)
 
 
-WANTED = {("fsdp", 5): FSDP, ("fsdp", 4): FSDP, ("fsdp", 3): FSDP, ("tp", 2): TP, ("chunks", 3): CHUNKED}
+AWAY = dataclasses.replace(FSDP.config.training, offload="all")
+AWAY = dataclasses.replace(FSDP, config=dataclasses.replace(FSDP.config, training=AWAY))
+
+WANTED = {("fsdp", 5): FSDP, ("fsdp", 4): FSDP, ("fsdp", 3): FSDP, ("tp", 2): TP, ("chunks", 3): CHUNKED, ("away", 3): AWAY}
 LONG = {("fsdp", 8): FSDP, ("full", 3): RECOMPUTED}
 
 
@@ -86,6 +89,19 @@ def test_fsdp_sends_every_weight_forward_again_backward_and_every_gradient(trace
     assert figures["forward.across.dp_shard"] == 0.0  # one node
     step = simulate_step(FSDP, [figures], H100)
     assert step.sent == {"dp_shard": (2 * parameters + 2 * blocks * BLOCK + 4 * parameters) * share}  # and nothing else
+
+
+def test_every_gather_copies_a_shard_from_host_memory(traces):
+    here, away = traces["fsdp", 3].figures[0], traces["away", 3].figures[0]
+    link = 4 / RANKS / (64e9 * H100.link_efficiency)
+    assert away["forward.exposed.link"] == pytest.approx((3 * BLOCK + 2 * TABLE + MODEL.dim) * link)
+    assert away["backward.exposed.link"] == pytest.approx(3 * BLOCK * link)  # of what is gathered again
+    assert away["forward.compute"] == pytest.approx(here["forward.compute"], rel=0.02)
+    memories = [
+        memory_of(mine, [stage_of(traces[name, 3].tensors, 3, False)], H100) for name, mine in (("fsdp", FSDP), ("away", AWAY))
+    ]
+    assert memories[1].rows["parameters"] == traces["away", 3].tensors.buffers
+    assert memories[1].rows["gradients"] <= 4 * TABLE / RANKS < memories[0].rows["gradients"]  # at most one at a time
 
 
 @pytest.mark.parametrize("blocks", [3, 4, 5])

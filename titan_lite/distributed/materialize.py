@@ -1,0 +1,31 @@
+"""Allocate a rank's shards of a model that was built on the meta device: on the device, or in host memory."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from titan_lite.distributed.gather import local
+from titan_lite.distributed.simple_fsdp import as_shard_of, model_of
+from titan_lite.host_memory import zeros_on_host
+
+
+def materialize(root: nn.Module, device: torch.device) -> None:
+    """Allocate shards and buffers, uninitialised. Tied weights stay tied, unlike in `to_empty`."""
+    model = model_of(root)
+    filled: dict[Any, nn.Parameter] = {}
+    for meta, plan in model.plans.items():
+        if plan.device:
+            shard = zeros_on_host(meta, meta.dtype, pinned=device.type == "cuda")
+            leaf = torch.empty((), dtype=meta.dtype, device=device).expand(local(meta).shape)  # takes no memory
+            model.leaves[plan.fqn] = leaf.requires_grad_(meta.requires_grad)
+        else:
+            shard = as_shard_of(meta, torch.empty_like(local(meta), device=device))
+        filled[meta] = nn.Parameter(shard, requires_grad=meta.requires_grad)
+    model.plans = {filled[meta]: plan for meta, plan in model.plans.items()}
+    model.scales.allocate(device)
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            module._parameters[name] = filled.get(parameter)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
