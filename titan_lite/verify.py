@@ -6,10 +6,10 @@
 
 The *twin* of a recipe keeps what decides whether a layout is correct: kinds of parallelism, schedule, activation checkpointing,
 compiler passes, communication, tied weights, RoPE scaling. It shrinks the rest: the model to the debug flavor, degrees to 2 or a
-little more, the batch to a few short sequences; layers are split evenly, and graphs run as traced, without Inductor. The twin is
-trained in float32, with float8 products if the recipe has them, on the standard library's text. The same model is trained with
-the same seed and data in one eager process without checkpointing. The comparison covers the losses of all steps and of
-validation, every gradient of the first step, and the output of every module in its forward.
+little more, the batch to a few short sequences; layers are split evenly, nothing is offloaded, and graphs run as traced, without
+Inductor. The twin is trained in float32, with float8 products if the recipe has them, on the standard library's text. The same
+model is trained with the same seed and data in one eager process without checkpointing. The comparison covers the losses of all
+steps and of validation, every gradient of the first step, and the output of every module in its forward.
 
 Exit code 0: all layouts agree; 1: one does not; 2: wrong recipe or command line.
 """
@@ -182,6 +182,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
             dtype="float32",
             mixed_precision_param="float32",
             mixed_precision_reduce="float32",
+            offload="none",  # CPU processes have no device to offload from
         ),
         lr_scheduler=dataclasses.replace(config.lr_scheduler, warmup_steps=0, total_steps=-1),
         parallelism=dataclasses.replace(config.parallelism, **changes, enable_async_tensor_parallel=False),

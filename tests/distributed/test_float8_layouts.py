@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from parity import batch, build, gradients, make_mesh, my_microbatches, step
+from parity import batch, build, counted, gradients, make_mesh, my_microbatches, step
 from ranks import run_ranks
 
 from titan_lite import float8
@@ -129,6 +129,23 @@ def test_resharding_and_checkpoints_change_nothing_in_eager_mode():
         assert all(torch.equal(found[1][fqn], gradient) for fqn, gradient in first[1].items())
 
 
+def reductions(ways):
+    """all-reduces of an eager step."""
+    mesh, found = make_mesh(1, 1, 2), []
+    tokens, labels = batch()
+    for checkpointing in ways:
+        model = build(CONFIG, mesh, float8=CAST, checkpointing=checkpointing)
+        with counted() as counts:
+            step(model, mesh, my_microbatches(mesh, tokens, labels), (labels != -100).sum(), gradient=False)
+        found.append(counts["all_reduce"])
+    return found
+
+
+def test_selective_checkpointing_keeps_the_scales_of_tokens():
+    none, selective, full = run_ranks(2, reductions, ("none", "selective", "full"))[0]
+    assert none == selective < full
+
+
 @pytest.mark.parametrize("param", [torch.float32, torch.bfloat16])
 def test_gathering_once_a_step_sums_gradients_in_reduce_dtype(param):
     """Not in float8, which the weights are kept in. Microbatches have scales of their own in both."""
@@ -167,12 +184,12 @@ def gathered_bytes(float8):
     tokens, labels = batch()
     receipts, counts, start = [], {True: 0, False: 0}, GatherPlan.start_gather_of
 
-    def counted(plan, shard):
+    def noted(plan, shard):
         started = start(plan, shard)
         counts[plan.float8] += started.tensor.nbytes
         return started
 
-    GatherPlan.start_gather_of = counted
+    GatherPlan.start_gather_of = noted
     for compiled in ({}, dict(AOT, bucketing="block", receipts=receipts)):
         model = build(CONFIG, mesh, param=torch.bfloat16, float8=float8, **compiled)
         step(model, mesh, my_microbatches(mesh, tokens, labels), (labels != -100).sum(), gradient=False)

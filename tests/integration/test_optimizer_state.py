@@ -103,7 +103,7 @@ def test_a_run_resumes_with_and_without_offload_to_the_bit(whole, at_step_2):
     "options",
     [
         [*AOT_EAGER, "--compile.components=model,loss", "--training.local_batch_size=1", "--validation.enable", *every(2, 2)],
-        ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble"],
+        ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
     ],
     ids=["compiled", "pipeline"],
 )

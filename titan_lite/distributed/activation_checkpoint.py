@@ -18,12 +18,14 @@ from titan_lite.attention import OPERATORS
 from titan_lite.compiler.collectives import aten, collectives
 
 # Operators with results that are expensive to recompute: matrix products, all kernels of F.scaled_dot_product_attention and ours,
-# and the reduce-scatters of tensor parallelism. All-gathers of tensor and context parallelism have large results: they run again.
+# and of tensor parallelism reduce-scatters and all-reduces, of one number (scales of tokens in float8). All-gathers of tensor and
+# context parallelism have large results: they run again.
 PRODUCTS = frozenset({aten.mm.default, aten._scaled_mm.default})
 EXPENSIVE = frozenset(
     {
         *PRODUCTS,
         collectives.reduce_scatter_tensor.default,
+        collectives.all_reduce.default,
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
