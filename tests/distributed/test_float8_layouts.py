@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from parity import batch, build, counted, gradients, make_mesh, my_microbatches, step
+from parity import batch, build, gradients, make_mesh, my_microbatches, step
 from ranks import run_ranks
 
 from titan_lite import float8
@@ -130,20 +130,20 @@ def test_resharding_and_checkpoints_change_nothing_in_eager_mode():
 
 
 def reductions(ways):
-    """all-reduces of an eager step."""
+    """all-reduces that run in an eager step: not those whose results checkpointing has kept."""
     mesh, found = make_mesh(1, 1, 2), []
     tokens, labels = batch()
     for checkpointing in ways:
         model = build(CONFIG, mesh, float8=CAST, checkpointing=checkpointing)
-        with counted() as counts:
+        with torch.profiler.profile() as profiler:
             step(model, mesh, my_microbatches(mesh, tokens, labels), (labels != -100).sum(), gradient=False)
-        found.append(counts["all_reduce"])
+        found.append(sum(event.name == "c10d::allreduce_" for event in profiler.events()))
     return found
 
 
 def test_selective_checkpointing_keeps_the_scales_of_tokens():
     none, selective, full = run_ranks(2, reductions, ("none", "selective", "full"))[0]
-    assert none == selective < full
+    assert 0 < none == selective < full
 
 
 @pytest.mark.parametrize("param", [torch.float32, torch.bfloat16])

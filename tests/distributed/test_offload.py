@@ -8,7 +8,7 @@ import pytest
 import torch
 from parity import batch, build, make_mesh, my_microbatches, step
 from ranks import run_ranks
-from tiny import UNTIED
+from tiny import HEADS
 
 from titan_lite.config import Float8, Optimizer
 from titan_lite.distributed.accumulation import gathered_for_step
@@ -41,7 +41,7 @@ def trained(mesh, config, where, *, once=False, state="float32", steps=3, **opti
 
 
 # Pieces of rows are whole vectors of a CPU, whose kernel rounds the rest in another way; 61 rows are no multiple of the ranks.
-SHAPE = replace(UNTIED, dim=32, hidden_dim=64)
+SHAPE = replace(HEADS, hidden_dim=64)
 
 WAYS = {
     "resharded": (SHAPE, {}),
