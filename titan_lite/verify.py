@@ -39,6 +39,7 @@ from titan_lite.config import ActivationCheckpoint, Checkpoint, Compile, Config,
 from titan_lite.config.recipe import SHIPPED, load_config
 from titan_lite.distributed.degrees import AXES, DEGREES
 from titan_lite.distributed.pipeline_plan import TooFewLayers
+from titan_lite.float8 import MULTIPLE
 from titan_lite.layout import make_layout
 from titan_lite.loss_chunk import loss_chunk
 from titan_lite.metrics.records import read_metrics
@@ -151,14 +152,16 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
     accumulates = config.training.global_batch_size > config.training.local_batch_size * own_dp
     local = max(1, ROWS // (dp * (2 if accumulates else 1)))
     kept = (_of_twin(prefix) for prefix in config.parallelism.fsdp_keep_gathered)
+    # Sequences of a pipeline's microbatch, at least: products in float8 need so many tokens.
+    each = max(1, MULTIPLE * layout["cp"] // SEQ_LEN) if config.float8.enable else 1
     changes: dict[str, Any] = {"pipeline_parallel_split_points": ()}
     if layout["pp"] == 1:
         changes = {f.name: f.default for f in dataclasses.fields(Parallelism) if f.name.startswith("pipeline_parallel_")}
     elif config.parallelism.pipeline_parallel_schedule_csv:  # has a fixed number of microbatches
-        changes["pipeline_parallel_microbatch_size"] = 1
-        local = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
+        changes["pipeline_parallel_microbatch_size"] = each
+        local = each * (config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size)
     else:
-        changes["pipeline_parallel_microbatch_size"] = 2 if local >= 4 * layout["pp"] else 1
+        changes["pipeline_parallel_microbatch_size"] = max(each, 2 if local >= 4 * layout["pp"] else 1)
         if config.parallelism.pipeline_parallel_degree == 1:
             changes["pipeline_parallel_first_stage_less_layers"] = changes["pipeline_parallel_last_stage_less_layers"] = 0
     if config.compile.compiles("model") and config.compile.bucketing not in ("none", "block"):

@@ -174,6 +174,15 @@ def test_a_twin_computes_its_loss_in_chunks_if_its_recipe_does(recipe, layout, c
     assert verify.reference(small).training.loss_chunk_tokens == -1
 
 
+@pytest.mark.parametrize("csv", [[], ["--parallelism.pipeline_parallel_schedule_csv=order.csv"]])
+def test_a_microbatch_of_a_twin_has_the_tokens_that_products_in_float8_need(csv):
+    config, _ = load_config(RECIPES / "llama3_405b_float8.toml", csv)
+    small = twin(config, parse_layout("pp=4,cp=4"), steps=1)
+    size = small.parallelism.pipeline_parallel_microbatch_size
+    assert size * small.training.seq_len // 4 == 16
+    assert small.training.local_batch_size % size == 0
+
+
 def test_a_twin_has_one_batch_and_the_documents_of_every_machine():
     ramp = ["--training.global_batch_size=64", "--training.global_batch_ramp=32 until 10"]
     config, _ = load_config(RECIPES / "debug_model.toml", [*ramp, '--data.sources=[{dataset = "local", path = "web"}, {}]'])
