@@ -4,18 +4,18 @@
 
 A shard is then in host memory, and each gather copies it to the device (`GatherPlan.cast`). Autograd would want its gradient in
 host memory, too, and add up microbatches there. So it accumulates into a stand-in for the shard, a tensor on the device that has
-no memory. Each gradient is given away from there, a few reductions later than it has been started, so that these overlap.
+no memory. Gradients are given away from there when those of the next block are being reduced, so that reductions overlap.
 """
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from titan_lite.distributed.eager import Eager
+from titan_lite.compiler.fqns import block_of, last_block
 from titan_lite.distributed.simple_fsdp import model_of
 
 Put = Callable[[nn.Parameter, Tensor], None]
@@ -25,16 +25,19 @@ class Leaving:
     """Reduced gradients on their way out of autograd. put: called with a parameter and the rows of its gradient."""
 
     def __init__(self, put: Put):
-        self.put, self.queue = put, deque[tuple[nn.Parameter, Tensor]]()
+        self.put, self.queue = put, deque[tuple[Hashable, nn.Parameter, Tensor]]()
+        self.latest: tuple[Hashable, Hashable] = None, None  # the last two blocks
 
-    def take(self, parameter: nn.Parameter, leaf: Tensor) -> None:
+    def take(self, parameter: nn.Parameter, block: Hashable, leaf: Tensor) -> None:
         """Take the gradient of a leaf, of which nothing stays. Called by autograd."""
         assert leaf.grad is not None
         if not self.queue:
             torch.autograd.Variable._execution_engine.queue_callback(self.end)
-        self.queue.append((parameter, leaf.grad))
+        self.queue.append((block, parameter, leaf.grad))
         leaf.grad = None
-        if len(self.queue) > Eager.IN_FLIGHT:
+        if block != self.latest[1]:
+            self.latest = self.latest[1], block
+        while self.queue[0][0] not in self.latest:
             self._put_first()
 
     def end(self) -> None:
@@ -43,7 +46,7 @@ class Leaving:
             self._put_first()
 
     def _put_first(self) -> None:
-        parameter, rows = self.queue.popleft()
+        _, parameter, rows = self.queue.popleft()
         self.put(parameter, rows.trigger_wait() if isinstance(rows, AsyncCollectiveTensor) else rows)
 
 
@@ -54,5 +57,7 @@ def offload_gradients(roots: Sequence[nn.Module], put: Put | None) -> None:
             continue
         assert put is not None
         model.put, leaving = put, Leaving(put)
+        last = last_block(plan.fqn for plan in model.plans.values())
         for parameter, plan in model.plans.items():
-            model.leaves[plan.fqn].register_post_accumulate_grad_hook(functools.partial(leaving.take, parameter))
+            block = block_of(plan.fqn, last)
+            model.leaves[plan.fqn].register_post_accumulate_grad_hook(functools.partial(leaving.take, parameter, block))
