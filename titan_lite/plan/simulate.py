@@ -89,7 +89,11 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
             mean[part] += value / degree
         end = {graph: sum(seconds_of(stages[stage], (graph,)) for stage in mine) for graph in ROUND}
         ends.append(end | {"optimizer": parts["optimizer"] + parts.get("offload", 0.0)})
-    total = layout.accumulation * run.seconds + max(sum(each.values()) for each in ends)
+    pipeline = layout.accumulation * run.seconds
+    if machine.ranks_per_core > 1:  # while a rank waits, others have its core
+        busy = (sum(forward[stage] + backward[stage] for stage in mine) for mine in ranks)
+        pipeline = max(pipeline / machine.ranks_per_core, layout.microbatches * max(busy))
+    total = pipeline + max(sum(each.values()) for each in ends)
     mean["bubble"] = total - sum(mean.values())
     if machine.multiprocessors:  # figures that a run measured are those of its slowest rank
         mean["exposed.slowest"] = total * (slowest_of(layout.world_size) - 1)

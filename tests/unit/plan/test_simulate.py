@@ -102,6 +102,17 @@ def test_a_slow_stage_and_slow_links_hold_the_others_up():
     assert travel >= 2 * 0.1 * (1 - 1e-9)  # there and back, at least once
 
 
+def test_while_a_rank_waits_the_others_have_its_core():
+    mine = layout(4, 8)
+    alone, shared = (
+        simulate_step(mine, stages_of(mine), dataclasses.replace(AT_ONCE, ranks_per_core=ranks, multiprocessors=0))
+        for ranks in (1.0, 2.0)
+    )
+    assert alone.seconds == pytest.approx(3.0 * (8 + 3), rel=1e-4)
+    assert shared.seconds == pytest.approx(3.0 * 8, rel=1e-4)  # the cores always work
+    assert shared.parts["bubble"] == pytest.approx(0.0, abs=1e-4)
+
+
 def test_a_step_is_the_sum_of_its_parts():
     mine = layout(4, 8, accumulation=2, gathers_once=True)
     figures = dict(held=1e9, whole=1e9, forward__exposed__tp=0.5, gather__exposed__dp_shard=3.0, reduce__compute=0.25)
