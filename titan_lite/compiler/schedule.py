@@ -20,7 +20,7 @@ from pathlib import Path
 from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule
 
-from titan_lite.compiler import bucketing, reordering, wrapping
+from titan_lite.compiler import bucketing, deferring, reordering, wrapping
 from titan_lite.compiler.auto import schedule_by_inductor
 from titan_lite.compiler.collectives import (
     KINDS,
@@ -67,6 +67,8 @@ class Schedule:
         """Run the passes. Raises ConfigError if bucketing merges nothing or ranks differ, and DoesNotFit as `fits` decides."""
         graph, started = module.graph, time.perf_counter()
         merge_waits(graph)
+        if self.config.reordering:
+            deferring.defer_products(graph, self.machine, fused=self.fused)
         before = count_collectives(graph)
         self.write(graph, name, "0_traced")
         self.bucket(module, name)

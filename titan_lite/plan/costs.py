@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch.fx import Graph
 
-from titan_lite.compiler.collectives import KINDS, collective_bytes, kind_of, parameter_collectives, ranks_of, tensors_of
+from titan_lite.compiler.collectives import KINDS, collective_bytes, kind_of, parameters_of, ranks_of, tensors_of
 from titan_lite.compiler.hardware import Machine, flops_of
 from titan_lite.compiler.timeline import simulate
 from titan_lite.distributed.accumulation import Plans, gather_buckets, reduce_buckets
@@ -29,7 +29,7 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figur
     """
     result: Figures = defaultdict(float)
     timeline = simulate(graph, machine, fused=fused)
-    exposed = dict(zip(parameter_collectives(graph), timeline.collectives(), strict=True))
+    spans = iter([span for span in timeline.spans if span.group])
     result["compute"] = sum(span.seconds for span in timeline.spans if span.lane == "compute" and not span.group)
     if timeline.idle:
         result["exposed.host"] = timeline.idle
@@ -38,9 +38,10 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figur
             matmul, attention = flops_of(node)
             result["matmul"] += matmul
             result["attention"] += attention
-        elif len(ranks := tuple(ranks_of(node))) > 1:
-            held_up = exposed[node].exposed if node in exposed else None
-            axis = axis_along(ranks, axes, node in exposed)
+            continue
+        held_up, ranks = next(spans).exposed, tuple(ranks_of(node))
+        if len(ranks) > 1:
+            axis = axis_along(ranks, axes, bool(parameters_of(node)))
             _add_collective(result, axis, kind_of(node), collective_bytes(node), ranks, machine, held_up, tensors_of(node))
     return dict(result)
 
