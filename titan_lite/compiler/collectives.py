@@ -81,6 +81,11 @@ def parameter_collectives(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if parameters_of(node)]
 
 
+def activation_collectives(graph: Graph) -> list[Node]:
+    """Return the collectives of tensor and context parallelism: of tokens, heads and scales."""
+    return [node for node in graph.nodes if node.target in KINDS and not parameters_of(node)]
+
+
 def collective_bytes(node: Node) -> int:
     """Return the unsharded bytes of a collective: the output of an all-gather, the input of a reduction."""
     return nbytes_of(node) if is_all_gather(node) else sum(map(nbytes_of, node.all_input_nodes))

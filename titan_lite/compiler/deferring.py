@@ -9,17 +9,18 @@ forward every product is on the path, so nothing moves.
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 from torch.fx import Graph, Node
 
-from titan_lite.compiler.collectives import KINDS, descendants, parameters_of, wait_of
+from titan_lite.compiler.collectives import activation_collectives, descendants, wait_of
 from titan_lite.compiler.hardware import MATMULS, Machine
 
 RECENT = 8  # products that may be deferred, the last ones: a deferred product keeps its factors alive. A block has 7 weights.
 
 
-def defer_products(graph: Graph, machine: Machine | None = None, *, fused: bool = True) -> int:
-    """Move products between collectives of activations and their waits, in place. Return how many moved.
+def choose_products(graph: Graph, machine: Machine | None = None, *, fused: bool = True) -> list[tuple[int, int]]:
+    """Return (place of a product, place of the wait to move it before) in graph order. All ranks must use those of one.
 
     A collective gets the shortest product that is as long as itself; if there is none, the longest one, and others for the rest.
     Without a machine it gets the last product.
@@ -28,27 +29,36 @@ def defer_products(graph: Graph, machine: Machine | None = None, *, fused: bool 
     def seconds(node: Node) -> float:
         return machine.cost(node, fused) if machine else 1.0
 
-    activations = {node for node in graph.nodes if node.target in KINDS and not parameters_of(node)}
+    activations = activation_collectives(graph)
     starts = {wait_of(node): node for node in activations}
     path = _ancestors(activations)
+    places = {node: place for place, node in enumerate(graph.nodes)}
     ready: deque[Node] = deque(maxlen=RECENT)
-    moved = 0
-    for node in list(graph.nodes):
+    chosen = []
+    for node in places:
         if node.target in MATMULS and node not in path:
             ready.appendleft(node)
         elif node in starts:
             left = seconds(starts[node])
             while ready and left > 0:
                 product = min(ready, key=lambda each: (seconds(each) < left, abs(seconds(each) - left)))
-                for each in sorted(later for later in descendants(product) if later < node):
-                    node.prepend(each)
+                chosen.append((places[product], places[node]))
                 ready.remove(product)
-                left, moved = left - seconds(product), moved + 1
+                left -= seconds(product)
+    return chosen
+
+
+def defer_products(graph: Graph, chosen: Sequence[tuple[int, int]]) -> int:
+    """Move the chosen products, with what depends on them, in place. Return how many moved."""
+    nodes = list(graph.nodes)
+    for product, wait in chosen:
+        for each in sorted(later for later in descendants(nodes[product]) if later < nodes[wait]):
+            nodes[wait].prepend(each)
     graph.lint()
-    return moved
+    return len(chosen)
 
 
-def _ancestors(nodes: set[Node]) -> set[Node]:
+def _ancestors(nodes: Sequence[Node]) -> set[Node]:
     """Return `nodes` and all nodes that they depend on."""
     found, open_nodes = set(nodes), list(nodes)
     while open_nodes:

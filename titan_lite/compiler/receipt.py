@@ -49,6 +49,8 @@ class Receipt:
     compile_seconds: float = 0.0
     copied: int | None = None  # bytes copied into and out of buckets; None for Inductor's buckets
     cache: str = ""  # "hit" or "miss" of Inductor's cache, "" without it
+    deferred: int = 0  # number of products computed while a collective of activations is in flight
+    cut: int = 0  # number of collectives of activations in chunks
     pp_rank: int | None = None  # the pipeline rank that runs the graph
 
 
@@ -87,6 +89,9 @@ def describe(receipts: Sequence[Receipt]) -> list[str]:
                 f"{milliseconds(times.exposed)} exposed (at least {milliseconds(times.bound)})"
             )
         words = [*words, f"schedule {receipt.schedule}"] if counts else ["no collectives of parameters"]
+        if receipt.deferred or receipt.cut:
+            hiding = f"{receipt.deferred} products deferred, {receipt.cut} collectives cut into chunks"
+            words.append(f"tensor and context parallelism: {hiding}")
         where = "" if receipt.pp_rank is None else f"pipeline rank {receipt.pp_rank}, "
         cache = f", cache {receipt.cache}" if receipt.cache else ""
         words.append(f"compiled in {receipt.compile_seconds:.1f} s{cache}")

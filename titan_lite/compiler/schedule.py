@@ -16,14 +16,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule
 
-from titan_lite.compiler import bucketing, deferring, reordering, wrapping
+from titan_lite.compiler import bucketing, chunking, deferring, reordering, wrapping
 from titan_lite.compiler.auto import schedule_by_inductor
 from titan_lite.compiler.collectives import (
     KINDS,
+    activation_collectives,
     collective_bytes,
     group_of,
     merge_waits,
@@ -67,8 +69,7 @@ class Schedule:
         """Run the passes. Raises ConfigError if bucketing merges nothing or ranks differ, and DoesNotFit as `fits` decides."""
         graph, started = module.graph, time.perf_counter()
         merge_waits(graph)
-        if self.config.reordering:
-            deferring.defer_products(graph, self.machine, fused=self.fused)
+        deferred, cut = self.hide_activations(graph)
         before = count_collectives(graph)
         self.write(graph, name, "0_traced")
         self.bucket(module, name)
@@ -93,6 +94,8 @@ class Schedule:
                 self.agreed(schedules(graph), name),
                 timeline,
                 pass_seconds=time.perf_counter() - started,
+                deferred=deferred,
+                cut=cut,
                 copied=None if self.config.bucketing == "auto" else copied_by_buckets(graph, self.fused),
             )
         )
@@ -102,6 +105,22 @@ class Schedule:
                 fit_alike = self.peers.alike(str(fits))
             if not (fits and fit_alike):
                 raise DoesNotFit(name)
+
+    def hide_activations(self, graph: Graph) -> tuple[int, int]:
+        """Return how many products were deferred, and how many collectives cut, to hide tensor and context parallelism."""
+        deferred, cut, chunks, how = 0, 0, self.config.tensor_parallel_chunks, dict(fused=self.fused)
+        if activation_collectives(graph):
+            if self.config.reordering:
+                deferred = deferring.defer_products(graph, self.first(deferring.choose_products(graph, self.machine, **how)))
+            if chunks > 1:
+                chosen = self.first(chunking.choose_collectives(graph, chunks, self.machine, **how))
+                cut = chunking.cut_into_chunks(graph, chunks, chosen)
+        return deferred, cut
+
+    def first(self, mine: Any) -> Any:
+        """Return the first rank's value of `mine`, as JSON. Parts of tensor-parallel ranks may differ in size, and so in cost."""
+        with outside_of_tracing():
+            return json.loads(self.peers.first(json.dumps(mine)))
 
     def bucket(self, module: GraphModule, name: str) -> None:
         config, graph, merged = self.config, module.graph, 0
@@ -138,10 +157,9 @@ class Schedule:
             (self.dump / f"{len(self.receipts)}_{name}_{what}.txt").write_text(readable(graph), encoding="utf-8")
 
     def of_first_rank(self, plan: wrapping.Buckets) -> wrapping.Buckets:
-        """Return the first rank's plan. Tensor-parallel ranks reduce norms together, and sizes may differ between them."""
+        """Return the first rank's plan. Tensor-parallel ranks reduce norms together."""
         names = wrapping.name_all(plan)
-        with outside_of_tracing():
-            first = json.loads(self.peers.first(json.dumps({name: str(plan[node]) for node, name in names.items()})))
+        first = self.first({name: str(plan[node]) for node, name in names.items()})
         return {node: first[name] for node, name in names.items()}
 
     def agreed(self, mine: Mapping[str, str], name: str) -> str:

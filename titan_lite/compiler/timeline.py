@@ -117,7 +117,7 @@ def computed_before(graph: Graph, machine: Machine, fused: bool) -> dict[Node, f
 
     Work on shards does not count, since the last ranks have fewer rows, and passes must decide the same on all ranks.
     """
-    shard_work, costs = shards_of(graph), _costs(graph, machine, fused)
+    shard_work, costs = shards_of(graph), costs_of(graph, machine, fused)
     seconds, result = 0.0, {}
     for node in graph.nodes:
         result[node] = seconds
@@ -126,9 +126,9 @@ def computed_before(graph: Graph, machine: Machine, fused: bool) -> dict[Node, f
     return result
 
 
-def _costs(graph: Graph, machine: Machine, fused: bool) -> dict[Node, float]:
+def costs_of(graph: Graph, machine: Machine, fused: bool) -> dict[Node, float]:
     """Return the seconds of each node. Of a collective of activations, those that computation before its wait does not hide."""
-    costs = {node: machine.cost(node, fused) for node in graph.nodes}
+    costs, shard_work = {node: machine.cost(node, fused) for node in graph.nodes}, shards_of(graph)
     started: dict[Node, float] = {}  # collective of activations -> seconds computed before it
     computed = 0.0
     for node in graph.nodes:
@@ -137,7 +137,7 @@ def _costs(graph: Graph, machine: Machine, fused: bool) -> dict[Node, float]:
         elif node.target is collectives.wait_tensor.default and start_of(node) in started:
             begin = started.pop(start_of(node))
             costs[start_of(node)] = max(0.0, costs[start_of(node)] - (computed - begin))
-        elif not parameters_of(node):
+        elif not parameters_of(node) and node not in shard_work:
             computed += costs[node]
     return costs
 
@@ -166,7 +166,7 @@ def lower_bound(graph: Graph, machine: Machine, *, fused: bool = True) -> float:
     part of it that is not computation is exposed.
     """
     mine, movable = set(parameter_collectives(graph)), shards_of(graph)
-    seconds = _costs(graph, machine, fused)
+    seconds = costs_of(graph, machine, fused)
 
     def earliest(nodes: Iterable[Node], before: Callable[[Node], Iterable[Node]]) -> dict[Node, float]:
         """Return the least time before each node, in the direction of `before`."""

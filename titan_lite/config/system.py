@@ -214,6 +214,13 @@ class Compile:
     reordering: bool = setting(
         True, "start each gather one bucket early, and wait for each reduction when the next starts", needs=COMPILES_MODEL
     )
+    tensor_parallel_chunks: int = setting(
+        1,
+        "chunks of tokens that a collective of tensor parallelism and its matrix product are cut into, so that one travels while "
+        "another is computed; where the cost model of machine finds it slower, nothing is cut; 1: never",
+        "chunks >= 1",
+        needs=(*COMPILES_MODEL, Need("parallelism.tensor_parallel_degree", lambda degree: degree > 1, "2")),
+    )
 
     def compiles(self, component: str) -> bool:
         return self.enable and component in self.components
