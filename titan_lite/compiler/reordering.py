@@ -64,16 +64,21 @@ def start_gathers_early(graph: Graph, machine: Machine | None = None, *, fused: 
         if move_gather_before(gather, place, lambda: peak_bytes(graph, without) <= limit):
             moved.add(gather)
         last = max(gather, *results_of(gather)) if results_of(gather) else gather
-    if machine is not None and not all(map(moves_tokens, gathers)):
-        _prepare_during_first([gather for gather in gathers if not moves_tokens(gather)], machine, fused)
+    weights = [gather for gather in gathers if not moves_tokens(gather)]
+    if machine is not None and weights:
+        _prepare_during_first(weights, [row for row in rows if row < wait_of(weights[0])], machine, fused)
     return len(moved)
 
 
-def _prepare_during_first(gathers: Sequence[Node], machine: Machine, fused: bool) -> None:
-    """Cast and bucket the shards of later all-gathers during the first one, when there is nothing else to compute."""
-    graph, wait = gathers[0].graph, wait_of(gathers[0])
+def _prepare_during_first(gathers: Sequence[Node], rows: Sequence[Node], machine: Machine, fused: bool) -> None:
+    """Cast and bucket the shards of later all-gathers during the first one, when there is nothing else to compute.
+
+    rows: the all-to-all of an embedding, which waits for the first all-gather as well.
+    """
+    graph, first = gathers[0].graph, [gathers[0], *rows]
+    wait = wait_of(first[-1])
     between = [node for node in graph.nodes if gathers[0] < node < wait]
-    idle = machine.cost(gathers[0]) - sum(machine.cost(node, fused) for node in between if not parameters_of(node))
+    idle = sum(map(machine.cost, first)) - sum(machine.cost(node, fused) for node in between if not parameters_of(node))
     limit = peak_bytes(graph)
     for gather in gathers[1:]:
         leading = sorted(node for node in preparation(gather) or () if node > wait)

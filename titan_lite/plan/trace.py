@@ -42,6 +42,7 @@ from titan_lite.command import end_with_parent
 from titan_lite.compiler.collectives import (
     descendants,
     is_all_gather,
+    moves_tokens,
     parameter_all_gathers,
     parameters_of,
     wait_of,
@@ -372,7 +373,7 @@ def _run_ahead(graph: Graph) -> None:
     """Reorder collectives as eager mode does after the first step (distributed/eager.py): an all-gather starts IN_FLIGHT reads
     before its own, and each collective of a reduction is waited for IN_FLIGHT reductions later."""
     mine = weight_collectives(graph)
-    gathers = [node for node in parameter_all_gathers(graph) if parameters_of(node)]
+    gathers = [node for node in parameter_all_gathers(graph) if parameters_of(node) and not moves_tokens(node)]
     for place, gather in enumerate(gathers[1:], 1):
         move_gather_before(gather, wait_of(gathers[max(0, place - Eager.IN_FLIGHT)]))
     lines: dict[int, list[Node]] = {}  # by number of collectives that follow on the path to the output
