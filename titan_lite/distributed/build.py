@@ -58,7 +58,7 @@ def build_stages(
 
     make_model: (positions of this rank's tokens within a sequence) -> the model, with blocks as the children of `layers`.
     loss: of the module `output`, given labels. attend: the attention of context parallelism. Default: `attend_to_the_past`.
-    by_columns: shard the embedding by columns (embedding.py).
+    by_columns: of the embedding (embedding.py).
     """
     positions = own_positions(training.seq_len, mesh["cp"].get_local_rank(), mesh["cp"].size())
     attend = attend or functools.partial(attend_to_the_past, kernel=training.attention_kernel)

@@ -138,8 +138,7 @@ def apply_simple_fsdp(
 def _shard(
     parameter: nn.Parameter, mesh: DeviceMesh, fqn: str, param_dtype: torch.dtype, reduce_dtype: torch.dtype, dim: int
 ) -> tuple[nn.Parameter, GatherPlan]:
-    """Return this rank's rows of a parameter (dim 0), as a DTensor on `mesh`, and the plan to gather it; or its columns (dim 1),
-    which are read in float32 and not gathered."""
+    """Return this rank's rows of a parameter as a DTensor, and the plan to gather it; its columns with dim 1, which stay."""
     tp_placement: Placement = Replicate()
     unsharded = parameter.detach()
     if isinstance(parameter, DTensor):
