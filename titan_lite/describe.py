@@ -68,6 +68,8 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
     if chunk := layout.loss_chunk:
         chunks = -(-layout.sequences * layout.seq_len // layout.degrees["cp"] // chunk)
         lines.append(f"loss: in {chunks} chunks of {chunk:,} tokens, never with all logits (training.loss_chunk_tokens)")
+    if degrees["dp_shard"] * degrees["cp"] > 1:
+        lines.append(f"embedding: sharded by {'columns' if layout.by_columns else 'rows'}; {layout.why_so}")
     of_state = f"optimizer state ({layout.host_bytes(config) / 2**30:.2f} GiB in host memory)"
     of_state = "optimizer state" if training.offload == "none" else f"buckets of {of_state}"
     memory = f"memory: {layout.steady_bytes(config) / 2**30:.2f} GiB a rank for parameters, gradients and {of_state}"

@@ -29,6 +29,7 @@ AT_ONCE = ["--training.global_batch_size=-1"]  # where the others accumulate gra
 EVERY_TIME = ["--parallelism.fsdp_communication=microbatch"]
 KEPT = [*EVERY_TIME, "--parallelism.fsdp_reshard_after_forward=never"]
 COMPILED = ["--compile.enable"]
+COLUMNS = ["--parallelism.embedding_sharding=columns"]
 CHUNKED = ["--training.loss_chunk_tokens=100"]  # the reference has the loss of all logits
 
 
@@ -47,11 +48,16 @@ QUICK = [  # of every kind and of every two kinds one, and every schedule
     ("dp_shard=2", [*COMPILED, *EVERY_TIME, *CHUNKED]),
     ("dp_shard=2,pp=2", FULL),
     ("pp=2,tp=2", [*INTERLEAVED, *SECOND, *MASKED]),
+    ("cp=2", [*COLUMNS, *EVERY_TIME]),
+    ("dp_shard=2,pp=2", [*COLUMNS, *ZBV]),
 ]
 LAYOUTS = ["tp=2", "tp=4", "cp=2", "cp=4", "dp_shard=2,tp=2", "dp_shard=2,cp=2", "dp_replicate=2,dp_shard=2,tp=2", "cp=2,tp=2"]
 LAYOUTS += ["dp_replicate=2", "dp_replicate=2,dp_shard=2"]
 PIPELINES = ["pp=2", "dp_shard=2,pp=2", "pp=2,tp=2", "pp=2,dp_shard=2,tp=2", "pp=4", "pp=2,cp=2", "dp_replicate=2,pp=2"]
 SLOW = [
+    *((layout, COLUMNS) for layout in ("dp_shard=2,tp=2", "dp_shard=2,cp=2", "dp_replicate=2,dp_shard=2", "dp_shard=2,pp=2")),
+    *((layout, [*COLUMNS, *COMPILED, *EVERY_TIME]) for layout in ("dp_shard=2,tp=2", "dp_shard=2,pp=2", "dp_shard=4")),
+    *(("dp_shard=2,pp=2", [*COLUMNS, *EVERY_TIME, *name]) for name in (INTERLEAVED, ZBV)),
     *((layout, CHUNKED) for layout in ("dp_shard=2,tp=2", "dp_shard=2,cp=2", "dp_shard=2,pp=2")),
     *((layout, [*COMPILED, *CHUNKED]) for layout in ("dp_shard=2,tp=2", "dp_shard=2,pp=2", "cp=2,tp=2")),
     *(("dp_shard=2,pp=2", [*name, *CHUNKED]) for name in (GPIPE, INTERLEAVED, ZBV)),

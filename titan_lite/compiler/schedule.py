@@ -33,6 +33,7 @@ from titan_lite.compiler.collectives import (
     parameters_of,
     ranks_of,
     wait_of,
+    weight_collectives,
 )
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.peers import Peers, outside_of_tracing
@@ -125,7 +126,7 @@ class Schedule:
     def bucket(self, module: GraphModule, name: str) -> None:
         config, graph, merged = self.config, module.graph, 0
         coalesce = config.bucket_mode == "coalesced"
-        mergeable = Counter((node.target, group_of(node), node.meta["val"].dtype) for node in parameter_collectives(graph))
+        mergeable = Counter((node.target, group_of(node), node.meta["val"].dtype) for node in weight_collectives(graph))
         if config.bucketing == "none" or not mergeable:
             return
         if config.bucketing == "block":
@@ -137,7 +138,7 @@ class Schedule:
             merged = bucketing.merge(graph, self.of_first_rank(plan), coalesce)
         elif config.bucketing == "auto":
             schedule_by_inductor(module, self.cost_model(), fused=self.fused)
-            merged = sum(mergeable.values()) - len(parameter_collectives(graph))
+            merged = sum(mergeable.values()) - len(weight_collectives(graph))
         # The buckets of a plan may be in another pipeline stage.
         if self.must_merge and not merged and config.bucketing != "plan" and max(mergeable.values()) > 1:
             why = ", since computation is too short to hide them" if config.bucketing == "auto" else ""

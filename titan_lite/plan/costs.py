@@ -24,7 +24,7 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figur
     compute                      seconds of all operators except collectives, slower beside those of parameters
     exposed.host                 seconds in which the device waits for the host
     communication.A, exposed.A   seconds of the collectives along axis A; the part of them in which nothing computes
-    bytes.A, across.A            bytes that a rank sends along A, in a ring; the part to another node, averaged over its ranks
+    bytes.A, across.A            bytes that a rank sends along A; the part to another node, averaged over its ranks
     matmul, attention            floating-point operations
     """
     result: Figures = defaultdict(float)
@@ -60,10 +60,11 @@ def _add_collective(
     seconds = machine.collective(kind, nbytes, ranks, tensors)
     nodes = len({rank // machine.ranks_per_node for rank in ranks})
     sent = (2 if kind == "all_reduce" else 1) * nbytes * (len(ranks) - 1) / len(ranks)
+    share = (len(ranks) - len(ranks) / nodes) / (len(ranks) - 1) if kind == "all_to_all" else nodes / len(ranks)
     result[f"communication.{axis}"] += seconds
     result[f"exposed.{axis}"] += seconds if exposed is None else exposed
     result[f"bytes.{axis}"] += sent
-    result[f"across.{axis}"] += sent * nodes / len(ranks) if nodes > 1 else 0.0  # in a ring, one hop per node
+    result[f"across.{axis}"] += sent * share if nodes > 1 else 0.0  # in a ring, one hop per node
 
 
 def round_figures(plans: Plans, machine: Machine, axes: Axes) -> Figures:

@@ -161,19 +161,20 @@ class Replay:
         for event in tape.events.get(name, ()):
             if event >= 0:
                 held[event] = self.make(tape.rows[event], tape.sizes[event])
-            elif ~event < tape.gradients:
+            elif ~event < len(tape.elements):
                 self.add(number, ~event, held[~event])
             else:
                 self.end(held[~event])
 
     def add(self, number: int, gradient: int, held: Held) -> None:
         """Keep a gradient of the first microbatch, and add later ones to it: full ones in the dtype that they are reduced in."""
-        sums = self.gradients[number]
-        if gradient not in sums and (not self.layout.gathers_once or self.summed == self.computed):
+        sums, tape = self.gradients[number], self.stages[number].tape
+        summed = tape.elements[gradient] * self.summed
+        if gradient not in sums and (not self.layout.gathers_once or summed == tape.sizes[gradient]):
             sums[gradient] = held
             return
         if gradient not in sums:
-            sums[gradient] = self.make("gradients", self.stages[number].tape.sizes[gradient] * self.summed // self.computed)
+            sums[gradient] = self.make("gradients", summed)
         self.end(held)
 
     def gather(self) -> None:
@@ -182,10 +183,10 @@ class Replay:
         for stage in self.stages.values() if self.layout.gathers_once else ():
             under_way: list[tuple[Held, Held, list[Weight]]] = []
             # a weight that is not sharded, of the same dtype, is no copy
-            weights = [weight for weight in stage.weights if _sharded([weight]) or self.held != self.computed]
+            weights = [weight for weight in stage.weights if _sharded([weight]) or self.held != self.itemsize(weight)]
             buckets = buckets_of(weights, "gathered_with")
             for place, bucket in enumerate(buckets):
-                itemsize = 1 if bucket[0].float8 else self.computed  # a bucket has one dtype
+                itemsize = self.itemsize(bucket[0])  # a bucket has one dtype
                 shard = self.make("working", _sharded(bucket) * itemsize * sum(weight.held for weight in bucket))
                 row = "working" if len(bucket) > 1 else WHOLES
                 under_way.append((shard, self.make(row, itemsize * sum(weight.whole for weight in bucket)), bucket))
@@ -193,11 +194,15 @@ class Replay:
                     shard, table, bucket = under_way.pop(0)
                     self.end(shard)
                     if len(bucket) > 1:
-                        itemsize = 1 if bucket[0].float8 else self.computed
+                        itemsize = self.itemsize(bucket[0])
                         self.wholes += [self.make(WHOLES, itemsize * weight.whole) for weight in bucket]
                         self.end(table)
                     else:
                         self.wholes.append(table)
+
+    def itemsize(self, weight: Weight) -> int:
+        """Return the bytes of an element of a gathered weight."""
+        return 1 if weight.float8 else 4 if weight.float32 else self.computed
 
     def reduce(self) -> None:
         """Reduce the sums of full gradients, IN_FLIGHT buckets at once, and free the full weights."""
@@ -205,7 +210,7 @@ class Replay:
         for number, stage in self.stages.items() if self.layout.gathers_once else ():
             sums: dict[int, list[Held]] = defaultdict(list)  # by elements
             for gradient, held in sorted(self.gradients.pop(number, {}).items()):
-                sums[stage.tape.sizes[gradient] // self.computed].append(held)
+                sums[stage.tape.elements[gradient]].append(held)
             under_way: list[Held] = []
             buckets = buckets_of(stage.weights, "reduced_with")
             for place, bucket in enumerate(buckets):

@@ -42,10 +42,11 @@ from titan_lite.command import end_with_parent
 from titan_lite.compiler.collectives import (
     descendants,
     is_all_gather,
+    moves_tokens,
     parameter_all_gathers,
-    parameter_collectives,
     parameters_of,
     wait_of,
+    weight_collectives,
 )
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.reordering import move_gather_before
@@ -166,6 +167,7 @@ def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
         layout.model,
         layout.sequences,
         layout.gathers_once,
+        layout.by_columns,
         degrees,
         config.compile,
         config.activation_checkpoint,
@@ -263,7 +265,11 @@ def weights_of(plans: Plans) -> list[Weight]:
         block = int(plan.fqn.split(".")[1]) if plan.fqn.startswith("layers.") else -1
         whole = plan.rows * math.prod(plan.row_shape)
         buckets = gathered[parameter], reduced[parameter]
-        found.append(Weight(local(parameter).numel(), whole, block, *buckets, float8=plan.float8))
+        found.append(
+            Weight(
+                local(parameter).numel(), whole, block, *buckets, float8=plan.float8, float32=plan.param_dtype == torch.float32
+            )
+        )
     return found
 
 
@@ -281,6 +287,7 @@ def build_stage(layout: PlannedLayout, mesh: DeviceMesh, kind: Kind, n_layers: i
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,
         loss=loss if layout.loss_chunk else None,
+        by_columns=layout.by_columns,
         attend=attend_as_on_gpus,
     )
     return model
@@ -365,8 +372,8 @@ class _Priced(Schedule):
 def _run_ahead(graph: Graph) -> None:
     """Reorder collectives as eager mode does after the first step (distributed/eager.py): an all-gather starts IN_FLIGHT reads
     before its own, and each collective of a reduction is waited for IN_FLIGHT reductions later."""
-    mine = parameter_collectives(graph)
-    gathers = [node for node in parameter_all_gathers(graph) if parameters_of(node)]
+    mine = weight_collectives(graph)
+    gathers = [node for node in parameter_all_gathers(graph) if parameters_of(node) and not moves_tokens(node)]
     for place, gather in enumerate(gathers[1:], 1):
         move_gather_before(gather, wait_of(gathers[max(0, place - Eager.IN_FLIGHT)]))
     lines: dict[int, list[Node]] = {}  # by number of collectives that follow on the path to the output

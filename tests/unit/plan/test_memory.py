@@ -38,7 +38,7 @@ def stage(weights=(WEIGHT,), between=0, **events):
     """A gradient of 4 MiB, an activation of 100 MiB, and 30 MiB that a graph needs while it runs."""
     plain = {"forward": [1, 2, ~2], "backward": [2, 0, ~1, ~2, ~0]}
     return Stage(
-        Tape([4 * MIB, 100 * MIB, 30 * MIB], 1, ["gradients", "activations", "working"], events or plain), weights, 0, between
+        Tape([4 * MIB, 100 * MIB, 30 * MIB], [MIB], ["gradients", "activations", "working"], events or plain), weights, 0, between
     )
 
 
@@ -124,7 +124,7 @@ def test_later_gradients_are_added_to_the_first():
 def test_weights_and_gradients_of_a_step_are_held_whole():
     weights = [dataclasses.replace(WEIGHT, held=MIB // 4, reduced_with=number) for number in (0, 1)]
     events = {"forward": [2, ~2], "backward": [0, 1, 2, ~2, ~0, ~1]}
-    tape = Tape([2 * MIB, 2 * MIB, 100 * MIB], 2, ["gradients", "gradients", "working"], events)
+    tape = Tape([2 * MIB, 2 * MIB, 100 * MIB], [MIB, MIB], ["gradients", "gradients", "working"], events)
     run = replayed(layout(accumulation=2, gathers_once=True), [Stage(tape, weights, 0, 0)])
     # In backward of the second local batch: two weights in bfloat16, gradients of both in float32, and this batch's in bfloat16.
     assert mib(run.rows) == {
@@ -137,10 +137,18 @@ def test_weights_and_gradients_of_a_step_are_held_whole():
     assert not any(held for held in (run.wholes, run.shards, run.gradients))
 
 
+def test_columns_of_an_embedding_are_neither_gathered_nor_summed_in_a_copy():
+    weights = [dataclasses.replace(WEIGHT, float32=True)]  # as in distributed/embedding.py
+    tape = Tape([4 * MIB, 100 * MIB], [MIB], ["gradients", "working"], {"forward": [1, ~1], "backward": [0, 1, ~1, ~0]})
+    run = replayed(layout(accumulation=2, gathers_once=True), [Stage(tape, weights, 0, 0)])
+    assert mib(run.rows) == {"parameters": 4, "optimizer state": 8 + 512 / MIB, "working": 100, "gradients": 4 + 4}
+
+
 def test_all_that_a_step_makes_is_freed_but_the_state():
     half = dataclasses.replace(WEIGHT, held=MIB // 2, whole=2 * MIB)  # the gradient's 4 MiB are of bfloat16
     for weight, gathers_once in ((WEIGHT, False), (half, True)):
-        run = replayed(layout(accumulation=2, gathers_once=gathers_once), [stage([weight])])
+        tape = dataclasses.replace(stage().tape, elements=[weight.whole])
+        run = replayed(layout(accumulation=2, gathers_once=gathers_once), [Stage(tape, [weight], 0, 0)])
         assert run.allocator.allocated == 3 * 4 * weight.held + 512
 
 
