@@ -15,7 +15,7 @@ from test_buckets import BUCKETS, CONFIG, LAYOUTS
 from test_simple_fsdp import Rows
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from titan_lite.distributed import accumulation
+from titan_lite.distributed import accumulation, buckets
 from titan_lite.distributed.accumulation import IN_FLIGHT, gathered_for_step, gradient_leaves
 from titan_lite.distributed.gather import GatherPlan, local
 from titan_lite.distributed.mesh import parameter_mesh
@@ -111,7 +111,7 @@ def uneven():
     dtypes = dict(param_dtype=torch.float32, reduce_dtype=torch.float32)
     apply_simple_fsdp(model, parameter_mesh(make_mesh(1, world)), **dtypes, reshard_after_forward=True)
     of_ranks = [torch.randint(100, (world, *parameter.shape), generator=generator).float() for parameter in exact.parameters()]
-    with mock.patch.object(accumulation, "block_of", return_value="all"), gathered_for_step(model):
+    with mock.patch.object(buckets, "block_of", return_value="all"), gathered_for_step(model):
         for (name, parameter), leaf, gradients in zip(exact.named_parameters(), gradient_leaves(model), of_ranks, strict=True):
             assert torch.equal(getattr(model, name), parameter)
             leaf.grad = gradients[rank]

@@ -5,27 +5,24 @@
             loss(model(input), label).backward()    # gradients accumulate, unreduced
     parameter.grad                                  # reduced, on exit
 
-Llama 3 was trained this way (arXiv 2407.21783, section 3.3.2): weights stay gathered after forward. Buckets are those of
-SimpleFSDP's manual wrapping (arXiv 2411.00284, section 4.1).
+Llama 3 was trained this way (arXiv 2407.21783, section 3.3.2): weights stay gathered after forward.
 """
 
 import functools
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from titan_lite.compiler.fqns import block_of, last_block
-from titan_lite.distributed.gather import Bucket, GatherPlan, local
+from titan_lite.distributed.buckets import Plans, gather_buckets, reduce_buckets
+from titan_lite.distributed.gather import GatherPlan, local
 from titan_lite.distributed.simple_fsdp import as_shard_of, model_of
 from titan_lite.float8 import stand_in
 
 IN_FLIGHT = 2  # buckets allocated at once, beside weights and gradients: one is communicated while another is copied
-Plans = Mapping[nn.Parameter, GatherPlan]
-StepBuckets = list[tuple[list[nn.Parameter], Bucket]]
 Started = TypeVar("Started")
 
 
@@ -82,30 +79,6 @@ def _reduce(gradients: dict[nn.Parameter, Tensor], plans: Plans) -> None:
         for parameter, rows in zip(members, bucket.finish_reduce(in_flight), strict=True):
             parameter.grad = as_shard_of(parameter, rows.to(parameter.dtype))
         del in_flight, rows
-
-
-def gather_buckets(plans: Plans) -> StepBuckets:
-    """Return the buckets that weights are gathered in. A weight that is not sharded has its own."""
-    last = last_block(plan.fqn for plan in plans.values())
-
-    def key(plan: GatherPlan) -> Hashable:
-        return (block_of(plan.fqn, last), plan.shard_group, plan.gather_dtype) if plan.shard_degree > 1 else plan
-
-    return _buckets(plans, key)
-
-
-def reduce_buckets(plans: Plans) -> StepBuckets:
-    """Return the buckets that gradients are reduced in."""
-    last = last_block(plan.fqn for plan in plans.values())
-    return _buckets(plans, lambda plan: (block_of(plan.fqn, last), plan.shard_group, plan.sum_groups, plan.reduce_dtype))
-
-
-def _buckets(plans: Plans, key: Callable[[GatherPlan], Hashable]) -> StepBuckets:
-    """Return one bucket for each value of `key`, in the order of their first parameters."""
-    together: dict[Hashable, list[nn.Parameter]] = defaultdict(list)
-    for parameter, plan in plans.items():
-        together[key(plan)].append(parameter)
-    return [(members, Bucket(tuple(map(plans.__getitem__, members)))) for members in together.values()]
 
 
 def _prefetch(started: Iterable[Started]) -> Iterator[Started]:

@@ -72,9 +72,9 @@ class _Model:
 
     def __init__(self, resharded: frozenset[str]):
         self.resharded = resharded  # FQNs of weights that are dropped after forward
-        self.eager = Eager()
         self.scales = Scales()
         self.plans: dict[nn.Parameter, GatherPlan] = {}  # one entry for tied weights; parameters hash by identity
+        self.eager = Eager(self.plans, self.scales)
         # Within `gathered_for_step` alone: unsharded weights by FQN, their stand-ins in autograd (of float8 weights), and sums of
         # their gradients if these have another dtype.
         self.gathered: dict[str, Tensor] = {}
@@ -177,7 +177,7 @@ def _sharded_class(cls: Any, names: tuple[str, ...], is_root: bool) -> Any:
         if tracing():
             return cls.forward(self, *args, **kwargs)
         model = model_of(self)
-        with model.eager.forward(bool(model.resharded) and torch.is_grad_enabled()):
+        with model.eager.forward(bool(model.resharded) and not model.gathered and torch.is_grad_enabled()):
             return cls.forward(self, *args, **kwargs)
 
     members: dict[str, Any] = {name: property(functools.partial(_read, name=name)) for name in names}
@@ -202,7 +202,7 @@ def _read(module: nn.Module, name: str) -> Tensor | Scaled:
         else:
             weight, stands_in = _Gather.apply(shard, plan, model.eager, scale)
             if plan.fqn in model.resharded:
-                model.eager.remember(weight, parameter, plan, scale)
+                model.eager.remember(weight, parameter, plan)
     return weight if scale is None else Scaled(weight, scale, stands_in)
 
 
@@ -223,6 +223,7 @@ def materialize(root: nn.Module, device: torch.device) -> None:
         rows = torch.empty_like(local(meta), device=device)
         filled[meta] = nn.Parameter(as_shard_of(meta, rows), requires_grad=meta.requires_grad)
     model.plans = {filled[meta]: plan for meta, plan in model.plans.items()}
+    model.eager = Eager(model.plans, model.scales)
     model.scales.allocate(device)
     for module in root.modules():
         for name, parameter in module._parameters.items():

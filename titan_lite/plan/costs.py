@@ -12,8 +12,8 @@ from torch.fx import Graph
 from titan_lite.compiler.collectives import KINDS, collective_bytes, kind_of, parameter_collectives, ranks_of, tensors_of
 from titan_lite.compiler.hardware import Machine, flops_of
 from titan_lite.compiler.timeline import simulate
-from titan_lite.distributed.accumulation import Plans, gather_buckets, reduce_buckets
 from titan_lite.distributed.axes import Axes, axis_along, ranks_in
+from titan_lite.distributed.buckets import Plans, gather_buckets, reduce_buckets
 
 Figures = dict[str, float]
 
