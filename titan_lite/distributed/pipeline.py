@@ -187,5 +187,5 @@ class _Stage(PipelineStage):
         assert isinstance(self.submod, _Leaves)
         with model_of(self.submod.model).eager.weights():
             result = backward()
-        fold_gradients(self.submod.model)
+            fold_gradients(self.submod.model)
         return result

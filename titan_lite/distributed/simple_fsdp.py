@@ -80,6 +80,7 @@ class _Model:
         self.gathered: dict[str, Tensor] = {}
         self.stand_ins: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
+        self.step: Any = None  # gathers and reduces with overlap
 
 
 class _Module(NamedTuple):
@@ -177,7 +178,7 @@ def _sharded_class(cls: Any, names: tuple[str, ...], is_root: bool) -> Any:
         if tracing():
             return cls.forward(self, *args, **kwargs)
         model = model_of(self)
-        with model.eager.forward(bool(model.resharded) and not model.gathered and torch.is_grad_enabled()):
+        with model.eager.forward(bool(model.resharded) and model.step is None and torch.is_grad_enabled()):
             return cls.forward(self, *args, **kwargs)
 
     members: dict[str, Any] = {name: property(functools.partial(_read, name=name)) for name in names}
@@ -191,6 +192,8 @@ def _read(module: nn.Module, name: str) -> Tensor | Scaled:
     fsdp: _Module = module._fsdp  # type: ignore[assignment]
     model, parameter, plan = fsdp.model, module._parameters[name], fsdp.plans[name]
     scale = model.scales.of(plan.fqn)
+    if model.step is not None and plan.fqn not in model.gathered:
+        model.step.gather(plan)
     if plan.fqn in model.gathered:
         weight, stands_in = model.gathered[plan.fqn], model.stand_ins.get(plan.fqn)
     else:

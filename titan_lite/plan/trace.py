@@ -234,7 +234,9 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     graphs = {**passes.graphs, **{f"loss_{name}": graph for name, graph in loss_passes.graphs.items()}}
     found = []
     for number, machine in enumerate(machines):
-        figures = held | (round_figures(plans, machine, axes) if layout.gathers_once else {})
+        computing = {name: each[number]["compute"] for name, (each, _) in passes.graphs.items()}
+        under = computing if passes.priced_as == "eager" else {}
+        figures = held | (round_figures(plans, machine, axes, under) if layout.gathers_once else {})
         for name, (each, _) in graphs.items():
             figures |= {f"{name}.{key}": value for key, value in each[number].items()}
         found.append(figures)
