@@ -297,7 +297,7 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         with ExitStack() as gathered:
             for model in self.stages if self.layout.gathers_once else ():
-                gathered.enter_context(gathered_for_step(model))
+                gathered.enter_context(gathered_for_step(model, len(batches) * self.layout.pipeline.microbatches))
             for batch in batches:
                 total += self.by_source.add(self.runner.forward_backward(*batch, tokens), tokens)
                 self.watchdog.beat()

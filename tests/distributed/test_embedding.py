@@ -13,7 +13,7 @@ from titan_lite.config.recipe import load_config
 from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.distributed.gather import local
 from titan_lite.distributed.simple_fsdp import as_shard_of
-from titan_lite.rounding import row_numbers
+from titan_lite.optimizer.rounding import row_numbers
 from titan_lite.trainer import Trainer
 
 LAYOUTS = {"FSDP": (1, 2), "FSDP of four": (1, 4), "HSDP": (2, 2), "FSDP x TP": (1, 2, 2)}

@@ -73,14 +73,15 @@ class _Model:
 
     def __init__(self, resharded: frozenset[str]):
         self.resharded = resharded  # FQNs of weights that are dropped after forward
-        self.eager = Eager()
         self.scales = Scales()
         self.plans: dict[nn.Parameter, GatherPlan] = {}  # one entry for tied weights; parameters hash by identity
+        self.eager = Eager(self.plans, self.scales)
         # Within `gathered_for_step` alone: unsharded weights by FQN, their stand-ins in autograd (of float8 weights), and sums of
         # their gradients if these have another dtype.
         self.gathered: dict[str, Tensor] = {}
         self.stand_ins: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
+        self.step: Any = None  # gathers and reduces with overlap
 
 
 class _Module(NamedTuple):
@@ -182,7 +183,7 @@ def _sharded_class(cls: Any, names: tuple[str, ...], is_root: bool) -> Any:
         if tracing():
             return cls.forward(self, *args, **kwargs)
         model = model_of(self)
-        with model.eager.forward(bool(model.resharded) and torch.is_grad_enabled()):
+        with model.eager.forward(bool(model.resharded) and model.step is None and torch.is_grad_enabled()):
             return cls.forward(self, *args, **kwargs)
 
     members: dict[str, Any] = {name: property(functools.partial(_read, name=name)) for name in names}
@@ -196,6 +197,8 @@ def _read(module: nn.Module, name: str) -> Tensor | Scaled:
     fsdp: _Module = module._fsdp  # type: ignore[assignment]
     model, parameter, plan = fsdp.model, module._parameters[name], fsdp.plans[name]
     scale = model.scales.of(plan.fqn)
+    if model.step is not None and plan.fqn not in model.gathered:
+        model.step.gather(plan)
     if plan.fqn in model.gathered:
         weight, stands_in = model.gathered[plan.fqn], model.stand_ins.get(plan.fqn)
     else:
@@ -207,7 +210,7 @@ def _read(module: nn.Module, name: str) -> Tensor | Scaled:
         else:
             weight, stands_in = _Gather.apply(shard, plan, model.eager, scale)
             if plan.fqn in model.resharded:
-                model.eager.remember(weight, parameter, plan, scale)
+                model.eager.remember(weight, parameter, plan)
     return weight if scale is None else Scaled(weight, scale, stands_in)
 
 
@@ -223,6 +226,7 @@ def materialize(root: nn.Module, device: torch.device) -> None:
         rows = torch.empty_like(local(meta), device=device)
         filled[meta] = nn.Parameter(as_shard_of(meta, rows), requires_grad=meta.requires_grad)
     model.plans = {filled[meta]: plan for meta, plan in model.plans.items()}
+    model.eager = Eager(model.plans, model.scales)
     model.scales.allocate(device)
     for module in root.modules():
         for name, parameter in module._parameters.items():

@@ -64,7 +64,7 @@ class Lives:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter of a stage. The bucket numbers are those of gather_buckets and reduce_buckets (distributed/accumulation.py)."""
+    """A parameter of a stage. The bucket numbers are those of gather_buckets and reduce_buckets (distributed/buckets.py)."""
 
     held: int  # elements of this rank's shard
     whole: int  # elements when it is gathered

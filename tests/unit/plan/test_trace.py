@@ -4,8 +4,6 @@ import dataclasses
 from collections import Counter
 
 import pytest
-import torch
-from torch.fx import Graph
 
 from titan_lite.compiler.hardware import load_machine
 from titan_lite.compiler.stage import CompileError
@@ -18,7 +16,7 @@ from titan_lite.plan.allocator import LARGE_BUFFER
 from titan_lite.plan.memory import memory_of
 from titan_lite.plan.simulate import simulate_step
 from titan_lite.plan.tape import stage_of
-from titan_lite.plan.trace import PlannedLayout, _run_ahead, depths_to_trace, figures_at, start_tracing, trace_stage
+from titan_lite.plan.trace import PlannedLayout, depths_to_trace, figures_at, start_tracing, trace_stage
 
 RANKS, TOKENS, DEPTH = 8, 1024, 6
 MODEL = ModelConfig(dim=1024, n_layers=DEPTH, n_heads=16, n_kv_heads=8, hidden_dim=3072, vocab_size=16384, max_seq_len=TOKENS)
@@ -214,34 +212,3 @@ def test_a_stage_that_cannot_be_compiled_is_told_in_words(monkeypatch):
     monkeypatch.setattr(summary, "make_plans", lambda *_, **__: iter([CompileError("compile.enable: no graph")]))
     with pytest.raises(ConfigError, match="no graph"):
         summary.make_plan(FSDP, [H100])
-
-
-def test_an_eager_plan_waits_for_each_collective_of_a_sum_when_four_younger_ones_have_started():
-    """As HSDP: a reduce-scatter, what is cut and cast, an all-reduce; "tied" is read twice, and its gradients are added up."""
-    graph, operators = Graph(), torch.ops._c10d_functional
-
-    def reduced(gradient, fqn):
-        for operator, sizes in ((operators.reduce_scatter_tensor.default, (2,)), (operators.all_reduce.default, ())):
-            started = graph.call_function(operator, (gradient, "sum", *sizes, "group"))
-            started.meta["custom"] = {"fqn": fqn}
-            gradient = graph.call_function(operators.wait_tensor.default, (started,))
-        return gradient
-
-    read = graph.placeholder("read")
-    tied = [reduced(read, "tied") for _ in range(2)]
-    sums = [graph.call_function(torch.ops.aten.neg.default, (reduced(read, f"w{number}"),)) for number in range(10)]
-    graph.output([graph.call_function(torch.ops.aten.add.Tensor, (*tied,)), *sums])
-    _run_ahead(graph)
-    words = []
-    for node in graph.nodes:
-        kind = {operators.reduce_scatter_tensor.default: "scatter", operators.all_reduce.default: "all"}.get(node.target)
-        if kind and node.meta["custom"]["fqn"] != "tied":
-            words += [f"{kind} {node.meta['custom']['fqn']}"]
-        elif node.target is operators.wait_tensor.default and node.args[0].meta["custom"]["fqn"] != "tied":
-            words += [f"wait {node.args[0].meta['custom']['fqn']}"]
-    begun = [f"scatter w{number}" for number in range(5)]
-    for number in range(5, 9):
-        begun += [f"wait w{number - 5}", f"all w{number - 5}", f"scatter w{number}"]
-    assert words[: len(begun)] == begun
-    assert words[len(begun) : len(begun) + 5] == ["wait w4", "all w4", "wait w0", "scatter w9", "wait w5"]
-    assert words[-4:] == ["wait w6", "wait w7", "wait w8", "wait w9"]
