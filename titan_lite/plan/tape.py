@@ -72,6 +72,7 @@ class Weight:
     reduced_with: int
     copy: int = 0  # of a block that was not traced
     float8: bool = False  # gathered as float8
+    matrix: bool = False  # within a block, and no norm (optimizer/state.py)
 
 
 @dataclass(frozen=True)
