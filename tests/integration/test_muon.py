@@ -1,18 +1,21 @@
 """Runs with optimizer.name = "Muon": on every layout that of one process, resumed to the bit, and between optimizers in words."""
 
+import dataclasses
 import shutil
 
 import pytest
 import torch
 from ranks import run_ranks
 from test_optimizer_state import losses, same, trained
-from tiny import DEBUG, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, SMALL, steps
+from tiny import DEBUG, DEBUG_TOKENIZER, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, SMALL, steps
 
 from titan_lite.check import check
 from titan_lite.config import ConfigError
 from titan_lite.config.recipe import load_config
 from titan_lite.layout import make_layout
+from titan_lite.models.llama3 import FLAVORS
 from titan_lite.trainer import Trainer
+from titan_lite.verify import compare, parse_layout, reference, run, twin, twin_model
 
 TINY = ["--model.dim=64", "--model.n_layers=2", "--model.hidden_dim=90"]  # rows that four ranks have unevenly
 MUON = [*TINY, "--optimizer.name=Muon", "--optimizer.ns_dtype=float32"]
@@ -126,3 +129,13 @@ def test_what_muon_cannot_do_is_refused(option, message):
     config, _ = load_config(DEBUG, [*MUON, "--compile.enable", option])
     with pytest.raises(ConfigError, match=message):
         make_layout(config, 2)
+
+
+@pytest.mark.slow
+def test_verify_compares_a_layout_that_has_owners():
+    config, _ = load_config(DEBUG, ["--optimizer.name=Muon", f"--model.tokenizer_path={DEBUG_TOKENIZER}"])
+    small = twin(config, parse_layout("dp_shard=2,tp=2"), 3)
+    assert (small.optimizer.name, small.optimizer.ns_dtype) == ("Muon", "float32")
+    model = dataclasses.replace(twin_model(FLAVORS["debug"], 4), dim=64, hidden_dim=96)
+    result = compare(run(small, model), run(reference(small), model))
+    assert result.agrees, result
