@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 Shapes = Mapping[str, tuple[int, ...]]  # of parameters, by FQN
 
 MOMENTS_OF_MATRIX = {"AdamW": 2, "Muon": 1}  # by optimizer.name; of other parameters there are AdamW's two
-AT_ONCE = 7  # matrices that an owner has in memory: its own, the next bucket's, the iteration's temporaries
+AT_ONCE = 8  # whole matrices in memory at an owner: the iteration's, and those that two all-to-alls send and receive
 
 
 def is_matrix(fqn: str) -> bool:
