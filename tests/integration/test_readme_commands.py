@@ -130,7 +130,9 @@ HERE = {
     ),
     "python scripts/compare_measured.py": Run("FSDP 4", "--layouts 'FSDP 4' --rounds 1 --steps 1"),
     "python scripts/compare_precision.py": Run("rowwise_with_gw_hp | float32", "--steps 4 --seeds 1"),
-    "python scripts/compare_optimizers.py": Run("steps of Muon until", "--steps 10 --seeds 1 --rates 1e-2"),
+    "python scripts/compare_optimizers.py --rates 3e-3 1e-2 3e-2": Run(
+        "steps of Muon until", "--steps 10 --seeds 1 --rates 1e-2"
+    ),
     "python scripts/compare_optimizers.py --updates": Run("torch.optim.Muon"),
     "python scripts/compare_published.py": Run("TorchTitan paper: 8B on 8, eager", "--rows '8B on 8, eager'"),
     "tensorboard --logdir outputs": Run("loss", "--inspect"),
