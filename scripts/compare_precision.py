@@ -49,16 +49,21 @@ def train(arguments: list[str], port: int) -> None:
     os._exit(0)
 
 
-def validation_loss(arguments: list[str]) -> float:
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+def run_alone(arguments: list[str], folder: str) -> None:
+    """Train in a process of its own, which writes to `folder`."""
+    with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-        free.close()
-        rank = multiprocessing.get_context("fork").Process(target=train, args=([*arguments, f"--job.dump_folder={folder}"], port))
-        rank.start()
-        rank.join()
-        if rank.exitcode:
-            sys.exit(f"a run with {' '.join(arguments)} failed")
+    rank = multiprocessing.get_context("fork").Process(target=train, args=([*arguments, f"--job.dump_folder={folder}"], port))
+    rank.start()
+    rank.join()
+    if rank.exitcode:
+        sys.exit(f"a run with {' '.join(arguments)} failed")
+
+
+def validation_loss(arguments: list[str]) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        run_alone(arguments, folder)
         *_, last = read_metrics(Path(folder) / "metrics.jsonl").values()
     return float(last["validation_loss"])
 

@@ -19,9 +19,10 @@ from titan_lite.communication import embedding_sharding, gathers_once
 from titan_lite.config import Config, ConfigError, Training, gradient_accumulation_steps
 from titan_lite.distributed.degrees import check_context_parallel, check_tensor_parallel, resolve_degrees
 from titan_lite.distributed.pipeline_plan import PipelinePlan, plan_pipeline
-from titan_lite.layout_checks import check_layout, on_meta_device, parameters_of
+from titan_lite.layout_checks import check_layout, on_meta_device, shapes_of
 from titan_lite.loss_chunk import loss_chunk
 from titan_lite.models.shapes import ModelConfig
+from titan_lite.optimizer.state import numbers_in, with_one_moment
 from titan_lite.shape import shape_of
 
 SIZES = {"float32": 4, "bfloat16": 2}  # bytes of an element
@@ -61,16 +62,17 @@ class Layout:
         return sum(parameter.numel() for parameter in on_meta_device(self.model).parameters())
 
     @property
+    def shapes_of_rank(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parameters of a rank's pipeline stages, by FQN, before they are split, on the rank with most."""
+        ranks = ([self.pipeline.modules[stage] for stage in self.pipeline.stages_of(rank)] for rank in range(self.degrees["pp"]))
+        return max((shapes_of(self.model, [*itertools.chain(*stages)]) for stages in ranks), key=numbers_in)
+
+    @property
     def parameters_of_rank(self) -> float:
-        """Number of parameters of a rank's pipeline stages before FSDP shards them, on the rank with most."""
-        plan = self.pipeline
-        sizes = {fqn: parameter.numel() for fqn, parameter in on_meta_device(self.model).named_parameters()}
-        stages = [sum(sizes[fqn] for fqn in parameters_of(self.model, modules)) for modules in plan.modules]
-        most = max(sum(stages[stage] for stage in plan.stages_of(rank)) for rank in range(self.degrees["pp"]))
-        return most / self.degrees["tp"]
+        return numbers_in(self.shapes_of_rank) / self.degrees["tp"]
 
     def steady_bytes(self, config: Config) -> float:
-        """Return the bytes of a rank's weights, gradients and two moments of AdamW on its device."""
+        """Return the bytes of a rank's weights, gradients and moments on its device."""
         return 2 * itemsizes(config.training)[0] * self._own_parameters + sum(self._moments(config)[0])
 
     def host_bytes(self, config: Config) -> float:
@@ -84,7 +86,8 @@ class Layout:
     def _moments(self, config: Config) -> tuple[list[float], float]:
         from titan_lite.optimizer.offload import state_bytes
 
-        return state_bytes(config.training, config.optimizer, self._own_parameters)
+        once = self._own_parameters * with_one_moment(config.optimizer.name, self.shapes_of_rank)
+        return state_bytes(config.training, config.optimizer, self._own_parameters, once)
 
     def step_bytes(self, training: Training) -> float:
         """Return the extra bytes of gathering once a step: unsharded weights, gradients of a backward, sums of gradients."""

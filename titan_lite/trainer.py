@@ -20,7 +20,7 @@ from torch import Tensor
 from titan_lite.attention import masks_by_kernel, use_kernel
 from titan_lite.check import accepted_state, check, check_agreement, describe_run
 from titan_lite.checkpoint.lock import FolderTaken
-from titan_lite.checkpoint.resume import explain, git_revision, restarts_data
+from titan_lite.checkpoint.resume import explain, git_revision, restarts_data, to_load
 from titan_lite.checkpoint.saving import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
 from titan_lite.checkpoint.weights import load_initial
@@ -411,8 +411,7 @@ class Trainer:
         state, differences = accepted_state(self.checkpointer, step, self.described)
         for line in explain(differences, state, self.described):
             logger.info(line)
-        held = {name: tensor for name, tensor in self.state_tensors().items() if name.partition(".")[0] in state["tensors"]}
-        self.checkpointer.load(step, held)
+        self.checkpointer.load(step, to_load(self.state_tensors(), differences))
         self.step, self.tokens_seen = state["step"], state["tokens_seen"]
         self.validation_due = state["validation_due"] and self.config.validation.enable
         self.skipped.load_state_dict(state)

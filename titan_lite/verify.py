@@ -184,6 +184,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
             mixed_precision_param="float32",
             mixed_precision_reduce="float32",
         ),
+        optimizer=dataclasses.replace(config.optimizer, ns_dtype="float32"),
         lr_scheduler=dataclasses.replace(config.lr_scheduler, warmup_steps=0, total_steps=-1),
         parallelism=dataclasses.replace(config.parallelism, **changes, enable_async_tensor_parallel=False),
         float8=dataclasses.replace(config.float8, filter_fqns=tuple(dict.fromkeys(map(_of_twin, config.float8.filter_fqns)))),

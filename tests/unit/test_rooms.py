@@ -25,7 +25,14 @@ ROOMS = {
     "config": ("tomli",),  # the standard library has it from Python 3.11 on
     "attention": ("torch", "titan_lite.config"),  # operators, which the model and its parallel forms call
     "float8": ("torch", "titan_lite.config"),  # as attention
-    "describe": (*PART, "titan_lite.attention", "titan_lite.layout", "titan_lite.shape", "titan_lite.distributed"),
+    "describe": (
+        *PART,
+        "titan_lite.attention",
+        "titan_lite.layout",
+        "titan_lite.shape",
+        "titan_lite.distributed",
+        "titan_lite.optimizer",
+    ),
     "check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
     "models": ("torch", "titan_lite.attention", "titan_lite.outside"),
     "shape": ("titan_lite.config", "titan_lite.models"),

@@ -268,7 +268,9 @@ class Checkpoint:
         needs=CHECKPOINTS,
     )
     accept_model_only: bool = setting(
-        False, "start with a new optimizer if the step has only the model; without this key that is an error", needs=CHECKPOINTS
+        False,
+        "start with a new optimizer if the step has only the model, or that of another optimizer; else that is an error",
+        needs=CHECKPOINTS,
     )
 
 

@@ -57,14 +57,14 @@ def buckets_of(shapes: Sequence[torch.Size], elements: int) -> list[list[Piece]]
     return buckets
 
 
-def state_bytes(training: Training, optimizer: Optimizer, own: float) -> tuple[list[float], float]:
-    """Return the bytes of each tensor of AdamW's moments on the device, and of the moments in host memory, of `own` parameters.
+def state_bytes(training: Training, optimizer: Optimizer, own: float, once: float = 0.0) -> tuple[list[float], float]:
+    """Return the bytes of each tensor of moments on the device, and of the moments in host memory, of `own` parameters.
 
-    Step counts are left out.
+    once: how many of them have one moment and not two, as Muon's. Step counts are left out.
     """
     kept = getattr(torch, optimizer.state_dtype).itemsize
     if training.offload == "none":
-        return [kept * own] * 2, 0.0
+        return [kept * own, kept * (own - once)], 0.0
     return [kept * min(BUCKET, own)] * (2 * SLOTS), 2 * kept * own
 
 

@@ -47,6 +47,7 @@ WORDS = {
     "optimizer": "clipping and optimizer",
     "host": "the host",
     "slowest": "the slowest rank",
+    "owners": "whole matrices of the optimizer",
     "offload": "waiting for optimizer state from host memory",
     **AXIS_WORDS,
 }

@@ -74,6 +74,7 @@ class Weight:
     copy: int = 0  # of a block that was not traced
     float8: bool = False  # gathered as float8
     float32: bool = False  # read as float32, whatever mixed_precision_param is
+    matrix: bool = False  # within a block, and no norm (optimizer/state.py)
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.layout import Layout
 from titan_lite.loss import build_loss, own_vocabulary
 from titan_lite.models.llama3 import Transformer
+from titan_lite.optimizer.state import is_matrix
 from titan_lite.plan.costs import Figures, figures_of, round_figures
 from titan_lite.plan.tape import GRAPHS, ScheduledGraph, Tensors, Weight, lives_of
 
@@ -261,11 +262,8 @@ def weights_of(plans: Plans) -> list[Weight]:
         block = int(plan.fqn.split(".")[1]) if plan.fqn.startswith("layers.") else -1
         whole = plan.rows * math.prod(plan.row_shape)
         buckets = gathered[parameter], reduced[parameter]
-        found.append(
-            Weight(
-                local(parameter).numel(), whole, block, *buckets, float8=plan.float8, float32=plan.param_dtype == torch.float32
-            )
-        )
+        kind = dict(float8=plan.float8, float32=plan.param_dtype == torch.float32, matrix=is_matrix(plan.fqn))
+        found.append(Weight(local(parameter).numel(), whole, block, *buckets, **kind))
     return found
 
 

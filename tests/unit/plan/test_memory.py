@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from titan_lite.compiler.hardware import GIB
 from titan_lite.config import Compile, Optimizer, Training
+from titan_lite.optimizer.state import AT_ONCE as WHOLES
 from titan_lite.plan import memory as module
 from titan_lite.plan.allocator import MIB, CachingAllocator
 from titan_lite.plan.memory import HOPPER_WORKSPACE, TEMPORARIES, memory_of, outside_of_tensors, replay
@@ -77,6 +78,16 @@ def test_moments_in_bfloat16_take_half_and_a_rounded_update_has_temporaries(comp
     found = memory_of(mine, [small], CPU)
     assert found.rows["optimizer state"] == 4 * MIB + 512
     assert found.rows.get("working") == (None if compiled else TEMPORARIES * MIB)
+
+
+def test_muon_keeps_one_moment_of_a_matrix_and_needs_whole_matrices_for_its_update():
+    mine = layout()
+    mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, optimizer=Optimizer("Muon")))
+    small = stage([dataclasses.replace(WEIGHT, held=MIB // 2, matrix=True), WEIGHT], forward=[1, ~1], backward=[0, ~0])
+    small.tape.sizes[1] = 0
+    found = memory_of(mine, [small], CPU)
+    assert found.rows["optimizer state"] == 4 * (MIB // 2 + 2 * MIB) + 2 * 512
+    assert (found.moment, found.rows["working"]) == ("optimizer step", WHOLES * 2 * MIB)  # in bfloat16
 
 
 def test_offloaded_moments_leave_step_counts_and_buckets_on_the_device(monkeypatch):
