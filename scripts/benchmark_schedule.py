@@ -64,11 +64,12 @@ from titan_lite.compiler.hardware import Machine, load_machine
 from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import CompileError, check_backend, compile_model
-from titan_lite.config import Compile, ConfigError, Parallelism
+from titan_lite.config import Compile, Config, ConfigError, Parallelism, Training
 from titan_lite.distributed.degrees import resolve_degrees
 from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp
+from titan_lite.layout import make_layout
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
 from titan_lite.plan.measure import find_machine
 
@@ -107,7 +108,10 @@ def compile_fake(config: ModelConfig, batch_size: int, mode: str, machine: Machi
     resharding: dict[str, Any] = dict(reshard_after_forward=True, keep_gathered=Parallelism().fsdp_keep_gathered)
     with torch.device("meta"):
         model = Transformer(config)
-    apply_simple_fsdp(model, parameter_mesh(mesh), param_dtype=torch.bfloat16, reduce_dtype=torch.float32, **resharding)
+    training = Training(local_batch_size=batch_size, seq_len=config.max_seq_len)
+    columns = make_layout(Config(training=training), dist.get_world_size(), config).by_columns
+    dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    apply_simple_fsdp(model, parameter_mesh(mesh), **dtypes, **resharding, by_columns="tok_embeddings" if columns else None)
     with FakeTensorMode(allow_non_fake_inputs=True):
         materialize(model, torch.device("cpu"))
         compile_model(model, stage, **resharding, schedule=schedule)

@@ -124,7 +124,7 @@ def run(ranks: int, overrides: str, rounds: int, steps: int) -> dict[str, Any]:
         process.join()
     first = found[0]
     reached = {key: statistics.fmean(each[key] for each in first.figures) for key in first.figures[0]}
-    machine = dataclasses.asdict(first.machine)
+    machine = {key: value for key, value in dataclasses.asdict(first.machine).items() if key != "like"}  # as in a machine's file
     peak = max(each.peak for each in found)
     return {"seconds": statistics.fmean(first.seconds), "peak": peak, "reached": reached, "machine": machine}
 

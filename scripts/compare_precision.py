@@ -1,9 +1,10 @@
 """The loss of a small debug model in float32, bfloat16 and float8, with parameters and AdamW's moments in float32 and bfloat16.
 
     python scripts/compare_precision.py                     # 300 steps of 8 sequences of 64 tokens, 3 seeds; some minutes
-    python scripts/compare_precision.py --ways float32 bfloat16 float8 --steps 600
+    python scripts/compare_precision.py --whole --ways float32 bfloat16 float8 --steps 600      # an hour on one core
 
-The model has two blocks of width 128. Each run is one process with one thread. The loss is that of held-out documents after the
+The small model has two blocks of width 128. With --whole, it is the debug recipe's own model and sequences of 256 tokens, two a
+step. Each run is one process with one thread. The loss is that of held-out documents after the
 last step, over 10 batches.
 """
 
@@ -32,10 +33,12 @@ WAYS = {  # products, parameters, moments: what the recipe has beside COMMON
     "float8, rowwise | float32 | float32": [HALF, EIGHT, "--float8.recipe=rowwise"],
     "float8, rowwise_with_gw_hp | float32 | float32": [HALF, EIGHT, "--float8.recipe=rowwise_with_gw_hp"],
 }
-COMMON = (
+SMALL = (
     "--model.dim=128 --model.n_layers=2 --model.hidden_dim=256 --training.seq_len=64 --training.local_batch_size=8 "
-    "--data.num_workers=0 --no-checkpoint.enable --validation.freq=1000000 --metrics.enable_tensorboard=false"
+    "--training.global_batch_size=8"
 )
+WHOLE = "--training.local_batch_size=2 --training.global_batch_size=2"
+COMMON = "--data.num_workers=0 --no-checkpoint.enable --validation.freq=1000000 --metrics.enable_tensorboard=false"
 
 
 def train(arguments: list[str], port: int) -> None:
@@ -46,16 +49,21 @@ def train(arguments: list[str], port: int) -> None:
     os._exit(0)
 
 
-def validation_loss(arguments: list[str]) -> float:
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+def run_alone(arguments: list[str], folder: str) -> None:
+    """Train in a process of its own, which writes to `folder`."""
+    with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-        free.close()
-        rank = multiprocessing.get_context("fork").Process(target=train, args=([*arguments, f"--job.dump_folder={folder}"], port))
-        rank.start()
-        rank.join()
-        if rank.exitcode:
-            sys.exit(f"a run with {' '.join(arguments)} failed")
+    rank = multiprocessing.get_context("fork").Process(target=train, args=([*arguments, f"--job.dump_folder={folder}"], port))
+    rank.start()
+    rank.join()
+    if rank.exitcode:
+        sys.exit(f"a run with {' '.join(arguments)} failed")
+
+
+def validation_loss(arguments: list[str]) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        run_alone(arguments, folder)
         *_, last = read_metrics(Path(folder) / "metrics.jsonl").values()
     return float(last["validation_loss"])
 
@@ -65,6 +73,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ways", nargs="+", default=[""], help="only those with products whose name begins with one of these")
+    parser.add_argument("--whole", action="store_true", help="the debug recipe's own model")
     chosen = parser.parse_args()
     seeds = range(chosen.seeds)
     print(f"| products | parameters | moments | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | against float32 |")
@@ -73,7 +82,7 @@ def main() -> None:
     for way, overrides in WAYS.items():
         if not way.startswith(tuple(chosen.ways)):
             continue
-        run = [f"--training.steps={chosen.steps}", *overrides]
+        run = [*(WHOLE if chosen.whole else SMALL).split(), f"--training.steps={chosen.steps}", *overrides]
         losses = [validation_loss([*run, f"--debug.seed={seed}"]) for seed in seeds]
         mean = statistics.fmean(losses)
         first = first or mean

@@ -52,7 +52,8 @@ class Row:
 
 # Their compiler saw transformer blocks, and not the loss, whose float32 logits then exist.
 BLOCKS = "--compile.components=model"
-ALL_LOGITS = "--training.loss_chunk_tokens=-1"  # no run computed its loss in chunks
+# no run computed its loss in chunks, or looked up tokens in columns
+AS_THERE = ("--training.loss_chunk_tokens=-1", "--parallelism.embedding_sharding=rows")
 SELECTIVE = "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=op/2"
 # torch chose FlashAttention 2 then
 FA2 = "--training.attention_kernel=FA2"
@@ -192,7 +193,7 @@ class Compared:
 
 @functools.lru_cache
 def planned(recipe: str, ranks: int, machine: str, keys: str) -> Plan:
-    config, _ = load_config(RECIPES / f"llama3_{recipe}.toml", [ALL_LOGITS, *keys.split()])
+    config, _ = load_config(RECIPES / f"llama3_{recipe}.toml", [*AS_THERE, *keys.split()])
     return make_plan(lay_out(config, ranks, MACHINES[machine].memory * GIB), MACHINES[machine].spread())
 
 

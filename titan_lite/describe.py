@@ -17,6 +17,7 @@ from titan_lite.distributed.activation_checkpoint import recomputes
 from titan_lite.distributed.axes import WORDS
 from titan_lite.distributed.pipeline_plan import bubble_fraction, order_of
 from titan_lite.layout import Layout
+from titan_lite.optimizer.state import MOMENTS_OF_MATRIX, is_matrix, newton_schulz_flops, share_out
 from titan_lite.shape import shape_words
 
 ROWS, BOXES, IN_A_BOX, IN_THE_ONLY_BOX = 4, 4, 4, 16  # limits of the picture; beyond them the middle is left out
@@ -56,6 +57,8 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
         lines.append(
             f"documents: attention stays within them, by {_documents_by(config, layout, device)} (training.mask_documents)"
         )
+    if MOMENTS_OF_MATRIX[config.optimizer.name] == 1:
+        lines.append(_owners_of(config, layout))
     if config.compile.compiles("model") and not priced:
         lines.append(f"no prices for {name}: what communication costs is not estimated (compile.machine)")
     if degrees["pp"] > 1:
@@ -68,6 +71,8 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
     if chunk := layout.loss_chunk:
         chunks = -(-layout.sequences * layout.seq_len // layout.degrees["cp"] // chunk)
         lines.append(f"loss: in {chunks} chunks of {chunk:,} tokens, never with all logits (training.loss_chunk_tokens)")
+    if degrees["dp_shard"] * degrees["cp"] > 1:
+        lines.append(f"embedding: sharded by {'columns' if layout.by_columns else 'rows'}; {layout.why_so}")
     parts = {
         "none": "parameters, gradients and optimizer state",
         "optimizer": "parameters, gradients and buckets of optimizer state",
@@ -85,6 +90,16 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
         f"checkpoints: {saves} (checkpoint.{'interval' if config.checkpoint.enable else 'enable = false'})",
         *(["compiling comes first: the first step and the first validation take longer"] if config.compile.enable else []),
     ]
+
+
+def _owners_of(config: Config, layout: Layout) -> str:
+    costs = [newton_schulz_flops(shape) for fqn, shape in layout.shapes_of_rank.items() if is_matrix(fqn)]
+    ranks = layout.world_size // layout.degrees["pp"]
+    buckets = share_out(costs, ranks)
+    loads = [sum(costs[bucket[rank]] for bucket in buckets if rank in bucket) for rank in range(ranks)]
+    shared = f", shared by {ranks} ranks, of which the busiest computes {max(loads) * ranks / sum(loads):.2f} times the mean"
+    by = f"optimizer: {config.optimizer.name} for {len(costs)} matrices{shared * (ranks > 1)}"
+    return f"{by}; AdamW for embedding, output and norms (optimizer.name)"
 
 
 def _documents_by(config: Config, layout: Layout, device: torch.device) -> str:

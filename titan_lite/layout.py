@@ -15,15 +15,16 @@ import itertools
 import math
 from dataclasses import dataclass
 
+from titan_lite.communication import embedding_sharding, gathers_once
 from titan_lite.config import Config, ConfigError, Training, gradient_accumulation_steps
 from titan_lite.distributed.degrees import check_context_parallel, check_tensor_parallel, resolve_degrees
 from titan_lite.distributed.pipeline_plan import PipelinePlan, plan_pipeline
-from titan_lite.layout_checks import check_layout, on_meta_device, parameters_of
+from titan_lite.layout_checks import check_layout, on_meta_device, shapes_of
 from titan_lite.loss_chunk import loss_chunk
 from titan_lite.models.shapes import ModelConfig
+from titan_lite.optimizer.state import numbers_in, with_one_moment
 from titan_lite.shape import shape_of
 
-FILLED = 0.6  # share of a device's memory that fsdp_communication = "auto" may fill, without activations
 SIZES = {"float32": 4, "bfloat16": 2}  # bytes of an element
 
 
@@ -37,6 +38,8 @@ class Layout:
     local_batch_size: int  # sequences that a data-parallel rank or its pipeline takes at once
     accumulation: int  # local batches of one optimizer step, on each data-parallel rank, once the ramp is over
     gathers_once: bool  # weights are gathered and gradients reduced once an optimizer step, not once a microbatch
+    by_columns: bool = False  # the embedding is sharded by columns (distributed/embedding.py)
+    why_so: str = ""  # the reason for by_columns, in words
     loss_chunk: int = 0  # tokens whose logits a rank has at a time; 0: all of a microbatch
     ramp: tuple[tuple[int, int], ...] = ()  # of global_batch_ramp, before accumulation: (local batches, last step)
 
@@ -59,16 +62,17 @@ class Layout:
         return sum(parameter.numel() for parameter in on_meta_device(self.model).parameters())
 
     @property
+    def shapes_of_rank(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parameters of a rank's pipeline stages, by FQN, before they are split, on the rank with most."""
+        ranks = ([self.pipeline.modules[stage] for stage in self.pipeline.stages_of(rank)] for rank in range(self.degrees["pp"]))
+        return max((shapes_of(self.model, [*itertools.chain(*stages)]) for stages in ranks), key=numbers_in)
+
+    @property
     def parameters_of_rank(self) -> float:
-        """Number of parameters of a rank's pipeline stages before FSDP shards them, on the rank with most."""
-        plan = self.pipeline
-        sizes = {fqn: parameter.numel() for fqn, parameter in on_meta_device(self.model).named_parameters()}
-        stages = [sum(sizes[fqn] for fqn in parameters_of(self.model, modules)) for modules in plan.modules]
-        most = max(sum(stages[stage] for stage in plan.stages_of(rank)) for rank in range(self.degrees["pp"]))
-        return most / self.degrees["tp"]
+        return numbers_in(self.shapes_of_rank) / self.degrees["tp"]
 
     def steady_bytes(self, config: Config) -> float:
-        """Return the bytes of a rank's weights, gradients and two moments of AdamW on its device."""
+        """Return the bytes of a rank's weights, gradients and moments on its device."""
         held = 0 if config.training.offload == "all" else 2 * itemsizes(config.training)[0]
         return held * self._own_parameters + sum(self._moments(config)[0])
 
@@ -83,7 +87,8 @@ class Layout:
     def _moments(self, config: Config) -> tuple[list[float], float]:
         from titan_lite.optimizer.offload import state_bytes
 
-        return state_bytes(config.training, config.optimizer, self._own_parameters)
+        once = self._own_parameters * with_one_moment(config.optimizer.name, self.shapes_of_rank)
+        return state_bytes(config.training, config.optimizer, self._own_parameters, once)
 
     def step_bytes(self, training: Training) -> float:
         """Return the extra bytes of gathering once a step: unsharded weights, gradients of a backward, sums of gradients."""
@@ -179,16 +184,10 @@ def make_layout(config: Config, world_size: int, model: ModelConfig | None = Non
         gathers_once=microbatches > 1 and parallelism.fsdp_communication == "step",
     )
     if microbatches > 1 and parallelism.fsdp_communication == "auto":
-        layout = dataclasses.replace(layout, gathers_once=_gathers_once(config, layout, memory))
+        layout = dataclasses.replace(layout, gathers_once=gathers_once(config, layout, memory))
     tokens = layout.sequences * layout.seq_len // degrees["cp"]
-    layout = dataclasses.replace(layout, loss_chunk=loss_chunk(training, tokens, -(-model.vocab_size // degrees["tp"])))
+    chunk = loss_chunk(training, tokens, -(-model.vocab_size // degrees["tp"]))
+    by_columns, why = embedding_sharding(config, layout, itemsizes(training)[1:])
+    layout = dataclasses.replace(layout, loss_chunk=chunk, by_columns=by_columns, why_so=why)
     check_layout(config, layout)
     return layout
-
-
-def _gathers_once(config: Config, layout: Layout, memory: float) -> bool:
-    """Return True if fsdp_communication = "auto" gathers once a step: it fits, and no key buckets or reshards."""
-    stage, training = config.compile, config.training
-    buckets = stage.compiles("model") and (stage.bucketing not in ("none", "block") or stage.bucket_mode != "copy")
-    fits = memory == math.inf or layout.steady_bytes(config) + layout.step_bytes(training) <= FILLED * memory
-    return fits and not buckets and config.parallelism.fsdp_reshard_after_forward != "always"

@@ -30,6 +30,15 @@ def check_layout(config: Config, layout: "Layout") -> None:
             f'training.offload = "{training.offload}" has an update of its own, a bucket at a time, and compile.components has '
             'the optimizer; use compile.components = ["model", "loss"]'
         )
+    if config.optimizer.name == "Muon" and training.offload != "none":
+        raise ConfigError(
+            f'training.offload = "{training.offload}": the momentum of optimizer.name = "Muon" stays on the device; use "none"'
+        )
+    if config.optimizer.name == "Muon" and config.compile.compiles("optimizer"):
+        raise ConfigError(
+            'compile.components has the optimizer, and the update of optimizer.name = "Muon" is not compiled, as most of it '
+            'is products of large matrices; use compile.components = ["model", "loss"]'
+        )
     if layout.gathers_once and parallelism.fsdp_reshard_after_forward == "always":
         raise ConfigError(
             'parallelism.fsdp_reshard_after_forward = "always" has no effect with fsdp_communication = "step", which keeps '
@@ -52,6 +61,11 @@ def parameters_of(model: ModelConfig, names: Sequence[str]) -> tuple[str, ...]:
     from titan_lite.compiler.fqns import parameters_within
 
     return parameters_within(on_meta_device(model), names)
+
+
+def shapes_of(model: ModelConfig, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters of these modules, by FQN."""
+    return {fqn: tuple(on_meta_device(model).get_parameter(fqn).shape) for fqn in parameters_of(model, names)}
 
 
 @functools.cache

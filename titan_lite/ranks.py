@@ -128,9 +128,13 @@ def init_device(debug: Debug, float32_matmul_precision: str = "highest") -> torc
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         return device
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
+    torch.set_num_threads(max(1, usable_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
     return torch.device("cpu")
+
+
+def usable_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def device_memory() -> float:

@@ -20,7 +20,7 @@ from torch import Tensor
 from titan_lite.attention import masks_by_kernel, use_kernel
 from titan_lite.check import accepted_state, check, check_agreement, describe_run
 from titan_lite.checkpoint.lock import FolderTaken
-from titan_lite.checkpoint.resume import explain, git_revision, restarts_data
+from titan_lite.checkpoint.resume import explain, git_revision, restarts_data, to_load
 from titan_lite.checkpoint.saving import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
 from titan_lite.checkpoint.weights import load_initial
@@ -135,8 +135,8 @@ class Trainer:
         kinds: dict[str, Any] = dict(by_sequence=bool(config.data.sources), in_graph=config.compile.compiles("model"))
         kinds |= dict(chunk=layout.loss_chunk, compile=functools.partial(compile_function, config=config.compile))
         within, loss, output = build_losses(tokens, (layout.model.vocab_size, tp.rank, tp.degree, tp.group), **kinds)
-        parts: dict[str, Any] = dict(training=config.training, float8=config.float8, loss=within, **sections)
-        self.stages = build_stages(make_model, modules, self.mesh, **parts)
+        parts: dict[str, Any] = dict(training=config.training, float8=config.float8, loss=within, by_columns=layout.by_columns)
+        self.stages = build_stages(make_model, modules, self.mesh, **parts, **sections)
         sections |= dict(compile=config.compile, machine=self.machine, dump_folder=self.dump_folder)
         compile_as = functools.partial(compile_stages, self.stages, self.mesh, **sections)
         self.autotuner = Autotuner(self.stages, compile_as, config.compile, self.device)
@@ -300,7 +300,7 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         with ExitStack() as gathered:
             for model in self.stages if self.layout.gathers_once else ():
-                gathered.enter_context(gathered_for_step(model))
+                gathered.enter_context(gathered_for_step(model, len(batches) * self.layout.pipeline.microbatches))
             for batch in batches:
                 total += self.by_source.add(self.runner.forward_backward(*batch, tokens), tokens)
                 self.watchdog.beat()
@@ -414,8 +414,7 @@ class Trainer:
         state, differences = accepted_state(self.checkpointer, step, self.described)
         for line in explain(differences, state, self.described):
             logger.info(line)
-        held = {name: tensor for name, tensor in self.state_tensors().items() if name.partition(".")[0] in state["tensors"]}
-        self.checkpointer.load(step, held)
+        self.checkpointer.load(step, to_load(self.state_tensors(), differences))
         self.step, self.tokens_seen = state["step"], state["tokens_seen"]
         self.validation_due = state["validation_due"] and self.config.validation.enable
         self.skipped.load_state_dict(state)

@@ -168,6 +168,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
         changes["fsdp_communication"] = "microbatch"  # with "step" there is nothing to bucket
     sequences = local if layout["pp"] == 1 else changes["pipeline_parallel_microbatch_size"]
     chunk = sequences * SEQ_LEN // layout["cp"] * 2 // 5 if _chunks_loss(config) else -1  # three chunks, the last one smaller
+    changes["embedding_sharding"] = _sharding(config, layout)
     changes["fsdp_keep_gathered"] = tuple(dict.fromkeys(kept))
     changes.update({DEGREES[axis]: degree for axis, degree in layout.items()})
     return dataclasses.replace(
@@ -187,6 +188,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
             mixed_precision_reduce="float32",
             offload="none",  # CPU processes have no device to offload from
         ),
+        optimizer=dataclasses.replace(config.optimizer, ns_dtype="float32"),
         lr_scheduler=dataclasses.replace(config.lr_scheduler, warmup_steps=0, total_steps=-1),
         parallelism=dataclasses.replace(config.parallelism, **changes, enable_async_tensor_parallel=False),
         float8=dataclasses.replace(config.float8, filter_fqns=tuple(dict.fromkeys(map(_of_twin, config.float8.filter_fqns)))),
@@ -206,6 +208,18 @@ def _chunks_loss(config: Config) -> bool:
     sequences = parallelism.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size
     tokens = sequences * training.seq_len // parallelism.context_parallel_degree
     return loss_chunk(training, tokens, -(-shape_of(config.model).vocab_size // parallelism.tensor_parallel_degree)) > 0
+
+
+def _sharding(config: Config, layout: Degrees) -> str:
+    """Return how a twin on `layout` shards the embedding: as the recipe on its ranks of FSDP, or on eight if these are -1."""
+    shape, given = shape_of(config.model), config.parallelism
+    if layout["dp_shard"] * layout["cp"] == 1 or shape.tied_embeddings:
+        return "rows"
+    shards = 8 if given.data_parallel_shard_degree == -1 else given.data_parallel_shard_degree
+    plain = Parallelism(context_parallel_degree=given.context_parallel_degree, embedding_sharding=given.embedding_sharding)
+    alone = dataclasses.replace(config.training, global_batch_size=-1, global_batch_ramp=())
+    there = make_layout(Config(training=alone, parallelism=plain), shards * given.context_parallel_degree, shape)
+    return "columns" if given.embedding_sharding == "columns" or there.by_columns else "rows"
 
 
 def _compile_of_twin(stage: Compile) -> Compile:

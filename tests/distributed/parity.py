@@ -60,6 +60,7 @@ def build(
     chunk=0,
     offload="none",
     dtype="float32",
+    by_columns=False,
 ):
     """The model as the trainer builds it, without a recipe. compiled: a backend; receipts: a list that gets the schedule's;
     chunk: tokens whose loss is computed at a time."""
@@ -81,6 +82,7 @@ def build(
         activation_checkpoint=checkpoint,
         float8=float8 or Float8(),
         loss=build_chunked_loss(config.vocab_size, tp.rank, tp.degree, tp.group, chunk=chunk) if chunk else None,
+        by_columns=by_columns,
     )
     if compiled:
         torch._dynamo.reset()

@@ -15,11 +15,13 @@ from test_buckets import BUCKETS, CONFIG, LAYOUTS
 from test_simple_fsdp import Rows
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from titan_lite.distributed import accumulation
+from titan_lite.config import Float8
+from titan_lite.distributed import accumulation, buckets
 from titan_lite.distributed.accumulation import IN_FLIGHT, gathered_for_step, gradient_leaves
 from titan_lite.distributed.gather import GatherPlan, local
 from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, as_shard_of, model_of
+from titan_lite.loss import cross_entropy_sum
 
 TIED = replace(CONFIG, tied_embeddings=True)
 MODELS = {
@@ -111,7 +113,7 @@ def uneven():
     dtypes = dict(param_dtype=torch.float32, reduce_dtype=torch.float32)
     apply_simple_fsdp(model, parameter_mesh(make_mesh(1, world)), **dtypes, reshard_after_forward=True)
     of_ranks = [torch.randint(100, (world, *parameter.shape), generator=generator).float() for parameter in exact.parameters()]
-    with mock.patch.object(accumulation, "block_of", return_value="all"), gathered_for_step(model):
+    with mock.patch.object(buckets, "block_of", return_value="all"), gathered_for_step(model):
         for (name, parameter), leaf, gradients in zip(exact.named_parameters(), gradient_leaves(model), of_ranks, strict=True):
             assert torch.equal(getattr(model, name), parameter)
             leaf.grad = gradients[rank]
@@ -181,3 +183,77 @@ def memory(param):
 def test_few_flat_buffers_live_beside_weights_and_gradients(param):
     for most in run_ranks(2, memory, param):
         assert most == {"flat": IN_FLIGHT - 1, "weights": 0, "gradients": 0}
+
+
+def overlapped(layout, cases):
+    """Per case: (tensors of two steps, events of the last) with all communication before and after, and with overlap."""
+    mesh = make_mesh(*LAYOUTS[layout])
+    tokens, labels = batch()
+    mine = my_microbatches(mesh, tokens, labels, count=2)
+    every = []
+    for config, options in cases:
+        found = []
+        for count in (0, len(mine)):
+            events = []
+            model = build(config, mesh, **options)
+            model.norm._parameters["weight"].requires_grad_(False)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            tensors = []
+            for _ in range(2):
+                optimizer.zero_grad()
+                events.clear()
+                with (
+                    watched(GatherPlan, "start_gather_of", events),
+                    watched(GatherPlan, "start_reduce", events),
+                    gathered_for_step(model, count),
+                ):
+                    for number, (input, label) in enumerate(mine):
+                        events.append(f"forward {number}")
+                        loss = cross_entropy_sum(model(input), label) / (labels != -100).sum()
+                        events.append(f"backward {number}")
+                        loss.backward()
+                    events.append("end")
+                tensors += [loss.detach(), *(local(each.grad).clone() for each in model.parameters() if each.grad is not None)]
+                optimizer.step()
+            found.append((tensors, list(events)))
+        every.append(found)
+    return every
+
+
+@contextmanager
+def watched(cls, name, events):
+    function = getattr(cls, name)
+
+    def noted(plan, tensor):
+        events.append(name)
+        return function(plan, tensor)
+
+    with mock.patch.object(cls, name, noted):
+        yield
+
+
+FLOAT8 = Float8(enable=True, all_gather=True)
+OVERLAPPED = {
+    "float32": (CONFIG, {}),
+    "tied, bfloat16": (TIED, dict(param=torch.bfloat16)),
+    "full": (CONFIG, dict(checkpointing="full")),
+    "selective": (CONFIG, dict(checkpointing="selective", reshard=False)),
+    "float8": (replace(CONFIG, dim=32, hidden_dim=64, n_heads=8, n_kv_heads=4), dict(param=torch.bfloat16, float8=FLOAT8)),
+}
+
+
+@pytest.mark.parametrize(
+    "layout", ["FSDP-2", *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name not in ("FSDP-2", "dp2tp2"))]
+)
+def test_overlap_with_the_first_forward_and_the_last_backward_changes_no_number(layout):
+    replicate, shard, _ = LAYOUTS[layout]
+    for ranks in run_ranks(replicate * shard, overlapped, layout, list(OVERLAPPED.values())):
+        for name, ((expected, apart), (tensors, events)) in zip(OVERLAPPED, ranks, strict=True):
+            assert len(tensors) == len(expected) > 2
+            assert all(map(torch.equal, tensors, expected)), name
+            begin, last, end = (events.index(each) for each in ("backward 0", "backward 1", "end"))
+            for kind in ("start_gather_of", "start_reduce"):
+                assert events.count(kind) == apart.count(kind)
+            if shard > 1:
+                assert "start_gather_of" not in [*events[: events.index("forward 0")], *events[begin:]]
+            assert "start_reduce" not in [*events[:last], *events[end:]]

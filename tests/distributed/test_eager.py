@@ -1,6 +1,7 @@
-"""Reductions in eager mode overlap with backward on every layout, in one order on all ranks, and change no number."""
+"""Buckets in eager mode overlap with computation on every layout, in one order on all ranks, and change no number."""
 
 import functools
+import itertools
 from unittest import mock
 
 import pytest
@@ -10,13 +11,14 @@ from ranks import run_ranks
 from tiny import HEADS, TIED, UNTIED
 
 from titan_lite.distributed import gather
+from titan_lite.distributed.buckets import Bucket
 from titan_lite.distributed.eager import Eager
 from titan_lite.distributed.tensor_parallel import axis_of
-from titan_lite.loss import build_loss
+from titan_lite.loss import build_loss, cross_entropy_sum
 
 SCATTER, ALL = "reduce_scatter_tensor", "all_reduce"
 LAYOUTS = {"DDP": ((2, 1), [ALL]), "FSDP": ((1, 2), [SCATTER]), "HSDP": ((2, 2), [SCATTER, ALL])}
-READ = 21  # parameters
+BUCKETS = 4  # two blocks, embedding and output
 
 
 class Watched:
@@ -43,8 +45,14 @@ class Watched:
 def train(model, mesh, count, waits_at_once=False):
     """(gradients of `count` microbatches; calls, with the end of each backward among them)."""
 
+    reduce = Eager.reduce
+
     def at_once(eager, gradient, plan, dtype):
         return plan.finish_reduce(plan.start_reduce(gradient)).to(dtype)
+
+    def noted(eager, gradient, plan, dtype):
+        watched.calls.append(("gradient",))
+        return reduce(eager, gradient, plan, dtype)
 
     tokens, labels = batch()
     tp = axis_of(mesh["tp"])
@@ -53,7 +61,7 @@ def train(model, mesh, count, waits_at_once=False):
     watched = Watched()
     with (
         mock.patch.object(gather, "collectives", watched),
-        mock.patch.object(Eager, "reduce", at_once if waits_at_once else Eager.reduce),
+        mock.patch.object(Eager, "reduce", at_once if waits_at_once else noted),
     ):
         for input, label in my_microbatches(mesh, tokens, labels, count=count):
             (loss_sum(model(input), label) / (labels != -100).sum()).backward()
@@ -73,7 +81,7 @@ def of_two_microbatches(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_sum_is_waited_for_when_younger_ones_were_started(layout):
+def test_a_bucket_is_reduced_under_the_backward_of_the_next_one(layout):
     kinds = LAYOUTS[layout][1]
     for calls in of_two_microbatches(layout):
         names = [name for name, *_ in calls]
@@ -81,12 +89,68 @@ def test_a_sum_is_waited_for_when_younger_ones_were_started(layout):
         for begin, end in ((0, ends[0]), (ends[0] + 1, ends[1])):
             backward = names[begin:end]
             for kind in kinds:
-                assert backward.count(kind) == READ
-                before = backward[: backward.index(f"wait for {kind}")]
-                assert before.count(kind) > Eager.IN_FLIGHT
-        in_flight = names[ends[1] + 1 :]
-        assert set(in_flight) == {f"wait for {kinds[-1]}"}  # a look at a gradient starts nothing
-        assert len(in_flight) >= Eager.IN_FLIGHT
+                assert backward.count(kind) == BUCKETS
+                for number in range(1, BUCKETS - (kind != kinds[0])):  # the last all-reduces of HSDP are started at the end
+                    start, following = (nth(backward, kind, each) for each in (number - 1, number))
+                    wait = backward.index(f"wait for {kind}", start)
+                    assert start < wait < following
+                    assert "gradient" in backward[start:wait] or kind != kinds[0]
+        assert set(names[ends[1] + 1 :]) == {f"wait for {kinds[-1]}"}  # a look at a gradient starts nothing
+
+
+def nth(names, name, number):
+    """Place of the occurrence with this number."""
+    return [place for place, each in enumerate(names) if each == name][number]
+
+
+def reads(reshard):
+    """[(event, FQNs or FQN)] of gathers in a second step: "start" and "wait" of a bucket, "read" of a weight, "backward"."""
+    mesh, calls = make_mesh(1, 2), []
+    model = build(UNTIED, mesh, reshard=reshard)
+    tokens, labels = batch()
+    start, finish, read = Bucket.start_gather, Bucket.finish_gather, Eager.gather
+
+    def noted(function, event, name):
+        def call(first, *args):
+            if event != "read":
+                calls.append((event, first.as_one.fqn))
+            result = function(first, *args)
+            if event == "read":
+                calls.append((event, args[1].fqn))
+            return result
+
+        return mock.patch.object(*name, call)
+
+    for _ in range(2):
+        calls.clear()
+        with (
+            noted(start, "start", (Bucket, "start_gather")),
+            noted(finish, "wait", (Bucket, "finish_gather")),
+            noted(read, "read", (Eager, "gather")),
+        ):
+            loss = cross_entropy_sum(model(tokens[:4]), labels[:4])
+            calls.append(("backward", ""))
+            loss.backward()
+    return calls
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_bucket_is_gathered_while_weights_of_the_one_before_are_read(reshard):
+    first, second = run_ranks(2, reads, reshard)
+    assert first == second
+    turn = first.index(("backward", ""))
+    for phase, gathers in ((first[:turn], BUCKETS), (first[turn + 1 :], BUCKETS - 1 if reshard else 0)):
+        events = [event for event, _ in phase]
+        order = [name for event, name in phase if event == "wait"]
+        assert len(order) == gathers == events.count("start")
+        for current, following in itertools.pairwise(order):
+            wait, start, later = (
+                phase.index(("wait", current)),
+                phase.index(("start", following)),
+                phase.index(("wait", following)),
+            )
+            assert wait < start < later  # two buckets at once
+            assert {name for event, name in phase[start:later] if event == "read"} & {*current.split()}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -13,29 +13,25 @@ BUCKETS = dict(compiled="aot_eager", bucketing="block")
 INDUCTOR = dict(compiled="inductor", bucketing="block")
 FULL, SELECTIVE = dict(checkpointing="full"), dict(checkpointing="selective")
 # kept -> gathers in backward, one a parameter: nine a layer, norm and output, and not the embedding, which backward does not need
-AGAIN = {
-    (): 20,
-    ("norm", "output"): 18,
-    ("tok_embeddings",): 20,
-    ("layers.1", "norm"): 10,
-    ("layers.0.attention", "layers.1.ffn_norm.weight"): 15,
-    ("layers", "norm", "output"): 0,
-}
-FEWER = [(), ("norm", "output"), ("layers.1", "norm"), ("layers", "norm", "output")]
-AGAIN_IN_BUCKETS = dict(zip(FEWER, (3, 2, 2, 0), strict=True))  # one a layer, the last with the norm, and the output's
+AGAIN = {(): 20, ("norm", "output"): 18, ("layers.1", "norm"): 10, ("layers", "norm", "output"): 0}
 AGAIN_TIED = {(): 20, ("output",): 19, ("tok_embeddings",): 19, ("norm", "output"): 18}
 AGAIN_RECOMPUTED = {(): 20, ("layers.1", "norm"): 19}  # what is recomputed is read again
+# in buckets: one a layer, the last with the norm, and the output's; a bucket is gathered for any of its weights
+AGAIN_IN_BUCKETS = dict(zip(AGAIN, (3, 2, 2, 0), strict=True))
+AGAIN_IN_EAGER_MODE = {**AGAIN_IN_BUCKETS, ("tok_embeddings",): 3, ("layers.0.attention", "layers.1.ffn_norm.weight"): 3}
+TIED_IN_BUCKETS = {(): 3, ("output",): 2, ("tok_embeddings",): 2, ("norm", "output"): 2}
+RECOMPUTED_IN_BUCKETS = {(): 3, ("layers.1", "norm"): 3}
 CASES = {  # model, options, gathers in forward, in backward by what is kept
-    "eager": (UNTIED, EAGER, 21, AGAIN),
-    "eager, tied": (TIED, EAGER, 21, AGAIN_TIED),
-    "eager, full checkpointing": (UNTIED, FULL, 21, AGAIN_RECOMPUTED),
-    "eager, selective checkpointing": (UNTIED, SELECTIVE, 21, AGAIN_RECOMPUTED),
-    "aot_eager": (UNTIED, APART, 21, {keep: AGAIN[keep] for keep in FEWER}),
+    "eager": (UNTIED, EAGER, 4, AGAIN_IN_EAGER_MODE),
+    "eager, tied": (TIED, EAGER, 4, TIED_IN_BUCKETS),
+    "eager, full checkpointing": (UNTIED, FULL, 4, RECOMPUTED_IN_BUCKETS),
+    "eager, selective checkpointing": (UNTIED, SELECTIVE, 4, RECOMPUTED_IN_BUCKETS),
+    "aot_eager": (UNTIED, APART, 21, AGAIN),
     "aot_eager, tied": (TIED, APART, 20, AGAIN_TIED),  # a graph reads tied weights once
     "aot_eager, full checkpointing": (UNTIED, {**APART, **FULL}, 21, AGAIN_RECOMPUTED),
     "aot_eager, selective checkpointing": (UNTIED, {**APART, **SELECTIVE}, 21, AGAIN_RECOMPUTED),
     "aot_eager, buckets": (UNTIED, BUCKETS, 4, AGAIN_IN_BUCKETS),
-    "inductor": (UNTIED, {**INDUCTOR, "bucketing": "none"}, 21, {keep: AGAIN[keep] for keep in FEWER}),
+    "inductor": (UNTIED, {**INDUCTOR, "bucketing": "none"}, 21, AGAIN),
     "inductor, buckets": (UNTIED, INDUCTOR, 4, AGAIN_IN_BUCKETS),
 }
 QUICK = ("eager",)

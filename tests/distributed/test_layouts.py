@@ -11,6 +11,7 @@ import pytest
 from packed_attention import packed_attention
 from tiny import DEBUG, DEBUG_TOKENIZER
 
+from titan_lite.compiler import chunking
 from titan_lite.config.recipe import load_config
 from titan_lite.distributed.pipeline_plan import one_stage_order
 from titan_lite.models.llama3 import FLAVORS
@@ -28,6 +29,7 @@ AT_ONCE = ["--training.global_batch_size=-1"]  # where the others accumulate gra
 EVERY_TIME = ["--parallelism.fsdp_communication=microbatch"]
 KEPT = [*EVERY_TIME, "--parallelism.fsdp_reshard_after_forward=never"]
 COMPILED = ["--compile.enable"]
+COLUMNS = ["--parallelism.embedding_sharding=columns"]
 CHUNKED = ["--training.loss_chunk_tokens=100"]  # the reference has the loss of all logits
 
 
@@ -46,11 +48,16 @@ QUICK = [  # of every kind and of every two kinds one, and every schedule
     ("dp_shard=2", [*COMPILED, *EVERY_TIME, *CHUNKED]),
     ("dp_shard=2,pp=2", FULL),
     ("pp=2,tp=2", [*INTERLEAVED, *SECOND, *MASKED]),
+    ("cp=2", [*COLUMNS, *EVERY_TIME]),
+    ("dp_shard=2,pp=2", [*COLUMNS, *ZBV]),
 ]
 LAYOUTS = ["tp=2", "tp=4", "cp=2", "cp=4", "dp_shard=2,tp=2", "dp_shard=2,cp=2", "dp_replicate=2,dp_shard=2,tp=2", "cp=2,tp=2"]
 LAYOUTS += ["dp_replicate=2", "dp_replicate=2,dp_shard=2"]
 PIPELINES = ["pp=2", "dp_shard=2,pp=2", "pp=2,tp=2", "pp=2,dp_shard=2,tp=2", "pp=4", "pp=2,cp=2", "dp_replicate=2,pp=2"]
 SLOW = [
+    *((layout, COLUMNS) for layout in ("dp_shard=2,tp=2", "dp_shard=2,cp=2", "dp_replicate=2,dp_shard=2", "dp_shard=2,pp=2")),
+    *((layout, [*COLUMNS, *COMPILED, *EVERY_TIME]) for layout in ("dp_shard=2,tp=2", "dp_shard=2,pp=2", "dp_shard=4")),
+    *(("dp_shard=2,pp=2", [*COLUMNS, *EVERY_TIME, *name]) for name in (INTERLEAVED, ZBV)),
     *((layout, CHUNKED) for layout in ("dp_shard=2,tp=2", "dp_shard=2,cp=2", "dp_shard=2,pp=2")),
     *((layout, [*COMPILED, *CHUNKED]) for layout in ("dp_shard=2,tp=2", "dp_shard=2,pp=2", "cp=2,tp=2")),
     *(("dp_shard=2,pp=2", [*name, *CHUNKED]) for name in (GPIPE, INTERLEAVED, ZBV)),
@@ -128,6 +135,27 @@ def test_bfloat16_weights_with_float32_reduction_are_near(layout, options):
     result = trained(twin_of(layout, options if "pp" in layout else EVERY_TIME, mixed_precision_param="bfloat16"))
     assert 1e-4 < result.gradient < 5e-2, result
     assert result.loss < 5e-3, result
+
+
+def count_chunks(trainer):
+    """Fail unless the four collectives of each block are cut in forward, and some in backward, whose products hide others."""
+    cut, least = chunking.cut_into_chunks, iter((4 * 4, 4))
+
+    def counted(graph, chunks, chosen):
+        assert len(chosen) >= next(least, 0), len(chosen)
+        return cut(graph, chunks, chosen)
+
+    chunking.cut_into_chunks = counted
+
+
+def test_tokens_in_chunks_are_the_run_of_one_process(tmp_path):
+    machine = tmp_path / "slow.toml"  # so slow that launches do not matter
+    link = "{ bandwidth = 1e-3, latency = 1e-3 }"
+    lines = [f"intra_node = {link}", f"inter_node = {link}", "tflops = { float32 = 1e-5 }", "memory = 8", "memory_bandwidth = 1"]
+    machine.write_text("\n".join(lines) + "\n")
+    keys = ["--compile.tensor_parallel_chunks=4", f"--compile.machine={machine}", *COMPILED, *FULL, *AT_ONCE]
+    result = trained(twin_of("tp=2", [*keys, "--parallelism.tensor_parallel_degree=2"]), prepare=count_chunks)
+    assert result.agrees, result
 
 
 def test_a_schedule_from_a_file_is_the_run_of_one_process(tmp_path):

@@ -9,7 +9,7 @@ from tiny import DEBUG, RECIPES
 
 from titan_lite import verify
 from titan_lite.config.recipe import load_config
-from titan_lite.distributed.gather import Bucket
+from titan_lite.distributed.buckets import Bucket
 from titan_lite.verify import every_layout, layout_of, name_of, parse_layout, twin
 
 

@@ -26,6 +26,50 @@ def test_a_step_of_a_ramp_has_its_own_sequences():
     assert layout("--training.global_batch_size=4", "--training.global_batch_ramp=8 until 5").most_rows == 8
 
 
+def of_8b(*options, ranks=128):
+    keys = "--training.seq_len=8192", "--training.local_batch_size=1", "--training.global_batch_size=-1"
+    found = make_layout(load_config(RECIPES / "llama3_8b.toml", [*keys, *options])[0], ranks)
+    return found.by_columns, found.why_so
+
+
+@pytest.mark.parametrize(
+    ("options", "columns"),
+    [
+        ([], True),
+        (["--training.local_batch_size=4"], False),  # 8,192 x 4 tokens on each of 8 ranks are more than 128,256
+        (["--parallelism.tensor_parallel_degree=8"], True),
+        (["--compile.machine=A100"], True),
+        (["--training.global_batch_size=2048", "--parallelism.fsdp_communication=step"], False),  # 16 exchanges, one gather
+        (["--training.global_batch_size=2048", "--parallelism.fsdp_communication=microbatch"], True),
+        (["--parallelism.embedding_sharding=rows"], False),
+        (["--parallelism.embedding_sharding=columns", "--training.local_batch_size=4"], True),
+    ],
+)
+def test_an_embedding_is_sharded_as_less_is_sent(options, columns):
+    assert of_8b(*options)[0] == columns
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "why"),
+    [
+        (["--parallelism.data_parallel_shard_degree=1"], 1, "it is not sharded (data_parallel_shard_degree = 1)"),
+        (["--model.tied_embeddings=yes"], 8, "the output has the same weights, and needs them whole"),
+        ([], 12, "12 ranks do not divide its 4,096 columns"),
+        ([], 8192, "8192 ranks do not divide its 4,096 columns"),
+        (
+            ["--compile.enable", "--compile.bucketing=plan", "--compile.buckets=tok_embeddings layers.0"],
+            8,
+            "compile.buckets names it, and columns are not gathered",
+        ),
+    ],
+)
+def test_columns_that_are_impossible_are_rows_or_an_error(options, ranks, why):
+    assert of_8b(*options, ranks=ranks) == (False, why)
+    with pytest.raises(ConfigError) as error:
+        of_8b(*options, "--parallelism.embedding_sharding=columns", ranks=ranks)
+    assert str(error.value) == f'parallelism.embedding_sharding = "columns": {why}; use "auto" or "rows"'
+
+
 def test_without_a_ramp_all_steps_are_alike():
     found = layout()
     assert {found.rows_at(step) for step in range(1, 100)} == {found.rows} == {found.most_rows}

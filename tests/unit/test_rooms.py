@@ -26,12 +26,20 @@ ROOMS = {
     "attention": ("torch", "titan_lite.config"),  # operators, which the model and its parallel forms call
     "float8": ("torch", "titan_lite.config"),  # as attention
     "host_memory": ("torch",),
-    "describe": (*PART, "titan_lite.attention", "titan_lite.layout", "titan_lite.shape", "titan_lite.distributed"),
+    "describe": (
+        *PART,
+        "titan_lite.attention",
+        "titan_lite.layout",
+        "titan_lite.shape",
+        "titan_lite.distributed",
+        "titan_lite.optimizer",
+    ),
     "check": (*PART, "titan_lite"),  # looks at a recipe with the eyes of all parts
     "models": ("torch", "titan_lite.attention", "titan_lite.outside"),
     "shape": ("titan_lite.config", "titan_lite.models"),
     "loss": PART,
     "loss_chunk": ("titan_lite.config",),
+    "communication": ("titan_lite.config", "titan_lite.layout", "titan_lite.compiler"),  # layout: its type
     "chunked_loss": (*PART, "titan_lite.loss"),
     "validation": (*PART, "titan_lite.distributed", "titan_lite.loss", "titan_lite.metrics"),
     "optimizer": (*PART, "titan_lite.host_memory"),
@@ -72,6 +80,7 @@ ROOMS = {
     "metrics/lines": (*PART, "titan_lite.compiler"),
     "layout": (
         *PART,
+        "titan_lite.communication",
         "titan_lite.layout_checks",
         "titan_lite.loss_chunk",
         "titan_lite.optimizer",
@@ -150,6 +159,7 @@ WHOLE_CONFIG = {  # the others take their own section, or plain values
     "__main__",
     "inputs",
     "layout",
+    "communication",
     "layout_checks",
     "trainer",
     "train",

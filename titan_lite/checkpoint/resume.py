@@ -27,6 +27,7 @@ from titan_lite.config.row import CANNOT, FRESH, LEARNING, NOTHING, PLACE, ROUND
 from titan_lite.data.dataset import EPOCH
 from titan_lite.lr_scheduler import lr_factor
 
+ONLY_MODEL = "the step has only the model"
 ACCEPTED_BY = {  # consequences that are errors without a key of [checkpoint]: (key, its effect)
     PLACE: ("restart_data", "starts the recipe's data at its first document"),
     FRESH: ("accept_model_only", "starts with moments of zero"),
@@ -88,7 +89,7 @@ def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[Diff
         words, consequence = FACTS[fact]
         differences.append(Difference(consequence, f"{words.format(path)}: {_short(new)}, was {_short(was)}"))
     if "optimizer" not in state["tensors"]:
-        differences.append(Difference(FRESH, "the step has only the model"))
+        differences.append(Difference(FRESH, ONLY_MODEL))
     return differences
 
 
@@ -122,7 +123,7 @@ def refuse(differences: Sequence[Difference], where: Path | str, config: Checkpo
             continue
         if len(texts) > 3:
             texts[3:] = [f"and {len(texts) - 3} more, which --checkpoint.explain lists"]
-        fix = "the old value" if consequence != FRESH else "a step that has the optimizer's state"
+        fix = "a step that has the optimizer's state" if ONLY_MODEL in texts else "the old value"
         other = f"checkpoint.{key} = true, which {effect}" if key else "another job.dump_folder"
         raise ConfigError(f"{where}: {consequence}: {'; '.join(texts)}; use {fix}, or {other}")
 
@@ -133,6 +134,12 @@ def restarts_data(differences: Sequence[Difference]) -> bool:
     This happens only at the first resume with other data: steps saved later have the position in the new data.
     """
     return any(difference.consequence == PLACE for difference in differences)
+
+
+def to_load(tensors: Mapping[str, Any], differences: Sequence[Difference]) -> dict[str, Any]:
+    """Return those of a run's tensors, by name, that it loads: without the optimizer's if that starts anew."""
+    anew = any(difference.consequence == FRESH for difference in differences)
+    return {name: tensor for name, tensor in tensors.items() if name.startswith("model.") or not anew}
 
 
 def explain(differences: Sequence[Difference], state: Mapping[str, Any], described: Mapping[str, Any]) -> list[str]:

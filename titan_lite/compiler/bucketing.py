@@ -67,17 +67,17 @@ def _merge_all_gathers(graph: Graph, nodes: list[Node]) -> None:
     first = nodes[0]
     move_before(first, {leading for node in nodes for leading in preparation(node) or ()})
     with graph.inserting_before(first):
-        flat = _call(graph, aten.cat.default, [_flat(graph, shard) for shard in shards])
+        flat = add_call(graph, aten.cat.default, [_flat(graph, shard) for shard in shards])
         flat.meta["copies"] = True
-        gathered = _call(graph, first.target, flat, *first.args[1:], bucket=nodes)
-        rows = _call(graph, aten.view.default, _call(graph, collectives.wait_tensor.default, gathered), [ranks, -1])
+        gathered = add_call(graph, first.target, flat, *first.args[1:], bucket=nodes)
+        rows = add_call(graph, aten.view.default, add_call(graph, collectives.wait_tensor.default, gathered), [ranks, -1])
         start = 0
         for node, shard in zip(nodes, shards, strict=True):
             numel = shard.meta["val"].numel()
-            columns = _call(graph, aten.slice.Tensor, rows, 1, start, start + numel)
-            weight = _call(graph, aten.clone.default, columns, memory_format=torch.contiguous_format)
+            columns = add_call(graph, aten.slice.Tensor, rows, 1, start, start + numel)
+            weight = add_call(graph, aten.clone.default, columns, memory_format=torch.contiguous_format)
             weight.meta["copies"] = True
-            _replace_wait(node, _call(graph, aten.view.default, weight, list(node.meta["val"].shape)))
+            _replace_wait(node, add_call(graph, aten.view.default, weight, list(node.meta["val"].shape)))
             start += numel
 
 
@@ -86,17 +86,17 @@ def _merge_reductions(graph: Graph, nodes: list[Node]) -> None:
     last, gradients = nodes[-1], [node.all_input_nodes[0] for node in nodes]
     with graph.inserting_before(last):
         if kind_of(last) == "all_reduce":
-            bucket = _call(graph, aten.cat.default, [_flat(graph, gradient) for gradient in gradients])
+            bucket = add_call(graph, aten.cat.default, [_flat(graph, gradient) for gradient in gradients])
         else:  # one row per rank
-            rows = [_call(graph, aten.reshape.default, gradient, [group_size(last), -1]) for gradient in gradients]
-            bucket = _call(graph, aten.cat.default, rows, 1)
+            rows = [add_call(graph, aten.reshape.default, gradient, [group_size(last), -1]) for gradient in gradients]
+            bucket = add_call(graph, aten.cat.default, rows, 1)
         bucket.meta["copies"] = True
-        reduced = _call(graph, last.target, bucket, *last.args[1:], bucket=nodes)
-        flat, start = _flat(graph, _call(graph, collectives.wait_tensor.default, reduced)), 0
+        reduced = add_call(graph, last.target, bucket, *last.args[1:], bucket=nodes)
+        flat, start = _flat(graph, add_call(graph, collectives.wait_tensor.default, reduced)), 0
         for node in nodes:
             numel = node.meta["val"].numel()
-            part = _call(graph, aten.slice.Tensor, flat, 0, start, start + numel)
-            _replace_wait(node, _call(graph, aten.view.default, part, list(node.meta["val"].shape)), after=last)
+            part = add_call(graph, aten.slice.Tensor, flat, 0, start, start + numel)
+            _replace_wait(node, add_call(graph, aten.view.default, part, list(node.meta["val"].shape)), after=last)
             start += numel
 
 
@@ -110,11 +110,11 @@ def _coalesce(graph: Graph, nodes: list[Node]) -> None:
         move_before(place, {leading for node in nodes for leading in preparation(node) or ()})
     with graph.inserting_before(place):
         inputs = [_flat(graph, node.all_input_nodes[0]) for node in nodes]
-        started = _call(graph, COALESCED[place.target], inputs, *place.args[1:], bucket=nodes)  # type: ignore[index]
-        results = [_call(graph, operator.getitem, started, number) for number in range(len(nodes))]
-        waits = [_call(graph, collectives.wait_tensor.default, result) for result in results]
+        started = add_call(graph, COALESCED[place.target], inputs, *place.args[1:], bucket=nodes)  # type: ignore[index]
+        results = [add_call(graph, operator.getitem, started, number) for number in range(len(nodes))]
+        waits = [add_call(graph, collectives.wait_tensor.default, result) for result in results]
         for node, wait in zip(nodes, waits, strict=True):
-            part = _call(graph, aten.view.default, wait, list(node.meta["val"].shape))
+            part = add_call(graph, aten.view.default, wait, list(node.meta["val"].shape))
             _replace_wait(node, part, after=None if gathers else place)
 
 
@@ -129,10 +129,10 @@ def _replace_wait(node: Node, part: Node, after: Node | None = None) -> None:
 
 
 def _flat(graph: Graph, node: Node) -> Node:
-    return _call(graph, aten.reshape.default, node, [math.prod(node.meta["val"].shape)])
+    return add_call(graph, aten.reshape.default, node, [math.prod(node.meta["val"].shape)])
 
 
-def _call(graph: Graph, target: Any, *args: Any, bucket: Sequence[Node] = (), **kwargs: Any) -> Node:
+def add_call(graph: Graph, target: Any, *args: Any, bucket: Sequence[Node] = (), **kwargs: Any) -> Node:
     """Insert a call with its fake result. bucket: the collectives that it replaces."""
     node = graph.call_function(target, args, kwargs)
     if bucket:

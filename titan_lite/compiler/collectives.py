@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx import Graph, Node
 
@@ -48,8 +49,14 @@ KINDS = {
     collectives.all_gather_into_tensor_out.default: "all_gather",
     collectives.reduce_scatter_tensor.default: "reduce_scatter",
     collectives.all_reduce.default: "all_reduce",
+    collectives.all_to_all_single.default: "all_to_all",
 }
 KINDS |= {coalesced: KINDS[target] for target, coalesced in COALESCED.items()}
+
+
+def tracing() -> bool:
+    """Return True while torch.compile or make_fx traces this code."""
+    return torch.compiler.is_compiling() or _are_we_tracing()
 
 
 def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
@@ -82,8 +89,24 @@ def parameter_collectives(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if parameters_of(node)]
 
 
+def activation_collectives(graph: Graph) -> list[Node]:
+    """Return the collectives of tensor and context parallelism: of tokens, heads and scales."""
+    return [node for node in graph.nodes if node.target in KINDS and not parameters_of(node)]
+
+
+def moves_tokens(node: Node) -> bool:
+    """Return whether a parameter's collective moves tokens, or what was looked up for them, and not the parameter
+    (distributed/embedding.py)."""
+    return node.target in KINDS and node.meta.get("custom", {}).get("moves") == "tokens"
+
+
+def weight_collectives(graph: Graph) -> list[Node]:
+    """Return the collectives that gather parameters or reduce their gradients."""
+    return [node for node in parameter_collectives(graph) if not moves_tokens(node)]
+
+
 def collective_bytes(node: Node) -> int:
-    """Return the unsharded bytes of a collective: the output of an all-gather, the input of a reduction."""
+    """Return the unsharded bytes of a collective: the output of an all-gather, the input of others."""
     return nbytes_of(node) if is_all_gather(node) else sum(map(nbytes_of, node.all_input_nodes))
 
 

@@ -35,7 +35,7 @@ from titan_lite.compiler.collectives import (
     tensors_of,
 )
 from titan_lite.compiler.kernels import ATTENTION, IDLE, attention_share, clock_share, product_seconds
-from titan_lite.compiler.nccl import CHANNELS, nccl_seconds
+from titan_lite.compiler.nccl import CHANNELS, all_to_all_latency, nccl_seconds
 from titan_lite.config import ConfigError
 from titan_lite.config.row import one_line
 from titan_lite.config.toml import read_toml, shown
@@ -76,6 +76,7 @@ class Machine:
     attention_efficiency: float = 0.4
     memory_efficiency: float = 0.85
     link_efficiency: float = 0.8
+    ranks_per_core: float = 1.0  # of a CPU: above 1, ranks take turns
     like: str = ""  # the profile that the machine was derived from
     reduction: float = 1.0  # reduce-scatter time divided by all-gather time, for the same bytes; higher with gloo than with NCCL
 
@@ -97,6 +98,8 @@ class Machine:
         if len(ranks) < 2:
             return 0.0
         nodes = len({rank // self.ranks_per_node for rank in ranks})
+        if kind == "all_to_all":
+            return self._all_to_all(nbytes, len(ranks), len(ranks) / nodes)
         bandwidth = self.intra_node.bandwidth
         if nodes > 1:  # a ring uses the network cards of all its ranks in a node
             bandwidth = min(bandwidth, self.inter_node.bandwidth * len(ranks) / nodes)
@@ -111,6 +114,14 @@ class Machine:
         launch = self.collective_launch * 1e-6
         gather = launch + seconds + (tensors - 1) * self.coalesced_latency * (launch + latency)
         return gather * {"all_gather": 1.0, "reduce_scatter": self.reduction}.get(kind, (1.0 + self.reduction) / 2)
+
+    def _all_to_all(self, nbytes: float, ranks: int, near: float) -> float:
+        """Return the seconds to send parts of `nbytes` to so many ranks, of which `near` are in a node. What goes to other nodes
+        takes the rank's own card, while a ring uses those of all ranks in its node (NVIDIA/nccl-tests issue 267)."""
+        links = ((near - 1, self.intra_node), (ranks - near, self.inter_node))
+        travels = max(peers / link.bandwidth for peers, link in links) * nbytes / ranks / (self.link_efficiency * GB)
+        latency = all_to_all_latency(ranks) if self.multiprocessors else sum(n * link.latency for n, link in links) * 1e-6
+        return self.collective_launch * 1e-6 + latency + travels
 
     def send(self, nbytes: float, source: int, target: int) -> float:
         """Return the seconds to send `nbytes` from rank `source` to rank `target`."""

@@ -49,6 +49,8 @@ class Receipt:
     compile_seconds: float = 0.0
     copied: int | None = None  # bytes copied into and out of buckets; None for Inductor's buckets
     cache: str = ""  # "hit" or "miss" of Inductor's cache, "" without it
+    deferred: int = 0  # number of products computed while a collective of activations is in flight
+    cut: int = 0  # number of collectives of activations in chunks
     pp_rank: int | None = None  # the pipeline rank that runs the graph
 
 
@@ -78,6 +80,8 @@ def describe(receipts: Sequence[Receipt]) -> list[str]:
         counts = [f"{count} {kind} -> {left[kind]}" for kind, count in receipt.before.items()]
         gib = sum(collective.nbytes for collective in receipt.after) / 2**30
         words = [f"{', '.join(counts)} ({gib:.3f} GiB)"]
+        if rows := sum(collective.nbytes for collective in receipt.after if collective.kind == "all_to_all"):
+            words.append(f"{rows / 2**30:.3f} GiB of that are rows of the embedding, which stays in columns")
         if receipt.copied is not None:
             words.append(f"{receipt.copied / 2**30:.3f} GiB copied into and out of buckets")
         words.append(f"{receipt.moved} moved to overlap")
@@ -87,6 +91,9 @@ def describe(receipts: Sequence[Receipt]) -> list[str]:
                 f"{milliseconds(times.exposed)} exposed (at least {milliseconds(times.bound)})"
             )
         words = [*words, f"schedule {receipt.schedule}"] if counts else ["no collectives of parameters"]
+        if receipt.deferred or receipt.cut:
+            hiding = f"{receipt.deferred} products deferred, {receipt.cut} collectives cut into chunks"
+            words.append(f"tensor and context parallelism: {hiding}")
         where = "" if receipt.pp_rank is None else f"pipeline rank {receipt.pp_rank}, "
         cache = f", cache {receipt.cache}" if receipt.cache else ""
         words.append(f"compiled in {receipt.compile_seconds:.1f} s{cache}")

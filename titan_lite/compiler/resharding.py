@@ -13,7 +13,7 @@ from collections.abc import Collection
 from torch.fx import Graph
 from torch.utils.checkpoint import CheckpointPolicy
 
-from titan_lite.compiler.collectives import aten, collectives, parameter_all_gathers, parameters_of
+from titan_lite.compiler.collectives import aten, collectives, moves_tokens, parameter_all_gathers, parameters_of
 
 # The partitioner compares this id between regions of activation checkpointing; it must be above their ids.
 REGION = 1_000_000
@@ -39,7 +39,7 @@ def recompute_parameter_all_gathers(graph: Graph, keep_gathered: Collection[str]
     """
     again = 0
     for gather, preparation in parameter_all_gathers(graph).items():
-        if not set(keep_gathered).isdisjoint(parameters_of(gather)):
+        if moves_tokens(gather) or not set(keep_gathered).isdisjoint(parameters_of(gather)):
             continue
         again += 1
         tagged = [gather, *preparation]

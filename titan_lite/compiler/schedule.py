@@ -16,14 +16,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule
 
-from titan_lite.compiler import bucketing, reordering, wrapping
+from titan_lite.compiler import bucketing, chunking, deferring, reordering, wrapping
 from titan_lite.compiler.auto import schedule_by_inductor
 from titan_lite.compiler.collectives import (
     KINDS,
+    activation_collectives,
     collective_bytes,
     group_of,
     merge_waits,
@@ -31,6 +33,7 @@ from titan_lite.compiler.collectives import (
     parameters_of,
     ranks_of,
     wait_of,
+    weight_collectives,
 )
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.peers import Peers, outside_of_tracing
@@ -67,6 +70,7 @@ class Schedule:
         """Run the passes. Raises ConfigError if bucketing merges nothing or ranks differ, and DoesNotFit as `fits` decides."""
         graph, started = module.graph, time.perf_counter()
         merge_waits(graph)
+        deferred, cut = self.hide_activations(graph)
         before = count_collectives(graph)
         self.write(graph, name, "0_traced")
         self.bucket(module, name)
@@ -91,6 +95,8 @@ class Schedule:
                 self.agreed(schedules(graph), name),
                 timeline,
                 pass_seconds=time.perf_counter() - started,
+                deferred=deferred,
+                cut=cut,
                 copied=None if self.config.bucketing == "auto" else copied_by_buckets(graph, self.fused),
             )
         )
@@ -101,10 +107,26 @@ class Schedule:
             if not (fits and fit_alike):
                 raise DoesNotFit(name)
 
+    def hide_activations(self, graph: Graph) -> tuple[int, int]:
+        """Return how many products were deferred, and how many collectives cut, to hide tensor and context parallelism."""
+        deferred, cut, chunks, how = 0, 0, self.config.tensor_parallel_chunks, dict(fused=self.fused)
+        if activation_collectives(graph):
+            if self.config.reordering:
+                deferred = deferring.defer_products(graph, self.first(deferring.choose_products(graph, self.machine, **how)))
+            if chunks > 1:
+                chosen = self.first(chunking.choose_collectives(graph, chunks, self.machine, **how))
+                cut = chunking.cut_into_chunks(graph, chunks, chosen)
+        return deferred, cut
+
+    def first(self, mine: Any) -> Any:
+        """Return the first rank's value of `mine`, as JSON. Parts of tensor-parallel ranks may differ in size, and so in cost."""
+        with outside_of_tracing():
+            return json.loads(self.peers.first(json.dumps(mine)))
+
     def bucket(self, module: GraphModule, name: str) -> None:
         config, graph, merged = self.config, module.graph, 0
         coalesce = config.bucket_mode == "coalesced"
-        mergeable = Counter((node.target, group_of(node), node.meta["val"].dtype) for node in parameter_collectives(graph))
+        mergeable = Counter((node.target, group_of(node), node.meta["val"].dtype) for node in weight_collectives(graph))
         if config.bucketing == "none" or not mergeable:
             return
         if config.bucketing == "block":
@@ -116,7 +138,7 @@ class Schedule:
             merged = bucketing.merge(graph, self.of_first_rank(plan), coalesce)
         elif config.bucketing == "auto":
             schedule_by_inductor(module, self.cost_model(), fused=self.fused)
-            merged = sum(mergeable.values()) - len(parameter_collectives(graph))
+            merged = sum(mergeable.values()) - len(weight_collectives(graph))
         # The buckets of a plan may be in another pipeline stage.
         if self.must_merge and not merged and config.bucketing != "plan" and max(mergeable.values()) > 1:
             why = ", since computation is too short to hide them" if config.bucketing == "auto" else ""
@@ -136,10 +158,9 @@ class Schedule:
             (self.dump / f"{len(self.receipts)}_{name}_{what}.txt").write_text(readable(graph), encoding="utf-8")
 
     def of_first_rank(self, plan: wrapping.Buckets) -> wrapping.Buckets:
-        """Return the first rank's plan. Tensor-parallel ranks reduce norms together, and sizes may differ between them."""
+        """Return the first rank's plan. Tensor-parallel ranks reduce norms together."""
         names = wrapping.name_all(plan)
-        with outside_of_tracing():
-            first = json.loads(self.peers.first(json.dumps({name: str(plan[node]) for node, name in names.items()})))
+        first = self.first({name: str(plan[node]) for node, name in names.items()})
         return {node: first[name] for node, name in names.items()}
 
     def agreed(self, mine: Mapping[str, str], name: str) -> str:

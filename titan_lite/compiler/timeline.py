@@ -3,11 +3,11 @@
     timeline = simulate(graph, machine)
     timeline.exposed, timeline.peak_bytes          # seconds in which nothing computes; bytes without parameters
 
-Computation runs node by node in graph order. A collective of parameters starts at its node, once the previous one of the same
-process group is done, and its wait blocks computation. Groups run in parallel, as on NCCL's streams. Collectives of tensor and
-context parallelism are waited for at once, and count as computation (SimpleFSDP, arXiv 2411.00284, section 4.2). Computation
-beside a collective has the multiprocessors that are left (`Machine.beside_collectives`). Without compiled kernels a host lane
-issues the operators one by one: a node does not start before it is issued.
+Computation runs node by node in graph order. A collective starts at its node, once the previous one of the same process group is
+done, and its wait blocks computation. Groups run in parallel, as on NCCL's streams, and so do collectives of activations. For the
+passes on parameters, the waits for collectives of tensor and context parallelism count as computation (SimpleFSDP, arXiv
+2411.00284, section 4.2). Computation beside a collective has the multiprocessors that are left (`Machine.beside_collectives`).
+Without compiled kernels a host lane issues the operators one by one: a node does not start before it is issued.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ from titan_lite.compiler.collectives import (
     preparation,
     start_of,
     waits_of,
+    weight_collectives,
 )
 from titan_lite.compiler.hardware import Machine, is_free, is_fused_away
 
@@ -44,12 +45,7 @@ class Span:
     seconds: float
     exposed: float = 0.0  # seconds in which the wait for this collective blocks computation
     under: float = 0.0  # seconds of computation between the collective and its wait
-    group: str = ""  # process group of a collective, also of one that counts as computation
-
-    @property
-    def waited(self) -> float:
-        """Return the seconds in which nothing computes; for a collective that counts as computation, all of them."""
-        return self.seconds if self.lane == "compute" and self.group else self.exposed
+    group: str = ""  # process group of a collective, also of one whose wait counts as computation
 
 
 @dataclass(frozen=True)
@@ -68,8 +64,8 @@ class Timeline:
 
     @property
     def waited(self) -> float:
-        """Return the seconds in which nothing computes: `exposed`, and collectives that count as computation."""
-        return self.exposed + sum(span.waited for span in self.spans if span.lane == "compute")
+        """Return the seconds in which nothing computes: `exposed`, and waits that count as computation."""
+        return self.exposed + sum(span.exposed for span in self.spans if span.lane == "compute")
 
     def collectives(self) -> list[Span]:
         """Return the spans of communication in graph order."""
@@ -80,7 +76,7 @@ def simulate(graph: Graph, machine: Machine, *, name: str = "", fused: bool = Tr
     """Simulate `graph`. fused: as in `Machine.cost`, and one launch for the graph; bound: the graph's `lower_bound`."""
     now = compute = exposed = issued = idle = 0.0
     beside, host = machine.beside_collectives(), 0.0 if fused else machine.host * 1e-6
-    lanes: dict[str, float] = {}  # end of the last collective by group
+    lanes: dict[tuple[str, str], float] = {}  # end of the last collective by group, of parameters or of activations
     spans: list[Span] = []
     started: dict[Node, tuple[int, float]] = {}  # collective -> index of its span, seconds computed before it
     for node in graph.nodes:
@@ -88,26 +84,29 @@ def simulate(graph: Graph, machine: Machine, *, name: str = "", fused: bool = Tr
         issued += host if node.op == "call_function" else 0.0
         if seconds and issued > now:
             idle, now = idle + issued - now, issued
-        if parameters_of(node):
-            group = group_of(node)
-            start = max(now, lanes.get(group, 0.0))
-            lanes[group] = start + seconds
+        if node.target in KINDS:
+            group, lane = group_of(node), "communication" if parameters_of(node) else "compute"
+            start = max(now, lanes.get((group, lane), 0.0))
+            lanes[group, lane] = start + seconds
             started[node] = (len(spans), compute)
-            spans.append(Span("communication", label(node), start, seconds, group=group))
+            spans.append(Span(lane, label(node), start, seconds, group=group))
         elif node.target is collectives.wait_tensor.default and start_of(node) in started:
             number, before = started.pop(start_of(node))
             span = spans[number]
             held_up = max(0.0, span.start + span.seconds - now)
             spans[number] = dataclasses.replace(span, exposed=held_up, under=compute - before)
-            exposed, now = exposed + held_up, now + held_up
+            now += held_up
+            if span.lane == "compute":
+                compute += held_up
+            else:
+                exposed += held_up
         elif seconds:
-            group = group_of(node) if node.target in KINDS else ""
             left = max(lanes.values(), default=0.0) - now  # of collectives that run meanwhile
-            if left > 0 and not group and beside is not machine:
+            if left > 0 and beside is not machine:
                 slowed = beside.cost(node, fused)
                 under = min(left, slowed)
                 seconds = under + (1 - under / slowed) * seconds
-            spans.append(Span("compute", node.name, now, seconds, group=group))
+            spans.append(Span("compute", node.name, now, seconds))
             now, compute = now + seconds, compute + seconds
     communication = sum(span.seconds for span in spans if span.lane == "communication")
     bound = min(bound, exposed)  # the two sums may differ in the last digit
@@ -119,18 +118,34 @@ def computed_before(graph: Graph, machine: Machine, fused: bool) -> dict[Node, f
 
     Work on shards does not count, since the last ranks have fewer rows, and passes must decide the same on all ranks.
     """
-    shard_work = shards_of(graph)
+    shard_work, costs = shards_of(graph), costs_of(graph, machine, fused)
     seconds, result = 0.0, {}
     for node in graph.nodes:
         result[node] = seconds
         if not parameters_of(node) and node not in shard_work:
-            seconds += machine.cost(node, fused)
+            seconds += costs[node]
     return result
+
+
+def costs_of(graph: Graph, machine: Machine, fused: bool) -> dict[Node, float]:
+    """Return the seconds of each node. Of a collective of activations, those that computation before its wait does not hide."""
+    costs, shard_work = {node: machine.cost(node, fused) for node in graph.nodes}, shards_of(graph)
+    started: dict[Node, float] = {}  # collective of activations -> seconds computed before it
+    computed = 0.0
+    for node in graph.nodes:
+        if node.target in KINDS and not parameters_of(node):
+            started[node] = computed
+        elif node.target is collectives.wait_tensor.default and start_of(node) in started:
+            begin = started.pop(start_of(node))
+            costs[start_of(node)] = max(0.0, costs[start_of(node)] - (computed - begin))
+        elif not parameters_of(node) and node not in shard_work:
+            computed += costs[node]
+    return costs
 
 
 def shards_of(graph: Graph) -> set[Node]:
     """Return the nodes that prepare shards for all-gathers, and those that process reduced gradients."""
-    mine = parameter_collectives(graph)
+    mine = weight_collectives(graph)
     before = {node for gather in mine if is_all_gather(gather) for node in preparation(gather) or ()}
     return before | (descendants(*(node for node in mine if not is_all_gather(node))) - set(mine))
 
@@ -138,6 +153,8 @@ def shards_of(graph: Graph) -> set[Node]:
 def label(node: Node) -> str:
     """Return a name such as "all_gather layers.0.attention.wq.weight and 8 more"."""
     fqns = parameters_of(node)
+    if not fqns:
+        return node.name
     return f"{kind_of(node)} {fqns[0]}" + (f" and {len(fqns) - 1} more" if len(fqns) > 1 else "")
 
 
@@ -150,7 +167,7 @@ def lower_bound(graph: Graph, machine: Machine, *, fused: bool = True) -> float:
     part of it that is not computation is exposed.
     """
     mine, movable = set(parameter_collectives(graph)), shards_of(graph)
-    seconds = {node: machine.cost(node, fused) for node in graph.nodes}
+    seconds = costs_of(graph, machine, fused)
 
     def earliest(nodes: Iterable[Node], before: Callable[[Node], Iterable[Node]]) -> dict[Node, float]:
         """Return the least time before each node, in the direction of `before`."""

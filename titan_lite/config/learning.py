@@ -6,8 +6,9 @@ import re
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from titan_lite.config.row import DATA, LEARNING, NOTHING, PLACE, ROUNDING, Need, setting
+from titan_lite.config.row import DATA, FRESH, LEARNING, NOTHING, PLACE, ROUNDING, Need, setting
 
+MUON = Need("optimizer.name", lambda name: name == "Muon")
 SPIKES = Need("training.spike_window", lambda window: window != 0)
 SHUFFLES = Need("data.shuffle", bool)
 CUT_HERE = Need("data.dataset", lambda name: name not in ("c4", "prepared"))  # these two have a validation split already
@@ -163,14 +164,29 @@ class Optimizer:
     """the optimizer and its constants"""
 
     resume = LEARNING
-    name: str = setting("AdamW", "optimizer", choices=("AdamW",))
+    name: str = setting(
+        "AdamW",
+        "Muon: momentum made orthogonal, for matrices within blocks, and AdamW for embedding, output and norms",
+        choices=("AdamW", "Muon"),
+        resume=FRESH,
+    )
     lr: float = setting(3e-4, "peak learning rate", "per step > 0")
-    beta1: float = setting(0.9, "decay of the first moment", "per step >= 0 < 1")
-    beta2: float = setting(0.95, "decay of the second moment", "per step >= 0 < 1")
-    eps: float = setting(1e-8, "added to the denominator", "gradient > 0")
+    beta1: float = setting(0.9, "decay of the first moment of AdamW", "per step >= 0 < 1")
+    beta2: float = setting(0.95, "decay of the second moment of AdamW", "per step >= 0 < 1")
+    eps: float = setting(1e-8, "added to the denominator of AdamW", "gradient > 0")
+    momentum: float = setting(0.95, "decay of the momentum", "per step >= 0 < 1", needs=MUON)
+    nesterov: bool = setting(True, "add the gradient once more to its momentum, before it is made orthogonal", needs=MUON)
+    ns_steps: int = setting(5, "steps of the Newton-Schulz iteration", "steps >= 1 < 100", needs=MUON)
+    ns_dtype: str = setting(
+        "bfloat16",
+        "the Newton-Schulz iteration, and the traffic of matrices to their owners and back",
+        choices=("bfloat16", "float32"),
+        resume=ROUNDING,
+        needs=MUON,
+    )
     state_dtype: str = setting(
         "float32",
-        "both moments; in bfloat16 they take half of the memory, and are rounded stochastically",
+        "moments, and the momentum of Muon; in bfloat16 they take half of the memory, and are rounded stochastically",
         choices=("float32", "bfloat16"),
         resume=ROUNDING,
     )

@@ -98,6 +98,14 @@ class Parallelism:
         "microbatch",
         choices=("auto", "step", "microbatch"),
     )
+    embedding_sharding: str = setting(
+        "auto",
+        "how FSDP shards the token embedding. rows: its table is gathered before the first operation, and its gradient reduced "
+        "after the last; columns: token ids and looked-up rows travel instead, in every microbatch; auto is columns if that is "
+        "faster, by the links of compile.machine (empty: those of H100), the weights are not tied and the ranks divide the "
+        "model's dim",
+        choices=("auto", "rows", "columns"),
+    )
 
 
 @dataclass(frozen=True)
@@ -214,6 +222,13 @@ class Compile:
     reordering: bool = setting(
         True, "start each gather one bucket early, and wait for each reduction when the next starts", needs=COMPILES_MODEL
     )
+    tensor_parallel_chunks: int = setting(
+        1,
+        "chunks of tokens that a collective of tensor parallelism and its matrix product are cut into, so that one travels while "
+        "another is computed; where the cost model of machine finds it slower, nothing is cut; 1: never",
+        "chunks >= 1",
+        needs=(*COMPILES_MODEL, Need("parallelism.tensor_parallel_degree", lambda degree: degree > 1, "2")),
+    )
 
     def compiles(self, component: str) -> bool:
         return self.enable and component in self.components
@@ -253,7 +268,9 @@ class Checkpoint:
         needs=CHECKPOINTS,
     )
     accept_model_only: bool = setting(
-        False, "start with a new optimizer if the step has only the model; without this key that is an error", needs=CHECKPOINTS
+        False,
+        "start with a new optimizer if the step has only the model, or that of another optimizer; else that is an error",
+        needs=CHECKPOINTS,
     )
 
 

@@ -47,6 +47,7 @@ from titan_lite.data.prepared import DTYPE, FORMAT, SPLITS, WRITTEN, check_prepa
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import init_logging, logger
 from titan_lite.outside import ANY, COUNT, MOST, WORD, Damaged, one_of, read_json
+from titan_lite.ranks import usable_cores
 
 PROGRESS = "progress.json"
 # keys of [data] without effect here; training leaves out documents that are too short
@@ -348,7 +349,7 @@ def _summary(described: dict[str, Any]) -> str:
 @command
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(__doc__)
-    add, cores = parser.add_argument, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    add, cores = parser.add_argument, usable_cores()
     working = "processes that tokenize (default: one per core); 0: tokenize in this process"
     add("--workers", type=int, default=cores, metavar="N", help=working)
     ending = "least tokens of a shard (default 268,435,456); a kill loses at most one shard"

@@ -1,51 +1,89 @@
 """Accumulate gradients with one round of communication per optimizer step, in one bucket per transformer block.
 
-    with gathered_for_step(model):                  # all weights are gathered
+    with gathered_for_step(model, len(microbatches)):       # each weight is gathered once
         for input, label in microbatches:
-            loss(model(input), label).backward()    # gradients accumulate, unreduced
-    parameter.grad                                  # reduced, on exit
+            loss(model(input), label).backward()            # gradients accumulate, unreduced
+    parameter.grad                                          # reduced
 
-Llama 3 was trained this way (arXiv 2407.21783, section 3.3.2): weights stay gathered after forward. Buckets are those of
-SimpleFSDP's manual wrapping (arXiv 2411.00284, section 4.1).
+Llama 3 was trained this way (arXiv 2407.21783, section 3.3.2): weights stay gathered after forward.
 """
 
 import functools
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
-from titan_lite.compiler.fqns import block_of, last_block
-from titan_lite.distributed.gather import Bucket, GatherPlan, local
+from titan_lite.distributed.buckets import gather_buckets, reduce_buckets
+from titan_lite.distributed.gather import GatherPlan, local
 from titan_lite.distributed.simple_fsdp import as_shard_of, model_of
 from titan_lite.float8 import stand_in
 
 IN_FLIGHT = 2  # buckets allocated at once, beside weights and gradients: one is communicated while another is copied
-Plans = Mapping[nn.Parameter, GatherPlan]
-StepBuckets = list[tuple[list[nn.Parameter], Bucket]]
 Started = TypeVar("Started")
 
 
 @contextmanager
-def gathered_for_step(root: nn.Module) -> Iterator[None]:
+def gathered_for_step(root: nn.Module, microbatches: int = 0) -> Iterator[None]:
     """Keep weights gathered and accumulate unreduced gradients in reduce_dtype; on exit, reduce them into `parameter.grad`.
+
+    microbatches: of the step, if known. In eager mode, weights are then gathered during the first forward, and gradients reduced
+    during the last backward. Otherwise, for a compiled model and for shards in host memory, all are gathered here and
+    reduced on exit.
 
     k microbatches cost the communication of one, and the memory of the rank's unsharded weights and gradients. With more than
     two ranks, a library may sum in an order that depends on the offset in a bucket.
     """
     model = model_of(root)
-    _gather(model)
-    _sum_in_reduce_dtype(root)
+    if microbatches and root._compiled_call_impl is None and model.put is None:
+        model.step = Step(model, microbatches)
+    else:
+        _gather(model)
+        _sum_in_reduce_dtype(root)
     try:
         yield
     finally:
-        sums, model.sums = model.sums, {}
+        sums, model.sums, model.step = model.sums, {}, None
         leaves, model.gathered, model.stand_ins = model.gathered | model.stand_ins, {}, {}
-    found = ((parameter, sums.pop(plan.fqn, leaves.pop(plan.fqn).grad)) for parameter, plan in model.plans.items())
+    read = {parameter: plan for parameter, plan in model.plans.items() if plan.fqn in leaves}
+    found = ((parameter, sums.pop(plan.fqn, leaves.pop(plan.fqn).grad)) for parameter, plan in read.items())
     _reduce({parameter: gradient for parameter, gradient in found if gradient is not None}, model)
+
+
+class Step:
+    """A step whose communication overlaps with its first forward and its last backward, in the buckets of eager mode."""
+
+    def __init__(self, model: Any, microbatches: int):
+        self.model, self.microbatches = model, microbatches
+        self.added = Counter[str]()  # gradients so far, by FQN
+        self.parameters = {plan.fqn: parameter for parameter, plan in model.plans.items()}
+
+    @_disable_current_modes()
+    @torch.no_grad()
+    def gather(self, read: GatherPlan) -> None:
+        """Hold the weights of the block that is read. The next block is then in flight (eager.py)."""
+        eager = self.model.eager
+        for members, bucket in eager.blocks[eager.block_of[read.fqn]]:
+            for parameter, plan in zip(members, bucket.plans, strict=True):
+                weight = eager.gather(local(parameter), plan, self.model.scales.of(plan.fqn))
+                hold(self.model, plan, weight.detach(), parameter.requires_grad)
+                if parameter.requires_grad:
+                    leaf_of(self.model, plan).register_post_accumulate_grad_hook(functools.partial(self.add, plan))
+
+    def add(self, plan: GatherPlan, leaf: Tensor) -> None:
+        """Add a microbatch's gradient to the sum. The bucket of the last one starts to be reduced."""
+        sums, parameter = self.model.sums, self.parameters[plan.fqn]
+        if leaf.dtype != plan.reduce_dtype:
+            _fold(sums, plan, leaf)
+        self.added[plan.fqn] += 1
+        if self.added[plan.fqn] == self.microbatches:
+            gradient, leaf.grad = sums.pop(plan.fqn, leaf.grad), None
+            parameter.grad = as_shard_of(parameter, self.model.eager.reduce(gradient, plan, parameter.dtype))
+        assert self.added[plan.fqn] <= self.microbatches
 
 
 @torch.no_grad()
@@ -88,30 +126,6 @@ def _reduce(gradients: dict[nn.Parameter, Tensor], model: Any) -> None:
         del in_flight, rows
 
 
-def gather_buckets(plans: Plans) -> StepBuckets:
-    """Return the buckets that weights are gathered in. A weight that is not sharded has its own."""
-    last = last_block(plan.fqn for plan in plans.values())
-
-    def key(plan: GatherPlan) -> Hashable:
-        return (block_of(plan.fqn, last), plan.shard_group, plan.gather_dtype) if plan.shard_degree > 1 else plan
-
-    return _buckets(plans, key)
-
-
-def reduce_buckets(plans: Plans) -> StepBuckets:
-    """Return the buckets that gradients are reduced in."""
-    last = last_block(plan.fqn for plan in plans.values())
-    return _buckets(plans, lambda plan: (block_of(plan.fqn, last), plan.shard_group, plan.sum_groups, plan.reduce_dtype))
-
-
-def _buckets(plans: Plans, key: Callable[[GatherPlan], Hashable]) -> StepBuckets:
-    """Return one bucket for each value of `key`, in the order of their first parameters."""
-    together: dict[Hashable, list[nn.Parameter]] = defaultdict(list)
-    for parameter, plan in plans.items():
-        together[key(plan)].append(parameter)
-    return [(members, Bucket(tuple(map(plans.__getitem__, members)))) for members in together.values()]
-
-
 def _prefetch(started: Iterable[Started]) -> Iterator[Started]:
     """Yield items in order, each after IN_FLIGHT - 1 later ones have been started. Keeps no reference to a yielded item."""
     under_way: deque[Started] = deque()
@@ -128,9 +142,10 @@ def gradient_leaves(root: nn.Module) -> list[Tensor]:
     """Return the tensors that autograd accumulates into: the gathered weights within `gathered_for_step`, else the parameters, or
     what stands for those in host memory."""
     model = model_of(root)
-    if model.gathered:
-        return [leaf_of(model, plan) for plan in model.plans.values()]
-    return [model.leaves.get(plan.fqn, parameter) for parameter, plan in model.plans.items()]
+    return [
+        leaf_of(model, plan) if plan.fqn in model.gathered else model.leaves.get(plan.fqn, parameter)
+        for parameter, plan in model.plans.items()
+    ]
 
 
 def fold_gradients(root: nn.Module) -> None:
@@ -138,7 +153,9 @@ def fold_gradients(root: nn.Module) -> None:
     else give away gradients of shards in host memory."""
     model = model_of(root)
     for (parameter, plan), leaf in zip(model.plans.items(), gradient_leaves(root), strict=True):
-        if model.gathered and leaf.grad is not None and leaf.dtype != plan.reduce_dtype:
+        if plan.fqn in model.gathered and leaf.grad is not None and model.step is not None:
+            model.step.add(plan, leaf)
+        elif plan.fqn in model.gathered and leaf.grad is not None and leaf.dtype != plan.reduce_dtype:
             _fold(model.sums, plan, leaf)
         elif not model.gathered and leaf.grad is not None and model.put is not None:
             model.put(parameter, leaf.grad)

@@ -1,79 +1,100 @@
-"""Resharding and overlap in eager mode; under torch.compile, graph passes do both.
+"""Resharding and overlap in eager mode, in buckets; under torch.compile, graph passes do both.
 
-    eager = Eager()                                 # one for a model
+    eager = Eager(plans, scales)                    # one for a model
     with eager.forward(reshard=True):               # autograd saves no weight given to `remember`
-        weight = eager.gather(shard, plan)          # also starts the gathers that followed it last time
+        weight = eager.gather(shard, plan, scale)   # its block, while the one that followed it last time is in flight
         eager.remember(weight, parameter, plan)
     rows = eager.reduce(gradient, plan, dtype)      # in backward: its first use waits for it
 
 Both are passes of SimpleFSDP's compiler (arXiv 2411.00284). Eager mode has no graph to look ahead in, so it records the order.
 """
 
+import functools
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from titan_lite.distributed.buckets import Bucket, Buckets, Plans, gather_blocks, reduce_buckets
 from titan_lite.distributed.gather import GatherPlan, InFlight, local
+from titan_lite.distributed.scales import Scales
 
 aten = torch.ops.aten
-Read = tuple[Tensor, GatherPlan, Tensor | None]  # shard, plan, scale of the cast to float8
+
+
+class Sum:
+    """The rows of one gradient, summed over ranks, and over microbatches if these accumulate."""
+
+    def __init__(self, adding: "Reduction"):
+        self.rows: Tensor | None = None
+        self.adding: Reduction | None = adding  # not finished
+        self.earlier: Sum | None = None  # of an earlier microbatch; this one is added to it
+
+    def wait(self) -> Tensor:
+        if self.adding is not None:
+            self.adding.finish()
+        assert self.rows is not None
+        return self.rows
+
+    def add(self, rows: Tensor) -> None:
+        self.rows, self.adding = rows if self.rows is None else self.rows.add_(rows), None
+        if self.earlier is not None:
+            self.earlier.add(rows)
 
 
 class Reduction:
-    """An asynchronous sum of one gradient, over one group after another. left: collectives not waited for; dtype: of the sum."""
+    """The asynchronous sums of a bucket's gradients, over one group after another. Some gradients may be missing."""
 
-    def __init__(self, gradient: Tensor, plan: GatherPlan, dtype: torch.dtype):
-        self.plan, self.dtype, self.left = plan, dtype, len(plan.reduce_groups)
-        self.size, self.device = (plan.own_rows, *gradient.shape[1:]), gradient.device
-        self.rows = plan.start_reduce(gradient)
-        self.earlier: Reduction | None = None  # of an earlier microbatch; this one is added to it
-        self.later: Reduction | None = None  # of a later microbatch; it is added to this one
+    def __init__(self, bucket: Bucket, dtype: torch.dtype):
+        self.bucket, self.dtype, self.groups = bucket, dtype, bucket.plans[0].reduce_groups
+        self.gradients: dict[str, Tensor] = {}  # by FQN, until it starts
+        self.sums: dict[str, Sum] = {}
+        self.left = len(self.groups)  # collectives not waited for
+
+    def start(self) -> None:
+        if self.gradients:
+            present = tuple(plan for plan in self.bucket.plans if plan.fqn in self.gradients)
+            self.bucket = self.bucket if present == self.bucket.plans else Bucket(present)
+            self.flat = self.bucket.start_reduce([self.gradients.pop(plan.fqn) for plan in present])
 
     def advance(self) -> None:
-        """Wait for the collective in flight, and start the next one."""
-        self.rows = self.plan.next_reduce(self.rows, len(self.plan.reduce_groups) - self.left)
+        """Wait for the collective in flight, and start the next one. After the last one, add the rows to their sums."""
+        self.flat = self.bucket.as_one.next_reduce(self.flat, len(self.groups) - self.left)
         self.left -= 1
+        if not self.left:
+            for plan, rows in zip(self.bucket.plans, self.bucket.rows_of(self.flat.to(self.dtype)), strict=True):
+                self.sums.pop(plan.fqn).add(rows)
+            del self.flat
 
-    def finish(self) -> Tensor:
+    def finish(self) -> None:
+        self.start()
         while self.left:
             self.advance()
-        self.rows = self.rows.to(self.dtype)
-        if self.later is not None:
-            self.later.finish()
-        if self.earlier is not None:
-            self.earlier.rows.add_(self.rows)
-            self.earlier.later, self.earlier = None, None
-        return self.rows
-
-    def add(self, later: "Reduction") -> None:
-        """Add `later` to this sum, once it has finished."""
-        self.finish()
-        self.later, later.earlier = later, self
 
 
 class Rows(AsyncCollectiveTensor):
-    """The future result of a reduction. Any use waits for it, except autograd's detach and its sum with an earlier one."""
+    """The future rows of a gradient. Any use waits for them, except autograd's detach and its sum with earlier ones."""
 
-    reduction: Reduction
+    future: Sum
 
     @staticmethod
-    def __new__(cls, reduction: Reduction) -> "Rows":
-        rows = Tensor._make_wrapper_subclass(cls, reduction.size, dtype=reduction.dtype, device=reduction.device)
-        rows.reduction = reduction
+    def __new__(cls, future: Sum, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> "Rows":
+        rows = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
+        rows.future = future
         return rows
 
     @property
     def elem(self) -> Tensor:  # type: ignore[override]
-        return self.reduction.finish()
+        return self.future.wait()
 
     def trigger_wait(self) -> Tensor:
-        return self.reduction.finish()
+        return self.future.wait()
 
     wait = trigger_wait
 
@@ -81,10 +102,13 @@ class Rows(AsyncCollectiveTensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         rows = args[0]
         if func is aten.detach.default or (func is aten.view.default and tuple(args[1]) == rows.shape):
-            return Rows(rows.reduction)
+            return Rows(rows.future, rows.shape, rows.dtype, rows.device)
         if func is aten.add_.Tensor and not kwargs and isinstance(rows, Rows) and isinstance(args[1], Rows):
-            rows.reduction.add(args[1].reduction)
-            return rows
+            later = args[1].future
+            if later.adding is not None and later.earlier is None:
+                rows.future.wait()
+                rows.future.adding, later.earlier = later.adding, rows.future
+                return rows
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -95,85 +119,126 @@ class Eager:
     address of its storage, because autograd saves views of it (the transpose in a matrix product). The entry is valid while the
     weight is alive: later, an activation may have its address.
 
-    Overlap: weights are read in the same order every time, so a read starts the IN_FLIGHT gathers that followed it last time.
-    A reduction's collective is waited for when the gradient is used, or when IN_FLIGHT later ones of its kind have started. In
-    HSDP, the all-reduce starts when the reduce-scatter has been waited for. IN_FLIGHT bounds the memory that overlap costs. The
-    order comes from the program alone, so it is the same on every rank. Accumulating gradients over
-    microbatches waits for neither. Limit: a weight that is read twice (tied) has two gradients, whose sum waits for both.
+    Overlap: a forward or backward keeps the block of its last read gathered. Blocks are read in the same order every time, so
+    the next one is in flight meanwhile: two are alive at once. A bucket of gradients is reduced when it has all of them, or at
+    the end of backward. It is waited for when a gradient is used or when the next bucket of the same groups starts; in HSDP, its
+    all-reduce then starts. Accumulating gradients over microbatches waits for neither. The order comes from the program alone,
+    so it is the same on every rank. Limit: a weight that is read twice (tied) has two gradients, whose sum waits for both.
     """
 
-    IN_FLIGHT = 4
-
-    def __init__(self) -> None:
+    def __init__(self, plans: Plans, scales: Scales) -> None:
+        self.plans, self.scales = plans, scales
         # gathered weights by storage address, only during a forward that reshards
-        self.reads: dict[int, tuple[weakref.ref[Tensor], nn.Parameter, GatherPlan, Tensor | None]] | None = None
-        self.backward = False
-        self.order: list[Read] = []  # gathers of this forward or backward so far
-        # gathers of the last forward (False) and backward (True)
-        self.last_order: dict[bool, list[Read]] = {False: [], True: []}
-        self.gathering: dict[tuple[GatherPlan, int], InFlight] = {}  # by plan and address, which changes with the shard
-        self.reducing: defaultdict[int, deque[Reduction]] = defaultdict(deque)  # queues, by collectives left to wait for
+        self.reads: dict[int, tuple[weakref.ref[Tensor], nn.Parameter, GatherPlan]] | None = None
+        self.phase = ""  # forward, backward or weights; empty outside, where nothing stays gathered
+        self.order: list[str] = []  # blocks gathered in this phase so far
+        self.last_order: dict[str, list[str]] = defaultdict(list)  # in the last phase of each name
+        self.gathered: dict[str, Tensor] = {}  # weights of the last block, by FQN
+        self.gathering: dict[str, list[InFlight]] = {}  # the buckets of the next block
+        self.collecting: dict[Bucket, Reduction] = {}  # buckets that lack gradients
+        self.reducing: dict[tuple[str, ...], list[Reduction]] = defaultdict(list)  # those in flight, by groups
+
+    @functools.cached_property
+    def blocks(self) -> dict[str, Buckets]:
+        return gather_blocks(self.plans)
+
+    @functools.cached_property
+    def block_of(self) -> dict[str, str]:
+        return {plan.fqn: name for name, each in self.blocks.items() for _, bucket in each for plan in bucket.plans}
+
+    @functools.cached_property
+    def reduced_with(self) -> dict[str, tuple[list[nn.Parameter], Bucket]]:
+        return {plan.fqn: each for each in reduce_buckets(self.plans) for plan in each[1].plans}
 
     def gather(self, shard: Tensor, plan: GatherPlan, scale: Tensor | None = None) -> Tensor:
-        if plan.shard_degree == 1:
+        if plan.shard_degree == 1 or not self._begun():
             return plan.start_gather(shard, scale).wait()
-        started = self.gathering.pop((plan, shard.data_ptr()), None) or plan.start_gather(shard, scale)
-        place, last = len(self.order), self.last_order[self.backward]
-        self.order.append((shard.detach(), plan, scale))
-        if place < len(last) and last[place][1] is plan:
-            for next_shard, next_plan, next_scale in last[place + 1 : place + 1 + self.IN_FLIGHT]:
-                key = (next_plan, next_shard.data_ptr())
-                if key not in self.gathering:
-                    self.gathering[key] = next_plan.start_gather(next_shard, next_scale)
-        return started.wait()
+        if plan.fqn not in self.gathered:
+            self._gather_block(self.block_of[plan.fqn])
+        return self.gathered[plan.fqn]
+
+    # Hidden from dispatch modes: selective checkpointing counts operators, and a read may find its block gathered or not.
+    @_disable_current_modes()
+    @torch.no_grad()
+    def _gather_block(self, block: str) -> None:
+        """Gather a block in place of the last one, and start the one that followed it last time."""
+        self.gathered.clear()
+        self._start(block)
+        for (_, bucket), started in zip(self.blocks[block], self.gathering.pop(block), strict=True):
+            self.gathered |= zip((plan.fqn for plan in bucket.plans), bucket.finish_gather(started), strict=True)
+        del started  # before the next block needs memory
+        place, last = len(self.order), self.last_order[self.phase]
+        self.order.append(block)
+        if last[place : place + 1] == [block]:
+            self._start(*last[place + 1 : place + 2])
+
+    @_disable_current_modes()
+    @torch.no_grad()
+    def _start(self, *blocks: str) -> None:
+        for block in blocks:
+            if block not in self.gathering:
+                self.gathering[block] = [
+                    bucket.start_gather([*map(local, members)], [self.scales.of(plan.fqn) for plan in bucket.plans])
+                    for members, bucket in self.blocks[block]
+                ]
 
     def reduce(self, gradient: Tensor, plan: GatherPlan, dtype: torch.dtype) -> Tensor:
         """Return this rank's rows of the sum. The first use of the result waits for it."""
         if not plan.reduce_groups:
             return plan.start_reduce(gradient).to(dtype)
-        if not self.reducing:  # the first of this backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        plan.note()
-        reduction = Reduction(gradient, plan, dtype)
-        self._enqueue(reduction)
-        return Rows(reduction)
+        self._begun()
+        members, bucket = self.reduced_with[plan.fqn]
+        earlier = self.collecting.get(bucket)
+        if earlier is not None and (plan.fqn in earlier.sums or not earlier.gradients):  # read twice, or used already
+            self._start_reduction(bucket)
+        reduction = self.collecting.setdefault(bucket, Reduction(bucket, dtype))
+        reduction.gradients[plan.fqn], reduction.sums[plan.fqn] = gradient, Sum(reduction)
+        rows = Rows(reduction.sums[plan.fqn], (plan.own_rows, *plan.row_shape), dtype, gradient.device)
+        if len(reduction.sums) == sum(member.requires_grad for member in members):
+            self._start_reduction(bucket)
+        return rows
 
-    def _enqueue(self, reduction: Reduction) -> None:
-        """Queue it with those that have as many collectives left. Of more than IN_FLIGHT, the oldest moves to the next queue."""
-        queue = self.reducing[reduction.left]
-        queue.append(reduction)
-        if len(queue) > self.IN_FLIGHT:
-            oldest = queue.popleft()
-            if oldest.left > 1:
-                oldest.advance()
-                self._enqueue(oldest)
-            else:
-                oldest.finish()
+    def _start_reduction(self, bucket: Bucket) -> None:
+        """Start the sum of a bucket. Those of the same groups that are in flight go on to their next collective, or end."""
+        reduction = self.collecting.pop(bucket)
+        in_flight = self.reducing[reduction.groups]
+        for earlier in (each for each in in_flight if each.left):
+            earlier.advance()
+        reduction.start()
+        in_flight[:] = [each for each in (*in_flight, reduction) if each.left]
 
     def _end_backward(self) -> None:
         """Start all remaining collectives, so that reading a gradient on one rank alone starts none. The optimizer or the next
-        backward waits for them."""
-        left = [reduction for queue in self.reducing.values() for reduction in queue]
-        self.reducing.clear()
-        while left := [reduction for reduction in left if reduction.left > 1]:
-            for reduction in left:
-                reduction.advance()
+        microbatch waits for them."""
+        for bucket in [*self.collecting]:
+            self._start_reduction(bucket)
+        while left := [each for in_flight in self.reducing.values() for each in in_flight if each.left > 1]:
+            for each in left:
+                each.advance()
+        self._begin("")
 
     @contextmanager
     def forward(self, reshard: bool) -> Iterator[None]:
         """Run one forward of the model inside this context."""
-        self._begin(backward=False)
+        self._begin("forward")
         self.reads = {} if reshard else None
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if reshard else nullcontext():
                 yield
         finally:
-            self._begin(backward=True)
+            self._begin("")
             self.reads = None
 
-    def remember(self, weight: Tensor, parameter: nn.Parameter, plan: GatherPlan, scale: Tensor | None = None) -> None:
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """Run the half of a backward that computes gradients of weights, by several runs of autograd's engine."""
+        self._begin("weights")
+        yield
+        self._end_backward()
+
+    def remember(self, weight: Tensor, parameter: nn.Parameter, plan: GatherPlan) -> None:
         if self.reads is not None and weight.data_ptr() != local(parameter).data_ptr():
-            self.reads[_storage_address(weight)] = (weakref.ref(weight), parameter, plan, scale)
+            self.reads[_storage_address(weight)] = (weakref.ref(weight), parameter, plan)
 
     def _pack(self, tensor: Tensor) -> Any:
         read = self.reads.get(_storage_address(tensor)) if self.reads and type(tensor) is Tensor else None
@@ -182,20 +247,32 @@ class Eager:
         return (*read[1:], read[1]._version, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _unpack(self, packed: Any) -> Tensor:
+        self._begun()
         if isinstance(packed, Tensor):
             return packed
-        parameter, plan, scale, version, size, stride, offset = packed
+        parameter, plan, version, size, stride, offset = packed
         if parameter._version != version:
             raise RuntimeError(f"{plan.fqn} was changed between its forward and its backward; update it after backward")
-        return self.gather(local(parameter).detach(), plan, scale).as_strided(size, stride, offset)
+        return self.gather(local(parameter).detach(), plan, self.scales.of(plan.fqn)).as_strided(size, stride, offset)
 
-    def _begin(self, backward: bool) -> None:
-        """End the last forward or backward and begin the next."""
-        while self.gathering:  # prefetched, but not read
-            self.gathering.popitem()[1].wait()
+    def _begun(self) -> bool:
+        """Begin a backward if autograd's engine runs. Return True in a forward or backward."""
+        if not self.phase and torch._C._current_graph_task_id() != -1:
+            self._begin("backward")
+            self._start(*self.last_order["backward"][:1])  # under the backward of what is kept, such as the output
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        return bool(self.phase)
+
+    def _begin(self, phase: str) -> None:
+        """End the last phase and begin another."""
+        while self.gathering:  # not read
+            for started in self.gathering.popitem()[1]:
+                started.wait()
         if self.order:
-            self.last_order[self.backward] = self.order
-        self.backward, self.order = backward, []
+            self.last_order[self.phase] = self.order
+        self.phase, self.order = phase, []
+        for state in (self.gathered, self.collecting, self.reducing):
+            state.clear()
 
 
 def _storage_address(tensor: Tensor) -> int:

@@ -1,22 +1,15 @@
-"""All-gather sharded parameters and reduce their gradients, one at a time or in buckets.
+"""All-gather sharded parameters and reduce their gradients, one at a time; buckets.py joins several.
 
     weight = plan.gather(shard)                                     # unsharded, as nodes of a graph
     weight = plan.start_gather(shard).wait()                        # in eager mode
     rows = plan.finish_reduce(plan.start_reduce(gradient))          # this rank's rows of the sum over ranks; both modes
-    weights = bucket.finish_gather(bucket.start_gather(shards, scales))     # several parameters at once, in eager mode
 
-SimpleFSDP (arXiv 2411.00284) needs no other collectives; simple_fsdp.py runs them. A bucket has the layout of a graph's bucket
-(compiler/bucketing.py): the padded shards of a rank, concatenated.
-
-    gathered   w1 of rank 0, w2 of rank 0, w1 of rank 1, w2 of rank 1        one row per rank; a weight is a range of columns
-    reduced    the same for gradients; each rank gets the sum of its row
+SimpleFSDP (arXiv 2411.00284) needs no other collectives; simple_fsdp.py runs them.
 """
 
-import math
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -112,7 +105,7 @@ class GatherPlan:
         """Start the gather of a shard in gather_dtype."""
         if self.shard_degree == 1:
             return InFlight(shard, None)
-        shard = _pad_rows(shard, self.chunk)
+        shard = pad_rows(shard, self.chunk)
         weight = shard.new_empty(self.chunk * self.shard_degree, *shard.shape[1:])
         group = _resolve_process_group(self.shard_group)  # type: ignore[arg-type]
         self.note()
@@ -128,7 +121,7 @@ class GatherPlan:
         may still be in flight."""
         gradient = gradient.to(self.reduce_dtype)
         if self.shard_degree > 1:
-            gradient = _pad_rows(gradient, self.chunk * self.shard_degree).contiguous()
+            gradient = pad_rows(gradient, self.chunk * self.shard_degree).contiguous()
             return collectives.reduce_scatter_tensor(gradient, "sum", self.shard_degree, self.shard_group)
         return collectives.all_reduce(gradient.contiguous(), "sum", self.sum_groups[0]) if self.sum_groups else gradient
 
@@ -148,59 +141,9 @@ class GatherPlan:
         return collectives.all_reduce(gradient.contiguous(), "sum", following[0]) if following else gradient
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """Parameters that share each collective. plans: of one shard group, and of one dtype and sum_groups where these matter."""
-
-    plans: tuple[GatherPlan, ...]
-
-    def start_gather(self, shards: Sequence[Tensor], scales: Sequence[Tensor | None]) -> InFlight:
-        each = zip(self.plans, shards, scales, strict=True)
-        rows = [_pad_rows(plan.cast(shard, scale), plan.chunk) for plan, shard, scale in each]
-        return self.as_one.start_gather_of(_cat([shard.reshape(-1) for shard in rows]))
-
-    def finish_gather(self, started: InFlight) -> list[Tensor]:
-        """Return the unsharded parameters: copies, except for a single one."""
-        table = started.wait().view(self.plans[0].shard_degree, -1)
-        return [
-            columns.reshape(plan.chunk * plan.shard_degree, *plan.row_shape)[: plan.rows]
-            for plan, columns in zip(self.plans, table.split(self._numels, 1), strict=True)
-        ]
-
-    def start_reduce(self, gradients: Sequence[Tensor]) -> Tensor:
-        tables = [
-            _pad_rows(gradient.to(plan.reduce_dtype), plan.chunk * plan.shard_degree).reshape(plan.shard_degree, -1)
-            for plan, gradient in zip(self.plans, gradients, strict=True)
-        ]
-        self.as_one.note()
-        return self.as_one.start_reduce(_cat(tables, 1).view(-1))
-
-    def finish_reduce(self, started: Tensor) -> list[Tensor]:
-        """Return this rank's rows of every gradient: views of one tensor."""
-        parts = self.as_one.finish_reduce(started).split(self._numels)
-        return [part.view(-1, *plan.row_shape)[: plan.own_rows] for plan, part in zip(self.plans, parts, strict=True)]
-
-    @property
-    def _numels(self) -> list[int]:
-        """Elements of each parameter's padded shard."""
-        return [plan.chunk * math.prod(plan.row_shape) for plan in self.plans]
-
-    @property
-    def as_one(self) -> GatherPlan:
-        """Plan of one flat parameter with as many elements, which needs no padding."""
-        first, own = self.plans[0], sum(self._numels)
-        fqn = " ".join(plan.fqn for plan in self.plans)
-        return replace(first, fqn=fqn, rows=own * first.shard_degree, own_rows=own, row_shape=())
-
-
-def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
+def pad_rows(tensor: Tensor, rows: int) -> Tensor:
     missing = rows - tensor.shape[0]
     return torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:]))) if missing else tensor
-
-
-def _cat(tensors: list[Tensor], dimension: int = 0) -> Tensor:
-    """Concatenate without a copy of a single tensor."""
-    return torch.cat(tensors, dimension) if len(tensors) > 1 else tensors[0]
 
 
 def local(parameter: Tensor) -> Tensor:

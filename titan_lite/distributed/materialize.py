@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from titan_lite.distributed.eager import Eager
 from titan_lite.distributed.gather import local
 from titan_lite.distributed.simple_fsdp import as_shard_of, model_of
 from titan_lite.host_memory import zeros_on_host
@@ -23,6 +24,7 @@ def materialize(root: nn.Module, device: torch.device) -> None:
             shard = as_shard_of(meta, torch.empty_like(local(meta), device=device))
         filled[meta] = nn.Parameter(shard, requires_grad=meta.requires_grad)
     model.plans = {filled[meta]: plan for meta, plan in model.plans.items()}
+    model.eager = Eager(model.plans, model.scales)
     model.scales.allocate(device)
     for module in root.modules():
         for name, parameter in module._parameters.items():

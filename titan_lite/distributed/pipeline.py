@@ -9,6 +9,7 @@ SimpleFSDP's gathered weights under a backward in two halves. A microbatch's los
 so gradients are summed, never averaged, and do not depend on the number of microbatches.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _Pipe
 from titan_lite.config import Parallelism
 from titan_lite.distributed.accumulation import fold_gradients, gradient_leaves
 from titan_lite.distributed.pipeline_plan import PipelinePlan, module_fqns, order_of
+from titan_lite.distributed.simple_fsdp import model_of
 
 
 def keep_modules(model: nn.Module, fqns: Sequence[str]) -> None:
@@ -178,9 +180,12 @@ class _Stage(PipelineStage):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
-        """Run `fold_gradients` after the second half of backward, which sets `.grad` without running hooks."""
-        result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        if backward_type == "weight":
-            assert isinstance(self.submod, _Leaves)
+        """Run the second half of backward as one, and then `fold_gradients`: it sets `.grad` without running hooks."""
+        backward = functools.partial(super().backward_maybe_with_nosync, backward_type, bwd_kwargs, last_backward)
+        if backward_type != "weight":
+            return backward()
+        assert isinstance(self.submod, _Leaves)
+        with model_of(self.submod.model).eager.weights():
+            result = backward()
             fold_gradients(self.submod.model)
         return result

@@ -26,15 +26,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.fx.traceback import annotate
 
+from titan_lite.compiler.collectives import tracing
 from titan_lite.compiler.fqns import parameters_within
 from titan_lite.distributed.eager import Eager
+from titan_lite.distributed.embedding import Exchange, look_up_by_columns
 from titan_lite.distributed.gather import GatherPlan, local
 from titan_lite.distributed.scales import Scales
 from titan_lite.float8 import Float8Linear, Scaled, stand_in
@@ -72,17 +73,18 @@ class _Model:
 
     def __init__(self, resharded: frozenset[str]):
         self.resharded = resharded  # FQNs of weights that are dropped after forward
-        self.eager = Eager()
         self.scales = Scales()
         self.plans: dict[nn.Parameter, GatherPlan] = {}  # one entry for tied weights; parameters hash by identity
         # For shards in host memory: stand-ins for them on the device, by FQN, and the function that takes gradients (offload.py).
         self.leaves: dict[str, Tensor] = {}
         self.put: Callable[[nn.Parameter, Tensor], None] | None = None
+        self.eager = Eager(self.plans, self.scales)
         # Within `gathered_for_step` alone: unsharded weights by FQN, their stand-ins in autograd (of float8 weights), and sums of
         # their gradients if these have another dtype.
         self.gathered: dict[str, Tensor] = {}
         self.stand_ins: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
+        self.step: Any = None  # gathers and reduces with overlap
 
 
 class _Module(NamedTuple):
@@ -102,6 +104,7 @@ def apply_simple_fsdp(
     keep_gathered: Sequence[str] = (),
     float8_gather: bool = False,
     offload: bool = False,
+    by_columns: str | None = None,
 ) -> None:
     """Shard every parameter of `model` on dimension 0 over axis dp_shard of `mesh`, in place; see `parameter_mesh` (mesh.py).
 
@@ -110,7 +113,8 @@ def apply_simple_fsdp(
     and of computation; reduce_dtype: of sums of gradients. reshard_after_forward: drop gathered weights after forward and
     gather them again in backward (less memory, one more all-gather). keep_gathered: FQN prefixes of modules that keep their
     gathered weights nevertheless, such as "layers.31". float8_gather: weights of tensorwise float8 products (float8.py) are
-    gathered in float8. offload: shards are in host memory, and their gradients go to `offload_gradients` (offload.py).
+    gathered in float8. by_columns: FQN of an embedding that is sharded on dimension 1 (embedding.py); dp_shard divides it.
+    offload: shards are in host memory, and their gradients go to `offload_gradients` (offload.py).
     """
     names = {fqn for fqn, _ in model.named_parameters()} if reshard_after_forward else set()
     shared = _Model(frozenset(names.difference(parameters_within(model, keep_gathered))))
@@ -122,7 +126,7 @@ def apply_simple_fsdp(
                 continue
             if parameter not in shards:
                 fqn = f"{prefix}.{name}".removeprefix(".")
-                shards[parameter], plan = _shard(parameter, mesh, fqn, param_dtype, reduce_dtype)
+                shards[parameter], plan = _shard(parameter, mesh, fqn, param_dtype, reduce_dtype, int(prefix == by_columns))
                 if isinstance(module, Float8Linear) and module.recipe == "tensorwise":
                     shared.scales.add(fqn)
                     plan = replace(plan, float8=float8_gather)
@@ -133,34 +137,37 @@ def apply_simple_fsdp(
         module.__dict__["_fsdp"] = _Module(shared, plans)
         cls: Any = type(module)
         module.__class__ = _sharded_class(cls, tuple(plans), module is model)
+        if prefix == by_columns:
+            group = mesh.get_group("dp_shard")
+            look_up_by_columns(module, Exchange(plans["weight"].fqn, group.group_name, group.size(), param_dtype, reduce_dtype))
 
 
 def _shard(
-    parameter: nn.Parameter, mesh: DeviceMesh, fqn: str, param_dtype: torch.dtype, reduce_dtype: torch.dtype
+    parameter: nn.Parameter, mesh: DeviceMesh, fqn: str, param_dtype: torch.dtype, reduce_dtype: torch.dtype, dim: int
 ) -> tuple[nn.Parameter, GatherPlan]:
-    """Return this rank's rows of a parameter, as a DTensor on `mesh`, and the plan to gather it."""
+    """Return this rank's rows of a parameter as a DTensor, and the plan to gather it; its columns with dim 1, which stay."""
     tp_placement: Placement = Replicate()
     unsharded = parameter.detach()
     if isinstance(parameter, DTensor):
         (tp_placement,), unsharded = parameter.placements, parameter.to_local().detach()
-    degree, rank = mesh["dp_shard"].size(), mesh["dp_shard"].get_local_rank()
-    chunk = -(-unsharded.shape[0] // degree)
-    rows = unsharded[min(rank * chunk, unsharded.shape[0]) : (rank + 1) * chunk].clone()
+    size, degree, rank = unsharded.shape[dim], mesh["dp_shard"].size(), mesh["dp_shard"].get_local_rank()
+    start = min(rank * -(-size // degree), size)
+    rows = unsharded.narrow(dim, start, min(-(-size // degree), size - start)).clone(memory_format=torch.contiguous_format)
     same_shard = ["dp_replicate"] if tp_placement.is_shard() else ["dp_replicate", "tp"]
     plan = GatherPlan(
         fqn=fqn,
         rows=unsharded.shape[0],
         own_rows=rows.shape[0],
-        row_shape=tuple(unsharded.shape[1:]),
-        shard_degree=degree,
+        row_shape=tuple(rows.shape[1:]),
+        shard_degree=1 if dim else degree,
         shard_group=mesh.get_group("dp_shard").group_name,
         sum_groups=tuple(mesh.get_group(axis).group_name for axis in same_shard if mesh[axis].size() > 1),
-        param_dtype=param_dtype,
+        param_dtype=torch.float32 if dim else param_dtype,
         reduce_dtype=reduce_dtype,
     )
     # FSDP splits a rank's tensor-parallel part: the axis on the right, tp, is split first.
-    strided = tp_placement.is_shard(0) and mesh["tp"].size() > 1
-    placements = (Replicate(), _StridedShard(0, split_factor=mesh["tp"].size()) if strided else Shard(0), tp_placement)
+    strided = tp_placement.is_shard(dim) and mesh["tp"].size() > 1
+    placements = (Replicate(), _StridedShard(dim, split_factor=mesh["tp"].size()) if strided else Shard(dim), tp_placement)
     # shape and stride are given: they cannot be inferred from uneven shards
     sharded = DTensor.from_local(rows, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad), plan
@@ -182,7 +189,7 @@ def _sharded_class(cls: Any, names: tuple[str, ...], is_root: bool) -> Any:
         if tracing():
             return cls.forward(self, *args, **kwargs)
         model = model_of(self)
-        with model.eager.forward(bool(model.resharded) and torch.is_grad_enabled()):
+        with model.eager.forward(bool(model.resharded) and model.step is None and torch.is_grad_enabled()):
             return cls.forward(self, *args, **kwargs)
 
     members: dict[str, Any] = {name: property(functools.partial(_read, name=name)) for name in names}
@@ -196,6 +203,8 @@ def _read(module: nn.Module, name: str) -> Tensor | Scaled:
     fsdp: _Module = module._fsdp  # type: ignore[assignment]
     model, parameter, plan = fsdp.model, module._parameters[name], fsdp.plans[name]
     scale = model.scales.of(plan.fqn)
+    if model.step is not None and plan.fqn not in model.gathered:
+        model.step.gather(plan)
     if plan.fqn in model.gathered:
         weight, stands_in = model.gathered[plan.fqn], model.stand_ins.get(plan.fqn)
     else:
@@ -207,17 +216,12 @@ def _read(module: nn.Module, name: str) -> Tensor | Scaled:
         else:
             weight, stands_in = _Gather.apply(shard, plan, model.eager, scale, leaf)
             if plan.fqn in model.resharded:
-                model.eager.remember(weight, parameter, plan, scale)
+                model.eager.remember(weight, parameter, plan)
     return weight if scale is None else Scaled(weight, scale, stands_in)
 
 
 def model_of(root: nn.Module) -> _Model:
     return root._fsdp.model  # type: ignore[union-attr, return-value]
-
-
-def tracing() -> bool:
-    """Return True while torch.compile or make_fx traces this code."""
-    return torch.compiler.is_compiling() or _are_we_tracing()
 
 
 def refresh_scales(roots: Sequence[nn.Module]) -> None:

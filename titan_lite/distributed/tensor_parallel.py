@@ -140,9 +140,15 @@ def _parallel_class(cls: Any, style: Style) -> Any:
 
 def _look_up(tokens: Tensor, weight: Tensor, vocabulary: int, axis: Axis) -> Tensor:
     """Look up tokens in this rank's rows of the table, zero for other tokens. The sum over ranks is the full look-up."""
+    own, inside = own_tokens(tokens, weight.shape[0], vocabulary, axis)
+    return F.embedding(own, weight) * inside.unsqueeze(-1)
+
+
+def own_tokens(tokens: Tensor, rows: int, vocabulary: int, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Return (numbers of tokens in this rank's `rows` of the vocabulary, 0 for others; True for those inside)."""
     own = tokens - axis.rank * -(-vocabulary // axis.degree)
-    inside = (own >= 0) & (own < weight.shape[0])
-    return F.embedding(own.where(inside, 0), weight) * inside.unsqueeze(-1)
+    inside = (own >= 0) & (own < rows)
+    return own.where(inside, 0), inside
 
 
 def gather_tokens(x: Tensor, axis: Axis) -> Tensor:

@@ -68,7 +68,7 @@ def draw_graphs(axes: Any, timelines: Sequence[Timeline], lanes: Sequence[str], 
             lane = lanes.index(lane_of(span))
             height, start = len(lanes) - 0.9 - lane, 1e3 * (offset + span.start)
             bars[height, hidden if lane else computing].append((start, 1e3 * span.seconds))
-            bars[height, waiting].append((start + 1e3 * (span.seconds - span.waited), 1e3 * span.waited))
+            bars[height, waiting].append((start + 1e3 * (span.seconds - span.exposed), 1e3 * span.exposed))
         middle = 1e3 * (offset + timeline.seconds / 2)
         axes.text(middle, len(lanes), caption, ha="center", va="bottom")
         axes.axvline(1e3 * (offset + timeline.seconds), color="black", linewidth=0.8)
@@ -100,7 +100,7 @@ def graph_spans(timelines: Sequence[Timeline], lanes: Sequence[str]) -> Iterator
     """Yield the spans of one graph after another."""
     for timeline, offset in _one_after_another(timelines):
         for span in timeline.spans:
-            args = {"graph": timeline.graph, "exposed_us": 1e6 * span.waited}
+            args = {"graph": timeline.graph, "exposed_us": 1e6 * span.exposed}
             yield lanes.index(lane_of(span)), timeline.graph, span.name, offset + span.start, span.seconds, args
 
 

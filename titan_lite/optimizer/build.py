@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from titan_lite.config import Optimizer
 from titan_lite.host_memory import device_of
 from titan_lite.optimizer.adamw import AdamW
+from titan_lite.optimizer.muon import Muon
 from titan_lite.optimizer.offload import HostState, local
+from titan_lite.optimizer.state import is_matrix
 
 
 def build_optimizer(
@@ -25,13 +27,15 @@ def build_optimizer(
     seed: int,
     offload: str = "none",
     compile: Callable[[Callable], Callable] | None = None,
-) -> AdamW:
-    """Return AdamW, fused (one kernel for all parameters) or with an update compiled by `compile`; its state is the same.
+) -> AdamW | Muon:
+    """Return AdamW, fused (one kernel for all parameters) or with an update compiled by `compile`; its state is the same. Or
+    return Muon, for which nothing is offloaded or compiled, with such an AdamW for embedding, output and norms.
 
     parameters: by FQN. seed: of stochastic rounding. offload: that of [training]. Norm weights do not decay.
     """
+    by_muon = {fqn: parameter for fqn, parameter in parameters.items() if config.name == "Muon" and is_matrix(fqn)}
     by_decay: dict[float, list[nn.Parameter]] = {config.weight_decay: [], 0.0: []}
-    for parameter in parameters.values():
+    for parameter in (parameter for fqn, parameter in parameters.items() if fqn not in by_muon):
         by_decay[config.weight_decay if parameter.dim() > 1 else 0.0].append(parameter)
     groups: list[dict] = [{"params": found, "weight_decay": decay} for decay, found in by_decay.items() if found]
     settings: dict[str, Any] = dict(lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
@@ -41,7 +45,8 @@ def build_optimizer(
         (device,) = set(map(device_of, parameters.values()))
         elements = sum(local(parameter).numel() for parameter in parameters.values())
         host = HostState(device, elements, dtype, everything=offload == "all")
-    return AdamW(parameters, groups, dtype, seed, host, compile, **settings)
+    adamw = AdamW(parameters, groups, dtype, seed, host, compile, **settings)
+    return Muon(by_muon, adamw, config) if by_muon else adamw
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -49,8 +54,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def optimizer_state(optimizer: AdamW, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return AdamW's state as {"FQN.exp_avg": ..., "FQN.exp_avg_sq": ..., "FQN.step": ...}, the live tensors.
+def optimizer_state(optimizer: AdamW | Muon, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return the state as {"FQN.exp_avg": ..., "FQN.exp_avg_sq": ..., "FQN.step": ...}, the live tensors. That of a matrix of
+    Muon is "FQN.momentum_buffer" and "FQN.step".
 
     State that the first step would create is created here, so that a checkpoint can be loaded into it.
     """

@@ -64,14 +64,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def state_bytes(training: Training, optimizer: Optimizer, own: float) -> tuple[list[float], float]:
-    """Return the bytes of each tensor of AdamW's moments on the device, and of all that is in host memory, of `own` parameters.
+def state_bytes(training: Training, optimizer: Optimizer, own: float, once: float = 0.0) -> tuple[list[float], float]:
+    """Return the bytes of each tensor of moments on the device, and of all that is in host memory, of `own` parameters.
 
-    The first are those of buckets, if anything is in host memory. Step counts are left out.
+    once: how many of them have one moment and not two, as Muon's. The first are those of buckets, if anything is in host memory.
+    Step counts are left out.
     """
     kept = [getattr(torch, optimizer.state_dtype).itemsize] * 2
     if training.offload == "none":
-        return [size * own for size in kept], 0.0
+        return [kept[0] * own, kept[1] * (own - once)], 0.0
     away = [getattr(torch, training.dtype).itemsize] * 2 + kept if training.offload == "all" else kept
     return [size * min(BUCKET, own) for size in away] * SLOTS, sum(away) * own
 

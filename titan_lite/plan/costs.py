@@ -1,19 +1,21 @@
 """Compute the costs of a graph, and of a rank's parameters, as figures that are additive over graphs and linear in blocks.
 
 figures_of(graph, machine, fused=True, axes=axes_of(mesh))       # {"compute": 0.41, "exposed.tp": 0.08, "bytes.tp": 2.1e9, ...}
-round_figures(plans, machine, axes)                              # the parameters' collectives once per step
+round_figures(plans, machine, axes, under={})                    # the parameters' collectives once per step
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch.fx import Graph
 
-from titan_lite.compiler.collectives import KINDS, collective_bytes, kind_of, parameter_collectives, ranks_of, tensors_of
+from titan_lite.compiler.collectives import KINDS, collective_bytes, kind_of, parameters_of, ranks_of, tensors_of
+from titan_lite.compiler.fqns import block_of, last_block
 from titan_lite.compiler.hardware import Machine, flops_of, is_from_host
 from titan_lite.compiler.timeline import simulate
-from titan_lite.distributed.accumulation import Plans, gather_buckets, reduce_buckets
 from titan_lite.distributed.axes import Axes, axis_along, ranks_in
+from titan_lite.distributed.buckets import Plans, gather_buckets, reduce_buckets
 from titan_lite.distributed.gather import local
 
 Figures = dict[str, float]
@@ -26,12 +28,12 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figur
     exposed.host                 seconds in which the device waits for the host
     exposed.link                 seconds of copies from host memory, on the stream that computes
     communication.A, exposed.A   seconds of the collectives along axis A; the part of them in which nothing computes
-    bytes.A, across.A            bytes that a rank sends along A, in a ring; the part to another node, averaged over its ranks
+    bytes.A, across.A            bytes that a rank sends along A; the part to another node, averaged over its ranks
     matmul, attention            floating-point operations
     """
     result: Figures = defaultdict(float)
     timeline = simulate(graph, machine, fused=fused)
-    exposed = dict(zip(parameter_collectives(graph), timeline.collectives(), strict=True))
+    spans = iter([span for span in timeline.spans if span.group])
     copies = {node.name for node in graph.nodes if is_from_host(node)}
     for span in timeline.spans:
         if span.lane == "compute" and not span.group:
@@ -43,9 +45,10 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figur
             matmul, attention = flops_of(node)
             result["matmul"] += matmul
             result["attention"] += attention
-        elif len(ranks := tuple(ranks_of(node))) > 1:
-            held_up = exposed[node].exposed if node in exposed else None
-            axis = axis_along(ranks, axes, node in exposed)
+            continue
+        held_up, ranks = next(spans).exposed, tuple(ranks_of(node))
+        if len(ranks) > 1:
+            axis = axis_along(ranks, axes, bool(parameters_of(node)))
             _add_collective(result, axis, kind_of(node), collective_bytes(node), ranks, machine, held_up, tensors_of(node))
     return dict(result)
 
@@ -64,37 +67,49 @@ def _add_collective(
     seconds = machine.collective(kind, nbytes, ranks, tensors)
     nodes = len({rank // machine.ranks_per_node for rank in ranks})
     sent = (2 if kind == "all_reduce" else 1) * nbytes * (len(ranks) - 1) / len(ranks)
+    share = (len(ranks) - len(ranks) / nodes) / (len(ranks) - 1) if kind == "all_to_all" else nodes / len(ranks)
     result[f"communication.{axis}"] += seconds
     result[f"exposed.{axis}"] += seconds if exposed is None else exposed
     result[f"bytes.{axis}"] += sent
-    result[f"across.{axis}"] += sent * nodes / len(ranks) if nodes > 1 else 0.0  # in a ring, one hop per node
+    result[f"across.{axis}"] += sent * share if nodes > 1 else 0.0  # in a ring, one hop per node
 
 
-def round_figures(plans: Plans, machine: Machine, axes: Axes) -> Figures:
+def round_figures(plans: Plans, machine: Machine, axes: Axes, under: Mapping[str, float]) -> Figures:
     """Return `gather.` and `reduce.` figures for the collectives of `gathered_for_step`, by bucket.
 
-    Two buckets are in flight at once, so the copies of one overlap the communication of the other: the longer of both counts.
-    Shards in host memory travel to the device and back, on the stream that computes.
+    under: in eager mode, the seconds of `forward` and `backward` that they overlap with: the collectives of a block with the
+    computation of the block before it, a share by its parameters. Else empty: two buckets are in flight at once, so the copies of
+    one overlap the communication of the other: the longer of both counts. Shards in host memory travel to the device and back, on
+    the stream that computes.
     """
     result: Figures = {}
+    last = last_block(plan.fqn for plan in plans.values())
+    sizes: dict[str, int] = {}  # elements that are multiplied with, by block in the order of reads
+    for plan in plans.values():
+        block = block_of(plan.fqn, last)
+        sizes[block] = sizes.get(block, 0) + (plan.rows * math.prod(plan.row_shape) if block != "tok_embeddings" else 0)
+    before = dict(zip(sizes, [0, *sizes.values()], strict=False))
     away = sum(local(parameter).nbytes for parameter, plan in plans.items() if plan.device)
-    for what, buckets, kind in (
-        ("gather", gather_buckets(plans), "all_gather"),
-        ("reduce", reduce_buckets(plans), "reduce_scatter"),
+    for what, buckets, kind, phase in (
+        ("gather", gather_buckets(plans), "all_gather", "forward"),
+        ("reduce", reduce_buckets(plans), "reduce_scatter", "backward"),
     ):
         figures: Figures = defaultdict(float)
         copied = 0.0
+        spare = {block: under.get(phase, 0.0) * size / sum(sizes.values()) for block, size in before.items()}
         for _, bucket in buckets:
-            one = bucket.as_one
+            one, block = bucket.as_one, block_of(bucket.plans[0].fqn, last)
             nbytes = one.rows * (one.gather_dtype if what == "gather" else one.reduce_dtype).itemsize
             sent = [(kind, float(nbytes), one.shard_group)] if one.shard_degree > 1 else []
             if what == "reduce":
                 sent += [("all_reduce", nbytes / one.shard_degree, group) for group in one.sum_groups]
             for each, size, group in sent:
                 ranks = ranks_in(group)
-                _add_collective(figures, axis_along(ranks, axes, True), each, size, ranks, machine)
+                seconds = machine.collective(each, size, ranks)
+                exposed, spare[block] = max(0.0, seconds - spare[block]), max(0.0, spare[block] - seconds)
+                _add_collective(figures, axis_along(ranks, axes, True), each, size, ranks, machine, exposed)
             copied += 2 * nbytes  # read and written, into the bucket or out of it
-        travels = sum(value for key, value in figures.items() if key.startswith("exposed."))
+        travels = 0.0 if under else sum(value for key, value in figures.items() if key.startswith("exposed."))
         figures["compute"] = max(0.0, machine.memory_traffic(copied) - travels)
         if away:
             figures["exposed.link"] = machine.host_link(away)

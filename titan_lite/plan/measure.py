@@ -26,6 +26,7 @@ from titan_lite.compiler.collectives import all_gather_single
 from titan_lite.compiler.hardware import GB, GIB, Link, Machine, load_machine, profile_of
 from titan_lite.config.toml import in_toml
 from titan_lite.models.llama3 import ModelConfig
+from titan_lite.ranks import usable_cores
 
 RECORD = "measured.json"  # in a run's folder, written by the trainer
 SMALL, LARGE = 2**12, 2**21  # bytes per rank in the measured collectives, for a linear fit
@@ -87,6 +88,7 @@ def find_machine(name: str, device: torch.device) -> Machine | None:
         attention_efficiency=0.3,  # FlashAttention for CPU on one core, at head dimensions of 16 to 64
         memory_efficiency=1.0,
         link_efficiency=1.0,
+        ranks_per_core=max(1.0, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) / usable_cores()),
     )
 
 

@@ -20,6 +20,7 @@ from titan_lite.distributed.pipeline_plan import computations, order_of
 from titan_lite.layout import SIZES, itemsizes
 from titan_lite.optimizer.offload import state_bytes
 from titan_lite.optimizer.rounding import PIECE
+from titan_lite.optimizer.state import AT_ONCE, MOMENTS_OF_MATRIX
 from titan_lite.plan.allocator import MIB, Block, CachingAllocator, OutOfDeviceMemory
 from titan_lite.plan.tape import GRAPHS, Stage, Weight, buckets_of
 from titan_lite.plan.trace import PlannedLayout
@@ -161,23 +162,24 @@ class Replay:
         for event in tape.events.get(name, ()):
             if event >= 0:
                 held[event] = self.make(tape.rows[event], tape.sizes[event])
-            elif ~event < tape.gradients:
+            elif ~event < len(tape.elements):
                 self.add(number, ~event, held[~event])
             else:
                 self.end(held[~event])
 
     def add(self, number: int, gradient: int, held: Held) -> None:
         """Keep a gradient of the first microbatch, and add later ones to it: full ones in the dtype that they are reduced in."""
-        sums = self.gradients[number]
+        sums, tape = self.gradients[number], self.stages[number].tape
+        summed = tape.elements[gradient] * self.summed
         if self.all_away and not self.layout.gathers_once:  # the sum of earlier ones comes and goes
             if gradient in sums:
-                self.end(self.make("gradients", self.stages[number].tape.sizes[gradient]))
+                self.end(self.make("gradients", tape.sizes[gradient]))
             sums[gradient] = "", None
-        elif gradient not in sums and (not self.layout.gathers_once or self.summed == self.computed):
+        elif gradient not in sums and (not self.layout.gathers_once or summed == tape.sizes[gradient]):
             sums[gradient] = held
             return
         elif gradient not in sums:
-            sums[gradient] = self.make("gradients", self.stages[number].tape.sizes[gradient] * self.summed // self.computed)
+            sums[gradient] = self.make("gradients", summed)
         self.end(held)
 
     def gather(self) -> None:
@@ -186,11 +188,11 @@ class Replay:
         for stage in self.stages.values() if self.layout.gathers_once else ():
             under_way: list[tuple[Held, Held, list[Weight]]] = []
             # a weight on the device that is not sharded, of the same dtype, is no copy
-            copied = self.held != self.computed or self.all_away
-            weights = [weight for weight in stage.weights if _sharded([weight]) or copied]
+            kept = [not (_sharded([weight]) or self.all_away or self.held != self.itemsize(weight)) for weight in stage.weights]
+            weights = [weight for weight, stays in zip(stage.weights, kept, strict=True) if not stays]
             buckets = buckets_of(weights, "gathered_with")
             for place, bucket in enumerate(buckets):
-                itemsize = 1 if bucket[0].float8 else self.computed  # a bucket has one dtype
+                itemsize = self.itemsize(bucket[0])  # a bucket has one dtype
                 if self.all_away:
                     self.end(self.make("working", self.held * max(weight.held for weight in bucket)))
                 shard = self.make("working", _sharded(bucket) * itemsize * sum(weight.held for weight in bucket))
@@ -200,11 +202,15 @@ class Replay:
                     shard, table, bucket = under_way.pop(0)
                     self.end(shard)
                     if len(bucket) > 1:
-                        itemsize = 1 if bucket[0].float8 else self.computed
+                        itemsize = self.itemsize(bucket[0])
                         self.wholes += [self.make(WHOLES, itemsize * weight.whole) for weight in bucket]
                         self.end(table)
                     else:
                         self.wholes.append(table)
+
+    def itemsize(self, weight: Weight) -> int:
+        """Return the bytes of an element of a gathered weight."""
+        return 1 if weight.float8 else 4 if weight.float32 else self.computed
 
     def reduce(self) -> None:
         """Reduce the sums of full gradients, IN_FLIGHT buckets at once, and free the full weights."""
@@ -212,7 +218,7 @@ class Replay:
         for number, stage in self.stages.items() if self.layout.gathers_once else ():
             sums: dict[int, list[Held]] = defaultdict(list)  # by elements
             for gradient, held in sorted(self.gradients.pop(number, {}).items()):
-                sums[stage.tape.sizes[gradient] // self.computed].append(held)
+                sums[stage.tape.elements[gradient]].append(held)
             under_way: list[list[Held]] = []
             buckets = buckets_of(stage.weights, "reduced_with")
             for place, bucket in enumerate(buckets):
@@ -241,7 +247,9 @@ class Replay:
         memory."""
         self.now, config, own = "optimizer step", self.layout.config, [weight.held for weight in self.weights]
         moments = functools.partial(state_bytes, config.training, config.optimizer)
-        state: list[list[float]] = [[4, *moments(each)[0]] for each in own]  # a step count, and two moments
+        fewer = 2 - MOMENTS_OF_MATRIX[config.optimizer.name]
+        once = [fewer * weight.held * weight.matrix for weight in self.weights]
+        state: list[list[float]] = [[4, *moments(*each)[0]] for each in zip(own, once, strict=True)]  # a step count, and moments
         if config.training.offload != "none":
             state = [*([4.0] for _ in own), moments(sum(own))[0]]
         for nbytes in () if self.has_state else (nbytes for each in state for nbytes in each):
@@ -249,6 +257,9 @@ class Replay:
         self.has_state = True
         if 2 in (self.held, SIZES[config.optimizer.state_dtype]) and not config.compile.compiles("optimizer"):
             self.end(self.make("working", TEMPORARIES * min(PIECE["cuda"], max(own))))
+        if fewer:
+            whole = self.layout.degrees["tp"] * max(weight.whole * weight.matrix for weight in self.weights)
+            self.end(self.make("working", AT_ONCE * SIZES[config.optimizer.ns_dtype] * whole))
         for held in (*self.shards, *(held for sums in self.gradients.values() for held in sums.values())):
             self.end(held)
         self.shards.clear()

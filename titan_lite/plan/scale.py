@@ -24,6 +24,7 @@ from titan_lite.compiler.hardware import GB, Machine
 from titan_lite.config import ConfigError
 from titan_lite.layout import SIZES, itemsizes
 from titan_lite.models.llama3 import Transformer
+from titan_lite.optimizer.state import MOMENTS_OF_MATRIX, is_matrix, with_one_moment
 from titan_lite.plan.progress import rounded
 from titan_lite.plan.simulate import DEVIATION, slowest_of
 from titan_lite.plan.summary import Plan
@@ -195,7 +196,7 @@ def shards(layout: PlannedLayout) -> int:
 def parts_of(layout: PlannedLayout) -> int:
     """Return the number of parts of tensors in a checkpoint.
 
-    FSDP shards rows, tensor parallelism rows or columns. A parameter has two moments with as many parts, and a count of steps.
+    FSDP shards rows, tensor parallelism rows or columns. Its moments have as many parts, and there is a count of steps.
     """
     with torch.device("meta"):
         model = Transformer(dataclasses.replace(layout.model, max_seq_len=1))
@@ -204,7 +205,8 @@ def parts_of(layout: PlannedLayout) -> int:
         shape = parameter.shape
         tp = layout.degrees["tp"] if len(shape) > 1 else 1
         rows = shape[0] if fqn.split(".")[-2] in ("wo", "w2") else math.ceil(shape[0] / tp)
-        found += 3 * tp * math.ceil(rows / math.ceil(rows / shards(layout))) + 1
+        moments = MOMENTS_OF_MATRIX[layout.config.optimizer.name] if is_matrix(fqn) else 2
+        found += (1 + moments) * tp * math.ceil(rows / math.ceil(rows / shards(layout))) + 1
     return found
 
 
@@ -212,7 +214,8 @@ def scale_of(plan: Plan, ranks: int) -> Scale:
     """Return the figures of a plan's recipe on at most so many ranks. Raises ConfigError."""
     layout, config, machine = at_scale(plan.layout, ranks), plan.layout.config, plan.machine
     world, parts = layout.world_size, parts_of(layout)
-    each = itemsizes(config.training)[0] + 2 * SIZES[config.optimizer.state_dtype]
+    moments = 2 - with_one_moment(config.optimizer.name, layout.shapes_of_rank)
+    each = itemsizes(config.training)[0] + moments * SIZES[config.optimizer.state_dtype]
     state = each * layout.parameters_of_rank / shards(layout)
     saved = state / layout.degrees["dp_replicate"]
     agreement = COLLECTIVES_OF_SAVE * 2 * (world - 1) * HOP + (world - 1) * RECEIVE

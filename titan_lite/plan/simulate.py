@@ -17,7 +17,9 @@ from titan_lite.config import Config
 from titan_lite.distributed.pipeline_plan import Timetable, order_of, run_order
 from titan_lite.layout import SIZES, itemsizes
 from titan_lite.optimizer.offload import BUCKET, state_bytes
+from titan_lite.optimizer.state import with_one_moment
 from titan_lite.plan.costs import Figures
+from titan_lite.plan.owned import owned_matrices
 from titan_lite.plan.trace import PlannedLayout
 
 FORWARD, BACKWARD = ("forward", "loss_forward"), ("backward", "loss_backward")
@@ -25,6 +27,8 @@ ROUND = ("gather", "reduce")
 # Bytes that an update with stochastic rounding reads and writes per local parameter, operator by operator: without the rounding,
 # and for each of parameter and moments that is rounded.
 PLAIN, ROUNDED = 170, 290
+BY_MUON = 92  # the same for the momentum and the step of Muon, beside its owners' part
+UPDATE = ("optimizer", "owners", "exposed.owners", "offload")  # parts of a step after the gradients
 SMALL_SUMS = 3  # all-reduces of one number: tokens, gradient norm, loss
 # GPUs of one kind are 8% apart on average without outliers (arXiv 2208.11035), the whiskers of a box plot, which are at 2.7
 # standard deviations on either side of a normal distribution.
@@ -36,8 +40,8 @@ class StepTimes:
     """The times of a step."""
 
     seconds: float
-    # Means over pipeline ranks, with the sum `seconds`: compute, bubble, optimizer, offload (in the update), and exposed. with an
-    # axis, host, link (gathers and gradients over the host link) or slowest.
+    # Means over pipeline ranks, with the sum `seconds`: compute, bubble, optimizer, owners, offload (in the update), and
+    # exposed. with an axis, owners, host, link (gathers and gradients over the host link) or slowest.
     parts: dict[str, float]
     sent: dict[str, float]  # bytes of the pipeline rank that sends most, by axis
     across: dict[str, float]  # the part of `sent` to other nodes
@@ -49,7 +53,8 @@ class StepTimes:
 
 def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Machine) -> StepTimes:
     """Simulate a step. stages: the figures of each stage, in order, for `machine`."""
-    degree, per_parameter = layout.degrees["pp"], updated_bytes(layout.config)
+    degree, owned = layout.degrees["pp"], owned_matrices(layout, machine)
+    per_parameter = updated_bytes(layout.config, with_one_moment(layout.config.optimizer.name, layout.shapes_of_rank))
     accumulating = [accumulate(layout, figures, machine) for figures in stages]
     leaving = [leave(layout, figures, machine) for figures in stages]
     forward = [seconds_of(figures, FORWARD) for figures in stages]
@@ -87,11 +92,16 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
             # Both directions at once, and under the update; the last bucket goes back alone.
             last = host * min(1.0, BUCKET / own)
             parts["offload"] = max(0.0, machine.host_link(host) - traffic) + machine.host_link(last)
+        parts |= {"owners": owned.computing, "exposed.owners": owned.waiting} if owned.computing else {}
         for part, value in parts.items():
             mean[part] += value / degree
         end = {graph: sum(seconds_of(stages[stage], (graph,)) for stage in mine) for graph in ROUND}
-        ends.append(end | {"optimizer": parts["optimizer"] + parts.get("offload", 0.0)})
-    total = layout.accumulation * run.seconds + max(sum(each.values()) for each in ends)
+        ends.append(end | {"optimizer": sum(parts.get(part, 0.0) for part in UPDATE)})
+    pipeline = layout.accumulation * run.seconds
+    if machine.ranks_per_core > 1:  # while a rank waits, others have its core
+        busy = (sum(forward[stage] + backward[stage] for stage in mine) for mine in ranks)
+        pipeline = max(pipeline / machine.ranks_per_core, layout.microbatches * max(busy))
+    total = pipeline + max(sum(each.values()) for each in ends)
     mean["bubble"] = total - sum(mean.values())
     if machine.multiprocessors:  # figures that a run measured are those of its slowest rank
         mean["exposed.slowest"] = total * (slowest_of(layout.world_size) - 1)
@@ -105,6 +115,8 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
             crosses = len({rank // machine.ranks_per_node for rank in neighbours}) > 1
             hops = 2 * layout.microbatches * stages[0]["activations.between"] * max(map(len, ranks))
             result["pp"] = hops if what == "bytes." or crosses else 0.0
+        if owned.sent:
+            result["owners"] = owned.sent if what == "bytes." else owned.across
         return result
 
     operations = of_step(range(len(stages)), "matmul", "attention")
@@ -117,8 +129,8 @@ def slowest_of(ranks: int) -> float:
     return 1 + DEVIATION * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 1.0
 
 
-def updated_bytes(config: Config) -> int:
-    """Return the bytes that clipping and AdamW read and write per local parameter.
+def updated_bytes(config: Config, by_muon: float = 0.0) -> float:
+    """Return the bytes that clipping and the optimizer read and write per local parameter. by_muon: share of Muon's parameters.
 
     The norm reads gradients, clipping reads and writes them; AdamW reads parameter, gradient and both moments, and writes all
     but the gradient.
@@ -126,7 +138,8 @@ def updated_bytes(config: Config) -> int:
     held, kept = itemsizes(config.training)[0], SIZES[config.optimizer.state_dtype]
     rounded = (held == 2) + 2 * (kept == 2)
     eager = rounded and not config.compile.compiles("optimizer")
-    return 3 * held + (PLAIN + ROUNDED * rounded if eager else 3 * held + 4 * kept)
+    by_adamw = PLAIN + ROUNDED * rounded if eager else 3 * held + 4 * kept
+    return 3 * held + (1 - by_muon) * by_adamw + by_muon * (BY_MUON + ROUNDED * (rounded - (kept == 2)))
 
 
 def sums_of(figures: Figures, graphs: Sequence[str], what: tuple[str, ...]) -> dict[str, float]:

@@ -47,6 +47,7 @@ WORDS = {
     "optimizer": "clipping and optimizer",
     "host": "the host",
     "slowest": "the slowest rank",
+    "owners": "whole matrices of the optimizer",
     "offload": "waiting for host memory in the update",
     "link": "shards from host memory, and gradients to it",
     **AXIS_WORDS,

@@ -35,6 +35,7 @@ class Life:
     born: tuple[str, int]  # graph, moment
     died: tuple[str, int]
     kind: str = ""  # "gradient" of a parameter; "output" of the stage
+    itemsize: int = 1  # of a gradient
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Lives:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter of a stage. The bucket numbers are those of gather_buckets and reduce_buckets (distributed/accumulation.py)."""
+    """A parameter of a stage. The bucket numbers are those of gather_buckets and reduce_buckets (distributed/buckets.py)."""
 
     held: int  # elements of this rank's shard
     whole: int  # elements when it is gathered
@@ -72,6 +73,8 @@ class Weight:
     reduced_with: int
     copy: int = 0  # of a block that was not traced
     float8: bool = False  # gathered as float8
+    float32: bool = False  # read as float32, whatever mixed_precision_param is
+    matrix: bool = False  # within a block, and no norm (optimizer/state.py)
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,10 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Tape:
-    """The allocations and frees of a microbatch. The first `gradients` tensors are gradients of parameters."""
+    """The allocations and frees of a microbatch. The first tensors are gradients of parameters."""
 
     sizes: list[int]  # bytes, of each tensor
-    gradients: int
+    elements: list[int]  # of each gradient
     rows: list[str]  # part of the memory of each tensor
     events: dict[str, list[int]] = field(default_factory=dict)  # by graph: i allocates tensor i, ~i frees it
 
@@ -154,7 +157,8 @@ def lives_of(graphs: Mapping[str, ScheduledGraph], blocks: int, period: int) -> 
             for weight, each, number in zip(weights, results, given, strict=False):
                 if number is not None and isinstance(each, Node) and _is_weight(weight):
                     moment = 2 * added[storage[each]] + 1 if scheduled.eager else ends[name]
-                    found[number] = replace(found[number], died=(name, moment), kind="gradient")
+                    itemsize = each.meta["val"].element_size()
+                    found[number] = replace(found[number], died=(name, moment), kind="gradient", itemsize=itemsize)
     return Lives(blocks, period, tuple(found), ends, _sections(attention, ends, blocks, period))
 
 
@@ -199,7 +203,7 @@ def tape_of(lives: Lives, n_layers: int, pipelined: bool) -> Tape:
     tensors.sort(key=lambda life: life.kind != "gradient")
     tape = Tape(
         [life.nbytes for life in tensors],
-        sum(life.kind == "gradient" for life in tensors),
+        [life.nbytes // life.itemsize for life in tensors if life.kind == "gradient"],
         [_row(life) for life in tensors],
     )
     for name in lives.ends:

@@ -32,32 +32,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tqdm import tqdm
 
 from titan_lite.attention import fits_flash
 from titan_lite.chunked_loss import build_chunked_loss
 from titan_lite.command import end_with_parent
-from titan_lite.compiler.collectives import (
-    descendants,
-    is_all_gather,
-    parameter_all_gathers,
-    parameter_collectives,
-    parameters_of,
-    wait_of,
-)
+from titan_lite.compiler.bucketing import merge
+from titan_lite.compiler.collectives import merge_waits, moves_tokens, parameter_all_gathers, parameters_of, wait_of
 from titan_lite.compiler.hardware import Machine
-from titan_lite.compiler.reordering import move_gather_before
+from titan_lite.compiler.reordering import move_gather_before, wait_for_reductions_late
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import compile_model
 from titan_lite.compiler.timeline import Timeline
+from titan_lite.compiler.wrapping import by_block
 from titan_lite.config import Compile, Config, Parallelism
-from titan_lite.distributed.accumulation import Plans, gather_buckets, hold, reduce_buckets
+from titan_lite.distributed.accumulation import hold
 from titan_lite.distributed.axes import Axes, axes_of, by_axis
+from titan_lite.distributed.buckets import Plans, gather_buckets, reduce_buckets
 from titan_lite.distributed.build import build_stages, compile_stages
 from titan_lite.distributed.context_parallel import attend_to_the_past
-from titan_lite.distributed.eager import Eager
 from titan_lite.distributed.gather import local
 from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh
@@ -66,6 +61,7 @@ from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.layout import Layout
 from titan_lite.loss import build_loss, own_vocabulary
 from titan_lite.models.llama3 import Transformer
+from titan_lite.optimizer.state import is_matrix
 from titan_lite.plan.costs import Figures, figures_of, round_figures
 from titan_lite.plan.tape import GRAPHS, ScheduledGraph, Tensors, Weight, lives_of
 
@@ -167,6 +163,7 @@ def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
         layout.model,
         layout.sequences,
         layout.gathers_once,
+        layout.by_columns,
         degrees,
         config.compile,
         config.activation_checkpoint,
@@ -205,7 +202,7 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     model = build_stage(layout, mesh, kind, n_layers)
     plans = model_of(model).plans
     compile = dataclasses.replace(config.compile, backend="aot_eager")
-    plain = dataclasses.replace(compile, bucketing="none", reordering=False)
+    plain = dataclasses.replace(compile, bucketing="none", reordering=False, tensor_parallel_chunks=1)
     machines = [machine.attending(config.training.attention_kernel) for machine in machines]
     passes = _Priced.of("model", config.compile, machines, axes)
     loss_passes = _Priced.of("loss", config.compile, machines, axes)
@@ -240,7 +237,9 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     graphs = {**passes.graphs, **{f"loss_{name}": graph for name, graph in loss_passes.graphs.items()}}
     found = []
     for number, machine in enumerate(machines):
-        figures = held | (round_figures(plans, machine, axes) if layout.gathers_once else {})
+        computing = {name: each[number]["compute"] for name, (each, _) in passes.graphs.items()}
+        under = computing if passes.priced_as == "eager" and layout.config.training.offload != "all" else {}
+        figures = held | (round_figures(plans, machine, axes, under) if layout.gathers_once else {})
         for name, (each, _) in graphs.items():
             figures |= {f"{name}.{key}": value for key, value in each[number].items()}
         found.append(figures)
@@ -264,7 +263,8 @@ def weights_of(plans: Plans) -> list[Weight]:
         block = int(plan.fqn.split(".")[1]) if plan.fqn.startswith("layers.") else -1
         whole = plan.rows * math.prod(plan.row_shape)
         buckets = gathered[parameter], reduced[parameter]
-        found.append(Weight(local(parameter).numel(), whole, block, *buckets, float8=plan.float8))
+        kind = dict(float8=plan.float8, float32=plan.param_dtype == torch.float32, matrix=is_matrix(plan.fqn))
+        found.append(Weight(local(parameter).numel(), whole, block, *buckets, **kind))
     return found
 
 
@@ -282,6 +282,7 @@ def build_stage(layout: PlannedLayout, mesh: DeviceMesh, kind: Kind, n_layers: i
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,
         loss=loss if layout.loss_chunk else None,
+        by_columns=layout.by_columns,
         attend=attend_as_on_gpus,
     )
     return model
@@ -347,13 +348,13 @@ class _Priced(Schedule):
     def of(cls, component: str, compile: Compile, machines: Sequence[Machine], axes: Axes) -> "_Priced":
         how = "eager" if not compile.compiles(component) else "inductor" if compile.backend == "inductor" else ""
         plain = how == "eager" or component == "loss"
-        passes = dataclasses.replace(compile, bucketing="none", reordering=False) if plain else compile
+        passes = dataclasses.replace(compile, bucketing="none", reordering=False, tensor_parallel_chunks=1) if plain else compile
         fused = how == "inductor"
         return cls(passes, machines[0], fused, must_merge=False, machines=machines, axes=axes, priced_as=how)
 
     def __call__(self, module: GraphModule, name: str) -> None:
         if self.priced_as == "eager":
-            _run_ahead(module.graph)
+            as_in_eager_mode(module.graph)
         super().__call__(module, name)
         # The caller of a graph of aot_eager keeps its inputs until it returns.
         self.scheduled[name] = ScheduledGraph(module.graph, self.fused, not self.priced_as, self.priced_as == "eager")
@@ -363,22 +364,16 @@ class _Priced(Schedule):
         self.graphs[name] = each, by_axis(timeline, self.axes)
 
 
-def _run_ahead(graph: Graph) -> None:
-    """Reorder collectives as eager mode does after the first step (distributed/eager.py): an all-gather starts IN_FLIGHT reads
-    before its own, and each collective of a reduction is waited for IN_FLIGHT reductions later."""
-    mine = parameter_collectives(graph)
-    gathers = [node for node in parameter_all_gathers(graph) if parameters_of(node)]
-    for place, gather in enumerate(gathers[1:], 1):
-        move_gather_before(gather, wait_of(gathers[max(0, place - Eager.IN_FLIGHT)]))
-    lines: dict[int, list[Node]] = {}  # by number of collectives that follow on the path to the output
-    for reduction in mine:
-        path = set() if is_all_gather(reduction) else descendants(wait := wait_of(reduction))
-        if path and all(path.issuperset(node.all_input_nodes) for node in path - {wait}):  # not for a weight that is read twice
-            lines.setdefault(len(path.intersection(mine)), []).append(reduction)
-    last = next(iter(reversed(graph.nodes)))
-    for _, line in sorted(lines.items(), reverse=True):
-        for place, reduction in enumerate(line):
-            later = line[place + Eager.IN_FLIGHT].next if place + Eager.IN_FLIGHT < len(line) else last
-            for node in sorted(descendants(wait_of(reduction))):
-                later.prepend(node)
+def as_in_eager_mode(graph: Graph) -> None:
+    """Bucket and reorder collectives as eager mode does after the first step (distributed/eager.py): a bucket is in flight once
+    the one before is copied out, and each collective of a reduction is waited for when the next of its kind starts."""
+    merge_waits(graph)
+    merge(graph, by_block(graph))
+    place = next(node for node in graph.nodes if node.op != "placeholder")
+    for gather in [node for node in parameter_all_gathers(graph) if parameters_of(node) and not moves_tokens(node)]:
+        move_gather_before(gather, place)
+        wait = wait_of(gather)
+        columns = [part for rows in wait.users for part in rows.users]
+        place = max([wait, *(node for part in columns for node in part.users if node.meta.get("copies"))]).next
+    wait_for_reductions_late(graph)
     graph.lint()

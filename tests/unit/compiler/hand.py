@@ -1,5 +1,6 @@
 """Graphs made by hand: shards gathered, gradients reduced, computation of known length; and a run as if there were two ranks."""
 
+import operator
 from dataclasses import dataclass
 
 import pytest
@@ -39,6 +40,12 @@ class Hand:
             node.meta["val"] = run_one(target, [value(argument) for argument in args], kwargs)
         if fqn:
             node.meta["custom"] = {"fqn": fqn}
+        return node
+
+    def part(self, parts, number):
+        """One of several results."""
+        node = self.graph.call_function(operator.getitem, (parts, number))
+        node.meta["val"] = parts.meta["val"][number]
         return node
 
     def compute(self, name, seconds, *args):

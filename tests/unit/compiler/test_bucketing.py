@@ -5,10 +5,11 @@ import torch
 from hand import GATHER, RANKS, REDUCE, Hand, aten, collectives, collectives_of, count, left, places
 
 from titan_lite.compiler.bucketing import merge
-from titan_lite.compiler.collectives import parameter_collectives, results_of
+from titan_lite.compiler.collectives import parameter_collectives, parameters_of, results_of
 from titan_lite.compiler.receipt import copied_by_buckets
 from titan_lite.compiler.reordering import overlap, start_gathers_early, wait_for_reductions_late
 from titan_lite.compiler.wrapping import by_block, by_names
+from titan_lite.plan.trace import as_in_eager_mode
 
 
 def bucket_by_block(graph):
@@ -231,3 +232,36 @@ def test_the_bytes_that_buckets_copy(fused):
     unchanged(hand, bucket_by_block)
     shard, weight = 2 * 3 * 6, 2 * 6 * 6
     assert copied_by_buckets(hand.graph, fused) == (shard + weight if fused else 2 * shard + 2 * weight)
+
+
+def test_a_plan_of_eager_mode_has_its_buckets_and_overlap():
+    """Of HSDP: the next bucket is in flight once one is copied out; each sum is waited for when the next of its kind starts."""
+    hand = two_layers()
+    unchanged(hand, as_in_eager_mode)
+    order = [node for node in hand.graph.nodes if node.target in (GATHER, aten.clone.default, aten.mm.default)]
+    names = {GATHER: "gather", aten.clone.default: "copy", aten.mm.default: "product"}
+    words = [names[node.target] for node in order]
+    assert words == [
+        *("gather", "gather", "product", "copy", "copy", "gather", "product", "product"),
+        *("copy", "copy", "copy", "gather", *["product"] * 4),
+    ]
+    hand, sums = Hand(), []
+    gradients = [hand.input(2 * rows, columns) for rows, columns in SHARDS.values()]
+    for (fqn, _), gradient in reversed([*zip(SHARDS.items(), gradients, strict=True)]):
+        made = hand.compute(fqn, 1.0, gradient)
+        sums.append(hand.call(aten.neg.default, hand.all_reduce(hand.reduce(made, fqn), fqn)))
+    hand.output(*sums)
+    unchanged(hand, as_in_eager_mode)
+    found = []
+    for node in hand.graph.nodes:
+        of = node.args[0] if node.target is collectives.wait_tensor.default else node
+        if of.target in (REDUCE, collectives.all_reduce.default):
+            kind = ("wait" if of is not node else "start", "scatter" if of.target is REDUCE else "all")
+            found.append((*kind, len(parameters_of(of))))
+    assert found == [
+        ("start", "scatter", 1),
+        *(("wait", "scatter", 1), ("start", "all", 1), ("start", "scatter", 3)),
+        *(("wait", "scatter", 3), ("wait", "all", 1), ("start", "all", 3), ("start", "scatter", 2)),
+        *(("wait", "scatter", 2), ("wait", "all", 3), ("start", "all", 2), ("start", "scatter", 1)),
+        *(("wait", "scatter", 1), ("wait", "all", 2), ("start", "all", 1), ("wait", "all", 1)),
+    ]

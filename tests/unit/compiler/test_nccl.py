@@ -1,5 +1,6 @@
 """Collectives by size against published ones on eight H100; algorithms and protocols by number of ranks."""
 
+import dataclasses
 import statistics
 
 import pytest
@@ -46,6 +47,20 @@ def test_bus_bandwidth_of_large_collectives(kind, ranks, published):
     nbytes, rounds = 8 * 2**30, 2 if kind == "all_reduce" else 1
     reached = rounds * nbytes * (ranks - 1) / ranks / H100.collective(kind, nbytes, range(ranks)) / 1e9
     assert reached == pytest.approx(published, rel=0.15)
+
+
+def test_an_all_to_all_takes_the_own_card_of_a_rank():
+    assert 296e-6 < H100.collective("all_to_all", 2**23, range(64)) < 338e-6  # NVIDIA/nccl issue 1531, 64 H800
+    card = 0.8 * 50e9
+    for nodes in (2, 16):  # what stays in the node takes its links meanwhile (NVIDIA/nccl-tests issue 130)
+        large = H100.collective("all_to_all", 2**33, range(8 * nodes))
+        assert large == pytest.approx(2**33 * (nodes - 1) / nodes / card, rel=0.01)
+        assert large > 7 * H100.collective("all_gather", 2**33, range(8 * nodes)) * (nodes - 1) / nodes
+    within = H100.collective("all_to_all", 2**33, range(8))
+    assert within == pytest.approx(H100.collective("all_gather", 2**33, range(8)), rel=0.02)
+    cpu = dataclasses.replace(H100, multiprocessors=0, collective_launch=0.0)
+    hops = 7 * cpu.intra_node.latency + 8 * cpu.inter_node.latency
+    assert cpu.collective("all_to_all", 0, range(16)) == pytest.approx(1e-6 * hops)
 
 
 def seconds(kind, nbytes, ranks, nodes, nvls=0.0):

@@ -17,7 +17,7 @@ def test_the_end_has_the_last_losses_and_the_speed_since_the_last_resume(tmp_pat
         {"step": 20, "validation_loss": 1.5},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    exchange = Span("compute", "all_gather", 0.0, 0.05, group="tp")  # which is waited for at once
+    exchange = Span("compute", "all_gather", 0.0, 0.05, exposed=0.05, group="tp")  # which is waited for at once
     timeline = Timeline("forward", (), 0.4, 0.3, 0.2, 0.1, 0.0, 0)
     receipts = [
         Receipt("forward", {}, (), 0, "", timeline),

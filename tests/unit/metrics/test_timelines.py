@@ -10,7 +10,7 @@ from titan_lite.compiler.timeline import Span, Timeline
 from titan_lite.metrics.timelines import COLORS, write_timelines
 
 GATHER = Span("communication", "all_gather a", 0.0, 8.0, exposed=8.0, group="dp_shard")
-PRODUCT, EXCHANGE = Span("compute", "mm", 8.0, 4.0), Span("compute", "all_gather_of_tokens", 12.0, 1.0, group="tp")
+PRODUCT, EXCHANGE = Span("compute", "mm", 8.0, 4.0), Span("compute", "all_gather_of_tokens", 12.0, 1.0, exposed=1.0, group="tp")
 FORWARD = Timeline("forward", (GATHER, PRODUCT, EXCHANGE), 13.0, 5.0, 8.0, 8.0, 8.0, 0)
 
 

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from titan_lite.compiler.hardware import GIB
 from titan_lite.config import Compile, Optimizer, Training
+from titan_lite.optimizer.state import AT_ONCE as WHOLES
 from titan_lite.plan import memory as module
 from titan_lite.plan.allocator import MIB, CachingAllocator
 from titan_lite.plan.memory import HOPPER_WORKSPACE, TEMPORARIES, memory_of, outside_of_tensors, replay
@@ -38,7 +39,7 @@ def stage(weights=(WEIGHT,), between=0, **events):
     """A gradient of 4 MiB, an activation of 100 MiB, and 30 MiB that a graph needs while it runs."""
     plain = {"forward": [1, 2, ~2], "backward": [2, 0, ~1, ~2, ~0]}
     return Stage(
-        Tape([4 * MIB, 100 * MIB, 30 * MIB], 1, ["gradients", "activations", "working"], events or plain), weights, 0, between
+        Tape([4 * MIB, 100 * MIB, 30 * MIB], [MIB], ["gradients", "activations", "working"], events or plain), weights, 0, between
     )
 
 
@@ -77,6 +78,16 @@ def test_moments_in_bfloat16_take_half_and_a_rounded_update_has_temporaries(comp
     found = memory_of(mine, [small], CPU)
     assert found.rows["optimizer state"] == 4 * MIB + 512
     assert found.rows.get("working") == (None if compiled else TEMPORARIES * MIB)
+
+
+def test_muon_keeps_one_moment_of_a_matrix_and_needs_whole_matrices_for_its_update():
+    mine = layout()
+    mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, optimizer=Optimizer("Muon")))
+    small = stage([dataclasses.replace(WEIGHT, held=MIB // 2, matrix=True), WEIGHT], forward=[1, ~1], backward=[0, ~0])
+    small.tape.sizes[1] = 0
+    found = memory_of(mine, [small], CPU)
+    assert found.rows["optimizer state"] == 4 * (MIB // 2 + 2 * MIB) + 2 * 512
+    assert (found.moment, found.rows["working"]) == ("optimizer step", WHOLES * 2 * MIB)  # in bfloat16
 
 
 def test_offloaded_moments_leave_step_counts_and_buckets_on_the_device(monkeypatch):
@@ -139,7 +150,7 @@ def test_later_gradients_are_added_to_the_first():
 def test_weights_and_gradients_of_a_step_are_held_whole():
     weights = [dataclasses.replace(WEIGHT, held=MIB // 4, reduced_with=number) for number in (0, 1)]
     events = {"forward": [2, ~2], "backward": [0, 1, 2, ~2, ~0, ~1]}
-    tape = Tape([2 * MIB, 2 * MIB, 100 * MIB], 2, ["gradients", "gradients", "working"], events)
+    tape = Tape([2 * MIB, 2 * MIB, 100 * MIB], [MIB, MIB], ["gradients", "gradients", "working"], events)
     run = replayed(layout(accumulation=2, gathers_once=True), [Stage(tape, weights, 0, 0)])
     # In backward of the second local batch: two weights in bfloat16, gradients of both in float32, and this batch's in bfloat16.
     assert mib(run.rows) == {
@@ -152,10 +163,18 @@ def test_weights_and_gradients_of_a_step_are_held_whole():
     assert not any(held for held in (run.wholes, run.shards, run.gradients))
 
 
+def test_columns_of_an_embedding_are_neither_gathered_nor_summed_in_a_copy():
+    weights = [dataclasses.replace(WEIGHT, float32=True)]  # as in distributed/embedding.py
+    tape = Tape([4 * MIB, 100 * MIB], [MIB], ["gradients", "working"], {"forward": [1, ~1], "backward": [0, 1, ~1, ~0]})
+    run = replayed(layout(accumulation=2, gathers_once=True), [Stage(tape, weights, 0, 0)])
+    assert mib(run.rows) == {"parameters": 4, "optimizer state": 8 + 512 / MIB, "working": 100, "gradients": 4 + 4}
+
+
 def test_all_that_a_step_makes_is_freed_but_the_state():
     half = dataclasses.replace(WEIGHT, held=MIB // 2, whole=2 * MIB)  # the gradient's 4 MiB are of bfloat16
     for weight, gathers_once in ((WEIGHT, False), (half, True)):
-        run = replayed(layout(accumulation=2, gathers_once=gathers_once), [stage([weight])])
+        tape = dataclasses.replace(stage().tape, elements=[weight.whole])
+        run = replayed(layout(accumulation=2, gathers_once=gathers_once), [Stage(tape, [weight], 0, 0)])
         assert run.allocator.allocated == 3 * 4 * weight.held + 512
 
 

@@ -20,7 +20,7 @@ GRAPH = Timeline(
     (
         Span("communication", "all_gather a", 0.0, 2.0, exposed=1.0, group="dp_shard"),
         Span("compute", "mm", 1.0, 3.0),
-        Span("compute", "all_gather_into_tensor", 4.0, 1.0, group="tp"),
+        Span("compute", "all_gather_into_tensor", 4.0, 1.0, exposed=1.0, group="tp"),
     ),
     5.0,
     4.0,

@@ -14,6 +14,7 @@ from titan_lite.distributed.pipeline_plan import order_of, plan_pipeline, run_or
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.optimizer.build import build_optimizer
 from titan_lite.optimizer.offload import BUCKET
+from titan_lite.plan.owned import all_to_all, owned_matrices
 from titan_lite.plan.simulate import simulate_step, updated_bytes
 from titan_lite.plan.trace import PlannedLayout
 
@@ -100,6 +101,17 @@ def test_a_slow_stage_and_slow_links_hold_the_others_up():
     travel = simulate_step(mine, stages_of(mine, activations__between=hidden), AT_ONCE).run.seconds - even.run.seconds
     assert AT_ONCE.send(hidden, 0, 1) == pytest.approx(0.1)
     assert travel >= 2 * 0.1 * (1 - 1e-9)  # there and back, at least once
+
+
+def test_while_a_rank_waits_the_others_have_its_core():
+    mine = layout(4, 8)
+    alone, shared = (
+        simulate_step(mine, stages_of(mine), dataclasses.replace(AT_ONCE, ranks_per_core=ranks, multiprocessors=0))
+        for ranks in (1.0, 2.0)
+    )
+    assert alone.seconds == pytest.approx(3.0 * (8 + 3), rel=1e-4)
+    assert shared.seconds == pytest.approx(3.0 * 8, rel=1e-4)  # the cores always work
+    assert shared.parts["bubble"] == pytest.approx(0.0, abs=1e-4)
 
 
 def test_a_step_is_the_sum_of_its_parts():
@@ -199,3 +211,47 @@ def test_a_collective_of_no_machine_is_slower_on_a_slow_one():
     assert slow.matmul_efficiency < H100.matmul_efficiency < fast.matmul_efficiency <= 1
     assert slow.flops(torch.bfloat16) == H100.flops(torch.bfloat16)  # datasheets are not in doubt
     assert (slow.host, fast.host) == pytest.approx((1.3 * H100.host, 0.7 * H100.host))
+
+
+# Owners of whole matrices
+
+
+def with_muon(**degrees):
+    mine = layout(n_layers=2)
+    config = dataclasses.replace(mine.config, optimizer=Optimizer("Muon", ns_dtype="float32"))
+    return dataclasses.replace(mine, config=config, degrees=mine.degrees | degrees)
+
+
+def test_one_rank_computes_all_matrices_and_two_compute_half_of_them_each():
+    alone, shared = owned_matrices(with_muon(), AT_ONCE), owned_matrices(with_muon(dp_shard=2), AT_ONCE)
+    of_block = {(256, 256): 2, (128, 256): 2, (256, 768): 3}
+    flops = 2 * 5 * sum(count * (4 * short**2 * long + 2 * short**3) for (short, long), count in of_block.items())
+    assert alone.computing == pytest.approx(flops / (AT_ONCE.flops(torch.float32) * AT_ONCE.matmul_efficiency))
+    assert shared.computing == pytest.approx(alone.computing / 2)
+    assert (alone.waiting, alone.sent) == (0.0, 0.0)
+    # In each bucket a rank sends half of one matrix, and gets half of another one back.
+    numbers = 2 * sum(count * short * long for (short, long), count in of_block.items())
+    assert (shared.sent, shared.across) == (pytest.approx(numbers / 2 * 4), 0.0)
+    assert shared.waiting > 0
+    assert owned_matrices(layout(n_layers=2), AT_ONCE).computing == 0.0  # AdamW
+
+
+def test_copies_share_the_matrices_and_all_of_them_get_every_result():
+    shared, copies = (owned_matrices(with_muon(**degrees), AT_ONCE) for degrees in (dict(dp_shard=2), dict(dp_replicate=2)))
+    assert copies.computing == shared.computing
+    assert copies.sent == pytest.approx(shared.sent)  # nothing goes to an owner, and a whole matrix leaves it
+
+
+def test_an_all_to_all_between_nodes_has_one_network_card_a_rank():
+    seconds, near, far = all_to_all(AT_ONCE, 16e9, range(16))
+    assert (near, far) == (7e9, 8e9)
+    assert seconds == pytest.approx(8e9 / (50e9 * AT_ONCE.link_efficiency))
+
+
+def test_a_step_has_the_time_of_its_owners():
+    mine = with_muon(dp_shard=2)
+    step = simulate_step(mine, stages_of(mine), AT_ONCE)
+    owned = owned_matrices(mine, AT_ONCE)
+    assert (step.parts["owners"], step.parts["exposed.owners"]) == (owned.computing, owned.waiting)
+    assert sum(step.parts.values()) == pytest.approx(step.seconds)
+    assert step.sent["owners"] == owned.sent

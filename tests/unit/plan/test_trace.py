@@ -4,8 +4,6 @@ import dataclasses
 from collections import Counter
 
 import pytest
-import torch
-from torch.fx import Graph
 
 from titan_lite.compiler.hardware import load_machine
 from titan_lite.compiler.stage import CompileError
@@ -18,7 +16,7 @@ from titan_lite.plan.allocator import LARGE_BUFFER
 from titan_lite.plan.memory import memory_of
 from titan_lite.plan.simulate import simulate_step
 from titan_lite.plan.tape import stage_of
-from titan_lite.plan.trace import PlannedLayout, _run_ahead, depths_to_trace, figures_at, start_tracing, trace_stage
+from titan_lite.plan.trace import PlannedLayout, depths_to_trace, figures_at, start_tracing, trace_stage
 
 RANKS, TOKENS, DEPTH = 8, 1024, 6
 MODEL = ModelConfig(dim=1024, n_layers=DEPTH, n_heads=16, n_kv_heads=8, hidden_dim=3072, vocab_size=16384, max_seq_len=TOKENS)
@@ -82,13 +80,17 @@ def test_fsdp_sends_every_weight_forward_again_backward_and_every_gradient(trace
     figures = traced["fsdp", blocks]
     parameters = blocks * BLOCK + 2 * TABLE + MODEL.dim
     share = (RANKS - 1) / RANKS  # of a ring
-    assert figures["held"] * RANKS == figures["whole"] == parameters
-    assert figures["forward.bytes.dp_shard"] == 2 * parameters * share  # bfloat16
-    # Norm and output are kept, and a look-up's backward needs no table; gradients are float32.
-    assert figures["backward.bytes.dp_shard"] == (2 * blocks * BLOCK + 4 * parameters) * share
+    assert figures["held"] * RANKS == parameters
+    # The embedding is in columns, which stay: int32 ids of all ranks' tokens and bfloat16 rows of a rank's travel.
+    gathered, ids, rows = parameters - TABLE, 4 * RANKS * 2 * TOKENS, 2 * 2 * TOKENS * MODEL.dim
+    assert figures["whole"] == gathered + TABLE / RANKS
+    forward, backward = 2 * gathered + ids + rows, 2 * blocks * BLOCK + 4 * gathered + rows
+    assert figures["forward.bytes.dp_shard"] == forward * share
+    # Norm and output are kept; gradients are float32, those of rows bfloat16.
+    assert figures["backward.bytes.dp_shard"] == backward * share
     assert figures["forward.across.dp_shard"] == 0.0  # one node
     step = simulate_step(FSDP, [figures], H100)
-    assert step.sent == {"dp_shard": (2 * parameters + 2 * blocks * BLOCK + 4 * parameters) * share}  # and nothing else
+    assert step.sent == {"dp_shard": (forward + backward) * share}  # and nothing else
 
 
 def test_every_gather_copies_a_shard_from_host_memory(traces):
@@ -134,7 +136,7 @@ def check_tensors(less, full, blocks):
         (weight.held, weight.whole) for weight in traced.weights
     )
     assert kept(repeated) == kept(traced)
-    assert repeated.tape.gradients == pytest.approx(traced.tape.gradients, rel=0.1)
+    assert len(repeated.tape.elements) == pytest.approx(len(traced.tape.elements), rel=0.1)
     memories = [memory_of(FSDP, [stage], H100) for stage in (repeated, traced)]
     assert memories[0].moment == memories[1].moment
     assert memories[0].peak == pytest.approx(memories[1].peak, rel=0.01)
@@ -189,7 +191,7 @@ def test_tensor_parallelism_sends_activations_and_fsdp_once_a_step(traced):
     activations = 2 * TOKENS * MODEL.dim * 2  # bytes of (B, T, C) in bfloat16
     # Of a block two all-gathers and two reduce-scatters; the embedding's reduce-scatter, the output's all-gather.
     assert figures["forward.bytes.tp"] == (4 * 2 + 2) * activations / 2
-    assert figures["forward.exposed.tp"] == figures["forward.communication.tp"]
+    assert figures["forward.exposed.tp"] == pytest.approx(figures["forward.communication.tp"])
     assert not any("dp_shard" in key for key in figures if key.startswith(("forward", "backward")))
     split, replicated = 2 * PRODUCTS + 2 * TABLE, 5 * MODEL.dim
     parameters = split / 2 + replicated
@@ -224,34 +226,3 @@ def test_a_stage_that_cannot_be_compiled_is_told_in_words(monkeypatch):
     monkeypatch.setattr(summary, "make_plans", lambda *_, **__: iter([CompileError("compile.enable: no graph")]))
     with pytest.raises(ConfigError, match="no graph"):
         summary.make_plan(FSDP, [H100])
-
-
-def test_an_eager_plan_waits_for_each_collective_of_a_sum_when_four_younger_ones_have_started():
-    """As HSDP: a reduce-scatter, what is cut and cast, an all-reduce; "tied" is read twice, and its gradients are added up."""
-    graph, operators = Graph(), torch.ops._c10d_functional
-
-    def reduced(gradient, fqn):
-        for operator, sizes in ((operators.reduce_scatter_tensor.default, (2,)), (operators.all_reduce.default, ())):
-            started = graph.call_function(operator, (gradient, "sum", *sizes, "group"))
-            started.meta["custom"] = {"fqn": fqn}
-            gradient = graph.call_function(operators.wait_tensor.default, (started,))
-        return gradient
-
-    read = graph.placeholder("read")
-    tied = [reduced(read, "tied") for _ in range(2)]
-    sums = [graph.call_function(torch.ops.aten.neg.default, (reduced(read, f"w{number}"),)) for number in range(10)]
-    graph.output([graph.call_function(torch.ops.aten.add.Tensor, (*tied,)), *sums])
-    _run_ahead(graph)
-    words = []
-    for node in graph.nodes:
-        kind = {operators.reduce_scatter_tensor.default: "scatter", operators.all_reduce.default: "all"}.get(node.target)
-        if kind and node.meta["custom"]["fqn"] != "tied":
-            words += [f"{kind} {node.meta['custom']['fqn']}"]
-        elif node.target is operators.wait_tensor.default and node.args[0].meta["custom"]["fqn"] != "tied":
-            words += [f"wait {node.args[0].meta['custom']['fqn']}"]
-    begun = [f"scatter w{number}" for number in range(5)]
-    for number in range(5, 9):
-        begun += [f"wait w{number - 5}", f"all w{number - 5}", f"scatter w{number}"]
-    assert words[: len(begun)] == begun
-    assert words[len(begun) : len(begun) + 5] == ["wait w4", "all w4", "wait w0", "scatter w9", "wait w5"]
-    assert words[-4:] == ["wait w6", "wait w7", "wait w8", "wait w9"]

@@ -1,0 +1,129 @@
+"""AdamW and Muon on a small debug model: steps until AdamW's loss, at learning rates swept alike, and seconds of an update.
+
+    python scripts/compare_optimizers.py                              # 200 steps, 3 seeds, 3 learning rates each; some minutes
+    python scripts/compare_optimizers.py --updates                    # seconds of an update on two ranks, in turn
+
+The model and the runs are those of compare_precision.py: two blocks of width 128, one process with one thread, the loss of
+held-out documents. An optimizer's best learning rate has the least mean loss after the last step. The update is that of the debug
+recipe's model, in float32 on gloo, with the iteration in bfloat16: AdamW, Muon with owners, and torch.optim.Muon, which computes
+every matrix on every rank.
+"""
+
+import argparse
+import functools
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from compare_precision import run_alone
+from torch import nn
+
+from titan_lite.config import ActivationCheckpoint, Float8, Optimizer, Parallelism, Training
+from titan_lite.distributed.build import build_stages
+from titan_lite.distributed.materialize import materialize
+from titan_lite.distributed.mesh import build_mesh
+from titan_lite.distributed.pipeline_plan import module_fqns
+from titan_lite.distributed.simple_fsdp import shard_of
+from titan_lite.metrics.records import read_metrics
+from titan_lite.models.llama3 import FLAVORS, Transformer
+from titan_lite.optimizer.build import build_optimizer
+from titan_lite.optimizer.state import is_matrix
+
+EVERY = 10  # steps from one validation to the next
+ROUNDS = 7
+
+
+def losses(name: str, rate: float, seed: int, steps: int) -> dict[int, float]:
+    """Return {step: loss of held-out documents} of a run."""
+    options = [f"--optimizer.name={name}", f"--optimizer.lr={rate}", f"--debug.seed={seed}", f"--training.steps={steps}"]
+    with tempfile.TemporaryDirectory() as folder:
+        run_alone([*options, f"--validation.freq={EVERY}", "--validation.steps=4"], folder)
+        read = read_metrics(Path(folder) / "metrics.jsonl")
+    return {step: float(values["validation_loss"]) for step, values in read.items() if "validation_loss" in values}
+
+
+def compare_losses(steps: int, seeds: int, rates: list[float]) -> None:
+    print(f"| optimizer | learning rate | {' | '.join(f'seed {seed}' for seed in range(seeds))} | mean |")
+    print(f"|---|--:|{'--:|' * (seeds + 1)}", flush=True)
+    best: dict[str, list[dict[int, float]]] = {}
+    for name in ("AdamW", "Muon"):
+        for rate in rates:
+            curves = [losses(name, rate, seed, steps) for seed in range(seeds)]
+            ends = [curve[steps] for curve in curves]
+            mean = statistics.fmean(ends)
+            print(f"| {name} | {rate:g} | {' | '.join(f'{loss:.4f}' for loss in ends)} | {mean:.4f} |", flush=True)
+            if name not in best or mean < statistics.fmean(curve[steps] for curve in best[name]):
+                best[name] = curves
+    reached = []
+    for ours, theirs in zip(best["Muon"], best["AdamW"], strict=True):
+        reached.append(next((step for step, loss in sorted(ours.items()) if loss <= theirs[steps]), None))
+    print(f"steps of Muon until AdamW's loss after {steps} steps, each at its best learning rate, by seed: {reached}")
+
+
+def time_updates(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    mesh = build_mesh(dict(pp=1, dp_replicate=1, dp_shard=2, cp=1, tp=1), "cpu")
+    config = FLAVORS["debug"]
+    sections: dict[str, Any] = dict(activation_checkpoint=ActivationCheckpoint(), float8=Float8(), loss=None)
+    sections |= dict(parallelism=Parallelism(), training=Training(seq_len=64, mixed_precision_param="float32"))
+    make_model = functools.partial(Transformer, config)
+    (model,) = build_stages(make_model, [module_fqns(config.n_layers)], mesh, **sections)
+    materialize(model, torch.device("cpu"))
+    model.init_weights(0, shard_of)
+    named = dict(model.named_parameters())
+    for parameter in named.values():
+        parameter.grad = torch.randn_like(parameter)
+    updates: dict[str, Callable] = {name: build_optimizer(Optimizer(name), named, seed=0).step for name in ("AdamW", "Muon")}
+    updates["torch.optim.Muon"] = torchs_muon(named)
+    seconds: dict[str, list[float]] = {name: [] for name in updates}
+    for _ in range(ROUNDS + 1):
+        for name, update in updates.items():
+            dist.barrier()
+            started = time.perf_counter()
+            update()
+            dist.barrier()
+            seconds[name].append(time.perf_counter() - started)
+    for name, each in seconds.items() if rank == 0 else ():
+        print(f"{name:<17} {1e3 * statistics.median(each[1:]):7.0f} ms an update (median of {ROUNDS}, in turn)", flush=True)
+    dist.destroy_process_group()
+
+
+def torchs_muon(named: dict[str, nn.Parameter]) -> Callable[[], None]:
+    """Return the step of torch.optim.Muon for matrices within blocks, and of our AdamW for the others."""
+    matrices = {fqn: parameter for fqn, parameter in named.items() if is_matrix(fqn)}
+    muon = torch.optim.Muon([*matrices.values()], lr=3e-4, adjust_lr_fn="match_rms_adamw")
+    others = {fqn: parameter for fqn, parameter in named.items() if fqn not in matrices}
+    adamw = build_optimizer(Optimizer(), others, seed=0)
+
+    def step() -> None:
+        muon.step()
+        adamw.step()
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200, help=f"a multiple of {EVERY}")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
+    parser.add_argument("--updates", action="store_true", help="time updates on two ranks, and train nothing")
+    chosen = parser.parse_args()
+    if not chosen.updates:
+        compare_losses(chosen.steps, chosen.seeds, chosen.rates)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(time_updates, args=(folder,), nprocs=2, start_method="fork")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Runs with optimizer.name = "Muon": on every layout that of one process, resumed to the bit, and between optimizers in words."""
+
+import dataclasses
+import shutil
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_optimizer_state import losses, same, trained
+from tiny import DEBUG, DEBUG_TOKENIZER, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, SMALL, steps
+
+from titan_lite.check import check
+from titan_lite.config import ConfigError
+from titan_lite.config.recipe import load_config
+from titan_lite.layout import make_layout
+from titan_lite.models.llama3 import FLAVORS
+from titan_lite.trainer import Trainer
+from titan_lite.verify import compare, parse_layout, reference, run, twin, twin_model
+
+TINY = ["--model.dim=64", "--model.n_layers=2", "--model.hidden_dim=90"]  # rows that four ranks have unevenly
+MUON = [*TINY, "--optimizer.name=Muon", "--optimizer.ns_dtype=float32"]
+
+
+def train(folder, *options, ranks=2):
+    return run_ranks(ranks, trained, folder, [*steps(4), *MUON, *options], init=False)
+
+
+# Layouts
+
+
+def parameters_of(folder, options):
+    """{FQN: whole parameter} on this rank's stages, after ten steps of the debug model in float32."""
+    options = [*SMALL, *steps(10), *NO_VALIDATION, *NO_CHECKPOINT, *NO_WORKERS, "--lr_scheduler.warmup_steps=1", *options]
+    options += ["--training.global_batch_size=8", "--training.local_batch_size=2", "--job.dump_folder", str(folder)]
+    trainer = Trainer(load_config(DEBUG, [*MUON, *options])[0])
+    trainer.train()
+    return {fqn: parameter.detach().full_tensor() for fqn, parameter in trainer.parameters.items()}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    (found,) = run_ranks(1, parameters_of, tmp_path_factory.mktemp("one"), [], init=False)
+    return found
+
+
+def degrees(**of):
+    names = dict(pp="pipeline_parallel", dp="data_parallel_replicate", tp="tensor_parallel")
+    return [f"--parallelism.{names[axis]}_degree={degree}" for axis, degree in of.items()]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, []),
+        pytest.param(4, [], marks=pytest.mark.slow),
+        pytest.param(2, degrees(dp=2), marks=pytest.mark.slow),
+        pytest.param(4, degrees(dp=2), marks=pytest.mark.slow),
+        pytest.param(4, degrees(tp=2), marks=pytest.mark.slow),
+        pytest.param(4, degrees(pp=2), marks=pytest.mark.slow),
+    ],
+    ids=["FSDP", "FSDP of 4", "DDP", "HSDP", "FSDP x TP", "FSDP x PP"],
+)
+def test_ten_steps_on_a_layout_are_those_of_one_process(ranks, options, one_process, tmp_path):
+    seen = set()
+    for found in run_ranks(ranks, parameters_of, tmp_path, options, init=False):
+        seen |= found.keys()
+        for fqn, parameter in found.items():
+            torch.testing.assert_close(parameter, one_process[fqn], atol=1e-5, rtol=0)
+    assert seen == one_process.keys()
+
+
+# Resuming
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, train(folder)
+
+
+@pytest.fixture
+def at_step_2(whole, tmp_path):
+    shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoint/step-4")
+    (tmp_path / "metrics.jsonl").unlink()
+    return tmp_path
+
+
+def test_a_run_resumes_to_the_bit(whole, at_step_2):
+    assert "optimizer: Muon for 14 matrices, shared by 2 ranks, of which the busiest computes 1.00 times" in whole[1][0][0]
+    found = train(at_step_2)
+    assert losses(at_step_2) == {step: loss for step, loss in losses(whole[0]).items() if step > 2}
+    assert all(same(tensors, expected) for (_, tensors), (_, expected) in zip(found, whole[1], strict=True))
+
+
+def test_on_another_layout_it_goes_on_within_rounding(whole, at_step_2):
+    train(at_step_2, ranks=1)
+    assert losses(at_step_2)[4] == pytest.approx(losses(whole[0])[4], rel=1e-5)
+
+
+def test_another_optimizer_is_refused_and_begins_with_the_model_alone_if_asked(at_step_2):
+    config, _ = load_config(DEBUG, [*SMALL, *TINY, "--job.dump_folder", str(at_step_2), "--training.global_batch_size=8"])
+    with pytest.raises(ConfigError) as refused:
+        check(config, make_layout(config, 2))
+    assert 'the optimizer starts anew: optimizer.name = "AdamW", was "Muon"; use the old value, or checkpoint.' in str(
+        refused.value
+    )
+    assert str(refused.value).endswith("accept_model_only = true, which starts with moments of zero")
+    ((told, tensors), *_) = train(at_step_2, "--optimizer.name=AdamW", "--checkpoint.accept_model_only", *steps(3))
+    assert 'optimizer.name = "AdamW", was "Muon"' in told
+    assert {name.rpartition(".")[2] for name in tensors if "wq" in name} == {"weight", "exp_avg", "exp_avg_sq", "step"}
+    assert tensors["optimizer.layers.0.attention.wq.weight.step"] == 1
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--training.offload=optimizer", 'training.offload = "optimizer": the momentum .* use "none"'),
+        (
+            "--compile.components=model,optimizer",
+            r'compile.components has the optimizer.* use compile.components = \["model", "loss"\]',
+        ),
+    ],
+)
+def test_what_muon_cannot_do_is_refused(option, message):
+    config, _ = load_config(DEBUG, [*MUON, "--compile.enable", option])
+    with pytest.raises(ConfigError, match=message):
+        make_layout(config, 2)
+
+
+@pytest.mark.slow
+def test_verify_compares_a_layout_that_has_owners():
+    config, _ = load_config(DEBUG, ["--optimizer.name=Muon", f"--model.tokenizer_path={DEBUG_TOKENIZER}"])
+    small = twin(config, parse_layout("dp_shard=2,tp=2"), 3)
+    assert (small.optimizer.name, small.optimizer.ns_dtype) == ("Muon", "float32")
+    model = dataclasses.replace(twin_model(FLAVORS["debug"], 4), dim=64, hidden_dim=96)
+    result = compare(run(small, model), run(reference(small), model))
+    assert result.agrees, result

@@ -1,0 +1,107 @@
+"""Tokens gathered or reduced in chunks around a product: the same numbers, and one chunk travels while another is computed."""
+
+import pytest
+import torch
+from hand import GATHER, RANKS, REDUCE, Hand, aten, collectives, count, priced, two_ranks  # noqa: F401
+
+from titan_lite.compiler.chunking import choose_collectives, cut_into_chunks
+from titan_lite.compiler.collectives import nbytes_of
+from titan_lite.compiler.timeline import simulate
+
+pytestmark = pytest.mark.usefixtures("two_ranks")
+B, T, C, N = 3, 8, 4, 5  # sequences, tokens of all ranks, width, width of the product
+
+
+def cut(graph, chunks, machine=None):
+    return cut_into_chunks(graph, chunks, choose_collectives(graph, chunks, machine))
+
+
+def gathered(hand, x):
+    """Tokens (B, T / RANKS, C) -> (B, T, C), as in tensor_parallel.py."""
+    started = hand.call(GATHER, x, RANKS, "tp")
+    parts = hand.call(aten.split.Tensor, hand.call(collectives.wait_tensor.default, started), x.meta["val"].shape[0])
+    return started, hand.call(aten.cat.default, [hand.part(parts, rank) for rank in range(RANKS)], 1)
+
+
+def forward(products=2, batch=B):
+    hand = Hand()
+    started, whole = gathered(hand, hand.input(batch, T // RANKS, C))
+    started.meta["seconds"] = 8.0
+    results = []
+    for _ in range(products):
+        rows = hand.call(aten.view.default, whole, [batch * T, C])
+        product = hand.call(aten.mm.default, rows, hand.input(C, N))
+        product.meta["seconds"] = 10.0
+        results.append(hand.call(aten.view.default, product, [batch, T, N]))
+    return hand, hand.output(*results)
+
+
+def reduction(batch=B):
+    hand = Hand()
+    product = hand.call(aten.mm.default, hand.input(batch * T, C), hand.input(C, N))
+    parts = hand.call(aten.split.Tensor, hand.call(aten.view.default, product, [batch, T, N]), T // RANKS, 1)
+    joined = hand.call(aten.cat.default, [hand.part(parts, rank) for rank in range(RANKS)])
+    reduced = hand.call(REDUCE, joined, "sum", RANKS, "tp")
+    return hand, hand.output(hand.call(collectives.wait_tensor.default, reduced))
+
+
+@pytest.mark.parametrize("batch", [1, B])
+@pytest.mark.parametrize("chunks", [2, 4])
+@pytest.mark.parametrize(("make", "kind"), [(forward, GATHER), (reduction, REDUCE)])
+def test_chunks_give_the_same_numbers(make, kind, chunks, batch):
+    hand, graph = make(batch=batch)
+    before = hand.run()
+    assert cut(graph, chunks) == 1
+    assert count(graph, kind) == count(graph, collectives.wait_tensor.default) == chunks
+    assert count(graph, aten.mm.default) == chunks + (make is forward)  # a second product reads all tokens
+    for old, new in zip(before, hand.run(), strict=True):
+        assert old.shape == new.shape
+        torch.testing.assert_close(old, new, rtol=1e-6, atol=1e-6)
+
+
+def test_all_gathers_start_at_once_and_each_product_waits_for_its_own():
+    _, graph = forward(products=1)
+    cut(graph, 2)
+    order = [node.target for node in graph.nodes if node.target in (GATHER, collectives.wait_tensor.default, aten.mm.default)]
+    assert order == [GATHER, GATHER, *[collectives.wait_tensor.default, aten.mm.default] * 2]
+
+
+def test_a_reduction_starts_before_the_next_product():
+    _, graph = reduction()
+    cut(graph, 2)
+    order = [node.target for node in graph.nodes if node.target in (REDUCE, collectives.wait_tensor.default, aten.mm.default)]
+    assert order == [aten.mm.default, REDUCE, aten.mm.default, REDUCE, *[collectives.wait_tensor.default] * 2]
+
+
+class Halves:
+    """A machine on which half of the tokens take `share` of the seconds of all."""
+
+    def __init__(self, share):
+        self.share = share
+
+    def cost(self, node, fused=True):
+        seconds, whole = {GATHER: (8.0, T * C), aten.mm.default: (10.0, T * N)}.get(node.target, (0.0, 0))
+        return seconds * (1.0 if nbytes_of(node) == 4 * whole else self.share)
+
+
+@pytest.mark.parametrize(("share", "number"), [(0.5, 1), (0.85, 0)])
+def test_only_what_is_faster_is_cut(share, number):
+    _, graph = forward(products=1, batch=1)
+    names = [node.name for node in graph.nodes]
+    assert cut(graph, 2, Halves(share)) == number  # 14 seconds or 23.8 instead of 18
+    assert (names == [node.name for node in graph.nodes]) == (not number)
+
+
+def test_tokens_that_cannot_be_divided_stay_whole():
+    _, graph = forward()
+    assert cut(graph, 3) == 0
+    assert count(graph, GATHER) == 1
+
+
+def test_other_collectives_stay_whole():
+    hand = Hand()
+    _, whole = gathered(hand, hand.input(B, T // RANKS, C))
+    reduced = hand.reduce(hand.input(2 * C, N), "a")
+    graph = hand.output(hand.call(aten.add.Tensor, whole, 1.0), reduced)
+    assert cut(graph, 2) == 0
+    assert simulate(graph, priced()).waited > 0

@@ -1,0 +1,69 @@
+"""Hide the collectives of activations: while one is in flight, compute products that no such collective waits for.
+
+    before   dw = x.T @ dy; a = reduce_scatter(dy @ w); dx = wait(a)
+    after    a = reduce_scatter(dy @ w); dw = x.T @ dy; dx = wait(a)
+
+In backward, tensor and context parallelism communicate on the path from block to block, and a gradient of a weight is not on that
+path. (Zero bubble pipelines, arXiv 2401.10241, fill the waits between stages by the same division.) Numbers do not change. In
+forward every product is on the path, so nothing moves.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from torch.fx import Graph, Node
+
+from titan_lite.compiler.collectives import activation_collectives, descendants, wait_of
+from titan_lite.compiler.hardware import MATMULS, Machine
+
+RECENT = 8  # products that may be deferred, the last ones: a deferred product keeps its factors alive. A block has 7 weights.
+
+
+def choose_products(graph: Graph, machine: Machine | None = None, *, fused: bool = True) -> list[tuple[int, int]]:
+    """Return (place of a product, place of the wait to move it before) in graph order. All ranks must use those of one.
+
+    A collective gets the shortest product that is as long as itself; if there is none, the longest one, and others for the rest.
+    Without a machine it gets the last product.
+    """
+
+    def seconds(node: Node) -> float:
+        return machine.cost(node, fused) if machine else 1.0
+
+    activations = activation_collectives(graph)
+    starts = {wait_of(node): node for node in activations}
+    path = _ancestors(activations)
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    ready: deque[Node] = deque(maxlen=RECENT)
+    chosen = []
+    for node in places:
+        if node.target in MATMULS and node not in path:
+            ready.appendleft(node)
+        elif node in starts:
+            left = seconds(starts[node])
+            while ready and left > 0:
+                product = min(ready, key=lambda each: (seconds(each) < left, abs(seconds(each) - left)))
+                chosen.append((places[product], places[node]))
+                ready.remove(product)
+                left -= seconds(product)
+    return chosen
+
+
+def defer_products(graph: Graph, chosen: Sequence[tuple[int, int]]) -> int:
+    """Move the chosen products, with what depends on them, in place. Return how many moved."""
+    nodes = list(graph.nodes)
+    for product, wait in chosen:
+        for each in sorted(later for later in descendants(nodes[product]) if later < nodes[wait]):
+            nodes[wait].prepend(each)
+    graph.lint()
+    return len(chosen)
+
+
+def _ancestors(nodes: Sequence[Node]) -> set[Node]:
+    """Return `nodes` and all nodes that they depend on."""
+    found, open_nodes = set(nodes), list(nodes)
+    while open_nodes:
+        for source in open_nodes.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                open_nodes.append(source)
+    return found
