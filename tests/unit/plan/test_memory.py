@@ -105,7 +105,7 @@ def test_with_all_in_host_memory_gradients_leave_and_buckets_stay(gathers_once, 
     mine = layout(accumulation=2, gathers_once=gathers_once)
     mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, training=Training(offload="all")))
     events = {"forward": [1, ~1], "backward": [0, 1, ~1, ~0]}
-    tape = Tape([2 * MIB if gathers_once else 4 * MIB, 30 * MIB], 1, ["gradients", "working"], events)
+    tape = Tape([2 * MIB if gathers_once else 4 * MIB, 30 * MIB], [MIB], ["gradients", "working"], events)
     run = replayed(mine, [Stage(tape, [WEIGHT], 0, 0)])
     assert run._rows["parameters"] == 0
     assert run._rows["gradients"] == 0
