@@ -53,7 +53,7 @@ class Row:
 # Their compiler saw transformer blocks, and not the loss, whose float32 logits then exist.
 BLOCKS = "--compile.components=model"
 # no run computed its loss in chunks, or looked up tokens in columns
-AS_THERE = ("--training.loss_chunk_tokens=-1", "--parallelism.embedding_sharding=rows")
+AS_THERE = ("--training.loss_chunk_tokens=-1", "--parallelism.embedding_sharding=rows", "--compile.defer_products=false")
 SELECTIVE = "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=op/2"
 # torch chose FlashAttention 2 then
 FA2 = "--training.attention_kernel=FA2"

@@ -111,7 +111,7 @@ class Schedule:
         """Return how many products were deferred, and how many collectives cut, to hide tensor and context parallelism."""
         deferred, cut, chunks, how = 0, 0, self.config.tensor_parallel_chunks, dict(fused=self.fused)
         if activation_collectives(graph):
-            if self.config.reordering:
+            if self.config.defer_products:
                 deferred = deferring.defer_products(graph, self.first(deferring.choose_products(graph, self.machine, **how)))
             if chunks > 1:
                 chosen = self.first(chunking.choose_collectives(graph, chunks, self.machine, **how))

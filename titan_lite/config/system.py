@@ -222,12 +222,23 @@ class Compile:
     reordering: bool = setting(
         True, "start each gather one bucket early, and wait for each reduction when the next starts", needs=COMPILES_MODEL
     )
+    defer_products: bool = setting(
+        True,
+        "compute gradients of weights while a collective of tensor or context parallelism is in flight; not with asynchronous "
+        "tensor parallelism",
+        needs=COMPILES_MODEL,
+    )
     tensor_parallel_chunks: int = setting(
         1,
         "chunks of tokens that a collective of tensor parallelism and its matrix product are cut into, so that one travels while "
         "another is computed; where the cost model of machine finds it slower, nothing is cut; 1: never",
         "chunks >= 1",
-        needs=(*COMPILES_MODEL, Need("parallelism.tensor_parallel_degree", lambda degree: degree > 1, "2")),
+        needs=(
+            *COMPILES_MODEL,
+            Need("parallelism.tensor_parallel_degree", lambda degree: degree != 1, "tensor_parallel_degree = 2"),
+            Need("parallelism.enable_async_tensor_parallel", lambda on: not on, "enable_async_tensor_parallel = false"),
+        ),
+        refused=True,
     )
 
     def compiles(self, component: str) -> bool:

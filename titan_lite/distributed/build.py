@@ -114,7 +114,9 @@ def compile_stages(
     create process groups: call it on all ranks.
     """
     if schedule is None:
-        must_merge, compile = compile.bucketing != "measured", replace(compile, bucketing=bucketing)
+        defers = compile.defer_products and not parallelism.enable_async_tensor_parallel  # Inductor fuses the same products
+        must_merge = compile.bucketing != "measured"
+        compile = replace(compile, bucketing=bucketing, defer_products=defers)
         dump = None
         if dump_folder and compile.dump_graphs and all(mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp"):
             dump = dump_folder / "graphs" / f"pp_{mesh['pp'].get_local_rank()}_{bucketing}"  # other ranks have the same graphs

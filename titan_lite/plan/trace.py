@@ -202,7 +202,7 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     model = build_stage(layout, mesh, kind, n_layers)
     plans = model_of(model).plans
     compile = dataclasses.replace(config.compile, backend="aot_eager")
-    plain = dataclasses.replace(compile, bucketing="none", reordering=False, tensor_parallel_chunks=1)
+    plain = dataclasses.replace(compile, bucketing="none", reordering=False, defer_products=False, tensor_parallel_chunks=1)
     machines = [machine.attending(config.training.attention_kernel) for machine in machines]
     passes = _Priced.of("model", config.compile, machines, axes)
     loss_passes = _Priced.of("loss", config.compile, machines, axes)
@@ -348,7 +348,11 @@ class _Priced(Schedule):
     def of(cls, component: str, compile: Compile, machines: Sequence[Machine], axes: Axes) -> "_Priced":
         how = "eager" if not compile.compiles(component) else "inductor" if compile.backend == "inductor" else ""
         plain = how == "eager" or component == "loss"
-        passes = dataclasses.replace(compile, bucketing="none", reordering=False, tensor_parallel_chunks=1) if plain else compile
+        passes = (
+            dataclasses.replace(compile, bucketing="none", reordering=False, defer_products=False, tensor_parallel_chunks=1)
+            if plain
+            else compile
+        )
         fused = how == "inductor"
         return cls(passes, machines[0], fused, must_merge=False, machines=machines, axes=axes, priced_as=how)
 
