@@ -129,6 +129,7 @@ HERE = {
         "fsdp2-compiled", "--rounds 1 --steps 1 --modes block --backends aot_eager"
     ),
     "python scripts/compare_measured.py": Run("FSDP 4", "--layouts 'FSDP 4' --rounds 1 --steps 1"),
+    "python scripts/compare_precision.py --whole --steps 600": Run("bfloat16 | float32", "--steps 2 --seeds 1 --ways bfloat16"),
     "python scripts/compare_precision.py": Run("rowwise_with_gw_hp | float32", "--steps 4 --seeds 1"),
     "python scripts/compare_optimizers.py --rates 3e-3 1e-2 3e-2": Run(
         "steps of Muon until", "--steps 10 --seeds 1 --rates 1e-2"
