@@ -20,14 +20,13 @@ from torch.fx import Graph, Node
 
 from titan_lite.compiler.bucketing import add_call
 from titan_lite.compiler.collectives import (
-    KINDS,
+    activation_collectives,
     aten,
     collectives,
     descendants,
     group_size,
     is_all_gather,
     kind_of,
-    parameters_of,
     wait_of,
 )
 from titan_lite.compiler.hardware import Machine
@@ -45,15 +44,14 @@ class _Site(NamedTuple):
 
 
 def choose_collectives(graph: Graph, chunks: int, machine: Machine | None = None, *, fused: bool = True) -> list[int]:
-    """Return the places of the collectives of tokens to cut: those directly before or behind a product, with so many tokens.
+    """Return the numbers, among collectives of activations, of those to cut: directly before or behind a product.
 
     With a machine, only those that are then faster, as estimated. A collective that is hidden already gains nothing. All ranks
     must use those of one.
     """
-    nodes = list(graph.nodes)
     costs = costs_of(graph, machine, fused) if machine else {}
     chosen = []
-    for place, node in enumerate(nodes):
+    for number, node in enumerate(activation_collectives(graph)):
         site = _site_of(node)
         if site is None or site.whole.meta["val"].shape[1] % (chunks * group_size(node)):
             continue
@@ -63,15 +61,15 @@ def choose_collectives(graph: Graph, chunks: int, machine: Machine | None = None
             _erase(graph, *(new for new in reversed(graph.nodes) if new not in known))
             if after >= before:
                 continue
-        chosen.append(place)
+        chosen.append(number)
     return chosen
 
 
 def cut_into_chunks(graph: Graph, chunks: int, chosen: Sequence[int]) -> int:
     """Cut the chosen collectives and their products, in place. Return how many were cut."""
-    nodes = list(graph.nodes)
-    for place in chosen:
-        site = _site_of(nodes[place])
+    found = activation_collectives(graph)
+    for number in chosen:
+        site = _site_of(found[number])
         assert site is not None
         _replace(graph, site, _add_chunks(graph, site, chunks))
     graph.eliminate_dead_code()
@@ -80,8 +78,6 @@ def cut_into_chunks(graph: Graph, chunks: int, chosen: Sequence[int]) -> int:
 
 
 def _site_of(node: Node) -> _Site | None:
-    if node.target not in KINDS or parameters_of(node):
-        return None
     return _gathered(node) if is_all_gather(node) else _reduced(node) if kind_of(node) == "reduce_scatter" else None
 
 

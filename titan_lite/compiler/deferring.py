@@ -20,7 +20,9 @@ RECENT = 8  # products that may be deferred, the last ones: a deferred product k
 
 
 def choose_products(graph: Graph, machine: Machine | None = None, *, fused: bool = True) -> list[tuple[int, int]]:
-    """Return (place of a product, place of the wait to move it before) in graph order. All ranks must use those of one.
+    """Return (number of a product, number of the collective to hide), both counted in graph order.
+
+    All ranks must use those of one. Places of nodes are no such numbers: a rank with fewer rows pads them.
 
     A collective gets the shortest product that is as long as itself; if there is none, the longest one, and others for the rest.
     Without a machine it gets the last product.
@@ -32,17 +34,17 @@ def choose_products(graph: Graph, machine: Machine | None = None, *, fused: bool
     activations = activation_collectives(graph)
     starts = {wait_of(node): node for node in activations}
     path = _ancestors(activations)
-    places = {node: place for place, node in enumerate(graph.nodes)}
+    numbers = {node: number for each in (_products(graph), activations) for number, node in enumerate(each)}
     ready: deque[Node] = deque(maxlen=RECENT)
     chosen = []
-    for node in places:
+    for node in graph.nodes:
         if node.target in MATMULS and node not in path:
             ready.appendleft(node)
         elif node in starts:
             left = seconds(starts[node])
             while ready and left > 0:
                 product = min(ready, key=lambda each: (seconds(each) < left, abs(seconds(each) - left)))
-                chosen.append((places[product], places[node]))
+                chosen.append((numbers[product], numbers[starts[node]]))
                 ready.remove(product)
                 left -= seconds(product)
     return chosen
@@ -50,12 +52,17 @@ def choose_products(graph: Graph, machine: Machine | None = None, *, fused: bool
 
 def defer_products(graph: Graph, chosen: Sequence[tuple[int, int]]) -> int:
     """Move the chosen products, with what depends on them, in place. Return how many moved."""
-    nodes = list(graph.nodes)
-    for product, wait in chosen:
-        for each in sorted(later for later in descendants(nodes[product]) if later < nodes[wait]):
-            nodes[wait].prepend(each)
+    products, activations = _products(graph), activation_collectives(graph)
+    for product, collective in chosen:
+        wait = wait_of(activations[collective])
+        for each in sorted(later for later in descendants(products[product]) if later < wait):
+            wait.prepend(each)
     graph.lint()
     return len(chosen)
+
+
+def _products(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if node.target in MATMULS]
 
 
 def _ancestors(nodes: Sequence[Node]) -> set[Node]:
