@@ -130,6 +130,7 @@ class Eager:
         self.plans, self.scales = plans, scales
         # gathered weights by storage address, only during a forward that reshards
         self.reads: dict[int, tuple[weakref.ref[Tensor], nn.Parameter, GatherPlan]] | None = None
+        self.gathers_again = False  # backward will: the last forward has read weights to be resharded
         self.phase = ""  # forward, backward or weights; empty outside, where nothing stays gathered
         self.order: list[str] = []  # blocks gathered in this phase so far
         self.last_order: dict[str, list[str]] = defaultdict(list)  # in the last phase of each name
@@ -227,7 +228,7 @@ class Eager:
                 yield
         finally:
             self._begin("")
-            self.reads = None
+            self.gathers_again, self.reads = bool(self.reads), None
 
     @contextmanager
     def weights(self) -> Iterator[None]:
@@ -259,7 +260,8 @@ class Eager:
         """Begin a backward if autograd's engine runs. Return True in a forward or backward."""
         if not self.phase and torch._C._current_graph_task_id() != -1:
             self._begin("backward")
-            self._start(*self.last_order["backward"][:1])  # under the backward of what is kept, such as the output
+            if self.gathers_again:
+                self._start(*self.last_order["backward"][:1])  # under the backward of what is kept, such as the output
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return bool(self.phase)
 
