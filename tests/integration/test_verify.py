@@ -30,13 +30,13 @@ BROKEN = "layers.1.feed_forward.w2.weight"
 
 def one_gradient_is_not_reduced(trainer):
     """On rank 0: its own part only, as if the others had no tokens."""
-    finish, rank = Bucket.finish_reduce, trainer.rank
+    rows_of, rank = Bucket.rows_of, trainer.rank
 
-    def broken(bucket, started):
-        gradients = zip(bucket.plans, finish(bucket, started), strict=True)
+    def broken(bucket, flat):
+        gradients = zip(bucket.plans, rows_of(bucket, flat), strict=True)
         return [gradient / 2 if plan.fqn == BROKEN and rank == 0 else gradient for plan, gradient in gradients]
 
-    Bucket.finish_reduce = broken
+    Bucket.rows_of = broken
 
 
 def one_module_is_wrong(trainer):
