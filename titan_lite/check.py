@@ -157,7 +157,7 @@ def check_memory(config: Config, layout: Layout, memory: float, host: float = ma
 
     memory: bytes of its GPU, infinite without one; host: bytes of the host's memory per rank.
     """
-    steady, step = layout.steady_bytes(config), layout.step_bytes(config.training)
+    steady, step = layout.steady_bytes(config), layout.step_bytes(config)
     if (away := layout.host_bytes(config)) > host:
         shards = math.ceil(layout.degrees["dp_shard"] * away / host)
         raise ConfigError(

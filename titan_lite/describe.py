@@ -82,7 +82,7 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
     if training.offload != "none":
         memory += f" ({layout.host_bytes(config) / 2**30:.2f} GiB in host memory)"
     if layout.gathers_once:
-        memory += f", {layout.step_bytes(training) / 2**30:.2f} GiB for unsharded weights and gradients, held for the step"
+        memory += f", {layout.step_bytes(config) / 2**30:.2f} GiB for unsharded weights and gradients, held for the step"
     saves = f"every {config.checkpoint.interval} steps and at the end" if config.checkpoint.enable else "none"
     return [
         *lines,

@@ -151,3 +151,12 @@ def test_tokens_of_a_chunk_of_the_loss(recipe, ranks, options, chunk):
 def test_a_chunk_of_the_loss_that_cannot_be_is_refused(chunk, wrong):
     with pytest.raises(ConfigError, match=wrong):
         layout(f"--training.loss_chunk_tokens={chunk}")
+
+
+def test_weights_gathered_once_in_float8_have_one_byte():
+    float8, gathered = ["--training.mixed_precision_param=bfloat16", "--float8.enable"], ["--float8.all_gather"]
+    of_a_block = 4 * 256 * 256 * 3 // 4 + 3 * 256 * 768  # wq and wo are square, wk and wv half of it
+    for options, one_byte in (([], 0), (gathered, 6), ([*gathered, "--float8.filter_fqns=layers.0"], 5)):
+        config, _ = load_config(DEBUG, [*float8, *options])
+        expected = (2 + 2 + 4) * 5_770_496 - one_byte * of_a_block
+        assert make_layout(config, 2).step_bytes(config) == expected
