@@ -53,7 +53,12 @@ class Row:
 # Their compiler saw transformer blocks, and not the loss, whose float32 logits then exist.
 BLOCKS = "--compile.components=model"
 # no run computed its loss in chunks, or looked up tokens in columns
-AS_THERE = ("--training.loss_chunk_tokens=-1", "--parallelism.embedding_sharding=rows", "--compile.defer_products=false")
+AS_THERE = (
+    "--training.loss_chunk_tokens=-1",
+    "--parallelism.embedding_sharding=rows",
+    "--compile.defer_products=false",
+    "--compile.tensor_parallel_chunks=1",
+)
 SELECTIVE = "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=op/2"
 # torch chose FlashAttention 2 then
 FA2 = "--training.attention_kernel=FA2"
@@ -66,7 +71,7 @@ LLAMA = (
 )
 LONG = f"{BLOCKS} {FA2} --training.local_batch_size=1 --activation_checkpoint.mode=full"
 CP2 = "--training.seq_len=65536 --parallelism.data_parallel_shard_degree=4 --parallelism.context_parallel_degree=2"
-NO_TP = "--no-parallelism.enable_async_tensor_parallel --parallelism.tensor_parallel_degree=1"
+NO_TP = "--parallelism.tensor_parallel_degree=1"
 TP8 = "--parallelism.tensor_parallel_degree=8 --parallelism.data_parallel_shard_degree=-1"
 # pytorch/torchtitan: its issue 1881, docs/performance.md in 2024, and benchmarks/llama3_h100_202412_torchtitan.md,
 # asyncTP_llama3_h100_2025-06_torchtitan.md and llama3-8b_h200_202506_trainy-whitefiber.md

@@ -92,7 +92,6 @@ def test_a_recipe_shrunk_to_the_debug_flavor_trains(recipe, tmp_path):
             config.parallelism,
             data_parallel_shard_degree=-1,
             tensor_parallel_degree=min(2 // pp, config.parallelism.tensor_parallel_degree),
-            enable_async_tensor_parallel=False,
             context_parallel_degree=min(2, config.parallelism.context_parallel_degree),
             pipeline_parallel_degree=pp,
         ),

@@ -182,7 +182,8 @@ def _add_chunks(graph: Graph, site: _Site, chunks: int) -> _Chunks:
     with graph.inserting_before(product):
         by_chunk = add_call(graph, aten.reshape.default, x, [batch, ranks, chunks, size, -1])
         for chunk in range(chunks):
-            multiply(contiguous(add_call(graph, aten.transpose.int, add_call(graph, aten.select.int, by_chunk, 2, chunk), 0, 1)))
+            rows = add_call(graph, aten.select.int, by_chunk, 2, chunk)
+            multiply(contiguous(add_call(graph, aten.permute.default, rows, [1, 0, 2, 3])))
             part = add_call(graph, aten.view.default, products[-1], [ranks * batch, size, -1])
             starts.append(add_call(graph, node.target, part, *node.args[1:]))
     with graph.inserting_before(wait_of(node)):
@@ -209,7 +210,8 @@ def _join(graph: Graph, parts: Sequence[Node], layout: tuple[int, int, int], lik
     """Join the chunks of all ranks along the sequence, in the shape of `like`. layout: ranks, sequences, tokens of a chunk."""
     ranks, batch, size = layout
     by_rank = [add_call(graph, aten.view.default, part, [ranks, batch, 1, size, -1]) for part in parts]
-    joined = add_call(graph, aten.cat.default, [add_call(graph, aten.transpose.int, each, 0, 1) for each in by_rank], 2)
+    by_sequence = [add_call(graph, aten.permute.default, part, [1, 0, 2, 3, 4]) for part in by_rank]
+    joined = add_call(graph, aten.cat.default, by_sequence, 2)
     return add_call(graph, aten.view.default, joined, list(like.meta["val"].shape))
 
 

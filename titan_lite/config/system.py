@@ -238,7 +238,6 @@ class Compile:
             Need("parallelism.tensor_parallel_degree", lambda degree: degree != 1, "tensor_parallel_degree = 2"),
             Need("parallelism.enable_async_tensor_parallel", lambda on: not on, "enable_async_tensor_parallel = false"),
         ),
-        refused=True,
     )
 
     def compiles(self, component: str) -> bool:

@@ -1,8 +1,11 @@
 """Tokens gathered or reduced in chunks around a product: the same numbers, and one chunk travels while another is computed."""
 
+import operator
+
 import pytest
 import torch
 from hand import GATHER, RANKS, REDUCE, Hand, aten, collectives, count, priced, two_ranks  # noqa: F401
+from torch._inductor.lowering import lowerings
 
 from titan_lite.compiler.chunking import choose_collectives, cut_into_chunks
 from titan_lite.compiler.collectives import nbytes_of
@@ -54,6 +57,7 @@ def test_chunks_give_the_same_numbers(make, kind, chunks, batch):
     assert cut(graph, chunks) == 1
     assert count(graph, kind) == count(graph, collectives.wait_tensor.default) == chunks
     assert count(graph, aten.mm.default) == chunks + (make is forward)  # a second product reads all tokens
+    assert {node.target for node in graph.nodes if node.op == "call_function"} <= lowerings.keys() | {operator.getitem}
     for old, new in zip(before, hand.run(), strict=True):
         assert old.shape == new.shape
         torch.testing.assert_close(old, new, rtol=1e-6, atol=1e-6)

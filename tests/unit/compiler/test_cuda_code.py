@@ -73,8 +73,8 @@ def test_the_code_has_the_order_of_the_graph():
 def test_kernels_of_three_blocks_and_of_one():
     """A change of these numbers is a change of what a GPU launches in every block: look at it before writing it down."""
     whole = {
-        "forward": {"triton": 68, "product": 22, "attention": 3, "start": 5, "wait": 5},
-        "inference": {"triton": 67, "product": 22, "attention": 3, "start": 5, "wait": 5},
+        "forward": {"triton": 69, "product": 22, "attention": 3, "start": 6, "wait": 6},
+        "inference": {"triton": 68, "product": 22, "attention": 3, "start": 6, "wait": 6},
         "backward": {"triton": 109, "product": 44, "attention": 3, "start": 8, "wait": 8, "operator": 7},
     }
     one = {  # from the first attention to the second; shards are cast before, as early as they may
@@ -102,7 +102,7 @@ def test_coalesced_collectives_copy_no_weight():
         name: [Counter(kind for kind, _ in graphs[name].replay.launches)["triton"] for graphs in (copying, coalesced)]
         for name in copying
     }
-    assert triton == {"forward": [68, 46], "inference": [67, 46], "backward": [109, 91]}
+    assert triton == {"forward": [69, 47], "inference": [68, 47], "backward": [109, 91]}
     weight = 14336 * 4096 * 2
     for name in ("forward", "inference"):  # backward has gradients of that size
         assert [weight in graphs[name].replay.allocated for graphs in (copying, coalesced)] == [True, False]
@@ -112,9 +112,7 @@ def test_coalesced_collectives_copy_no_weight():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_code_of_other_layouts_has_the_order_of_their_graphs(layout):
     recipe, world_size, options, *stage = LAYOUTS[layout]
-    check(
-        lowered(recipe, world_size, tuple(options), *stage), fused=ASYNC[0] in options or layout in ("70B", "405B, second stage")
-    )
+    check(lowered(recipe, world_size, tuple(options), *stage), fused=ASYNC[0] in options)
 
 
 @pytest.mark.slow
