@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from compare_precision import run_alone
+from compare_precision import SMALL, run_alone
 from torch import nn
 
 from titan_lite.config import ActivationCheckpoint, Float8, Optimizer, Parallelism, Training
@@ -45,7 +45,7 @@ def losses(name: str, rate: float, seed: int, steps: int) -> dict[int, float]:
     """Return {step: loss of held-out documents} of a run."""
     options = [f"--optimizer.name={name}", f"--optimizer.lr={rate}", f"--debug.seed={seed}", f"--training.steps={steps}"]
     with tempfile.TemporaryDirectory() as folder:
-        run_alone([*options, f"--validation.freq={EVERY}", "--validation.steps=4"], folder)
+        run_alone([*SMALL.split(), *options, f"--validation.freq={EVERY}", "--validation.steps=4"], folder)
         read = read_metrics(Path(folder) / "metrics.jsonl")
     return {step: float(values["validation_loss"]) for step, values in read.items() if "validation_loss" in values}
 
