@@ -78,7 +78,8 @@ class Layout:
 
     def owner_bytes(self, config: Config) -> float:
         """Return the bytes that the rank with most keeps of whole matrices (optimizer/owners.py)."""
-        return max(kept_by_owners(config.optimizer, self.shapes_of_rank, self.world_size // self.degrees["pp"]))
+        ranks = self.world_size // self.degrees["pp"]
+        return max(kept_by_owners(config.optimizer, self.shapes_of_rank, self.model.head_dim, ranks))
 
     def host_bytes(self, config: Config) -> float:
         """Return the bytes of what a rank has in host memory."""

@@ -22,7 +22,7 @@ SHAMPOO = dataclasses.replace(SHAMPOO, max_preconditioner_dim=16, start_precondi
 def updated(model, config, dtype):
     """({name: whole tensor} of parameters and state after ten steps with the gradients of one process, matrices updated here)."""
     parameters = {fqn: torch.nn.Parameter(parameter.detach().to(dtype)) for fqn, parameter in model.named_parameters()}
-    optimizer = build_optimizer(config, parameters, seed=7)
+    optimizer = build_optimizer(config, parameters, seed=7, head_dim=model.layers["0"].attention.head_dim)
     generator, computed = torch.Generator().manual_seed(0), []
 
     def counting(number, whole):
@@ -60,11 +60,13 @@ LAYOUTS += [pytest.param((2, 2, 1), marks=pytest.mark.slow)]
 NAMES = ["FSDP", "FSDP x TP", "DDP", "TP", "FSDP of 4", "HSDP"]
 
 
+BY_HEAD = pytest.param(dataclasses.replace(MUON, ns_per_head=True), torch.float32, marks=pytest.mark.slow)
 BFLOAT16 = dataclasses.replace(MUON, ns_dtype="bfloat16", state_dtype="bfloat16")
+OTHERS = [(BFLOAT16, torch.bfloat16), (SHAMPOO, torch.float32), BY_HEAD]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=NAMES)
-@pytest.mark.parametrize(("optimizer", "dtype"), [(MUON, torch.float32), (BFLOAT16, torch.bfloat16), (SHAMPOO, torch.float32)])
+@pytest.mark.parametrize(("optimizer", "dtype"), [(MUON, torch.float32), *OTHERS])
 def test_every_layout_takes_the_steps_of_one_process_and_shares_the_work(layout, optimizer, dtype):
     config = TIED if layout == (1, 2, 1) else HEADS  # four ranks have 30 rows unevenly
     model = Transformer(config)

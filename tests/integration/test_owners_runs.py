@@ -73,6 +73,8 @@ def test_ten_steps_on_a_layout_are_those_of_one_process(ranks, options, one_proc
 
 # Resuming
 
+OF_FOUR = (degrees(dp=2), degrees(tp=2), degrees(pp=2))
+
 
 @pytest.fixture(scope="module", params=OPTIONS)
 def whole(request, tmp_path_factory):
@@ -95,8 +97,9 @@ def test_a_run_resumes_to_the_bit(whole, at_step_2):
     assert all(same(tensors, expected) for (_, tensors), (_, expected) in zip(found, whole[1], strict=True))
 
 
-def test_on_another_layout_it_goes_on_within_rounding(whole, at_step_2):
-    train(whole[2], at_step_2, ranks=1)
+@pytest.mark.parametrize(("ranks", "options"), [(1, []), *(pytest.param(4, each, marks=pytest.mark.slow) for each in OF_FOUR)])
+def test_on_another_layout_it_goes_on_within_rounding(whole, at_step_2, ranks, options):
+    train(whole[2], at_step_2, *options, ranks=ranks)
     assert losses(at_step_2)[4] == pytest.approx(losses(whole[0])[4], rel=1e-5)
 
 

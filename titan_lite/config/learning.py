@@ -179,6 +179,7 @@ class Optimizer:
     momentum: float = setting(0.95, "decay of the momentum", "per step >= 0 < 1", needs=MUON)
     nesterov: bool = setting(True, "add the gradient once more to its momentum, before it is made orthogonal", needs=MUON)
     ns_steps: int = setting(5, "steps of the Newton-Schulz iteration", "steps >= 1 < 100", needs=MUON)
+    ns_per_head: bool = setting(False, "cut wq, wk and wv into heads for the iteration", needs=MUON)
     ns_dtype: str = setting(
         "bfloat16",
         "the Newton-Schulz iteration, and the traffic of matrices to their owners and back",

@@ -29,13 +29,15 @@ def build_optimizer(
     parameters: Mapping[str, nn.Parameter],
     *,
     seed: int,
+    head_dim: int = 0,
     offload: str = "none",
     compile: Callable[[Callable], Callable] | None = None,
 ) -> AdamW | Matrices:
     """Return AdamW, fused (one kernel for all parameters) or with an update compiled by `compile`; its state is the same. Or
     return an optimizer of matrices, which is neither offloaded nor compiled, with such an AdamW for embedding, output and norms.
 
-    parameters: by FQN. seed: of stochastic rounding. offload: that of [training]. Norm weights do not decay.
+    parameters: by FQN. seed: of stochastic rounding. head_dim: rows of a head in wq, wk and wv, for optimizer.ns_per_head.
+    offload: that of [training]. Norm weights do not decay.
     """
     matrices = {fqn: parameter for fqn, parameter in parameters.items() if config.name in OF_MATRICES and is_matrix(fqn)}
     by_decay: dict[float, list[nn.Parameter]] = {config.weight_decay: [], 0.0: []}
@@ -50,7 +52,7 @@ def build_optimizer(
         elements = sum(local(parameter).numel() for parameter in parameters.values())
         host = HostState(device, elements, dtype, everything=offload == "all")
     adamw = AdamW(parameters, groups, dtype, seed, host, compile, **settings)
-    return OF_MATRICES[config.name](matrices, adamw, config) if matrices else adamw
+    return OF_MATRICES[config.name](matrices, adamw, config, head_dim) if matrices else adamw
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -15,7 +15,7 @@ from titan_lite.config import Optimizer
 from titan_lite.optimizer.adamw import AdamW, Draw, local
 from titan_lite.optimizer.owners import Owners
 from titan_lite.optimizer.rounding import round_stochastically
-from titan_lite.optimizer.state import OF_MATRIX
+from titan_lite.optimizer.state import OF_MATRIX, cut
 
 
 class Matrices(torch.optim.Optimizer):
@@ -25,14 +25,15 @@ class Matrices(torch.optim.Optimizer):
     stochastically (rounding.py). State is not in host memory (`host`). A subclass has the methods that raise here.
     """
 
-    def __init__(self, matrices: Mapping[str, nn.Parameter], adamw: AdamW, config: Optimizer):
+    def __init__(self, matrices: Mapping[str, nn.Parameter], adamw: AdamW, config: Optimizer, head_dim: int):
         super().__init__([*matrices.values()], dict(lr=config.lr, weight_decay=config.weight_decay))
         self.matrices = self.param_groups[0]["params"]
         self.param_groups += adamw.param_groups
         self.config, self.adamw, self.host, self.dtype = config, adamw, None, getattr(torch, config.state_dtype)
         self.numbers = {matrix: number for number, matrix in enumerate(self.matrices)}
         kind = OF_MATRIX[config.name]
-        costs = [kind.cost(config, tuple(matrix.shape)) for matrix in self.matrices]
+        self.shapes = cut(config, {fqn: tuple(matrix.shape) for fqn, matrix in matrices.items()}, head_dim)
+        costs = [kind.cost(config, shape) for shape in self.shapes]
         self.owners = Owners(self.matrices, costs, getattr(torch, kind.dtype(config)))
         self.stays = torch.zeros(())  # True in a step that is skipped
         self.draws: list[Draw] = []

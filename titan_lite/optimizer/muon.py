@@ -47,7 +47,7 @@ class Muon(Matrices):
         return direction.to(self.owners.dtype)
 
     def update_of(self, number: int, whole: Tensor) -> Tensor:
-        return orthogonalize(whole, self.config.ns_steps)
+        return torch.cat([orthogonalize(head, self.config.ns_steps) for head in whole.split(self.shapes[number][-2])])
 
     def scale_of(self, number: int) -> float:
-        return 0.2 * math.sqrt(max(self.matrices[number].shape))
+        return 0.2 * math.sqrt(max(self.shapes[number][-2:]))

@@ -52,7 +52,7 @@ class Shampoo(Matrices):
     def zeros_of(self, number: int) -> dict[str, Tensor]:
         if number not in self.owners.own:
             return {}
-        shape = tuple(self.matrices[number].shape)
+        shape = self.shapes[number]
         flat = (factor_numbers(shape, self.config.max_preconditioner_dim),)
         sizes = zip(NAMES, (shape, shape, flat, flat), strict=True)
         return {name: self.owners.kept_here(torch.zeros(size, device=self.owners.device)) for name, size in sizes}
@@ -94,7 +94,7 @@ class Shampoo(Matrices):
 
     def _blocks(self, number: int, flat: Tensor) -> Iterator[tuple[Part, Tensor, Tensor]]:
         """Yield (block, its L, its R) of flat factors or roots, as views."""
-        for part in blocks_of(tuple(self.matrices[number].shape), self.config.max_preconditioner_dim):
+        for part in blocks_of(self.shapes[number], self.config.max_preconditioner_dim):
             rows, columns = (each.stop - each.start for each in part)
             left, right, flat = flat.split([rows**2, columns**2, flat.numel() - rows**2 - columns**2])
             yield part, left.view(rows, rows), right.view(columns, columns)

@@ -36,10 +36,10 @@ def share_of_matrices(shapes: Shapes) -> float:
     return numbers_in({fqn: shape for fqn, shape in shapes.items() if is_matrix(fqn)}) / numbers_in(shapes)
 
 
-def newton_schulz_flops(shape: tuple[int, ...], steps: int = 1) -> float:
+def newton_schulz_flops(shape: Shape, steps: int = 1) -> float:
     """Return the floating-point operations of the iteration: three products a step, of which one is of squares."""
-    short, long = sorted(shape)
-    return steps * (4.0 * short * short * long + 2.0 * short**3)
+    short, long = sorted(shape[-2:])
+    return math.prod(shape[:-2]) * steps * (4.0 * short * short * long + 2.0 * short**3)
 
 
 def blocks_of(shape: Shape, most: int) -> list[tuple[slice, slice]]:
@@ -71,6 +71,7 @@ class OfMatrix(NamedTuple):
     flops: Callable[[Optimizer, Shape], float] = lambda config, shape: 0.0  # of the owner's products; 0: it has no owner
     cubes: Callable[[Optimizer, Shape], float] = lambda config, shape: 0.0  # sum of n^3 of its eigendecompositions, a step
     dtype: Callable[[Optimizer], str] = lambda config: "float32"  # of travelling matrices, and of products
+    per_head: Callable[[Optimizer], bool] = lambda config: False  # wq, wk and wv are cut into heads
 
     def cost(self, config: Optimizer, shape: Shape, device: str = "cuda") -> float:
         """Return the time of an owner in a step, in floating-point operations of products, on average over steps."""
@@ -84,6 +85,7 @@ OF_MATRIX = {  # by optimizer.name
         moved=92,
         flops=lambda config, shape: newton_schulz_flops(shape, config.ns_steps),
         dtype=lambda config: config.ns_dtype,
+        per_head=lambda config: config.ns_per_head,
     ),
     "Shampoo": OfMatrix(
         0,
@@ -96,9 +98,16 @@ OF_MATRIX = {  # by optimizer.name
 }
 
 
-def owned(config: Optimizer, shapes: Shapes, ranks: int) -> list[dict[int, Shape]]:
-    """Return buckets of {owner: shape of its matrix}; none for an optimizer without owners."""
-    kind, matrices = OF_MATRIX[config.name], [shape for fqn, shape in shapes.items() if is_matrix(fqn)]
+def cut(config: Optimizer, shapes: Shapes, head_dim: int) -> list[Shape]:
+    """Return the shapes of the matrices, in the order of their names; (heads, rows, columns) of one that is cut into heads."""
+    heads = ("wq.weight", "wk.weight", "wv.weight") if OF_MATRIX[config.name].per_head(config) else ()
+    matrices = [(fqn.endswith(heads), *shape) for fqn, shape in shapes.items() if is_matrix(fqn)]
+    return [(rows // head_dim, head_dim, columns) if by_head else (rows, columns) for by_head, rows, columns in matrices]
+
+
+def owned(config: Optimizer, shapes: Shapes, head_dim: int, ranks: int) -> list[dict[int, Shape]]:
+    """Return buckets of {owner: shape of its matrix, as of `cut`}; none for an optimizer without owners."""
+    kind, matrices = OF_MATRIX[config.name], cut(config, shapes, head_dim)
     shared = share_out([kind.cost(config, shape) for shape in matrices], ranks) if kind.moments < 2 else []
     return [{owner: matrices[number] for owner, number in bucket.items()} for bucket in shared]
 
@@ -111,9 +120,9 @@ def by_owner(buckets: Iterable[Mapping[int, Shape]], ranks: int, figure: Callabl
     return sums
 
 
-def kept_by_owners(config: Optimizer, shapes: Shapes, ranks: int) -> list[float]:
+def kept_by_owners(config: Optimizer, shapes: Shapes, head_dim: int, ranks: int) -> list[float]:
     """Return the bytes that each rank keeps as an owner."""
-    return by_owner(owned(config, shapes, ranks), ranks, lambda shape: 4 * OF_MATRIX[config.name].kept(config, shape))
+    return by_owner(owned(config, shapes, head_dim, ranks), ranks, lambda shape: 4 * OF_MATRIX[config.name].kept(config, shape))
 
 
 def share_out(costs: Iterable[float], ranks: int) -> list[dict[int, int]]:
