@@ -38,7 +38,6 @@ from titan_lite.optimizer.state import is_matrix
 
 NAMES = ("AdamW", "Muon", "Shampoo")
 EVERY = 10  # steps from one validation to the next
-ROUNDS = 7
 
 
 def losses(name: str, rate: float, seed: int, steps: int) -> dict[int, float]:
@@ -69,7 +68,7 @@ def compare_losses(steps: int, seeds: int, rates: list[float]) -> None:
         print(f"steps of {name} until AdamW's loss after {steps} steps, each at its best learning rate, by seed: {reached}")
 
 
-def time_updates(rank: int, folder: str) -> None:
+def time_updates(rank: int, folder: str, rounds: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -91,7 +90,7 @@ def time_updates(rank: int, folder: str) -> None:
     updates: dict[str, Callable] = {name: build_optimizer(each, named, seed=0).step for name, each in timed.items()}
     updates["torch.optim.Muon"] = torchs_muon(named)
     seconds: dict[str, list[float]] = {name: [] for name in updates}
-    for _ in range(ROUNDS + 1):
+    for _ in range(rounds + 1):
         for name, update in updates.items():
             dist.barrier()
             started = time.perf_counter()
@@ -99,7 +98,7 @@ def time_updates(rank: int, folder: str) -> None:
             dist.barrier()
             seconds[name].append(time.perf_counter() - started)
     for name, each in seconds.items() if rank == 0 else ():
-        print(f"{name:<18} {1e3 * statistics.median(each[1:]):7.0f} ms an update (median of {ROUNDS}, in turn)", flush=True)
+        print(f"{name:<18} {1e3 * statistics.median(each[1:]):7.0f} ms an update (median of {rounds}, in turn)", flush=True)
     dist.destroy_process_group()
 
 
@@ -123,12 +122,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
     parser.add_argument("--updates", action="store_true", help="time updates on two ranks, and train nothing")
+    parser.add_argument("--rounds", type=int, default=7, help="updates of each")
     chosen = parser.parse_args()
     if not chosen.updates:
         compare_losses(chosen.steps, chosen.seeds, chosen.rates)
         return
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(time_updates, args=(folder,), nprocs=2, start_method="fork")
+        mp.start_processes(time_updates, args=(folder, chosen.rounds), nprocs=2, start_method="fork")
 
 
 if __name__ == "__main__":
