@@ -1,12 +1,12 @@
-"""AdamW and Muon on a small debug model: steps until AdamW's loss, at learning rates swept alike, and seconds of an update.
+"""AdamW, Muon and Shampoo on a small debug model: steps until AdamW's loss, at learning rates swept alike, and times of updates.
 
     python scripts/compare_optimizers.py                              # 200 steps, 3 seeds, 3 learning rates each; some minutes
     python scripts/compare_optimizers.py --updates                    # seconds of an update on two ranks, in turn
 
 The model and the runs are those of compare_precision.py: two blocks of width 128, one process with one thread, the loss of
 held-out documents. An optimizer's best learning rate has the least mean loss after the last step. The update is that of the debug
-recipe's model, in float32 on gloo, with the iteration in bfloat16: AdamW, Muon with owners, and torch.optim.Muon, which computes
-every matrix on every rank.
+recipe's model, in float32 on gloo, with the iteration in bfloat16: AdamW, Muon and Shampoo with owners, and torch.optim.Muon,
+which computes every matrix on every rank. Shampoo is timed with the roots in every update, and with those of the first one.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from compare_precision import run_alone
+from compare_precision import SMALL, run_alone
 from torch import nn
 
 from titan_lite.config import ActivationCheckpoint, Float8, Optimizer, Parallelism, Training
@@ -36,15 +36,15 @@ from titan_lite.models.llama3 import FLAVORS, Transformer
 from titan_lite.optimizer.build import build_optimizer
 from titan_lite.optimizer.state import is_matrix
 
+NAMES = ("AdamW", "Muon", "Shampoo")
 EVERY = 10  # steps from one validation to the next
-ROUNDS = 7
 
 
 def losses(name: str, rate: float, seed: int, steps: int) -> dict[int, float]:
     """Return {step: loss of held-out documents} of a run."""
     options = [f"--optimizer.name={name}", f"--optimizer.lr={rate}", f"--debug.seed={seed}", f"--training.steps={steps}"]
     with tempfile.TemporaryDirectory() as folder:
-        run_alone([*options, f"--validation.freq={EVERY}", "--validation.steps=4"], folder)
+        run_alone([*SMALL.split(), *options, f"--validation.freq={EVERY}", "--validation.steps=4"], folder)
         read = read_metrics(Path(folder) / "metrics.jsonl")
     return {step: float(values["validation_loss"]) for step, values in read.items() if "validation_loss" in values}
 
@@ -53,7 +53,7 @@ def compare_losses(steps: int, seeds: int, rates: list[float]) -> None:
     print(f"| optimizer | learning rate | {' | '.join(f'seed {seed}' for seed in range(seeds))} | mean |")
     print(f"|---|--:|{'--:|' * (seeds + 1)}", flush=True)
     best: dict[str, list[dict[int, float]]] = {}
-    for name in ("AdamW", "Muon"):
+    for name in NAMES:
         for rate in rates:
             curves = [losses(name, rate, seed, steps) for seed in range(seeds)]
             ends = [curve[steps] for curve in curves]
@@ -61,13 +61,14 @@ def compare_losses(steps: int, seeds: int, rates: list[float]) -> None:
             print(f"| {name} | {rate:g} | {' | '.join(f'{loss:.4f}' for loss in ends)} | {mean:.4f} |", flush=True)
             if name not in best or mean < statistics.fmean(curve[steps] for curve in best[name]):
                 best[name] = curves
-    reached = []
-    for ours, theirs in zip(best["Muon"], best["AdamW"], strict=True):
-        reached.append(next((step for step, loss in sorted(ours.items()) if loss <= theirs[steps]), None))
-    print(f"steps of Muon until AdamW's loss after {steps} steps, each at its best learning rate, by seed: {reached}")
+    for name in NAMES[1:]:
+        reached = []
+        for ours, theirs in zip(best[name], best["AdamW"], strict=True):
+            reached.append(next((step for step, loss in sorted(ours.items()) if loss <= theirs[steps]), None))
+        print(f"steps of {name} until AdamW's loss after {steps} steps, each at its best learning rate, by seed: {reached}")
 
 
-def time_updates(rank: int, folder: str) -> None:
+def time_updates(rank: int, folder: str, rounds: int) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -82,10 +83,14 @@ def time_updates(rank: int, folder: str) -> None:
     named = dict(model.named_parameters())
     for parameter in named.values():
         parameter.grad = torch.randn_like(parameter)
-    updates: dict[str, Callable] = {name: build_optimizer(Optimizer(name), named, seed=0).step for name in ("AdamW", "Muon")}
+    roots = dict(start_preconditioning_step=1)
+    timed = {name: Optimizer(name) for name in NAMES[:2]}
+    timed["Shampoo with roots"] = Optimizer("Shampoo", precondition_frequency=1, **roots)
+    timed["Shampoo without"] = Optimizer("Shampoo", precondition_frequency=10**9, **roots)
+    updates: dict[str, Callable] = {name: build_optimizer(each, named, seed=0).step for name, each in timed.items()}
     updates["torch.optim.Muon"] = torchs_muon(named)
     seconds: dict[str, list[float]] = {name: [] for name in updates}
-    for _ in range(ROUNDS + 1):
+    for _ in range(rounds + 1):
         for name, update in updates.items():
             dist.barrier()
             started = time.perf_counter()
@@ -93,7 +98,7 @@ def time_updates(rank: int, folder: str) -> None:
             dist.barrier()
             seconds[name].append(time.perf_counter() - started)
     for name, each in seconds.items() if rank == 0 else ():
-        print(f"{name:<17} {1e3 * statistics.median(each[1:]):7.0f} ms an update (median of {ROUNDS}, in turn)", flush=True)
+        print(f"{name:<18} {1e3 * statistics.median(each[1:]):7.0f} ms an update (median of {rounds}, in turn)", flush=True)
     dist.destroy_process_group()
 
 
@@ -117,12 +122,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
     parser.add_argument("--updates", action="store_true", help="time updates on two ranks, and train nothing")
+    parser.add_argument("--rounds", type=int, default=7, help="updates of each")
     chosen = parser.parse_args()
     if not chosen.updates:
         compare_losses(chosen.steps, chosen.seeds, chosen.rates)
         return
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(time_updates, args=(folder,), nprocs=2, start_method="fork")
+        mp.start_processes(time_updates, args=(folder, chosen.rounds), nprocs=2, start_method="fork")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ for line in start_lines(config, layout, device, priced=True): logger.info(line)
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -17,7 +18,7 @@ from titan_lite.distributed.activation_checkpoint import recomputes
 from titan_lite.distributed.axes import WORDS
 from titan_lite.distributed.pipeline_plan import bubble_fraction, order_of
 from titan_lite.layout import Layout
-from titan_lite.optimizer.state import MOMENTS_OF_MATRIX, is_matrix, newton_schulz_flops, share_out
+from titan_lite.optimizer.state import OF_MATRIX, by_owner, owned
 from titan_lite.shape import shape_words
 
 ROWS, BOXES, IN_A_BOX, IN_THE_ONLY_BOX = 4, 4, 4, 16  # limits of the picture; beyond them the middle is left out
@@ -57,7 +58,7 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
         lines.append(
             f"documents: attention stays within them, by {_documents_by(config, layout, device)} (training.mask_documents)"
         )
-    if MOMENTS_OF_MATRIX[config.optimizer.name] == 1:
+    if OF_MATRIX[config.optimizer.name].moments < 2:
         lines.append(_owners_of(config, layout))
     if config.compile.compiles("model") and not priced:
         lines.append(f"no prices for {name}: what communication costs is not estimated (compile.machine)")
@@ -93,12 +94,11 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
 
 
 def _owners_of(config: Config, layout: Layout) -> str:
-    costs = [newton_schulz_flops(shape) for fqn, shape in layout.shapes_of_rank.items() if is_matrix(fqn)]
-    ranks = layout.world_size // layout.degrees["pp"]
-    buckets = share_out(costs, ranks)
-    loads = [sum(costs[bucket[rank]] for bucket in buckets if rank in bucket) for rank in range(ranks)]
+    ranks, kind = layout.world_size // layout.degrees["pp"], OF_MATRIX[config.optimizer.name]
+    buckets = owned(config.optimizer, layout.shapes_of_rank, layout.model.head_dim, ranks)
+    loads = by_owner(buckets, ranks, functools.partial(kind.cost, config.optimizer))
     shared = f", shared by {ranks} ranks, of which the busiest computes {max(loads) * ranks / sum(loads):.2f} times the mean"
-    by = f"optimizer: {config.optimizer.name} for {len(costs)} matrices{shared * (ranks > 1)}"
+    by = f"optimizer: {config.optimizer.name} for {sum(map(len, buckets))} matrices{shared * (ranks > 1)}"
     return f"{by}; AdamW for embedding, output and norms (optimizer.name)"
 
 

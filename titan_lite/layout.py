@@ -22,7 +22,7 @@ from titan_lite.distributed.pipeline_plan import PipelinePlan, plan_pipeline
 from titan_lite.layout_checks import check_layout, on_meta_device, shapes_of
 from titan_lite.loss_chunk import loss_chunk
 from titan_lite.models.shapes import ModelConfig
-from titan_lite.optimizer.state import is_matrix, numbers_in, with_one_moment
+from titan_lite.optimizer.state import is_matrix, kept_by_owners, numbers_in, share_of_matrices
 from titan_lite.shape import shape_of
 
 SIZES = {"float32": 4, "bfloat16": 2}  # bytes of an element
@@ -72,9 +72,14 @@ class Layout:
         return numbers_in(self.shapes_of_rank) / self.degrees["tp"]
 
     def steady_bytes(self, config: Config) -> float:
-        """Return the bytes of a rank's weights, gradients and moments on its device."""
+        """Return the bytes of a rank's weights, gradients and moments on its device, and of what it has as an owner."""
         held = 0 if config.training.offload == "all" else 2 * itemsizes(config.training)[0]
-        return held * self._own_parameters + sum(self._moments(config)[0])
+        return held * self._own_parameters + sum(self._moments(config)[0]) + self.owner_bytes(config)
+
+    def owner_bytes(self, config: Config) -> float:
+        """Return the bytes that the rank with most keeps of whole matrices (optimizer/owners.py)."""
+        ranks = self.world_size // self.degrees["pp"]
+        return max(kept_by_owners(config.optimizer, self.shapes_of_rank, self.model.head_dim, ranks))
 
     def host_bytes(self, config: Config) -> float:
         """Return the bytes of what a rank has in host memory."""
@@ -87,8 +92,8 @@ class Layout:
     def _moments(self, config: Config) -> tuple[list[float], float]:
         from titan_lite.optimizer.offload import state_bytes
 
-        once = self._own_parameters * with_one_moment(config.optimizer.name, self.shapes_of_rank)
-        return state_bytes(config.training, config.optimizer, self._own_parameters, once)
+        matrices = self._own_parameters * share_of_matrices(self.shapes_of_rank)
+        return state_bytes(config.training, config.optimizer, self._own_parameters, matrices)
 
     def step_bytes(self, config: Config) -> float:
         """Return the extra bytes of gathering once a step: unsharded weights, gradients of a backward, sums of gradients."""

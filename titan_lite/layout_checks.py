@@ -30,14 +30,20 @@ def check_layout(config: Config, layout: "Layout") -> None:
             f'training.offload = "{training.offload}" has an update of its own, a bucket at a time, and compile.components has '
             'the optimizer; use compile.components = ["model", "loss"]'
         )
-    if config.optimizer.name == "Muon" and training.offload != "none":
+    name = config.optimizer.name
+    if name != "AdamW" and training.offload != "none":
         raise ConfigError(
-            f'training.offload = "{training.offload}": the momentum of optimizer.name = "Muon" stays on the device; use "none"'
+            f'training.offload = "{training.offload}": the state of optimizer.name = "{name}" stays on the device; use "none"'
         )
-    if config.optimizer.name == "Muon" and config.compile.compiles("optimizer"):
+    if name != "AdamW" and config.compile.compiles("optimizer"):
         raise ConfigError(
-            'compile.components has the optimizer, and the update of optimizer.name = "Muon" is not compiled, as most of it '
+            f'compile.components has the optimizer, and the update of optimizer.name = "{name}" is not compiled, as most of it '
             'is products of large matrices; use compile.components = ["model", "loss"]'
+        )
+    if name == "Shampoo" and config.optimizer.state_dtype != "float32":
+        raise ConfigError(
+            f'optimizer.state_dtype = "{config.optimizer.state_dtype}": the roots of optimizer.name = "Shampoo" need factors in '
+            'float32; use "float32"'
         )
     if layout.gathers_once and parallelism.fsdp_reshard_after_forward == "always":
         raise ConfigError(

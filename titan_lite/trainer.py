@@ -152,7 +152,7 @@ class Trainer:
         self.runner = build_runner(self.stages, plan, self.mesh, *runs)
         compile_update = functools.partial(compile_function, config=config.compile, component="optimizer")
         how: dict[str, Any] = dict(compile=compile_update) if config.compile.compiles("optimizer") else {}
-        how |= dict(seed=config.debug.seed, offload=config.training.offload)
+        how |= dict(seed=config.debug.seed, offload=config.training.offload, head_dim=self.layout.model.head_dim)
         self.optimizer = build_optimizer(config.optimizer, self.parameters, **how)
         offload_gradients(self.stages, self.optimizer.host.put if self.optimizer.host else None)
 
@@ -263,7 +263,7 @@ class Trainer:
             gc.collect(1)
 
     def train_step(self) -> None:
-        """Run one optimizer step. Nothing here waits for the device; `read` gets the loss later."""
+        """Run one optimizer step. Nothing here but Shampoo waits for the device; `read` gets the loss later."""
         batches = [self.next_batch() for _ in range(self.layout.accumulation_at(self.step))]
         tokens = torch.stack([counted(label) for _, label, _ in batches]).sum()
         sum_over_tokens(tokens, self.mesh)

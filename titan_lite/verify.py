@@ -188,7 +188,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
             mixed_precision_reduce="float32",
             offload="none",  # CPU processes have no device to offload from
         ),
-        optimizer=dataclasses.replace(config.optimizer, ns_dtype="float32"),
+        optimizer=dataclasses.replace(config.optimizer, ns_dtype="float32", start_preconditioning_step=1),
         lr_scheduler=dataclasses.replace(config.lr_scheduler, warmup_steps=0, total_steps=-1),
         parallelism=dataclasses.replace(config.parallelism, **changes, enable_async_tensor_parallel=False),
         float8=dataclasses.replace(config.float8, filter_fqns=tuple(dict.fromkeys(map(_of_twin, config.float8.filter_fqns)))),

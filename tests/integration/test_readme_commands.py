@@ -85,6 +85,7 @@ HERE = {
     ),
     f"{PLANNER} train_configs/llama3_8b.toml --training.offload optimizer": Run("in host memory", PLAN, PLANNED_8B),
     f"{PLANNER} train_configs/llama3_8b.toml --optimizer.name Muon": Run("whole matrices of the optimizer", PLAN, PLANNED_8B),
+    f"{PLANNER} train_configs/llama3_8b.toml --optimizer.name Shampoo": Run("whole matrices of the optimizer", PLAN, PLANNED_8B),
     f"{PLANNER} RECIPE": Run("step time", PLAN, RECIPE),
     f"{PLANNER} RECIPE --world-size 128 --hardware h200 --training.local_batch_size 1": Run(
         "128 H200", "--training.global_batch_size=128", RECIPE
@@ -132,9 +133,9 @@ HERE = {
     "python scripts/compare_precision.py --whole --steps 600": Run("bfloat16 | float32", "--steps 2 --seeds 1 --ways bfloat16"),
     "python scripts/compare_precision.py": Run("rowwise_with_gw_hp | float32", "--steps 4 --seeds 1"),
     "python scripts/compare_optimizers.py --rates 3e-3 1e-2 3e-2": Run(
-        "steps of Muon until", "--steps 10 --seeds 1 --rates 1e-2"
+        "steps of Shampoo until", "--steps 10 --seeds 1 --rates 1e-2"
     ),
-    "python scripts/compare_optimizers.py --updates": Run("torch.optim.Muon"),
+    "python scripts/compare_optimizers.py --updates": Run("torch.optim.Muon", "--rounds 1"),
     "python scripts/compare_published.py": Run("TorchTitan paper: 8B on 8, eager", "--rows '8B on 8, eager'"),
     "tensorboard --logdir outputs": Run("loss", "--inspect"),
     "titan-lite train debug_model --training.steps 20": Run(

@@ -9,6 +9,7 @@ from pathlib import PurePath
 from titan_lite.config.row import DATA, FRESH, LEARNING, NOTHING, PLACE, ROUNDING, Need, setting
 
 MUON = Need("optimizer.name", lambda name: name == "Muon")
+SHAMPOO = Need("optimizer.name", lambda name: name == "Shampoo")
 SPIKES = Need("training.spike_window", lambda window: window != 0)
 SHUFFLES = Need("data.shuffle", bool)
 CUT_HERE = Need("data.dataset", lambda name: name not in ("c4", "prepared"))  # these two have a validation split already
@@ -166,23 +167,37 @@ class Optimizer:
     resume = LEARNING
     name: str = setting(
         "AdamW",
-        "Muon: momentum made orthogonal, for matrices within blocks, and AdamW for embedding, output and norms",
-        choices=("AdamW", "Muon"),
+        "Muon: momentum made orthogonal; Shampoo: momentum between roots of gradient statistics. Both are for matrices within "
+        "blocks, and AdamW for embedding, output and norms",
+        choices=("AdamW", "Muon", "Shampoo"),
         resume=FRESH,
     )
     lr: float = setting(3e-4, "peak learning rate", "per step > 0")
-    beta1: float = setting(0.9, "decay of the first moment of AdamW", "per step >= 0 < 1")
-    beta2: float = setting(0.95, "decay of the second moment of AdamW", "per step >= 0 < 1")
+    beta1: float = setting(0.9, "decay of the first moment of AdamW and Shampoo", "per step >= 0 < 1")
+    beta2: float = setting(0.95, "decay of the second moment of AdamW, and of Shampoo's statistics", "per step >= 0 < 1")
     eps: float = setting(1e-8, "added to the denominator of AdamW", "gradient > 0")
     momentum: float = setting(0.95, "decay of the momentum", "per step >= 0 < 1", needs=MUON)
     nesterov: bool = setting(True, "add the gradient once more to its momentum, before it is made orthogonal", needs=MUON)
     ns_steps: int = setting(5, "steps of the Newton-Schulz iteration", "steps >= 1 < 100", needs=MUON)
+    ns_per_head: bool = setting(False, "cut wq, wk and wv into heads for the iteration", needs=MUON)
     ns_dtype: str = setting(
         "bfloat16",
         "the Newton-Schulz iteration, and the traffic of matrices to their owners and back",
         choices=("bfloat16", "float32"),
         resume=ROUNDING,
         needs=MUON,
+    )
+    max_preconditioner_dim: int = setting(
+        1024, "larger matrices are cut into blocks of at most so many rows and columns", "rows >= 1", resume=FRESH, needs=SHAMPOO
+    )
+    precondition_frequency: int = setting(
+        10, "steps from one computation of the roots to the next, in which they become stale", "steps >= 1", needs=SHAMPOO
+    )
+    start_preconditioning_step: int = setting(
+        10, "first step with roots; earlier ones are AdamW's", "step >= 1", resume=FRESH, needs=SHAMPOO
+    )
+    preconditioner_eps: float = setting(
+        1e-5, "added to the eigenvalues of the statistics", "times the largest eigenvalue > 0", needs=SHAMPOO
     )
     state_dtype: str = setting(
         "float32",

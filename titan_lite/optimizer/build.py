@@ -15,9 +15,13 @@ from torch import Tensor, nn
 from titan_lite.config import Optimizer
 from titan_lite.host_memory import device_of
 from titan_lite.optimizer.adamw import AdamW
+from titan_lite.optimizer.matrices import Matrices
 from titan_lite.optimizer.muon import Muon
 from titan_lite.optimizer.offload import HostState, local
+from titan_lite.optimizer.shampoo import Shampoo
 from titan_lite.optimizer.state import is_matrix
+
+OF_MATRICES = {"Muon": Muon, "Shampoo": Shampoo}  # by optimizer.name
 
 
 def build_optimizer(
@@ -25,17 +29,19 @@ def build_optimizer(
     parameters: Mapping[str, nn.Parameter],
     *,
     seed: int,
+    head_dim: int = 0,
     offload: str = "none",
     compile: Callable[[Callable], Callable] | None = None,
-) -> AdamW | Muon:
+) -> AdamW | Matrices:
     """Return AdamW, fused (one kernel for all parameters) or with an update compiled by `compile`; its state is the same. Or
-    return Muon, for which nothing is offloaded or compiled, with such an AdamW for embedding, output and norms.
+    return an optimizer of matrices, which is neither offloaded nor compiled, with such an AdamW for embedding, output and norms.
 
-    parameters: by FQN. seed: of stochastic rounding. offload: that of [training]. Norm weights do not decay.
+    parameters: by FQN. seed: of stochastic rounding. head_dim: rows of a head in wq, wk and wv, for optimizer.ns_per_head.
+    offload: that of [training]. Norm weights do not decay.
     """
-    by_muon = {fqn: parameter for fqn, parameter in parameters.items() if config.name == "Muon" and is_matrix(fqn)}
+    matrices = {fqn: parameter for fqn, parameter in parameters.items() if config.name in OF_MATRICES and is_matrix(fqn)}
     by_decay: dict[float, list[nn.Parameter]] = {config.weight_decay: [], 0.0: []}
-    for parameter in (parameter for fqn, parameter in parameters.items() if fqn not in by_muon):
+    for parameter in (parameter for fqn, parameter in parameters.items() if fqn not in matrices):
         by_decay[config.weight_decay if parameter.dim() > 1 else 0.0].append(parameter)
     groups: list[dict] = [{"params": found, "weight_decay": decay} for decay, found in by_decay.items() if found]
     settings: dict[str, Any] = dict(lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
@@ -46,7 +52,7 @@ def build_optimizer(
         elements = sum(local(parameter).numel() for parameter in parameters.values())
         host = HostState(device, elements, dtype, everything=offload == "all")
     adamw = AdamW(parameters, groups, dtype, seed, host, compile, **settings)
-    return Muon(by_muon, adamw, config) if by_muon else adamw
+    return OF_MATRICES[config.name](matrices, adamw, config, head_dim) if matrices else adamw
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -54,9 +60,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def optimizer_state(optimizer: AdamW | Muon, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return the state as {"FQN.exp_avg": ..., "FQN.exp_avg_sq": ..., "FQN.step": ...}, the live tensors. That of a matrix of
-    Muon is "FQN.momentum_buffer" and "FQN.step".
+def optimizer_state(optimizer: AdamW | Matrices, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return the state as {"FQN.exp_avg": ..., "FQN.exp_avg_sq": ..., "FQN.step": ...}, the live tensors. The state of a
+    matrix of Muon or Shampoo has the names in their files; some of it only its owner has.
 
     State that the first step would create is created here, so that a checkpoint can be loaded into it.
     """

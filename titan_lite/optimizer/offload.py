@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_lite.config import Optimizer, Training
 from titan_lite.host_memory import zeros_on_host
+from titan_lite.optimizer.state import OF_MATRIX
 
 BUCKET = 2**24  # most elements of a bucket, of each list: 64 MiB in float32
 SLOTS = 2  # buckets on the device at once
@@ -64,15 +65,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def state_bytes(training: Training, optimizer: Optimizer, own: float, once: float = 0.0) -> tuple[list[float], float]:
+def state_bytes(training: Training, optimizer: Optimizer, own: float, matrices: float = 0.0) -> tuple[list[float], float]:
     """Return the bytes of each tensor of moments on the device, and of all that is in host memory, of `own` parameters.
 
-    once: how many of them have one moment and not two, as Muon's. The first are those of buckets, if anything is in host memory.
-    Step counts are left out.
+    matrices: how many of them are in matrices within blocks. The first are those of buckets, if anything is in host memory. Step
+    counts are left out, and what owners have.
     """
-    kept = [getattr(torch, optimizer.state_dtype).itemsize] * 2
+    kept, moments = [getattr(torch, optimizer.state_dtype).itemsize] * 2, OF_MATRIX[optimizer.name].moments
     if training.offload == "none":
-        return [kept[0] * own, kept[1] * (own - once)], 0.0
+        return [size * (own - matrices * (moments < place)) for place, size in enumerate(kept, 1)], 0.0
     away = [getattr(torch, training.dtype).itemsize] * 2 + kept if training.offload == "all" else kept
     return [size * min(BUCKET, own) for size in away] * SLOTS, sum(away) * own
 

@@ -1,8 +1,10 @@
 """Matrices that are sharded over ranks, each with one owner, which computes on the whole of it.
 
     owners = Owners(parameters, costs, torch.bfloat16)
-    for number, part in owners.updates(part_of, compute):      # part: this rank's part of compute(whole matrix `number`)
+    for number, part in owners.updates(part_of, compute):      # part: this rank's part of compute(number, whole matrix)
         ...
+    if number in owners.own:
+        state = owners.kept_here(torch.zeros(5))               # for a checkpoint: no other rank has it
 
 All ranks of a pipeline stage, along dp_replicate, dp_shard and tp, share its matrices (`share_out`, state.py), and no rank
 computes what another does. In a bucket every rank owns at most one matrix. One all-to-all carries the parts of the bucket's
@@ -18,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from titan_lite.optimizer.state import share_out
 
@@ -62,23 +64,32 @@ class Owners:
                 self.parts.append(parts)
                 self.copies.append(copies)
         self.buckets = share_out(costs, ranks)
+        self.own = {bucket[self.rank] for bucket in self.buckets if self.rank in bucket}
+        self.here = _mesh_of_one(matrices[0]) if isinstance(matrices[0], DTensor) else None
 
-    def updates(self, part_of: Callable[[int], Tensor], compute: Callable[[Tensor], Tensor]) -> Iterator[tuple[int, Tensor]]:
+    def kept_here(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of this rank as a DTensor on a mesh of one rank: this rank has all of it, and no rank has a copy."""
+        if self.here is None:
+            return tensor
+        return DTensor.from_local(tensor, self.here, [Shard(0)] * self.here.ndim, run_check=False)
+
+    def updates(self, part_of: Callable[[int], Tensor], compute: Callable[[int, Tensor], Tensor]) -> Iterator[tuple[int, Tensor]]:
         """Yield (number, this rank's part of the result) for every matrix, bucket by bucket.
 
-        part_of: number -> this rank's part, in the dtype; called once a matrix. compute: whole matrix -> result of the same shape
-        and dtype, called by its owner alone.
+        part_of: number -> this rank's part, in the dtype; called once a matrix. compute: number, whole matrix -> result of the
+        same shape and dtype, called by its owner alone.
         """
         if self.group is None:
             for bucket in self.buckets:
-                yield from ((number, compute(part_of(number))) for number in bucket.values())
+                yield from ((number, compute(number, part_of(number))) for number in bucket.values())
             return
         going, returning = self._send(self.buckets[0], part_of), None
         for bucket, following in zip(self.buckets, [*self.buckets[1:], None], strict=True):
-            whole = self._whole(bucket.get(self.rank), going)
+            number = bucket.get(self.rank)
+            whole = self._whole(number, going)
             if following is not None:
                 going = self._send(following, part_of)
-            result = None if whole is None else compute(whole)
+            result = None if number is None or whole is None else compute(number, whole)
             if returning is not None:
                 yield from self._own_parts(*returning)
             returning = bucket, self._send_back(bucket, result)
@@ -144,6 +155,12 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
         assert dist.group.WORLD is not None
         return dist.group.WORLD
     return dist.new_group(ranks, use_local_synchronization=True)  # other pipeline stages make their own
+
+
+def _mesh_of_one(matrix: DTensor) -> DeviceMesh:
+    """Return a mesh of this rank alone, with the axes of a matrix's mesh. It never communicates."""
+    mesh = matrix.device_mesh
+    return DeviceMesh(mesh.device_type, torch.full([1] * mesh.ndim, dist.get_rank()), _init_backend=False)
 
 
 def _places(mesh: DeviceMesh) -> list[tuple[int, ...]]:

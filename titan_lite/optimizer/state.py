@@ -1,18 +1,25 @@
 """Describe what an optimizer keeps of each parameter, and share matrices out to owners. Plain numbers, for run and planner alike.
 
-is_matrix("layers.0.attention.wq.weight")               # True: Muon updates it as a whole
-matrices = {"layers.0.attention.wq.weight": (4096, 4096), ...}
-share_out(map(newton_schulz_flops, matrices.values()), ranks=8)      # [{0: 4, 1: 5, ...}, ...]: buckets of {owner: matrix}
+is_matrix("layers.0.attention.wq.weight")               # True: Muon and Shampoo update it as a whole
+OF_MATRIX["Muon"].cost(config, (4096, 4096))            # floating-point operations of its owner in a step
+share_out(costs, ranks=8)                               # [{0: 4, 1: 5, ...}, ...]: buckets of {owner: number of its matrix}
 """
 
 import heapq
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
-Shapes = Mapping[str, tuple[int, ...]]  # of parameters, by FQN
+from titan_lite.config import Optimizer
 
-MOMENTS_OF_MATRIX = {"AdamW": 2, "Muon": 1}  # by optimizer.name; of other parameters there are AdamW's two
-AT_ONCE = 8  # whole matrices in memory at an owner: the iteration's, and those that two all-to-alls send and receive
+Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]  # of parameters, by FQN
+
+AT_ONCE = 8  # whole matrices in memory at an owner: those that it computes with, and those that two all-to-alls send and receive
+# Operations of float32 products, divided by n^3, in the time of an eigendecomposition in float64. On a CPU they are 26 to 47 for
+# n from 1024 to 256. The figure of a GPU, where most of the time is waiting for memory and launches, is a guess.
+EIGENDECOMPOSITION = {"cpu": 30.0, "cuda": 1000.0}
 
 
 def is_matrix(fqn: str) -> bool:
@@ -24,16 +31,98 @@ def numbers_in(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes.values()))
 
 
-def with_one_moment(name: str, shapes: Shapes) -> float:
-    """Return the share of these parameters of which an optimizer keeps one moment; of the others it keeps two."""
-    matrices = {fqn: shape for fqn, shape in shapes.items() if is_matrix(fqn)}
-    return (2 - MOMENTS_OF_MATRIX[name]) * numbers_in(matrices) / numbers_in(shapes)
+def share_of_matrices(shapes: Shapes) -> float:
+    """Return the share of these parameters that are in matrices within blocks."""
+    return numbers_in({fqn: shape for fqn, shape in shapes.items() if is_matrix(fqn)}) / numbers_in(shapes)
 
 
-def newton_schulz_flops(shape: tuple[int, ...], steps: int = 1) -> float:
+def newton_schulz_flops(shape: Shape, steps: int = 1) -> float:
     """Return the floating-point operations of the iteration: three products a step, of which one is of squares."""
-    short, long = sorted(shape)
-    return steps * (4.0 * short * short * long + 2.0 * short**3)
+    short, long = sorted(shape[-2:])
+    return math.prod(shape[:-2]) * steps * (4.0 * short * short * long + 2.0 * short**3)
+
+
+def blocks_of(shape: Shape, most: int) -> list[tuple[slice, slice]]:
+    """Return the blocks of a matrix with at most so many rows and columns each, row by row of blocks."""
+    rows, columns = ([slice(start, min(start + most, size)) for start in range(0, size, most)] for size in shape)
+    return [*itertools.product(rows, columns)]
+
+
+def factor_numbers(shape: Shape, most: int, power: int = 2) -> int:
+    """Return the sum over blocks of rows^2 + columns^2, the elements of Shampoo's factors of a matrix; or of another power."""
+    return sum((side.stop - side.start) ** power for block in blocks_of(shape, most) for side in block)
+
+
+def _shampoo_flops(config: Optimizer, shape: Shape) -> float:
+    """Return the operations of two products for factors, and of two with their roots."""
+    return 4.0 * math.prod(shape) * sum(min(config.max_preconditioner_dim, size) for size in shape)
+
+
+class OfMatrix(NamedTuple):
+    """Figures of an optimizer for a matrix within a block, some of them from its section and the matrix's shape.
+
+    Of other parameters, there are AdamW's two moments.
+    """
+
+    moments: int  # tensors of its shape that are sharded as it is, in optimizer.state_dtype
+    moved: float = 0.0  # bytes that are read and written for each element beside products, on its rank and its owner
+    on_owner: tuple[str, ...] = ()  # tensors that only its owner has
+    kept: Callable[[Optimizer, Shape], float] = lambda config, shape: 0.0  # elements of them, in float32
+    flops: Callable[[Optimizer, Shape], float] = lambda config, shape: 0.0  # of the owner's products; 0: it has no owner
+    cubes: Callable[[Optimizer, Shape], float] = lambda config, shape: 0.0  # sum of n^3 of its eigendecompositions, a step
+    dtype: Callable[[Optimizer], str] = lambda config: "float32"  # of travelling matrices, and of products
+    per_head: Callable[[Optimizer], bool] = lambda config: False  # wq, wk and wv are cut into heads
+
+    def cost(self, config: Optimizer, shape: Shape, device: str = "cuda") -> float:
+        """Return the time of an owner in a step, in floating-point operations of products, on average over steps."""
+        return self.flops(config, shape) + EIGENDECOMPOSITION[device] * self.cubes(config, shape)
+
+
+OF_MATRIX = {  # by optimizer.name
+    "AdamW": OfMatrix(2),
+    "Muon": OfMatrix(
+        1,
+        moved=92,
+        flops=lambda config, shape: newton_schulz_flops(shape, config.ns_steps),
+        dtype=lambda config: config.ns_dtype,
+        per_head=lambda config: config.ns_per_head,
+    ),
+    "Shampoo": OfMatrix(
+        0,
+        moved=190,
+        on_owner=("exp_avg", "exp_avg_sq", "factor_matrices", "inv_factor_matrices"),
+        kept=lambda config, shape: 2.0 * (math.prod(shape) + factor_numbers(shape, config.max_preconditioner_dim)),
+        flops=_shampoo_flops,
+        cubes=lambda config, shape: factor_numbers(shape, config.max_preconditioner_dim, 3) / config.precondition_frequency,
+    ),
+}
+
+
+def cut(config: Optimizer, shapes: Shapes, head_dim: int) -> list[Shape]:
+    """Return the shapes of the matrices, in the order of their names; (heads, rows, columns) of one that is cut into heads."""
+    heads = ("wq.weight", "wk.weight", "wv.weight") if OF_MATRIX[config.name].per_head(config) else ()
+    matrices = [(fqn.endswith(heads), *shape) for fqn, shape in shapes.items() if is_matrix(fqn)]
+    return [(rows // head_dim, head_dim, columns) if by_head else (rows, columns) for by_head, rows, columns in matrices]
+
+
+def owned(config: Optimizer, shapes: Shapes, head_dim: int, ranks: int) -> list[dict[int, Shape]]:
+    """Return buckets of {owner: shape of its matrix, as of `cut`}; none for an optimizer without owners."""
+    kind, matrices = OF_MATRIX[config.name], cut(config, shapes, head_dim)
+    shared = share_out([kind.cost(config, shape) for shape in matrices], ranks) if kind.moments < 2 else []
+    return [{owner: matrices[number] for owner, number in bucket.items()} for bucket in shared]
+
+
+def by_owner(buckets: Iterable[Mapping[int, Shape]], ranks: int, figure: Callable[[Shape], float]) -> list[float]:
+    """Return the sum of a figure over the matrices of each rank."""
+    sums = [0.0] * ranks
+    for owner, shape in itertools.chain.from_iterable(bucket.items() for bucket in buckets):
+        sums[owner] += figure(shape)
+    return sums
+
+
+def kept_by_owners(config: Optimizer, shapes: Shapes, head_dim: int, ranks: int) -> list[float]:
+    """Return the bytes that each rank keeps as an owner."""
+    return by_owner(owned(config, shapes, head_dim, ranks), ranks, lambda shape: 4 * OF_MATRIX[config.name].kept(config, shape))
 
 
 def share_out(costs: Iterable[float], ranks: int) -> list[dict[int, int]]:

@@ -20,7 +20,7 @@ from titan_lite.distributed.pipeline_plan import computations, order_of
 from titan_lite.layout import SIZES, itemsizes
 from titan_lite.optimizer.offload import state_bytes
 from titan_lite.optimizer.rounding import PIECE
-from titan_lite.optimizer.state import AT_ONCE, MOMENTS_OF_MATRIX
+from titan_lite.optimizer.state import AT_ONCE, OF_MATRIX
 from titan_lite.plan.allocator import MIB, Block, CachingAllocator, OutOfDeviceMemory
 from titan_lite.plan.tape import GRAPHS, Stage, Weight, buckets_of
 from titan_lite.plan.trace import PlannedLayout
@@ -247,9 +247,9 @@ class Replay:
         memory."""
         self.now, config, own = "optimizer step", self.layout.config, [weight.held for weight in self.weights]
         moments = functools.partial(state_bytes, config.training, config.optimizer)
-        fewer = 2 - MOMENTS_OF_MATRIX[config.optimizer.name]
-        once = [fewer * weight.held * weight.matrix for weight in self.weights]
-        state: list[list[float]] = [[4, *moments(*each)[0]] for each in zip(own, once, strict=True)]  # a step count, and moments
+        kind, matrices = OF_MATRIX[config.optimizer.name], [weight.held * weight.matrix for weight in self.weights]
+        state: list[list[float]] = [[4, *moments(*each)[0]] for each in zip(own, matrices, strict=True)]  # with a step count
+        state.append([self.layout.owner_bytes(config)])
         if config.training.offload != "none":
             state = [*([4.0] for _ in own), moments(sum(own))[0]]
         for nbytes in () if self.has_state else (nbytes for each in state for nbytes in each):
@@ -257,9 +257,9 @@ class Replay:
         self.has_state = True
         if 2 in (self.held, SIZES[config.optimizer.state_dtype]) and not config.compile.compiles("optimizer"):
             self.end(self.make("working", TEMPORARIES * min(PIECE["cuda"], max(own))))
-        if fewer:
+        if kind.moments < 2:
             whole = self.layout.degrees["tp"] * max(weight.whole * weight.matrix for weight in self.weights)
-            self.end(self.make("working", AT_ONCE * SIZES[config.optimizer.ns_dtype] * whole))
+            self.end(self.make("working", AT_ONCE * SIZES[kind.dtype(config.optimizer)] * whole))
         for held in (*self.shards, *(held for sums in self.gradients.values() for held in sums.values())):
             self.end(held)
         self.shards.clear()

@@ -12,7 +12,7 @@ import torch
 
 from titan_lite.compiler.hardware import GB, Machine
 from titan_lite.layout import SIZES
-from titan_lite.optimizer.state import MOMENTS_OF_MATRIX, is_matrix, newton_schulz_flops, share_out
+from titan_lite.optimizer.state import OF_MATRIX, owned
 from titan_lite.plan.trace import PlannedLayout
 
 
@@ -29,18 +29,20 @@ class Owned:
 def owned_matrices(layout: PlannedLayout, machine: Machine) -> Owned:
     """Return the figures of the optimizer's owners; all zero for an optimizer without any."""
     config = layout.config.optimizer
-    if MOMENTS_OF_MATRIX[config.name] == 2:
+    kind = OF_MATRIX[config.name]
+    if kind.moments == 2:
         return Owned()
-    shapes = [shape for fqn, shape in layout.shapes_of_rank.items() if is_matrix(fqn)]
     ranks, copies = range(layout.world_size // layout.degrees["pp"]), layout.degrees["dp_replicate"]
     of_copy = ranks[: len(ranks) // copies]
-    speed = machine.flops(getattr(torch, config.ns_dtype)) * machine.matmul_efficiency
+    speed, device = (
+        machine.flops(getattr(torch, kind.dtype(config))) * machine.matmul_efficiency,
+        "cuda" if machine.multiprocessors else "cpu",
+    )
     computes, sent, across = list[float](), 0.0, 0.0
     goes, returns = list[float](), list[float]()
-    for bucket in share_out(map(newton_schulz_flops, shapes), len(ranks)):
-        mine = [shapes[number] for number in bucket.values()]
-        computes.append(max(newton_schulz_flops(shape, config.ns_steps) for shape in mine) / speed)
-        nbytes = SIZES[config.ns_dtype] * max(map(math.prod, mine))
+    for bucket in owned(config, layout.shapes_of_rank, layout.model.head_dim, len(ranks)):
+        computes.append(max(kind.cost(config, shape, device) for shape in bucket.values()) / speed)
+        nbytes = SIZES[kind.dtype(config)] * max(map(math.prod, bucket.values()))
         for times, size, group in ((goes, nbytes, of_copy), (returns, copies * nbytes, ranks)):
             seconds, near, far = all_to_all(machine, size, group)
             times.append(seconds)

@@ -24,7 +24,7 @@ from titan_lite.compiler.hardware import GB, Machine
 from titan_lite.config import ConfigError
 from titan_lite.layout import SIZES, itemsizes
 from titan_lite.models.llama3 import Transformer
-from titan_lite.optimizer.state import MOMENTS_OF_MATRIX, is_matrix, with_one_moment
+from titan_lite.optimizer.state import OF_MATRIX, is_matrix, share_of_matrices
 from titan_lite.plan.progress import rounded
 from titan_lite.plan.simulate import DEVIATION, slowest_of
 from titan_lite.plan.summary import Plan
@@ -205,8 +205,8 @@ def parts_of(layout: PlannedLayout) -> int:
         shape = parameter.shape
         tp = layout.degrees["tp"] if len(shape) > 1 else 1
         rows = shape[0] if fqn.split(".")[-2] in ("wo", "w2") else math.ceil(shape[0] / tp)
-        moments = MOMENTS_OF_MATRIX[layout.config.optimizer.name] if is_matrix(fqn) else 2
-        found += (1 + moments) * tp * math.ceil(rows / math.ceil(rows / shards(layout))) + 1
+        kind = OF_MATRIX[layout.config.optimizer.name if is_matrix(fqn) else "AdamW"]
+        found += (1 + kind.moments) * tp * math.ceil(rows / math.ceil(rows / shards(layout))) + 1 + len(kind.on_owner)
     return found
 
 
@@ -214,10 +214,10 @@ def scale_of(plan: Plan, ranks: int) -> Scale:
     """Return the figures of a plan's recipe on at most so many ranks. Raises ConfigError."""
     layout, config, machine = at_scale(plan.layout, ranks), plan.layout.config, plan.machine
     world, parts = layout.world_size, parts_of(layout)
-    moments = 2 - with_one_moment(config.optimizer.name, layout.shapes_of_rank)
+    moments = 2 - (2 - OF_MATRIX[config.optimizer.name].moments) * share_of_matrices(layout.shapes_of_rank)
     each = itemsizes(config.training)[0] + moments * SIZES[config.optimizer.state_dtype]
-    state = each * layout.parameters_of_rank / shards(layout)
-    saved = state / layout.degrees["dp_replicate"]
+    state, of_owner = each * layout.parameters_of_rank / shards(layout), layout.owner_bytes(config)
+    state, saved = state + of_owner, state / layout.degrees["dp_replicate"] + of_owner
     agreement = COLLECTIVES_OF_SAVE * 2 * (world - 1) * HOP + (world - 1) * RECEIVE
     files = saved / STORAGE + saved * HASH_BYTE + parts * WRITE_ENTRY + world * CHECK_FILE
     copying = state / HOST_COPY

@@ -18,7 +18,6 @@ from titan_lite.config import Config, ConfigError, flatten
 from titan_lite.distributed.degrees import DEGREES
 from titan_lite.layout import itemsizes
 from titan_lite.optimizer.offload import state_bytes
-from titan_lite.optimizer.state import MOMENTS_OF_MATRIX
 from titan_lite.plan.changes import CHECKPOINTING, Change, Row, Stopped, fitting, plan_changes, ranked, table
 from titan_lite.plan.memory import outside_of_tensors
 from titan_lite.plan.progress import Progress
@@ -219,8 +218,7 @@ def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
             seconds += 6 * table * tokens / (peak * machine.matmul_efficiency)
         slowest, largest = max(slowest, seconds), max(largest, numbers)
         kept = 0 if config.training.offload == "all" else held * numbers / shards  # of weights, and of gradients
-        singles = blocks * block * (2 - MOMENTS_OF_MATRIX[config.optimizer.name]) / shards
-        state = kept + sum(state_bytes(config.training, config.optimizer, numbers / shards, singles)[0])
+        state = kept + sum(state_bytes(config.training, config.optimizer, numbers / shards, blocks * block / shards)[0])
         state += (computed + summed) * numbers if once else kept
         logits = computed * tokens * model.vocab_size / tp if "output" in names else 0.0
         most = max(most, state + min(pp - rank, m) * blocks * keeps + logits)
@@ -228,7 +226,7 @@ def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
     step = layout.accumulation * slowest * (m + (pp - 1) / stages_a_rank)
     if once:
         step += largest / block * (gather + reduce)
-    return step, most + outside_of_tensors(layout)
+    return step, most + layout.owner_bytes(config) + outside_of_tensors(layout)
 
 
 def why_lost(plan: Plan, best: Plan) -> str:

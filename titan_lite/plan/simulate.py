@@ -17,7 +17,7 @@ from titan_lite.config import Config
 from titan_lite.distributed.pipeline_plan import Timetable, order_of, run_order
 from titan_lite.layout import SIZES, itemsizes
 from titan_lite.optimizer.offload import BUCKET, state_bytes
-from titan_lite.optimizer.state import with_one_moment
+from titan_lite.optimizer.state import OF_MATRIX, share_of_matrices
 from titan_lite.plan.costs import Figures
 from titan_lite.plan.owned import owned_matrices
 from titan_lite.plan.trace import PlannedLayout
@@ -27,7 +27,6 @@ ROUND = ("gather", "reduce")
 # Bytes that an update with stochastic rounding reads and writes per local parameter, operator by operator: without the rounding,
 # and for each of parameter and moments that is rounded.
 PLAIN, ROUNDED = 170, 290
-BY_MUON = 92  # the same for the momentum and the step of Muon, beside its owners' part
 UPDATE = ("optimizer", "owners", "exposed.owners", "offload")  # parts of a step after the gradients
 SMALL_SUMS = 3  # all-reduces of one number: tokens, gradient norm, loss
 # GPUs of one kind are 8% apart on average without outliers (arXiv 2208.11035), the whiskers of a box plot, which are at 2.7
@@ -54,7 +53,7 @@ class StepTimes:
 def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Machine) -> StepTimes:
     """Simulate a step. stages: the figures of each stage, in order, for `machine`."""
     degree, owned = layout.degrees["pp"], owned_matrices(layout, machine)
-    per_parameter = updated_bytes(layout.config, with_one_moment(layout.config.optimizer.name, layout.shapes_of_rank))
+    per_parameter = updated_bytes(layout.config, share_of_matrices(layout.shapes_of_rank))
     accumulating = [accumulate(layout, figures, machine) for figures in stages]
     leaving = [leave(layout, figures, machine) for figures in stages]
     forward = [seconds_of(figures, FORWARD) for figures in stages]
@@ -129,8 +128,8 @@ def slowest_of(ranks: int) -> float:
     return 1 + DEVIATION * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 1.0
 
 
-def updated_bytes(config: Config, by_muon: float = 0.0) -> float:
-    """Return the bytes that clipping and the optimizer read and write per local parameter. by_muon: share of Muon's parameters.
+def updated_bytes(config: Config, matrices: float = 0.0) -> float:
+    """Return the bytes that clipping and the optimizer read and write per local parameter. matrices: their share of parameters.
 
     The norm reads gradients, clipping reads and writes them; AdamW reads parameter, gradient and both moments, and writes all
     but the gradient.
@@ -139,7 +138,9 @@ def updated_bytes(config: Config, by_muon: float = 0.0) -> float:
     rounded = (held == 2) + 2 * (kept == 2)
     eager = rounded and not config.compile.compiles("optimizer")
     by_adamw = PLAIN + ROUNDED * rounded if eager else 3 * held + 4 * kept
-    return 3 * held + (1 - by_muon) * by_adamw + by_muon * (BY_MUON + ROUNDED * (rounded - (kept == 2)))
+    kind = OF_MATRIX[config.optimizer.name]
+    by_owners = kind.moved + ROUNDED * ((held == 2) + kind.moments * (kept == 2)) if kind.moments < 2 else by_adamw
+    return 3 * held + (1 - matrices) * by_adamw + matrices * by_owners
 
 
 def sums_of(figures: Figures, graphs: Sequence[str], what: tuple[str, ...]) -> dict[str, float]:

@@ -24,6 +24,7 @@ from titan_lite.compiler.timeline import Timeline
 from titan_lite.config import ConfigError
 from titan_lite.distributed.axes import WORDS as AXIS_WORDS
 from titan_lite.models.llama3 import flops_per_token
+from titan_lite.optimizer.state import OF_MATRIX
 from titan_lite.plan.memory import Memory, memory_of
 from titan_lite.plan.progress import in_units, rounded
 from titan_lite.plan.published import bias_of
@@ -210,6 +211,9 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
         lines.append(f"  {'beside that, in host memory':<40} {memory.host / GIB:8.2f}")
     uncertain = ", ".join(f"{name.removesuffix('_efficiency')} {100 * share:.0f}%" for name, share in UNCERTAINTY.items())
     uncertain += ", clock at the power limit" if machine.power else ""
+    optimizer = plan.layout.config.optimizer
+    guessed = machine.multiprocessors and OF_MATRIX[optimizer.name].cubes(optimizer, (1, 1))
+    uncertain += ", eigendecompositions by a guess without a range" if guessed else ""
     traced = " and ".join(map(str, sorted({depth for depths in plan.depths.values() for depth in depths})))
     return [
         *lines,

@@ -403,6 +403,13 @@ MISTAKES = [
         "a value for a flag", "--checkpoint.explain=true", ("--checkpoint.explain=true",), "a flag", "--checkpoint.enable=true"
     ),
     an_option("--no- of a flag", "--no-checkpoint.explain", ("--no-checkpoint.explain",), "a flag", "--no-checkpoint.enable"),
+    an_option(
+        "no steps between roots",
+        "--optimizer.precondition_frequency=0",
+        ("[optimizer] precondition_frequency = 0",),
+        "precondition_frequency = 10",
+        "--optimizer.precondition_frequency=10",
+    ),
     an_option("not UTF-8", "--job.description=\udcff", (r'[job] description = "\udcff"',), "UTF-8", "--job.description="),
     # combinations
     together(

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from titan_lite.compiler.hardware import GIB
 from titan_lite.config import Compile, Optimizer, Training
 from titan_lite.optimizer.state import AT_ONCE as WHOLES
+from titan_lite.optimizer.state import numbers_in
 from titan_lite.plan import memory as module
 from titan_lite.plan.allocator import MIB, CachingAllocator
 from titan_lite.plan.memory import HOPPER_WORKSPACE, TEMPORARIES, memory_of, outside_of_tensors, replay
@@ -88,6 +89,21 @@ def test_muon_keeps_one_moment_of_a_matrix_and_needs_whole_matrices_for_its_upda
     found = memory_of(mine, [small], CPU)
     assert found.rows["optimizer state"] == 4 * (MIB // 2 + 2 * MIB) + 2 * 512
     assert (found.moment, found.rows["working"]) == ("optimizer step", WHOLES * 2 * MIB)  # in bfloat16
+
+
+def test_shampoos_state_is_that_of_the_owner_with_most():
+    mine = layout(n_layers=1)
+    optimizer = Optimizer("Shampoo", max_preconditioner_dim=256)
+    mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, optimizer=optimizer))
+    small = stage([dataclasses.replace(WEIGHT, matrix=True), WEIGHT])
+    blocks = {(256, 256): 2 + 9, (128, 256): 2}
+    numbers = 2 * sum(count * (rows * columns + rows**2 + columns**2) for (rows, columns), count in blocks.items())
+    assert memory_of(mine, [small], CPU).rows["optimizer state"] == 4 * numbers + 4 * 2 * MIB + 2 * 512  # AdamW's of one weight
+    of_two = dataclasses.replace(mine, degrees=mine.degrees | dict(dp_shard=2))
+    assert 0.5 * 4 * numbers <= of_two.owner_bytes(mine.config) < 0.7 * 4 * numbers
+    assert mine.steady_bytes(mine.config) - 4 * numbers == pytest.approx(
+        4 * (2 * numbers_in(mine.shapes_of_rank) + 2 * 256 * (2 * mine.model.vocab_size + 3))
+    )
 
 
 def test_offloaded_moments_leave_step_counts_and_buckets_on_the_device(monkeypatch):
