@@ -16,13 +16,13 @@ import math
 from dataclasses import dataclass
 
 from titan_lite.communication import embedding_sharding, gathers_once
-from titan_lite.config import Config, ConfigError, Float8, Training, gradient_accumulation_steps
+from titan_lite.config import Config, ConfigError, Training, gradient_accumulation_steps
 from titan_lite.distributed.degrees import check_context_parallel, check_tensor_parallel, resolve_degrees
 from titan_lite.distributed.pipeline_plan import PipelinePlan, plan_pipeline
-from titan_lite.layout_checks import check_layout, on_meta_device, shapes_of
+from titan_lite.layout_checks import check_layout, gathered_in_float8, on_meta_device, shapes_of
 from titan_lite.loss_chunk import loss_chunk
 from titan_lite.models.shapes import ModelConfig
-from titan_lite.optimizer.state import is_matrix, kept_by_owners, numbers_in, share_of_matrices
+from titan_lite.optimizer.state import kept_by_owners, numbers_in, share_of_matrices
 from titan_lite.shape import shape_of
 
 SIZES = {"float32": 4, "bfloat16": 2}  # bytes of an element
@@ -98,17 +98,8 @@ class Layout:
     def step_bytes(self, config: Config) -> float:
         """Return the extra bytes of gathering once a step: unsharded weights, gradients of a backward, sums of gradients."""
         _, computed, summed = itemsizes(config.training)
-        return (2 * computed + summed) * self.parameters_of_rank - (computed - 1) * self._gathered_in_float8(config.float8)
-
-    def _gathered_in_float8(self, float8: Float8) -> float:
-        """Return the number of a rank's parameters that are gathered as one byte each."""
-        from titan_lite.float8 import is_filtered
-
-        if not (float8.enable and float8.all_gather):
-            return 0.0
-        shapes = {fqn: shape for fqn, shape in self.shapes_of_rank.items() if is_matrix(fqn)}
-        kept = {fqn: shape for fqn, shape in shapes.items() if not is_filtered(fqn, float8.filter_fqns)}
-        return numbers_in(kept) / self.degrees["tp"]
+        in_float8 = numbers_in(gathered_in_float8(config.float8, self.shapes_of_rank)) / self.degrees["tp"]
+        return (2 * computed + summed) * self.parameters_of_rank - (computed - 1) * in_float8
 
     @property
     def microbatches(self) -> int:

@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from titan_lite.config import Config, ConfigError
+from titan_lite.config import Config, ConfigError, Float8
 from titan_lite.distributed.pipeline_plan import module_fqns
 from titan_lite.models.shapes import ModelConfig
+from titan_lite.optimizer.state import Shapes, is_matrix
 from titan_lite.shape import shape_words
 
 if TYPE_CHECKING:
@@ -99,6 +100,15 @@ def check_float8(config: Config, layout: "Layout") -> None:
         split = weight_dim(fqn)
         sizes[fqn] = [n / layout.degrees["tp"] if dim == split else n for dim, n in enumerate(module.weight.shape)]
     check_sizes(config.float8, sizes, layout.sequences * layout.seq_len // layout.degrees["cp"])
+
+
+def gathered_in_float8(float8: Float8, shapes: Shapes) -> Shapes:
+    """Return the parameters that are gathered as one byte an element."""
+    if not (float8.enable and float8.all_gather):
+        return {}
+    from titan_lite.float8 import is_filtered
+
+    return {fqn: shape for fqn, shape in shapes.items() if is_matrix(fqn) and not is_filtered(fqn, float8.filter_fqns)}
 
 
 def check_schedule(config: Config, layout: "Layout") -> None:

@@ -94,6 +94,7 @@ ROOMS = {
         "titan_lite.layout",  # its type
         "titan_lite.shape",
         "titan_lite.models",
+        "titan_lite.optimizer.state",
         "titan_lite.distributed",
         "titan_lite.compiler",
     ),
