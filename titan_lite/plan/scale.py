@@ -23,6 +23,7 @@ import torch
 from titan_lite.compiler.hardware import GB, Machine
 from titan_lite.config import ConfigError
 from titan_lite.layout import SIZES, itemsizes
+from titan_lite.layout_checks import error_bytes
 from titan_lite.models.llama3 import Transformer
 from titan_lite.optimizer.state import MOMENTS_OF_MATRIX, is_matrix, with_one_moment
 from titan_lite.plan.progress import rounded
@@ -217,7 +218,9 @@ def scale_of(plan: Plan, ranks: int) -> Scale:
     moments = 2 - with_one_moment(config.optimizer.name, layout.shapes_of_rank)
     each = itemsizes(config.training)[0] + moments * SIZES[config.optimizer.state_dtype]
     state = each * layout.parameters_of_rank / shards(layout)
-    saved = state / layout.degrees["dp_replicate"]
+    errors = error_bytes(config, layout)  # those of each copy are saved
+    saved = state / layout.degrees["dp_replicate"] + errors
+    state += errors
     agreement = COLLECTIVES_OF_SAVE * 2 * (world - 1) * HOP + (world - 1) * RECEIVE
     files = saved / STORAGE + saved * HASH_BYTE + parts * WRITE_ENTRY + world * CHECK_FILE
     copying = state / HOST_COPY
