@@ -7,7 +7,7 @@
 The model and the runs are those of compare_precision.py: two blocks of width 128, one process with one thread, the loss of
 held-out documents. An optimizer's best learning rate has the least mean loss after the last step. The update is that of the debug
 recipe's model, in float32 on gloo, with the iteration in bfloat16: AdamW, Muon with owners, and torch.optim.Muon, which computes
-every matrix on every rank. --powersgd trains the model of the debug recipe on two copies (DDP), with AdamW, on 8 sequences of 128
+every matrix on every rank. --powersgd trains two blocks of width 128 on two copies (DDP), with AdamW, on 8 sequences of 64
 tokens a step.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from compare_precision import RECIPE, run_alone
+from compare_precision import RECIPE, SMALL, run_alone
 from torch import nn
 
 from titan_lite.config import ActivationCheckpoint, Float8, Optimizer, Parallelism, Training
@@ -73,7 +73,7 @@ def compare_losses(steps: int, seeds: int, rates: list[float]) -> None:
 
 
 def compare_compression(rank: int, steps: int, seeds: int) -> None:
-    common = ["--parallelism.data_parallel_replicate_degree=2", "--training.seq_len=128", "--training.local_batch_size=4"]
+    common = [*SMALL.split(), "--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=4"]
     common += [f"--training.steps={steps}", "--validation.steps=8"]
     compressed = ["--parallelism.replicate_compression=powersgd", f"--parallelism.replicate_rank={rank}"]
     compressed += [f"--parallelism.replicate_uncompressed_steps={steps // 10}"]

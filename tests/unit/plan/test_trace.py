@@ -102,7 +102,7 @@ def test_copies_send_thin_factors_once_a_step_and_keep_errors(traces):
     assert not any("dp_replicate" in key for key in figures if not key.startswith("copies."))
     sizes = {(1024, 1024): 2, (512, 1024): 2, (3072, 1024): 2, (1024, 3072): 1}  # wq and wo, wk and wv, w1 and w3, w2
     factors = 3 * sum(count * 8 * (n // shard + m) for (n, m), count in sizes.items())
-    factors += 8 * (MODEL.vocab_size + MODEL.dim // shard) + 8 * (MODEL.vocab_size // shard + MODEL.dim)  # embedding by columns
+    factors += 2 * 8 * (MODEL.vocab_size // shard + MODEL.dim)
     norms = (3 * 2 + 1) * MODEL.dim // shard
     assert figures["copies.bytes.dp_replicate"] == 4 * (factors + norms)  # 2 (k - 1) / k of it, for k = 2 copies
     step = simulate_step(COPIES, [figures], H100)
