@@ -2,11 +2,13 @@
 
     python scripts/compare_optimizers.py                              # 200 steps, 3 seeds, 3 learning rates each; some minutes
     python scripts/compare_optimizers.py --updates                    # seconds of an update on two ranks, in turn
+    python scripts/compare_optimizers.py --powersgd 8                 # losses and bytes of two copies, without and with PowerSGD
 
 The model and the runs are those of compare_precision.py: two blocks of width 128, one process with one thread, the loss of
 held-out documents. An optimizer's best learning rate has the least mean loss after the last step. The update is that of the debug
 recipe's model, in float32 on gloo, with the iteration in bfloat16: AdamW, Muon and Shampoo with owners, and torch.optim.Muon,
 which computes every matrix on every rank. Shampoo is timed with the roots in every update, and with those of the first one.
+--powersgd trains two blocks of width 128 on two copies (DDP), with AdamW, on 8 sequences of 64 tokens a step.
 """
 
 import argparse
@@ -22,15 +24,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from compare_precision import SMALL, run_alone
+from compare_precision import RECIPE, SMALL, run_alone
 from torch import nn
 
 from titan_lite.config import ActivationCheckpoint, Float8, Optimizer, Parallelism, Training
+from titan_lite.config.recipe import load_config
 from titan_lite.distributed.build import build_stages
 from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh
 from titan_lite.distributed.pipeline_plan import module_fqns
 from titan_lite.distributed.simple_fsdp import shard_of
+from titan_lite.layout import make_layout
+from titan_lite.layout_checks import sent_between_copies
 from titan_lite.metrics.records import read_metrics
 from titan_lite.models.llama3 import FLAVORS, Transformer
 from titan_lite.optimizer.build import build_optimizer
@@ -66,6 +71,29 @@ def compare_losses(steps: int, seeds: int, rates: list[float]) -> None:
         for ours, theirs in zip(best[name], best["AdamW"], strict=True):
             reached.append(next((step for step, loss in sorted(ours.items()) if loss <= theirs[steps]), None))
         print(f"steps of {name} until AdamW's loss after {steps} steps, each at its best learning rate, by seed: {reached}")
+
+
+def compare_compression(rank: int, steps: int, seeds: int) -> None:
+    common = [*SMALL.split(), "--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=4"]
+    common += [f"--training.steps={steps}", "--validation.steps=8"]
+    compressed = ["--parallelism.replicate_compression=powersgd", f"--parallelism.replicate_rank={rank}"]
+    compressed += [f"--parallelism.replicate_uncompressed_steps={steps // 10}"]
+    print(f"| between copies | {' | '.join(f'seed {seed}' for seed in range(seeds))} | mean | bytes of a step |")
+    print(f"|---|{'--:|' * (seeds + 2)}", flush=True)
+    config, _ = load_config(RECIPE, [*common, *compressed])
+    sent = sent_between_copies(config, make_layout(config, 2)).values()
+    whole, factors = 4 * sum(numbers for numbers, _ in sent), 4 * sum(factors or numbers for numbers, factors in sent)
+    means = []
+    for name, options, nbytes in (("none", [], whole), (f"powersgd, rank {rank}", compressed, factors)):
+        ends = []
+        for seed in range(seeds):
+            with tempfile.TemporaryDirectory() as folder:
+                run_alone([*common, *options, f"--debug.seed={seed}"], folder, ranks=2)
+                *_, last = read_metrics(Path(folder) / "metrics.jsonl").values()
+            ends.append(float(last["validation_loss"]))
+        means.append(statistics.fmean(ends))
+        print(f"| {name} | {' | '.join(f'{loss:.4f}' for loss in ends)} | {means[-1]:.4f} | {nbytes:,} |", flush=True)
+    print(f"loss with PowerSGD against none: {100 * (means[1] / means[0] - 1):+.2f}%, with 1/{whole / factors:.1f} of the bytes")
 
 
 def time_updates(rank: int, folder: str, rounds: int) -> None:
@@ -123,7 +151,11 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
     parser.add_argument("--updates", action="store_true", help="time updates on two ranks, and train nothing")
     parser.add_argument("--rounds", type=int, default=7, help="updates of each")
+    parser.add_argument("--powersgd", type=int, default=0, metavar="RANK", help="compare compression between two copies instead")
     chosen = parser.parse_args()
+    if chosen.powersgd:
+        compare_compression(chosen.powersgd, chosen.steps, chosen.seeds)
+        return
     if not chosen.updates:
         compare_losses(chosen.steps, chosen.seeds, chosen.rates)
         return

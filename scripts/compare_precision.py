@@ -41,23 +41,26 @@ WHOLE = "--training.local_batch_size=2 --training.global_batch_size=2"
 COMMON = "--data.num_workers=0 --no-checkpoint.enable --validation.freq=1000000 --metrics.enable_tensorboard=false"
 
 
-def train(arguments: list[str], port: int) -> None:
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+def train(arguments: list[str], port: int, rank: int, ranks: int) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
     os.environ["LOCAL_WORLD_SIZE"] = str(os.cpu_count())  # a rank has the share of one of so many: one thread
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     Trainer(load_config(RECIPE, [*COMMON.split(), *arguments])[0]).train()
     os._exit(0)
 
 
-def run_alone(arguments: list[str], folder: str) -> None:
-    """Train in a process of its own, which writes to `folder`."""
+def run_alone(arguments: list[str], folder: str, ranks: int = 1) -> None:
+    """Train in processes of its own, which write to `folder`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    rank = multiprocessing.get_context("fork").Process(target=train, args=([*arguments, f"--job.dump_folder={folder}"], port))
-    rank.start()
-    rank.join()
-    if rank.exitcode:
+    fork, arguments = multiprocessing.get_context("fork"), [*arguments, f"--job.dump_folder={folder}"]
+    processes = [fork.Process(target=train, args=(arguments, port, rank, ranks)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
         sys.exit(f"a run with {' '.join(arguments)} failed")
 
 

@@ -27,6 +27,7 @@ from titan_lite.data.dataset import fingerprint
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.inputs import check_inputs
 from titan_lite.layout import Layout, make_layout
+from titan_lite.layout_checks import error_bytes
 from titan_lite.logging import logger
 from titan_lite.ranks import alike, device_memory, host_memory
 from titan_lite.shape import shape_words
@@ -56,7 +57,10 @@ def check(config: Config, layout: Layout) -> Tokenizer:
 
 def describe_run(config: Config, layout: Layout, tokenizer: Tokenizer, git: str = "") -> dict[str, Any]:
     """Return the description of this run for its checkpoints, in JSON types and tuples; `resume.compare` compares two."""
-    shape = dataclasses.asdict(layout.model)
+    degrees, shape = layout.degrees, dataclasses.asdict(layout.model)
+    sharded = {axis: degree for axis, degree in degrees.items() if axis != "pp"} | {"by_columns": layout.by_columns}
+    compresses = config.parallelism.replicate_compression != "none"
+    between = sharded | {"rank": config.parallelism.replicate_rank} if compresses else {}
     del shape["max_seq_len"]  # training.seq_len of this run; parameters do not depend on it
     if config.model.max_seq_len:
         shape["max_seq_len"] = config.model.max_seq_len
@@ -70,7 +74,8 @@ def describe_run(config: Config, layout: Layout, tokenizer: Tokenizer, git: str 
             "shares": [share for share, _ in config.data.mixture()],
             "total_steps": config.total_steps,
             "world_size": layout.world_size,
-            "mesh": layout.degrees,
+            "mesh": degrees,
+            "between": between,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "versions": {"titan_lite": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
             "git": git,
@@ -157,7 +162,8 @@ def check_memory(config: Config, layout: Layout, memory: float, host: float = ma
 
     memory: bytes of its GPU, infinite without one; host: bytes of the host's memory per rank.
     """
-    steady, step = layout.steady_bytes(config), layout.step_bytes(config)
+    steady = layout.steady_bytes(config) + 2 * error_bytes(config, layout)
+    step = layout.step_bytes(config)
     if (away := layout.host_bytes(config)) > host:
         shards = math.ceil(layout.degrees["dp_shard"] * away / host)
         raise ConfigError(

@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -17,7 +18,8 @@ from titan_lite.config import KEYS, Config, flatten, without_need
 from titan_lite.distributed.activation_checkpoint import recomputes
 from titan_lite.distributed.axes import WORDS
 from titan_lite.distributed.pipeline_plan import bubble_fraction, order_of
-from titan_lite.layout import Layout
+from titan_lite.layout import Layout, itemsizes
+from titan_lite.layout_checks import error_bytes, sent_between_copies
 from titan_lite.optimizer.state import OF_MATRIX, by_owner, owned
 from titan_lite.shape import shape_words
 
@@ -60,6 +62,8 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
         )
     if OF_MATRIX[config.optimizer.name].moments < 2:
         lines.append(_owners_of(config, layout))
+    if parallelism.replicate_compression != "none":
+        lines.append(_between_copies(config, layout))
     if config.compile.compiles("model") and not priced:
         lines.append(f"no prices for {name}: what communication costs is not estimated (compile.machine)")
     if degrees["pp"] > 1:
@@ -80,6 +84,8 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
         "all": "buckets of parameters, gradients and optimizer state",
     }
     memory = f"memory: {layout.steady_bytes(config) / 2**30:.2f} GiB a rank for {parts[training.offload]}"
+    if parallelism.replicate_compression != "none":
+        memory += f", {2 * error_bytes(config, layout) / 2**30:.2f} GiB for two errors of the gradients between copies"
     if training.offload != "none":
         memory += f" ({layout.host_bytes(config) / 2**30:.2f} GiB in host memory)"
     if layout.gathers_once:
@@ -100,6 +106,20 @@ def _owners_of(config: Config, layout: Layout) -> str:
     shared = f", shared by {ranks} ranks, of which the busiest computes {max(loads) * ranks / sum(loads):.2f} times the mean"
     by = f"optimizer: {config.optimizer.name} for {sum(map(len, buckets))} matrices{shared * (ranks > 1)}"
     return f"{by}; AdamW for embedding, output and norms (optimizer.name)"
+
+
+def _between_copies(config: Config, layout: Layout) -> str:
+    """Return the line on what travels between copies, in bytes of a rank's all-reduces."""
+    sent, summed, parallelism = sent_between_copies(config, layout), itemsizes(config.training)[2], config.parallelism
+    whole = {re.sub(r"\.\d+\.", ".*.", fqn).removesuffix(".weight"): None for fqn, (_, factors) in sent.items() if not factors}
+    nbytes = sum(4 * factors or summed * numbers for numbers, factors in sent.values())
+    before = sum(summed * numbers for numbers, _ in sent.values())
+    count, rank = sum(factors > 0 for _, factors in sent.values()), parallelism.replicate_rank
+    return (
+        f"gradients between copies: {count} of {len(sent)} as factors of {rank} columns, {nbytes:,} bytes a step instead of "
+        f"{before:,} (parallelism.replicate_compression); as they are: {', '.join(whole) or 'none'}, and all in the first "
+        f"{parallelism.replicate_uncompressed_steps} steps"
+    )
 
 
 def _documents_by(config: Config, layout: Layout, device: torch.device) -> str:

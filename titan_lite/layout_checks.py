@@ -5,6 +5,7 @@ check_layout(config, layout)            # raises ConfigError
 
 import dataclasses
 import functools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ def check_layout(config: Config, layout: "Layout") -> None:
     check_names("parallelism.fsdp_keep_gathered", parallelism.fsdp_keep_gathered, shape_words(config.model), layout.model)
     check_float8(config, layout)
     check_schedule(config, layout)
+    check_compression(config, layout)
     if training.offload != "none" and config.compile.compiles("optimizer"):
         raise ConfigError(
             f'training.offload = "{training.offload}" has an update of its own, a bucket at a time, and compile.components has '
@@ -83,6 +85,54 @@ def on_meta_device(model: ModelConfig) -> "Transformer":
 
     with torch.device("meta"):
         return Transformer(dataclasses.replace(model, max_seq_len=1))
+
+
+def check_compression(config: Config, layout: "Layout") -> None:
+    """Raise ConfigError for a compression of gradients between copies that would do nothing, or whose gradients are elsewhere."""
+    training, parallelism = config.training, config.parallelism
+    if parallelism.replicate_compression == "none":
+        return
+    key = f'parallelism.replicate_compression = "{parallelism.replicate_compression}"'
+    if layout.degrees["dp_replicate"] == 1:
+        raise ConfigError(f"{key} has no effect with data_parallel_replicate_degree = 1; use 2 or more")
+    if training.offload == "all":
+        raise ConfigError(f'{key}: with training.offload = "all", gradients are in host memory; use offload = "optimizer"')
+    if parallelism.replicate_uncompressed_steps >= training.steps:
+        raise ConfigError(
+            f"parallelism.replicate_uncompressed_steps = {parallelism.replicate_uncompressed_steps} is all of training.steps = "
+            f'{training.steps}, and {key} would do nothing; use fewer, or replicate_compression = "none"'
+        )
+    if not any(factors for _, factors in sent_between_copies(config, layout).values()):
+        raise ConfigError(
+            f"parallelism.replicate_rank = {parallelism.replicate_rank}: the factors of every shard would have more than a "
+            f'quarter of its numbers, so all would travel as they are; use a smaller rank, or replicate_compression = "none"'
+        )
+
+
+def sent_between_copies(config: Config, layout: "Layout") -> dict[str, tuple[int, int]]:
+    """Return (numbers of the shard, numbers of its factors or 0 if it travels as it is) of a rank's parameters, by FQN."""
+    from titan_lite.distributed.powersgd import as_matrix
+    from titan_lite.distributed.tensor_parallel import weight_dim
+
+    found, rank = {}, config.parallelism.replicate_rank
+    shards = layout.degrees["dp_shard"] * layout.degrees["cp"]
+    for fqn, sizes in layout.shapes_of_rank.items():
+        split = weight_dim(fqn.removesuffix(".weight"))
+        rows, *others = (-(-size // layout.degrees["tp"]) if dim == split else size for dim, size in enumerate(sizes))
+        if layout.by_columns and fqn == "tok_embeddings.weight":
+            others = [others[0] // shards]
+        else:
+            rows = -(-rows // shards)
+        matrix = as_matrix(rows, others, rank)
+        found[fqn] = rows * math.prod(others), rank * sum(matrix) if matrix else 0
+    return found
+
+
+def error_bytes(config: Config, layout: "Layout") -> int:
+    """Return the bytes of a rank's errors of gradients that are compressed between copies; a step has them twice."""
+    if config.parallelism.replicate_compression == "none":
+        return 0
+    return 4 * sum(numbers for numbers, factors in sent_between_copies(config, layout).values() if factors)
 
 
 def check_float8(config: Config, layout: "Layout") -> None:

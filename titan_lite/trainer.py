@@ -40,6 +40,7 @@ from titan_lite.distributed.gather import started_last
 from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh, data_rank, sum_of_flags, sum_of_losses, sum_over_tokens
 from titan_lite.distributed.offload import offload_gradients
+from titan_lite.distributed.powersgd import PowerSGD
 from titan_lite.distributed.simple_fsdp import refresh_scales, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.faults import signals
@@ -134,7 +135,7 @@ class Trainer:
         tp, tokens = axis_of(self.mesh["tp"]), (layout.sequences, layout.seq_len // layout.degrees["cp"])
         kinds: dict[str, Any] = dict(by_sequence=bool(config.data.sources), in_graph=config.compile.compiles("model"))
         kinds |= dict(chunk=layout.loss_chunk, compile=functools.partial(compile_function, config=config.compile))
-        within, loss, output = build_losses(tokens, (layout.model.vocab_size, tp.rank, tp.degree, tp.group), **kinds)
+        within, loss, out = build_losses(tokens, (layout.model.vocab_size, tp.rank, tp.degree, tp.group), **kinds)
         parts: dict[str, Any] = dict(training=config.training, float8=config.float8, loss=within, by_columns=layout.by_columns)
         self.stages = build_stages(make_model, modules, self.mesh, **parts, **sections)
         sections |= dict(compile=config.compile, machine=self.machine, dump_folder=self.dump_folder)
@@ -147,9 +148,9 @@ class Trainer:
             materialize(model, self.device)
             model.init_weights(config.debug.seed, shard_of)
         self.parameters = {fqn: parameter for model in self.stages for fqn, parameter in model.named_parameters()}
+        self.between = PowerSGD(self.stages, config.parallelism, config.debug.seed)  # between copies
         self.positions = torch.tensor(self.stages[0].positions, device=self.device)
-        runs = config.parallelism, loss, tokens, output, self.dtype, self.device
-        self.runner = build_runner(self.stages, plan, self.mesh, *runs)
+        self.runner = build_runner(self.stages, plan, self.mesh, config.parallelism, loss, tokens, out, self.dtype, self.device)
         compile_update = functools.partial(compile_function, config=config.compile, component="optimizer")
         how: dict[str, Any] = dict(compile=compile_update) if config.compile.compiles("optimizer") else {}
         how |= dict(seed=config.debug.seed, offload=config.training.offload, head_dim=self.layout.model.head_dim)
@@ -269,6 +270,7 @@ class Trainer:
         sum_over_tokens(tokens, self.mesh)
         self.observe("forward", self)
         loss = self.forward_backward(batches, tokens)
+        self.between.reduce(self.step)
         self.observe("backward", self)
         grad_norm = clip_grad_norm_(self.parameters.values(), self.config.training.max_norm, self.optimizer.host)
         self.lr = self.config.optimizer.lr * lr_factor(self.step, self.config.lr_scheduler, self.config.total_steps)
@@ -279,6 +281,7 @@ class Trainer:
         sum_of_flags(ending[1:], self.mesh)
         # Both are sums over all ranks, so every rank decides the same.
         skip, limit = self.skipped.decide(ending[0], grad_norm)
+        self.between.settle(skip)
         self.optimizer.step(skip)
         refresh_scales(self.stages)
         self.optimizer.zero_grad()
@@ -377,9 +380,9 @@ class Trainer:
         return self.step < self.config.training.steps or self.validation_due
 
     def state_tensors(self) -> dict[str, Tensor]:
-        model = {f"model.{fqn}": parameter.detach() for fqn, parameter in self.parameters.items()}
-        optimizer = optimizer_state(self.optimizer, self.parameters)
-        return {**model, **{f"optimizer.{name}": tensor for name, tensor in optimizer.items()}}
+        optimizer, between = optimizer_state(self.optimizer, self.parameters), self.between.state()
+        kinds: dict[str, Any] = dict(model=self.parameters, optimizer=optimizer, between=between)
+        return {f"{kind}.{name}": tensor.detach() for kind, each in kinds.items() for name, tensor in each.items()}
 
     def save(self, *, last: bool) -> None:
         self.read(now=True)
@@ -414,7 +417,7 @@ class Trainer:
         state, differences = accepted_state(self.checkpointer, step, self.described)
         for line in explain(differences, state, self.described):
             logger.info(line)
-        self.checkpointer.load(step, to_load(self.state_tensors(), differences))
+        self.checkpointer.load(step, to_load(self.state_tensors(), differences, state, self.described))
         self.step, self.tokens_seen = state["step"], state["tokens_seen"]
         self.validation_due = state["validation_due"] and self.config.validation.enable
         self.skipped.load_state_dict(state)

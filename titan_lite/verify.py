@@ -170,7 +170,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
     chunk = sequences * SEQ_LEN // layout["cp"] * 2 // 5 if _chunks_loss(config) else -1  # three chunks, the last one smaller
     changes["embedding_sharding"] = _sharding(config, layout)
     changes["fsdp_keep_gathered"] = tuple(dict.fromkeys(kept))
-    changes.update({DEGREES[axis]: degree for axis, degree in layout.items()})
+    changes.update({DEGREES[axis]: degree for axis, degree in layout.items()}, replicate_compression="none")  # approximates
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, tokenizer_path=str(TOKENIZER)),

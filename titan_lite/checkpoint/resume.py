@@ -28,6 +28,10 @@ from titan_lite.data.dataset import EPOCH
 from titan_lite.lr_scheduler import lr_factor
 
 ONLY_MODEL = "the step has only the model"
+ERRORS_DROPPED = (
+    "gradients between copies: errors and factors begin anew, as the step has none of these ranks and this rank of the factors "
+    "(parallelism.replicate_compression)"
+)
 ACCEPTED_BY = {  # consequences that are errors without a key of [checkpoint]: (key, its effect)
     PLACE: ("restart_data", "starts the recipe's data at its first document"),
     FRESH: ("accept_model_only", "starts with moments of zero"),
@@ -136,10 +140,20 @@ def restarts_data(differences: Sequence[Difference]) -> bool:
     return any(difference.consequence == PLACE for difference in differences)
 
 
-def to_load(tensors: Mapping[str, Any], differences: Sequence[Difference]) -> dict[str, Any]:
-    """Return those of a run's tensors, by name, that it loads: without the optimizer's if that starts anew."""
+def to_load(
+    tensors: Mapping[str, Any], differences: Sequence[Difference], state: Mapping[str, Any], described: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return those of a run's tensors, by name, that it loads: without the optimizer's if that starts anew, and without
+    errors of compression between copies if those of the step are of other shards."""
     anew = any(difference.consequence == FRESH for difference in differences)
-    return {name: tensor for name, tensor in tensors.items() if name.startswith("model.") or not anew}
+    kinds = {"model": True, "optimizer": not anew, "between": not _drops_errors(state, described)}
+    return {name: tensor for name, tensor in tensors.items() if kinds[name.partition(".")[0]]}
+
+
+def _drops_errors(state: Mapping[str, Any], described: Mapping[str, Any]) -> bool:
+    """Return True if this run compresses gradients between copies, and the step has no errors of the same shards and rank."""
+    now = described.get("run", {}).get("between")
+    return bool(now) and ("between" not in state["tensors"] or state["run"].get("between") != now)
 
 
 def explain(differences: Sequence[Difference], state: Mapping[str, Any], described: Mapping[str, Any]) -> list[str]:
@@ -152,6 +166,8 @@ def explain(differences: Sequence[Difference], state: Mapping[str, Any], describ
             key, effect = ACCEPTED_BY[consequence]
             more = f"; checkpoint.{key} = true {effect}"
         lines += [f"{consequence}{more}", *(f"  {text}" for text in texts)] if texts else []
+    if _drops_errors(state, described):
+        lines.append(ERRORS_DROPPED)
     return lines or ["nothing differs from the run that saved it"]
 
 

@@ -63,6 +63,7 @@ _RUN = {
     "total_steps": optional(COUNT),
     "rows": optional(COUNT),
     "shares": optional([NUMBER]),
+    "between": optional(OBJECT),
     WORD: ANY,
 }
 _STATE = {

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from titan_lite.config.row import NOTHING, ROUNDING, Need, setting
+from titan_lite.config.row import LEARNING, NOTHING, ROUNDING, Need, setting
 
 PIPELINE = Need("parallelism.pipeline_parallel_degree", lambda degree: degree != 1)
 NO_POINTS = Need("parallelism.pipeline_parallel_split_points", lambda points: not points)
@@ -17,6 +17,7 @@ COMPILES_MODEL = (
         "the model is not in compile.components",
     ),
 )
+POWERSGD = Need("parallelism.replicate_compression", lambda how: how == "powersgd", 'replicate_compression = "powersgd"')
 CHECKPOINTS = Need("checkpoint.enable", bool, "checkpoint.enable = true")
 
 
@@ -30,6 +31,29 @@ class Parallelism:
         -1, "ranks that a copy is sharded over (FSDP); -1: all remaining ranks", "ranks >= 1 or -1"
     )
     tensor_parallel_degree: int = setting(1, "ranks that each matrix product is split over", "ranks >= 1")
+    replicate_compression: str = setting(
+        "none",
+        "how gradients travel between copies. none: as they are, in backward; powersgd: once a step after the last backward, as "
+        "two thin factors of each large shard, with error feedback (memory: two float32 shards of these)",
+        choices=("none", "powersgd"),
+        needs=Need(
+            "parallelism.data_parallel_replicate_degree",
+            lambda degree: degree != 1,
+            'data_parallel_replicate_degree = 2, or replicate_compression = "none"',
+        ),
+        refused=True,
+        resume=LEARNING,
+    )
+    replicate_rank: int = setting(
+        8,
+        "columns of these factors. A shard whose factors would have more than a quarter of its numbers travels as it is",
+        "columns >= 1",
+        needs=POWERSGD,
+        resume=LEARNING,
+    )
+    replicate_uncompressed_steps: int = setting(
+        100, "first steps, in which gradients change fast and travel as they are", "steps >= 0", needs=POWERSGD, resume=LEARNING
+    )
     enable_async_tensor_parallel: bool = setting(
         False,
         "overlap tensor parallelism's collectives with the matrix products beside them (Inductor, on GPUs)",

@@ -88,6 +88,7 @@ def build_stages(
             float8_gather=float8.all_gather,
             offload=training.offload == "all",
             by_columns="tok_embeddings" if by_columns else None,
+            sums_copies=parallelism.replicate_compression == "none",
         )
         stages.append(model)
     return stages

@@ -105,6 +105,7 @@ def apply_simple_fsdp(
     float8_gather: bool = False,
     offload: bool = False,
     by_columns: str | None = None,
+    sums_copies: bool = True,
 ) -> None:
     """Shard every parameter of `model` on dimension 0 over axis dp_shard of `mesh`, in place; see `parameter_mesh` (mesh.py).
 
@@ -114,7 +115,7 @@ def apply_simple_fsdp(
     gather them again in backward (less memory, one more all-gather). keep_gathered: FQN prefixes of modules that keep their
     gathered weights nevertheless, such as "layers.31". float8_gather: weights of tensorwise float8 products (float8.py) are
     gathered in float8. by_columns: FQN of an embedding that is sharded on dimension 1 (embedding.py); dp_shard divides it.
-    offload: shards are in host memory, and their gradients go to `offload_gradients` (offload.py).
+    offload: shards are in host memory, with their gradients (offload.py). sums_copies: False leaves dp_replicate to powersgd.py.
     """
     names = {fqn for fqn, _ in model.named_parameters()} if reshard_after_forward else set()
     shared = _Model(frozenset(names.difference(parameters_within(model, keep_gathered))))
@@ -130,7 +131,8 @@ def apply_simple_fsdp(
                 if isinstance(module, Float8Linear) and module.recipe == "tensorwise":
                     shared.scales.add(fqn)
                     plan = replace(plan, float8=float8_gather)
-                plan = replace(plan, device=mesh.device_type if offload else "")
+                away, groups = mesh.device_type if offload else "", plan.sum_groups[0 if sums_copies else 1 :]
+                plan = replace(plan, device=away, sum_groups=groups)
                 shared.plans[shards[parameter]] = plan
             module._parameters[name] = shards[parameter]
             plans[name] = shared.plans[shards[parameter]]

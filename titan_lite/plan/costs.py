@@ -8,15 +8,18 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch.fx import Graph
 
 from titan_lite.compiler.collectives import KINDS, collective_bytes, kind_of, parameters_of, ranks_of, tensors_of
 from titan_lite.compiler.fqns import block_of, last_block
 from titan_lite.compiler.hardware import Machine, flops_of, is_from_host
 from titan_lite.compiler.timeline import simulate
+from titan_lite.config import Parallelism
 from titan_lite.distributed.axes import Axes, axis_along, ranks_in
 from titan_lite.distributed.buckets import Plans, gather_buckets, reduce_buckets
 from titan_lite.distributed.gather import local
+from titan_lite.distributed.powersgd import PASSES, factors_of
 
 Figures = dict[str, float]
 
@@ -115,3 +118,27 @@ def round_figures(plans: Plans, machine: Machine, axes: Axes, under: Mapping[str
             figures["exposed.link"] = machine.host_link(away)
         result |= {f"{what}.{key}": value for key, value in figures.items()}
     return result
+
+
+def copies_figures(plans: Plans, machine: Machine, axes: Axes, parallelism: Parallelism) -> Figures:
+    """Return `copies.` figures of the sums over copies after the last backward (distributed/powersgd.py), all of it exposed: two
+    collectives of a block's factors, one of all other gradients, and the products, which read and write shards more than they
+    compute."""
+    figures: Figures = defaultdict(float)
+    if parallelism.replicate_compression == "none":
+        return figures
+    ranks = next(ranks for ranks, axis in axes.items() if axis == "dp_replicate")
+    last, blocks, whole = last_block(plan.fqn for plan in plans.values()), defaultdict[str, list[tuple[int, int]]](list), 0
+    for plan in plans.values():
+        numbers = plan.chunk * math.prod(plan.row_shape)
+        if (factors := factors_of(plan, parallelism)) is None:
+            whole += numbers * plan.reduce_dtype.itemsize
+            continue
+        blocks[block_of(plan.fqn, last)].append(factors)
+        operations = 8.0 * parallelism.replicate_rank * numbers
+        figures["matmul"] += operations
+        figures["compute"] += max(machine.memory_traffic(4 * PASSES * numbers), operations / machine.flops(torch.float32))
+    for nbytes in [whole, *(4 * sum(each) for block in blocks.values() for each in zip(*block, strict=True))]:
+        if nbytes:
+            _add_collective(figures, axis_along(ranks, axes, True), "all_reduce", nbytes, ranks, machine)
+    return {f"copies.{key}": value for key, value in figures.items()}

@@ -38,6 +38,7 @@ CHANNEL_BUFFERS = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 4 * MIB
 WORKSPACE, HOPPER_WORKSPACE, THREADS = 4096 * 2048 + 16 * 8192, 32 * MIB, 2
 TEMPORARIES = 55  # bytes per element of a piece that is updated with stochastic rounding, operator by operator
 WHOLES = "weights gathered for the step"
+ERRORS = "errors between copies"
 WORDS = {"forward": "forward", "loss_forward": "loss", "loss_backward": "backward of the loss", "backward": "backward"}
 
 
@@ -106,6 +107,7 @@ def replay(layout: PlannedLayout, stages: Sequence[Stage], rank: int, machine: M
                 for graph in GRAPHS[:2] if kind == "F" else GRAPHS[2:] if kind in "BI" else ():
                     run.graph(stage, graph, microbatch)
         run.reduce()
+        run.compress()
         run.update()
     return run
 
@@ -146,6 +148,10 @@ class Replay:
             for weight in () if self.all_away else stage.weights:
                 self.make("parameters", self.held * weight.held)
             self.make("parameters", stage.buffers)
+            for weight in stage.weights:
+                if any(weight.factors):  # an error, and Q
+                    self.make(ERRORS, 4 * weight.held)
+                    self.make(ERRORS, 4 * weight.factors[1])
             # torch's stages receive each microbatch in a buffer of its own (distributed/pipelining/stage.py)
             neighbours = (number > 0) + (number < len(self.layout.pipeline.modules) - 1)
             for _ in range(neighbours * self.layout.pipeline.microbatches):
@@ -242,9 +248,16 @@ class Replay:
         while self.wholes:
             self.end(self.wholes.pop())
 
+    def compress(self) -> None:
+        """Make the errors of this step, which the update chooses or drops (distributed/powersgd.py)."""
+        self.now = "summing over copies"
+        self.errors = [self.make(ERRORS, 4 * weight.held) for weight in self.weights if any(weight.factors)]
+
     def update(self) -> None:
         """Make the optimizer's state, or its buckets, in the first step, and free the gradients. Norms and fused updates need no
         memory."""
+        for held in self.errors:
+            self.end(held)
         self.now, config, own = "optimizer step", self.layout.config, [weight.held for weight in self.weights]
         moments = functools.partial(state_bytes, config.training, config.optimizer)
         kind, matrices = OF_MATRIX[config.optimizer.name], [weight.held * weight.matrix for weight in self.weights]

@@ -18,6 +18,7 @@ NAMES = {"F": "forward", "B": "backward", "I": "backward, of inputs", "W": "back
 ENDS = {
     "gather": "gather weights",
     "reduce": "reduce gradients",
+    "copies": "compressed sums over copies",
     "optimizer": "clipping and optimizer",
     "slowest": "waiting for the slowest rank",
 }
@@ -28,6 +29,7 @@ STEP_COLORS = {
     "backward, of weights": "tab:olive",
     "gather weights": "tab:orange",
     "reduce gradients": "tab:brown",
+    "compressed sums over copies": "tab:pink",
     "clipping and optimizer": "tab:gray",
     "waiting for the slowest rank": "tab:red",
 }

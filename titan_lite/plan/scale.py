@@ -23,6 +23,7 @@ import torch
 from titan_lite.compiler.hardware import GB, Machine
 from titan_lite.config import ConfigError
 from titan_lite.layout import SIZES, itemsizes
+from titan_lite.layout_checks import error_bytes
 from titan_lite.models.llama3 import Transformer
 from titan_lite.optimizer.state import OF_MATRIX, is_matrix, share_of_matrices
 from titan_lite.plan.progress import rounded
@@ -216,8 +217,9 @@ def scale_of(plan: Plan, ranks: int) -> Scale:
     world, parts = layout.world_size, parts_of(layout)
     moments = 2 - (2 - OF_MATRIX[config.optimizer.name].moments) * share_of_matrices(layout.shapes_of_rank)
     each = itemsizes(config.training)[0] + moments * SIZES[config.optimizer.state_dtype]
-    state, of_owner = each * layout.parameters_of_rank / shards(layout), layout.owner_bytes(config)
-    state, saved = state + of_owner, state / layout.degrees["dp_replicate"] + of_owner
+    state, once = each * layout.parameters_of_rank / shards(layout), layout.owner_bytes(config)  # an owner's is saved once
+    once += error_bytes(config, layout)  # as is the error of each copy
+    state, saved = state + once, state / layout.degrees["dp_replicate"] + once
     agreement = COLLECTIVES_OF_SAVE * 2 * (world - 1) * HOP + (world - 1) * RECEIVE
     files = saved / STORAGE + saved * HASH_BYTE + parts * WRITE_ENTRY + world * CHECK_FILE
     copying = state / HOST_COPY

@@ -23,7 +23,7 @@ from titan_lite.plan.owned import owned_matrices
 from titan_lite.plan.trace import PlannedLayout
 
 FORWARD, BACKWARD = ("forward", "loss_forward"), ("backward", "loss_backward")
-ROUND = ("gather", "reduce")
+ROUND = ("gather", "reduce", "copies")
 # Bytes that an update with stochastic rounding reads and writes per local parameter, operator by operator: without the rounding,
 # and for each of parameter and moments that is rounded.
 PLAIN, ROUNDED = 170, 290

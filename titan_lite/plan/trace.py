@@ -56,13 +56,14 @@ from titan_lite.distributed.context_parallel import attend_to_the_past
 from titan_lite.distributed.gather import local
 from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh
+from titan_lite.distributed.powersgd import factors_of
 from titan_lite.distributed.simple_fsdp import model_of
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.layout import Layout
 from titan_lite.loss import build_loss, own_vocabulary
 from titan_lite.models.llama3 import Transformer
 from titan_lite.optimizer.state import is_matrix
-from titan_lite.plan.costs import Figures, figures_of, round_figures
+from titan_lite.plan.costs import Figures, copies_figures, figures_of, round_figures
 from titan_lite.plan.tape import GRAPHS, ScheduledGraph, Tensors, Weight, lives_of
 
 PROCESSES = 2
@@ -240,6 +241,7 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
         computing = {name: each[number]["compute"] for name, (each, _) in passes.graphs.items()}
         under = computing if passes.priced_as == "eager" and layout.config.training.offload != "all" else {}
         figures = held | (round_figures(plans, machine, axes, under) if layout.gathers_once else {})
+        figures |= copies_figures(plans, machine, axes, config.parallelism)
         for name, (each, _) in graphs.items():
             figures |= {f"{name}.{key}": value for key, value in each[number].items()}
         found.append(figures)
@@ -249,10 +251,10 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     pair = depths_to_trace(config)
     lives = lives_of(scheduled, n_layers, pair[1] - pair[0] if pair else n_layers)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    return Traced(found, timelines, Tensors(lives, weights_of(plans), buffers, between.nbytes))
+    return Traced(found, timelines, Tensors(lives, weights_of(plans, config.parallelism), buffers, between.nbytes))
 
 
-def weights_of(plans: Plans) -> list[Weight]:
+def weights_of(plans: Plans, parallelism: Parallelism) -> list[Weight]:
     """Return the weights of a stage, and the buckets of those that are gathered once per step."""
     gathered, reduced = (
         {parameter: number for number, (members, _) in enumerate(buckets) for parameter in members}
@@ -263,7 +265,8 @@ def weights_of(plans: Plans) -> list[Weight]:
         block = int(plan.fqn.split(".")[1]) if plan.fqn.startswith("layers.") else -1
         whole = plan.rows * math.prod(plan.row_shape)
         buckets = gathered[parameter], reduced[parameter]
-        kind = dict(float8=plan.float8, float32=plan.param_dtype == torch.float32, matrix=is_matrix(plan.fqn))
+        kind: dict[str, Any] = dict(float8=plan.float8, float32=plan.param_dtype == torch.float32, matrix=is_matrix(plan.fqn))
+        kind |= dict(factors=factors_of(plan, parallelism) or (0, 0))
         found.append(Weight(local(parameter).numel(), whole, block, *buckets, **kind))
     return found
 

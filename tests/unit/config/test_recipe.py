@@ -219,6 +219,7 @@ TOGETHER = {
     "parallelism.pipeline_parallel_schedule_csv",
     "parallelism.fsdp_keep_gathered",
     "parallelism.enable_async_tensor_parallel",
+    "parallelism.replicate_compression",
     "compile.machine",
     "compile.enable",
     "compile.components",

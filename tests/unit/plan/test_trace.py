@@ -45,7 +45,11 @@ FSDP, TP, RECOMPUTED, CHUNKED = layout(), layout(2, tensor_parallel_degree=2), l
 AWAY = dataclasses.replace(FSDP.config.training, offload="all")
 AWAY = dataclasses.replace(FSDP, config=dataclasses.replace(FSDP.config, training=AWAY))
 
+HOW = dict(replicate_compression="powersgd", replicate_rank=8, replicate_uncompressed_steps=0)
+COPIES = layout(4, data_parallel_replicate_degree=2, **HOW)
+
 WANTED = {("fsdp", 5): FSDP, ("fsdp", 4): FSDP, ("fsdp", 3): FSDP, ("tp", 2): TP, ("chunks", 3): CHUNKED, ("away", 3): AWAY}
+WANTED |= {("copies", 3): COPIES}
 LONG = {("fsdp", 8): FSDP, ("full", 3): RECOMPUTED}
 
 
@@ -91,6 +95,22 @@ def test_fsdp_sends_every_weight_forward_again_backward_and_every_gradient(trace
     assert figures["forward.across.dp_shard"] == 0.0  # one node
     step = simulate_step(FSDP, [figures], H100)
     assert step.sent == {"dp_shard": (forward + backward) * share}  # and nothing else
+
+
+def test_copies_send_thin_factors_once_a_step_and_keep_errors(traces):
+    figures, shard = traces["copies", 3].figures[0], RANKS // 2
+    assert not any("dp_replicate" in key for key in figures if not key.startswith("copies."))
+    sizes = {(1024, 1024): 2, (512, 1024): 2, (3072, 1024): 2, (1024, 3072): 1}  # wq and wo, wk and wv, w1 and w3, w2
+    factors = 3 * sum(count * 8 * (n // shard + m) for (n, m), count in sizes.items())
+    factors += 2 * 8 * (MODEL.vocab_size // shard + MODEL.dim)
+    norms = (3 * 2 + 1) * MODEL.dim // shard
+    assert figures["copies.bytes.dp_replicate"] == 4 * (factors + norms)  # 2 (k - 1) / k of it, for k = 2 copies
+    step = simulate_step(COPIES, [figures], H100)
+    assert step.sent["dp_replicate"] == 4 * (factors + norms)  # once for four microbatches
+    assert step.parts["exposed.dp_replicate"] == figures["copies.exposed.dp_replicate"] > 0
+    memory = memory_of(COPIES, [stage_of(traces["copies", 3].tensors, 3, pipelined=False)], H100).rows
+    shards = 4 * (3 * PRODUCTS + 2 * TABLE) / shard
+    assert shards < memory["errors between copies"] < 2.1 * shards
 
 
 def test_every_gather_copies_a_shard_from_host_memory(traces):

@@ -1,0 +1,179 @@
+"""PowerSGD between copies: the sums against numpy in float64, at full rank, with a skipped step, and on ranks of few rows."""
+
+import functools
+import math
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from parity import make_mesh
+from ranks import run_ranks
+from torch import nn
+
+from titan_lite.config import Parallelism
+from titan_lite.distributed import powersgd
+from titan_lite.distributed.mesh import parameter_mesh
+from titan_lite.distributed.powersgd import PowerSGD, orthogonalize
+from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, as_shard_of
+from titan_lite.faults.copies import find
+
+F32 = torch.float32
+ANY_SIZE = functools.partial(mock.patch.object, powersgd, "SHARE", math.inf)  # compress what would not pay
+
+
+def test_columns_become_orthonormal_also_those_that_depend_on_others():
+    torch.manual_seed(0)
+    matrices = torch.randn(3, 40, 6)
+    matrices[1, :, 4] = matrices[1, :, 0] + matrices[1, :, 1]
+    matrices[2] *= 1e-8
+    made = orthogonalize(matrices)
+    torch.testing.assert_close(made.mT @ made, torch.eye(6).expand(3, 6, 6), atol=2e-6, rtol=0)
+    torch.testing.assert_close(made[0] @ (made[0].T @ matrices[0]), matrices[0], atol=1e-5, rtol=0)  # the same span
+    assert not orthogonalize(torch.zeros(1, 5, 2)).any()
+
+
+# One matrix
+
+
+class Two(nn.Module):
+    """A stacked weight of 4 x 3 x 5, a matrix of 12 x 20, and a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.stacked, self.matrix = nn.Parameter(torch.zeros(4, 3, 5)), nn.Parameter(torch.zeros(12, 20))
+        self.norm = nn.Parameter(torch.zeros(7))
+
+
+def between(rank, mesh=None):
+    model = Two()
+    mesh = mesh or make_mesh(2, 1)
+    apply_simple_fsdp(
+        model, parameter_mesh(mesh), param_dtype=F32, reduce_dtype=F32, reshard_after_forward=False, sums_copies=False
+    )
+    how = Parallelism(replicate_compression="powersgd", replicate_rank=rank, replicate_uncompressed_steps=1)
+    return model, PowerSGD([model], how, seed=0)
+
+
+def put(model, seed):
+    """Give this rank's gradients; return those of both ranks."""
+    both = [{}, {}]
+    for rank, found in enumerate(both):
+        random = torch.Generator().manual_seed(2 * seed + rank)
+        for fqn, parameter in model.named_parameters():
+            found[fqn] = torch.randn(parameter.shape, generator=random)
+    for fqn, parameter in model.named_parameters():
+        parameter.grad = as_shard_of(parameter, both[dist.get_rank()][fqn].clone())
+    return both
+
+
+def gradients(model):
+    return {fqn: parameter.grad.to_local().clone() for fqn, parameter in model.named_parameters()}
+
+
+def beside_numpy():
+    with ANY_SIZE():
+        model, sums = between(rank=2)
+        no = torch.zeros(())
+        both = put(model, 0)
+        sums.reduce(1)  # uncompressed
+        torch.testing.assert_close(gradients(model), {fqn: both[0][fqn] + both[1][fqn] for fqn in both[0]})
+        sums.settle(no)
+        assert not any(error.any() for error in sums.errors.values())
+        shapes = {"stacked": (4, 15), "matrix": (12, 20)}
+        q = {fqn: sums.qs[fqn].double().numpy().copy() for fqn in shapes}
+        errors = {fqn: np.zeros((2, *shape)) for fqn, shape in shapes.items()}
+        for step in (2, 3, 4):
+            both = put(model, step)
+            sums.reduce(step)
+            found = gradients(model)
+            torch.testing.assert_close(found["norm"], both[0]["norm"] + both[1]["norm"])
+            for fqn, shape in shapes.items():
+                mine = errors[fqn] + np.stack([each[fqn].double().numpy().reshape(shape) for each in both])
+                p = np.linalg.qr(mine.sum(0) @ q[fqn])[0]
+                q[fqn] = mine.sum(0).T @ p
+                errors[fqn] = mine - p @ p.T @ mine
+                np.testing.assert_allclose(found[fqn].numpy().reshape(shape), p @ q[fqn].T, atol=2e-4)
+            before = {fqn: (sums.errors[fqn].clone(), sums.qs[fqn].clone()) for fqn in shapes}
+            sums.settle(no)
+            assert not any(torch.equal(sums.errors[fqn], before[fqn][0]) for fqn in shapes)
+            for fqn, shape in shapes.items():
+                own = errors[fqn][dist.get_rank()]
+                np.testing.assert_allclose(sums.errors[fqn].numpy().reshape(shape), own, atol=2e-4)
+        return found, sums.errors, sums.qs
+
+
+def test_three_steps_are_those_of_numpy_in_float64():
+    (found, errors, qs), (others, other_errors, other_qs) = run_ranks(2, beside_numpy)
+    for fqn in ("stacked", "matrix"):
+        assert torch.equal(found[fqn], others[fqn])
+        assert torch.equal(qs[fqn], other_qs[fqn])
+        assert not torch.equal(errors[fqn], other_errors[fqn])
+
+
+def at_full_rank():
+    with ANY_SIZE():
+        model, sums = between(rank=12)
+        for step in (2, 3, 4):
+            both = put(model, step)
+            sums.reduce(step)
+            torch.testing.assert_close(gradients(model), {fqn: both[0][fqn] + both[1][fqn] for fqn in both[0]}, atol=1e-4, rtol=0)
+            sums.settle(torch.zeros(()))
+            assert all(error.abs().max() < 1e-4 for error in sums.errors.values())
+
+
+def test_full_rank_is_no_compression():
+    run_ranks(2, at_full_rank)
+
+
+def skipped():
+    with ANY_SIZE():
+        model, sums = between(rank=2)
+        put(model, 2)
+        sums.reduce(2)
+        sums.settle(torch.zeros(()))
+        before = {name: tensor.to_local().clone() for name, tensor in sums.state().items()}
+        put(model, 3)
+        if dist.get_rank() == 0:
+            model._parameters["matrix"].grad.to_local()[0, 0] = math.nan
+        sums.reduce(3)
+        assert gradients(model)["matrix"].isnan().any()  # on both copies, which both skip
+        sums.settle(torch.ones(()))
+        assert all(torch.equal(tensor.to_local(), before[name]) for name, tensor in sums.state().items())
+        put(model, 4)
+        model._parameters["stacked"].grad.to_local().zero_()
+        sums.errors["stacked"].zero_()
+        sums.reduce(4)
+        sums.settle(torch.zeros(()))
+        assert all(tensor.to_local().isfinite().all() for tensor in sums.state().values())
+        assert sums.qs["stacked"].any(0).all()  # a gradient of zeros does not end the compression
+        assert find(sums.state()) is None  # errors are not compared between copies
+        sums.qs["matrix"][0, 0] += dist.get_rank()
+        assert find(sums.state())  # and Q is
+        return {name: (tensor.shape, tensor.to_local().shape) for name, tensor in sums.state().items()}
+
+
+def test_a_skipped_step_leaves_the_state_and_errors_are_saved_with_a_dimension_for_the_copy():
+    shapes, _ = run_ranks(2, skipped)
+    assert shapes["matrix.error"] == ((2, 12, 20), (1, 12, 20))
+    assert shapes["matrix.q"] == ((1, 1, 20, 2), (1, 1, 20, 2))
+    assert shapes["stacked.error"] == ((2, 4, 3, 5), (1, 4, 3, 5))
+
+
+def uneven():
+    with ANY_SIZE():
+        model, sums = between(rank=2, mesh=make_mesh(2, 3))  # of 4 rows, the last of three ranks has none; of 7, one
+        for step in (2, 3):
+            for parameter in model.parameters():
+                parameter.grad = as_shard_of(parameter, torch.randn_like(parameter.detach().to_local()))
+            sums.reduce(step)
+            sums.settle(torch.zeros(()))
+        assert find(sums.state()) is None
+        return gradients(model)
+
+
+def test_ranks_with_fewer_rows_and_without_rows():
+    found = run_ranks(6, uneven)
+    for rank in range(3):
+        assert all(torch.equal(found[rank][fqn], found[rank + 3][fqn]) for fqn in found[rank])
+    assert found[2]["stacked"].shape == (0, 3, 5)

@@ -1,0 +1,177 @@
+"""Runs with PowerSGD between copies: equal copies and the bytes of the paper on every layout, resumed to the bit, refused."""
+
+import re
+import shutil
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_optimizer_state import losses, trained
+from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, SMALL, every, steps
+
+from titan_lite.config import ConfigError
+from titan_lite.config.recipe import load_config
+from titan_lite.distributed import powersgd
+from titan_lite.layout import make_layout
+from titan_lite.layout_checks import sent_between_copies
+from titan_lite.verify import parse_layout, twin
+
+TINY = ["--model.dim=64", "--model.n_layers=2", "--model.hidden_dim=90"]
+RANK = 4
+POWERSGD = ["--parallelism.replicate_compression=powersgd", f"--parallelism.replicate_rank={RANK}"]
+POWERSGD += ["--parallelism.replicate_uncompressed_steps=1"]
+DDP = ["--parallelism.data_parallel_replicate_degree=2"]
+
+
+def counted_run(folder, options, count=10):
+    """(losses, {FQN: this rank's part of the state}, [bytes of each all-reduce of gradients between copies], its last step's)"""
+    sent, all_reduce = [], dist.all_reduce
+
+    def noted(tensor, *args, async_op=False, **kwargs):
+        if async_op:
+            sent.append(tensor.nbytes)
+        return all_reduce(tensor, *args, async_op=async_op, **kwargs)
+
+    with mock.patch.object(powersgd.dist, "all_reduce", noted):
+        options = [*steps(count, schedule=10), *TINY, *options, "--training.compare_copies_freq=1"]
+        log, tensors = trained(folder, options)
+    return log, tensors, sent
+
+
+def train(folder, *options, ranks=2, count=10):
+    found = run_ranks(ranks, counted_run, folder, [*NO_CHECKPOINT, *options], count, init=False)
+    return found, losses(folder)
+
+
+def expected_bytes(options, ranks):
+    """[bytes of a compressed step's all-reduces], by the formula of the paper: r (n + m) numbers for a matrix of n x m."""
+    config, _ = load_config(DEBUG, [*TINY, *options, "--training.global_batch_size=8"])
+    blocks, whole = {}, 0
+    for fqn, (numbers, factors) in sent_between_copies(config, make_layout(config, ranks)).items():
+        whole += 0 if factors else 4 * numbers
+        block = ".".join(fqn.split(".")[:2]) if fqn.startswith("layers.") else fqn
+        blocks[block] = blocks.get(block, 0) + 4 * factors
+    return whole, {block: nbytes for block, nbytes in blocks.items() if nbytes}
+
+
+LAYOUTS = {
+    "DDP": (2, DDP),
+    "HSDP": (4, DDP),
+    "HSDP x CP": (4, [*DDP, "--parallelism.context_parallel_degree=2"]),
+    "HSDP x TP": (8, [*DDP, "--parallelism.tensor_parallel_degree=2"]),
+    "DDP x PP": (4, [*DDP, "--parallelism.pipeline_parallel_degree=2"]),
+    "DDP, compiled": (2, [*DDP, *AOT_EAGER]),
+    "HSDP, compiled": (4, [*DDP, *AOT_EAGER]),
+}
+SLOW = {"HSDP x CP", "HSDP x TP", "DDP x PP", "HSDP, compiled"}
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS])
+def test_copies_stay_equal_for_ten_steps_and_send_what_the_paper_says(layout, tmp_path):
+    ranks, options = LAYOUTS[layout]
+    found, compressed = train(tmp_path / "powersgd", *options, *POWERSGD, ranks=ranks)
+    _, plain = train(tmp_path / "none", *options, ranks=ranks)
+    assert compressed[1][0] == pytest.approx(plain[1][0], rel=1e-6)  # the first step is not compressed
+    assert compressed[10][0] == pytest.approx(plain[10][0], rel=0.02)
+    assert compressed[10][0] != plain[10][0]
+    parts = Counter()
+    stages = 2 if "PP" in layout else 1
+    half = ranks // 2 // stages
+    for stage in range(stages):
+        for rank in range(half):
+            one, other = (found[2 * half * stage + half * copy + rank][1] for copy in (0, 1))
+            for name, tensor in one.items():
+                kind = "error" if name.endswith(".error") else "equal"
+                parts[kind] += 1
+                assert torch.equal(tensor, other[name]) == (kind == "equal"), name
+    assert parts["error"]
+    if stages == 1:
+        whole, blocks = expected_bytes([*options, *POWERSGD], ranks)
+        sent = found[0][2][-1 - 2 * len(blocks) :]
+        assert sent[0] == whole
+        assert sum(sent[1:]) == sum(blocks.values())
+        assert f"{sum(sent):,} bytes a step instead of" in found[0][0]
+
+
+def test_microbatches_send_once(tmp_path):
+    options = ["--training.local_batch_size=1", "--training.global_batch_size=8"]
+    counts = {}
+    for way in ("microbatch", "step"):
+        found, told = train(tmp_path / way, *DDP, *POWERSGD, *options, f"--parallelism.fsdp_communication={way}", count=3)
+        counts[way] = found[0][2], told[3][0]
+    _, blocks = expected_bytes([*DDP, *POWERSGD], 2)
+    assert len(counts["step"][0]) == len(blocks) + 2 * (1 + 2 * len(blocks))  # a step as it is, then two as factors
+    assert counts["step"][0] == counts["microbatch"][0]
+    assert counts["step"][1] == pytest.approx(counts["microbatch"][1], rel=1e-5)
+
+
+# Resuming
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, run_ranks(2, counted_run, folder, [*DDP, *POWERSGD], 4, init=False), losses(folder)
+
+
+@pytest.fixture
+def at_step_2(saved, tmp_path):
+    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoint/step-4")
+    (tmp_path / "metrics.jsonl").unlink()
+    return tmp_path
+
+
+DROPPED = "gradients between copies: errors and factors begin anew"
+
+
+def test_a_run_resumes_to_the_bit(saved, at_step_2):
+    found = run_ranks(2, counted_run, at_step_2, [*DDP, *POWERSGD], 4, init=False)
+    assert DROPPED not in found[0][0]
+    assert losses(at_step_2) == {step: loss for step, loss in saved[2].items() if step > 2}
+    for (_, tensors, _), (_, expected, _) in zip(found, saved[1], strict=True):
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+    assert any(name.endswith(".error") and tensor.any() for name, tensor in found[0][1].items())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(4, [*DDP, *POWERSGD]), (2, [*DDP, *POWERSGD, "--parallelism.replicate_rank=2"])],
+    ids=["ranks", "rank"],
+)
+def test_on_another_layout_errors_are_dropped_in_words(ranks, options, saved, at_step_2):
+    found = run_ranks(ranks, counted_run, at_step_2, options, 4, init=False)
+    assert DROPPED in found[0][0]
+    assert losses(at_step_2)[3][0] == pytest.approx(saved[2][3][0], rel=1e-4)
+
+
+def test_without_compression_a_run_resumes_without_errors(saved, at_step_2):
+    found = run_ranks(1, counted_run, at_step_2, [], 4, init=False)
+    assert not any(name.startswith("between.") for name in found[0][1])
+    assert losses(at_step_2)[3][0] == pytest.approx(saved[2][3][0], rel=1e-4)
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (POWERSGD, "no effect: parallelism.data_parallel_replicate_degree = 1"),
+        ([*DDP, *POWERSGD, "--parallelism.replicate_rank=0"], "expected an integer at least 1 (columns)"),
+        ([*DDP, *POWERSGD, "--parallelism.replicate_rank=512"], "use a smaller rank"),
+        ([*DDP, *POWERSGD, "--parallelism.replicate_uncompressed_steps=4"], "would do nothing; use fewer"),
+        ([*DDP, *POWERSGD, "--training.offload=all"], 'use offload = "optimizer"'),
+    ],
+)
+def test_what_cannot_work_is_refused(options, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_layout(load_config(DEBUG, [*TINY, *SMALL, *steps(4), *every(2), *NO_VALIDATION, *NO_WORKERS, *options])[0], 2)
+
+
+def test_a_recipe_is_verified_without_compression():
+    config, _ = load_config(DEBUG, [*DDP, *POWERSGD])
+    assert twin(config, parse_layout("dp_replicate=2"), 2).parallelism.replicate_compression == "none"
