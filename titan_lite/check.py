@@ -162,8 +162,7 @@ def check_memory(config: Config, layout: Layout, memory: float, host: float = ma
 
     memory: bytes of its GPU, infinite without one; host: bytes of the host's memory per rank.
     """
-    steady = layout.steady_bytes(config) + 2 * error_bytes(config, layout)
-    step = layout.step_bytes(config)
+    steady, step = layout.steady_bytes(config), layout.step_bytes(config)
     if (away := layout.host_bytes(config)) > host:
         shards = math.ceil(layout.degrees["dp_shard"] * away / host)
         raise ConfigError(
@@ -172,8 +171,9 @@ def check_memory(config: Config, layout: Layout, memory: float, host: float = ma
         )
     if steady > (limit := memory if memory < math.inf else host):
         shards = math.ceil(layout.degrees["dp_shard"] * steady / limit)
+        errors = ", their errors (parallelism.replicate_compression)" if error_bytes(config, layout) else ""
         raise ConfigError(
-            f"{shape_words(config.model)} on {layout.world_size} ranks: weights, gradients and optimizer state need "
+            f"{shape_words(config.model)} on {layout.world_size} ranks: weights, gradients{errors} and optimizer state need "
             f"{steady / 2**30:.0f} GiB a rank, and a rank has {limit / 2**30:.0f}; use parallelism.data_parallel_shard_degree "
             f"= {shards} or more"
         )

@@ -84,8 +84,8 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
         "all": "buckets of parameters, gradients and optimizer state",
     }
     memory = f"memory: {layout.steady_bytes(config) / 2**30:.2f} GiB a rank for {parts[training.offload]}"
-    if parallelism.replicate_compression != "none":
-        memory += f", {2 * error_bytes(config, layout) / 2**30:.2f} GiB for two errors of the gradients between copies"
+    if errors := 2 * error_bytes(config, layout):
+        memory += f" ({errors / 2**30:.2f} GiB of it for two errors of the gradients between copies)"
     if training.offload != "none":
         memory += f" ({layout.host_bytes(config) / 2**30:.2f} GiB in host memory)"
     if layout.gathers_once:

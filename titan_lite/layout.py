@@ -19,7 +19,7 @@ from titan_lite.communication import embedding_sharding, gathers_once
 from titan_lite.config import Config, ConfigError, Training, gradient_accumulation_steps
 from titan_lite.distributed.degrees import check_context_parallel, check_tensor_parallel, resolve_degrees
 from titan_lite.distributed.pipeline_plan import PipelinePlan, plan_pipeline
-from titan_lite.layout_checks import check_layout, gathered_in_float8, on_meta_device, shapes_of
+from titan_lite.layout_checks import check_layout, error_bytes, gathered_in_float8, on_meta_device, shapes_of
 from titan_lite.loss_chunk import loss_chunk
 from titan_lite.models.shapes import ModelConfig
 from titan_lite.optimizer.state import kept_by_owners, numbers_in, share_of_matrices
@@ -72,9 +72,11 @@ class Layout:
         return numbers_in(self.shapes_of_rank) / self.degrees["tp"]
 
     def steady_bytes(self, config: Config) -> float:
-        """Return the bytes of a rank's weights, gradients and moments on its device, and of what it has as an owner."""
+        """Return the bytes of a rank's weights, gradients and moments on its device, of what it has as an owner, and of the
+        errors of compressed gradients."""
         held = 0 if config.training.offload == "all" else 2 * itemsizes(config.training)[0]
-        return held * self._own_parameters + sum(self._moments(config)[0]) + self.owner_bytes(config)
+        beside = self.owner_bytes(config) + 2 * error_bytes(config, self)
+        return held * self._own_parameters + sum(self._moments(config)[0]) + beside
 
     def owner_bytes(self, config: Config) -> float:
         """Return the bytes that the rank with most keeps of whole matrices (optimizer/owners.py)."""

@@ -96,7 +96,7 @@ def check_compression(config: Config, layout: "Layout") -> None:
     if layout.degrees["dp_replicate"] == 1:
         raise ConfigError(f"{key} has no effect with data_parallel_replicate_degree = 1; use 2 or more")
     if training.offload == "all":
-        raise ConfigError(f'{key}: with training.offload = "all", gradients are in host memory; use offload = "optimizer"')
+        raise ConfigError(f'{key}: with training.offload = "all", gradients are in host memory; use offload = "none"')
     if parallelism.replicate_uncompressed_steps >= training.steps:
         raise ConfigError(
             f"parallelism.replicate_uncompressed_steps = {parallelism.replicate_uncompressed_steps} is all of training.steps = "

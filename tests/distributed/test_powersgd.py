@@ -5,6 +5,7 @@ import math
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from parity import make_mesh
@@ -31,6 +32,16 @@ def test_columns_become_orthonormal_also_those_that_depend_on_others():
     torch.testing.assert_close(made.mT @ made, torch.eye(6).expand(3, 6, 6), atol=2e-6, rtol=0)
     torch.testing.assert_close(made[0] @ (made[0].T @ matrices[0]), matrices[0], atol=1e-5, rtol=0)  # the same span
     assert not orthogonalize(torch.zeros(1, 5, 2)).any()
+
+
+@pytest.mark.parametrize("rows", [2, 3, 7])
+def test_fewer_rows_than_columns_give_fewer_columns_and_no_oblique_ones(rows):
+    """Such as the rows of an embedding that few distinct tokens have read."""
+    matrices = torch.zeros(1, 256, 8)
+    matrices[0, torch.randperm(256)[:rows]] = torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows))
+    made = orthogonalize(matrices)
+    assert torch.linalg.eigvalsh(made[0].T @ made[0]).max() < 1 + 1e-5
+    torch.testing.assert_close(made[0] @ (made[0].T @ matrices[0]), matrices[0], atol=1e-5, rtol=0)
 
 
 # One matrix

@@ -178,7 +178,7 @@ class Optimizer:
     eps: float = setting(1e-8, "added to the denominator of AdamW", "gradient > 0")
     momentum: float = setting(0.95, "decay of the momentum", "per step >= 0 < 1", needs=MUON)
     nesterov: bool = setting(True, "add the gradient once more to its momentum, before it is made orthogonal", needs=MUON)
-    ns_steps: int = setting(5, "steps of the Newton-Schulz iteration", "steps >= 1 < 100", needs=MUON)
+    ns_steps: int = setting(5, "steps of the Newton-Schulz iteration", "steps >= 1 <= 99", needs=MUON)
     ns_per_head: bool = setting(False, "cut wq, wk and wv into heads for the iteration", needs=MUON)
     ns_dtype: str = setting(
         "bfloat16",

@@ -64,14 +64,17 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     """Return matrices, (k, n, r), with orthonormal columns by Gram-Schmidt, as in the paper. A zero column stays zero.
 
     Each column is projected twice: the rest of one that depends on those before is rounding, which one projection leaves oblique.
-    Products are elementwise, since those of matrices may be in TF32.
+    If the second one takes more than half of it, it lies among those before and becomes zero (Kahan's rule: Parlett, The
+    Symmetric Eigenvalue Problem, section 6.9). Products are elementwise, since those of matrices may be in TF32.
     """
     done = torch.zeros_like(matrices)
     for number, column in enumerate(matrices.unbind(-1)):
         before = done[..., :number]
         for _ in range(2):
+            last = torch.linalg.vector_norm(column, dim=-1, keepdim=True)
             column = column - (before * (before * column[..., None]).sum(-2, keepdim=True)).sum(-1)
-        done[..., number] = column / torch.linalg.vector_norm(column, dim=-1, keepdim=True).clamp(min=TINY)
+        size = torch.linalg.vector_norm(column, dim=-1, keepdim=True)
+        done[..., number] = torch.where(size > last / 2, column / size.clamp(min=TINY), 0.0)
     return done
 
 

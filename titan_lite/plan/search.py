@@ -17,6 +17,7 @@ from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.config import Config, ConfigError, flatten
 from titan_lite.distributed.degrees import DEGREES
 from titan_lite.layout import itemsizes
+from titan_lite.layout_checks import error_bytes
 from titan_lite.optimizer.offload import state_bytes
 from titan_lite.plan.changes import CHECKPOINTING, Change, Row, Stopped, fitting, plan_changes, ranked, table
 from titan_lite.plan.memory import outside_of_tensors
@@ -115,7 +116,7 @@ def powers_of_two(most: int) -> list[int]:
 def space(config: Config, world_size: int, machine: Machine, sequences: int) -> Iterator[Change]:
     """Yield combinations of degrees, local batch size, checkpointing, schedule and fsdp_communication at `sequences` per step,
     with tensor parallelism inside a node. Some are refused when they are laid out."""
-    flavor = shape_of(config.model)
+    flavor, compression = shape_of(config.model), config.parallelism.replicate_compression
     contexts = {1, config.parallelism.context_parallel_degree}
     if config.training.seq_len >= LONG:
         contexts |= {2, 4, 8, 16}
@@ -142,6 +143,7 @@ def space(config: Config, world_size: int, machine: Machine, sequences: int) -> 
                         "parallelism.pipeline_parallel_schedule": schedule,
                         "parallelism.fsdp_communication": when,
                         "compile.bucketing": config.compile.bucketing,
+                        "parallelism.replicate_compression": compression if shard < dp else "none",
                     }
 
 
@@ -226,7 +228,7 @@ def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
     step = layout.accumulation * slowest * (m + (pp - 1) / stages_a_rank)
     if once:
         step += largest / block * (gather + reduce)
-    return step, most + layout.owner_bytes(config) + outside_of_tensors(layout)
+    return step, most + layout.owner_bytes(config) + 2 * error_bytes(config, layout) + outside_of_tensors(layout)
 
 
 def why_lost(plan: Plan, best: Plan) -> str:
