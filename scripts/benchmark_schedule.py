@@ -60,7 +60,8 @@ from benchmark_fsdp import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_lite.compiler.hardware import Machine, load_machine
+from titan_lite.compiler.hardware import Machine
+from titan_lite.compiler.profiles import load_machine
 from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import CompileError, check_backend, compile_model
@@ -210,7 +211,7 @@ def measure(arguments: argparse.Namespace) -> None:
         machine = world.receive()[0]
         world.end()
     if machine is None:
-        raise ConfigError(f"{torch.cuda.get_device_name()} has no profile in titan_lite/compiler/hardware.py, which prices need")
+        raise ConfigError(f"{torch.cuda.get_device_name()} has no profile in titan_lite/compiler/profiles.py, which prices need")
     variants: dict[str, Variant] = {"fsdp2-compiled": (fsdp2, dict(backend="inductor"))}
     for backend in arguments.backends:
         for mode in arguments.modes:

@@ -33,7 +33,8 @@ import torch
 import torch.distributed as dist
 from benchmark_fsdp import peak_memory, start_world
 
-from titan_lite.compiler.hardware import Machine, machine_from
+from titan_lite.compiler.hardware import Machine
+from titan_lite.compiler.profiles import machine_from
 from titan_lite.config.recipe import load_config
 from titan_lite.plan.command import lay_out
 from titan_lite.plan.measure import Shapes, calibrated, find_machine, measure

@@ -4,7 +4,7 @@
     python scripts/compare_published.py --rows 8B             # those whose name has this in it
 
 No constant is fitted to a row. A machine is its datasheet; that of the TorchTitan rows is H100 with 96 GB of HBM2e at 2.4 TB/s,
-limited to 500 W. Efficiencies are those of compiler/hardware.py for all rows. What a row has that a plan has not (asynchronous
+limited to 500 W. Efficiencies are those of compiler/profiles.py for all rows. What a row has that a plan has not (asynchronous
 tensor parallelism) stands beside it: such a row is not scored.
 
     tok/s      a second and GPU: planned (slow to fast), published, stated / published
@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_lite.compiler.hardware import GIB, Machine, load_machine, machine_from
+from titan_lite.compiler.hardware import GIB, Machine
+from titan_lite.compiler.profiles import load_machine, machine_from
 from titan_lite.config import ConfigError
 from titan_lite.config.recipe import load_config
 from titan_lite.models.llama3 import flops_per_token

@@ -41,7 +41,7 @@ from wrapper_code import Replay, triton_kernels
 
 from titan_lite.compiler import stage as compiler_stage
 from titan_lite.compiler.collectives import aten, collectives, start_of
-from titan_lite.compiler.hardware import load_machine
+from titan_lite.compiler.profiles import load_machine
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import FUSED_PRODUCTS
 from titan_lite.config.recipe import load_config

@@ -20,7 +20,7 @@ from titan_lite.attention import check_kernel
 from titan_lite.checkpoint.resume import Difference, compare, explain, git_revision, position, refuse
 from titan_lite.checkpoint.saving import Checkpointer
 from titan_lite.checkpoint.weights import check_fit, open_weights
-from titan_lite.compiler.hardware import PROFILES, profile_of
+from titan_lite.compiler.profiles import PROFILES, profile_of
 from titan_lite.compiler.stage import check_backend
 from titan_lite.config import KEYS, Compile, Config, ConfigError, flatten
 from titan_lite.data.dataset import fingerprint

@@ -69,7 +69,7 @@ def _seconds(machine: str, layout: "Layout", computed: int, summed: int) -> tupl
     """
     inside, card, per_node = LINKS
     if machine:
-        from titan_lite.compiler.hardware import load_machine
+        from titan_lite.compiler.profiles import load_machine
 
         known = load_machine(machine)
         inside, card, per_node = known.intra_node.bandwidth, known.inter_node.bandwidth, known.ranks_per_node

@@ -112,20 +112,24 @@ def check_compression(config: Config, layout: "Layout") -> None:
 def sent_between_copies(config: Config, layout: "Layout") -> dict[str, tuple[int, int]]:
     """Return (numbers of the shard, numbers of its factors or 0 if it travels as it is) of a rank's parameters, by FQN."""
     from titan_lite.distributed.powersgd import as_matrix
-    from titan_lite.distributed.tensor_parallel import weight_dim
 
     found, rank = {}, config.parallelism.replicate_rank
-    shards = layout.degrees["dp_shard"] * layout.degrees["cp"]
     for fqn, sizes in layout.shapes_of_rank.items():
-        split = weight_dim(fqn.removesuffix(".weight"))
-        rows, *others = (-(-size // layout.degrees["tp"]) if dim == split else size for dim, size in enumerate(sizes))
-        if layout.by_columns and fqn == "tok_embeddings.weight":
-            others = [others[0] // shards]
-        else:
-            rows = -(-rows // shards)
+        rows, *others = largest_shard(layout, fqn, sizes)
         matrix = as_matrix(rows, others, rank)
         found[fqn] = rows * math.prod(others), rank * sum(matrix) if matrix else 0
     return found
+
+
+def largest_shard(layout: "Layout", fqn: str, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the largest part of a parameter of these `sizes` that a rank has."""
+    from titan_lite.distributed.tensor_parallel import weight_dim
+
+    shards, split = layout.degrees["dp_shard"] * layout.degrees["cp"], weight_dim(fqn.removesuffix(".weight"))
+    rows, *others = (-(-size // layout.degrees["tp"]) if dim == split else size for dim, size in enumerate(sizes))
+    if layout.by_columns and fqn == "tok_embeddings.weight":
+        return rows, others[0] // shards
+    return -(-rows // shards), *others
 
 
 def error_bytes(config: Config, layout: "Layout") -> int:
@@ -165,7 +169,7 @@ def check_schedule(config: Config, layout: "Layout") -> None:
     """Raise ConfigError if the compile stage cannot bucket as the recipe says."""
     stage = config.compile
     if stage.machine:
-        from titan_lite.compiler.hardware import load_machine
+        from titan_lite.compiler.profiles import load_machine
 
         load_machine(stage.machine)
     if not stage.compiles("model"):

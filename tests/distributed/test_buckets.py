@@ -9,7 +9,7 @@ from parity import batch, build, counted, make_mesh, my_microbatches, step
 from ranks import run_ranks
 from tiny import HEADS
 
-from titan_lite.compiler.hardware import load_machine
+from titan_lite.compiler.profiles import load_machine
 
 CONFIG = replace(HEADS, n_layers=3)
 LAYOUTS = {"FSDP-2": (1, 2, 1), "FSDP-4": (1, 4, 1), "HSDP-2x2": (2, 2, 1), "DDP-2": (2, 1, 1), "dp2tp2": (1, 2, 2)}

@@ -12,7 +12,7 @@ from parity import batch, build, gradients, make_mesh, my_microbatches, step
 from ranks import run_ranks
 
 from titan_lite import float8
-from titan_lite.compiler.hardware import PROFILES
+from titan_lite.compiler.profiles import PROFILES
 from titan_lite.config import Float8
 from titan_lite.distributed import scales, tensor_parallel
 from titan_lite.distributed.accumulation import gathered_for_step

@@ -68,12 +68,17 @@ def whole(tmp_path_factory):
     return folder, train(folder, *BFLOAT16)
 
 
+def copy_at_step_2(folder, copied):
+    """Copy a run of four steps, which then goes on from its second."""
+    shutil.copytree(folder, copied, dirs_exist_ok=True)
+    shutil.rmtree(copied / "checkpoint/step-4")
+    (copied / "metrics.jsonl").unlink()
+    return copied
+
+
 @pytest.fixture
 def at_step_2(whole, tmp_path):
-    shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
-    shutil.rmtree(tmp_path / "checkpoint/step-4")
-    (tmp_path / "metrics.jsonl").unlink()
-    return tmp_path
+    return copy_at_step_2(whole[0], tmp_path)
 
 
 def test_a_run_in_bfloat16_resumes_to_the_bit(whole, at_step_2):

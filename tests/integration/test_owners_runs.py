@@ -1,12 +1,11 @@
 """Runs with Muon and Shampoo: on every layout that of one process, resumed to the bit, and between optimizers in words."""
 
 import dataclasses
-import shutil
 
 import pytest
 import torch
 from ranks import run_ranks
-from test_optimizer_state import losses, same, trained
+from test_optimizer_state import copy_at_step_2, losses, same, trained
 from tiny import DEBUG, DEBUG_TOKENIZER, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, SMALL, steps
 
 from titan_lite.check import check
@@ -84,10 +83,7 @@ def whole(request, tmp_path_factory):
 
 @pytest.fixture
 def at_step_2(whole, tmp_path):
-    shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
-    shutil.rmtree(tmp_path / "checkpoint/step-4")
-    (tmp_path / "metrics.jsonl").unlink()
-    return tmp_path
+    return copy_at_step_2(whole[0], tmp_path)
 
 
 def test_a_run_resumes_to_the_bit(whole, at_step_2):

@@ -1,7 +1,6 @@
 """Runs with PowerSGD between copies: equal copies and the bytes of the paper on every layout, resumed to the bit, refused."""
 
 import re
-import shutil
 from collections import Counter
 from unittest import mock
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_optimizer_state import losses, trained
+from test_optimizer_state import copy_at_step_2, losses, trained
 from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, SMALL, every, steps
 
 from titan_lite.config import ConfigError
@@ -119,10 +118,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def at_step_2(saved, tmp_path):
-    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
-    shutil.rmtree(tmp_path / "checkpoint/step-4")
-    (tmp_path / "metrics.jsonl").unlink()
-    return tmp_path
+    return copy_at_step_2(saved[0], tmp_path)
 
 
 DROPPED = "gradients between copies: errors and factors begin anew"

@@ -24,7 +24,7 @@ from titan_lite import manifest
 from titan_lite.checkpoint.resume import compare, explain, position, refuse
 from titan_lite.checkpoint.saving import Checkpointer
 from titan_lite.checkpoint.weights import open_weights
-from titan_lite.compiler.hardware import load_machine
+from titan_lite.compiler.profiles import load_machine
 from titan_lite.config import Checkpoint, ConfigError, Data
 from titan_lite.config.recipe import load_config, to_toml
 from titan_lite.convert import write_step

@@ -234,7 +234,7 @@ class Compile:
     machine: str = setting(
         "",
         "cost model of communication and computation: a profile (A100, H100, H100 PCIe, H100 NVL, H200, H200 NVL, B200, MI300X) "
-        "or the path of a .toml file (compiler/hardware.py), on a CPU also the peak for MFU; empty: this GPU's profile, or "
+        "or the path of a .toml file (compiler/profiles.py), on a CPU also the peak for MFU; empty: this GPU's profile, or "
         "measurements of this CPU",
         "name or path",
         path=".toml",

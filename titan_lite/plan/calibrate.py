@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from titan_lite.compiler.hardware import GIB, Machine, machine_from
+from titan_lite.compiler.hardware import GIB, Machine
+from titan_lite.compiler.profiles import machine_from
 from titan_lite.config import Config, ConfigError
 from titan_lite.config.recipe import load_config
 from titan_lite.outside import NO_OTHER, OBJECT, POSITIVE, SIZE, WORD, Damaged, optional, read_json

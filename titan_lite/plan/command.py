@@ -145,7 +145,7 @@ def lay_out(config: Config, world_size: int, memory: float = math.inf) -> Any:
 
 def find_hardware(name: str, written: str) -> Any:
     """Return a profile, by its name in upper or lower case, or that of a file. written: the user's words, for errors."""
-    from titan_lite.compiler.hardware import PROFILES, load_machine
+    from titan_lite.compiler.profiles import PROFILES, load_machine
 
     return load_machine(next((known for known in PROFILES if known.casefold() == name.casefold()), name), written)
 

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_lite.compiler.collectives import all_gather_single
-from titan_lite.compiler.hardware import GB, GIB, Link, Machine, load_machine, profile_of
+from titan_lite.compiler.hardware import GB, GIB, Link, Machine
+from titan_lite.compiler.profiles import load_machine, profile_of
 from titan_lite.config.toml import in_toml
 from titan_lite.models.llama3 import ModelConfig
 from titan_lite.ranks import usable_cores

@@ -34,10 +34,8 @@ def owned_matrices(layout: PlannedLayout, machine: Machine) -> Owned:
         return Owned()
     ranks, copies = range(layout.world_size // layout.degrees["pp"]), layout.degrees["dp_replicate"]
     of_copy = ranks[: len(ranks) // copies]
-    speed, device = (
-        machine.flops(getattr(torch, kind.dtype(config))) * machine.matmul_efficiency,
-        "cuda" if machine.multiprocessors else "cpu",
-    )
+    speed = machine.flops(getattr(torch, kind.dtype(config))) * machine.matmul_efficiency
+    device = "cuda" if machine.multiprocessors else "cpu"
     computes, sent, across = list[float](), 0.0, 0.0
     goes, returns = list[float](), list[float]()
     for bucket in owned(config, layout.shapes_of_rank, layout.model.head_dim, len(ranks)):

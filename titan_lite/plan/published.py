@@ -4,7 +4,8 @@
 exactly are here; the script's table has the differences of the others (stages, compilation).
 """
 
-from titan_lite.compiler.hardware import PROFILES, Machine
+from titan_lite.compiler.hardware import Machine
+from titan_lite.compiler.profiles import PROFILES
 from titan_lite.config import Compile
 
 # name in scripts/compare_published.py -> (compilation or float8, nominal planned tokens per second / published)

@@ -7,7 +7,7 @@
 All degrees but that of FSDP stay, as do the local batch and the number of local batches in a step (weak scaling). A figure is
 from the plan, measured by scripts/measure_scale.py, published, or assumed; the table names those that are not from the plan.
 
-    step       the plan's, with longer rings for FSDP and fewer numbers to update, on the slowest of N ranks
+    step       the plan's, with longer rings for FSDP, fewer numbers to update and more owners, on the slowest of N ranks
     start      one store serves all ranks, and every rank reads the index of all tensors of a step: both grow with N
     saves      the bytes that a rank writes fall with N; the index, which the first rank writes, grows until each part is one row
     failures   a device fails as often as in Llama 3's run, independently of others, and each failure stops the run
@@ -18,14 +18,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from titan_lite.compiler.hardware import GB, Machine
 from titan_lite.config import ConfigError
+from titan_lite.distributed.powersgd import as_matrix
 from titan_lite.layout import SIZES, itemsizes
-from titan_lite.layout_checks import error_bytes
-from titan_lite.models.llama3 import Transformer
+from titan_lite.layout_checks import error_bytes, largest_shard, on_meta_device
 from titan_lite.optimizer.state import OF_MATRIX, is_matrix, share_of_matrices
+from titan_lite.plan.owned import owned_matrices
 from titan_lite.plan.progress import rounded
 from titan_lite.plan.simulate import DEVIATION, slowest_of
 from titan_lite.plan.summary import Plan
@@ -160,7 +159,8 @@ def at_scale(layout: PlannedLayout, ranks: int) -> PlannedLayout:
     if ranks < others:
         product = " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items() if degree > 1 and axis != "dp_shard")
         raise ConfigError(f"--scale starts at {RANKS[0]} ranks, and {product} needs {others}; use lower degrees")
-    return dataclasses.replace(layout, degrees={**layout.degrees, "dp_shard": ranks // others})
+    degrees = {**layout.degrees, "dp_shard": ranks // others}
+    return dataclasses.replace(layout, degrees=degrees, by_columns=False)  # there may be fewer columns than ranks
 
 
 def check_scale(layout: PlannedLayout) -> None:
@@ -171,13 +171,18 @@ def check_scale(layout: PlannedLayout) -> None:
 
 
 def step_seconds(plan: Plan, layout: PlannedLayout) -> float:
-    """Return the mean step of a plan with another number of FSDP ranks. What the longer rings add is not hidden."""
+    """Return the mean step of a plan with another number of FSDP ranks. What the longer rings add is not hidden.
+
+    The sums of gradients over copies, and PowerSGD's products, stay those of the plan's shards.
+    """
     stated, machine, degrees = plan.steps[0], plan.machine, plan.layout.degrees
     before, after = shards(plan.layout), shards(layout)
     seconds = stated.seconds - stated.parts.get("exposed.slowest", 0.0)
     if not machine.multiprocessors:  # figures that a run measured are those of its slowest rank
         seconds /= slowest_of(plan.layout.world_size)
     seconds -= sum(stated.parts.get(part, 0.0) for part in ("optimizer", "offload", "exposed.link")) * (1 - before / after)
+    few, many = (owned_matrices(each, machine) for each in (plan.layout, layout))
+    seconds += many.computing + many.waiting - few.computing - few.waiting
     modules = max(len(layout.pipeline.modules[stage]) for stage in range(len(layout.pipeline.modules)))
     rounds = 1 if layout.gathers_once else layout.microbatches
     count = (2 if layout.gathers_once else 3) * modules * rounds  # gathered for forward and backward, and reduced
@@ -197,17 +202,17 @@ def shards(layout: PlannedLayout) -> int:
 def parts_of(layout: PlannedLayout) -> int:
     """Return the number of parts of tensors in a checkpoint.
 
-    FSDP shards rows, tensor parallelism rows or columns. Its moments have as many parts, and there is a count of steps.
+    Moments have as many parts as their parameter, and it has a count of steps. PowerSGD's errors have them for each copy.
     """
-    with torch.device("meta"):
-        model = Transformer(dataclasses.replace(layout.model, max_seq_len=1))
+    parallelism = layout.config.parallelism
     found = 0
-    for fqn, parameter in model.named_parameters():
-        shape = parameter.shape
-        tp = layout.degrees["tp"] if len(shape) > 1 else 1
-        rows = shape[0] if fqn.split(".")[-2] in ("wo", "w2") else math.ceil(shape[0] / tp)
+    for fqn, parameter in on_meta_device(layout.model).named_parameters():
+        rows, *others = shard = largest_shard(layout, fqn, parameter.shape)
+        parts = math.prod(math.ceil(size / part) for size, part in zip(parameter.shape, shard, strict=True))
         kind = OF_MATRIX[layout.config.optimizer.name if is_matrix(fqn) else "AdamW"]
-        found += (1 + kind.moments) * tp * math.ceil(rows / math.ceil(rows / shards(layout))) + 1 + len(kind.on_owner)
+        found += (1 + kind.moments) * parts + 1 + len(kind.on_owner)
+        if parallelism.replicate_compression != "none" and as_matrix(rows, others, parallelism.replicate_rank):
+            found += (layout.degrees["dp_replicate"] + 1) * parts  # errors, and one Q for all copies
     return found
 
 

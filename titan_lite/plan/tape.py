@@ -75,10 +75,7 @@ class Weight:
     float8: bool = False  # gathered as float8
     float32: bool = False  # read as float32, whatever mixed_precision_param is
     matrix: bool = False  # within a block, and no norm (optimizer/state.py)
-    factors: tuple[int, int] = (
-        0,
-        0,
-    )  # numbers of P and Q, if its gradient travels so between copies (powersgd.py)
+    factors: tuple[int, int] = (0, 0)  # numbers of P and Q, if its gradient is compressed between copies (powersgd.py)
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,6 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     model = build_stage(layout, mesh, kind, n_layers)
     plans = model_of(model).plans
     compile = dataclasses.replace(config.compile, backend="aot_eager")
-    plain = dataclasses.replace(compile, bucketing="none", reordering=False, defer_products=False, tensor_parallel_chunks=1)
     machines = [machine.attending(config.training.attention_kernel) for machine in machines]
     passes = _Priced.of("model", config.compile, machines, axes)
     loss_passes = _Priced.of("loss", config.compile, machines, axes)
@@ -226,7 +225,9 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
         model(ids if "tok_embeddings" in kind else between, **labels, **documents_for(layout, ids, machines[0]))
         if "output" in kind and not layout.loss_chunk:
             loss = _Loss(build_loss(layout.model.vocab_size, tp.rank, tp.degree, tp.group))
-            compile_model(loss, plain, reshard_after_forward=False, schedule=loss_passes, priced_as=loss_passes.priced_as)
+            compile_model(
+                loss, without_passes(compile), reshard_after_forward=False, schedule=loss_passes, priced_as=loss_passes.priced_as
+            )
             vocabulary = len(own_vocabulary(layout.model.vocab_size, tp.rank, tp.degree))
             logits = torch.zeros(layout.sequences, tokens, vocabulary, dtype=dtype, requires_grad=True)
             loss(logits, torch.zeros(layout.sequences, tokens, dtype=torch.long))
@@ -337,6 +338,10 @@ class _Loss(nn.Module):
         return self.loss_sum(logits, labels)
 
 
+def without_passes(compile: Compile) -> Compile:
+    return dataclasses.replace(compile, bucketing="none", reordering=False, defer_products=False, tensor_parallel_chunks=1)
+
+
 @dataclass
 class _Priced(Schedule):
     """Run the passes, or reorder as eager mode does, and compute the figures of each graph."""
@@ -350,12 +355,7 @@ class _Priced(Schedule):
     @classmethod
     def of(cls, component: str, compile: Compile, machines: Sequence[Machine], axes: Axes) -> "_Priced":
         how = "eager" if not compile.compiles(component) else "inductor" if compile.backend == "inductor" else ""
-        plain = how == "eager" or component == "loss"
-        passes = (
-            dataclasses.replace(compile, bucketing="none", reordering=False, defer_products=False, tensor_parallel_chunks=1)
-            if plain
-            else compile
-        )
+        passes = without_passes(compile) if how == "eager" or component == "loss" else compile
         fused = how == "inductor"
         return cls(passes, machines[0], fused, must_merge=False, machines=machines, axes=axes, priced_as=how)
 

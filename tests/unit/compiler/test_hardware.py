@@ -7,7 +7,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import titan_lite.attention  # noqa: F401 - its operators
-from titan_lite.compiler.hardware import Link, flops_of, load_machine
+from titan_lite.compiler.hardware import Link, flops_of
+from titan_lite.compiler.profiles import load_machine
 from titan_lite.config import ConfigError
 
 H100 = load_machine("H100")

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from titan_lite.compiler.hardware import PROFILES, Machine
+from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.kernels import ATTENTION, attention_share, clock_share, product_seconds
+from titan_lite.compiler.profiles import PROFILES
 
 H100 = PROFILES["H100"]
 # batch, m, n, k, TFLOP/s in bfloat16 (openxla/xla, xla/service/gpu/model/matmul_interpolator_data.h, sm_90): those of the fit

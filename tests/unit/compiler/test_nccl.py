@@ -5,9 +5,9 @@ import statistics
 
 import pytest
 
-from titan_lite.compiler.hardware import PROFILES
 from titan_lite.compiler.kernels import product_seconds
 from titan_lite.compiler.nccl import CHANNELS, nccl_seconds
+from titan_lite.compiler.profiles import PROFILES
 
 H100 = PROFILES["H100"]
 # GB of the whole tensor a second, by MiB: powers of two from 1 to 2048 (openxla/xla,

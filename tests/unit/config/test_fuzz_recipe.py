@@ -16,7 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from titan_lite import recipe
-from titan_lite.compiler.hardware import Machine, machine_from
+from titan_lite.compiler.hardware import Machine
+from titan_lite.compiler.profiles import machine_from
 from titan_lite.config import KEYS, SECTIONS, ConfigError, Mistakes
 from titan_lite.config.aliases import _KEYS
 from titan_lite.config.recipe import load_config, to_toml

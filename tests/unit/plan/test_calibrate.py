@@ -10,7 +10,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from titan_lite.compiler.hardware import Link, load_machine
+from titan_lite.compiler.hardware import Link
+from titan_lite.compiler.profiles import load_machine
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.plan.calibrate import PACES, moved, pace_of, paced
 from titan_lite.plan.command import main

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from titan_lite.compiler.hardware import GIB, load_machine
+from titan_lite.compiler.hardware import GIB
+from titan_lite.compiler.profiles import load_machine
 from titan_lite.config import ActivationCheckpoint, Compile, Config, ConfigError, Parallelism, Training
 from titan_lite.distributed.degrees import resolve_degrees
 from titan_lite.distributed.pipeline_plan import PipelinePlan, Timetable

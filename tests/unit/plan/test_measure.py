@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titan_lite.compiler.hardware import load_machine, profile_of
+from titan_lite.compiler.profiles import load_machine, profile_of
 from titan_lite.plan.measure import find_machine, peak_flops
 
 # (name as torch.cuda.get_device_name gives it, bfloat16, float32), in TFLOP/s

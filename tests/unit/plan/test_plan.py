@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_lite.compiler.hardware import GIB, load_machine
+from titan_lite.compiler.hardware import GIB
+from titan_lite.compiler.profiles import load_machine
 from titan_lite.config.recipe import find_recipe, load_config
 from titan_lite.plan.command import lay_out, main, world_size_of
 from titan_lite.plan.search import guess

@@ -4,7 +4,7 @@ import re
 
 from pages import PAGES
 
-from titan_lite.compiler.hardware import PROFILES, machine_from
+from titan_lite.compiler.profiles import PROFILES, machine_from
 from titan_lite.config import Compile
 from titan_lite.plan.published import RATIOS, bias_of
 

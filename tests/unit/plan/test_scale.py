@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_lite.checkpoint import tensor_files
 from titan_lite.config.recipe import load_config
+from titan_lite.layout_checks import on_meta_device
 from titan_lite.models.llama3 import FLAVORS, Transformer
 from titan_lite.plan import scale
 from titan_lite.plan.command import lay_out
@@ -85,6 +86,13 @@ def test_a_step_that_sends_nothing_takes_as_long_on_more_ranks():
     assert scale_of(plan, 16_384).planned_step == pytest.approx(20 - 0.02 * 31 / 32)
 
 
+def test_more_ranks_are_more_owners():
+    muon = [scale_of(planned("--optimizer.name=Muon"), ranks).planned_step for ranks in RANKS[::2]]
+    adamw = [scale_of(planned(), ranks).planned_step for ranks in RANKS[::2]]
+    assert muon[0] == adamw[0]  # the plan's own number of ranks
+    assert muon[1] < adamw[1]
+
+
 def parts_written(world):
     """The parts of the debug model's parameters that all ranks write, and the number of parameters."""
     mesh = init_device_mesh("cpu", (world,))
@@ -100,6 +108,17 @@ def test_the_parts_of_tensors_are_those_that_ranks_write():
     config, _ = load_config(RECIPES / "debug_model.toml", [])
     entries, parameters = run_ranks(2, parts_written, 2)[0]
     assert parts_of(lay_out(config, 2)) == 3 * entries + parameters
+
+
+def test_powersgd_saves_parts_of_each_copy():
+    options = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.replicate_rank=4", "--training.steps=200"]
+    whole, sent = (
+        lay_out(load_config(RECIPES / "debug_model.toml", [*options, f"--parallelism.replicate_compression={way}"])[0], 4)
+        for way in ("none", "powersgd")
+    )
+    # of every matrix, as no factors have more than a quarter of its numbers: the errors of 2 copies and Q, each in 2 parts
+    matrices = sum(len(parameter.shape) == 2 for parameter in on_meta_device(whole.model).parameters())
+    assert parts_of(sent) == parts_of(whole) + 3 * 2 * matrices
 
 
 def test_the_table_has_a_column_for_each_number_of_ranks():

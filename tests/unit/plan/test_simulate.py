@@ -8,7 +8,8 @@ from torch.distributed.pipelining.schedules import _Action
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan_lite.compiler.hardware import Link, load_machine
+from titan_lite.compiler.hardware import Link
+from titan_lite.compiler.profiles import load_machine
 from titan_lite.config import Compile, Config, Optimizer, Parallelism, Training
 from titan_lite.distributed.pipeline_plan import order_of, plan_pipeline, run_order
 from titan_lite.models.llama3 import FLAVORS

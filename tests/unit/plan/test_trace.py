@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from titan_lite.compiler.hardware import load_machine
+from titan_lite.compiler.profiles import load_machine
 from titan_lite.compiler.stage import CompileError
 from titan_lite.config import ActivationCheckpoint, Compile, Config, ConfigError, Parallelism, Training
 from titan_lite.distributed.axes import axis_along
