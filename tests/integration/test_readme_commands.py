@@ -41,6 +41,7 @@ RECIPE = {"RECIPE": "train_configs/debug_model.toml"}
 PLANNED_8B, PLANNED_405B = ({f"train_configs/llama3_{size}.toml": RECIPE["RECIPE"]} for size in ("8b", "405b"))
 META_TOKENIZER = {"Meta-Llama-3/original/tokenizer.model": "assets/tokenizer/debug.model"}
 PLAN = "--hardware h100 --world-size 8 --training.global_batch_size=64"
+EAGER = "--rounds 1 --steps 1 --variants fsdp2-eager simple-eager-chunked"
 HERE = {
     "scripts/test.sh": Run("pytest 9", "--version"),
     "scripts/test.sh tests/unit --messages all.txt": Run("tests collected", "--collect-only --quiet"),
@@ -129,6 +130,9 @@ HERE = {
     "python scripts/benchmark_schedule.py measure --models debug": Run(
         "fsdp2-compiled", "--rounds 1 --steps 1 --modes block --backends aot_eager"
     ),
+    "python scripts/benchmark_fsdp.py --models debug": Run("simple-eager-chunked", EAGER),
+    "python scripts/benchmark_fsdp.py --models larger --steps 3": Run("simple-eager-chunked", EAGER),
+    "python scripts/benchmark_fsdp.py --models larger --batch-size 4 --world-size 1": Run("simple-eager-chunked", EAGER),
     "python scripts/compare_measured.py": Run("FSDP 4", "--layouts 'FSDP 4' --rounds 1 --steps 1"),
     "python scripts/compare_precision.py --whole --steps 600": Run("bfloat16 | float32", "--steps 2 --seeds 1 --ways bfloat16"),
     "python scripts/compare_precision.py": Run("rowwise_with_gw_hp | float32", "--steps 4 --seeds 1"),
