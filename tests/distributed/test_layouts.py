@@ -42,19 +42,19 @@ ZBV, INTERLEAVED, GPIPE = schedule("ZBVZeroBubble"), schedule("Interleaved1F1B")
 QUICK = [  # of every kind and of every two kinds one, and every schedule
     ("pp=2", GPIPE),
     ("pp=2", ZBV),
-    ("pp=2", [*INTERLEAVED, *SELECTIVE, *EVERY_TIME]),
     ("cp=2", [*SELECTIVE, *MASKED]),
-    ("pp=2,tp=2", CHUNKED),
     ("dp_shard=2", [*COMPILED, *EVERY_TIME, *CHUNKED]),
     ("dp_shard=2,pp=2", FULL),
-    ("pp=2,tp=2", [*INTERLEAVED, *SECOND, *MASKED]),
+    ("pp=2,tp=2", [*INTERLEAVED, *SECOND, *MASKED, *CHUNKED]),
     ("cp=2", [*COLUMNS, *EVERY_TIME]),
-    ("dp_shard=2,pp=2", [*COLUMNS, *ZBV]),
 ]
 LAYOUTS = ["tp=2", "tp=4", "cp=2", "cp=4", "dp_shard=2,tp=2", "dp_shard=2,cp=2", "dp_replicate=2,dp_shard=2,tp=2", "cp=2,tp=2"]
 LAYOUTS += ["dp_replicate=2", "dp_replicate=2,dp_shard=2"]
 PIPELINES = ["pp=2", "dp_shard=2,pp=2", "pp=2,tp=2", "pp=2,dp_shard=2,tp=2", "pp=4", "pp=2,cp=2", "dp_replicate=2,pp=2"]
 SLOW = [
+    ("pp=2", [*INTERLEAVED, *SELECTIVE, *EVERY_TIME]),
+    ("pp=2,tp=2", CHUNKED),
+    ("dp_shard=2,pp=2", [*COLUMNS, *ZBV]),
     *((layout, COLUMNS) for layout in ("dp_shard=2,tp=2", "dp_shard=2,cp=2", "dp_replicate=2,dp_shard=2", "dp_shard=2,pp=2")),
     *((layout, [*COLUMNS, *COMPILED, *EVERY_TIME]) for layout in ("dp_shard=2,tp=2", "dp_shard=2,pp=2", "dp_shard=4")),
     *(("dp_shard=2,pp=2", [*COLUMNS, *EVERY_TIME, *name]) for name in (INTERLEAVED, ZBV)),
@@ -118,7 +118,8 @@ def as_on_gpus(trainer):
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        ("pp=2,tp=2", [*INTERLEAVED, *SELECTIVE]),
+        ("pp=2", [*INTERLEAVED, *SELECTIVE]),
+        pytest.param("pp=2,tp=2", [*INTERLEAVED, *SELECTIVE], marks=pytest.mark.slow),
         pytest.param("dp_shard=2", [*COMPILED, *SELECTIVE], marks=pytest.mark.slow),
         pytest.param("pp=2", ZBV, marks=pytest.mark.slow),
     ],

@@ -68,7 +68,9 @@ def test_the_first_module_that_is_wrong_is_named(capfd):
     assert re.search(r"  layers\.2\.feed_forward +DIFFERS$", line)
 
 
-@pytest.mark.parametrize(("prepare", "verdict"), [(None, "agrees"), (one_gradient_is_not_reduced, "DIFFERS")])
+@pytest.mark.parametrize(
+    ("prepare", "verdict"), [(None, "agrees"), pytest.param(one_gradient_is_not_reduced, "DIFFERS", marks=pytest.mark.slow)]
+)
 def test_float8_has_a_reference_and_tolerances_of_its_own(prepare, verdict, capfd):
     assert verified(prepare, "--float8.enable", "--float8.all_gather") == (verdict == "agrees")
     out = capfd.readouterr().out
