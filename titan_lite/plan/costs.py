@@ -30,7 +30,8 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figur
     compute                      seconds of all operators except collectives, slower beside those of parameters
     exposed.host                 seconds in which the device waits for the host
     exposed.link                 seconds of copies from host memory, on the stream that computes
-    communication.A, exposed.A   seconds of the collectives along axis A; the part of them in which nothing computes
+    communication.A, exposed.A   seconds of the collectives along axis A; the part of them in which nothing computes; all of them
+                                 on a CPU, whose cores the transport takes
     bytes.A, across.A            bytes that a rank sends along A; the part to another node, averaged over its ranks
     matmul, attention            floating-point operations
     """
@@ -49,10 +50,11 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figur
             result["matmul"] += matmul
             result["attention"] += attention
             continue
-        held_up, ranks = next(spans).exposed, tuple(ranks_of(node))
+        span, ranks = next(spans), tuple(ranks_of(node))
         if len(ranks) > 1:
+            exposed = span.seconds if machine.is_cpu else span.exposed
             axis = axis_along(ranks, axes, bool(parameters_of(node)))
-            _add_collective(result, axis, kind_of(node), collective_bytes(node), ranks, machine, held_up, tensors_of(node))
+            _add_collective(result, axis, kind_of(node), collective_bytes(node), ranks, machine, exposed, tensors_of(node))
     return dict(result)
 
 
@@ -99,7 +101,8 @@ def round_figures(plans: Plans, machine: Machine, axes: Axes, under: Mapping[str
     ):
         figures: Figures = defaultdict(float)
         copied = 0.0
-        spare = {block: under.get(phase, 0.0) * size / sum(sizes.values()) for block, size in before.items()}
+        beside = 0.0 if machine.is_cpu else under.get(phase, 0.0)
+        spare = {block: beside * size / sum(sizes.values()) for block, size in before.items()}
         for _, bucket in buckets:
             one, block = bucket.as_one, block_of(bucket.plans[0].fqn, last)
             nbytes = one.rows * (one.gather_dtype if what == "gather" else one.reduce_dtype).itemsize

@@ -156,7 +156,7 @@ class Replay:
             neighbours = (number > 0) + (number < len(self.layout.pipeline.modules) - 1)
             for _ in range(neighbours * self.layout.pipeline.microbatches):
                 self.make("received by the pipeline", stage.between)
-        if not machine.name.startswith("CPU"):
+        if not machine.is_cpu:
             for _ in range(THREADS):
                 self.make("workspaces of cuBLAS", HOPPER_WORKSPACE if machine.name.startswith("H") else WORKSPACE)
 

@@ -312,7 +312,8 @@ def documents_for(layout: PlannedLayout, ids: Tensor, machine: Machine) -> dict[
     """Return a stage's arguments for the documents in `ids` on such a machine, with training.mask_documents."""
     if not layout.config.training.mask_documents:
         return {}
-    dtype, kernel = getattr(torch, layout.config.training.mixed_precision_param), not machine.name.startswith(("CPU", "MI"))
+    dtype = getattr(torch, layout.config.training.mixed_precision_param)
+    kernel = not machine.is_cpu and not machine.name.startswith("MI")
     if kernel and layout.degrees["cp"] == 1 and fits_flash(dtype, layout.model.head_dim):
         return {"begins": ids, "counts": torch.zeros(layout.sequences, 2, dtype=torch.long)}
     return {"begins": ids}
