@@ -108,7 +108,8 @@ def compile_model(
     else:
         backend = _aot_eager(reshard, compiling, priced_as)
 
-    model.compile(backend=_with_backward(backend, memory_budget), fullgraph=True)
+    # Stages of a pipeline share code. With static shapes, inputs of other sizes are compiled anew, and not for any size.
+    model.compile(backend=_with_backward(backend, memory_budget), fullgraph=True, dynamic=False)
     assert model._compiled_call_impl is not None
     model._compiled_call_impl = _with_errors(model._compiled_call_impl, config, "model")
 
