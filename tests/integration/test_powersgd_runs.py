@@ -25,7 +25,7 @@ POWERSGD += ["--parallelism.replicate_uncompressed_steps=1"]
 DDP = ["--parallelism.data_parallel_replicate_degree=2"]
 
 
-def counted_run(folder, options, count=10):
+def counted_run(folder, options, count=10, late=False):
     """(losses, {FQN: this rank's part of the state}, [bytes of each all-reduce of gradients between copies], its last step's)"""
     sent, all_reduce = [], dist.all_reduce
 
@@ -34,14 +34,16 @@ def counted_run(folder, options, count=10):
             sent.append(tensor.nbytes)
         return all_reduce(tensor, *args, async_op=async_op, **kwargs)
 
+    if late:  # in this process: backward does not start the sums
+        powersgd.PowerSGD._add = lambda self, parameter: None
     with mock.patch.object(powersgd.dist, "all_reduce", noted):
         options = [*steps(count, schedule=10), *TINY, *options, "--training.compare_copies_freq=1"]
         log, tensors = trained(folder, options)
     return log, tensors, sent
 
 
-def train(folder, *options, ranks=2, count=10):
-    found = run_ranks(ranks, counted_run, folder, [*NO_CHECKPOINT, *options], count, init=False)
+def train(folder, *options, ranks=2, count=10, late=False):
+    found = run_ranks(ranks, counted_run, folder, [*NO_CHECKPOINT, *options], count, late, init=False)
     return found, losses(folder)
 
 
@@ -90,8 +92,8 @@ def test_copies_stay_equal_for_ten_steps_and_send_what_the_paper_says(layout, tm
     if stages == 1:
         whole, blocks = expected_bytes([*options, *POWERSGD], ranks)
         sent = found[0][2][-1 - 2 * len(blocks) :]
-        assert sent[0] == whole
-        assert sum(sent[1:]) == sum(blocks.values())
+        assert sent[-2] == whole
+        assert sum(sent) == whole + sum(blocks.values())
         assert f"{sum(sent):,} bytes a step instead of" in found[0][0]
 
 
@@ -105,6 +107,26 @@ def test_microbatches_send_once(tmp_path):
     assert len(counts["step"][0]) == len(blocks) + 2 * (1 + 2 * len(blocks))  # a step as it is, then two as factors
     assert counts["step"][0] == counts["microbatch"][0]
     assert counts["step"][1] == pytest.approx(counts["microbatch"][1], rel=1e-5)
+
+
+ZERO_BUBBLE = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]
+ZERO_BUBBLE += ["--model.n_layers=6", "--parallelism.fsdp_communication=microbatch"]
+IN_BACKWARD = {name: LAYOUTS[name] for name in ("HSDP x TP", "DDP x PP")} | {"zero bubble": (4, [*DDP, *ZERO_BUBBLE])}
+IN_BACKWARD |= {"accumulation": (2, [*DDP, "--training.local_batch_size=1", "--parallelism.fsdp_communication=microbatch"])}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", IN_BACKWARD)
+def test_sums_in_backward_are_those_after_it_to_the_bit(layout, tmp_path):
+    ranks, options = IN_BACKWARD[layout]
+    (early, losses_early), (late, losses_late) = (
+        train(tmp_path / str(late), *options, *POWERSGD, ranks=ranks, count=4, late=late) for late in (False, True)
+    )
+    assert losses_early == losses_late
+    for (_, tensors, sent), (_, expected, _) in zip(early, late, strict=True):
+        assert sent
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
 
 
 # Resuming
