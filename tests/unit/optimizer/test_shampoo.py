@@ -171,7 +171,7 @@ def test_every_root_has_one_turn_in_a_period_after_the_step_that_computes_them_a
         assert max(map(len, period)) < len(every) / 3
 
 
-@pytest.mark.parametrize(("ranks", "most"), [(8, 1.05), (64, 1.15)])
+@pytest.mark.parametrize(("ranks", "most"), [(8, 1.05), (64, 1.16)])
 def test_owners_of_8b_have_alike_roots_in_every_step(ranks, most):
     """The busiest owner in its busiest step, beside the mean of all."""
     config, model = Optimizer("Shampoo"), FLAVORS["8B"]
