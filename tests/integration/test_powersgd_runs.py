@@ -14,6 +14,7 @@ from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, SMA
 from titan_lite.config import ConfigError
 from titan_lite.config.recipe import load_config
 from titan_lite.distributed import powersgd
+from titan_lite.distributed.powersgd import PowerSGD
 from titan_lite.layout import make_layout
 from titan_lite.layout_checks import sent_between_copies
 from titan_lite.verify import parse_layout, twin
@@ -25,7 +26,7 @@ POWERSGD += ["--parallelism.replicate_uncompressed_steps=1"]
 DDP = ["--parallelism.data_parallel_replicate_degree=2"]
 
 
-def counted_run(folder, options, count=10, late=False):
+def counted_run(folder, options, count=10):
     """(losses, {FQN: this rank's part of the state}, [bytes of each all-reduce of gradients between copies], its last step's)"""
     sent, all_reduce = [], dist.all_reduce
 
@@ -34,16 +35,14 @@ def counted_run(folder, options, count=10, late=False):
             sent.append(tensor.nbytes)
         return all_reduce(tensor, *args, async_op=async_op, **kwargs)
 
-    if late:  # in this process: backward does not start the sums
-        powersgd.PowerSGD._add = lambda self, parameter: None
     with mock.patch.object(powersgd.dist, "all_reduce", noted):
         options = [*steps(count, schedule=10), *TINY, *options, "--training.compare_copies_freq=1"]
         log, tensors = trained(folder, options)
     return log, tensors, sent
 
 
-def train(folder, *options, ranks=2, count=10, late=False):
-    found = run_ranks(ranks, counted_run, folder, [*NO_CHECKPOINT, *options], count, late, init=False)
+def train(folder, *options, ranks=2, count=10):
+    found = run_ranks(ranks, counted_run, folder, [*NO_CHECKPOINT, *options], count, init=False)
     return found, losses(folder)
 
 
@@ -115,16 +114,30 @@ IN_BACKWARD = {name: LAYOUTS[name] for name in ("HSDP x TP", "DDP x PP")} | {"ze
 IN_BACKWARD |= {"accumulation": (2, [*DDP, "--training.local_batch_size=1", "--parallelism.fsdp_communication=microbatch"])}
 
 
+def run_in_backward(folder, options, late):
+    """(state, sums that are left after the backwards of each step)"""
+    left, reduce = [], PowerSGD.reduce
+
+    def noted(self, step):
+        left.append(len(self.waiting))
+        reduce(self, step)
+
+    with mock.patch.object(PowerSGD, "reduce", noted), mock.patch.object(PowerSGD, "_add", nothing if late else PowerSGD._add):
+        return counted_run(folder, [*NO_CHECKPOINT, *POWERSGD, *options], 4)[1], left
+
+
+def nothing(self, parameter):
+    pass
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", IN_BACKWARD)
 def test_sums_in_backward_are_those_after_it_to_the_bit(layout, tmp_path):
     ranks, options = IN_BACKWARD[layout]
-    (early, losses_early), (late, losses_late) = (
-        train(tmp_path / str(late), *options, *POWERSGD, ranks=ranks, count=4, late=late) for late in (False, True)
-    )
-    assert losses_early == losses_late
-    for (_, tensors, sent), (_, expected, _) in zip(early, late, strict=True):
-        assert sent
+    early, late = (run_ranks(ranks, run_in_backward, tmp_path / str(late), options, late, init=False) for late in (False, True))
+    assert losses(tmp_path / "False") == losses(tmp_path / "True")
+    for (tensors, left), (expected, all_left) in zip(early, late, strict=True):
+        assert all(now < later for now, later in zip(left, all_left, strict=True))
         assert tensors.keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
 
