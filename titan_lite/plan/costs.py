@@ -153,9 +153,9 @@ def copies_figures(plans: Plans, machine: Machine, axes: Axes, parallelism: Para
     arriving = 2 if any(plan.shard_degree > 1 for plan in plans.values()) else 1  # blocks from its own until its gradients arrive
     add = functools.partial(_add_collective, figures, axis_along(ranks, axes, True), "all_reduce", ranks=ranks, machine=machine)
     for place, block in enumerate(reversed(shares)):
-        for at, numbers in enumerate(zip(*blocks[block], strict=True), place + arriving):
-            seconds = machine.collective("all_reduce", 4.0 * sum(numbers), ranks)
-            add(4.0 * sum(numbers), exposed=max(0.0, seconds - spare[at]))
+        for at, sizes in enumerate(zip(*blocks[block], strict=True), place + arriving):  # of P, then of Q
+            seconds = machine.collective("all_reduce", 4.0 * sum(sizes), ranks)
+            add(4.0 * sum(sizes), exposed=max(0.0, seconds - spare[at]))
             spare[at] = max(0.0, spare[at] - seconds)
     if whole:
         add(whole)
