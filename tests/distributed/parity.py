@@ -61,11 +61,13 @@ def build(
     offload="none",
     dtype="float32",
     by_columns=False,
+    powersgd=0,
 ):
     """The model as the trainer builds it, without a recipe. compiled: a backend; receipts: a list that gets the schedule's;
-    chunk: tokens whose loss is computed at a time."""
+    chunk: tokens whose loss is computed at a time; powersgd: columns of factors between copies, whose sums are left out."""
     tp = axis_of(mesh["tp"])
-    parallelism = Parallelism(fsdp_reshard_after_forward="default" if reshard else "never", fsdp_keep_gathered=keep)
+    between = dict(replicate_compression="powersgd", replicate_rank=powersgd) if powersgd else {}
+    parallelism = Parallelism(fsdp_reshard_after_forward="default" if reshard else "never", fsdp_keep_gathered=keep, **between)
     checkpoint = ActivationCheckpoint(mode=checkpointing, memory_budget=0.3)
     (model,) = build_stages(
         functools.partial(Transformer, config),

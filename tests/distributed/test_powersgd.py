@@ -2,18 +2,23 @@
 
 import functools
 import math
+from contextlib import nullcontext
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from parity import make_mesh
+from parity import batch, build, make_mesh, my_microbatches, step
 from ranks import run_ranks
+from tiny import HEADS
 from torch import nn
 
 from titan_lite.config import Parallelism
 from titan_lite.distributed import powersgd
+from titan_lite.distributed.accumulation import gathered_for_step
+from titan_lite.distributed.gather import started_last
 from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.powersgd import PowerSGD, orthogonalize
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, as_shard_of
@@ -188,3 +193,61 @@ def test_ranks_with_fewer_rows_and_without_rows():
     for rank in range(3):
         assert all(torch.equal(found[rank][fqn], found[rank + 3][fqn]) for fqn in found[rank])
     assert found[2]["stacked"].shape == (0, 3, 5)
+
+
+# In backward
+
+
+def three_steps(layout, once, compiled, early):
+    """(gradients and state of three steps of two microbatches; of each step, blocks whose collectives started in backward, and
+    after it)"""
+    with ANY_SIZE():
+        mesh = make_mesh(*layout)
+        model = build(replace(HEADS, n_layers=3), mesh, powersgd=2, compiled=compiled)
+        how = Parallelism(replicate_compression="powersgd", replicate_rank=2, replicate_uncompressed_steps=1)
+        sums, group = PowerSGD([model], how, seed=0), mesh.get_group("dp_replicate").group_name
+        tokens, labels = batch()
+        mine, found, started = my_microbatches(mesh, tokens, labels, count=2), [], []
+
+        def taken():
+            each = [fqns.split() for _, name, fqns in started_last if name == group]
+            started_last.clear()
+            return ["norms" if "norm" in fqns[-1] else fqns[-1].split(".feed")[0] for fqns in each]
+
+        for number in (1, 2, 3):
+            started_last.clear()
+            if early:
+                sums.begin(number, 1 if once else 2)
+            with gathered_for_step(model, 2) if once else nullcontext():
+                step(model, mesh, mine, (labels != -100).sum(), gradient=False)
+            started.append([taken()])
+            sums.reduce(number)
+            started[-1].append(taken())
+            found.append({**gradients(model), **{name: tensor.to_local().clone() for name, tensor in sums.state().items()}})
+            sums.settle(torch.tensor(float(number == 2)))  # the second one is skipped
+            model.zero_grad()
+        return found, started
+
+
+ORDER = ["output.weight", *(f"layers.{number}" for number in (2, 1, 0)), "tok_embeddings.weight", "norms"]
+IN_TURN = [name for now, before in zip([*ORDER, None], [None, *ORDER], strict=True) for name in (now, before) if name][:-1]
+WAYS = {"DDP": ((2, 1), False, None, 11), "HSDP, gathered once": ((2, 2), True, None, 7)}
+SLOW = {"DDP, gathered once": ((2, 1), True, None, 11), "HSDP": ((2, 2), False, None, 7)}
+SLOW |= {"DDP, compiled": ((2, 1), False, "aot_eager", 11)}
+
+
+@pytest.mark.parametrize("way", [*WAYS, *(pytest.param(way, marks=pytest.mark.slow) for way in SLOW)])
+def test_sums_start_in_the_last_backward_in_one_order_and_are_those_after_it_to_the_bit(way):
+    """With FSDP, a gradient arrives when the next block's leaves: the last two blocks go after backward."""
+    *how, count = (WAYS | SLOW)[way]
+    ranks = math.prod(how[0])
+    early, late = (run_ranks(ranks, three_steps, *how, early) for early in (True, False))
+    for (found, started), (expected, at_the_end) in zip(early, late, strict=True):
+        for one, other in zip(found, expected, strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+        assert started == early[0][1]  # on every rank
+        for in_backward, after in started[1:]:
+            assert in_backward + after == IN_TURN
+            assert len(in_backward) == count
+        assert at_the_end[1:] == [[[], IN_TURN]] * 2

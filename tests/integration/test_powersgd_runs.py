@@ -14,6 +14,7 @@ from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, SMA
 from titan_lite.config import ConfigError
 from titan_lite.config.recipe import load_config
 from titan_lite.distributed import powersgd
+from titan_lite.distributed.powersgd import PowerSGD
 from titan_lite.layout import make_layout
 from titan_lite.layout_checks import sent_between_copies
 from titan_lite.verify import parse_layout, twin
@@ -90,8 +91,8 @@ def test_copies_stay_equal_for_ten_steps_and_send_what_the_paper_says(layout, tm
     if stages == 1:
         whole, blocks = expected_bytes([*options, *POWERSGD], ranks)
         sent = found[0][2][-1 - 2 * len(blocks) :]
-        assert sent[0] == whole
-        assert sum(sent[1:]) == sum(blocks.values())
+        assert sent[-2] == whole
+        assert sum(sent) == whole + sum(blocks.values())
         assert f"{sum(sent):,} bytes a step instead of" in found[0][0]
 
 
@@ -105,6 +106,40 @@ def test_microbatches_send_once(tmp_path):
     assert len(counts["step"][0]) == len(blocks) + 2 * (1 + 2 * len(blocks))  # a step as it is, then two as factors
     assert counts["step"][0] == counts["microbatch"][0]
     assert counts["step"][1] == pytest.approx(counts["microbatch"][1], rel=1e-5)
+
+
+ZERO_BUBBLE = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]
+ZERO_BUBBLE += ["--model.n_layers=6", "--parallelism.fsdp_communication=microbatch"]
+IN_BACKWARD = {name: LAYOUTS[name] for name in ("HSDP x TP", "DDP x PP")} | {"zero bubble": (4, [*DDP, *ZERO_BUBBLE])}
+IN_BACKWARD |= {"accumulation": (2, [*DDP, "--training.local_batch_size=1", "--parallelism.fsdp_communication=microbatch"])}
+
+
+def run_in_backward(folder, options, late):
+    """(state, sums that are left after the backwards of each step)"""
+    left, reduce = [], PowerSGD.reduce
+
+    def noted(self, step):
+        left.append(len(self.waiting))
+        reduce(self, step)
+
+    with mock.patch.object(PowerSGD, "reduce", noted), mock.patch.object(PowerSGD, "_add", nothing if late else PowerSGD._add):
+        return counted_run(folder, [*NO_CHECKPOINT, *POWERSGD, *options], 4)[1], left
+
+
+def nothing(self, parameter):
+    pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", IN_BACKWARD)
+def test_sums_in_backward_are_those_after_it_to_the_bit(layout, tmp_path):
+    ranks, options = IN_BACKWARD[layout]
+    early, late = (run_ranks(ranks, run_in_backward, tmp_path / str(late), options, late, init=False) for late in (False, True))
+    assert losses(tmp_path / "False") == losses(tmp_path / "True")
+    for (tensors, left), (expected, all_left) in zip(early, late, strict=True):
+        assert all(now < later for now, later in zip(left, all_left, strict=True))
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
 
 
 # Resuming

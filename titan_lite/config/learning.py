@@ -191,7 +191,7 @@ class Optimizer:
         1024, "larger matrices are cut into blocks of at most so many rows and columns", "rows >= 1", resume=FRESH, needs=SHAMPOO
     )
     precondition_frequency: int = setting(
-        10, "steps from one computation of the roots to the next, in which they become stale", "steps >= 1", needs=SHAMPOO
+        10, "steps from one computation of a root to the next, in which it becomes stale", "steps >= 1", needs=SHAMPOO
     )
     start_preconditioning_step: int = setting(
         10, "first step with roots; earlier ones are AdamW's", "step >= 1", resume=FRESH, needs=SHAMPOO

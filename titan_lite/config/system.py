@@ -33,7 +33,7 @@ class Parallelism:
     tensor_parallel_degree: int = setting(1, "ranks that each matrix product is split over", "ranks >= 1")
     replicate_compression: str = setting(
         "none",
-        "how gradients travel between copies. none: as they are, in backward; powersgd: once a step after the last backward, as "
+        "how gradients travel between copies. none: as they are, in backward; powersgd: once a step in the last backward, as "
         "two thin factors of each large shard, with error feedback (memory: two float32 shards of these)",
         choices=("none", "powersgd"),
         needs=Need(

@@ -83,6 +83,8 @@ class Step:
         if self.added[plan.fqn] == self.microbatches:
             gradient, leaf.grad = sums.pop(plan.fqn, leaf.grad), None
             parameter.grad = as_shard_of(parameter, self.model.eager.reduce(gradient, plan, parameter.dtype))
+            if self.model.added is not None:
+                self.model.added(parameter)
         assert self.added[plan.fqn] <= self.microbatches
 
 
@@ -150,7 +152,7 @@ def gradient_leaves(root: nn.Module) -> list[Tensor]:
 
 def fold_gradients(root: nn.Module) -> None:
     """Do what hooks do, after a backward that ran none: within `gathered_for_step` add each `.grad` to the sums in reduce_dtype,
-    else give away gradients of shards in host memory."""
+    else give away gradients of shards in host memory, or tell powersgd.py."""
     model = model_of(root)
     for (parameter, plan), leaf in zip(model.plans.items(), gradient_leaves(root), strict=True):
         if plan.fqn in model.gathered and leaf.grad is not None and model.step is not None:
@@ -160,6 +162,8 @@ def fold_gradients(root: nn.Module) -> None:
         elif not model.gathered and leaf.grad is not None and model.put is not None:
             model.put(parameter, leaf.grad)
             leaf.grad = None
+        elif not model.gathered and model.added is not None:
+            model.added(parameter)
 
 
 def _sum_in_reduce_dtype(root: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """Send gradients between copies of the model as two thin factors, once a step (PowerSGD, arXiv 1905.13727).
 
     between = PowerSGD(stages, config.parallelism, seed)
+    between.begin(step, 4)          # before the first forward of 4 microbatches
     between.reduce(step)            # after the last backward: parameter.grad becomes the sum over copies
     between.settle(skip)            # keep the errors of this step, unless it is skipped
     between.state()                 # {"layers.0.attention.wq.weight.error": DTensor, ".q": DTensor, ...}
@@ -15,16 +16,18 @@ Solution. Each rank's shard M, (n, m), is approximated by P Q^T with r columns e
     error = M - P (M^T P)^T     gradient = P Q^T    the same bits on all copies
 
 Backward and its graphs leave dp_replicate out of their sums (`sums_copies` of simple_fsdp.py), so that gradients of microbatches
-add up in the shards. The factors of a transformer block share one all-reduce for P and one for Q; a block's products are computed
-while those of the block before travel. Shards that are too small for it travel as they are, in one bucket, in reduce_dtype.
+add up in the shards. The factors of a transformer block share one all-reduce for P and one for Q. Shards that are too small for
+it travel as they are, in one bucket, in reduce_dtype.
 
-Open point. Nothing of this overlaps with backward.
+Overlap. Blocks go in the order of backward, the last one first. In the last backward of a step, a block starts when it has all
+gradients. Then the blocks before it go on to their next collective. So each travels while another block is computed. The rest
+goes after backward. The order is the same on all ranks. Limit: all gradients of a compiled stage arrive at the end of its graph.
 """
 
 import time
 import zlib
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,6 +40,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from titan_lite.compiler.fqns import block_of, last_block
 from titan_lite.config import Parallelism
+from titan_lite.distributed.eager import is_in_flight
 from titan_lite.distributed.gather import GatherPlan, local, started_last
 from titan_lite.distributed.simple_fsdp import model_of
 
@@ -106,16 +110,21 @@ class PowerSGD:
     """
 
     def __init__(self, stages: Sequence[nn.Module], parallelism: Parallelism, seed: int):
-        self.begin = parallelism.replicate_uncompressed_steps
+        self.uncompressed = parallelism.replicate_uncompressed_steps
         self.blocks: dict[str, list[Part]] = defaultdict(list)
         self.errors: dict[str, Tensor] = {}  # float32, of the shape of this rank's shard, by FQN
         self.qs: dict[str, Tensor] = {}  # float32, (m, r)
         self.pending: dict[str, tuple[Tensor, Tensor]] = {}  # (error, Q) after this step
+        self.microbatches = 0  # of this step; 0 between steps
+        self.added: Counter[nn.Parameter] = Counter()  # backwards of this step that have added to a gradient
+        self.waiting: deque[tuple[Callable[[Sequence[Part]], Iterator[None]], list[Part]]] = deque()  # sums that have not started
+        self.under_way: deque[Iterator[None]] = deque()
         if parallelism.replicate_compression == "none":
             return
-        for plans in (model_of(model).plans for model in stages):
-            last = last_block(plan.fqn for plan in plans.values())
-            for parameter, plan in plans.items():
+        for model in map(model_of, stages):
+            last, model.added = last_block(plan.fqn for plan in model.plans.values()), self._add
+            for parameter, plan in model.plans.items():
+                parameter.register_post_accumulate_grad_hook(self._add)
                 self.blocks[block_of(plan.fqn, last)].append(Part(plan.fqn, parameter, plan))
                 if (factors := factors_of(plan, parallelism)) is not None:
                     shard, rank = local(parameter.detach()), parallelism.replicate_rank
@@ -123,24 +132,50 @@ class PowerSGD:
                     q = torch.empty(factors[1] // rank, rank, device=shard.device)
                     self.qs[plan.fqn] = start(q, plan.own_rows, f"{seed} {plan.fqn}")
 
+    def begin(self, step: int, microbatches: int) -> None:
+        """Let sums start in backward, when `microbatches` backwards have added to each gradient. step: the first one is 1."""
+        self.microbatches, blocks = microbatches, list(self.blocks.values())
+        if step <= self.uncompressed:
+            self.waiting.extend((self._whole, block) for block in reversed(blocks))
+            return
+        large = [[part for part in block if part.fqn in self.qs] for block in reversed(blocks)]
+        self.waiting.extend((self._factors, block) for block in large if block)
+        self.waiting.append((self._whole, [part for block in blocks for part in block if part.fqn not in self.qs]))
+
+    @torch.no_grad()
+    def _add(self, parameter: nn.Parameter) -> None:
+        """Start all sums whose turn it is, after a backward has added to the gradient of a parameter."""
+        self.added[parameter] += 1
+        while self.waiting and all(self._is_there(part) for part in self.waiting[0][1]):
+            self._start_next()
+
+    def _is_there(self, part: Part) -> bool:
+        gradient = part.parameter.grad
+        return gradient is not None and self.added[part.parameter] == self.microbatches and not is_in_flight(local(gradient))
+
+    def _start_next(self) -> None:
+        how, parts = self.waiting.popleft()
+        if parts := [part for part in parts if part.parameter.grad is not None]:
+            self._go_on(how(parts))
+
+    def _go_on(self, *started: Iterator[None]) -> None:
+        """Run a sum to its first collective, then those that started before it to their next one."""
+        self.under_way = deque(one for one in (*started, *self.under_way) if next(one, one) is None)
+
     @torch.no_grad()
     def reduce(self, step: int) -> None:
-        """Replace each gradient by its sum over copies. step: the first one is 1."""
-        parts = [[part for part in block if part.parameter.grad is not None] for block in self.blocks.values()]
-        if step <= self.begin:
-            run = [self._whole(block) for block in parts]
-        else:
-            small = [part for block in parts for part in block if part.fqn not in self.qs]
-            large = [[part for part in block if part.fqn in self.qs] for block in parts]
-            run = [self._whole(small), *map(self._factors, filter(None, large))]
-        under_way: deque[Iterator[None]] = deque()
-        for each in (*run, *[iter(())] * 2):  # every block starts, then those before it go on to their next collective
-            under_way = deque(one for one in (each, *under_way) if next(one, one) is None)
+        """Replace each gradient by its sum over copies, as far as backward has not. step: the first one is 1."""
+        if not self.microbatches:
+            self.begin(step, 1)
+        while self.waiting:
+            self._start_next()
+        while self.under_way:
+            self._go_on()
+        self.microbatches = 0
+        self.added.clear()
 
     def _whole(self, parts: Sequence[Part]) -> Iterator[None]:
         """Sum gradients as they are, in one bucket. Yields while it is in flight."""
-        if not parts:
-            return
         rows = [part.gradient() for part in parts]
         flat = torch.cat([each.reshape(-1).to(part.plan.reduce_dtype) for each, part in zip(rows, parts, strict=True)])
         work = self._start(flat, parts)

@@ -78,6 +78,8 @@ class _Model:
         # For shards in host memory: stand-ins for them on the device, by FQN, and the function that takes gradients (offload.py).
         self.leaves: dict[str, Tensor] = {}
         self.put: Callable[[nn.Parameter, Tensor], None] | None = None
+        # Called with a parameter after a backward has added to its gradient without running the parameter's hooks (powersgd.py)
+        self.added: Callable[[nn.Parameter], None] | None = None
         self.eager = Eager(self.plans, self.scales)
         # Within `gathered_for_step` alone: unsharded weights by FQN, their stand-ins in autograd (of float8 weights), and sums of
         # their gradients if these have another dtype.

@@ -8,23 +8,27 @@ With the gradient G of a block of at most `max_preconditioner_dim` rows and colu
     S = (L + e l)^-1/4 M (R + e r)^-1/4                                               l and r: the largest eigenvalues
     W = W - lr (weight_decay W + S |A| / |S|)                                         norms of the whole matrix (grafting)
 
-e is `preconditioner_eps`, a part of the largest eigenvalue (arXiv 2002.09018), so that it fits gradients of any size. Factors of
-M, L and R do not change S |A| / |S|, so these need no correction. Roots are computed in step `start_preconditioning_step`, and
-then every `precondition_frequency` steps. Before that step, A is the direction. Of the paper's two momenta, mu is 0.
+e is `preconditioner_eps`, a part of the largest eigenvalue (arXiv 2002.09018), so that it fits gradients of any size. A factor of
+all M does not change S |A| / |S|, so M needs no correction. L and R have it, as roots of different steps meet in one matrix.
+
+Step `start_preconditioning_step` computes all roots; before it, A is the direction. Then each root has its turn every
+`precondition_frequency` steps: a step computes the roots of a part of the blocks, and parts cost alike (`turns_of`, state.py). Of
+the paper's two momenta, mu is 0.
 
 The owner has M, V, L, R and the roots. So only the gradient travels to it.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from titan_lite.config import Optimizer
+from titan_lite.optimizer.adamw import AdamW
 from titan_lite.optimizer.matrices import Matrices
 from titan_lite.optimizer.offload import local
-from titan_lite.optimizer.owners import Part
-from titan_lite.optimizer.state import OF_MATRIX, blocks_of, factor_numbers
+from titan_lite.optimizer.state import OF_MATRIX, blocks_of, factor_numbers, sides_of, turns_of
 
 NAMES = OF_MATRIX["Shampoo"].on_owner
 TINY = 1e-30  # of an eigenvalue or a norm: that of zeros
@@ -49,6 +53,10 @@ class Shampoo(Matrices):
 
     count = 0  # steps that were not skipped, with the present one
 
+    def __init__(self, matrices: Mapping[str, nn.Parameter], adamw: AdamW, config: Optimizer, head_dim: int):
+        super().__init__(matrices, adamw, config, head_dim)
+        self.turns = [turns_of(config, fqn, shape) for fqn, shape in zip(matrices, self.shapes, strict=True)]
+
     def zeros_of(self, number: int) -> dict[str, Tensor]:
         if number not in self.owners.own:
             return {}
@@ -60,7 +68,7 @@ class Shampoo(Matrices):
     def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]
         """Update parameters. skip: as in `Matrices`, but the host reads it, and the count of steps, and so waits for the device.
 
-        The count decides whether roots are computed, which a device cannot leave out by itself.
+        The count decides which roots are computed, and a device cannot leave out the others by itself.
         """
         if skip is None or not skip.item():
             self.count = 1 + int(self.state_of(self.matrices[0])["step"].item())
@@ -72,32 +80,31 @@ class Shampoo(Matrices):
     def update_of(self, number: int, whole: Tensor) -> Tensor:
         """Return the direction of a step from the whole gradient, and move the state on."""
         config, age = self.config, self.count - self.config.start_preconditioning_step
-        first, second, factors, roots = (local(self.state[self.matrices[number]][name]) for name in NAMES)
+        first, second, *flat = (local(self.state[self.matrices[number]][name]) for name in NAMES)
+        factors, roots = (self._squares(number, each) for each in flat)
+        blocks = blocks_of(self.shapes[number], config.max_preconditioner_dim)
         first.lerp_(whole, 1 - config.beta1)
         second.mul_(config.beta2).addcmul_(whole, whole, value=1 - config.beta2)
-        for part, *of_block in self._blocks(number, factors):
+        for part, left, right in zip(blocks, factors[::2], factors[1::2], strict=True):
             block = whole[part]
-            for factor, product in zip(of_block, (block @ block.T, block.T @ block), strict=True):
-                factor.lerp_(product, 1 - config.beta2)
-        corrections = 1 - config.beta1**self.count, math.sqrt(1 - config.beta2**self.count)
-        grafted = second.sqrt().div_(corrections[1]).add_(config.eps).reciprocal_().mul_(first).div_(corrections[0])
+            left.lerp_(block @ block.T, 1 - config.beta2)
+            right.lerp_(block.T @ block, 1 - config.beta2)
+        corrections = [1 - beta**self.count for beta in (config.beta1, config.beta2)]
+        grafted = second.sqrt().div_(math.sqrt(corrections[1])).add_(config.eps).reciprocal_().mul_(first).div_(corrections[0])
         if age < 0:
             return grafted
-        if age % config.precondition_frequency == 0:
-            for (_, *of_block), (_, *its_roots) in zip(self._blocks(number, factors), self._blocks(number, roots), strict=True):
-                for factor, root in zip(of_block, its_roots, strict=True):
-                    root.copy_(inverse_fourth_root(factor, config.preconditioner_eps))
+        for turn, factor, root in zip(self.turns[number], factors, roots, strict=True):
+            if age == 0 or age % config.precondition_frequency == turn:
+                root.copy_(inverse_fourth_root(factor / corrections[1], config.preconditioner_eps))
         direction = torch.empty_like(whole)
-        for part, left, right in self._blocks(number, roots):
+        for part, left, right in zip(blocks, roots[::2], roots[1::2], strict=True):
             direction[part] = left @ first[part] @ right
         return direction.mul_(_norm(grafted) / _norm(direction).clamp(min=TINY))
 
-    def _blocks(self, number: int, flat: Tensor) -> Iterator[tuple[Part, Tensor, Tensor]]:
-        """Yield (block, its L, its R) of flat factors or roots, as views."""
-        for part in blocks_of(self.shapes[number], self.config.max_preconditioner_dim):
-            rows, columns = (each.stop - each.start for each in part)
-            left, right, flat = flat.split([rows**2, columns**2, flat.numel() - rows**2 - columns**2])
-            yield part, left.view(rows, rows), right.view(columns, columns)
+    def _squares(self, number: int, flat: Tensor) -> list[Tensor]:
+        """Return flat factors or roots as views: L and then R of each block."""
+        sides = sides_of(self.shapes[number], self.config.max_preconditioner_dim)
+        return [part.view(side, side) for part, side in zip(flat.split([side**2 for side in sides]), sides, strict=True)]
 
 
 def _norm(matrix: Tensor) -> Tensor:

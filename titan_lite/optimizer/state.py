@@ -8,6 +8,7 @@ share_out(costs, ranks=8)                               # [{0: 4, 1: 5, ...}, ..
 import heapq
 import itertools
 import math
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -48,9 +49,27 @@ def blocks_of(shape: Shape, most: int) -> list[tuple[slice, slice]]:
     return [*itertools.product(rows, columns)]
 
 
+def sides_of(shape: Shape, most: int) -> list[int]:
+    """Return the rows and columns of each block: the sizes of Shampoo's factors of a matrix, L and then R."""
+    return [side.stop - side.start for block in blocks_of(shape, most) for side in block]
+
+
 def factor_numbers(shape: Shape, most: int, power: int = 2) -> int:
     """Return the sum over blocks of rows^2 + columns^2, the elements of Shampoo's factors of a matrix; or of another power."""
-    return sum((side.stop - side.start) ** power for block in blocks_of(shape, most) for side in block)
+    return sum(side**power for side in sides_of(shape, most))
+
+
+def turns_of(config: Optimizer, fqn: str, shape: Shape) -> list[int]:
+    """Return the step of a period, from 0 on, in which the root of each of Shampoo's factors of a matrix is computed.
+
+    A matrix's roots are spread over the period, so that sums of n^3 are alike. Matrices begin at different steps, by their names:
+    an owner of several has alike work in each step, and with other owners each root is computed in the same steps.
+    """
+    sides, period = sides_of(shape, config.max_preconditioner_dim), config.precondition_frequency
+    steps = min(period, len(sides))
+    step_of = {number: step for each in share_out([side**3 for side in sides], steps) for step, number in each.items()}
+    begin = zlib.crc32(fqn.encode())
+    return [(begin + step_of[number] * period // steps) % period for number in range(len(sides))]
 
 
 def _shampoo_flops(config: Optimizer, shape: Shape) -> float:

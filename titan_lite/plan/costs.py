@@ -4,6 +4,7 @@ figures_of(graph, machine, fused=True, axes=axes_of(mesh))       # {"compute": 0
 round_figures(plans, machine, axes, under={})                    # the parameters' collectives once per step
 """
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -88,12 +89,8 @@ def round_figures(plans: Plans, machine: Machine, axes: Axes, under: Mapping[str
     the stream that computes.
     """
     result: Figures = {}
-    last = last_block(plan.fqn for plan in plans.values())
-    sizes: dict[str, int] = {}  # elements that are multiplied with, by block in the order of reads
-    for plan in plans.values():
-        block = block_of(plan.fqn, last)
-        sizes[block] = sizes.get(block, 0) + (plan.rows * math.prod(plan.row_shape) if block != "tok_embeddings" else 0)
-    before = dict(zip(sizes, [0, *sizes.values()], strict=False))
+    last, shares = last_block(plan.fqn for plan in plans.values()), shares_of_blocks(plans)
+    before = dict(zip(shares, [0.0, *shares.values()], strict=False))
     away = sum(local(parameter).nbytes for parameter, plan in plans.items() if plan.device)
     for what, buckets, kind, phase in (
         ("gather", gather_buckets(plans), "all_gather", "forward"),
@@ -101,8 +98,7 @@ def round_figures(plans: Plans, machine: Machine, axes: Axes, under: Mapping[str
     ):
         figures: Figures = defaultdict(float)
         copied = 0.0
-        beside = 0.0 if machine.is_cpu else under.get(phase, 0.0)
-        spare = {block: beside * size / sum(sizes.values()) for block, size in before.items()}
+        spare = {block: under.get(phase, 0.0) * share for block, share in before.items()}
         for _, bucket in buckets:
             one, block = bucket.as_one, block_of(bucket.plans[0].fqn, last)
             nbytes = one.rows * (one.gather_dtype if what == "gather" else one.reduce_dtype).itemsize
@@ -123,10 +119,23 @@ def round_figures(plans: Plans, machine: Machine, axes: Axes, under: Mapping[str
     return result
 
 
-def copies_figures(plans: Plans, machine: Machine, axes: Axes, parallelism: Parallelism) -> Figures:
-    """Return `copies.` figures of the sums over copies after the last backward (distributed/powersgd.py), all of it exposed: two
-    collectives of a block's factors, one of all other gradients, and the products, which read and write shards more than they
-    compute."""
+def shares_of_blocks(plans: Plans) -> dict[str, float]:
+    """Return the share of each block in the computation of a forward or backward, by its parameters, in the order of reads."""
+    last, sizes = last_block(plan.fqn for plan in plans.values()), dict[str, int]()
+    for plan in plans.values():
+        block = block_of(plan.fqn, last)
+        sizes[block] = sizes.get(block, 0) + (plan.rows * math.prod(plan.row_shape) if block != "tok_embeddings" else 0)
+    return {block: size / (sum(sizes.values()) or 1) for block, size in sizes.items()}
+
+
+def copies_figures(plans: Plans, machine: Machine, axes: Axes, parallelism: Parallelism, under: float) -> Figures:
+    """Return `copies.` figures of sums over copies (distributed/powersgd.py): two collectives of a block's factors, one of all
+    other gradients, and the products, which read and write shards more than they compute.
+
+    under: seconds of the last backward in which no other collective is in flight; 0 for a compiled model. Each block has a share
+    of them. A block's P hides under the first share after its gradients have arrived, and its Q under the next one. The rest is
+    exposed, as are both where no such share is left, the other gradients and the products.
+    """
     figures: Figures = defaultdict(float)
     if parallelism.replicate_compression == "none":
         return figures
@@ -141,7 +150,15 @@ def copies_figures(plans: Plans, machine: Machine, axes: Axes, parallelism: Para
         operations = 8.0 * parallelism.replicate_rank * numbers
         figures["matmul"] += operations
         figures["compute"] += max(machine.memory_traffic(4 * PASSES * numbers), operations / machine.flops(torch.float32))
-    for nbytes in [whole, *(4 * sum(each) for block in blocks.values() for each in zip(*block, strict=True))]:
-        if nbytes:
-            _add_collective(figures, axis_along(ranks, axes, True), "all_reduce", nbytes, ranks, machine)
+    shares = shares_of_blocks(plans)
+    spare = [under * share for share in reversed(shares.values())] + [0.0] * 3
+    arriving = 2 if any(plan.shard_degree > 1 for plan in plans.values()) else 1  # blocks from its own until its gradients arrive
+    add = functools.partial(_add_collective, figures, axis_along(ranks, axes, True), "all_reduce", ranks=ranks, machine=machine)
+    for place, block in enumerate(reversed(shares)):
+        for at, sizes in enumerate(zip(*blocks[block], strict=True), place + arriving):  # of P, then of Q
+            seconds = machine.collective("all_reduce", 4.0 * sum(sizes), ranks)
+            add(4.0 * sum(sizes), exposed=max(0.0, seconds - spare[at]))
+            spare[at] = max(0.0, spare[at] - seconds)
+    if whole:
+        add(whole)
     return {f"copies.{key}": value for key, value in figures.items()}

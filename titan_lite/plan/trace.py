@@ -240,11 +240,14 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     found = []
     for number, machine in enumerate(machines):
         computing = {name: each[number]["compute"] for name, (each, _) in passes.graphs.items()}
-        under = computing if passes.priced_as == "eager" and layout.config.training.offload != "all" else {}
+        hidden = passes.priced_as == "eager" and layout.config.training.offload != "all" and not machine.is_cpu
+        under = computing if hidden else {}
         figures = held | (round_figures(plans, machine, axes, under) if layout.gathers_once else {})
-        figures |= copies_figures(plans, machine, axes, config.parallelism)
         for name, (each, _) in graphs.items():
             figures |= {f"{name}.{key}": value for key, value in each[number].items()}
+        travels = ("backward.communication.", "reduce.communication.")
+        alone = under.get("backward", 0.0) - sum(value for key, value in figures.items() if key.startswith(travels))
+        figures |= copies_figures(plans, machine, axes, config.parallelism, max(0.0, alone))
         found.append(figures)
     in_order = sorted(graphs, key=GRAPHS.index)
     timelines = [dataclasses.replace(graphs[name][1], graph=name) for name in in_order]

@@ -1,6 +1,7 @@
 """Shampoo: its equations in float64, what AdamW keeps, blocks, a skipped step, and state that goes on where it was."""
 
 import dataclasses
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ from tiny import UNTIED
 
 from titan_lite.config import Optimizer
 from titan_lite.models.llama3 import Transformer
+from titan_lite.models.shapes import FLAVORS
+from titan_lite.optimizer import shampoo
 from titan_lite.optimizer.build import build_optimizer, optimizer_state, set_learning_rate
 from titan_lite.optimizer.shampoo import inverse_fourth_root
-from titan_lite.optimizer.state import OF_MATRIX, blocks_of, is_matrix
+from titan_lite.optimizer.state import OF_MATRIX, blocks_of, is_matrix, share_out, sides_of, turns_of
 
 SHAMPOO = Optimizer("Shampoo", lr=0.02, beta2=0.9, weight_decay=0.5)
 SHAMPOO = dataclasses.replace(SHAMPOO, max_preconditioner_dim=16, precondition_frequency=2, start_preconditioning_step=2)
@@ -39,12 +42,14 @@ def root_of(factor, eps):
     return u @ np.diag((values + eps * values.max()) ** -0.25) @ u.T
 
 
-def equations(weight, gradients, config):
-    """The matrix after steps with these gradients, in float64, written out from the paper."""
+def equations(weight, gradients, config, turns):
+    """The matrix after steps with these gradients, in float64, written out from the paper. turns: of each block's L and R, the
+    rest of the division by 2 of the steps with their roots; the second step has them all."""
     rows, columns = ([(at, min(at + 16, size)) for at in range(0, size, 16)] for size in weight.shape)
     places = [(slice(*a), slice(*b)) for a in rows for b in columns]
     mean, square = np.zeros_like(weight), np.zeros_like(weight)
-    left, right, roots = ([0.0] * len(places) for _ in range(3))
+    left, right = ([0.0] * len(places) for _ in range(2))
+    roots = [[None, None] for _ in places]
     for step, gradient in enumerate(gradients, 1):
         mean = config.beta1 * mean + (1 - config.beta1) * gradient
         square = config.beta2 * square + (1 - config.beta2) * gradient**2
@@ -54,8 +59,9 @@ def equations(weight, gradients, config):
             block, correction = gradient[place], 1 - config.beta2**step
             left[n] = config.beta2 * left[n] + (1 - config.beta2) * block @ block.T
             right[n] = config.beta2 * right[n] + (1 - config.beta2) * block.T @ block
-            if step in (2, 4, 6, 8):
-                roots[n] = [root_of(each[n] / correction, config.preconditioner_eps) for each in (left, right)]
+            for side, each in enumerate((left, right)):
+                if step == 2 or (step > 2 and step % 2 == turns[2 * n + side]):
+                    roots[n][side] = root_of(each[n] / correction, config.preconditioner_eps)
             if step >= 2:
                 preconditioned[place] = roots[n][0] @ (mean[place] / (1 - config.beta1**step)) @ roots[n][1]
         if step >= 2:
@@ -77,7 +83,9 @@ def test_steps_are_those_of_the_equations(shape, eps):
         weight.grad, norm.grad = gradient.clone(), torch.ones(3)
         set_learning_rate(optimizer, 0.02 / step)
         optimizer.step()
-    expected = equations(start.double().numpy(), [gradient.double().numpy() for gradient in gradients], config)
+    (turns,) = optimizer.turns
+    assert set(turns) == {0, 1}
+    expected = equations(start.double().numpy(), [gradient.double().numpy() for gradient in gradients], config, turns)
     np.testing.assert_allclose(weight.detach().double().numpy(), expected, atol=1e-5, rtol=0)
 
 
@@ -145,6 +153,39 @@ def test_the_state_is_there_before_the_first_step_and_goes_on_where_it_was(saved
     take_steps(parameters, optimizer, range(saved + 1, 7))
     take_steps(other, resumed, range(saved + 1, 7))
     assert all(torch.equal(other[fqn], parameter) for fqn, parameter in parameters.items())
+
+
+def computed_roots(parameters, optimizer, step):
+    with mock.patch.object(shampoo, "inverse_fourth_root", wraps=inverse_fourth_root) as root:
+        take_steps(parameters, optimizer, [step])
+    return sorted(len(each.args[0]) for each in root.call_args_list)
+
+
+def test_every_root_has_one_turn_in_a_period_after_the_step_that_computes_them_all():
+    parameters, optimizer = build(dataclasses.replace(SHAMPOO, precondition_frequency=5))
+    each = [computed_roots(parameters, optimizer, step) for step in range(1, 13)]
+    every = sorted(side for shape in optimizer.shapes for side in sides_of(shape, 16))
+    assert (each[0], each[1]) == ([], every)
+    for period in (each[2:7], each[7:12]):
+        assert sorted(side for step in period for side in step) == every
+        assert max(map(len, period)) < len(every) / 3
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(8, 1.05), (64, 1.16)])
+def test_owners_of_8b_have_alike_roots_in_every_step(ranks, most):
+    """The busiest owner in its busiest step, beside the mean of all."""
+    config, model = Optimizer("Shampoo"), FLAVORS["8B"]
+    heads = model.dim // model.n_heads * model.n_kv_heads
+    rows = dict(wq=model.dim, wk=heads, wv=heads, wo=model.dim, w1=model.hidden_dim, w3=model.hidden_dim)
+    shapes = {f"layers.{n}.{name}.weight": (size, model.dim) for n in range(model.n_layers) for name, size in rows.items()}
+    shapes |= {f"layers.{n}.w2.weight": (model.dim, model.hidden_dim) for n in range(model.n_layers)}
+    work, names = np.zeros((ranks, config.precondition_frequency)), [*shapes]
+    for bucket in share_out([OF_MATRIX["Shampoo"].cost(config, shape) for shape in shapes.values()], ranks):
+        for owner, number in bucket.items():
+            fqn = names[number]
+            sides = sides_of(shapes[fqn], config.max_preconditioner_dim)
+            np.add.at(work[owner], turns_of(config, fqn, shapes[fqn]), np.array(sides, dtype=float) ** 3)
+    assert 1 < work.max() / work.mean() < most
 
 
 def test_blocks_cover_a_matrix_row_by_row():

@@ -106,6 +106,16 @@ def test_shampoos_state_is_that_of_the_owner_with_most():
     )
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_errors_between_copies_are_made_in_the_last_backward_of_eager_mode_and_after_a_compiled_one(compiled):
+    mine = layout(accumulation=2)
+    mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, compile=Compile(enable=compiled)))
+    small = stage([dataclasses.replace(WEIGHT, factors=(256, 512))], forward=[1], backward=[2, 0, ~0, ~1, ~2])
+    found = memory_of(mine, [small], CPU)
+    assert found.moment == "backward"  # with the error of the step before, and Q
+    assert found.rows["errors between copies"] == (4 if compiled else 8) * MIB + 4 * 512
+
+
 def test_offloaded_moments_leave_step_counts_and_buckets_on_the_device(monkeypatch):
     monkeypatch.setattr("titan_lite.optimizer.offload.BUCKET", MIB // 2)
     mine = layout()

@@ -4,15 +4,18 @@ import dataclasses
 from collections import Counter
 
 import pytest
+import torch
 
 from titan_lite.compiler.profiles import load_machine
 from titan_lite.compiler.stage import CompileError
 from titan_lite.config import ActivationCheckpoint, Compile, Config, ConfigError, Parallelism, Training
 from titan_lite.distributed.axes import axis_along
+from titan_lite.distributed.gather import GatherPlan
 from titan_lite.layout import make_layout
 from titan_lite.models.llama3 import ModelConfig, flops_per_token
 from titan_lite.plan import summary
 from titan_lite.plan.allocator import LARGE_BUFFER
+from titan_lite.plan.costs import copies_figures
 from titan_lite.plan.memory import memory_of
 from titan_lite.plan.simulate import simulate_step
 from titan_lite.plan.tape import stage_of
@@ -111,6 +114,28 @@ def test_copies_send_thin_factors_once_a_step_and_keep_errors(traces):
     memory = memory_of(COPIES, [stage_of(traces["copies", 3].tensors, 3, pipelined=False)], H100).rows
     shards = 4 * (3 * PRODUCTS + 2 * TABLE) / shard
     assert shards < memory["errors between copies"] < 2.1 * shards
+
+
+@pytest.mark.parametrize("shard", [1, 4])
+def test_factors_hide_under_the_shares_of_backward_after_their_gradients_have_arrived(shard):
+    blocks = ["tok_embeddings", *(f"layers.{number}" for number in range(4)), "output"]
+    sizes = {f"{block}.weight": (1024, (2048,)) for block in blocks} | {"norm.weight": (1024, ())}
+    same = dict(shard_degree=shard, shard_group="s", sum_groups=(), param_dtype=torch.float32, reduce_dtype=torch.float32)
+    plans = {
+        torch.nn.Parameter(torch.empty(0)): GatherPlan(fqn=fqn, rows=rows, own_rows=rows // shard, row_shape=row_shape, **same)
+        for fqn, (rows, row_shape) in sizes.items()
+    }
+
+    def exposed(under):
+        figures = copies_figures(plans, H100, {(0, shard): "dp_replicate"}, COPIES.config.parallelism, under)
+        assert figures["copies.communication.dp_replicate"] == pytest.approx(6 * (p + q) + norms)
+        return figures["copies.exposed.dp_replicate"]
+
+    p, q, norms = (H100.collective("all_reduce", 4 * n, (0, shard)) for n in (8 * 1024 / shard, 8 * 2048, 1024 / shard))
+    assert exposed(0.0) == pytest.approx(6 * (p + q) + norms)
+    # The embedding computes nothing. The blocks after it have no share left for Q; with FSDP, gradients arrive one block later.
+    assert exposed(10.0) == pytest.approx((2 if shard == 1 else 3) * (p + q) + q + norms)
+    assert exposed(10.0) < exposed(5 * p / 2) < exposed(0.0)  # half of a P in each share
 
 
 def test_every_gather_copies_a_shard_from_host_memory(traces):
