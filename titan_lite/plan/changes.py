@@ -68,7 +68,7 @@ def candidates(layout: PlannedLayout, machine: Machine) -> list[Change]:
 
 def grid(sweeps: Sequence[str]) -> list[Change]:
     """Return all combinations of sweeps "section.key=value,value"; [] without sweeps. Raises ConfigError."""
-    axes = []
+    axes: list[list[tuple[str, str]]] = []
     for sweep in sweeps:
         key, _, values = sweep.partition("=")
         words = [word.strip() for word in values.split(",") if word.strip()]
