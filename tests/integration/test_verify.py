@@ -202,6 +202,18 @@ def test_a_twin_compiles_by_the_same_passes_under_its_own_names():
     assert twin(config, parse_layout("dp_shard=2"), steps=1).compile.bucketing == "greedy"
 
 
+@pytest.mark.parametrize(("layout", "chunks"), [("tp=2", 4), ("dp_shard=2", 4), ("cp=4,tp=2", 4), ("cp=8,tp=2", 2)])
+def test_a_twin_cuts_its_few_tokens_into_chunks_too(layout, chunks):
+    config, _ = load_config(RECIPES / "llama3_70b.toml", ["--compile.tensor_parallel_chunks=4"])
+    assert twin(config, parse_layout(layout), steps=1).compile.tensor_parallel_chunks == chunks
+
+
+def test_a_twin_logs_nothing_elsewhere():
+    config, _ = load_config(DEBUG, ["--metrics.enable_wandb", "--metrics.compare_plan=always"])
+    small = twin(config, parse_layout("dp_shard=2"), steps=1)
+    assert (small.metrics.enable_wandb, small.metrics.enable_tensorboard, small.metrics.compare_plan) == (False, False, "auto")
+
+
 def test_all_layouts_are_all_that_eight_processes_can_have():
     names = [name_of(layout) for layout in every_layout()]
     assert len(names) == len(set(names)) == 25
