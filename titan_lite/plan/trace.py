@@ -15,6 +15,7 @@ import functools
 import gc
 import logging
 import math
+import re
 import signal
 import threading
 from collections import defaultdict
@@ -167,6 +168,7 @@ def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
         layout.by_columns,
         degrees,
         config.compile,
+        config.float8,
         config.activation_checkpoint,
         dataclasses.replace(config.parallelism, **of_pipeline),
         dataclasses.replace(config.training, local_batch_size=1, global_batch_size=-1, global_batch_ramp=()),
@@ -176,8 +178,10 @@ def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
 def depths_to_trace(config: Config) -> tuple[int, int] | None:
     """Return two depths to extrapolate from, or None if blocks differ."""
     parallelism, checkpointing = config.parallelism, config.activation_checkpoint
-    named = (*parallelism.fsdp_keep_gathered, *config.compile.buckets)
-    if any("layers." in name for name in named) or (config.compile.compiles("model") and config.compile.bucketing == "auto"):
+    named = " ".join((*parallelism.fsdp_keep_gathered, *config.compile.buckets, *config.float8.filter_fqns))
+    if any(map(str.isdigit, re.split("[ .]", named))) or (
+        config.compile.compiles("model") and config.compile.bucketing == "auto"
+    ):
         return None
     option = checkpointing.selective_ac_option
     period = int(option) if checkpointing.mode == "selective" and option.isdigit() else 1
