@@ -125,6 +125,9 @@ class Replay:
         self.shards: list[Held] = []  # of reduced gradients
         self.wholes: list[Held] = []
         self.has_state, self.all_away = False, layout.config.training.offload == "all"
+        self.copies = (
+            layout.config.compile.compiles("model") and not self.all_away
+        )  # gradients of a graph (distributed/arriving.py)
         self.weights = [weight for stage in stages.values() for weight in stage.weights]
         self.host = state_bytes(layout.config.training, layout.config.optimizer, sum(weight.held for weight in self.weights))[1]
 
@@ -181,7 +184,7 @@ class Replay:
             if gradient in sums:
                 self.end(self.make("gradients", tape.sizes[gradient]))
             sums[gradient] = "", None
-        elif gradient not in sums and (not self.layout.gathers_once or summed == tape.sizes[gradient]):
+        elif gradient not in sums and (not self.layout.gathers_once or (summed == tape.sizes[gradient] and not self.copies)):
             sums[gradient] = held
             return
         elif gradient not in sums:

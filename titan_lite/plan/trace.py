@@ -205,6 +205,7 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     compile = dataclasses.replace(config.compile, backend="aot_eager")
     machines = [machine.attending(config.training.attention_kernel) for machine in machines]
     passes = _Priced.of("model", config.compile, machines, axes)
+    passes.gathers_once = layout.gathers_once and config.training.offload != "all"
     loss_passes = _Priced.of("loss", config.compile, machines, axes)
     dtype = getattr(torch, config.training.mixed_precision_param)
     tokens, tp = len(model.positions), axis_of(mesh["tp"])
@@ -240,7 +241,7 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     found = []
     for number, machine in enumerate(machines):
         computing = {name: each[number]["compute"] for name, (each, _) in passes.graphs.items()}
-        under = computing if passes.priced_as == "eager" and layout.config.training.offload != "all" else {}
+        under = computing if layout.config.training.offload != "all" else {}
         figures = held | (round_figures(plans, machine, axes, under) if layout.gathers_once else {})
         figures |= copies_figures(plans, machine, axes, config.parallelism)
         for name, (each, _) in graphs.items():
@@ -349,6 +350,7 @@ class _Priced(Schedule):
     machines: Sequence[Machine] = ()
     axes: Axes = field(default_factory=dict)
     priced_as: str = ""  # as in compile_model
+    gathers_once: bool = False  # gradients leave the backward at once
     graphs: dict[str, tuple[list[Figures], Timeline]] = field(default_factory=dict)  # on each machine; on the first one
     scheduled: dict[str, ScheduledGraph] = field(default_factory=dict)
 
@@ -364,7 +366,8 @@ class _Priced(Schedule):
             as_in_eager_mode(module.graph)
         super().__call__(module, name)
         # The caller of a graph of aot_eager keeps its inputs until it returns.
-        self.scheduled[name] = ScheduledGraph(module.graph, self.fused, not self.priced_as, self.priced_as == "eager")
+        at_once = self.priced_as == "eager" or self.gathers_once
+        self.scheduled[name] = ScheduledGraph(module.graph, self.fused, not self.priced_as, at_once)
         each = [figures_of(module.graph, machine, self.fused, self.axes) for machine in self.machines]
         timeline = self.receipts[-1].timeline
         assert timeline is not None
