@@ -72,7 +72,8 @@ class Step:
         self.parts: dict[str, Tensor] = {}  # first gradients of tied weights in a microbatch
         # of a compiled model
         self.arrivals: list[Arrival] = []
-        self.in_flight: Iterator[tuple[Bucket, list[Tensor], InFlight]] = iter(())
+        self.later = deque[tuple[list[nn.Parameter], Bucket, list[Tensor]]]()
+        self.in_flight = deque[tuple[Bucket, list[Tensor], InFlight]]()
         self.finished = 0  # buckets that have been gathered
         self.parameters = {plan.fqn: parameter for parameter, plan in model.plans.items()}
 
@@ -90,39 +91,44 @@ class Step:
 
     @torch.no_grad()
     def hold_all(self, root: nn.Module) -> None:
-        """Hold the weights of a compiled model in tensors that its graph waits for (arriving.py)."""
-        model, sharded = self.model, list[tuple[list[nn.Parameter], Bucket, list[Tensor]]]()
+        """Hold the weights of a compiled model in tensors that its graph waits for (arriving.py). Gather the first ones."""
         reads = Counter(plan.fqn for module in root.modules() for plan in module._fsdp.plans.values())  # type: ignore[union-attr]
-        for members, bucket in gather_buckets(model.plans):
-            shards = [*map(local, members)]
+        for members, bucket in gather_buckets(self.model.plans):
             if bucket.plans[0].shard_degree > 1:
-                tables = bucket.tables(shards[0])
-                weights, finish = bucket.weights_of(tables), functools.partial(self.finish_gathers, len(sharded))
-                sharded.append((members, bucket, tables))
+                tables = bucket.tables(local(members[0]))
+                weights, finish = bucket.weights_of(tables), functools.partial(self.finish_gathers, len(self.later))
                 self.arrivals += [register(weight, finish) for weight in weights]
+                self.later.append((members, bucket, tables))
             else:
-                weights = bucket.finish_gather(_start_gather(model, members, bucket))
+                weights = bucket.finish_gather(_start_gather(self.model, members, bucket))
             for parameter, plan, weight in zip(members, bucket.plans, weights, strict=True):
-                hold(model, plan, weight.detach(), trains=False)
-                model.handles[plan.fqn] = weight.new_empty(0, dtype=plan.param_dtype).requires_grad_(parameter.requires_grad)
+                hold(self.model, plan, weight.detach(), trains=False)
+                handle = weight.new_empty(0, dtype=plan.param_dtype).requires_grad_(parameter.requires_grad)
+                self.model.handles[plan.fqn] = handle
                 assert plan.fqn not in takes, "two models with the same FQNs in a step"
                 takes[plan.fqn] = functools.partial(self.take_part if reads[plan.fqn] > 1 else self.take, plan, copy=True)
-        started = ((bucket, tables, _start_gather(model, members, bucket, tables)) for members, bucket, tables in sharded)
-        self.in_flight = _prefetch(started)
+        self.start_next()
+
+    def start_next(self) -> None:
+        if self.later:
+            members, bucket, tables = self.later.popleft()
+            self.in_flight.append((bucket, tables, _start_gather(self.model, members, bucket, tables)))
 
     @_disable_current_modes()
     @torch.no_grad()
     def finish_gathers(self, last: int) -> None:
-        """Wait for the buckets up to number `last`, in their order on all ranks. The next one is then in flight."""
+        """Wait for the buckets up to number `last`, in the same order on all ranks. The next one is then in flight."""
         while self.finished <= last:
-            bucket, tables, started = next(self.in_flight)
+            self.start_next()
+            bucket, tables, started = self.in_flight.popleft()
             bucket.finish_gather(started, tables)
             del started  # before the next bucket needs memory
             self.finished += 1
 
     def end(self) -> None:
         """Drop the weights. Otherwise, cycles of references keep them until Python collects garbage."""
-        self.arrivals, self.in_flight = [], iter(())
+        for state in (self.arrivals, self.later, self.in_flight):
+            state.clear()
 
     def add(self, plan: GatherPlan, leaf: Tensor) -> None:
         """Take the gradient of a leaf."""

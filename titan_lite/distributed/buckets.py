@@ -1,4 +1,4 @@
-"""Buckets of parameters that share collectives, in eager mode: one per transformer block.
+"""Buckets of parameters that share collectives, outside of graphs: one per transformer block.
 
     weights = bucket.finish_gather(bucket.start_gather(shards, scales))
     gather_buckets(plans)           # [(parameters, Bucket), ...], in the order of their first parameters
