@@ -92,7 +92,7 @@ class Step:
     @torch.no_grad()
     def hold_all(self, root: nn.Module) -> None:
         """Hold the weights of a compiled model in tensors that its graph waits for (arriving.py). Gather the first ones."""
-        reads = Counter(plan.fqn for module in root.modules() for plan in module._fsdp.plans.values())  # type: ignore[union-attr]
+        reads = Counter(plan.fqn for module in root.modules() for plan in module.__dict__["_fsdp"].plans.values())
         for members, bucket in gather_buckets(self.model.plans):
             if bucket.plans[0].shard_degree > 1:
                 tables = bucket.tables(local(members[0]))

@@ -37,7 +37,7 @@ class Bucket:
         out = tables[0].view(-1) if len(tables) == 1 else None
         return self.as_one.start_gather_of(_cat([shard.reshape(-1) for shard in rows]), out)
 
-    def finish_gather(self, started: InFlight, tables: Sequence[Tensor] = ()) -> list[Tensor]:
+    def finish_gather(self, started: InFlight, tables: list[Tensor] | None = None) -> list[Tensor]:
         """Return the unsharded parameters: copies, except for a single one. tables: where to, allocated by `tables`."""
         table = started.wait().view(self.plans[0].shard_degree, -1)
         if len(self.plans) == 1:
