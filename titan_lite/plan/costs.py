@@ -82,8 +82,8 @@ def round_figures(plans: Plans, machine: Machine, axes: Axes, under: Mapping[str
 
     under: the seconds of `forward` and `backward` that they overlap with: the collectives of a block with the computation of the
     block before it, a share by its parameters, which is slower meanwhile. Else empty: two buckets are in flight at once, so the
-    copies of one overlap the communication of the other: the longer of both counts. Shards in host memory travel to the device and
-    back, on the stream that computes.
+    copies of one overlap the communication of the other: the longer of both counts. Shards in host memory travel to the device
+    and back, on the stream that computes.
     """
     result: Figures = {}
     last = last_block(plan.fqn for plan in plans.values())
