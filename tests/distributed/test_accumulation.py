@@ -260,8 +260,7 @@ OVERLAPPED = {
 }
 CASES = [("FSDP-2", "eager"), ("FSDP-2", "compiled")]
 SLOW = [(name, "eager") for name in LAYOUTS if name not in ("FSDP-2", "dp2tp2")]
-SLOW += [(name, "all compiled") for name in ("FSDP-2", "HSDP-2x2", "DDP-2")]
-SLOW += [("FSDP-2", "inductor"), ("FSDP-4", "compiled")]
+SLOW += [("FSDP-2", "all compiled"), ("FSDP-2", "inductor"), *((name, "compiled") for name in ("FSDP-4", "HSDP-2x2", "DDP-2"))]
 
 
 @pytest.mark.parametrize(("layout", "mode"), [*CASES, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
