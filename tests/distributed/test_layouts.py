@@ -6,13 +6,16 @@ weights against float32 ones: 2e-3 and 5e-2.
 
 import dataclasses
 import functools
+import sys
 
 import pytest
+import torch
 from packed_attention import packed_attention
 from tiny import DEBUG, DEBUG_TOKENIZER
 
 from titan_lite.compiler import chunking
 from titan_lite.config.recipe import load_config
+from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.distributed.pipeline_plan import one_stage_order
 from titan_lite.models.llama3 import FLAVORS
 from titan_lite.verify import compare, parse_layout, reference, run, twin, twin_model
@@ -107,6 +110,21 @@ def test_a_layout_is_the_run_of_one_process(layout, options):
 def test_a_twin_has_documents_to_mask():
     masked, whole = (expected(4, masked).gradients["layers.0.attention.wq.weight"] for masked in (True, False))
     assert (masked - whole).norm() > 0.05 * whole.norm()
+
+
+def all_at_once(trainer):
+    """Gather before the first forward and reduce after the last backward."""
+    sys.modules[type(trainer).__module__].gathered_for_step = lambda model, microbatches: gathered_for_step(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [NOTHING, INTERLEAVED, GPIPE])
+def test_a_compiled_pipeline_that_overlaps_communication_changes_no_number(options):
+    config = twin_of("dp_shard=2,pp=2", [*options, *COMPILED])
+    found, apart = (run(config, twin_model(FLAVORS["debug"], 4), prepare=prepare) for prepare in (None, all_at_once))
+    assert found.losses == apart.losses
+    assert found.gradients.keys() == apart.gradients.keys()
+    assert all(torch.equal(gradient, apart.gradients[fqn]) for fqn, gradient in found.gradients.items())
 
 
 def as_on_gpus(trainer):

@@ -98,10 +98,8 @@ def compile_model(
     priced_as: with aot_eager, for graphs that are priced and not run. "inductor" decomposes operators as Inductor does, "eager"
     saves for backward what autograd saves.
     """
-    reshard = None
-    if reshard_after_forward:
-        kept = parameters_within(model, keep_gathered)
-        reshard = _Pass(resharding.recompute_parameter_all_gathers, keep_gathered=kept)
+    kept = parameters_within(model, keep_gathered) if reshard_after_forward else None  # None: all
+    reshard = _Pass(resharding.read_again, keep_gathered=kept)
     compiling = (schedule or Schedule(config)).compiling
     if config.backend == "inductor":
         backend = _inductor(reshard, compiling, async_tensor_parallel)

@@ -83,21 +83,22 @@ def _add_collective(
 def round_figures(plans: Plans, machine: Machine, axes: Axes, under: Mapping[str, float]) -> Figures:
     """Return `gather.` and `reduce.` figures for the collectives of `gathered_for_step`, by bucket.
 
-    under: in eager mode, the seconds of `forward` and `backward` that they overlap with: the collectives of a block with the
-    computation of the block before it, a share by its parameters. Else empty: two buckets are in flight at once, so the copies of
-    one overlap the communication of the other: the longer of both counts. Shards in host memory travel to the device and back, on
-    the stream that computes.
+    under: the seconds of `forward` and `backward` that they overlap with: the collectives of a block with the computation of the
+    block before it, a share by its parameters, which is slower meanwhile. Else empty: two buckets are in flight at once, so the
+    copies of one overlap the communication of the other: the longer of both counts. Shards in host memory travel to the device
+    and back, on the stream that computes.
     """
     result: Figures = {}
     last, shares = last_block(plan.fqn for plan in plans.values()), shares_of_blocks(plans)
     before = dict(zip(shares, [0.0, *shares.values()], strict=False))
+    slowed = 1 - machine.beside_collectives().memory_efficiency / machine.memory_efficiency
     away = sum(local(parameter).nbytes for parameter, plan in plans.items() if plan.device)
     for what, buckets, kind, phase in (
         ("gather", gather_buckets(plans), "all_gather", "forward"),
         ("reduce", reduce_buckets(plans), "reduce_scatter", "backward"),
     ):
         figures: Figures = defaultdict(float)
-        copied = 0.0
+        copied = hidden = 0.0
         spare = {block: under.get(phase, 0.0) * share for block, share in before.items()}
         for _, bucket in buckets:
             one, block = bucket.as_one, block_of(bucket.plans[0].fqn, last)
@@ -110,9 +111,10 @@ def round_figures(plans: Plans, machine: Machine, axes: Axes, under: Mapping[str
                 seconds = machine.collective(each, size, ranks)
                 exposed, spare[block] = max(0.0, seconds - spare[block]), max(0.0, spare[block] - seconds)
                 _add_collective(figures, axis_along(ranks, axes, True), each, size, ranks, machine, exposed)
+                hidden += seconds - exposed
             copied += 2 * nbytes  # read and written, into the bucket or out of it
         travels = 0.0 if under else sum(value for key, value in figures.items() if key.startswith("exposed."))
-        figures["compute"] = max(0.0, machine.memory_traffic(copied) - travels)
+        figures["compute"] = max(0.0, machine.memory_traffic(copied) - travels) + hidden * slowed
         if away:
             figures["exposed.link"] = machine.host_link(away)
         result |= {f"{what}.{key}": value for key, value in figures.items()}

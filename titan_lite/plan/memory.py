@@ -129,6 +129,9 @@ class Replay:
         self.shards: list[Held] = []  # of reduced gradients
         self.wholes: list[Held] = []
         self.has_state, self.all_away = False, layout.config.training.offload == "all"
+        self.copies = (
+            layout.config.compile.compiles("model") and not self.all_away
+        )  # gradients of a graph (distributed/arriving.py)
         self.weights = [weight for stage in stages.values() for weight in stage.weights]
         self.errors: list[Held] = []  # of this step
         self.lacking: dict[int, list[Weight]] = {}  # weights without such an error yet, by stage
@@ -189,7 +192,7 @@ class Replay:
             if gradient in sums:
                 self.end(self.make("gradients", tape.sizes[gradient]))
             sums[gradient] = "", None
-        elif gradient not in sums and (not self.layout.gathers_once or summed == tape.sizes[gradient]):
+        elif gradient not in sums and (not self.layout.gathers_once or (summed == tape.sizes[gradient] and not self.copies)):
             sums[gradient] = held
             return
         elif gradient not in sums:

@@ -209,6 +209,7 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     compile = dataclasses.replace(config.compile, backend="aot_eager")
     machines = [machine.attending(config.training.attention_kernel) for machine in machines]
     passes = _Priced.of("model", config.compile, machines, axes)
+    passes.gathers_once = layout.gathers_once and config.training.offload != "all"
     loss_passes = _Priced.of("loss", config.compile, machines, axes)
     dtype = getattr(torch, config.training.mixed_precision_param)
     tokens, tp = len(model.positions), axis_of(mesh["tp"])
@@ -244,14 +245,14 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     found = []
     for number, machine in enumerate(machines):
         computing = {name: each[number]["compute"] for name, (each, _) in passes.graphs.items()}
-        hidden = passes.priced_as == "eager" and layout.config.training.offload != "all" and not machine.is_cpu
-        under = computing if hidden else {}
+        under = {} if layout.config.training.offload == "all" or machine.is_cpu else computing
         figures = held | (round_figures(plans, machine, axes, under) if layout.gathers_once else {})
         for name, (each, _) in graphs.items():
             figures |= {f"{name}.{key}": value for key, value in each[number].items()}
         travels = ("backward.communication.", "reduce.communication.")
         alone = under.get("backward", 0.0) - sum(value for key, value in figures.items() if key.startswith(travels))
-        figures |= copies_figures(plans, machine, axes, config.parallelism, max(0.0, alone))
+        copies_under = max(0.0, alone) if passes.priced_as == "eager" else 0.0
+        figures |= copies_figures(plans, machine, axes, config.parallelism, copies_under)
         found.append(figures)
     in_order = sorted(graphs, key=GRAPHS.index)
     timelines = [dataclasses.replace(graphs[name][1], graph=name) for name in in_order]
@@ -357,6 +358,7 @@ class _Priced(Schedule):
     machines: Sequence[Machine] = ()
     axes: Axes = field(default_factory=dict)
     priced_as: str = ""  # as in compile_model
+    gathers_once: bool = False  # gradients leave the backward at once
     graphs: dict[str, tuple[list[Figures], Timeline]] = field(default_factory=dict)  # on each machine; on the first one
     scheduled: dict[str, ScheduledGraph] = field(default_factory=dict)
 
@@ -372,7 +374,8 @@ class _Priced(Schedule):
             as_in_eager_mode(module.graph)
         super().__call__(module, name)
         # The caller of a graph of aot_eager keeps its inputs until it returns.
-        self.scheduled[name] = ScheduledGraph(module.graph, self.fused, not self.priced_as, self.priced_as == "eager")
+        at_once = self.priced_as == "eager" or self.gathers_once
+        self.scheduled[name] = ScheduledGraph(module.graph, self.fused, not self.priced_as, at_once)
         each = [figures_of(module.graph, machine, self.fused, self.axes) for machine in self.machines]
         timeline = self.receipts[-1].timeline
         assert timeline is not None

@@ -245,6 +245,8 @@ def test_tensor_parallelism_sends_activations_and_fsdp_once_a_step(traced):
     assert figures["whole"] == parameters
     assert figures["gather.bytes.dp_shard"] == 2 * parameters * 3 / 4
     assert figures["reduce.bytes.dp_shard"] == 4 * parameters * 3 / 4
+    for what in ("gather", "reduce"):  # under the first forward and the last backward
+        assert 0 < figures[f"{what}.exposed.dp_shard"] < figures[f"{what}.communication.dp_shard"]
     assert figures["reduce.bytes.tp"] == 2 * 4 * replicated / 4 / 2  # all-reduce of a quarter of the norms
 
 
