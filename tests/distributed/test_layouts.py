@@ -118,9 +118,9 @@ def all_at_once(trainer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [NOTHING, INTERLEAVED, GPIPE])
+@pytest.mark.parametrize("options", [NOTHING, INTERLEAVED])
 def test_a_compiled_pipeline_that_overlaps_communication_changes_no_number(options):
-    config = twin_of("dp_shard=2,pp=2", [*options, *COMPILED])
+    config = twin_of("dp_shard=2,pp=2", [*options, *COMPILED], steps=3)
     found, apart = (run(config, twin_model(FLAVORS["debug"], 4), prepare=prepare) for prepare in (None, all_at_once))
     assert found.losses == apart.losses
     assert found.gradients.keys() == apart.gradients.keys()
