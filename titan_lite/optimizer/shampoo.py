@@ -55,7 +55,7 @@ class Shampoo(Matrices):
 
     def __init__(self, matrices: Mapping[str, nn.Parameter], adamw: AdamW, config: Optimizer, head_dim: int):
         super().__init__(matrices, adamw, config, head_dim)
-        self.turns = [turns_of(config, fqn, shape) for fqn, shape in zip(matrices, self.shapes, strict=True)]
+        self.turns = turns_of(config, dict(zip(matrices, self.shapes, strict=True)))
 
     def zeros_of(self, number: int) -> dict[str, Tensor]:
         if number not in self.owners.own:

@@ -8,7 +8,7 @@ share_out(costs, ranks=8)                               # [{0: 4, 1: 5, ...}, ..
 import heapq
 import itertools
 import math
-import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -59,17 +59,24 @@ def factor_numbers(shape: Shape, most: int, power: int = 2) -> int:
     return sum(side**power for side in sides_of(shape, most))
 
 
-def turns_of(config: Optimizer, fqn: str, shape: Shape) -> list[int]:
-    """Return the step of a period, from 0 on, in which the root of each of Shampoo's factors of a matrix is computed.
+def turns_of(config: Optimizer, shapes: Shapes) -> list[list[int]]:
+    """Return, for each matrix, the step of a period, from 0 on, in which the root of each of Shampoo's factors is computed.
 
-    A matrix's roots are spread over the period, so that sums of n^3 are alike. Matrices begin at different steps, by their names:
-    an owner of several has alike work in each step, and with other owners each root is computed in the same steps.
+    A matrix's roots are spread over the period, so that sums of n^3 are alike. Matrices of one shape, or its transpose, begin at
+    different steps, by their places in the model: an owner of several has alike work in each step, and with other owners each
+    root is computed in the same steps.
     """
-    sides, period = sides_of(shape, config.max_preconditioner_dim), config.precondition_frequency
-    steps = min(period, len(sides))
-    step_of = {number: step for each in share_out([side**3 for side in sides], steps) for step, number in each.items()}
-    begin = zlib.crc32(fqn.encode())
-    return [(begin + step_of[number] * period // steps) % period for number in range(len(sides))]
+    period, found, alike = config.precondition_frequency, list[list[int]](), defaultdict[tuple, list[str]](list)
+    keys = {fqn: (fqn.split(".")[1], *sorted(shape)) for fqn, shape in shapes.items()}
+    for fqn, key in keys.items():
+        alike[key].append(fqn)
+    for fqn, shape in shapes.items():
+        names, sides = alike[keys[fqn]], sides_of(shape, config.max_preconditioner_dim)
+        place, steps = int(keys[fqn][0]) * len(names) + names.index(fqn), min(period, len(sides))
+        step_of = {number: step for each in share_out([side**3 for side in sides], steps) for step, number in each.items()}
+        begin = place + place // period  # every second or tenth matrix begins at all steps, too
+        found.append([(begin + step_of[number] * period // steps) % period for number in range(len(sides))])
+    return found
 
 
 def _shampoo_flops(config: Optimizer, shape: Shape) -> float:
