@@ -186,6 +186,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
             dtype="float32",
             mixed_precision_param="float32",
             mixed_precision_reduce="float32",
+            attention_kernel="auto",
             offload="none",  # CPU processes have no device to offload from
         ),
         optimizer=dataclasses.replace(config.optimizer, ns_dtype="float32", start_preconditioning_step=1),
@@ -194,7 +195,7 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
         float8=dataclasses.replace(config.float8, filter_fqns=tuple(dict.fromkeys(map(_of_twin, config.float8.filter_fqns)))),
         compile=_compile_of_twin(config.compile, SEQ_LEN // layout["cp"] // layout["tp"]),
         checkpoint=Config.checkpoint,
-        data=dataclasses.replace(config.data, dataset="stdlib", path="", sources=(), num_workers=0, validation_fraction=0.05),
+        data=dataclasses.replace(Config.data, num_workers=0),
         validation=dataclasses.replace(config.validation, enable=True, freq=steps, steps=1),
         metrics=dataclasses.replace(Config.metrics, log_freq=1, enable_tensorboard=False),
         profiling=Config.profiling,

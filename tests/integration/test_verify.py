@@ -208,9 +208,15 @@ def test_a_twin_cuts_its_few_tokens_into_chunks_too(layout, chunks):
     assert twin(config, parse_layout(layout), steps=1).compile.tensor_parallel_chunks == chunks
 
 
-def test_a_twin_logs_nothing_elsewhere():
-    config, _ = load_config(DEBUG, ["--metrics.enable_wandb", "--metrics.compare_plan=always"])
+def test_a_twin_needs_no_gpu_or_data_of_its_recipe_and_logs_nothing_elsewhere():
+    options = [
+        "--training.attention_kernel=FA3",
+        "--training.mixed_precision_param=bfloat16",
+        "--data.min_document_tokens=1000000",
+    ]
+    config, _ = load_config(DEBUG, [*options, "--metrics.enable_wandb", "--metrics.compare_plan=always"])
     small = twin(config, parse_layout("dp_shard=2"), steps=1)
+    assert (small.training.attention_kernel, small.data.min_document_tokens) == ("auto", 0)
     assert (small.metrics.enable_wandb, small.metrics.enable_tensorboard, small.metrics.compare_plan) == (False, False, "auto")
 
 
