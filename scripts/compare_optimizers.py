@@ -1,14 +1,16 @@
-"""AdamW, Muon and Shampoo on a small debug model: steps until AdamW's loss, at learning rates swept alike, and times of updates.
+"""AdamW, Muon and Shampoo on a debug model: losses at learning rates swept alike and in fewer steps, and times of updates.
 
     python scripts/compare_optimizers.py                              # 200 steps, 3 seeds, 3 learning rates each; some minutes
+    python scripts/compare_optimizers.py --whole                      # the debug recipe's own model and batch; hours
     python scripts/compare_optimizers.py --updates                    # seconds of an update on two ranks, in turn
     python scripts/compare_optimizers.py --powersgd 8                 # losses and bytes of two copies, without and with PowerSGD
 
 The model and the runs are those of compare_precision.py: two blocks of width 128, one process with one thread, the loss of
-held-out documents. An optimizer's best learning rate has the least mean loss after the last step. The update is that of the debug
-recipe's model, in float32 on gloo, with the iteration in bfloat16: AdamW, Muon and Shampoo with owners, and torch.optim.Muon,
-which computes every matrix on every rank. Shampoo is timed with the roots in every update, and with those of the first one.
---powersgd trains two blocks of width 128 on two copies (DDP), with AdamW, on 8 sequences of 64 tokens a step.
+held-out documents. An optimizer's best learning rate has the least loss after the last step, with seed 0. There, Muon and Shampoo
+are trained with --shares of the steps as well: each is a run with a learning-rate schedule of its own length. The update is that
+of the debug recipe's model, in float32 on gloo, with the iteration in bfloat16: AdamW, Muon and Shampoo with owners, and
+torch.optim.Muon, which computes every matrix on every rank. Shampoo is timed with the roots in every update, and with those of
+the first one. --powersgd trains on two copies (DDP), with AdamW, on as many tokens a step.
 """
 
 import argparse
@@ -42,40 +44,37 @@ from titan_lite.optimizer.build import build_optimizer
 from titan_lite.optimizer.state import is_matrix
 
 NAMES = ("AdamW", "Muon", "Shampoo")
-EVERY = 10  # steps from one validation to the next
 
 
-def losses(name: str, rate: float, seed: int, steps: int) -> dict[int, float]:
-    """Return {step: loss of held-out documents} of a run."""
+def loss_after(name: str, rate: float, seed: int, steps: int, size: str) -> float:
+    """Return the loss of held-out documents after the last step of a run."""
     options = [f"--optimizer.name={name}", f"--optimizer.lr={rate}", f"--debug.seed={seed}", f"--training.steps={steps}"]
     with tempfile.TemporaryDirectory() as folder:
-        run_alone([*SMALL.split(), *options, f"--validation.freq={EVERY}", "--validation.steps=4"], folder)
-        read = read_metrics(Path(folder) / "metrics.jsonl")
-    return {step: float(values["validation_loss"]) for step, values in read.items() if "validation_loss" in values}
+        run_alone([*size.split(), *options, "--validation.freq=1000000"], folder)
+        *_, last = read_metrics(Path(folder) / "metrics.jsonl").values()
+    return float(last["validation_loss"])
 
 
-def compare_losses(steps: int, seeds: int, rates: list[float]) -> None:
-    print(f"| optimizer | learning rate | {' | '.join(f'seed {seed}' for seed in range(seeds))} | mean |")
-    print(f"|---|--:|{'--:|' * (seeds + 1)}", flush=True)
-    best: dict[str, list[dict[int, float]]] = {}
-    for name in NAMES:
+def compare_losses(names: list[str], steps: int, seeds: int, rates: list[float], shares: list[float], size: str) -> None:
+    print(f"| optimizer | learning rate | steps | {' | '.join(f'seed {seed}' for seed in range(seeds))} | mean |")
+    print(f"|---|--:|--:|{'--:|' * (seeds + 1)}", flush=True)
+    for name in names:
+        first = {rate: loss_after(name, rate, 0, steps, size) for rate in rates}
+        best = min(rates, key=first.__getitem__)
         for rate in rates:
-            curves = [losses(name, rate, seed, steps) for seed in range(seeds)]
-            ends = [curve[steps] for curve in curves]
-            mean = statistics.fmean(ends)
-            print(f"| {name} | {rate:g} | {' | '.join(f'{loss:.4f}' for loss in ends)} | {mean:.4f} |", flush=True)
-            if name not in best or mean < statistics.fmean(curve[steps] for curve in best[name]):
-                best[name] = curves
-    for name in NAMES[1:]:
-        reached = []
-        for ours, theirs in zip(best[name], best["AdamW"], strict=True):
-            reached.append(next((step for step, loss in sorted(ours.items()) if loss <= theirs[steps]), None))
-        print(f"steps of {name} until AdamW's loss after {steps} steps, each at its best learning rate, by seed: {reached}")
+            if rate != best:
+                print(f"| {name} | {rate:g} | {steps} | {first[rate]:.4f} |{' |' * seeds}", flush=True)
+        for share in (1.0, *(shares if name != "AdamW" else ())):
+            done = round(share * steps)
+            ends = [first[best]] if share == 1 else []
+            ends += [loss_after(name, best, seed, done, size) for seed in range(len(ends), seeds)]
+            each = " | ".join(f"{loss:.4f}" for loss in ends)
+            print(f"| {name} | {best:g} | {done} | {each} | {statistics.fmean(ends):.4f} |", flush=True)
 
 
-def compare_compression(rank: int, steps: int, seeds: int) -> None:
-    common = [*SMALL.split(), "--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=4"]
-    common += [f"--training.steps={steps}", "--validation.steps=8"]
+def compare_compression(rank: int, steps: int, seeds: int, size: str) -> None:
+    common = [*size.split(), "--parallelism.data_parallel_replicate_degree=2", f"--training.steps={steps}"]
+    common += ["--training.local_batch_size=4", "--validation.freq=1000000"]
     compressed = ["--parallelism.replicate_compression=powersgd", f"--parallelism.replicate_rank={rank}"]
     compressed += [f"--parallelism.replicate_uncompressed_steps={steps // 10}"]
     print(f"| between copies | {' | '.join(f'seed {seed}' for seed in range(seeds))} | mean | bytes of a step |")
@@ -146,18 +145,22 @@ def torchs_muon(named: dict[str, nn.Parameter]) -> Callable[[], None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help=f"a multiple of {EVERY}")
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
+    parser.add_argument("--names", nargs="+", default=NAMES, choices=NAMES)
+    parser.add_argument("--shares", type=float, nargs="*", default=[0.75])
+    parser.add_argument("--whole", action="store_true", help="the debug recipe's own model and batch")
     parser.add_argument("--updates", action="store_true", help="time updates on two ranks, and train nothing")
     parser.add_argument("--rounds", type=int, default=7, help="updates of each")
     parser.add_argument("--powersgd", type=int, default=0, metavar="RANK", help="compare compression between two copies instead")
     chosen = parser.parse_args()
+    size = "" if chosen.whole else SMALL
     if chosen.powersgd:
-        compare_compression(chosen.powersgd, chosen.steps, chosen.seeds)
+        compare_compression(chosen.powersgd, chosen.steps, chosen.seeds, size)
         return
     if not chosen.updates:
-        compare_losses(chosen.steps, chosen.seeds, chosen.rates)
+        compare_losses(chosen.names, chosen.steps, chosen.seeds, chosen.rates, chosen.shares, size)
         return
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(time_updates, args=(folder, chosen.rounds), nprocs=2, start_method="fork")

@@ -1,11 +1,11 @@
 """The loss of a small debug model in float32, bfloat16 and float8, with parameters and AdamW's moments in float32 and bfloat16.
 
     python scripts/compare_precision.py                     # 300 steps of 8 sequences of 64 tokens, 3 seeds; some minutes
-    python scripts/compare_precision.py --whole --ways float32 bfloat16 float8 --steps 600      # an hour on one core
+    python scripts/compare_precision.py --whole --ways float32 bfloat16 float8 --steps 600      # three hours on one core
 
-The small model has two blocks of width 128. With --whole, it is the debug recipe's own model and sequences of 256 tokens, two a
-step. Each run is one process with one thread. The loss is that of held-out documents after the
-last step, over 10 batches.
+The small model has two blocks of width 128. With --whole, it is the debug recipe's own model with its 8 sequences of 256 tokens a
+step. Each run is one process with one thread. The loss is that of held-out documents after the last step, over 10 batches. Each
+run is printed when it ends, before the rows of the table.
 """
 
 import argparse
@@ -33,11 +33,8 @@ WAYS = {  # products, parameters, moments: what the recipe has beside COMMON
     "float8, rowwise | float32 | float32": [HALF, EIGHT, "--float8.recipe=rowwise"],
     "float8, rowwise_with_gw_hp | float32 | float32": [HALF, EIGHT, "--float8.recipe=rowwise_with_gw_hp"],
 }
-SMALL = (
-    "--model.dim=128 --model.n_layers=2 --model.hidden_dim=256 --training.seq_len=64 --training.local_batch_size=8 "
-    "--training.global_batch_size=8"
-)
-WHOLE = "--training.local_batch_size=2 --training.global_batch_size=2"
+SEQUENCES = "--training.local_batch_size={0} --training.global_batch_size={0}"
+SMALL = f"--model.dim=128 --model.n_layers=2 --model.hidden_dim=256 --training.seq_len=64 {SEQUENCES.format(8)}"
 COMMON = "--data.num_workers=0 --no-checkpoint.enable --validation.freq=1000000 --metrics.enable_tensorboard=false"
 
 
@@ -77,6 +74,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ways", nargs="+", default=[""], help="only those with products whose name begins with one of these")
     parser.add_argument("--whole", action="store_true", help="the debug recipe's own model")
+    parser.add_argument("--sequences", type=int, default=8, help="of a step")
     chosen = parser.parse_args()
     seeds = range(chosen.seeds)
     print(f"| products | parameters | moments | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | against float32 |")
@@ -85,8 +83,12 @@ def main() -> None:
     for way, overrides in WAYS.items():
         if not way.startswith(tuple(chosen.ways)):
             continue
-        run = [*(WHOLE if chosen.whole else SMALL).split(), f"--training.steps={chosen.steps}", *overrides]
-        losses = [validation_loss([*run, f"--debug.seed={seed}"]) for seed in seeds]
+        size = f"{'' if chosen.whole else SMALL} {SEQUENCES.format(chosen.sequences)}"
+        run = [*size.split(), f"--training.steps={chosen.steps}", *overrides]
+        losses = []
+        for seed in seeds:
+            losses.append(validation_loss([*run, f"--debug.seed={seed}"]))
+            print(f"{way}, seed {seed}: {losses[-1]:.4f}", file=sys.stderr, flush=True)
         mean = statistics.fmean(losses)
         first = first or mean
         each = " | ".join(f"{loss:.4f}" for loss in losses)

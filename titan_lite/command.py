@@ -7,6 +7,7 @@ def main(arguments: Sequence[str]) -> None:
 """
 
 import argparse
+import difflib
 import functools
 import multiprocessing
 import os
@@ -39,6 +40,9 @@ class Parser(argparse.ArgumentParser):
     def parse_with_overrides(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Return the options, and those that change a key of options.recipe, as in --section.key value. Raises ConfigError."""
         options, overrides = self.parse_known_args(list(arguments))
+        for word in (argument.partition("=")[0] for argument in overrides if argument.startswith("--")):
+            if near := difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=0.8):
+                raise ConfigError(f"unknown option {word}; did you mean {near[0]}?")
         if overrides and options.recipe and arguments.index(options.recipe) > arguments.index(overrides[0]):
             raise ConfigError(f"{overrides[0]} stands before the recipe; use RECIPE {overrides[0]} ...")
         return options, overrides
@@ -53,7 +57,8 @@ class Parser(argparse.ArgumentParser):
 def at_least_one(text: str) -> int:
     """Return an option's value as an integer, as `type` of add_argument."""
     if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text}: use an integer at least 1, such as 8")
+        order = "" if text[:1].isdigit() else "; a recipe stands before the options"
+        raise argparse.ArgumentTypeError(f"{text}: use an integer at least 1, such as 8{order}")
     return int(text)
 
 

@@ -37,7 +37,8 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
     if training.attention_kernel != "auto" and fits_flash(getattr(torch, training.mixed_precision_param), layout.model.head_dim):
         how += f"; attention by {training.attention_kernel} (training.attention_kernel)"
     if (float8 := config.float8).enable:
-        how += f"; products of the blocks in float8, {float8.recipe}{', gathered in float8' * float8.all_gather} ([float8])"
+        gathers = float8.all_gather and degrees["dp_shard"] * degrees["cp"] > 1
+        how += f"; products of the blocks in float8, {float8.recipe}{', gathered in float8' * gathers} ([float8])"
     axes = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
     notes = ["; ".join(short_names(plan.modules[stage]) for stage in plan.stages_of(rank)) for rank in range(degrees["pp"])]
     when = ""
@@ -136,9 +137,14 @@ def without_effect(config: Config, layout: Layout) -> list[str]:
     recipe, values = dataclasses.asdict(config), flatten(config)
     recipe["parallelism"]["microbatches_gathered_once"] = layout.microbatches if layout.gathers_once else 1
     idle = without_need(recipe)
+    if layout.why_so.startswith("estimated"):
+        idle.pop("compile.machine", None)  # its links decided how the embedding is sharded
     lines = [f"{key} = {values[key]} has no effect: {idle[key][0]}" for key in idle if values[key] != KEYS[key].default]
     if config.float8.enable and config.float8.all_gather and layout.degrees["dp_shard"] * layout.degrees["cp"] == 1:
         lines.append("float8.all_gather = True has no effect: no weight is gathered (data_parallel_shard_degree = 1)")
+    if config.float8.enable and layout.degrees["tp"] > 1 and config.compile.compiles("model"):
+        chunks = config.compile.tensor_parallel_chunks
+        lines += [f"compile.tensor_parallel_chunks = {chunks} cuts no product in float8 ([float8])"] * (chunks > 1)
     key, kept = "parallelism.fsdp_keep_gathered", config.parallelism.fsdp_keep_gathered
     for prefix in () if key in idle or kept == KEYS[key].default else kept:
         if why := _not_kept(prefix, config, layout):

@@ -103,7 +103,7 @@ def check_sizes(float8: Float8, sizes: Mapping[str, Sequence[float]], tokens: in
     for name in float8.filter_fqns:
         if not any(is_filtered(fqn, [name]) for fqn in sizes):
             wrong = f'float8.filter_fqns: "{name}" is no part of the name of a linear layer in a block'
-            raise ConfigError(f'{wrong}; use such as "attention.wk" or "layers.0"')
+            raise ConfigError(f'{wrong}; use such as "attention.wk" or "layers.0" (embedding and output never are in float8)')
     left = [fqn for fqn in sizes if not is_filtered(fqn, float8.filter_fqns)]
     if not left:
         raise ConfigError("float8.enable = true: float8.filter_fqns leaves no layer to compute in float8; use false")

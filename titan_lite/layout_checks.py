@@ -28,6 +28,7 @@ def check_layout(config: Config, layout: "Layout") -> None:
     check_float8(config, layout)
     check_schedule(config, layout)
     check_compression(config, layout)
+    check_chunks(config, layout)
     if training.offload != "none" and config.compile.compiles("optimizer"):
         raise ConfigError(
             f'training.offload = "{training.offload}" has an update of its own, a bucket at a time, and compile.components has '
@@ -48,10 +49,29 @@ def check_layout(config: Config, layout: "Layout") -> None:
             f'optimizer.state_dtype = "{config.optimizer.state_dtype}": the roots of optimizer.name = "Shampoo" need factors in '
             'float32; use "float32"'
         )
+    if name == "Shampoo" and config.optimizer.start_preconditioning_step > training.steps:
+        raise ConfigError(
+            f"optimizer.start_preconditioning_step = {config.optimizer.start_preconditioning_step} is after the last of "
+            f'training.steps = {training.steps}, and optimizer.name = "Shampoo" would be AdamW alone; use at most '
+            f'{training.steps}, or name = "AdamW"'
+        )
     if layout.gathers_once and parallelism.fsdp_reshard_after_forward == "always":
         raise ConfigError(
             'parallelism.fsdp_reshard_after_forward = "always" has no effect with fsdp_communication = "step", which keeps '
             f'weights gathered for a step of {layout.microbatches} microbatches; use fsdp_communication = "microbatch"'
+        )
+
+
+def check_chunks(config: Config, layout: "Layout") -> None:
+    """Raise ConfigError for chunks that do not divide the tokens of a tensor-parallel rank, since nothing would be cut."""
+    chunks, tp = config.compile.tensor_parallel_chunks, layout.degrees["tp"]
+    tokens = layout.seq_len // layout.degrees["cp"] // tp
+    if tp > 1 and config.compile.compiles("model") and tokens % chunks:
+        divisors = [number for number in range(1, tokens + 1) if tokens % number == 0]
+        near = [max(number for number in divisors if number < chunks), *[number for number in divisors if number > chunks][:1]]
+        raise ConfigError(
+            f"compile.tensor_parallel_chunks = {chunks} does not divide the {tokens:,} tokens of a sequence that a "
+            f"tensor-parallel rank has; use {' or '.join(map(str, near))}"
         )
 
 

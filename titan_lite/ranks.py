@@ -128,7 +128,8 @@ def init_device(debug: Debug, float32_matmul_precision: str = "highest") -> torc
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         return device
-    torch.set_num_threads(max(1, usable_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
+    if "TITAN_LITE_COMMAND" not in os.environ:  # else start.py has set OMP_NUM_THREADS, unless the user has
+        torch.set_num_threads(max(1, usable_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
     return torch.device("cpu")
 
 

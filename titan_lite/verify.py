@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from titan_lite.check import check
 from titan_lite.command import Parser, at_least_one, command
-from titan_lite.config import ActivationCheckpoint, Checkpoint, Compile, Config, ConfigError, Float8, Parallelism
+from titan_lite.config import ActivationCheckpoint, Compile, Config, ConfigError, Float8, Parallelism
 from titan_lite.config.recipe import SHIPPED, load_config
 from titan_lite.distributed.degrees import AXES, DEGREES
 from titan_lite.distributed.pipeline_plan import TooFewLayers
@@ -192,12 +192,12 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
         lr_scheduler=dataclasses.replace(config.lr_scheduler, warmup_steps=0, total_steps=-1),
         parallelism=dataclasses.replace(config.parallelism, **changes, enable_async_tensor_parallel=False),
         float8=dataclasses.replace(config.float8, filter_fqns=tuple(dict.fromkeys(map(_of_twin, config.float8.filter_fqns)))),
-        compile=_compile_of_twin(config.compile),
-        checkpoint=Checkpoint(),
+        compile=_compile_of_twin(config.compile, SEQ_LEN // layout["cp"] // layout["tp"]),
+        checkpoint=Config.checkpoint,
         data=dataclasses.replace(config.data, dataset="stdlib", path="", sources=(), num_workers=0, validation_fraction=0.05),
         validation=dataclasses.replace(config.validation, enable=True, freq=steps, steps=1),
-        metrics=dataclasses.replace(config.metrics, log_freq=1, enable_tensorboard=False),
-        profiling=dataclasses.replace(config.profiling, enable_profiling=False, enable_memory_snapshot=False),
+        metrics=dataclasses.replace(Config.metrics, log_freq=1, enable_tensorboard=False),
+        profiling=Config.profiling,
     )
 
 
@@ -222,13 +222,17 @@ def _sharding(config: Config, layout: Degrees) -> str:
     return "columns" if given.embedding_sharding == "columns" or there.by_columns else "rows"
 
 
-def _compile_of_twin(stage: Compile) -> Compile:
-    """Return [compile] with the same passes and the twin's names; "measured" becomes "greedy", since a twin's times differ."""
+def _compile_of_twin(stage: Compile, tokens: int) -> Compile:
+    """Return [compile] with the same passes and the twin's names; "measured" becomes "greedy", since a twin's times differ.
+
+    tokens: of a sequence on a tensor-parallel rank, for chunks.
+    """
     return dataclasses.replace(
         stage,
         backend="aot_eager",
         bucketing="greedy" if stage.bucketing == "measured" else stage.bucketing,
         buckets=tuple(" ".join(map(_of_twin, bucket.split())) for bucket in stage.buckets),
+        tensor_parallel_chunks=2 if tokens % stage.tensor_parallel_chunks else stage.tensor_parallel_chunks,
     )
 
 
@@ -267,15 +271,8 @@ def run(config: Config, model: ModelConfig, *, prepare: Prepare | None = None) -
 
 
 def _process(rank: int, processes: int, port: int, config: Config, model: ModelConfig, prepare: Prepare | None) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(processes),
-        LOCAL_WORLD_SIZE=str(processes),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        NO_COLOR="1",
-    )
+    os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes)), NO_COLOR="1")
     # a warning about gathering a full gradient over two axes, which only this program does
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     recorder = _Recorder(prepare)
@@ -375,6 +372,8 @@ def verify(config: Config, layouts: Sequence[Degrees], *, steps: int = 5, prepar
         f"tolerances, relative: loss {within.loss:g}, gradient {within.gradient:g}, activations {within.activation:g}"
     )
     width = max(len("layout"), *(len(name_of(layout)) for layout in layouts))
+    if (how := config.parallelism.replicate_compression) != "none":
+        print(f'not in the twin: parallelism.replicate_compression = "{how}", which approximates')
     print(f"{'layout':<{width}}  processes  loss     gradient  {'of':<31}  {'first to diverge':<24}  verdict")
     expected: dict[tuple, Observed] = {}
     agree = True

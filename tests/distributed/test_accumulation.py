@@ -1,8 +1,9 @@
 """A step of several microbatches in buckets: the numbers of parameters that travel alone, to the bit, in few collectives and
 little memory."""
 
+import gc
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from unittest import mock
 
@@ -16,7 +17,7 @@ from test_simple_fsdp import Rows
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from titan_lite.config import Float8
-from titan_lite.distributed import accumulation, buckets
+from titan_lite.distributed import accumulation, arriving, buckets
 from titan_lite.distributed.accumulation import IN_FLIGHT, gathered_for_step, gradient_leaves
 from titan_lite.distributed.gather import GatherPlan, local
 from titan_lite.distributed.mesh import parameter_mesh
@@ -150,8 +151,8 @@ def memory(param):
             most["flat"] = max(most["flat"], alive(flat, IN_FLIGHT - 1))
             flat.append(reference(bucket))
 
-    def watched_gather(plan, shard):
-        result = start_gather(plan, shard)
+    def watched_gather(plan, shard, out=None):
+        result = start_gather(plan, shard, out)
         started(plan, result.tensor)
         return result
 
@@ -224,9 +225,9 @@ def overlapped(layout, cases):
 def watched(cls, name, events):
     function = getattr(cls, name)
 
-    def noted(plan, tensor):
+    def noted(*arguments):
         events.append(name)
-        return function(plan, tensor)
+        return function(*arguments)
 
     with mock.patch.object(cls, name, noted):
         yield
@@ -242,18 +243,102 @@ OVERLAPPED = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout", ["FSDP-2", *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name not in ("FSDP-2", "dp2tp2"))]
-)
-def test_overlap_with_the_first_forward_and_the_last_backward_changes_no_number(layout):
+def compiled(config, backend="aot_eager", **options):
+    return config, dict(compiled=backend, **options)
+
+
+IN_EAGER_MODE = OVERLAPPED
+COMPILED = {name: compiled(config, **options) for name, (config, options) in OVERLAPPED.items()}
+OVERLAPPED = {
+    "eager": IN_EAGER_MODE,
+    "compiled": {"tied, bfloat16, selective": compiled(TIED, param=torch.bfloat16, checkpointing="selective")},
+    "all compiled": COMPILED,
+    "inductor": {
+        "float32, full": compiled(CONFIG, "inductor", checkpointing="full", reshard=False),
+        "bfloat16": compiled(CONFIG, "inductor", param=torch.bfloat16),
+    },
+}
+CASES = [("FSDP-2", "eager"), ("FSDP-2", "compiled")]
+SLOW = [(name, "eager") for name in LAYOUTS if name not in ("FSDP-2", "dp2tp2")]
+SLOW += [("FSDP-2", "all compiled"), ("FSDP-2", "inductor"), *((name, "compiled") for name in ("FSDP-4", "HSDP-2x2", "DDP-2"))]
+
+
+@pytest.mark.parametrize(("layout", "mode"), [*CASES, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
+def test_overlap_with_the_first_forward_and_the_last_backward_changes_no_number(layout, mode):
     replicate, shard, _ = LAYOUTS[layout]
-    for ranks in run_ranks(replicate * shard, overlapped, layout, list(OVERLAPPED.values())):
-        for name, ((expected, apart), (tensors, events)) in zip(OVERLAPPED, ranks, strict=True):
+    for ranks in run_ranks(replicate * shard, overlapped, layout, [*OVERLAPPED[mode].values()]):
+        for name, ((expected, apart), (tensors, events)) in zip(OVERLAPPED[mode], ranks, strict=True):
             assert len(tensors) == len(expected) > 2
             assert all(map(torch.equal, tensors, expected)), name
             begin, last, end = (events.index(each) for each in ("backward 0", "backward 1", "end"))
             for kind in ("start_gather_of", "start_reduce"):
                 assert events.count(kind) == apart.count(kind)
             if shard > 1:
-                assert "start_gather_of" not in [*events[: events.index("forward 0")], *events[begin:]]
+                assert "start_gather_of" not in events[begin:]
+                assert events[: events.index("forward 0")].count("start_gather_of") == (mode != "eager")  # the first bucket
             assert "start_reduce" not in [*events[:last], *events[end:]]
+
+
+def order_of_compiled():
+    """{microbatches told: the products and collectives of a step of two microbatches, in the order they start}"""
+    mesh = make_mesh(1, 2)
+    tokens, labels = batch()
+    mine = my_microbatches(mesh, tokens, labels, count=2)
+    found = {}
+    for count in (0, 2):
+        model = build(CONFIG, mesh, compiled="aot_eager")
+        for last in (False, True):
+            with torch.profiler.profile() if last else nullcontext() as profiler, gathered_for_step(model, count):
+                step(model, mesh, mine, (labels != -100).sum(), gradient=False)
+        kinds = {"aten::mm": "product", "_c10d_functional::reduce_scatter_tensor": "reduction"}
+        kinds |= {
+            each.name: "gather" for each in profiler.events() if each.name.startswith("c10d::") and "allgather_base" in each.name
+        }
+        events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+        found[count] = [kinds[event.name] for event in events if event.name in kinds]
+    return found
+
+
+def test_a_compiled_model_gathers_and_reduces_between_its_products():
+    for found in run_ranks(2, order_of_compiled):
+        assert all(order.count("gather") == order.count("reduction") == BUCKETS for order in found.values())
+        apart, order = found[0], found[2]
+        products = [number for number, kind in enumerate(apart) if kind == "product"]
+        assert apart[: products[0]].count("gather") == apart[products[-1] :].count("reduction") == BUCKETS
+        products = [number for number, kind in enumerate(order) if kind == "product"]
+        assert order[: products[0]].count("gather") <= 3  # embedding, the first layer, and the next one in flight
+        assert order[products[-1] :].count("reduction") <= 2  # the first layer, and the embedding
+        first, last = order.index("reduction"), max(number for number, kind in enumerate(order) if kind == "gather")
+        assert last < products[len(products) // 2] < first  # in the first microbatch, and in the last one
+
+
+def told_of_failure():
+    """A step that fails after its first microbatch leaves nothing behind, and neither does one without microbatches."""
+    mesh = make_mesh(1, 2)
+    tokens, labels = batch()
+    mine = my_microbatches(mesh, tokens, labels, count=2)
+    model = build(CONFIG, mesh, compiled="aot_eager")
+    count = (labels != -100).sum()
+    with gathered_for_step(model, 2):
+        pass  # gathers, and computes nothing
+    assert all(parameter.grad is None for parameter in model.parameters())
+    gc.disable()
+    with suppress(ZeroDivisionError), gathered_for_step(model, 2):
+        step(model, mesh, mine[:1], count, gradient=False)
+        weights = [StorageWeakRef(each.untyped_storage()) for each in model_of(model).gathered.values()]
+        raise ZeroDivisionError
+    with gathered_for_step(model, 2):
+        step(model, mesh, mine, count, gradient=False)
+        weights += [StorageWeakRef(each.untyped_storage()) for each in model_of(model).gathered.values()]
+    assert all(each.expired() for each in weights)
+    assert not arriving.takes
+    gradients = [local(parameter.grad) for parameter in model.parameters()]
+    with gathered_for_step(model):
+        for parameter in model.parameters():
+            parameter.grad = None
+        step(model, mesh, mine, count, gradient=False)
+    assert all(map(torch.equal, gradients, (local(parameter.grad) for parameter in model.parameters())))
+
+
+def test_compiled_steps_leave_no_weights_behind():
+    run_ranks(2, told_of_failure)

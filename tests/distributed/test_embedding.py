@@ -58,7 +58,10 @@ def compare(layout):
     assert torch.equal(as_shard_of(columns, numbers).full_tensor(), every_number)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SLOW = ("FSDP of four", "HSDP")
+
+
+@pytest.mark.parametrize("layout", [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in LAYOUTS])
 def test_columns_are_the_run_of_one_process(layout):
     run_ranks(2 if layout == "FSDP" else 4, compare, layout)
 

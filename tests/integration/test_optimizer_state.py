@@ -107,10 +107,15 @@ def test_a_run_resumes_with_and_without_offload_to_the_bit(whole, at_step_2):
 @pytest.mark.parametrize(
     "options",
     [
-        [*AOT_EAGER, "--compile.components=model,loss", "--training.local_batch_size=1", "--validation.enable", *every(2, 2)],
-        ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
+        pytest.param(
+            [*AOT_EAGER, "--compile.components=model,loss", "--training.local_batch_size=1", "--validation.enable", *every(2, 2)],
+            marks=pytest.mark.slow,
+            id="compiled",
+        ),
+        pytest.param(
+            ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"], id="pipeline"
+        ),
     ],
-    ids=["compiled", "pipeline"],
 )
 def test_a_run_with_all_in_host_memory_changes_no_bit(options, tmp_path):
     """In several microbatches a step."""

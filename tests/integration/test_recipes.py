@@ -66,15 +66,8 @@ def train_shrunk(config: Config) -> tuple[int, list[float]]:
 
 @pytest.mark.parametrize(
     "recipe",
-    # 405B has all that the others have, when they have the debug flavor
-    [
-        pytest.param(
-            r,
-            marks=pytest.mark.slow if r.stem in ("llama3_1b", "llama3_3b", "llama3_8b", "llama3_70b", "llama3_8b_128k") else (),
-            id=r.stem,
-        )
-        for r in RECIPES
-    ],
+    # those of 405B have all that the others have, when they have the debug flavor
+    [pytest.param(r, marks=() if "405b" in r.stem or r.stem == "debug_model" else pytest.mark.slow, id=r.stem) for r in RECIPES],
 )
 def test_a_recipe_shrunk_to_the_debug_flavor_trains(recipe, tmp_path):
     config, _ = load_config(recipe)

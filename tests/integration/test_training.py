@@ -187,6 +187,12 @@ def test_buckets_change_no_number_in_a_pipeline(checkpointing, tmp_path):
         ]
 
 
+def test_a_compiled_update_of_an_eager_model_reads_gradients_that_are_being_reduced(tmp_path):
+    options = [*SMALL, "--model.n_layers=1", *steps(2), *NO_VALIDATION, *NO_CHECKPOINT]
+    expected = trained(2, DEBUG, tmp_path / "eager", *options)
+    same(trained(2, DEBUG, tmp_path / "compiled", *options, *AOT_EAGER, "--compile.components=optimizer"), expected, rel=1e-5)
+
+
 def with_a_broken_optimizer(folder):
     """A run whose compiled update cannot be traced; returns how it ended."""
     options = [*AOT_EAGER, "--compile.components", "optimizer"]

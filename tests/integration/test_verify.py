@@ -68,7 +68,9 @@ def test_the_first_module_that_is_wrong_is_named(capfd):
     assert re.search(r"  layers\.2\.feed_forward +DIFFERS$", line)
 
 
-@pytest.mark.parametrize(("prepare", "verdict"), [(None, "agrees"), (one_gradient_is_not_reduced, "DIFFERS")])
+@pytest.mark.parametrize(
+    ("prepare", "verdict"), [(None, "agrees"), pytest.param(one_gradient_is_not_reduced, "DIFFERS", marks=pytest.mark.slow)]
+)
 def test_float8_has_a_reference_and_tolerances_of_its_own(prepare, verdict, capfd):
     assert verified(prepare, "--float8.enable", "--float8.all_gather") == (verdict == "agrees")
     out = capfd.readouterr().out
@@ -198,6 +200,18 @@ def test_a_twin_compiles_by_the_same_passes_under_its_own_names():
     assert stage.buckets == ("layers.2 layers.3 layers.3.attention", "norm output")
     config, _ = load_config(RECIPES / "llama3_8b.toml", ["--compile.bucketing=measured"])
     assert twin(config, parse_layout("dp_shard=2"), steps=1).compile.bucketing == "greedy"
+
+
+@pytest.mark.parametrize(("layout", "chunks"), [("tp=2", 4), ("dp_shard=2", 4), ("cp=4,tp=2", 4), ("cp=8,tp=2", 2)])
+def test_a_twin_cuts_its_few_tokens_into_chunks_too(layout, chunks):
+    config, _ = load_config(RECIPES / "llama3_70b.toml", ["--compile.tensor_parallel_chunks=4"])
+    assert twin(config, parse_layout(layout), steps=1).compile.tensor_parallel_chunks == chunks
+
+
+def test_a_twin_logs_nothing_elsewhere():
+    config, _ = load_config(DEBUG, ["--metrics.enable_wandb", "--metrics.compare_plan=always"])
+    small = twin(config, parse_layout("dp_shard=2"), steps=1)
+    assert (small.metrics.enable_wandb, small.metrics.enable_tensorboard, small.metrics.compare_plan) == (False, False, "auto")
 
 
 def test_all_layouts_are_all_that_eight_processes_can_have():

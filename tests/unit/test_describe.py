@@ -110,8 +110,19 @@ def test_the_start_says_what_will_run():
 def test_the_start_says_what_is_in_float8():
     lines = said("--float8.enable", "--float8.all_gather")
     assert lines[1].endswith("eager; products of the blocks in float8, tensorwise, gathered in float8 ([float8])")
-    (line,) = [line for line in said("--float8.enable", "--float8.all_gather", ranks=1) if "no effect" in line]
+    lines = said("--float8.enable", "--float8.all_gather", ranks=1)
+    (line,) = [line for line in lines if "no effect" in line]
     assert line.startswith("float8.all_gather = True has no effect: no weight is gathered")
+    assert not any("gathered in float8" in line for line in lines)
+    options = ["--float8.enable", "--parallelism.tensor_parallel_degree=2", "--compile.tensor_parallel_chunks=2"]
+    line = "compile.tensor_parallel_chunks = 2 cuts no product in float8 ([float8])"
+    assert line in said(*options, "--compile.enable")
+    assert line not in said(*options)  # whose start says that nothing is compiled
+
+
+def test_a_machine_has_an_effect_where_its_links_shard_the_embedding():
+    for options, idle in (([], False), (["--parallelism.embedding_sharding=rows"], True)):
+        assert any("compile.machine = A100 has no effect" in line for line in said("--compile.machine=A100", *options)) == idle
 
 
 def test_the_start_of_other_runs():

@@ -153,6 +153,21 @@ def test_a_chunk_of_the_loss_that_cannot_be_is_refused(chunk, wrong):
         layout(f"--training.loss_chunk_tokens={chunk}")
 
 
+@pytest.mark.parametrize(("chunks", "use"), [(3, "2 or 4"), (129, "128"), (100, "64 or 128")])
+def test_chunks_that_do_not_divide_the_tokens_of_a_rank_are_refused(chunks, use):
+    options = ["--parallelism.tensor_parallel_degree=2", f"--compile.tensor_parallel_chunks={chunks}"]
+    with pytest.raises(ConfigError, match=rf"chunks = {chunks} does not divide the 128 tokens .*; use {use}$"):
+        layout("--compile.enable", *options)
+    layout(*options)  # an eager run cuts nothing, and its start says so
+
+
+def test_shampoo_that_would_never_have_roots_is_refused():
+    options = ["--optimizer.name=Shampoo", "--optimizer.start_preconditioning_step=5"]
+    layout(*options, "--training.steps=5")
+    with pytest.raises(ConfigError, match=r"_step = 5 is after the last of training.steps = 4, .*use at most 4"):
+        layout(*options, "--training.steps=4")
+
+
 def test_weights_gathered_once_in_float8_have_one_byte():
     float8, gathered = ["--training.mixed_precision_param=bfloat16", "--float8.enable"], ["--float8.all_gather"]
     of_a_block = 4 * 256 * 256 * 3 // 4 + 3 * 256 * 768  # wq and wo are square, wk and wv half of it

@@ -33,6 +33,21 @@ def test_errors_of_communication_are_told_from_others(error, is_one):
     assert is_communication(error) == is_one
 
 
+@pytest.mark.parametrize(("command", "threads"), [("./run_train.sh", 3), (None, 1)])
+def test_threads_are_those_of_the_environment_where_run_train_sh_or_the_user_has_set_them(command, threads, monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "100000")
+    monkeypatch.delenv("TITAN_LITE_COMMAND", raising=False)
+    if command:
+        monkeypatch.setenv("TITAN_LITE_COMMAND", command)
+    try:
+        torch.set_num_threads(3)  # as OMP_NUM_THREADS does
+        init_device(Debug())
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("precision", ["high", "highest"])
 def test_the_precision_of_float32_products_is_set(precision, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")

@@ -73,6 +73,10 @@ class Machine:
     like: str = ""  # the profile that the machine was derived from
     reduction: float = 1.0  # reduce-scatter time divided by all-gather time, for the same bytes; higher with gloo than with NCCL
 
+    @property
+    def is_cpu(self) -> bool:
+        return self.name.startswith("CPU")
+
     def flops(self, dtype: torch.dtype) -> float:
         """Return the peak FLOP/s of matrix products. An unknown dtype is as fast as float32."""
         name = str(dtype).removeprefix("torch.")
@@ -137,7 +141,7 @@ class Machine:
             return self.collective(kind_of(node), collective_bytes(node), ranks_of(node), tensors_of(node))
         if is_from_host(node):
             return self.host_link(nbytes_of(node))
-        seconds = self.memory_traffic(_bytes_moved(node, fused, not self.name.startswith("CPU")))
+        seconds = self.memory_traffic(_bytes_moved(node, fused, not self.is_cpu))
         matmul, attention = flops_of(node)
         if matmul or attention:
             seconds = max(seconds, self.product(node, matmul) if matmul else self.attention(node, attention))

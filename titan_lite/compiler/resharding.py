@@ -8,9 +8,9 @@ The min-cut partitioner keeps every gathered weight by default, because it takes
 needs them first.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_lite.compiler.collectives import aten, collectives, moves_tokens, parameter_all_gathers, parameters_of
@@ -32,6 +32,13 @@ VIEWS = frozenset(
 )
 
 
+def read_again(graph: Graph, keep_gathered: Collection[str] | None) -> None:
+    """Tag what backward reads again. keep_gathered: as in recompute_parameter_all_gathers, or None to leave all gathered."""
+    recompute_waits_for_inputs(graph)
+    if keep_gathered is not None:
+        recompute_parameter_all_gathers(graph, keep_gathered)
+
+
 def recompute_parameter_all_gathers(graph: Graph, keep_gathered: Collection[str] = ()) -> int:
     """Tag every parameter's all-gather, its preparation, its wait and its views, so that the partitioner recomputes them.
 
@@ -42,10 +49,30 @@ def recompute_parameter_all_gathers(graph: Graph, keep_gathered: Collection[str]
         if moves_tokens(gather) or not set(keep_gathered).isdisjoint(parameters_of(gather)):
             continue
         again += 1
-        tagged = [gather, *preparation]
-        for node in tagged:  # grows in the loop
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            node.meta["ac_graph_id"] = REGION
-            if node not in preparation:
-                tagged += [user for user in node.users if user.target in VIEWS]
+        _recompute([gather], preparation)
     return again
+
+
+def recompute_waits_for_inputs(graph: Graph) -> int:
+    """Tag the waits for inputs of the graph (distributed/arriving.py) in the same way, and return their number.
+
+    A wait returns its input, which the compiler does not know: it would use the memory of a saved result again in backward.
+    """
+    waits = [
+        node
+        for each in graph.find_nodes(op="placeholder")
+        for node in each.users
+        if node.target is collectives.wait_tensor.default
+    ]
+    _recompute(waits)
+    return len(waits)
+
+
+def _recompute(nodes: Sequence[Node], preparation: Sequence[Node] = ()) -> None:
+    """Tag `nodes`, what prepares them and their views."""
+    tagged = [*nodes, *preparation]
+    for node in tagged:  # grows in the loop
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta["ac_graph_id"] = REGION
+        if node not in preparation:
+            tagged += [user for user in node.users if user.target in VIEWS]

@@ -98,17 +98,16 @@ def compile_model(
     priced_as: with aot_eager, for graphs that are priced and not run. "inductor" decomposes operators as Inductor does, "eager"
     saves for backward what autograd saves.
     """
-    reshard = None
-    if reshard_after_forward:
-        kept = parameters_within(model, keep_gathered)
-        reshard = _Pass(resharding.recompute_parameter_all_gathers, keep_gathered=kept)
+    kept = parameters_within(model, keep_gathered) if reshard_after_forward else None  # None: all
+    reshard = _Pass(resharding.read_again, keep_gathered=kept)
     compiling = (schedule or Schedule(config)).compiling
     if config.backend == "inductor":
         backend = _inductor(reshard, compiling, async_tensor_parallel)
     else:
         backend = _aot_eager(reshard, compiling, priced_as)
 
-    model.compile(backend=_with_backward(backend, memory_budget), fullgraph=True)
+    # Stages of a pipeline share code. With static shapes, inputs of other sizes are compiled anew, and not for any size.
+    model.compile(backend=_with_backward(backend, memory_budget), fullgraph=True, dynamic=False)
     assert model._compiled_call_impl is not None
     model._compiled_call_impl = _with_errors(model._compiled_call_impl, config, "model")
 

@@ -153,7 +153,7 @@ def _read_recipe(path: Path, chain: tuple[str, ...], mistakes: Mistakes) -> tupl
                             continue  # a saved recipe of an earlier version, with the value that applies now
                         if key not in KEYS:
                             wrong = f"unknown key {shown(name)[1:-1]} = {shown(value)} in [{section}]"
-                            raise ConfigError(f"{path}: {wrong}{_nearest_key(section, name)}")
+                            raise ConfigError(f"{path}: {wrong}{nearest_key(section, name)}")
                         values[key] = _from_folder(KEYS[key], _check_value(key, value, str(path)), path.parent)
                         origins[key] = str(path)
     return values, origins
@@ -196,7 +196,7 @@ def _next_override(rest: list[str]) -> tuple[str, str]:
     if key not in KEYS:
         if follows and not equals:
             rest.pop(0)  # its value is not a second mistake
-        raise ConfigError(f"command line: unknown option {written}{_nearest_key(*key.partition('.')[::2])}")
+        raise ConfigError(f"command line: unknown option {written}{nearest_key(*key.partition('.')[::2])}")
     is_bool = KEYS[key].type is bool
     if negated and (equals or not is_bool):
         raise ConfigError(f"command line: {written}: --no- is for booleans and takes no value; use --{key}=VALUE")
@@ -416,7 +416,7 @@ def nearest_section(section: str) -> str:
     return did_you_mean(section, SECTIONS, otherwise=f"; known sections: {', '.join(SECTIONS)}")
 
 
-def _nearest_key(section: str, name: str) -> str:
+def nearest_key(section: str, name: str) -> str:
     """Return the end of a message about an unknown key. It names this key's other section, the nearest key, or all keys."""
     key = key_called(name)
     if section not in SECTIONS:

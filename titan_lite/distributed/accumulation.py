@@ -10,7 +10,7 @@ Llama 3 was trained this way (arXiv 2407.21783, section 3.3.2): weights stay gat
 
 import functools
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from titan_lite.distributed.buckets import gather_buckets, reduce_buckets
-from titan_lite.distributed.gather import GatherPlan, local
+from titan_lite.compiler.collectives import collectives
+from titan_lite.distributed.arriving import Arrival, register, takes
+from titan_lite.distributed.buckets import Bucket, gather_buckets, reduce_buckets
+from titan_lite.distributed.gather import GatherPlan, InFlight, local
 from titan_lite.distributed.simple_fsdp import as_shard_of, model_of
 from titan_lite.float8 import stand_in
 
@@ -31,24 +33,31 @@ Started = TypeVar("Started")
 def gathered_for_step(root: nn.Module, microbatches: int = 0) -> Iterator[None]:
     """Keep weights gathered and accumulate unreduced gradients in reduce_dtype; on exit, reduce them into `parameter.grad`.
 
-    microbatches: of the step, if known. In eager mode, weights are then gathered during the first forward, and gradients reduced
-    during the last backward. Otherwise, for a compiled model and for shards in host memory, all are gathered here and
-    reduced on exit.
+    microbatches: of the step, if known. Weights are then gathered during the first forward, and gradients reduced during the last
+    backward. Otherwise, and for shards in host memory, all are gathered here and reduced on exit.
 
     k microbatches cost the communication of one, and the memory of the rank's unsharded weights and gradients. With more than
     two ranks, a library may sum in an order that depends on the offset in a bucket.
     """
     model = model_of(root)
-    if microbatches and root._compiled_call_impl is None and model.put is None:
+    if microbatches and model.put is None:
         model.step = Step(model, microbatches)
+        if root._compiled_call_impl is not None:
+            model.step.hold_all(root)
     else:
         _gather(model)
         _sum_in_reduce_dtype(root)
     try:
         yield
+        for fqn in model.handles:
+            collectives.wait_tensor(model.gathered[fqn])  # no graph may have read it
     finally:
+        for fqn in model.handles:
+            del takes[fqn]
+        if model.step is not None:
+            model.step.end()
         sums, model.sums, model.step = model.sums, {}, None
-        leaves, model.gathered, model.stand_ins = model.gathered | model.stand_ins, {}, {}
+        leaves, model.gathered, model.stand_ins, model.handles = model.gathered | model.stand_ins, {}, {}, {}
     read = {parameter: plan for parameter, plan in model.plans.items() if plan.fqn in leaves}
     found = ((parameter, sums.pop(plan.fqn, leaves.pop(plan.fqn).grad)) for parameter, plan in read.items())
     _reduce({parameter: gradient for parameter, gradient in found if gradient is not None}, model)
@@ -60,6 +69,12 @@ class Step:
     def __init__(self, model: Any, microbatches: int):
         self.model, self.microbatches = model, microbatches
         self.added = Counter[str]()  # gradients so far, by FQN
+        self.parts: dict[str, Tensor] = {}  # first gradients of tied weights in a microbatch
+        # of a compiled model
+        self.arrivals: list[Arrival] = []
+        self.later = deque[tuple[list[nn.Parameter], Bucket, list[Tensor]]]()
+        self.in_flight = deque[tuple[Bucket, list[Tensor], InFlight]]()
+        self.finished = 0  # buckets that have been gathered
         self.parameters = {plan.fqn: parameter for parameter, plan in model.plans.items()}
 
     @_disable_current_modes()
@@ -74,32 +89,86 @@ class Step:
                 if parameter.requires_grad:
                     leaf_of(self.model, plan).register_post_accumulate_grad_hook(functools.partial(self.add, plan))
 
+    @torch.no_grad()
+    def hold_all(self, root: nn.Module) -> None:
+        """Hold the weights of a compiled model in tensors that its graph waits for (arriving.py). Gather the first ones."""
+        reads = Counter(plan.fqn for module in root.modules() for plan in module.__dict__["_fsdp"].plans.values())
+        for members, bucket in gather_buckets(self.model.plans):
+            if bucket.plans[0].shard_degree > 1:
+                tables = bucket.tables(local(members[0]))
+                weights, finish = bucket.weights_of(tables), functools.partial(self.finish_gathers, len(self.later))
+                self.arrivals += [register(weight, finish) for weight in weights]
+                self.later.append((members, bucket, tables))
+            else:
+                weights = bucket.finish_gather(_start_gather(self.model, members, bucket))
+            for parameter, plan, weight in zip(members, bucket.plans, weights, strict=True):
+                hold(self.model, plan, weight.detach(), trains=False)
+                handle = weight.new_empty(0, dtype=plan.param_dtype).requires_grad_(parameter.requires_grad)
+                self.model.handles[plan.fqn] = handle
+                assert plan.fqn not in takes, "two models with the same FQNs in a step"
+                takes[plan.fqn] = functools.partial(self.take_part if reads[plan.fqn] > 1 else self.take, plan, copy=True)
+        self.start_next()
+
+    def start_next(self) -> None:
+        if self.later:
+            members, bucket, tables = self.later.popleft()
+            self.in_flight.append((bucket, tables, _start_gather(self.model, members, bucket, tables)))
+
+    @_disable_current_modes()
+    @torch.no_grad()
+    def finish_gathers(self, last: int) -> None:
+        """Wait for the buckets up to number `last`, in the same order on all ranks. The next one is then in flight."""
+        while self.finished <= last:
+            self.start_next()
+            bucket, tables, started = self.in_flight.popleft()
+            bucket.finish_gather(started, tables)
+            del started  # before the next bucket needs memory
+            self.finished += 1
+
+    def end(self) -> None:
+        """Drop the weights. Otherwise, cycles of references keep them until Python collects garbage."""
+        for state in (self.arrivals, self.later, self.in_flight):
+            state.clear()
+
     def add(self, plan: GatherPlan, leaf: Tensor) -> None:
-        """Add a microbatch's gradient to the sum. The bucket of the last one starts to be reduced."""
-        sums, parameter = self.model.sums, self.parameters[plan.fqn]
-        if leaf.dtype != plan.reduce_dtype:
-            _fold(sums, plan, leaf)
+        """Take the gradient of a leaf."""
+        assert leaf.grad is not None
+        gradient, leaf.grad = leaf.grad, None
+        self.take(plan, gradient)
+
+    def take(self, plan: GatherPlan, gradient: Tensor, copy: bool = False) -> None:
+        """Add a microbatch's gradient to the sum. The bucket of the last one starts to be reduced. copy: keep no gradient."""
+        _add(self.model.sums, plan, gradient, copy)
         self.added[plan.fqn] += 1
         if self.added[plan.fqn] == self.microbatches:
-            gradient, leaf.grad = sums.pop(plan.fqn, leaf.grad), None
+            parameter, gradient = self.parameters[plan.fqn], self.model.sums.pop(plan.fqn)
             parameter.grad = as_shard_of(parameter, self.model.eager.reduce(gradient, plan, parameter.dtype))
             if self.model.added is not None:
                 self.model.added(parameter)
         assert self.added[plan.fqn] <= self.microbatches
+
+    def take_part(self, plan: GatherPlan, gradient: Tensor, copy: bool) -> None:
+        """Add up the two gradients of a tied weight in a microbatch, as autograd does, and take their sum."""
+        first = self.parts.pop(plan.fqn, None)
+        if first is None:
+            self.parts[plan.fqn] = gradient.clone()
+        else:
+            self.take(plan, first.add_(gradient))
 
 
 @torch.no_grad()
 def _gather(model: Any) -> None:
     """Gather the unsharded weights, which modules read from now on. They, or their stand-ins, are leaves of autograd."""
     buckets = gather_buckets(model.plans)
-    started = (
-        (members, bucket, bucket.start_gather([*map(local, members)], [model.scales.of(plan.fqn) for plan in bucket.plans]))
-        for members, bucket in buckets
-    )
+    started = ((members, bucket, _start_gather(model, members, bucket)) for members, bucket in buckets)
     for members, bucket, in_flight in _prefetch(started):
         for parameter, weight in zip(members, bucket.finish_gather(in_flight), strict=True):
             hold(model, model.plans[parameter], weight.detach(), parameter.requires_grad)
         del in_flight, weight  # before the next bucket needs memory
+
+
+def _start_gather(model: Any, members: Sequence[nn.Parameter], bucket: Bucket, tables: Sequence[Tensor] = ()) -> InFlight:
+    return bucket.start_gather([*map(local, members)], [model.scales.of(plan.fqn) for plan in bucket.plans], tables)
 
 
 def hold(model: Any, plan: GatherPlan, weight: Tensor, trains: bool = True) -> None:
@@ -178,8 +247,12 @@ def _sum_in_reduce_dtype(root: nn.Module) -> None:
 def _fold(sums: dict[str, Tensor], plan: GatherPlan, leaf: Tensor) -> None:
     """Add a microbatch's gradient to the sum in reduce_dtype, and free it."""
     assert leaf.grad is not None
-    if plan.fqn in sums:
-        sums[plan.fqn] += leaf.grad
-    else:
-        sums[plan.fqn] = leaf.grad.to(plan.reduce_dtype)
+    _add(sums, plan, leaf.grad)
     leaf.grad = None
+
+
+def _add(sums: dict[str, Tensor], plan: GatherPlan, gradient: Tensor, copy: bool = False) -> None:
+    if plan.fqn in sums:
+        sums[plan.fqn] += gradient
+    else:
+        sums[plan.fqn] = gradient.to(plan.reduce_dtype, copy=copy)

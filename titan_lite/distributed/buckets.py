@@ -1,4 +1,4 @@
-"""Buckets of parameters that share collectives, in eager mode: one per transformer block.
+"""Buckets of parameters that share collectives, outside of graphs: one per transformer block.
 
     weights = bucket.finish_gather(bucket.start_gather(shards, scales))
     gather_buckets(plans)           # [(parameters, Bucket), ...], in the order of their first parameters
@@ -30,21 +30,32 @@ class Bucket:
 
     plans: tuple[GatherPlan, ...]
 
-    def start_gather(self, shards: Sequence[Tensor], scales: Sequence[Tensor | None]) -> InFlight:
+    def start_gather(self, shards: Sequence[Tensor], scales: Sequence[Tensor | None], tables: Sequence[Tensor] = ()) -> InFlight:
+        """Start the gather. tables: those of `finish_gather`."""
         each = zip(self.plans, shards, scales, strict=True)
         rows = [pad_rows(plan.cast(shard, scale), plan.chunk) for plan, shard, scale in each]
-        return self.as_one.start_gather_of(_cat([shard.reshape(-1) for shard in rows]))
+        out = tables[0].view(-1) if len(tables) == 1 else None
+        return self.as_one.start_gather_of(_cat([shard.reshape(-1) for shard in rows]), out)
 
-    def finish_gather(self, started: InFlight) -> list[Tensor]:
-        """Return the unsharded parameters: copies, except for a single one."""
-        first, numels = self.plans[0], self._numels
-        table = started.wait().view(first.shard_degree, -1)
-        each = [table] if len(numels) == 1 else [table.new_empty(first.shard_degree, numel) for numel in numels]
-        if len(numels) > 1:
-            torch.split_with_sizes_copy(table, numels, 1, out=each)
+    def finish_gather(self, started: InFlight, tables: list[Tensor] | None = None) -> list[Tensor]:
+        """Return the unsharded parameters: copies, except for a single one. tables: where to, allocated by `tables`."""
+        table = started.wait().view(self.plans[0].shard_degree, -1)
+        if len(self.plans) == 1:
+            return self.weights_of([table])
+        tables = tables or self.tables(table)
+        torch.split_with_sizes_copy(table, self._numels, 1, out=tables)
+        return self.weights_of(tables)
+
+    def tables(self, like: Tensor) -> list[Tensor]:
+        """Allocate the padded unsharded parameters, with a row per rank, on the device of `like`."""
+        first = self.plans[0]
+        return [like.new_empty(first.shard_degree, numel, dtype=first.gather_dtype) for numel in self._numels]
+
+    def weights_of(self, tables: Sequence[Tensor]) -> list[Tensor]:
+        """Return the unsharded parameters: views of `tables`."""
         return [
             columns.view(plan.chunk * plan.shard_degree, *plan.row_shape)[: plan.rows]
-            for plan, columns in zip(self.plans, each, strict=True)
+            for plan, columns in zip(self.plans, tables, strict=True)
         ]
 
     def start_reduce(self, gradients: Sequence[Tensor]) -> Tensor:

@@ -101,7 +101,9 @@ class Rows(AsyncCollectiveTensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         rows = args[0]
-        if func is aten.detach.default or (func is aten.view.default and tuple(args[1]) == rows.shape):
+        same = func is aten.view.default and tuple(args[1]) == rows.shape
+        same |= func is aten.view_as.default and args[1].shape == rows.shape  # as dispatched within a custom operator
+        if func is aten.detach.default or same:
             return Rows(rows.future, rows.shape, rows.dtype, rows.device)
         if func is aten.add_.Tensor and not kwargs and isinstance(rows, Rows) and isinstance(args[1], Rows):
             later = args[1].future

@@ -101,12 +101,12 @@ class GatherPlan:
         """Start the same gather in eager mode."""
         return self.start_gather_of(self.cast(shard, scale))
 
-    def start_gather_of(self, shard: Tensor) -> InFlight:
-        """Start the gather of a shard in gather_dtype."""
+    def start_gather_of(self, shard: Tensor, out: Tensor | None = None) -> InFlight:
+        """Start the gather of a shard in gather_dtype. out: the padded result."""
         if self.shard_degree == 1:
             return InFlight(shard, None)
         shard = pad_rows(shard, self.chunk)
-        weight = shard.new_empty(self.chunk * self.shard_degree, *shard.shape[1:])
+        weight = shard.new_empty(self.chunk * self.shard_degree, *shard.shape[1:]) if out is None else out
         group = _resolve_process_group(self.shard_group)  # type: ignore[arg-type]
         self.note()
         return InFlight(weight[: self.rows], all_gather_single(weight, shard, group=group, async_op=True))

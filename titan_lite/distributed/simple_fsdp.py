@@ -34,6 +34,7 @@ from torch.fx.traceback import annotate
 
 from titan_lite.compiler.collectives import tracing
 from titan_lite.compiler.fqns import parameters_within
+from titan_lite.distributed.arriving import Arriving
 from titan_lite.distributed.eager import Eager
 from titan_lite.distributed.embedding import Exchange, look_up_by_columns
 from titan_lite.distributed.gather import GatherPlan, local
@@ -85,6 +86,7 @@ class _Model:
         # their gradients if these have another dtype.
         self.gathered: dict[str, Tensor] = {}
         self.stand_ins: dict[str, Tensor] = {}
+        self.handles: dict[str, Tensor] = {}  # of a compiled model's weights that may be in flight, instead (arriving.py)
         self.sums: dict[str, Tensor] = {}
         self.step: Any = None  # gathers and reduces with overlap
 
@@ -207,9 +209,11 @@ def _read(module: nn.Module, name: str) -> Tensor | Scaled:
     fsdp: _Module = module._fsdp  # type: ignore[assignment]
     model, parameter, plan = fsdp.model, module._parameters[name], fsdp.plans[name]
     scale = model.scales.of(plan.fqn)
-    if model.step is not None and plan.fqn not in model.gathered:
+    if plan.fqn not in model.gathered and model.step is not None:
         model.step.gather(plan)
-    if plan.fqn in model.gathered:
+    if plan.fqn in model.handles:
+        weight, stands_in = Arriving.apply(model.gathered[plan.fqn], model.handles[plan.fqn], plan)
+    elif plan.fqn in model.gathered:
         weight, stands_in = model.gathered[plan.fqn], model.stand_ins.get(plan.fqn)
     else:
         assert parameter is not None

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.optim.adamw import adamw
 
 from titan_lite.host_memory import device_of
@@ -61,7 +62,7 @@ class AdamW(torch.optim.AdamW):
                 continue
             states = [self.state_of(parameter) for parameter in parameters]
             steps = [state["step"] for state in states]
-            own, gradients = [*map(local, parameters)], [local(parameter.grad) for parameter in parameters]
+            own, gradients = [*map(local, parameters)], [_waited(local(parameter.grad)) for parameter in parameters]
             first, second = ([local(state[name]) for state in states] for name in TENSORS[1:])
             if self.compiled is None and torch.float32 == own[0].dtype == self.dtype:
                 if self.host is None:
@@ -89,6 +90,11 @@ class AdamW(torch.optim.AdamW):
                 self.places[parameter] = row_numbers(parameter).to(step.device), self.keys[parameter].to(step.device)
         rows, keys = zip(*map(self.places.__getitem__, parameters), strict=True)
         return [*zip(rows, at_step(torch.stack(keys), step), strict=True)]
+
+
+def _waited(gradient: Tensor) -> Tensor:
+    """Return the tensor itself of one that is being reduced (distributed/eager.py), which a compiler cannot trace."""
+    return gradient.wait() if isinstance(gradient, AsyncCollectiveTensor) else gradient
 
 
 def _fused(

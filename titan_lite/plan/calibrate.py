@@ -80,7 +80,7 @@ def calibrate_run(
 
 def paced(machine: Machine, pace: float) -> Machine:
     """Return the machine with its compute speed scaled by a factor, up to its peaks; on a CPU, which has none, without limit."""
-    if machine.name.startswith("CPU"):
+    if machine.is_cpu:
         tflops = {name: value * pace for name, value in machine.tflops.items()}
         changed: dict[str, Any] = {"tflops": tflops, "memory_bandwidth": machine.memory_bandwidth * pace}
     else:

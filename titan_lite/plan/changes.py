@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.compiler.stage import CompileError
 from titan_lite.config import KEYS, ConfigError
+from titan_lite.config.recipe import nearest_key
 from titan_lite.plan.progress import Progress
 from titan_lite.plan.summary import Plan, make_plans, what_binds
 from titan_lite.plan.trace import PlannedLayout
@@ -67,13 +68,17 @@ def candidates(layout: PlannedLayout, machine: Machine) -> list[Change]:
 
 def grid(sweeps: Sequence[str]) -> list[Change]:
     """Return all combinations of sweeps "section.key=value,value"; [] without sweeps. Raises ConfigError."""
-    axes = []
+    axes: list[list[tuple[str, str]]] = []
     for sweep in sweeps:
         key, _, values = sweep.partition("=")
         words = [word.strip() for word in values.split(",") if word.strip()]
-        if key not in KEYS or not words:
+        if not key or not words:
             raise ConfigError(f"--sweep {sweep}: use a key and values, such as parallelism.tensor_parallel_degree=1,2,4")
-        axes.append([(key, word) for word in words])
+        if key not in KEYS:
+            raise ConfigError(f"--sweep {sweep}: unknown key {key}{nearest_key(*key.partition('.')[::2])}")
+        if any(key == axis[0][0] for axis in axes):
+            raise ConfigError(f"--sweep {sweep}: {key} has values already; use one --sweep with all of them")
+        axes.append([(key, word) for word in dict.fromkeys(words)])
     return [dict(combination) for combination in itertools.product(*axes)] if axes else []
 
 

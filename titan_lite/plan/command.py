@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> None:
     add("recipe", nargs="?", help="a TOML file; options of the form --section.key value change it")
     add("--world-size", type=at_least_one, help="ranks (default: N of the recipe's line `# world_size: N`)")
     add("--hardware", help="a profile such as h100, or the path of a .toml file; default: compile.machine, or h100")
-    add("--tokens", type=float, default=0.0, help="a token budget, such as 15e12, to print its days and GPU-hours")
+    add("--tokens", type=above_zero, default=0.0, help="a token budget, such as 15e12, to print its days and GPU-hours")
     add("--full", action="store_true", help="trace every block, instead of extrapolating from two depths")
     add("--picture", type=Path, metavar="PNG", help="draw the step, and one microbatch's graphs")
     add("--trace", type=Path, metavar="JSON", help="write the same for Perfetto and chrome://tracing")
@@ -59,11 +59,30 @@ def main(arguments: Sequence[str]) -> None:
         raise KeyboardInterrupt(*stopped.args or ("stopped before anything was planned",)) from None
 
 
+def above_zero(text: str) -> float:
+    """Return an option's value as a number, as `type` of add_argument."""
+    try:
+        if 0 < (number := float(text)) < math.inf:
+            return number
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text}: use a number above 0, such as 15e12")
+
+
+def refuse_idle(options: argparse.Namespace) -> None:
+    """Raise ConfigError for an option without effect beside another one."""
+    several = {"sweep": options.sweep, "search": options.search is not None, "calibrate": options.calibrate}
+    idle = {"picture": several, "trace": several, "tokens": several | {"json": options.json}}
+    idle |= {name: {"calibrate": options.calibrate} for name in ("world_size", "full")}
+    for name, others in idle.items():
+        other = next((other for other, given in others.items() if given), "")
+        if other and getattr(options, name):
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect with --{other}; leave one of them out")
+
+
 def answer(options: argparse.Namespace, overrides: list[str]) -> str:
-    drawn = [name for name in ("picture", "trace") if getattr(options, name)]
-    if drawn and (options.sweep or options.search is not None or options.calibrate):
-        raise ConfigError(f"--{drawn[0]} shows one plan; leave out --sweep, --search and --calibrate")
-    for name in drawn:
+    refuse_idle(options)
+    for name in (name for name in ("picture", "trace") if getattr(options, name)):
         folder = getattr(options, name).resolve().parent
         if not folder.is_dir():
             raise ConfigError(f"--{name} {getattr(options, name)}: there is no folder {folder}; use one that exists")

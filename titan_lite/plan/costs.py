@@ -31,7 +31,8 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figur
     compute                      seconds of all operators except collectives, slower beside those of parameters
     exposed.host                 seconds in which the device waits for the host
     exposed.link                 seconds of copies from host memory, on the stream that computes
-    communication.A, exposed.A   seconds of the collectives along axis A; the part of them in which nothing computes
+    communication.A, exposed.A   seconds of the collectives along axis A; the part of them in which nothing computes; all of them
+                                 on a CPU, whose cores the transport takes
     bytes.A, across.A            bytes that a rank sends along A; the part to another node, averaged over its ranks
     matmul, attention            floating-point operations
     """
@@ -50,10 +51,11 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figur
             result["matmul"] += matmul
             result["attention"] += attention
             continue
-        held_up, ranks = next(spans).exposed, tuple(ranks_of(node))
+        span, ranks = next(spans), tuple(ranks_of(node))
         if len(ranks) > 1:
+            exposed = span.seconds if machine.is_cpu else span.exposed
             axis = axis_along(ranks, axes, bool(parameters_of(node)))
-            _add_collective(result, axis, kind_of(node), collective_bytes(node), ranks, machine, held_up, tensors_of(node))
+            _add_collective(result, axis, kind_of(node), collective_bytes(node), ranks, machine, exposed, tensors_of(node))
     return dict(result)
 
 
@@ -81,21 +83,22 @@ def _add_collective(
 def round_figures(plans: Plans, machine: Machine, axes: Axes, under: Mapping[str, float]) -> Figures:
     """Return `gather.` and `reduce.` figures for the collectives of `gathered_for_step`, by bucket.
 
-    under: in eager mode, the seconds of `forward` and `backward` that they overlap with: the collectives of a block with the
-    computation of the block before it, a share by its parameters. Else empty: two buckets are in flight at once, so the copies of
-    one overlap the communication of the other: the longer of both counts. Shards in host memory travel to the device and back, on
-    the stream that computes.
+    under: the seconds of `forward` and `backward` that they overlap with: the collectives of a block with the computation of the
+    block before it, a share by its parameters, which is slower meanwhile. Else empty: two buckets are in flight at once, so the
+    copies of one overlap the communication of the other: the longer of both counts. Shards in host memory travel to the device
+    and back, on the stream that computes.
     """
     result: Figures = {}
     last, shares = last_block(plan.fqn for plan in plans.values()), shares_of_blocks(plans)
     before = dict(zip(shares, [0.0, *shares.values()], strict=False))
+    slowed = 1 - machine.beside_collectives().memory_efficiency / machine.memory_efficiency
     away = sum(local(parameter).nbytes for parameter, plan in plans.items() if plan.device)
     for what, buckets, kind, phase in (
         ("gather", gather_buckets(plans), "all_gather", "forward"),
         ("reduce", reduce_buckets(plans), "reduce_scatter", "backward"),
     ):
         figures: Figures = defaultdict(float)
-        copied = 0.0
+        copied = hidden = 0.0
         spare = {block: under.get(phase, 0.0) * share for block, share in before.items()}
         for _, bucket in buckets:
             one, block = bucket.as_one, block_of(bucket.plans[0].fqn, last)
@@ -108,9 +111,10 @@ def round_figures(plans: Plans, machine: Machine, axes: Axes, under: Mapping[str
                 seconds = machine.collective(each, size, ranks)
                 exposed, spare[block] = max(0.0, seconds - spare[block]), max(0.0, spare[block] - seconds)
                 _add_collective(figures, axis_along(ranks, axes, True), each, size, ranks, machine, exposed)
+                hidden += seconds - exposed
             copied += 2 * nbytes  # read and written, into the bucket or out of it
         travels = 0.0 if under else sum(value for key, value in figures.items() if key.startswith("exposed."))
-        figures["compute"] = max(0.0, machine.memory_traffic(copied) - travels)
+        figures["compute"] = max(0.0, machine.memory_traffic(copied) - travels) + hidden * slowed
         if away:
             figures["exposed.link"] = machine.host_link(away)
         result |= {f"{what}.{key}": value for key, value in figures.items()}

@@ -31,6 +31,7 @@ from titan_lite.ranks import usable_cores
 
 RECORD = "measured.json"  # in a run's folder, written by the trainer
 SMALL, LARGE = 2**12, 2**21  # bytes per rank in the measured collectives, for a linear fit
+CACHES = 2**26  # bytes: more than the caches of a core
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -103,8 +104,8 @@ def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> dict
     """Measure what the ranks reach, in about 10 x `seconds`. A collective; the slowest rank counts.
 
     matmul, attention        FLOP/s, forward and backward
-    memory                   bytes per second, read and written by a pointwise operator
-    launch                   seconds of an operator on one element
+    memory                   bytes per second, read and written by pointwise operators on as many tensors as no cache holds
+    launch                   seconds of an operator on one element, with a view before and after it
     latency, bandwidth       all-gather over all ranks, as a ring: seconds per hop, bytes per second and rank
     reduction                reduce-scatter time divided by all-gather time, for the same bytes
     """
@@ -124,13 +125,15 @@ def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> dict
         torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), (q, k, v), upstream)
 
     attention = _time(attend, device, seconds)
-    pointwise = _time(lambda: F.silu(gradient) * gradient, device, seconds)
+    gradients = [gradient, *(random(rows, hidden) for _ in range(CACHES // gradient.nbytes))]
+    pointwise = _time(lambda: [F.silu(each) * each for each in gradients], device, seconds) / len(gradients)
     one = torch.ones(1, dtype=dtype, device=device)
     found = {
         "matmul": 3 * 2 * rows * model.dim * hidden / products,
         "attention": 7 * 2 * q.numel() * shapes.tokens / 2 / attention,  # two products forward, five backward, each half (causal)
         "memory": 5 * gradient.nbytes / pointwise,
-        "launch": -_time(lambda: [one + one for _ in range(100)], device, seconds / 5) / 100,  # negative: the largest counts
+        # negative: the largest counts
+        "launch": -_time(lambda: [(one.view(1, 1) + one).view(1) for _ in range(100)], device, seconds / 5) / 100,
     }
     figures = torch.tensor(list(found.values()), dtype=torch.float64, device=device)
     if dist.get_world_size() > 1:
@@ -197,7 +200,7 @@ def calibrated(machine: Machine, reached: Mapping[str, float], dtype: torch.dtyp
 
     A CPU has no datasheet: its peaks are measured, too.
     """
-    if machine.name.startswith("CPU"):
+    if machine.is_cpu:
         machine = dataclasses.replace(
             machine,
             tflops={**machine.tflops, str(dtype).removeprefix("torch."): reached["matmul"] / 1e12},
@@ -209,7 +212,7 @@ def calibrated(machine: Machine, reached: Mapping[str, float], dtype: torch.dtyp
     if "bandwidth" in reached:
         bandwidth, latency = reached["bandwidth"] / GB, 1e6 * reached["latency"]
         found["reduction"] = reached["reduction"]
-        if machine.name.startswith("CPU"):
+        if machine.is_cpu:
             found["intra_node"] = found["inter_node"] = Link(bandwidth / machine.link_efficiency, latency)
             found["collective_launch"] = latency
         else:  # a ring across nodes uses all network cards of a node

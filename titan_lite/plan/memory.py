@@ -129,6 +129,9 @@ class Replay:
         self.shards: list[Held] = []  # of reduced gradients
         self.wholes: list[Held] = []
         self.has_state, self.all_away = False, layout.config.training.offload == "all"
+        self.copies = (
+            layout.config.compile.compiles("model") and not self.all_away
+        )  # gradients of a graph (distributed/arriving.py)
         self.weights = [weight for stage in stages.values() for weight in stage.weights]
         self.errors: list[Held] = []  # of this step
         self.lacking: dict[int, list[Weight]] = {}  # weights without such an error yet, by stage
@@ -162,7 +165,7 @@ class Replay:
             neighbours = (number > 0) + (number < len(self.layout.pipeline.modules) - 1)
             for _ in range(neighbours * self.layout.pipeline.microbatches):
                 self.make("received by the pipeline", stage.between)
-        if not machine.name.startswith("CPU"):
+        if not machine.is_cpu:
             for _ in range(THREADS):
                 self.make("workspaces of cuBLAS", HOPPER_WORKSPACE if machine.name.startswith("H") else WORKSPACE)
 
@@ -189,7 +192,7 @@ class Replay:
             if gradient in sums:
                 self.end(self.make("gradients", tape.sizes[gradient]))
             sums[gradient] = "", None
-        elif gradient not in sums and (not self.layout.gathers_once or summed == tape.sizes[gradient]):
+        elif gradient not in sums and (not self.layout.gathers_once or (summed == tape.sizes[gradient] and not self.copies)):
             sums[gradient] = held
             return
         elif gradient not in sums:

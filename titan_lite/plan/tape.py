@@ -24,7 +24,7 @@ class ScheduledGraph:
     graph: Graph
     fused: bool  # as in last_uses
     keeps_inputs: bool  # as in last_uses
-    eager: bool  # autograd adds up each gradient at once; the caller of a compiled backward gets all at its end
+    at_once: bool  # each gradient is added up at once; else, the caller of a compiled backward gets all at its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def lives_of(graphs: Mapping[str, ScheduledGraph], blocks: int, period: int) -> 
                     added[storage[each]] = order[node]
             for weight, each, number in zip(weights, results, given, strict=False):
                 if number is not None and isinstance(each, Node) and _is_weight(weight):
-                    moment = 2 * added[storage[each]] + 1 if scheduled.eager else ends[name]
+                    moment = 2 * added[storage[each]] + 1 if scheduled.at_once else ends[name]
                     itemsize = each.meta["val"].element_size()
                     found[number] = replace(found[number], died=(name, moment), kind="gradient", itemsize=itemsize)
     return Lives(blocks, period, tuple(found), ends, _sections(attention, ends, blocks, period))

@@ -15,6 +15,7 @@ import functools
 import gc
 import logging
 import math
+import re
 import signal
 import threading
 from collections import defaultdict
@@ -167,6 +168,7 @@ def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
         layout.by_columns,
         degrees,
         config.compile,
+        config.float8,
         config.activation_checkpoint,
         dataclasses.replace(config.parallelism, **of_pipeline),
         dataclasses.replace(config.training, local_batch_size=1, global_batch_size=-1, global_batch_ramp=()),
@@ -176,8 +178,10 @@ def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
 def depths_to_trace(config: Config) -> tuple[int, int] | None:
     """Return two depths to extrapolate from, or None if blocks differ."""
     parallelism, checkpointing = config.parallelism, config.activation_checkpoint
-    named = (*parallelism.fsdp_keep_gathered, *config.compile.buckets)
-    if any("layers." in name for name in named) or (config.compile.compiles("model") and config.compile.bucketing == "auto"):
+    named = " ".join((*parallelism.fsdp_keep_gathered, *config.compile.buckets, *config.float8.filter_fqns))
+    if any(map(str.isdigit, re.split("[ .]", named))) or (
+        config.compile.compiles("model") and config.compile.bucketing == "auto"
+    ):
         return None
     option = checkpointing.selective_ac_option
     period = int(option) if checkpointing.mode == "selective" and option.isdigit() else 1
@@ -205,6 +209,7 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     compile = dataclasses.replace(config.compile, backend="aot_eager")
     machines = [machine.attending(config.training.attention_kernel) for machine in machines]
     passes = _Priced.of("model", config.compile, machines, axes)
+    passes.gathers_once = layout.gathers_once and config.training.offload != "all"
     loss_passes = _Priced.of("loss", config.compile, machines, axes)
     dtype = getattr(torch, config.training.mixed_precision_param)
     tokens, tp = len(model.positions), axis_of(mesh["tp"])
@@ -240,13 +245,14 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     found = []
     for number, machine in enumerate(machines):
         computing = {name: each[number]["compute"] for name, (each, _) in passes.graphs.items()}
-        under = computing if passes.priced_as == "eager" and layout.config.training.offload != "all" else {}
+        under = {} if layout.config.training.offload == "all" or machine.is_cpu else computing
         figures = held | (round_figures(plans, machine, axes, under) if layout.gathers_once else {})
         for name, (each, _) in graphs.items():
             figures |= {f"{name}.{key}": value for key, value in each[number].items()}
         travels = ("backward.communication.", "reduce.communication.")
         alone = under.get("backward", 0.0) - sum(value for key, value in figures.items() if key.startswith(travels))
-        figures |= copies_figures(plans, machine, axes, config.parallelism, max(0.0, alone))
+        copies_under = max(0.0, alone) if passes.priced_as == "eager" else 0.0
+        figures |= copies_figures(plans, machine, axes, config.parallelism, copies_under)
         found.append(figures)
     in_order = sorted(graphs, key=GRAPHS.index)
     timelines = [dataclasses.replace(graphs[name][1], graph=name) for name in in_order]
@@ -314,7 +320,8 @@ def documents_for(layout: PlannedLayout, ids: Tensor, machine: Machine) -> dict[
     """Return a stage's arguments for the documents in `ids` on such a machine, with training.mask_documents."""
     if not layout.config.training.mask_documents:
         return {}
-    dtype, kernel = getattr(torch, layout.config.training.mixed_precision_param), not machine.name.startswith(("CPU", "MI"))
+    dtype = getattr(torch, layout.config.training.mixed_precision_param)
+    kernel = not machine.is_cpu and not machine.name.startswith("MI")
     if kernel and layout.degrees["cp"] == 1 and fits_flash(dtype, layout.model.head_dim):
         return {"begins": ids, "counts": torch.zeros(layout.sequences, 2, dtype=torch.long)}
     return {"begins": ids}
@@ -351,6 +358,7 @@ class _Priced(Schedule):
     machines: Sequence[Machine] = ()
     axes: Axes = field(default_factory=dict)
     priced_as: str = ""  # as in compile_model
+    gathers_once: bool = False  # gradients leave the backward at once
     graphs: dict[str, tuple[list[Figures], Timeline]] = field(default_factory=dict)  # on each machine; on the first one
     scheduled: dict[str, ScheduledGraph] = field(default_factory=dict)
 
@@ -366,7 +374,8 @@ class _Priced(Schedule):
             as_in_eager_mode(module.graph)
         super().__call__(module, name)
         # The caller of a graph of aot_eager keeps its inputs until it returns.
-        self.scheduled[name] = ScheduledGraph(module.graph, self.fused, not self.priced_as, self.priced_as == "eager")
+        at_once = self.priced_as == "eager" or self.gathers_once
+        self.scheduled[name] = ScheduledGraph(module.graph, self.fused, not self.priced_as, at_once)
         each = [figures_of(module.graph, machine, self.fused, self.axes) for machine in self.machines]
         timeline = self.receipts[-1].timeline
         assert timeline is not None

@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_lite.compiler.collectives import collectives, is_all_gather
-from titan_lite.compiler.resharding import recompute_parameter_all_gathers
+from titan_lite.compiler.resharding import read_again, recompute_parameter_all_gathers
 from titan_lite.compiler.stage import _Pass
 
 aten = torch.ops.aten
@@ -61,6 +61,17 @@ def test_every_parameter_counts_and_an_activation_does_not():
     assert recompute_parameter_all_gathers(graph) == 3
     tagged = {node.name for node in graph.nodes if "recompute" in node.meta}
     assert tagged == {f"{kind}_{i}" for kind in ("gather", "whole") for i in range(3)}
+
+
+def test_waits_for_inputs_and_their_views_are_tagged_whatever_is_kept():
+    graph = Graph()
+    weight, x = graph.placeholder("weight"), graph.placeholder("x")
+    wait = call(graph, "wait", collectives.wait_tensor.default, weight)
+    transposed = call(graph, "transposed", aten.t.default, wait)
+    graph.output(call(graph, "product", aten.mm.default, x, transposed))
+    for keep in (None, (), ("weight",)):
+        read_again(graph, keep)
+        assert {node for node in graph.nodes if node.meta.pop("recompute", None)} == {wait, transposed}
 
 
 def test_a_graph_without_parameters_to_gather_is_left_alone():

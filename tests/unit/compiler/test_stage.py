@@ -1,6 +1,7 @@
 """The compile stage on one process: a budget of activations, functions, and what is said of that which cannot be compiled."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +47,24 @@ def test_a_smaller_budget_saves_less_and_computes_the_same():
 def test_the_budget_does_not_outlast_the_compilation(budget):
     trained(budget)
     assert torch._functorch.config.activation_memory_budget == 1.0
+
+
+def test_two_models_of_one_code_have_static_shapes_each():
+    """As the first and the last stage of a pipeline on one rank."""
+    torch._dynamo.reset()
+    sizes = set()
+
+    @contextmanager
+    def compiling(graph, name):
+        yield sizes.update(type(size) for node in graph.graph.find_nodes(op="placeholder") for size in node.meta["val"].shape)
+
+    for length in (16, 8):
+        model = Transformer(CONFIG)
+        model.init_weights(0)
+        schedule = SimpleNamespace(compiling=compiling)
+        compile_model(model, Compile(enable=True, backend="aot_eager"), reshard_after_forward=False, schedule=schedule)
+        model(torch.zeros(2, length, dtype=torch.long)).sum().backward()
+    assert sizes == {int}
 
 
 # Functions

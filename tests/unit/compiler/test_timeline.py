@@ -1,6 +1,6 @@
 """Two lanes by hand: a gather of two floats a rank takes 16 seconds, and so on; what is exposed, and what must be."""
 
-from dataclasses import replace
+import dataclasses
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from titan_lite.compiler.nccl import CHANNELS
 from titan_lite.compiler.reordering import overlap, wait_for_reductions_late
 from titan_lite.compiler.timeline import lower_bound, peak_bytes, simulate
 from titan_lite.compiler.wrapping import by_block, greedy
+from titan_lite.plan import costs
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
 
@@ -43,6 +44,16 @@ def test_one_that_is_started_early_travels_under_computation():
     assert [(span.start, span.exposed, span.under) for span in timeline.collectives()] == [(0.0, 8.0, 0.0), (8.0, 3.0, 5.0)]
 
 
+def test_under_computation_on_a_cpu_it_hides_nothing(monkeypatch):
+    monkeypatch.setattr(costs, "ranks_of", lambda node: (0, 1))
+    graph = two_products()
+    overlap(graph)
+    gpu, cpu = (
+        costs.figures_of(graph, dataclasses.replace(priced(), name=name), False, {(0, 1): "dp_shard"}) for name in ("GPU", "CPU")
+    )
+    assert (gpu["exposed.dp_shard"], cpu["exposed.dp_shard"], gpu["compute"], cpu["compute"]) == (11.0, 16.0, 10.0, 10.0)
+
+
 class Shared(Priced):
     """Computes in proportion to the multiprocessors, of which a collective takes half."""
 
@@ -61,7 +72,7 @@ def test_computation_beside_a_collective_has_the_multiprocessors_that_are_left()
 
 
 def test_no_operator_starts_before_the_host_has_issued_it():
-    machine = replace(priced(), host=1e7)  # gathers at 10 and 40, waits at 20 and 50, f and g at 30 and 60
+    machine = dataclasses.replace(priced(), host=1e7)  # gathers at 10 and 40, waits at 20 and 50, f and g at 30 and 60
     timeline = simulate(two_products(), machine, fused=False)
     assert timeline.idle == 10 + (30 - 18) + (40 - 35) + (60 - 48)
     assert timeline.seconds == timeline.idle + 16 + 10
@@ -74,7 +85,7 @@ def test_a_bucket_holds_computation_up_once(coalesced):
     a, b = (hand.gather(shard, f"layers.0.{name}") for name, shard in {name: hand.input(1) for name in "ab"}.items())
     graph = hand.output(hand.compute("f", 5.0, a, b))
     merge(graph, by_block(graph), coalesced)
-    timeline = simulate(graph, replace(priced(latency=10.0), coalesced_latency=0.1))
+    timeline = simulate(graph, dataclasses.replace(priced(latency=10.0), coalesced_latency=0.1))
     latency = 10.0 + (1.0 if coalesced else 0.0)  # of the second tensor
     assert [(span.name, span.seconds, span.exposed) for span in timeline.collectives()] == [
         ("all_gather layers.0.a and 1 more", latency + 16.0, latency + 16.0)

@@ -25,6 +25,9 @@ def test_no_name_hides_a_key_of_that_name():
         (["--training.compile"], "unknown option --training.compile; use compile.enable"),
         (["--max_steps", "5"], "unknown option --max_steps; use training.steps: optimizer steps of the run"),
         (["--trainer.n_embd=5"], "unknown option --trainer.n_embd=5; use model.dim"),
+        (["--model.converters=float8"], "unknown option --model.converters=float8; use float8.enable"),
+        (["--powersgd"], "unknown option --powersgd; use parallelism.replicate_compression"),
+        (["--enable_cpu_offload"], "unknown option --enable_cpu_offload; use training.offload"),
     ],
 )
 def test_an_option_of_another_framework_is_told_the_key(arguments, line, tmp_path):

@@ -127,7 +127,7 @@ def test_the_table_has_a_column_for_each_number_of_ranks():
     assert named["ranks"] == ["512", "4,096", "16,384", "99,968"]
     assert {len(values) for values in named.values()} == {4}
     assert named["files"] == ["515", "4,099", "16,387", "99,971"]
-    assert named["a rank sends for 2 graphs, bytes"] == ["32"] * 4
+    assert named["a rank sends for 4 graphs, bytes"] == ["64"] * 4
     assert named["checkpoint.interval = 500, minutes"][0] == "174"  # 500 steps of 20 s, 4.5% longer
     for part in ("meeting", "process groups", "compiling", ".metadata", "loader", "goodput", "best interval", "spare"):
         assert any(part in name for name in named), part

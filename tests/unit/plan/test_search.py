@@ -96,7 +96,7 @@ def test_those_that_lost_are_told_why():
     [
         (["--search", "0"], ["--search: 0", "such as 8"]),
         (["--search", "few"], ["--search", "few"]),
-        (["--search", "--picture", "plan.png"], ["--picture", "leave out"]),
+        (["--search", "--picture", "plan.png"], ["--picture", "leave one of them out"]),
         (["--search", "--world-size", "7"], ["--search", "training.global_batch_size=N"]),
         (["--sweep", "training.local_batch_size=1", "--search"], ["--search", "not allowed with"]),
         (["--trace", "no/folder/plan.json"], ["--trace no/folder/plan.json", "no folder"]),

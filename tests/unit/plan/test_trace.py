@@ -5,10 +5,12 @@ from collections import Counter
 
 import pytest
 import torch
+from tiny import DEBUG
 
 from titan_lite.compiler.profiles import load_machine
 from titan_lite.compiler.stage import CompileError
-from titan_lite.config import ActivationCheckpoint, Compile, Config, ConfigError, Parallelism, Training
+from titan_lite.config import ActivationCheckpoint, Compile, Config, ConfigError, Float8, Parallelism, Training
+from titan_lite.config.recipe import load_config
 from titan_lite.distributed.axes import axis_along
 from titan_lite.distributed.gather import GatherPlan
 from titan_lite.layout import make_layout
@@ -19,7 +21,7 @@ from titan_lite.plan.costs import copies_figures
 from titan_lite.plan.memory import memory_of
 from titan_lite.plan.simulate import simulate_step
 from titan_lite.plan.tape import stage_of
-from titan_lite.plan.trace import PlannedLayout, depths_to_trace, figures_at, start_tracing, trace_stage
+from titan_lite.plan.trace import PlannedLayout, depths_to_trace, figures_at, start_tracing, trace_stage, traced_by
 
 RANKS, TOKENS, DEPTH = 8, 1024, 6
 MODEL = ModelConfig(dim=1024, n_layers=DEPTH, n_heads=16, n_kv_heads=8, hidden_dim=3072, vocab_size=16384, max_seq_len=TOKENS)
@@ -243,6 +245,8 @@ def test_tensor_parallelism_sends_activations_and_fsdp_once_a_step(traced):
     assert figures["whole"] == parameters
     assert figures["gather.bytes.dp_shard"] == 2 * parameters * 3 / 4
     assert figures["reduce.bytes.dp_shard"] == 4 * parameters * 3 / 4
+    for what in ("gather", "reduce"):  # under the first forward and the last backward
+        assert 0 < figures[f"{what}.exposed.dp_shard"] < figures[f"{what}.communication.dp_shard"]
     assert figures["reduce.bytes.tp"] == 2 * 4 * replicated / 4 / 2  # all-reduce of a quarter of the norms
 
 
@@ -254,10 +258,26 @@ def test_tensor_parallelism_sends_activations_and_fsdp_once_a_step(traced):
         (dict(activation_checkpoint=ActivationCheckpoint(mode="selective", selective_ac_option="3")), (3, 6)),
         (dict(parallelism=Parallelism(fsdp_keep_gathered=("layers.5", "output"))), None),
         (dict(compile=Compile(enable=True, bucketing="plan", buckets=("layers.0 layers.1",))), None),
+        (dict(float8=Float8(enable=True, filter_fqns=("attention.wk", "w2"))), (3, 4)),
+        (dict(float8=Float8(enable=True, filter_fqns=("layers.31",))), None),
+        (dict(float8=Float8(enable=True, filter_fqns=("31.attention",))), None),
     ],
 )
 def test_which_depths_lie_on_a_line(sections, depths):
     assert depths_to_trace(Config(**sections)) == depths
+
+
+def test_every_key_that_changes_a_graph_has_traces_of_its_own():
+    def traced(*options):
+        config, _ = load_config(DEBUG, options)
+        return traced_by(PlannedLayout(**vars(make_layout(config, 2)), config=config))
+
+    alike = [[], ["--training.global_batch_size=16"], ["--optimizer.lr=1", "--training.local_batch_size=2"]]
+    others = [["--float8.enable"], ["--float8.enable", "--float8.recipe=rowwise"], ["--float8.enable", "--float8.filter_fqns=w2"]]
+    others += [["--float8.enable", "--float8.all_gather"], ["--training.loss_chunk_tokens=64"], ["--training.offload=all"]]
+    others += [["--parallelism.embedding_sharding=columns"], ["--compile.enable"]]
+    assert len({repr(traced(*options)) for options in alike}) == 1
+    assert len({repr(traced(*options)) for options in [[], *others]}) == 1 + len(others)
 
 
 def test_a_collective_of_several_ranks_has_an_axis():
