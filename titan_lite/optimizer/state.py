@@ -67,12 +67,12 @@ def turns_of(config: Optimizer, shapes: Shapes) -> list[list[int]]:
     root is computed in the same steps.
     """
     period, found, alike = config.precondition_frequency, list[list[int]](), defaultdict[tuple, list[str]](list)
-    keys = {fqn: (fqn.split(".")[1], *sorted(shape)) for fqn, shape in shapes.items()}
+    keys = {fqn: (int(fqn.split(".")[1]), *sorted(shape)) for fqn, shape in shapes.items()}
     for fqn, key in keys.items():
         alike[key].append(fqn)
     for fqn, shape in shapes.items():
         names, sides = alike[keys[fqn]], sides_of(shape, config.max_preconditioner_dim)
-        place, steps = int(keys[fqn][0]) * len(names) + names.index(fqn), min(period, len(sides))
+        place, steps = keys[fqn][0] * len(names) + names.index(fqn), min(period, len(sides))
         step_of = {number: step for each in share_out([side**3 for side in sides], steps) for step, number in each.items()}
         begin = place + place // period  # every second or tenth matrix begins at all steps, too
         found.append([(begin + step_of[number] * period // steps) % period for number in range(len(sides))])
