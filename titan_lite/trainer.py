@@ -41,7 +41,7 @@ from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh, data_rank, sum_of_flags, sum_of_losses, sum_over_tokens
 from titan_lite.distributed.offload import offload_gradients
 from titan_lite.distributed.powersgd import PowerSGD
-from titan_lite.distributed.simple_fsdp import refresh_scales, shard_of
+from titan_lite.distributed.simple_fsdp import refresh_scales, shard_of, wait_for_gradients
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.faults import signals
 from titan_lite.faults.copies import Copies
@@ -270,6 +270,7 @@ class Trainer:
         sum_over_tokens(tokens, self.mesh)
         self.observe("forward", self)
         loss = self.forward_backward(batches, tokens)
+        wait_for_gradients(self.stages)
         self.between.reduce(self.step)
         self.observe("backward", self)
         grad_norm = clip_grad_norm_(self.parameters.values(), self.config.training.max_norm, self.optimizer.host)

@@ -35,7 +35,7 @@ from torch.fx.traceback import annotate
 from titan_lite.compiler.collectives import tracing
 from titan_lite.compiler.fqns import parameters_within
 from titan_lite.distributed.arriving import Arriving
-from titan_lite.distributed.eager import Eager
+from titan_lite.distributed.eager import Eager, Rows
 from titan_lite.distributed.embedding import Exchange, look_up_by_columns
 from titan_lite.distributed.gather import GatherPlan, local
 from titan_lite.distributed.scales import Scales
@@ -228,6 +228,14 @@ def _read(module: nn.Module, name: str) -> Tensor | Scaled:
 
 def model_of(root: nn.Module) -> _Model:
     return root._fsdp.model  # type: ignore[union-attr, return-value]
+
+
+@torch.no_grad()
+def wait_for_gradients(roots: Sequence[nn.Module]) -> None:
+    """Wait for gradients in flight. A compiled update cannot trace them."""
+    for parameter in (parameter for model in map(model_of, roots) for parameter in model.plans):
+        if isinstance(parameter.grad, DTensor) and isinstance(rows := local(parameter.grad), Rows):
+            parameter.grad = as_shard_of(parameter, rows.wait())
 
 
 def refresh_scales(roots: Sequence[nn.Module]) -> None:
