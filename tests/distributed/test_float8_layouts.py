@@ -184,8 +184,8 @@ def gathered_bytes(float8):
     tokens, labels = batch()
     receipts, counts, start = [], {True: 0, False: 0}, GatherPlan.start_gather_of
 
-    def noted(plan, shard):
-        started = start(plan, shard)
+    def noted(plan, *arguments):
+        started = start(plan, *arguments)
         counts[plan.float8] += started.tensor.nbytes
         return started
 

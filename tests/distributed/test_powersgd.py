@@ -233,7 +233,7 @@ ORDER = ["output.weight", *(f"layers.{number}" for number in (2, 1, 0)), "tok_em
 IN_TURN = [name for now, before in zip([*ORDER, None], [None, *ORDER], strict=True) for name in (now, before) if name][:-1]
 WAYS = {"DDP": ((2, 1), False, None, 11), "HSDP, gathered once": ((2, 2), True, None, 7)}
 SLOW = {"DDP, gathered once": ((2, 1), True, None, 11), "HSDP": ((2, 2), False, None, 7)}
-SLOW |= {"DDP, compiled": ((2, 1), False, "aot_eager", 11)}
+SLOW |= {"DDP, compiled": ((2, 1), False, "aot_eager", 11), "DDP, compiled, gathered once": ((2, 1), True, "aot_eager", 11)}
 
 
 @pytest.mark.parametrize("way", [*WAYS, *(pytest.param(way, marks=pytest.mark.slow) for way in SLOW)])

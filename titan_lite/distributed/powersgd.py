@@ -21,7 +21,8 @@ it travel as they are, in one bucket, in reduce_dtype.
 
 Overlap. Blocks go in the order of backward, the last one first. In the last backward of a step, a block starts when it has all
 gradients. Then the blocks before it go on to their next collective. So each travels while another block is computed. The rest
-goes after backward. The order is the same on all ranks. Limit: all gradients of a compiled stage arrive at the end of its graph.
+goes after backward. The order is the same on all ranks. Limit: all gradients of a compiled stage arrive at the end of its graph,
+unless weights are gathered once a step.
 """
 
 import time

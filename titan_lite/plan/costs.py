@@ -134,9 +134,9 @@ def copies_figures(plans: Plans, machine: Machine, axes: Axes, parallelism: Para
     """Return `copies.` figures of sums over copies (distributed/powersgd.py): two collectives of a block's factors, one of all
     other gradients, and the products, which read and write shards more than they compute.
 
-    under: seconds of the last backward in which no other collective is in flight; 0 for a compiled model. Each block has a share
-    of them. A block's P hides under the first share after its gradients have arrived, and its Q under the next one. The rest is
-    exposed, as are both where no such share is left, the other gradients and the products.
+    under: seconds of the last backward in which no other collective is in flight; 0 for a compiled model that gathers in
+    each microbatch. Each block has a share of them. A block's P hides under the first share after its gradients have arrived, and
+    its Q under the next one. The rest is exposed, as are both where no such share is left, the other gradients and the products.
     """
     figures: Figures = defaultdict(float)
     if parallelism.replicate_compression == "none":

@@ -37,6 +37,7 @@ from titan_lite.plan.trace import (
     figures_at,
     kind_of_stage,
     layers_of,
+    names_blocks,
     start_trace,
     start_tracing,
 )
@@ -215,13 +216,15 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
     guessed = machine.multiprocessors and OF_MATRIX[optimizer.name].cubes(optimizer, (1, 1))
     uncertain += ", eigendecompositions by a guess without a range" if guessed else ""
     traced = " and ".join(map(str, sorted({depth for depths in plan.depths.values() for depth in depths})))
+    several = len(plan.layout.pipeline.modules) > 1 and names_blocks(plan.layout.config)
+    numbered = "; keys that name blocks count them from each stage's first" if several else ""
     return [
         *lines,
         "",
         f"bottleneck: {what_binds(plan)}",
         *([spare(plan, lighter)] if lighter and plan.fits else ()),
         f"ranges (80%): efficiencies of {uncertain}, {JOINT:g} of each; stages of {traced} blocks traced; no waiting for the "
-        f"loader; planned in {plan.seconds:.0f} s",
+        f"loader{numbered}; planned in {plan.seconds:.0f} s",
     ]
 
 

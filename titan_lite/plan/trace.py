@@ -177,16 +177,19 @@ def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
 
 def depths_to_trace(config: Config) -> tuple[int, int] | None:
     """Return two depths to extrapolate from, or None if blocks differ."""
-    parallelism, checkpointing = config.parallelism, config.activation_checkpoint
-    named = " ".join((*parallelism.fsdp_keep_gathered, *config.compile.buckets, *config.float8.filter_fqns))
-    if any(map(str.isdigit, re.split("[ .]", named))) or (
-        config.compile.compiles("model") and config.compile.bucketing == "auto"
-    ):
+    if names_blocks(config) or (config.compile.compiles("model") and config.compile.bucketing == "auto"):
         return None
+    checkpointing = config.activation_checkpoint
     option = checkpointing.selective_ac_option
     period = int(option) if checkpointing.mode == "selective" and option.isdigit() else 1
     first = -(-3 // period) * period  # of two blocks, the first has the embedding's all-gather and the second the output's
     return first, first + period
+
+
+def names_blocks(config: Config) -> bool:
+    """Return True if a key names single blocks, as in "layers.31"."""
+    named = " ".join((*config.parallelism.fsdp_keep_gathered, *config.compile.buckets, *config.float8.filter_fqns))
+    return any(map(str.isdigit, re.split("[ .]", named)))
 
 
 def kind_of_stage(modules: Sequence[str]) -> Kind:
@@ -251,7 +254,7 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
             figures |= {f"{name}.{key}": value for key, value in each[number].items()}
         travels = ("backward.communication.", "reduce.communication.")
         alone = under.get("backward", 0.0) - sum(value for key, value in figures.items() if key.startswith(travels))
-        copies_under = max(0.0, alone) if passes.priced_as == "eager" else 0.0
+        copies_under = max(0.0, alone) if passes.priced_as == "eager" or passes.gathers_once else 0.0
         figures |= copies_figures(plans, machine, axes, config.parallelism, copies_under)
         found.append(figures)
     in_order = sorted(graphs, key=GRAPHS.index)

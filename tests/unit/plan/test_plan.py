@@ -14,7 +14,7 @@ from titan_lite.plan.command import lay_out, main, world_size_of
 from titan_lite.plan.search import guess
 
 RECIPES = Path(__file__).parents[3] / "train_configs"
-EIGHT = str(RECIPES / "llama3_8b.toml")
+DEBUG, EIGHT = (str(RECIPES / f"{name}.toml") for name in ("debug_model", "llama3_8b"))
 H100 = load_machine("H100")
 SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
 
@@ -107,6 +107,13 @@ def test_async_tensor_parallelism_is_planned_without_and_says_so(capsys):
     said = capsys.readouterr()
     assert "enable_async_tensor_parallel = true is planned as false: exposed tensor parallelism is an upper bound" in said.err
     assert said.out.count("yes") == 2
+
+
+@pytest.mark.parametrize(("stages", "said"), [(1, False), (2, True)])
+def test_names_of_single_blocks_are_those_of_a_stage_and_a_plan_says_so(stages, said, capsys):
+    degree = f"--parallelism.pipeline_parallel_degree={stages}"
+    assert main([DEBUG, "--world-size=2", degree, "--float8.enable", "--float8.filter_fqns=layers.1"]) == 0
+    assert ("; keys that name blocks count them from each stage's first" in capsys.readouterr().out) is said
 
 
 @pytest.fixture(scope="module")
