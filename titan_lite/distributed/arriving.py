@@ -21,9 +21,8 @@ from titan_lite.compiler.collectives import collectives
 from titan_lite.distributed.gather import GatherPlan
 from titan_lite.float8 import stand_in
 
-takes: dict[
-    str, Callable[[Tensor], None]
-] = {}  # by FQN; a function must not keep its argument, whose memory the graph uses again
+# By FQN. A function must not keep its argument, whose memory the graph uses again.
+takes: dict[str, Callable[[Tensor], None]] = {}
 
 
 class Arrival(Work):

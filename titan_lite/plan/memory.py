@@ -129,9 +129,8 @@ class Replay:
         self.shards: list[Held] = []  # of reduced gradients
         self.wholes: list[Held] = []
         self.has_state, self.all_away = False, layout.config.training.offload == "all"
-        self.copies = (
-            layout.config.compile.compiles("model") and not self.all_away
-        )  # gradients of a graph (distributed/arriving.py)
+        # of gradients, which a graph gives away (distributed/arriving.py)
+        self.copies = layout.config.compile.compiles("model") and not self.all_away
         self.weights = [weight for stage in stages.values() for weight in stage.weights]
         self.errors: list[Held] = []  # of this step
         self.lacking: dict[int, list[Weight]] = {}  # weights without such an error yet, by stage
