@@ -50,7 +50,7 @@ def loss_after(name: str, rate: float, seed: int, steps: int, size: str) -> floa
     """Return the loss of held-out documents after the last step of a run."""
     options = [f"--optimizer.name={name}", f"--optimizer.lr={rate}", f"--debug.seed={seed}", f"--training.steps={steps}"]
     with tempfile.TemporaryDirectory() as folder:
-        run_alone([*size.split(), *options, "--validation.freq=1000000"], folder)
+        run_alone([*size.split(), *options, "--validation.steps=4"], folder)
         *_, last = read_metrics(Path(folder) / "metrics.jsonl").values()
     return float(last["validation_loss"])
 
@@ -74,7 +74,7 @@ def compare_losses(names: list[str], steps: int, seeds: int, rates: list[float],
 
 def compare_compression(rank: int, steps: int, seeds: int, size: str) -> None:
     common = [*size.split(), "--parallelism.data_parallel_replicate_degree=2", f"--training.steps={steps}"]
-    common += ["--training.local_batch_size=4", "--validation.freq=1000000"]
+    common += ["--training.local_batch_size=4", "--validation.steps=8"]
     compressed = ["--parallelism.replicate_compression=powersgd", f"--parallelism.replicate_rank={rank}"]
     compressed += [f"--parallelism.replicate_uncompressed_steps={steps // 10}"]
     print(f"| between copies | {' | '.join(f'seed {seed}' for seed in range(seeds))} | mean | bytes of a step |")
