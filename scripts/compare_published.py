@@ -4,14 +4,15 @@
     python scripts/compare_published.py --rows 8B             # those whose name has this in it
 
 No constant is fitted to a row. A machine is its datasheet; that of the TorchTitan rows is H100 with 96 GB of HBM2e at 2.4 TB/s,
-limited to 500 W. Efficiencies are those of compiler/profiles.py for all rows. What a row has that a plan has not (asynchronous
-tensor parallelism) stands beside it: such a row is not scored.
+limited to 500 W. Efficiencies are those of compiler/profiles.py for all rows. What is not known of a run stands beside its row:
+such a row is not scored.
 
     tok/s      a second and GPU: planned (slow to fast), published, stated / published
     GiB        what CUDA's allocator reserves on the rank that needs most: planned, published
 """
 
 import argparse
+import dataclasses
 import functools
 import math
 import statistics
@@ -37,8 +38,8 @@ MACHINES = {machine.name: machine for machine in (H100, H200, A100, TITAN)}
 
 @dataclass(frozen=True)
 class Row:
-    """published: tokens a second and GPU or, with tflops, TFLOP/s; memory: GiB, 0 if not told. differs: what
-    the run had that a plan has not, or the other way round."""
+    """published: tokens a second and GPU or, with tflops, TFLOP/s; memory: GiB, 0 if not told. differs: what is not known of the
+    run. async_tp: with asynchronous tensor parallelism, also beside float8, where a run here refuses it."""
 
     name: str
     recipe: str
@@ -49,6 +50,7 @@ class Row:
     keys: str = ""
     differs: str = ""
     tflops: bool = False
+    async_tp: bool = False
 
 
 # Their compiler saw transformer blocks, and not the loss, whose float32 logits then exist.
@@ -74,6 +76,10 @@ LONG = f"{BLOCKS} {FA2} --training.local_batch_size=1 --activation_checkpoint.mo
 CP2 = "--training.seq_len=65536 --parallelism.data_parallel_shard_degree=4 --parallelism.context_parallel_degree=2"
 NO_TP = "--parallelism.tensor_parallel_degree=1"
 TP8 = "--parallelism.tensor_parallel_degree=8 --parallelism.data_parallel_shard_degree=-1"
+TP8_OF_8B = f"{COMPILED} {TP8} --training.local_batch_size=12"
+TP8_OF_70B = f"{BLOCKS} {FA2} {TP8} --training.local_batch_size=16"
+WIDE = "--no-float8.all_gather"  # weights travel in bfloat16
+STAGES = f"{BLOCKS} {FA2} --parallelism.pipeline_parallel_schedule="
 # pytorch/torchtitan: its issue 1881, docs/performance.md in 2024, and benchmarks/llama3_h100_202412_torchtitan.md,
 # asyncTP_llama3_h100_2025-06_torchtitan.md and llama3-8b_h200_202506_trainy-whitefiber.md
 PAPER, RERUN, DOCS, LLAMA3 = "TorchTitan paper", "torchtitan 1881", "torchtitan docs", "Llama 3 paper"
@@ -87,8 +93,8 @@ ROWS = (
     Row(f"{PAPER}: 8B on 8, float8", "8b_float8", 8, TITAN, 9409, 76.8, COMPILED),
     Row(f"{PAPER}: 8B on 128, float8", "8b_float8", 128, TITAN, 9319, 61.8, COMPILED),
     Row(f"{PAPER}: 70B on 256, float8", "70b_float8", 256, TITAN, 897, 70.3, f"{BLOCKS} {FA2}"),
-    Row(f"{PAPER}: 70B on 256, float8, async TP", "70b_float8", 256, TITAN, 1010, 67.7, f"{BLOCKS} {FA2}", "async TP there"),
-    Row(f"{PAPER}: 405B on 512, float8, 1F1B", "405b_float8", 512, TITAN, 100, 78.0, f"{BLOCKS} {FA2}", "async TP there"),
+    Row(f"{PAPER}: 70B on 256, float8, async TP", "70b_float8", 256, TITAN, 1010, 67.7, f"{BLOCKS} {FA2}", async_tp=True),
+    Row(f"{PAPER}: 405B on 512, float8, 1F1B", "405b_float8", 512, TITAN, 100, 78.0, f"{STAGES}1F1B", async_tp=True),
     Row(
         f"{PAPER}: 405B on 512, float8, interleaved",
         "405b_float8",
@@ -96,8 +102,8 @@ ROWS = (
         TITAN,
         130,
         80.3,
-        f"{BLOCKS} {FA2} --parallelism.pipeline_parallel_schedule=Interleaved1F1B",
-        "async TP there",
+        f"{STAGES}Interleaved1F1B",
+        async_tp=True,
     ),
     Row(f"{RERUN}: 8B, FSDP 8", "8b", 8, TITAN, 7227, 40.96, AOT),
     Row(
@@ -118,16 +124,14 @@ ROWS = (
     Row(f"{WINTER}: 8B on 8, float8, 32k tokens", "8b_float8", 8, TITAN, 3890, 83.9, f"{LONG} --training.seq_len=32768"),
     Row(f"{WINTER}: 8B, float8, FSDP 4 x CP 2, 64k tokens", "8b_float8", 8, TITAN, 2540, 84.2, f"{LONG} {CP2}"),
     Row(f"{WINTER}: 70B on 256, float8", "70b_float8", 256, TITAN, 829, 71.9, f"{BLOCKS} {FA2}"),
-    Row(f"{SUMMER}: 8B on 64, FSDP 8 x TP 8", "8b", 64, TITAN, 4378, 0, f"{COMPILED} {TP8} --training.local_batch_size=12"),
-    Row(
-        f"{SUMMER}: 70B on 256, FSDP 32 x TP 8",
-        "70b",
-        256,
-        TITAN,
-        597.3,
-        0,
-        f"{BLOCKS} {FA2} {TP8} --training.local_batch_size=16",
-    ),
+    Row(f"{SUMMER}: 8B on 64, FSDP 8 x TP 8", "8b", 64, TITAN, 4378, 0, TP8_OF_8B),
+    Row(f"{SUMMER}: 8B on 64, FSDP 8 x TP 8, async TP", "8b", 64, TITAN, 4809.4, 0, TP8_OF_8B, async_tp=True),
+    Row(f"{SUMMER}: 8B on 64, float8", "8b_float8", 64, TITAN, 5078.1, 0, f"{TP8_OF_8B} {WIDE}"),
+    Row(f"{SUMMER}: 8B on 64, float8, async TP", "8b_float8", 64, TITAN, 5570.1, 0, f"{TP8_OF_8B} {WIDE}", async_tp=True),
+    Row(f"{SUMMER}: 70B on 256, FSDP 32 x TP 8", "70b", 256, TITAN, 597.3, 0, TP8_OF_70B),
+    Row(f"{SUMMER}: 70B on 256, FSDP 32 x TP 8, async TP", "70b", 256, TITAN, 652.4, 0, TP8_OF_70B, async_tp=True),
+    Row(f"{SUMMER}: 70B on 256, float8", "70b_float8", 256, TITAN, 809.8, 0, f"{TP8_OF_70B} {WIDE}"),
+    Row(f"{SUMMER}: 70B on 256, float8, async TP", "70b_float8", 256, TITAN, 942.4, 0, f"{TP8_OF_70B} {WIDE}", async_tp=True),
     Row(f"{H200S}: 8B on 32, float8", "8b_float8", 32, H200, 10938, 48.0, f"{BLOCKS} {SELECTIVE}"),
     Row(f"{H200S}: 8B on 64, float8", "8b_float8", 64, H200, 10753, 47.0, f"{BLOCKS} {SELECTIVE}"),
     Row(f"{DOCS}: 8B on 64 A100", "8b", 64, A100, 2973, 0, BATCH1, "whether compiled: not published"),
@@ -198,13 +202,17 @@ class Compared:
 
 
 @functools.lru_cache
-def planned(recipe: str, ranks: int, machine: str, keys: str) -> Plan:
+def planned(recipe: str, ranks: int, machine: str, keys: str, async_tp: bool) -> Plan:
     config, _ = load_config(RECIPES / f"llama3_{recipe}.toml", [*AS_THERE, *keys.split()])
-    return make_plan(lay_out(config, ranks, MACHINES[machine].memory * GIB), MACHINES[machine].spread())
+    layout = lay_out(config, ranks, MACHINES[machine].memory * GIB)
+    if async_tp:
+        parallelism = dataclasses.replace(config.parallelism, enable_async_tensor_parallel=True)
+        layout = dataclasses.replace(layout, config=dataclasses.replace(config, parallelism=parallelism))
+    return make_plan(layout, MACHINES[machine].spread())
 
 
 def compare(row: Row) -> Compared:
-    plan = planned(row.recipe, row.ranks, row.machine.name, row.keys)
+    plan = planned(row.recipe, row.ranks, row.machine.name, row.keys, row.async_tp)
     published = row.published
     if row.tflops:
         published *= 1e12 / flops_per_token(plan.layout.model, plan.layout.seq_len)

@@ -15,7 +15,7 @@ A factor may also be given in float8 already, as `Scaled`: a weight that SimpleF
 tensor parallelism gathers so.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,9 +57,9 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
     return (x.float() * scale).clamp(-most, most).to(dtype)
 
 
-def to_bytes(x: Tensor, scale: Tensor) -> Tensor:
-    """Return x * scale in e4m3, as uint8: collectives and padding know no float8."""
-    return cast(x, scale).view(torch.uint8)
+def to_bytes(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
+    """Return x * scale in float8, as uint8: collectives and padding know no float8."""
+    return cast(x, scale, dtype).view(torch.uint8)
 
 
 def stand_in(data: Tensor, dtype: torch.dtype) -> Tensor:
@@ -68,14 +68,17 @@ def stand_in(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer without bias whose products are in float8: (..., K) -> (..., N)."""
+    """A linear layer without bias whose products are in float8: (..., K) -> (..., N).
+
+    moves: what tensor parallelism does with the result, and with its gradient in backward, which gives a Scaled of e5m2.
+    """
 
     recipe: str
 
-    def forward(self, x: Tensor | Scaled) -> Tensor:
+    def forward(self, x: Tensor | Scaled, moves: tuple[Callable, Callable] | None = None) -> Tensor:
         weight: Tensor | Scaled = self.weight
         x, weight = (each if isinstance(each, Scaled) else Scaled(each) for each in (x, weight))
-        return _Product.apply(*x, *weight, self.recipe)
+        return _Product.apply(*x, *weight, self.recipe, moves)
 
 
 def apply_float8(model: nn.Module, recipe: str, filter_fqns: Sequence[str] = ()) -> None:
@@ -153,19 +156,22 @@ class _Product(torch.autograd.Function):
         weight_scale: Tensor | None,
         weight_gradient: Tensor | None,
         recipe: str,
+        moves: tuple[Callable, Callable] | None,
     ) -> Tensor:
         ctx.save_for_backward(x, x_scale, weight, weight_scale)
-        ctx.recipe, ctx.dtype = recipe, (x if x_gradient is None else x_gradient).dtype
+        ctx.recipe, ctx.moves, ctx.dtype = recipe, moves, (x if x_gradient is None else x_gradient).dtype
         rows, columns = (_factor(*each, recipe) for each in ((x.flatten(0, -2), x_scale), (weight, weight_scale)))
-        return _multiply(rows, columns.t(), ctx.dtype, fast_accum=True).unflatten(0, x.shape[:-1])
+        out = _multiply(rows, columns.t(), ctx.dtype, fast_accum=True).unflatten(0, x.shape[:-1])
+        return moves[0](out) if moves else out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, x_scale, weight, weight_scale = ctx.saved_tensors
         recipe, dtype, shape = ctx.recipe, ctx.dtype, x.shape
-        x, grad = x.flatten(0, -2), grad.flatten(0, -2)
+        moved = ctx.moves[1](grad) if ctx.moves else Scaled(grad)
+        x, grad = x.flatten(0, -2), moved.data.flatten(0, -2)
         high = recipe == "rowwise_with_gw_hp"
-        rows = _factor(grad, None, recipe, E5M2 if recipe == "tensorwise" else E4M3)
+        rows = _factor(grad, moved.scale, recipe, E5M2 if recipe == "tensorwise" else E4M3)
         dx = _multiply(rows, _factor(weight, weight_scale, recipe, dim=None if high else 0).copy(), dtype)
         if high:
             dw = grad.t() @ x
@@ -175,7 +181,7 @@ class _Product(torch.autograd.Function):
         dx = dx.unflatten(0, shape[:-1])
         of_x = (None, None, dx) if x.dtype == torch.uint8 else (dx, None, None)
         of_weight = (None, None, dw) if weight.dtype == torch.uint8 else (dw, None, None)
-        return *of_x, *of_weight, None
+        return *of_x, *of_weight, None, None
 
 
 def _factor(x: Tensor, scale: Tensor | None, recipe: str, dtype: torch.dtype = E4M3, dim: int | None = -1) -> _Factor:

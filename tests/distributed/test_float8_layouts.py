@@ -205,3 +205,28 @@ def test_blocks_are_gathered_in_half_the_bytes():
     assert plain[True] == 0
     assert plain[False] - counts[False] == 2 * counts[True]
     assert plain_received - received == plain[False] - sum(counts.values())
+
+
+def token_gathers():
+    """(dtype, bytes) of each all-gather of tokens or of their gradients; whether gradients gathered in bfloat16 give the same."""
+    mesh, gather, found = make_mesh(1, 1, 2), tensor_parallel._all_gather, []
+
+    def noted(x, axis):
+        found.append((x.dtype, x.nbytes))
+        return gather(x, axis)
+
+    with mock.patch.object(tensor_parallel, "_all_gather", noted):
+        in_bytes = trained(mesh, dict(float8=CAST, param=torch.bfloat16))
+    with mock.patch.object(tensor_parallel, "_gather_gradient", lambda x, axis: float8.Scaled(gather(x, axis))):
+        wide = trained(mesh, dict(float8=CAST, param=torch.bfloat16))
+    return found, in_bytes[0] == wide[0] and all(torch.equal(wide[1][fqn], each) for fqn, each in in_bytes[1].items())
+
+
+def test_tokens_and_their_gradients_travel_as_one_byte():
+    """Two blocks: attention and feed-forward gather tokens in forward and gradients in backward. The output gathers tokens in
+    bfloat16, and the gradient of the embedding's tokens comes so."""
+    found, equal = run_ranks(2, token_gathers)[0]
+    numbers = 8 * 16 // 2 * CONFIG.dim  # of eight sequences, on one of two ranks
+    assert found.count((torch.uint8, numbers)) == 8
+    assert found.count((torch.bfloat16, 2 * numbers)) == len(found) - 8 == 2
+    assert equal  # the scale is that of all tokens, as after a gather

@@ -12,7 +12,7 @@ round differently.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,8 @@ from titan_lite.compiler.collectives import (
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.timeline import costs_of
 
-VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+PRODUCTS = (aten.mm.default, aten._scaled_mm.default)
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.view.dtype, aten.alias.default)
 
 
 class _Site(NamedTuple):
@@ -53,7 +54,11 @@ def choose_collectives(graph: Graph, chunks: int, machine: Machine | None = None
     chosen = []
     for number, node in enumerate(activation_collectives(graph)):
         site = _site_of(node)
-        if site is None or site.whole.meta["val"].shape[1] % (chunks * group_size(node)):
+        if (
+            site is None
+            or site.product.target is not aten.mm.default
+            or site.whole.meta["val"].shape[1] % (chunks * group_size(node))
+        ):
             continue
         if machine is not None:
             known = set(graph.nodes)
@@ -77,6 +82,27 @@ def cut_into_chunks(graph: Graph, chunks: int, chosen: Sequence[int]) -> int:
     return len(chosen)
 
 
+def mark_fused(graph: Graph) -> int:
+    """Mark the collectives of activations that Inductor fuses with products (asynchronous tensor parallelism, arXiv 2410.06511,
+    section 3.4), so that `Machine.cost` prices them so. Return their number.
+
+    Each product of gathered tokens is fused, unless its other factor depends on them. Products of which a sum is reduced are not.
+    """
+    marked = 0
+    for node in activation_collectives(graph):
+        if (site := _site_of(node)) is None:
+            continue
+        products = [site.product]
+        if is_all_gather(node):
+            late = descendants(site.whole)
+            products = [each for each in _products_of(site.whole) if each.args[1] not in late]
+        node.meta["fused_with"] = tuple(products)
+        for product in products:
+            product.meta["parts"] = group_size(node)
+        marked += 1
+    return marked
+
+
 def _site_of(node: Node) -> _Site | None:
     return _gathered(node) if is_all_gather(node) else _reduced(node) if kind_of(node) == "reduce_scatter" else None
 
@@ -90,11 +116,17 @@ def _gathered(node: Node) -> _Site | None:
     whole = joined.pop()
     if joined or whole.target is not aten.cat.default or whole.args[1:] != (1,) or not _is_in_order(whole, split):
         return None
-    rows = (whole.meta["val"].shape[:2].numel(), whole.meta["val"].shape[2])
-    for view in sorted(user for user in whole.users if user.target in VIEWS and user.meta["val"].shape == rows):
-        for product in sorted(user for user in view.users if user.target is aten.mm.default and user.args[0] is view):
-            return _Site(node, whole, product)
-    return None
+    products = sorted(_products_of(whole))
+    return _Site(node, whole, products[0]) if products else None
+
+
+def _products_of(tokens: Node) -> Iterator[Node]:
+    """Yield the products with `tokens`, as rows, on the left."""
+    for user in tokens.users:
+        if user.target in PRODUCTS and user.args[0] is tokens:
+            yield user
+        elif user.target in VIEWS and user.meta["val"].shape[-1] == tokens.meta["val"].shape[-1]:
+            yield from _products_of(user)
 
 
 def _reduced(node: Node) -> _Site | None:
@@ -108,7 +140,7 @@ def _reduced(node: Node) -> _Site | None:
     whole = product = split.all_input_nodes[0]
     while product.target in VIEWS and len(product.users) == 1:
         product = product.all_input_nodes[0]
-    if product.target is not aten.mm.default or len(product.users) > 1 or len(wait_of(node).users) == 0:
+    if product.target not in PRODUCTS or len(product.users) > 1 or len(wait_of(node).users) == 0:
         return None
     return _Site(node, whole, product)
 

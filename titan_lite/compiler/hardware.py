@@ -138,6 +138,8 @@ class Machine:
         if node.op != "call_function" or is_free(node):
             return 0.0
         if node.target in KINDS:
+            if "fused_with" in node.meta:
+                return self.in_parts(node, node.meta["fused_with"], fused)
             return self.collective(kind_of(node), collective_bytes(node), ranks_of(node), tensors_of(node))
         if is_from_host(node):
             return self.host_link(nbytes_of(node))
@@ -145,7 +147,20 @@ class Machine:
         matmul, attention = flops_of(node)
         if matmul or attention:
             seconds = max(seconds, self.product(node, matmul) if matmul else self.attention(node, attention))
-        return seconds + (self.launch * 1e-6 if seconds else 0.0)
+        return seconds + (self.launch * 1e-6 * node.meta.get("parts", 1) if seconds else 0.0)
+
+    def in_parts(self, node: Node, products: Sequence[Node], fused: bool) -> float:
+        """Return the seconds of a collective that the products which Inductor fuses with it do not hide.
+
+        Each rank computes its own part while the next one travels, by copy engines, which leave all multiprocessors to the
+        products. Before the first one, a rank copies its shard to where others read it; after a product, it sums the parts.
+        Ranks meet at both ends (torch.distributed._symmetric_memory).
+        """
+        nbytes, ranks = collective_bytes(node), len(ranks_of(node))
+        each = self.launch * 1e-6 + nbytes / ranks / (self.intra_node.bandwidth * self.link_efficiency * GB)
+        left = (ranks - 1) * max(0.0, each - sum(self.cost(product, fused) for product in products) / ranks)
+        moved = 2 * nbytes / ranks if kind_of(node) == "all_gather" else nbytes + nbytes / ranks
+        return left + self.memory_traffic(moved) + 2 * self.collective_launch * 1e-6
 
     def product(self, node: Node, flops: float) -> float:
         """Return the seconds of a matrix product of so many floating-point operations, without memory traffic and launch."""
@@ -153,9 +168,9 @@ class Machine:
         peak = self.flops(inputs[0].dtype)
         if not self.multiprocessors:
             return flops / (peak * self.matmul_efficiency)
-        (*batch, m, k), n = inputs[0].shape, inputs[1].shape[-1]
+        (*batch, m, k), n, parts = inputs[0].shape, inputs[1].shape[-1], node.meta.get("parts", 1)
         speed = peak * self.matmul_efficiency
-        return product_seconds(math.prod(batch), m, n, k, speed=speed, multiprocessors=self.multiprocessors)
+        return parts * product_seconds(math.prod(batch), m // parts, n, k, speed=speed, multiprocessors=self.multiprocessors)
 
     def attention(self, node: Node, flops: float) -> float:
         """Return the seconds of attention of so many floating-point operations, without memory traffic and launch."""

@@ -51,6 +51,7 @@ class Schedule:
     fused: bool = False  # as in `Machine.cost`
     peers: Peers = field(default_factory=Peers)
     dump: Path | None = None  # folder for graphs as text
+    async_tensor_parallel: bool = False  # Inductor fuses collectives of tensor parallelism with products
     must_merge: bool = True  # raise if bucketing is enabled and merges nothing
     fits: Callable[[Receipt], bool] | None = None  # returns False for a graph that this rank must not run
     receipts: list[Receipt] = field(default_factory=list)
@@ -110,7 +111,9 @@ class Schedule:
     def hide_activations(self, graph: Graph) -> tuple[int, int]:
         """Return how many products were deferred, and how many collectives cut, to hide tensor and context parallelism."""
         deferred, cut, chunks, how = 0, 0, self.config.tensor_parallel_chunks, dict(fused=self.fused)
-        if activation_collectives(graph):
+        if self.async_tensor_parallel:
+            chunking.mark_fused(graph)
+        elif activation_collectives(graph):
             if self.config.defer_products:
                 deferred = deferring.defer_products(graph, self.first(deferring.choose_products(graph, self.machine, **how)))
             if chunks > 1:

@@ -115,14 +115,22 @@ def compile_stages(
     create process groups: call it on all ranks.
     """
     if schedule is None:
-        defers = compile.defer_products and not parallelism.enable_async_tensor_parallel  # Inductor fuses the same products
         must_merge = compile.bucketing != "measured"
-        compile = replace(compile, bucketing=bucketing, defer_products=defers)
+        compile = replace(compile, bucketing=bucketing)
         dump = None
         if dump_folder and compile.dump_graphs and all(mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp"):
             dump = dump_folder / "graphs" / f"pp_{mesh['pp'].get_local_rank()}_{bucketing}"  # other ranks have the same graphs
         fused = compile.backend == "inductor"
-        schedule = Schedule(compile, machine, fused, peers=stage_peers(mesh), dump=dump, must_merge=must_merge, fits=fits)
+        schedule = Schedule(
+            compile,
+            machine,
+            fused,
+            stage_peers(mesh),
+            dump,
+            async_tensor_parallel=parallelism.enable_async_tensor_parallel,
+            must_merge=must_merge,
+            fits=fits,
+        )
     reshard, keep = _resharding(parallelism)
     for model in stages:
         # only blocks have matrix products to overlap with

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_lite.compiler.collectives import all_reduce, collectives
-from titan_lite.float8 import Float8Linear, Scaled, scale_of, stand_in, to_bytes
+from titan_lite.float8 import E5M2, Float8Linear, Scaled, scale_of, stand_in, to_bytes
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Style:
     gathers: bool = False  # all-gather the tokens of its input
     scatters: bool = False  # reduce-scatter the tokens of its output
     vocabulary: bool = False  # look up this rank's rows of an embedding table
-    float8: bool = False  # gather tokens in float8
+    float8: bool = False  # gather tokens, and gradients of tokens, in float8
 
 
 COLUMN, ROW = Style(weight=0), Style(weight=1, scatters=True)  # of the product x @ weight.T
@@ -95,8 +95,9 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
                 done[parameter] = _split(parameter, mesh, style.weight)
             module._parameters[name] = done[parameter]
         if style.gathers or style.scatters:
-            readers = [child for name, child in module.named_children() if _style_of(f"{fqn}.{name}") == COLUMN]
-            if readers and all(isinstance(child, Float8Linear) and child.recipe == "tensorwise" for child in readers):
+            children = [child for name, child in module.named_children() if _style_of(f"{fqn}.{name}") == COLUMN]
+            readers = [module] if style == ROW else children  # of the tokens, or of the gradients, that are gathered
+            if readers and all(isinstance(each, Float8Linear) and each.recipe == "tensorwise" for each in readers):
                 style = replace(style, float8=True)
             module.__dict__["_tp"] = axis
             cls: Any = type(module)
@@ -127,6 +128,10 @@ def _split(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> nn.Par
 def _parallel_class(cls: Any, style: Style) -> Any:
     def forward(self: nn.Module, x: Any, *others: Any) -> Tensor:
         axis: Axis = self._tp  # type: ignore[assignment]
+        if style.scatters and style.float8:
+            return cls.forward(
+                self, x, (functools.partial(_reduce_scatter, axis=axis), functools.partial(_gather_gradient, axis=axis))
+            )
         if style.gathers:
             x = gather_float8_tokens(x, axis) if style.float8 else gather_tokens(x, axis)
         if style.vocabulary:
@@ -167,6 +172,12 @@ def gather_float8_tokens(x: Tensor, axis: Axis) -> Scaled:
     scale = scale_of(all_reduce(x.detach().abs().amax(), "max", axis.group))
     data, stands_in = _Float8Tokens.apply(x, scale, axis)
     return Scaled(data, scale, stands_in)
+
+
+def _gather_gradient(gradient: Tensor, axis: Axis) -> Scaled:
+    """All-gather gradients of tokens in e5m2, with the scale of those of all ranks: (B, t, C) -> (B, T, C)."""
+    scale = scale_of(all_reduce(gradient.abs().amax(), "max", axis.group), E5M2)
+    return Scaled(_all_gather(to_bytes(gradient, scale, E5M2), axis), scale)
 
 
 class _Float8Tokens(torch.autograd.Function):

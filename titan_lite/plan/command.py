@@ -17,7 +17,6 @@ read, and no GPU or network is needed. Exit code 0: planned, whether it fits or 
 import argparse
 import math
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -103,15 +102,12 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
 
 def plan_recipe(options: argparse.Namespace, overrides: list[str]) -> str:
     config, _ = load_config(options.recipe, overrides)
-    if config.parallelism.enable_async_tensor_parallel:  # needs GPUs; a change may turn tensor parallelism off
-        key = "parallelism.enable_async_tensor_parallel"
-        print(f"{key} = true is planned as false: exposed tensor parallelism is an upper bound", file=sys.stderr)
-        overrides = [*overrides, f"--no-{key}"]
-        config, _ = load_config(options.recipe, overrides)
     world_size = options.world_size or world_size_of(find_recipe(Path(options.recipe)))
 
     def lay_out_changed(change: dict[str, str]) -> Any:
         changes = [f"--{key}={value}" for key, value in change.items()]
+        if config.parallelism.enable_async_tensor_parallel and change.get("parallelism.tensor_parallel_degree") == "1":
+            changes.append("--no-parallelism.enable_async_tensor_parallel")  # else an error
         changed = load_config(options.recipe, [*overrides, *changes])[0] if changes else config
         if changed.float8.enable and "float8_e4m3fn" not in machine.tflops:
             wrong = f"float8.enable = true: {machine.name} has no peak of float8"

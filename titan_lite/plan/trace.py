@@ -212,6 +212,7 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
     compile = dataclasses.replace(config.compile, backend="aot_eager")
     machines = [machine.attending(config.training.attention_kernel) for machine in machines]
     passes = _Priced.of("model", config.compile, machines, axes)
+    passes.async_tensor_parallel = config.parallelism.enable_async_tensor_parallel
     passes.gathers_once = layout.gathers_once and config.training.offload != "all"
     loss_passes = _Priced.of("loss", config.compile, machines, axes)
     dtype = getattr(torch, config.training.mixed_precision_param)

@@ -7,8 +7,9 @@ import torch
 from hand import GATHER, RANKS, REDUCE, Hand, aten, collectives, count, priced, two_ranks  # noqa: F401
 from torch._inductor.lowering import lowerings
 
-from titan_lite.compiler.chunking import choose_collectives, cut_into_chunks
+from titan_lite.compiler.chunking import choose_collectives, cut_into_chunks, mark_fused
 from titan_lite.compiler.collectives import nbytes_of
+from titan_lite.compiler.profiles import PROFILES
 from titan_lite.compiler.timeline import simulate
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
@@ -109,3 +110,42 @@ def test_other_collectives_stay_whole():
     graph = hand.output(hand.call(aten.add.Tensor, whole, 1.0), reduced)
     assert cut(graph, 2) == 0
     assert simulate(graph, priced()).waited > 0
+
+
+# asynchronous tensor parallelism
+
+
+@pytest.mark.parametrize(("make", "kind", "products"), [(forward, GATHER, 2), (reduction, REDUCE, 1)])
+def test_collectives_that_inductor_fuses_are_marked_with_all_their_products(make, kind, products):
+    _, graph = make()
+    assert mark_fused(graph) == 1
+    (node,) = [node for node in graph.nodes if node.target is kind]
+    found = [node for node in graph.nodes if node.target is aten.mm.default]
+    assert node.meta["fused_with"] == tuple(found)
+    assert [each.meta["parts"] for each in found] == [RANKS] * products
+
+
+def test_a_sum_of_products_and_a_product_with_tokens_on_the_right_are_not_fused():
+    hand = Hand()
+    _, whole = gathered(hand, hand.input(B, T // RANKS, C))
+    rows = hand.call(aten.view.default, whole, [B * T, C])
+    right = hand.call(aten.mm.default, hand.input(N, B * T), rows)
+    both = hand.call(aten.add.Tensor, *(hand.call(aten.mm.default, hand.input(B * T, C), hand.input(C, N)) for _ in range(2)))
+    parts = hand.call(aten.split.Tensor, hand.call(aten.view.default, both, [B, T, N]), T // RANKS, 1)
+    joined = hand.call(aten.cat.default, [hand.part(parts, rank) for rank in range(RANKS)])
+    reduced = hand.call(REDUCE, joined, "sum", RANKS, "tp")
+    assert mark_fused(hand.output(right, hand.call(collectives.wait_tensor.default, reduced))) == 0
+
+
+@pytest.mark.parametrize(("make", "kind"), [(forward, GATHER), (reduction, REDUCE)])
+def test_a_fused_collective_costs_what_its_products_do_not_hide(make, kind):
+    machine = PROFILES["H100"]
+    _, graph = make()
+    mark_fused(graph)
+    (node,) = [node for node in graph.nodes if node.target is kind]
+    nbytes, launches = 4 * B * T * (C if kind is GATHER else N), 2e-6 * machine.collective_launch
+    moved = machine.memory_traffic(nbytes if kind is GATHER else 1.5 * nbytes)  # a copy of the shard; or two parts and their sum
+    assert machine.cost(node) == pytest.approx(launches + moved)  # its copy takes less than half of a product, launched twice
+    node.meta["fused_with"] = ()
+    copy = machine.launch * 1e-6 + nbytes / 2 / (machine.intra_node.bandwidth * machine.link_efficiency * 1e9)
+    assert machine.cost(node) == pytest.approx(launches + moved + copy)
