@@ -157,8 +157,9 @@ def test_bfloat16_weights_with_float32_reduction_are_near(layout, options):
 
 
 def count_chunks(trainer):
-    """Fail unless the four collectives of each block are cut in forward, and some in backward, whose products hide others."""
-    cut, least = chunking.cut_into_chunks, iter((4 * 4, 4))
+    """Fail unless the four collectives of each block are cut in forward, and some in backward, whose products hide others. Half
+    of them in float8, where some take less time whole."""
+    cut, least = chunking.cut_into_chunks, iter((8, 2) if trainer.config.float8.enable else (16, 4))
 
     def counted(graph, chunks, chosen):
         assert len(chosen) >= next(least, 0), len(chosen)
@@ -167,14 +168,25 @@ def count_chunks(trainer):
     chunking.cut_into_chunks = counted
 
 
-def test_tokens_in_chunks_are_the_run_of_one_process(tmp_path):
-    machine = tmp_path / "slow.toml"  # so slow that launches do not matter
+def in_chunks(folder, *options, chunks=4):
+    """A run whose collectives of tensor parallelism are cut, and how it differs from one float32 process."""
+    machine = folder / "slow.toml"  # so slow that launches do not matter
     link = "{ bandwidth = 1e-3, latency = 1e-3 }"
     lines = [f"intra_node = {link}", f"inter_node = {link}", "tflops = { float32 = 1e-5 }", "memory = 8", "memory_bandwidth = 1"]
     machine.write_text("\n".join(lines) + "\n")
-    keys = ["--compile.tensor_parallel_chunks=4", f"--compile.machine={machine}", *COMPILED, *FULL, *AT_ONCE]
-    result = trained(twin_of("tp=2", [*keys, "--parallelism.tensor_parallel_degree=2"]), prepare=count_chunks)
+    keys = [f"--compile.tensor_parallel_chunks={chunks}", f"--compile.machine={machine}", *COMPILED, *FULL, *AT_ONCE, *options]
+    twin = twin_of("tp=2", [*keys, "--parallelism.tensor_parallel_degree=2"])
+    return trained(twin, prepare=count_chunks if chunks > 1 else None)
+
+
+def test_tokens_in_chunks_are_the_run_of_one_process(tmp_path):
+    result = in_chunks(tmp_path)
     assert result.agrees, result
+
+
+@pytest.mark.slow
+def test_tokens_in_float8_chunks_are_the_run_without_chunks(tmp_path):
+    assert in_chunks(tmp_path, "--float8.enable") == in_chunks(tmp_path, "--float8.enable", chunks=1)
 
 
 def test_a_schedule_from_a_file_is_the_run_of_one_process(tmp_path):

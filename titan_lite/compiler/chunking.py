@@ -13,9 +13,10 @@ round differently.
 
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch._inductor.inductor_prims import force_stride_order
 from torch.fx import Graph, Node
 
 from titan_lite.compiler.bucketing import add_call
@@ -32,6 +33,7 @@ from titan_lite.compiler.collectives import (
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.timeline import costs_of
 
+FLOAT8_ROWS = 16  # of which the rows of a float8 product are a multiple
 PRODUCTS = (aten.mm.default, aten._scaled_mm.default)
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.view.dtype, aten.alias.default)
 
@@ -54,11 +56,7 @@ def choose_collectives(graph: Graph, chunks: int, machine: Machine | None = None
     chosen = []
     for number, node in enumerate(activation_collectives(graph)):
         site = _site_of(node)
-        if (
-            site is None
-            or site.product.target is not aten.mm.default
-            or site.whole.meta["val"].shape[1] % (chunks * group_size(node))
-        ):
+        if site is None or not _divides(site.product, chunks) or site.whole.meta["val"].shape[1] % (chunks * group_size(node)):
             continue
         if machine is not None:
             known = set(graph.nodes)
@@ -145,6 +143,17 @@ def _reduced(node: Node) -> _Site | None:
     return _Site(node, whole, product)
 
 
+def _divides(product: Node, chunks: int) -> bool:
+    """Return False for a float8 product that has a scale for each row, or whose chunks have rows that it cannot have. Its second
+    factor is a transposed one."""
+    if product.target is aten.mm.default:
+        return True
+    if cast(Node, product.args[1]).target not in (aten.permute.default, aten.t.default):
+        return False
+    rows, scale = (cast(Node, product.args[place]).meta["val"] for place in (0, 2))
+    return scale.numel() == 1 and rows.shape[0] % (chunks * FLOAT8_ROWS) == 0
+
+
 def _is_in_order(joined: Node, split: Node) -> bool:
     """Return whether `joined` has all parts of `split` in their order."""
     parts: Any = joined.args[0]
@@ -187,7 +196,8 @@ def _add_chunks(graph: Graph, site: _Site, chunks: int) -> _Chunks:
     gathers, ranks = is_all_gather(node), group_size(node)
     batch, tokens = whole.meta["val"].shape[:2]
     size = tokens // ranks // chunks
-    x, weight = (node.args[0] if gathers else product.args[0]), product.args[1]
+    left, right = cast(tuple[Node, Node], product.args[:2])
+    x, dtype = (node.args[0] if gathers else left), left.meta["val"].dtype
     starts, waits, products, copies = list[Node](), list[Node](), list[Node](), list[Node]()
 
     def contiguous(part: Node) -> Node:
@@ -196,8 +206,17 @@ def _add_chunks(graph: Graph, site: _Site, chunks: int) -> _Chunks:
 
     def multiply(rows: Node) -> None:
         flat = add_call(graph, aten.view.default, rows, [ranks * batch * size, -1])
-        products.append(add_call(graph, aten.mm.default, flat, weight))
+        if rows.meta["val"].dtype != dtype:  # float8, gathered as bytes
+            flat = add_call(graph, aten.view.dtype, flat, dtype)
+        factor = right if base is None else add_call(graph, aten.permute.default, base, [1, 0])
+        products.append(add_call(graph, product.target, flat, factor, *product.args[2:], **product.kwargs))
 
+    base = None
+    if product.target is aten._scaled_mm.default:
+        # Inductor would store a transposed factor that several products read by rows, which float8 products cannot read.
+        with graph.inserting_before(product):
+            base = add_call(graph, force_stride_order, right.all_input_nodes[0], right.meta["val"].t().stride())
+            base.meta["is_view"] = True
     if gathers:
         with graph.inserting_before(node):
             for chunk in range(chunks):

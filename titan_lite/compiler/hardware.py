@@ -220,9 +220,9 @@ JOINT = 0.6
 
 
 def is_free(node: Node) -> bool:
-    """Return whether a node moves no bytes: a view, a wait or a number."""
+    """Return whether a node moves no bytes: a view, a wait or a number. meta["is_view"]: a pass says that it is one."""
     target: Any = node.target
-    return getattr(target, "is_view", False) or target in FREE or not nbytes_of(node)
+    return getattr(target, "is_view", False) or target in FREE or "is_view" in node.meta or not nbytes_of(node)
 
 
 NO_VIEWS = frozenset({collectives.wait_tensor.default, aten.empty.memory_format})

@@ -49,6 +49,44 @@ def reduction(batch=B):
     return hand, hand.output(hand.call(collectives.wait_tensor.default, reduced))
 
 
+def in_float8(hand, *shape):
+    return hand.call(aten._to_copy.default, hand.input(*shape), dtype=torch.float8_e4m3fn)
+
+
+def float8_product(hand, rows):
+    one = hand.call(aten.ones.default, [])
+    weight = hand.call(aten.t.default, in_float8(hand, 32, 16))
+    return hand.call(aten._scaled_mm.default, rows, weight, one, one, None, None, torch.bfloat16)
+
+
+def float8_forward(batch=4):
+    hand = Hand()
+    _, whole = gathered(hand, hand.call(aten.view.dtype, in_float8(hand, batch, 32, 16), torch.uint8))
+    rows = hand.call(aten.view.dtype, hand.call(aten.view.default, whole, [batch * 64, 16]), torch.float8_e4m3fn)
+    return hand, hand.output(*(float8_product(hand, hand.call(aten.alias.default, rows)) for _ in range(2)))
+
+
+def float8_reduction(batch=4):
+    hand = Hand()
+    product = float8_product(hand, in_float8(hand, batch * 64, 16))
+    parts = hand.call(aten.split.Tensor, hand.call(aten.view.default, product, [batch, 64, 32]), 32, 1)
+    joined = hand.call(aten.cat.default, [hand.part(parts, rank) for rank in range(RANKS)])
+    return hand, hand.output(hand.call(collectives.wait_tensor.default, hand.call(REDUCE, joined, "sum", RANKS, "tp")))
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("chunks", [2, 4])
+@pytest.mark.parametrize(("make", "kind"), [(float8_forward, GATHER), (float8_reduction, REDUCE)])
+def test_float8_chunks_give_the_same_numbers_to_the_bit(make, kind, chunks, batch):
+    hand, graph = make(batch)
+    before = hand.run()
+    assert cut(graph, chunks) == 1
+    assert count(graph, kind) == chunks
+    assert count(graph, aten._scaled_mm.default) == chunks + (make is float8_forward)
+    assert all(torch.equal(old, new) for old, new in zip(before, hand.run(), strict=True))
+    assert cut(make(batch=1)[1], 8) == 0  # of 8 rows, which no float8 product on a GPU has
+
+
 @pytest.mark.parametrize("batch", [1, B])
 @pytest.mark.parametrize("chunks", [2, 4])
 @pytest.mark.parametrize(("make", "kind"), [(forward, GATHER), (reduction, REDUCE)])
