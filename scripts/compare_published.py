@@ -74,12 +74,18 @@ LLAMA = (
 )
 LONG = f"{BLOCKS} {FA2} --training.local_batch_size=1 --activation_checkpoint.mode=full"
 CP2 = "--training.seq_len=65536 --parallelism.data_parallel_shard_degree=4 --parallelism.context_parallel_degree=2"
+CP4 = "--training.seq_len=131072 --parallelism.data_parallel_shard_degree=2 --parallelism.context_parallel_degree=4"
 NO_TP = "--parallelism.tensor_parallel_degree=1"
 TP8 = "--parallelism.tensor_parallel_degree=8 --parallelism.data_parallel_shard_degree=-1"
 TP8_OF_8B = f"{COMPILED} {TP8} --training.local_batch_size=12"
 TP8_OF_70B = f"{BLOCKS} {FA2} {TP8} --training.local_batch_size=16"
 WIDE = "--no-float8.all_gather"  # weights travel in bfloat16
-STAGES = f"{BLOCKS} {FA2} --parallelism.pipeline_parallel_schedule="
+# A local batch of 32 sequences. How many microbatches: not published; the default then was the degree of the pipeline.
+PP16 = f"{BLOCKS} {FA2} --parallelism.pipeline_parallel_microbatch_size=2"
+DEGREES = "--parallelism.pipeline_parallel_degree=8 --parallelism.data_parallel_shard_degree={shard}"
+PP8 = f"{BLOCKS} {FA2} {DEGREES.format(shard=8)} --parallelism.pipeline_parallel_microbatch_size=4"
+ONE, TWO = (f"--parallelism.pipeline_parallel_schedule={order}" for order in ("1F1B", "Interleaved1F1B"))
+FOUR_D = f"{BLOCKS} {FA2} {DEGREES} {ONE} --training.local_batch_size=8 --training.seq_len={{tokens}}"
 # pytorch/torchtitan: its issue 1881, docs/performance.md in 2024, and benchmarks/llama3_h100_202412_torchtitan.md,
 # asyncTP_llama3_h100_2025-06_torchtitan.md and llama3-8b_h200_202506_trainy-whitefiber.md
 PAPER, RERUN, DOCS, LLAMA3 = "TorchTitan paper", "torchtitan 1881", "torchtitan docs", "Llama 3 paper"
@@ -94,17 +100,8 @@ ROWS = (
     Row(f"{PAPER}: 8B on 128, float8", "8b_float8", 128, TITAN, 9319, 61.8, COMPILED),
     Row(f"{PAPER}: 70B on 256, float8", "70b_float8", 256, TITAN, 897, 70.3, f"{BLOCKS} {FA2}"),
     Row(f"{PAPER}: 70B on 256, float8, async TP", "70b_float8", 256, TITAN, 1010, 67.7, f"{BLOCKS} {FA2}", async_tp=True),
-    Row(f"{PAPER}: 405B on 512, float8, 1F1B", "405b_float8", 512, TITAN, 100, 78.0, f"{STAGES}1F1B", async_tp=True),
-    Row(
-        f"{PAPER}: 405B on 512, float8, interleaved",
-        "405b_float8",
-        512,
-        TITAN,
-        130,
-        80.3,
-        f"{STAGES}Interleaved1F1B",
-        async_tp=True,
-    ),
+    Row(f"{PAPER}: 405B on 512, float8, 1F1B", "405b_float8", 512, TITAN, 100, 78.0, f"{PP16} {ONE}", async_tp=True),
+    Row(f"{PAPER}: 405B on 512, float8, interleaved", "405b_float8", 512, TITAN, 130, 80.3, f"{PP16} {TWO}", async_tp=True),
     Row(f"{RERUN}: 8B, FSDP 8", "8b", 8, TITAN, 7227, 40.96, AOT),
     Row(
         f"{RERUN}: 8B, FSDP 4 x TP 2",
@@ -123,7 +120,24 @@ ROWS = (
     Row(f"{WINTER}: 8B on 128, float8", "8b_float8", 128, TITAN, 8380, 61.8, COMPILED),
     Row(f"{WINTER}: 8B on 8, float8, 32k tokens", "8b_float8", 8, TITAN, 3890, 83.9, f"{LONG} --training.seq_len=32768"),
     Row(f"{WINTER}: 8B, float8, FSDP 4 x CP 2, 64k tokens", "8b_float8", 8, TITAN, 2540, 84.2, f"{LONG} {CP2}"),
+    Row(f"{WINTER}: 8B, float8, FSDP 2 x CP 4, 128k tokens", "8b_float8", 8, TITAN, 1071, 84.0, f"{LONG} {CP4}"),
     Row(f"{WINTER}: 70B on 256, float8", "70b_float8", 256, TITAN, 829, 71.9, f"{BLOCKS} {FA2}"),
+    Row(f"{WINTER}: 70B on 256, float8, async TP", "70b_float8", 256, TITAN, 876, 67.6, f"{BLOCKS} {FA2}", async_tp=True),
+    Row(f"{WINTER}: 405B on 512, float8, 1F1B", "405b_float8", 512, TITAN, 100, 82.5, f"{PP8} {ONE}", async_tp=True),
+    Row(f"{WINTER}: 405B on 512, float8, interleaved", "405b_float8", 512, TITAN, 128, 72.7, f"{PP8} {TWO}", async_tp=True),
+    *(
+        Row(
+            f"{WINTER}: 405B on 512, float8, CP {degree}, {degree * 32}k tokens",
+            "405b_float8",
+            512,
+            TITAN,
+            published,
+            memory,
+            f"{FOUR_D.format(shard=8 // degree, tokens=degree * 32768)} --parallelism.context_parallel_degree={degree}",
+            async_tp=True,
+        )
+        for degree, published, memory in ((1, 76, 75.3), (2, 47, 75.9), (4, 31, 77.1))
+    ),
     Row(f"{SUMMER}: 8B on 64, FSDP 8 x TP 8", "8b", 64, TITAN, 4378, 0, TP8_OF_8B),
     Row(f"{SUMMER}: 8B on 64, FSDP 8 x TP 8, async TP", "8b", 64, TITAN, 4809.4, 0, TP8_OF_8B, async_tp=True),
     Row(f"{SUMMER}: 8B on 64, float8", "8b_float8", 64, TITAN, 5078.1, 0, f"{TP8_OF_8B} {WIDE}"),
