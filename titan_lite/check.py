@@ -27,7 +27,7 @@ from titan_lite.data.dataset import fingerprint
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.inputs import check_inputs
 from titan_lite.layout import Layout, make_layout
-from titan_lite.layout_checks import error_bytes
+from titan_lite.layout_checks import check_float8_results, error_bytes
 from titan_lite.logging import logger
 from titan_lite.ranks import alike, device_memory, host_memory
 from titan_lite.shape import shape_words
@@ -151,10 +151,7 @@ def check_float8(config: Config) -> None:
         raise ConfigError(
             f'float8.recipe = "{recipe}" needs compute capability 9.0 or newer, and here is {name}; use "tensorwise"'
         )
-    if recipe != "tensorwise" and config.training.mixed_precision_param != "bfloat16":
-        raise ConfigError(
-            f'float8.recipe = "{recipe}" has results in bfloat16 alone; use training.mixed_precision_param = "bfloat16"'
-        )
+    check_float8_results(config)
 
 
 def check_memory(config: Config, layout: Layout, memory: float, host: float = math.inf) -> None:

@@ -176,6 +176,15 @@ def check_float8(config: Config, layout: "Layout") -> None:
     check_sizes(config.float8, sizes, layout.sequences * layout.seq_len // layout.degrees["cp"])
 
 
+def check_float8_results(config: Config) -> None:
+    """Raise ConfigError for float8 products whose results GPUs have not in the recipe's dtype."""
+    recipe = config.float8.recipe
+    if config.float8.enable and recipe != "tensorwise" and config.training.mixed_precision_param != "bfloat16":
+        raise ConfigError(
+            f'float8.recipe = "{recipe}" has results in bfloat16 alone on GPUs; use training.mixed_precision_param = "bfloat16"'
+        )
+
+
 def gathered_in_float8(float8: Float8, shapes: Shapes) -> Shapes:
     """Return the parameters that are gathered as one byte an element."""
     if not (float8.enable and float8.all_gather):

@@ -112,9 +112,12 @@ def plan_recipe(options: argparse.Namespace, overrides: list[str]) -> str:
         if changed.float8.enable and "float8_e4m3fn" not in machine.tflops:
             wrong = f"float8.enable = true: {machine.name} has no peak of float8"
             raise ConfigError(f"{wrong}; use --no-float8.enable, another machine, or tflops.float8_e4m3fn in its file")
+        if not machine.is_cpu:
+            check_float8_results(changed)
         return lay_out(changed, world_size, machine.memory * 2**30)
 
     # imported here, since torch is slow to import, and a wrong recipe fails before
+    from titan_lite.layout_checks import check_float8_results
     from titan_lite.plan.changes import best_changes, candidates, grid, plan_changes, table
     from titan_lite.plan.picture import draw_plan, write_plan_trace
     from titan_lite.plan.scale import check_scale, describe_scale

@@ -58,6 +58,10 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
             ["--scale", "--world-size", "1024", "--parallelism.data_parallel_replicate_degree=1024"],
             ["--scale starts at 512 ranks", "dp_replicate 1024 needs 1024", "use lower degrees"],
         ),
+        (
+            ["--float8.enable", "--float8.recipe=rowwise", "--training.mixed_precision_param=float32"],
+            ['float8.recipe = "rowwise"', "in bfloat16 alone", 'mixed_precision_param = "bfloat16"'],
+        ),
     ],
 )
 def test_what_is_wrong_is_one_sentence(arguments, words, capsys):
