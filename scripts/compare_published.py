@@ -5,7 +5,8 @@
 
 No constant is fitted to a row. A machine is its datasheet; that of the TorchTitan rows is H100 with 96 GB of HBM2e at 2.4 TB/s,
 limited to 500 W. Efficiencies are those of compiler/profiles.py for all rows. What is not known of a run stands beside its row:
-such a row is not scored.
+such a row is not scored. The microbatches of torchtitan's pipelines are not published, either: they are taken to be as many as
+the pipeline's ranks, which was the default then.
 
     tok/s      a second and GPU: planned (slow to fast), published, stated / published
     GiB        what CUDA's allocator reserves on the rank that needs most: planned, published

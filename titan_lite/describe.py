@@ -142,6 +142,14 @@ def without_effect(config: Config, layout: Layout) -> list[str]:
     lines = [f"{key} = {values[key]} has no effect: {idle[key][0]}" for key in idle if values[key] != KEYS[key].default]
     if config.float8.enable and config.float8.all_gather and layout.degrees["dp_shard"] * layout.degrees["cp"] == 1:
         lines.append("float8.all_gather = True has no effect: no weight is gathered (data_parallel_shard_degree = 1)")
+    if (
+        config.float8.enable
+        and config.float8.recipe != "tensorwise"
+        and layout.degrees["tp"] > 1
+        and config.compile.compiles("model")
+    ):
+        chunks, why = config.compile.tensor_parallel_chunks, f'scales of rows (float8.recipe = "{config.float8.recipe}")'
+        lines += [f"compile.tensor_parallel_chunks = {chunks} cuts no product with {why}"] * (chunks > 1)
     key, kept = "parallelism.fsdp_keep_gathered", config.parallelism.fsdp_keep_gathered
     for prefix in () if key in idle or kept == KEYS[key].default else kept:
         if why := _not_kept(prefix, config, layout):

@@ -137,6 +137,7 @@ class Trainer:
         kinds |= dict(chunk=layout.loss_chunk, compile=functools.partial(compile_function, config=config.compile))
         within, loss, out = build_losses(tokens, (layout.model.vocab_size, tp.rank, tp.degree, tp.group), **kinds)
         parts: dict[str, Any] = dict(training=config.training, float8=config.float8, loss=within, by_columns=layout.by_columns)
+        parts |= dict(compiled=kinds["in_graph"])
         self.stages = build_stages(make_model, modules, self.mesh, **parts, **sections)
         sections |= dict(compile=config.compile, machine=self.machine, dump_folder=self.dump_folder)
         compile_as = functools.partial(compile_stages, self.stages, self.mesh, **sections)

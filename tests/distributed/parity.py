@@ -85,6 +85,7 @@ def build(
         float8=float8 or Float8(),
         loss=build_chunked_loss(config.vocab_size, tp.rank, tp.degree, tp.group, chunk=chunk) if chunk else None,
         by_columns=by_columns,
+        compiled=bool(compiled),
     )
     if compiled:
         torch._dynamo.reset()

@@ -114,6 +114,15 @@ def test_the_start_says_what_is_in_float8():
     (line,) = [line for line in lines if "no effect" in line]
     assert line.startswith("float8.all_gather = True has no effect: no weight is gathered")
     assert not any("gathered in float8" in line for line in lines)
+    options = [
+        "--float8.enable",
+        "--parallelism.tensor_parallel_degree=2",
+        "--compile.tensor_parallel_chunks=2",
+        "--compile.enable",
+    ]
+    line = 'compile.tensor_parallel_chunks = 2 cuts no product with scales of rows (float8.recipe = "rowwise")'
+    assert line in said(*options, "--float8.recipe=rowwise")
+    assert not any("cuts no product" in line for line in said(*options))
 
 
 def test_a_machine_has_an_effect_where_its_links_shard_the_embedding():

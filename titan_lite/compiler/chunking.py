@@ -6,7 +6,8 @@
     before   z = wait(reduce_scatter(x @ w))
     after    r0 = reduce_scatter(x[0] @ w); r1 = reduce_scatter(x[1] @ w); z = cat(wait(r0), wait(r1))
 
-Plain collectives, as in arXiv 2302.05442 (section 2.2) and unlike asynchronous tensor parallelism, which needs symmetric memory.
+Plain collectives, as in arXiv 2302.05442 (section 2.2) and unlike asynchronous tensor parallelism, which needs symmetric memory:
+Inductor does that, and `mark_fused` finds what it will fuse.
 Of the products that read gathered tokens, only the first is cut; it hides all chunks but the first. A product of fewer rows may
 round differently.
 """
@@ -209,7 +210,7 @@ def _add_chunks(graph: Graph, site: _Site, chunks: int) -> _Chunks:
         if rows.meta["val"].dtype != dtype:  # float8, gathered as bytes
             flat = add_call(graph, aten.view.dtype, flat, dtype)
         factor = right if base is None else add_call(graph, aten.permute.default, base, [1, 0])
-        products.append(add_call(graph, product.target, flat, factor, *product.args[2:], **product.kwargs))
+        products.append(add_call(graph, product.target, flat, factor, *product.args[2:], **cast(dict[str, Any], product.kwargs)))
 
     base = None
     if product.target is aten._scaled_mm.default:

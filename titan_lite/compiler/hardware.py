@@ -138,9 +138,10 @@ class Machine:
         if node.op != "call_function" or is_free(node):
             return 0.0
         if node.target in KINDS:
-            if "fused_with" in node.meta:
+            ranks = ranks_of(node)
+            if "fused_with" in node.meta and self.multiprocessors and len({rank // self.ranks_per_node for rank in ranks}) == 1:
                 return self.in_parts(node, node.meta["fused_with"], fused)
-            return self.collective(kind_of(node), collective_bytes(node), ranks_of(node), tensors_of(node))
+            return self.collective(kind_of(node), collective_bytes(node), ranks, tensors_of(node))
         if is_from_host(node):
             return self.host_link(nbytes_of(node))
         seconds = self.memory_traffic(_bytes_moved(node, fused, not self.is_cpu))
@@ -154,7 +155,7 @@ class Machine:
 
         Each rank computes its own part while the next one travels, by copy engines, which leave all multiprocessors to the
         products. Before the first one, a rank copies its shard to where others read it; after a product, it sums the parts.
-        Ranks meet at both ends (torch.distributed._symmetric_memory).
+        Ranks of a node meet at both ends (torch.distributed._symmetric_memory). Copies that put tokens first are not counted.
         """
         nbytes, ranks = collective_bytes(node), len(ranks_of(node))
         each = self.launch * 1e-6 + nbytes / ranks / (self.intra_node.bandwidth * self.link_efficiency * GB)

@@ -53,12 +53,13 @@ def build_stages(
     loss: Callable[..., Tensor] | None = None,
     attend: Attend | None = None,
     by_columns: bool = False,
+    compiled: bool = False,
 ) -> list[Model]:
     """Return a parallel model on the meta device for each list of FQNs in `modules`: the modules that it keeps.
 
     make_model: (positions of this rank's tokens within a sequence) -> the model, with blocks as the children of `layers`.
     loss: of the module `output`, given labels. attend: the attention of context parallelism. Default: `attend_to_the_past`.
-    by_columns: of the embedding (embedding.py).
+    by_columns: of the embedding (embedding.py). compiled: the stages will be (compile_stages).
     """
     positions = own_positions(training.seq_len, mesh["cp"].get_local_rank(), mesh["cp"].size())
     attend = attend or functools.partial(attend_to_the_past, kernel=training.attention_kernel)
@@ -72,7 +73,7 @@ def build_stages(
         apply_context_parallel(model, mesh["cp"], attend)
         if float8.enable:
             apply_float8(model, float8.recipe, float8.filter_fqns)
-        apply_tensor_parallel(model, mesh["tp"])
+        apply_tensor_parallel(model, mesh["tp"], compiled=compiled)
         if loss is not None and "output" in fqns:
             model.get_submodule("output").loss_sum = loss  # type: ignore[assignment]
         blocks = model.get_submodule("layers")

@@ -72,12 +72,16 @@ def axis_of(mesh: DeviceMesh) -> Axis:
     return Axis(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
 
-def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, compiled: bool = False) -> None:
     """Split `model` over the one-axis `mesh` in place; FQNs do not change. Does nothing for a mesh of one rank.
 
     Parameters become DTensors on `mesh`, split or replicated; those on the meta device stay there. The gradient of a replicated
     one must be summed over ranks, because each rank sees other tokens; SimpleFSDP does it. Raises ValueError for a parameter of
     a module that is not in PLAN.
+
+    compiled: gradients of tokens are gathered in float8 where their products are. The gather is then a part of the product's
+    backward, which a graph computes once. Eagerly, full checkpointing would repeat the product's reduce-scatter, and a pipeline
+    that halves backwards the gather.
     """
     if mesh.size() == 1:
         return
@@ -96,7 +100,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             module._parameters[name] = done[parameter]
         if style.gathers or style.scatters:
             children = [child for name, child in module.named_children() if _style_of(f"{fqn}.{name}") == COLUMN]
-            readers = [module] if style == ROW else children  # of the tokens, or of the gradients, that are gathered
+            readers = [module] * compiled if style == ROW else children  # of the tokens, or of the gradients, that are gathered
             if readers and all(isinstance(each, Float8Linear) and each.recipe == "tensorwise" for each in readers):
                 style = replace(style, float8=True)
             module.__dict__["_tp"] = axis

@@ -104,9 +104,12 @@ def plan_recipe(options: argparse.Namespace, overrides: list[str]) -> str:
     config, _ = load_config(options.recipe, overrides)
     world_size = options.world_size or world_size_of(find_recipe(Path(options.recipe)))
 
+    def idle_async_tp(change: dict[str, str]) -> bool:
+        return config.parallelism.enable_async_tensor_parallel and change.get("parallelism.tensor_parallel_degree") == "1"
+
     def lay_out_changed(change: dict[str, str]) -> Any:
         changes = [f"--{key}={value}" for key, value in change.items()]
-        if config.parallelism.enable_async_tensor_parallel and change.get("parallelism.tensor_parallel_degree") == "1":
+        if idle_async_tp(change):
             changes.append("--no-parallelism.enable_async_tensor_parallel")  # else an error
         changed = load_config(options.recipe, [*overrides, *changes])[0] if changes else config
         if changed.float8.enable and "float8_e4m3fn" not in machine.tflops:
@@ -133,6 +136,8 @@ def plan_recipe(options: argparse.Namespace, overrides: list[str]) -> str:
     if options.scale:
         check_scale(lay_out_changed({}))
     others = candidates(lay_out_changed({}), machine) if options.changes else []
+    off = {"parallelism.enable_async_tensor_parallel": "false"}
+    others = [change | off if idle_async_tp(change) else change for change in others]
     rows = plan_changes(lay_out_changed, [{}, *others], machine, options.full)
     base = next(plan for change, plan in rows if not change)
     assert not isinstance(base, str)

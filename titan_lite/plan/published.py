@@ -1,7 +1,8 @@
 """Ratios of planned to published speed, which docs/benchmarks.md and every plan show.
 
-`python scripts/compare_published.py` plans the runs and reports ratios that have changed. Only runs that a recipe can reproduce
-exactly are here; the script's table has the differences of the others (stages, compilation).
+`python scripts/compare_published.py` plans the runs and reports ratios that have changed. Only runs of which all is published
+that a plan needs are here, except the number of a pipeline's microbatches; the script's table has what is missing of the others.
+Some had asynchronous tensor parallelism beside float8, which a run here refuses.
 """
 
 from titan_lite.compiler.hardware import Machine

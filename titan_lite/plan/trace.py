@@ -300,6 +300,7 @@ def build_stage(layout: PlannedLayout, mesh: DeviceMesh, kind: Kind, n_layers: i
         loss=loss if layout.loss_chunk else None,
         by_columns=layout.by_columns,
         attend=attend_as_on_gpus,
+        compiled=config.compile.compiles("model"),
     )
     return model
 

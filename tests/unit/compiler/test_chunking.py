@@ -1,5 +1,6 @@
 """Tokens gathered or reduced in chunks around a product: the same numbers, and one chunk travels while another is computed."""
 
+import dataclasses
 import operator
 
 import pytest
@@ -185,5 +186,7 @@ def test_a_fused_collective_costs_what_its_products_do_not_hide(make, kind):
     moved = machine.memory_traffic(nbytes if kind is GATHER else 1.5 * nbytes)  # a copy of the shard; or two parts and their sum
     assert machine.cost(node) == pytest.approx(launches + moved)  # its copy takes less than half of a product, launched twice
     node.meta["fused_with"] = ()
+    apart = dataclasses.replace(machine, ranks_per_node=1)  # where no rank reads another's memory
+    assert apart.cost(node) == apart.collective("all_gather" if kind is GATHER else "reduce_scatter", nbytes, [0, 1])
     copy = machine.launch * 1e-6 + nbytes / 2 / (machine.intra_node.bandwidth * machine.link_efficiency * 1e9)
     assert machine.cost(node) == pytest.approx(launches + moved + copy)
