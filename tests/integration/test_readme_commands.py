@@ -76,6 +76,7 @@ HERE = {
         "Llama-3.1-8B", f"{SHORT} --training.steps 1 --job.dump_folder outputs/from_weights"
     ),
     'python -m titan_lite.generate outputs/debug_model --prompt "def main("': Run("def main(", "--max-new-tokens 5"),
+    f"{PLANNER} train_configs/llama3_70b.toml": Run("waiting for tensor parallelism"),
     f"{PLANNER} train_configs/llama3_405b.toml": Run("bottleneck: waiting for other pipeline ranks"),
     f"{PLANNER} train_configs/llama3_405b.toml --picture plan.png": Run("step time", PLAN, PLANNED_405B),
     f"{PLANNER} train_configs/llama3_8b.toml --sweep parallelism.tensor_parallel_degree=1,2,4,8": Run(
@@ -138,8 +139,11 @@ HERE = {
     "python scripts/compare_measured.py": Run("FSDP 4", "--layouts 'FSDP 4' --rounds 1 --steps 1"),
     "python scripts/compare_precision.py --whole --steps 600": Run("bfloat16 | float32", "--steps 2 --seeds 1 --ways bfloat16"),
     "python scripts/compare_precision.py": Run("rowwise_with_gw_hp | float32", "--steps 4 --seeds 1"),
+    "python scripts/compare_optimizers.py --whole": Run(
+        "| AdamW | 0.001 | 4 |", "--steps 4 --seeds 1 --names AdamW --rates 1e-3"
+    ),
     "python scripts/compare_optimizers.py --rates 3e-3 1e-2 3e-2": Run(
-        "steps of Shampoo until", "--steps 10 --seeds 1 --rates 1e-2"
+        "| Shampoo | 0.01 | 10 |", "--steps 10 --seeds 1 --rates 1e-2"
     ),
     "python scripts/compare_optimizers.py --updates": Run("torch.optim.Muon", "--rounds 1"),
     "python scripts/compare_optimizers.py --powersgd 8": Run("loss with PowerSGD against none", "--steps 3 --seeds 1"),
