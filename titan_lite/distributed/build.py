@@ -122,16 +122,8 @@ def compile_stages(
         if dump_folder and compile.dump_graphs and all(mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp"):
             dump = dump_folder / "graphs" / f"pp_{mesh['pp'].get_local_rank()}_{bucketing}"  # other ranks have the same graphs
         fused = compile.backend == "inductor"
-        schedule = Schedule(
-            compile,
-            machine,
-            fused,
-            stage_peers(mesh),
-            dump,
-            async_tensor_parallel=parallelism.enable_async_tensor_parallel,
-            must_merge=must_merge,
-            fits=fits,
-        )
+        fuses = parallelism.enable_async_tensor_parallel
+        schedule = Schedule(compile, machine, fused, stage_peers(mesh), dump, fuses, must_merge, fits)
     reshard, keep = _resharding(parallelism)
     for model in stages:
         # only blocks have matrix products to overlap with
