@@ -95,6 +95,8 @@ def mark_fused(graph: Graph) -> int:
         if is_all_gather(node):
             late = descendants(site.whole)
             products = [each for each in _products_of(site.whole) if each.args[1] not in late]
+        if not products:
+            continue
         node.meta["fused_with"] = tuple(products)
         for product in products:
             product.meta["parts"] = group_size(node)

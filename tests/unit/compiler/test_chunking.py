@@ -176,6 +176,15 @@ def test_a_sum_of_products_and_a_product_with_tokens_on_the_right_are_not_fused(
     assert mark_fused(hand.output(right, hand.call(collectives.wait_tensor.default, reduced))) == 0
 
 
+def test_a_product_of_gathered_tokens_by_themselves_is_not_fused():
+    hand = Hand()
+    _, whole = gathered(hand, hand.input(1, T // RANKS, C))
+    rows = hand.call(aten.view.default, whole, [T, C])
+    graph = hand.output(hand.call(aten.mm.default, rows, hand.call(aten.t.default, rows)))
+    assert mark_fused(graph) == 0
+    assert not any("fused_with" in node.meta or "parts" in node.meta for node in graph.nodes)
+
+
 @pytest.mark.parametrize(("make", "kind"), [(forward, GATHER), (reduction, REDUCE)])
 def test_a_fused_collective_costs_what_its_products_do_not_hide(make, kind):
     machine = PROFILES["H100"]
