@@ -6,7 +6,8 @@
 No constant is fitted to a row. A machine is its datasheet; that of the TorchTitan rows is H100 with 96 GB of HBM2e at 2.4 TB/s,
 limited to 500 W. Efficiencies are those of compiler/profiles.py for all rows. What is not known of a run stands beside its row:
 such a row is not scored. The microbatches of torchtitan's pipelines are not published, either: they are taken to be as many as
-the pipeline's ranks, which was the default then.
+the pipeline's ranks, which was the default then. Its runs are planned with its model: keys and values for every query head,
+complex rotary embeddings, and in 2024 an RMSNorm of several operators.
 
     tok/s      a second and GPU: planned (slow to fast), published, stated / published
     GiB        what CUDA's allocator reserves on the rank that needs most: planned, published
@@ -16,20 +17,29 @@ import argparse
 import dataclasses
 import functools
 import math
+import multiprocessing as mp
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.compiler.profiles import load_machine, machine_from
 from titan_lite.config import ConfigError
 from titan_lite.config.recipe import load_config
-from titan_lite.models.llama3 import flops_per_token
+from titan_lite.models.llama3 import Attention, RMSNorm, flops_per_token
 from titan_lite.plan.command import lay_out
 from titan_lite.plan.published import RATIOS
 from titan_lite.plan.summary import Plan, make_plan
+from titan_lite.plan.trace import PROCESSES, start_fake_world
 
 RECIPES = Path(__file__).parents[1] / "train_configs"
 H100, H200, A100 = (load_machine(name) for name in ("H100", "H200", "A100"))
@@ -54,7 +64,7 @@ class Row:
     async_tp: bool = False
 
 
-# Their compiler saw transformer blocks, and not the loss, whose float32 logits then exist.
+# In 2024 their compiler saw transformer blocks, and not the loss, whose float32 logits then exist.
 BLOCKS = "--compile.components=model"
 # no run computed its loss in chunks, or looked up tokens in columns
 AS_THERE = (
@@ -64,10 +74,10 @@ AS_THERE = (
     "--compile.tensor_parallel_chunks=1",
 )
 SELECTIVE = "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=op/2"
-# torch chose FlashAttention 2 then
+# torch chose FlashAttention 2 in 2024, and in 2025-06 torchtitan did (models/attention.py at its commit e7c0cae)
 FA2 = "--training.attention_kernel=FA2"
 EAGER, COMPILED = f"--no-compile.enable {SELECTIVE} {FA2}", f"{BLOCKS} {SELECTIVE} {FA2}"
-AOT = f"{BLOCKS} {SELECTIVE} --compile.backend=aot_eager --training.local_batch_size=1"
+AOT = f"{SELECTIVE} --compile.backend=aot_eager --training.local_batch_size=1"
 BATCH1 = f"--training.local_batch_size=1 {SELECTIVE} {FA2}"
 LLAMA = (
     "--training.local_batch_size={batch} --activation_checkpoint.mode=none --parallelism.data_parallel_shard_degree={shard} "
@@ -78,8 +88,8 @@ CP2 = "--training.seq_len=65536 --parallelism.data_parallel_shard_degree=4 --par
 CP4 = "--training.seq_len=131072 --parallelism.data_parallel_shard_degree=2 --parallelism.context_parallel_degree=4"
 NO_TP = "--parallelism.tensor_parallel_degree=1"
 TP8 = "--parallelism.tensor_parallel_degree=8 --parallelism.data_parallel_shard_degree=-1"
-TP8_OF_8B = f"{COMPILED} {TP8} --training.local_batch_size=12"
-TP8_OF_70B = f"{BLOCKS} {FA2} {TP8} --training.local_batch_size=16"
+TP8_OF_8B = f"{SELECTIVE} {FA2} {TP8} --training.local_batch_size=12"
+TP8_OF_70B = f"{FA2} {TP8} --training.local_batch_size=16"
 WIDE = "--no-float8.all_gather"  # weights travel in bfloat16
 # A local batch of 32 sequences. How many microbatches: not published; the default then was the degree of the pipeline.
 PP16 = f"{BLOCKS} {FA2} --parallelism.pipeline_parallel_microbatch_size=2"
@@ -147,8 +157,8 @@ ROWS = (
     Row(f"{SUMMER}: 70B on 256, FSDP 32 x TP 8, async TP", "70b", 256, TITAN, 652.4, 0, TP8_OF_70B, async_tp=True),
     Row(f"{SUMMER}: 70B on 256, float8", "70b_float8", 256, TITAN, 809.8, 0, f"{TP8_OF_70B} {WIDE}"),
     Row(f"{SUMMER}: 70B on 256, float8, async TP", "70b_float8", 256, TITAN, 942.4, 0, f"{TP8_OF_70B} {WIDE}", async_tp=True),
-    Row(f"{H200S}: 8B on 32, float8", "8b_float8", 32, H200, 10938, 48.0, f"{BLOCKS} {SELECTIVE}"),
-    Row(f"{H200S}: 8B on 64, float8", "8b_float8", 64, H200, 10753, 47.0, f"{BLOCKS} {SELECTIVE}"),
+    Row(f"{H200S}: 8B on 32, float8", "8b_float8", 32, H200, 10938, 48.0, f"{SELECTIVE} {FA2}"),
+    Row(f"{H200S}: 8B on 64, float8", "8b_float8", 64, H200, 10753, 47.0, f"{SELECTIVE} {FA2}"),
     Row(f"{DOCS}: 8B on 64 A100", "8b", 64, A100, 2973, 0, BATCH1, "whether compiled: not published"),
     Row(
         f"{DOCS}: 8B on 64 A100, every second block",
@@ -216,18 +226,57 @@ class Compared:
     away: float  # distance of the published speed from the nominal one, relative to that of the range's end (of logarithms)
 
 
+def attend(self: Attention, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+    heads = q.shape[2]
+    k, v = (x[:, :, :, None].expand(-1, -1, -1, heads // x.shape[2], -1).flatten(2, 3) for x in (k, v))
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * torch.complex(cos, sin)[:, None]).flatten(-2).type_as(x)
+
+
+def normalize(self: RMSNorm, x: Tensor) -> Tensor:
+    whole = x.float()
+    return (whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x) * self.weight
+
+
+def start_with_their_model(world_size: int, unfused_norms: bool) -> None:
+    """Start a fake world in this process, with torchtitan's model (torchtitan/models/llama3/model.py at its commit e7c0cae)."""
+    patch("titan_lite.models.llama3.apply_rope", rotate).start()
+    patch.object(Attention, "attend", attend).start()
+    if unfused_norms:
+        patch.object(RMSNorm, "forward", normalize).start()
+    start_fake_world(world_size)
+
+
+@contextmanager
+def start_tracing_their_model(world_size: int, unfused_norms: bool) -> Iterator[ProcessPoolExecutor]:
+    context, arguments = mp.get_context("fork"), (world_size, unfused_norms)
+    with ProcessPoolExecutor(PROCESSES, context, initializer=start_with_their_model, initargs=arguments) as processes:
+        yield processes
+
+
 @functools.lru_cache
-def planned(recipe: str, ranks: int, machine: str, keys: str, async_tp: bool) -> Plan:
+def planned(recipe: str, ranks: int, machine: str, keys: str, async_tp: bool, model: str) -> Plan:
     config, _ = load_config(RECIPES / f"llama3_{recipe}.toml", [*AS_THERE, *keys.split()])
     layout = lay_out(config, ranks, MACHINES[machine].memory * GIB)
     if async_tp:
         parallelism = dataclasses.replace(config.parallelism, enable_async_tensor_parallel=True)
         layout = dataclasses.replace(layout, config=dataclasses.replace(config, parallelism=parallelism))
-    return make_plan(layout, MACHINES[machine].spread())
+    if model == "titan_lite":
+        return make_plan(layout, MACHINES[machine].spread())
+    tracing = functools.partial(start_tracing_their_model, unfused_norms=model == "torchtitan 2024")
+    with patch("titan_lite.plan.summary.start_tracing", tracing):
+        return make_plan(layout, MACHINES[machine].spread())
 
 
 def compare(row: Row) -> Compared:
-    plan = planned(row.recipe, row.ranks, row.machine.name, row.keys, row.async_tp)
+    model = "torchtitan 2024" if row.name.startswith((PAPER, WINTER, DOCS)) else "torchtitan"
+    model = "titan_lite" if row.name.startswith(LLAMA3) else model
+    plan = planned(row.recipe, row.ranks, row.machine.name, row.keys, row.async_tp, model)
     published = row.published
     if row.tflops:
         published *= 1e12 / flops_per_token(plan.layout.model, plan.layout.seq_len)

@@ -30,7 +30,14 @@ from titan_lite.compiler.collectives import (
     ranks_of,
     tensors_of,
 )
-from titan_lite.compiler.kernels import ATTENTION, attention_share, clock_share, product_seconds
+from titan_lite.compiler.kernels import (
+    ATTENTION,
+    CLOCK_EXPONENT,
+    SLOW_ACCUMULATION,
+    attention_share,
+    clock_share,
+    product_seconds,
+)
 from titan_lite.compiler.nccl import CHANNELS, all_to_all_latency, nccl_seconds
 
 GB, GIB = 1e9, 2**30
@@ -64,7 +71,7 @@ class Machine:
     nvls: float = 0.0  # bandwidth of all-reduces in the switch of a node, relative to a ring's; 0: none
     nominal_power: float = 700.0  # watts
     power: float = 0.0  # watts that the device is limited to; 0: nominal_power
-    clock_exponent: float = 0.5  # of the clock over the power above that of an idle GPU (clock_share)
+    clock_exponent: float = CLOCK_EXPONENT  # of the clock over the power above that of an idle GPU (clock_share)
     matmul_efficiency: float = 0.7  # share of the peak that large matrix products reach
     attention_efficiency: float = 0.4
     memory_efficiency: float = 0.85
@@ -170,7 +177,8 @@ class Machine:
         if not self.multiprocessors:
             return flops / (peak * self.matmul_efficiency)
         (*batch, m, k), n, parts = inputs[0].shape, inputs[1].shape[-1], node.meta.get("parts", 1)
-        speed = peak * self.matmul_efficiency
+        slowly = node.target is aten._scaled_mm.default and not _given(node).get("use_fast_accum")
+        speed = peak * self.matmul_efficiency / (SLOW_ACCUMULATION if slowly else 1.0)
         return parts * product_seconds(math.prod(batch), m // parts, n, k, speed=speed, multiprocessors=self.multiprocessors)
 
     def attention(self, node: Node, flops: float) -> float:
@@ -213,7 +221,7 @@ class Machine:
 # memory bandwidth; a ring 0.65 to 0.9 of its links' bandwidth.
 UNCERTAINTY = {"matmul_efficiency": 0.12, "attention_efficiency": 0.25, "memory_efficiency": 0.08, "link_efficiency": 0.15}
 HOST_UNCERTAINTY = 0.5  # relative, of an operator: 2 microseconds without autograd and 7 with it (pytorch/pytorch issue 41383)
-CLOCK_EXPONENTS = {-1: 1.0, 1: 1 / 3}  # at a power limit: the laws of the lowest and of the highest clocks
+CLOCK_EXPONENTS = {-1: 1.0, 1: 0.46}  # at a power limit: the law of the lowest clocks, and the least of a published pair
 # Share of these that the ends of an interval have all at once. Independent errors add up as the root of the sum of their squares:
 # an 8B step has 7%, 2.5%, 1.6% and 1% by the four, at a power limit 12% more by the clock; the roots are 0.63 and 0.59 of the
 # sums.
@@ -246,10 +254,16 @@ def is_from_host(node: Node) -> bool:
 
 
 def _is_pointwise(node: Node) -> bool:
-    if is_from_host(node):
+    if is_from_host(node) or any(_is_complex(each) for each in (node, *node.all_input_nodes)):
         return False
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in AS_POINTWISE
     return node.op == "call_function" and pointwise
+
+
+def _is_complex(node: Node) -> bool:
+    """Return whether a node's value is a tensor of complex numbers, whose operators Inductor does not compile."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_complex()
 
 
 def _is_view(node: Node) -> bool:

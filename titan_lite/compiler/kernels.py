@@ -18,6 +18,8 @@ LAUNCH = 1.0e-6  # seconds of a product beyond the launch of any kernel
 SPLITS = (1, 2, 4, 8)  # of the inner dimension, each at least 256 long
 SUM_BANDWIDTH = 2.5e12  # bytes per second at which the parts of a split product are added, in the L2 cache
 SUM_LAUNCH = 1.5e-6  # seconds
+# Time of a float8 product that sums in float32, relative to one with fast accumulation: 1.1 to 1.2 (pytorch/ao issue 2377).
+SLOW_ACCUMULATION = 1.15
 
 # Share of the dense bf16 peak that causal attention reaches at a head dimension of 128 and long sequences, for 2 parts of forward
 # and 5 of backward. The shares of forward are near published ones, and those of backward are partly assumed:
@@ -38,6 +40,9 @@ ATTENTION = {
 # the speed without a mask on an H20 (Dao-AILab/flash-attention issue 1310), which has few whole tiles there.
 SHORT = 500
 IDLE = 100.0  # watts of a GPU whose multiprocessors do nothing
+# Of the clock over the power above IDLE. Three published products on an H100 at 500 W (pytorch/FBGEMM pull request 2546) beside
+# those planned at 700 W have exponents of 0.74, 0.84 and 0.96 in bfloat16, and of 0.80, 0.94 and 0.81 in float8.
+CLOCK_EXPONENT = 0.84
 
 
 def product_seconds(batch: int, m: int, n: int, k: int, *, speed: float, multiprocessors: int) -> float:
@@ -64,13 +69,13 @@ def attention_share(keys: int) -> float:
     return keys / (keys + SHORT)
 
 
-def clock_share(limit: float, nominal: float, exponent: float = 0.5) -> float:
+def clock_share(limit: float, nominal: float, exponent: float = CLOCK_EXPONENT) -> float:
     """Return the clock under a power limit, relative to that at the nominal power, both in watts; 1 without a limit (0).
 
     Dynamic power grows with frequency times voltage squared. Voltage follows the frequency at high clocks, which gives a cube
-    root (exponent 1/3), and stays at its minimum at low clocks, which gives a straight line (1). A square root lies between.
-    Two published pairs of products have exponents near 0.46 and 0.9: H100 PCIe beside SXM, at 350 and 700 W, per multiprocessor
-    (stas00/ml-engineering); GB300 at 500 and 1400 W, 617 and 1600 to 2174 TFLOP/s (facebookexperimental/triton pull request
-    2023). No product of an H100 SXM at a lower limit was found.
+    root (exponent 1/3), and stays at its minimum at low clocks, which gives a straight line (1). The default is the median of
+    an H100's products. Two other pairs have exponents near 0.46 and 0.9: H100 PCIe beside SXM, at 350 and 700 W, per
+    multiprocessor (stas00/ml-engineering); GB300 at 500 and 1400 W, 617 and 1600 to 2174 TFLOP/s (facebookexperimental/triton
+    pull request 2023).
     """
     return ((limit - IDLE) / (nominal - IDLE)) ** exponent if 0 < limit < nominal else 1.0

@@ -59,14 +59,15 @@ def test_a_large_product_is_priced_by_its_flops_and_a_thin_one_by_its_bytes():
     assert thin == pytest.approx(2 * (4096 + 4096 * 14336 + 14336) / (0.85 * 3350e9) + 3e-6)
 
 
-def test_a_float8_product_has_the_peak_of_float8():
+@pytest.mark.parametrize(("fast", "longer"), [(True, 1.0), (False, 1.15)])
+def test_a_float8_product_has_the_peak_of_float8(fast, longer):
     def multiply(a, b, one):
         eights = (a.to(torch.float8_e5m2), b.to(torch.float8_e4m3fn).t())
-        return torch._scaled_mm(*eights, one.float(), one.float(), out_dtype=torch.bfloat16)
+        return torch._scaled_mm(*eights, one.float(), one.float(), out_dtype=torch.bfloat16, use_fast_accum=fast)
 
     graph = graph_of(multiply, (8192, 4096), (14336, 4096), ())
     (product,) = (node for node in graph.nodes if node.target is torch.ops.aten._scaled_mm.default)
-    wave = 2 * 128 * 256 * 4096 / (0.84 * 1978.9e12 / 132) + 1.5e-6
+    wave = longer * 2 * 128 * 256 * 4096 / (0.84 * 1978.9e12 / 132) + 1.5e-6
     assert H100.cost(product) == pytest.approx(28 * wave + 4e-6)
     assert flops_of(product) == (2 * 8192 * 4096 * 14336, 0)
 
@@ -95,6 +96,18 @@ def test_a_fused_region_reads_and_writes_once():
     fused, apart = costs(graph), costs(graph, fused=False)
     assert sum(apart.values()) == pytest.approx((3 + 3 + 2 + 1) * size / (0.85 * 3350e9) + 4 * 3e-6, rel=1e-3)
     assert sum(fused.values()) < 0.7 * sum(apart.values())
+
+
+def test_complex_numbers_are_not_fused():
+    def rotate(x, angles):
+        return torch.view_as_real(torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * angles).flatten(-2).to(x.dtype)
+
+    graph = make_fx(rotate)(
+        torch.empty(4096, 4096, device="meta", dtype=torch.bfloat16), torch.empty(2048, device="meta", dtype=torch.complex64)
+    ).graph
+    numbers = 4096 * 4096
+    moved = (2 + 4) + (4 + 4) + (4 + 2)  # to float32, times the angles, to bfloat16
+    assert sum(costs(graph).values()) == pytest.approx(moved * numbers / (0.85 * 3350e9) + 3 * 3e-6, rel=1e-3)
 
 
 def test_views_and_inputs_are_free():
