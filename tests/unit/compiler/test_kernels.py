@@ -80,7 +80,7 @@ def test_float8_products_that_sum_in_float32():
     speed = H100.flops(torch.float8_e4m3fn) * H100.matmul_efficiency / SLOW_ACCUMULATION
     found = [2e-12 * m * n * k / product_seconds(1, m, n, k, speed=speed, multiprocessors=132) / each for m, n, k, each in FLOAT8]
     assert statistics.median(found) == pytest.approx(1, abs=0.05)
-    assert max(abs(ratio - 1) for ratio in found) < 0.2
+    assert max(abs(ratio - 1) for ratio in found) < 0.25
 
 
 def test_a_last_wave_that_is_not_full_costs_a_wave():
