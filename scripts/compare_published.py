@@ -10,7 +10,8 @@ the pipeline's ranks, which was the default then. Its runs are planned with its 
 complex rotary embeddings, and in 2024 an RMSNorm of several operators.
 
     tok/s      a second and GPU: planned (slow to fast), published, stated / published
-    GiB        what CUDA's allocator reserves on the rank that needs most: planned, published
+    GiB        what CUDA's allocator reserves on the rank that needs most: planned, published; where the run had FSDP2, planned is
+               with what FSDP2 keeps beside this project's FSDP
 """
 
 import argparse
@@ -273,6 +274,19 @@ def planned(recipe: str, ranks: int, machine: str, keys: str, async_tp: bool, mo
         return make_plan(layout, MACHINES[machine].spread())
 
 
+def kept_by_fsdp2(plan: Plan) -> float:
+    """Return the bytes that FSDP2 reserves beyond a plan (torch 2.13, _fsdp_collectives.py).
+
+    Collectives allocate in streams of their own, whose memory no other stream gets: two all-gathers in bfloat16, with their
+    shards, and gradients of shards in float32. The root keeps the embedding gathered.
+    """
+    model, degrees = plan.layout.model, plan.layout.degrees
+    tp, shards, table = degrees["tp"], degrees["dp_shard"] * degrees["cp"], model.vocab_size * model.dim / degrees["tp"]
+    block = model.dim * (2 * (model.n_heads + model.n_kv_heads) * model.head_dim + 3 * model.hidden_dim) / tp
+    stage = (model.n_layers * block + 2 * table) / degrees["pp"]
+    return 4 * max(table, block) * (1 + 1 / shards) + 4 * stage / shards + 2 * table
+
+
 def compare(row: Row) -> Compared:
     model = "torchtitan 2024" if row.name.startswith((PAPER, WINTER, DOCS)) else "torchtitan"
     model = "titan_lite" if row.name.startswith(LLAMA3) else model
@@ -281,7 +295,8 @@ def compare(row: Row) -> Compared:
     if row.tflops:
         published *= 1e12 / flops_per_token(plan.layout.model, plan.layout.seq_len)
     nominal, slow, fast = map(plan.tokens_per_second, plan.steps)
-    reserved = plan.memory.reserved / GIB
+    fsdp2 = not row.name.startswith((RERUN, LLAMA3))
+    reserved = (plan.memory.reserved + (kept_by_fsdp2(plan) if fsdp2 else 0.0)) / GIB
     memory = f"{reserved:.1f} | {row.memory:.1f}" if row.memory else f"{reserved:.1f} | -"
     speed = f"{slow:,.0f} to {fast:,.0f} | {published:,.0f} | {nominal / published:.2f}"
     kept = RATIOS.get(row.name, ("", nominal / published))[1]
