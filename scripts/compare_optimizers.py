@@ -47,7 +47,7 @@ NAMES = ("AdamW", "Muon", "Shampoo")
 
 
 def loss_after(name: str, rate: float, seed: int, steps: int, size: str) -> float:
-    """Return the loss of held-out documents after the last step of a run."""
+    """Return the loss of held-out documents after the last step of a run. size: options of the model, and others for all runs."""
     options = [f"--optimizer.name={name}", f"--optimizer.lr={rate}", f"--debug.seed={seed}", f"--training.steps={steps}"]
     with tempfile.TemporaryDirectory() as folder:
         run_alone([*size.split(), *options, "--validation.steps=4"], folder)
@@ -154,8 +154,9 @@ def main() -> None:
     parser.add_argument("--updates", action="store_true", help="time updates on two ranks, and train nothing")
     parser.add_argument("--rounds", type=int, default=7, help="updates of each")
     parser.add_argument("--powersgd", type=int, default=0, metavar="RANK", help="compare compression between two copies instead")
+    parser.add_argument("--options", default="", help='more options of all runs: "--optimizer.momentum=0.9"')
     chosen = parser.parse_args()
-    size = "" if chosen.whole else SMALL
+    size = f"{'' if chosen.whole else SMALL} {chosen.options}"
     if chosen.powersgd:
         compare_compression(chosen.powersgd, chosen.steps, chosen.seeds, size)
         return
