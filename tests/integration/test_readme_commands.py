@@ -147,6 +147,7 @@ HERE = {
     ),
     "python scripts/compare_optimizers.py --updates": Run("torch.optim.Muon", "--rounds 1"),
     "python scripts/compare_optimizers.py --powersgd 8": Run("loss with PowerSGD against none", "--steps 3 --seeds 1"),
+    "python scripts/compare_optimizers.py --whole --powersgd 8": Run("loss with PowerSGD against none", "--steps 3 --seeds 1"),
     "python scripts/compare_published.py": Run("TorchTitan paper: 8B on 8, eager", "--rows '8B on 8, eager'"),
     "tensorboard --logdir outputs": Run("loss", "--inspect"),
     "titan-lite train debug_model --training.steps 20": Run(
