@@ -20,8 +20,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work, _register_work
 
 _library = torch.library.Library("_c10d_functional", "IMPL")  # must outlive its registrations
-
-
 _sums: set["_Sum"] = set()  # that nothing has waited for: torch's registry of works does not keep objects of Python
 
 
