@@ -223,8 +223,8 @@ UNCERTAINTY = {"matmul_efficiency": 0.12, "attention_efficiency": 0.25, "memory_
 HOST_UNCERTAINTY = 0.5  # relative, of an operator: 2 microseconds without autograd and 7 with it (pytorch/pytorch issue 41383)
 CLOCK_EXPONENTS = {-1: 1.0, 1: 0.46}  # at a power limit: the law of the lowest clocks, and the least of a published pair
 # Share of these that the ends of an interval have all at once. Independent errors add up as the root of the sum of their squares:
-# an 8B step has 7%, 2.5%, 1.6% and 1% by the four, at a power limit of 500 W another 4% (slow end) and 10% by the clock; the roots
-# are 0.63, 0.54 and 0.57 of the sums.
+# an 8B step has 7%, 2.5%, 1.6% and 1% by the four, and at 500 W 4% (slow end) and 10% more by the clock; the roots are 0.63, 0.54
+# and 0.57 of the sums.
 JOINT = 0.6
 
 
