@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_lite.distributed.degrees import AXES
-from titan_lite.distributed.gloo import replace_kernels
+from titan_lite.distributed.gloo import gather_without_coalescing
 
 PARAMETER_AXES = ("dp_replicate", "dp_shard", "tp")
 
@@ -20,7 +20,7 @@ PARAMETER_AXES = ("dp_replicate", "dp_shard", "tp")
 def build_mesh(degrees: dict[str, int], device_type: str) -> DeviceMesh:
     """Return the mesh of AXES. Needs a process group. device_type: "cuda" or "cpu"."""
     if device_type == "cpu":
-        replace_kernels()
+        gather_without_coalescing()
     return init_device_mesh(device_type, tuple(degrees[axis] for axis in AXES), mesh_dim_names=AXES)
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_lite.compiler.collectives import all_gather_single, collectives
+from titan_lite.compiler.collectives import all_gather_single
 from titan_lite.compiler.hardware import GB, GIB, Link, Machine
 from titan_lite.compiler.profiles import load_machine, profile_of
 from titan_lite.config.toml import in_toml
@@ -32,6 +32,7 @@ from titan_lite.ranks import usable_cores
 RECORD = "measured.json"  # in a run's folder, written by the trainer
 SMALL, LARGE = 2**12, 2**21  # bytes per rank in the measured collectives, for a linear fit
 CACHES = 2**26  # bytes: more than the caches of a core
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -142,15 +143,8 @@ def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> dict
     if dist.get_world_size() == 1:
         return found
     gathers = _times_of(all_gather_single, device)
-    reduces = _times_of(_reduce_scatter, device)
+    reduces = _times_of(lambda full, shard: reduce_scatter_single(shard, full), device)
     return found | _fit_link(gathers) | {"reduction": sum(reduces) / sum(gathers)}
-
-
-def _reduce_scatter(full: Tensor, shard: Tensor) -> Tensor:
-    """Sum over all ranks as training does (distributed/gloo.py)."""
-    world = dist.group.WORLD
-    assert world is not None
-    return collectives.wait_tensor(collectives.reduce_scatter_tensor(full, "sum", world.size(), world.group_name))
 
 
 def _fit_link(gathers: Sequence[float]) -> dict[str, float]:
