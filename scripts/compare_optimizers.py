@@ -154,8 +154,10 @@ def main() -> None:
     parser.add_argument("--updates", action="store_true", help="time updates on two ranks, and train nothing")
     parser.add_argument("--rounds", type=int, default=7, help="updates of each")
     parser.add_argument("--powersgd", type=int, default=0, metavar="RANK", help="compare compression between two copies instead")
-    parser.add_argument("--options", default="", help='more options of all runs: "--optimizer.momentum=0.9"')
+    parser.add_argument("--options", default="", help="of all runs at learning rates: --options=--optimizer.momentum=0.9")
     chosen = parser.parse_args()
+    if chosen.options and (chosen.powersgd or chosen.updates):
+        parser.error("--options is for losses at learning rates; leave it out with --powersgd and --updates")
     size = f"{'' if chosen.whole else SMALL} {chosen.options}"
     if chosen.powersgd:
         compare_compression(chosen.powersgd, chosen.steps, chosen.seeds, size)

@@ -209,7 +209,8 @@ class Machine:
         def scaled(direction: int) -> Machine:
             factors = {name: 1 + direction * JOINT * share for name, share in UNCERTAINTY.items()}
             found = {name: min(1.0, getattr(self, name) * each) for name, each in factors.items()}
-            exponent = self.clock_exponent + JOINT * (CLOCK_EXPONENTS[direction] - self.clock_exponent)
+            beyond = (max if direction < 0 else min)(self.clock_exponent, CLOCK_EXPONENTS[direction])
+            exponent = self.clock_exponent + JOINT * (beyond - self.clock_exponent)
             return dataclasses.replace(
                 self, **found, clock_exponent=exponent, host=self.host * (1 - direction * JOINT * HOST_UNCERTAINTY)
             )

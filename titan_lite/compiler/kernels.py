@@ -40,8 +40,8 @@ ATTENTION = {
 # the speed without a mask on an H20 (Dao-AILab/flash-attention issue 1310), which has few whole tiles there.
 SHORT = 500
 IDLE = 100.0  # watts of a GPU whose multiprocessors do nothing
-# Of the clock over the power above IDLE. Three published products on an H100 at 500 W (pytorch/FBGEMM pull request 2546) beside
-# those planned at 700 W have exponents of 0.74, 0.84 and 0.96 in bfloat16, and of 0.80, 0.94 and 0.81 in float8.
+# The clock grows with the power above IDLE, to this exponent. Three published products on an H100 at 500 W (pytorch/FBGEMM pull
+# request 2546), relative to the plan at 700 W, give 0.74, 0.84 and 0.96 in bfloat16, and 0.80, 0.94 and 0.81 in float8.
 CLOCK_EXPONENT = 0.84
 
 

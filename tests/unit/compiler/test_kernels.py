@@ -123,6 +123,10 @@ def test_a_power_limit_lowers_the_clock():
     assert shares == pytest.approx([(400 / 600) ** 0.936, (400 / 600) ** CLOCK_EXPONENT, (400 / 600) ** 0.612])
     assert H100.spread()[1].flops(torch.bfloat16) == H100.flops(torch.bfloat16)
 
+    own = dataclasses.replace(limited, clock_exponent=1 / 3)  # the law of a machine's file, below that of the fast end
+    slow, fast = (each.clock_exponent for each in own.spread()[1:])
+    assert fast == 1 / 3 < slow
+
 
 def test_products_under_a_power_limit_are_as_fast_as_published():
     limited = dataclasses.replace(H100, power=500)
