@@ -7,11 +7,11 @@ No constant is fitted to a row. A machine is its datasheet; that of the TorchTit
 limited to 500 W. Efficiencies are those of compiler/profiles.py for all rows. What is not known of a run stands beside its row:
 such a row is not scored. The microbatches of torchtitan's pipelines are not published, either: they are taken to be as many as
 the pipeline's ranks, which was the default then. Its runs are planned with its model: keys and values for every query head,
-complex rotary embeddings, and in 2024 an RMSNorm of several operators.
+complex rotary embeddings, and in 2024 an RMSNorm of several operators, torch's loss_parallel, and pipelines that keep outputs.
 
     tok/s      a second and GPU: planned (slow to fast), published, stated / published
-    GiB        what CUDA's allocator reserves on the rank that needs most: planned, published; where the run had FSDP2, planned is
-               with what FSDP2 keeps beside this project's FSDP
+    GiB        what CUDA's allocator reserves on the rank that needs most: planned, published; of torchtitan's FSDP2 runs,
+               planned is with what they keep beside this project's (`kept_by_theirs`)
 """
 
 import argparse
@@ -26,6 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -36,8 +37,10 @@ from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.compiler.profiles import load_machine, machine_from
 from titan_lite.config import ConfigError
 from titan_lite.config.recipe import load_config
+from titan_lite.loss import all_reduce
 from titan_lite.models.llama3 import Attention, RMSNorm, flops_per_token
 from titan_lite.plan.command import lay_out
+from titan_lite.plan.memory import Held, Replay
 from titan_lite.plan.published import RATIOS
 from titan_lite.plan.summary import Plan, make_plan
 from titan_lite.plan.trace import PROCESSES, start_fake_world
@@ -244,18 +247,67 @@ def normalize(self: RMSNorm, x: Tensor) -> Tensor:
     return (whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x) * self.weight
 
 
-def start_with_their_model(world_size: int, unfused_norms: bool) -> None:
+class LossParallel(torch.autograd.Function):
+    """The operators of torch 2.6's `loss_parallel` (torch/distributed/tensor/parallel/loss.py), which are not fused."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, group: str) -> Tensor:
+        shifted = logits.float()
+        shifted = shifted - all_reduce(shifted.amax(-1, keepdim=True), "max", group)
+        result = shifted - all_reduce(shifted.exp().sum(-1, keepdim=True), "sum", group).log()
+        own = labels - first
+        inside = (own >= 0) & (own < logits.shape[-1])
+        own = own.where(inside, 0).unsqueeze(-1)
+        ctx.save_for_backward(result, own, inside)
+        ctx.dtype = logits.dtype
+        return -all_reduce(result.gather(-1, own).squeeze(-1) * inside, "sum", group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        result, own, inside = ctx.saved_tensors
+        ones = torch.zeros_like(result).scatter(-1, own, -inside.unsqueeze(-1).float())
+        return ((ones + result.exp()) * gradient.unsqueeze(-1)).to(ctx.dtype), None, None, None
+
+
+def loss_parallel(logits: Tensor, labels: Tensor, *, first: int, group: str, by_sequence: bool = False) -> Tensor:
+    return LossParallel.apply(logits.flatten(0, 1), labels.flatten(), first, group).sum()
+
+
+class ReplayOf2024(Replay):
+    """Torch 2.6's stages keep the outputs and the gradients of inputs of all microbatches until the next step (stage.py)."""
+
+    kept: tuple[Held, ...] = ()
+
+    def gather(self) -> None:
+        for held in self.kept:
+            self.end(held)
+        self.kept = ()
+        super().gather()
+
+    def graph(self, number: int, name: str, microbatch: int | None, compresses: bool) -> None:
+        super().graph(number, name, microbatch, compresses)
+        if name == "backward" and microbatch is not None:
+            layout, between = self.layout, self.stages[number].between
+            vocabulary = layout.model.vocab_size / layout.degrees["tp"]
+            logits = 2 * layout.sequences * layout.seq_len / layout.degrees["cp"] * vocabulary
+            is_last = number == len(layout.pipeline.modules) - 1
+            each = [logits if is_last else between, *([between] if number else [])]
+            self.kept += tuple(self.make("kept by the pipeline", nbytes) for nbytes in each)
+
+
+def start_with_their_model(world_size: int, of_2024: bool) -> None:
     """Start a fake world in this process, with torchtitan's model (torchtitan/models/llama3/model.py at its commit e7c0cae)."""
     patch("titan_lite.models.llama3.apply_rope", rotate).start()
     patch.object(Attention, "attend", attend).start()
-    if unfused_norms:
+    if of_2024:
         patch.object(RMSNorm, "forward", normalize).start()
+        patch("titan_lite.loss.vocabulary_parallel_cross_entropy_sum", loss_parallel).start()
     start_fake_world(world_size)
 
 
 @contextmanager
-def start_tracing_their_model(world_size: int, unfused_norms: bool) -> Iterator[ProcessPoolExecutor]:
-    context, arguments = mp.get_context("fork"), (world_size, unfused_norms)
+def start_tracing_their_model(world_size: int, of_2024: bool) -> Iterator[ProcessPoolExecutor]:
+    context, arguments = mp.get_context("fork"), (world_size, of_2024)
     with ProcessPoolExecutor(PROCESSES, context, initializer=start_with_their_model, initargs=arguments) as processes:
         yield processes
 
@@ -269,22 +321,33 @@ def planned(recipe: str, ranks: int, machine: str, keys: str, async_tp: bool, mo
         layout = dataclasses.replace(layout, config=dataclasses.replace(config, parallelism=parallelism))
     if model == "titan_lite":
         return make_plan(layout, MACHINES[machine].spread())
-    tracing = functools.partial(start_tracing_their_model, unfused_norms=model == "torchtitan 2024")
-    with patch("titan_lite.plan.summary.start_tracing", tracing):
+    of_2024 = model == "torchtitan 2024"
+    tracing = functools.partial(start_tracing_their_model, of_2024=of_2024)
+    replay = ReplayOf2024 if of_2024 else Replay
+    with patch("titan_lite.plan.summary.start_tracing", tracing), patch("titan_lite.plan.memory.Replay", replay):
         return make_plan(layout, MACHINES[machine].spread())
 
 
-def kept_by_fsdp2(plan: Plan) -> float:
-    """Return the bytes that FSDP2 reserves beyond a plan (torch 2.13, _fsdp_collectives.py).
+def kept_by_theirs(plan: Plan) -> float:
+    """Return the bytes that torchtitan reserves beyond a plan.
 
-    Collectives allocate in streams of their own, whose memory no other stream gets: two all-gathers in bfloat16, with their
-    shards, and gradients of shards in float32. The root keeps the embedding gathered.
+    FSDP2's collectives allocate in streams of their own, whose memory no other stream gets: two all-gathers in bfloat16, with
+    their shards, and gradients of shards in float32. The root keeps the embedding gathered (torch 2.13, _fsdp_collectives.py).
+    In a pipeline, each stage keeps the input of its last reduction until the next step (torch 2.6, _fsdp_param_group.py and
+    pipelining/stage.py). Selective checkpointing in eager mode keeps the result of each block's last product without need.
     """
+    config = plan.layout.config
+    if not config.compile.compiles("model") and config.activation_checkpoint.mode == "selective":
+        results = 2.0 * plan.layout.sequences * plan.layout.seq_len * plan.layout.model.dim * plan.layout.model.n_layers
+    else:
+        results = 0.0
     model, degrees = plan.layout.model, plan.layout.degrees
     tp, shards, table = degrees["tp"], degrees["dp_shard"] * degrees["cp"], model.vocab_size * model.dim / degrees["tp"]
     block = model.dim * (2 * (model.n_heads + model.n_kv_heads) * model.head_dim + 3 * model.hidden_dim) / tp
     stage = (model.n_layers * block + 2 * table) / degrees["pp"]
-    return 4 * max(table, block) * (1 + 1 / shards) + 4 * stage / shards + 2 * table
+    if degrees["pp"] > 1:
+        results += 4 * block * len(plan.layout.pipeline.modules) / degrees["pp"]
+    return results + 4 * max(table, block) * (1 + 1 / shards) + 4 * stage / shards + 2 * table
 
 
 def compare(row: Row) -> Compared:
@@ -295,8 +358,8 @@ def compare(row: Row) -> Compared:
     if row.tflops:
         published *= 1e12 / flops_per_token(plan.layout.model, plan.layout.seq_len)
     nominal, slow, fast = map(plan.tokens_per_second, plan.steps)
-    fsdp2 = not row.name.startswith((RERUN, LLAMA3))
-    reserved = (plan.memory.reserved + (kept_by_fsdp2(plan) if fsdp2 else 0.0)) / GIB
+    theirs = not row.name.startswith((RERUN, LLAMA3))
+    reserved = (plan.memory.reserved + (kept_by_theirs(plan) if theirs else 0.0)) / GIB
     memory = f"{reserved:.1f} | {row.memory:.1f}" if row.memory else f"{reserved:.1f} | -"
     speed = f"{slow:,.0f} to {fast:,.0f} | {published:,.0f} | {nominal / published:.2f}"
     kept = RATIOS.get(row.name, ("", nominal / published))[1]

@@ -130,10 +130,8 @@ def _aot_eager(reshard: _Pass | None, compiling: Compiling, priced_as: str = "")
     def partition(joint: GraphModule, *args: Any, **kwargs: Any) -> Any:
         if reshard is not None:
             reshard(joint.graph)
-        if priced_as == "eager":  # saves all activations that are not tagged to be recomputed
-            for node in joint.graph.nodes:
-                if node.op == "call_function" and not node.meta.get("recompute"):
-                    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if priced_as == "eager":
+            _save_as_autograd(joint.graph)
         with _nothing_is_random():
             return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
@@ -148,6 +146,18 @@ def _aot_eager(reshard: _Pass | None, compiling: Compiling, priced_as: str = "")
         partition_fn=partition,
         decompositions=select_decomp_table() if priced_as == "inductor" else None,
     )
+
+
+def _save_as_autograd(graph: Graph) -> None:
+    """Let forward save all activations but those within checkpointed blocks, and compute nothing of backward."""
+    forward = [node for node in graph.nodes if node.meta.get("partitioner_tag") == "is_forward"]
+    plain = {node for node in forward if not node.meta.get("recompute")}
+    for node in graph.nodes:
+        is_read_outside = node.meta.get("ac_graph_id", resharding.REGION) != resharding.REGION and plain & node.users.keys()
+        if node in plain or is_read_outside:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        elif node.op == "call_function" and node.meta.get("partitioner_tag") != "is_forward":
+            node.meta["partitioner_tag"] = "must_be_in_backward"
 
 
 def _inductor(reshard: _Pass | None, compiling: Compiling, async_tensor_parallel: str = "") -> Callable:

@@ -8,7 +8,6 @@ Recomputing a block reads its weights again, so SimpleFSDP gathers them again. U
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -35,18 +34,19 @@ EXPENSIVE = frozenset(
 )
 
 
-def apply_activation_checkpoint(blocks: nn.ModuleDict, mode: str, option: str = "op") -> None:
+def apply_activation_checkpoint(blocks: nn.ModuleDict, mode: str, option: str = "op", *, compiled: bool = False) -> None:
     """Checkpoint `blocks` in place. A block's name is its number in the model.
 
     mode: "none"; "full": keep a block's input only; "selective": see option; "memory_budget": see compiler/stage.py.
     option: "op": keep results of EXPENSIVE operators; "op/2": the same, but of matrix products only the first, third, ... of a
     block; "2": every second block (0, 2, ...) as in "full", the others as in "none".
+    compiled: the partitioner drops what backward does not need. In eager mode, results of a block's last product are not kept.
     """
     for name, block in blocks.items():
         if recomputes(int(name), mode, option):
             cls: Any = type(block)
-            contexts = {"op": _keep_expensive, "op/2": _keep_every_second}.get(option) if mode == "selective" else None
-            block.__class__ = _checkpointed_class(cls, contexts)
+            last = 0 if compiled else sum(isinstance(module, nn.Linear) for module in block.modules())
+            block.__class__ = _checkpointed_class(cls, option if mode == "selective" else "", last)
 
 
 def recomputes(block: int, mode: str, option: str) -> bool:
@@ -57,8 +57,10 @@ def recomputes(block: int, mode: str, option: str) -> bool:
 
 
 @functools.cache
-def _checkpointed_class(cls: Any, contexts: Callable[[], Any] | None) -> Any:
-    selective: dict[str, Any] = {"context_fn": contexts} if contexts else {}
+def _checkpointed_class(cls: Any, option: str, last: int) -> Any:
+    selective: dict[str, Any] = (
+        {"context_fn": functools.partial(_keep_expensive, option == "op/2", last)} if option.startswith("op") else {}
+    )
 
     def forward(self: nn.Module, *args: Any) -> Any:
         # no dropout, so no random state to restore
@@ -67,23 +69,18 @@ def _checkpointed_class(cls: Any, contexts: Callable[[], Any] | None) -> Any:
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
 
-def _keep_expensive() -> Any:
-    return create_selective_checkpoint_contexts(_policy)
+def _keep_expensive(every_second: bool, last: int) -> Any:
+    """Keep results of EXPENSIVE operators before a block's product number `last`, counted from 1: recomputation ends there.
 
-
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _keep_every_second() -> Any:
-    """Keep every second matrix product, as TorchTitan's selective checkpointing by operator does (arXiv 2410.06511)."""
+    every_second: of products only the first, third, ..., as TorchTitan does (arXiv 2410.06511).
+    """
     products = {False: 0, True: 0}  # so far, in forward and in recomputation
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operator in PRODUCTS:
             products[context.is_recompute] += 1
-            if products[context.is_recompute] % 2 == 0:
-                return CheckpointPolicy.PREFER_RECOMPUTE
-        return _policy(context, operator)
+        done = products[context.is_recompute]
+        skipped = done == last or (every_second and operator in PRODUCTS and done % 2 == 0)
+        return CheckpointPolicy.MUST_SAVE if operator in EXPENSIVE and not skipped else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

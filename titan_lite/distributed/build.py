@@ -78,7 +78,8 @@ def build_stages(
             model.get_submodule("output").loss_sum = loss  # type: ignore[assignment]
         blocks = model.get_submodule("layers")
         assert isinstance(blocks, nn.ModuleDict)
-        apply_activation_checkpoint(blocks, activation_checkpoint.mode, activation_checkpoint.selective_ac_option)
+        option = activation_checkpoint.selective_ac_option
+        apply_activation_checkpoint(blocks, activation_checkpoint.mode, option, compiled=compiled)
         apply_simple_fsdp(
             model,
             parameters,

@@ -363,6 +363,7 @@ class _Priced(Schedule):
     machines: Sequence[Machine] = ()
     axes: Axes = field(default_factory=dict)
     priced_as: str = ""  # as in compile_model
+    keeps_inputs: bool = False  # as in last_uses
     gathers_once: bool = False  # gradients leave the backward at once
     graphs: dict[str, tuple[list[Figures], Timeline]] = field(default_factory=dict)  # on each machine; on the first one
     scheduled: dict[str, ScheduledGraph] = field(default_factory=dict)
@@ -372,15 +373,16 @@ class _Priced(Schedule):
         how = "eager" if not compile.compiles(component) else "inductor" if compile.backend == "inductor" else ""
         passes = without_passes(compile) if how == "eager" or component == "loss" else compile
         fused = how == "inductor"
-        return cls(passes, machines[0], fused, must_merge=False, machines=machines, axes=axes, priced_as=how)
+        # The caller of a graph of aot_eager keeps its inputs until it returns, and so does an eager autograd.Function.
+        keeps = not how or (how == "eager" and component == "loss")
+        return cls(passes, machines[0], fused, must_merge=False, machines=machines, axes=axes, priced_as=how, keeps_inputs=keeps)
 
     def __call__(self, module: GraphModule, name: str) -> None:
         if self.priced_as == "eager":
             as_in_eager_mode(module.graph)
         super().__call__(module, name)
-        # The caller of a graph of aot_eager keeps its inputs until it returns.
         at_once = self.priced_as == "eager" or self.gathers_once
-        self.scheduled[name] = ScheduledGraph(module.graph, self.fused, not self.priced_as, at_once)
+        self.scheduled[name] = ScheduledGraph(module.graph, self.fused, self.keeps_inputs, at_once)
         each = [figures_of(module.graph, machine, self.fused, self.axes) for machine in self.machines]
         timeline = self.receipts[-1].timeline
         assert timeline is not None

@@ -1,5 +1,6 @@
 """Activation checkpointing: the same gradients to the bit, and in backward exactly the operators that were to be recomputed."""
 
+import gc
 from collections import Counter
 
 import pytest
@@ -120,3 +121,16 @@ def test_without_gradients_nothing_is_kept(mode):
         expected, actual = loss_of(build_model("none")), loss_of(build_model(mode))
     assert not actual.requires_grad
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(("option", "kept"), [("op", 6), ("op/2", 3)])
+def test_the_result_of_a_block_is_kept_once(option, kept):
+    """Its input is the result of the one before. No copy of its last product is kept in eager mode: no gradient needs it."""
+    model = build_model("selective", option)
+    gc.collect()
+    others = {id(each) for each in gc.get_objects() if issubclass(type(each), torch.Tensor)}
+    loss = loss_of(model)
+    rows = 2 * CONFIG.max_seq_len  # results of products have two dimensions; those that autograd saves have three
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and id(each) not in others]
+    assert sum(each.dim() == 2 and len(each) == rows for each in found) == kept * LAYERS
+    loss.backward()
