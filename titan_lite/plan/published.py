@@ -18,7 +18,7 @@ RATIOS = {
     "TorchTitan paper: 8B on 8, float8": ("float8", 0.94),
     "TorchTitan paper: 8B on 128, float8": ("float8", 0.94),
     "TorchTitan paper: 70B on 256, float8": ("float8", 0.93),
-    "TorchTitan paper: 70B on 256, float8, async TP": ("float8", 0.90),
+    "TorchTitan paper: 70B on 256, float8, async TP": ("float8", 0.89),
     "TorchTitan paper: 405B on 512, float8, 1F1B": ("float8", 0.98),
     "TorchTitan paper: 405B on 512, float8, interleaved": ("float8", 1.00),
     "torchtitan 1881: 8B, FSDP 8": ("aot_eager", 0.86),
