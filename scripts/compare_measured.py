@@ -8,7 +8,7 @@ Each layout is a world of fresh processes that build the trainer of the debug re
 each. In turn with the steps, the same processes measure what this machine reaches meanwhile (plan/measure.py): large
 products, attention, memory, links. From these numbers and the recipe alone the step is then planned; nothing is fitted to a step.
 
-    seconds    of a step: planned, as stated; measured, the mean over all rounds
+    seconds    of a step: planned from the medians of what the rounds measured; measured, the median of all steps
     MB         of tensors on the rank that has most, at the peak of a step, parameters and optimizer state included, as the
                allocator counts them; planned without the reserves for what no tensor has
 """
@@ -124,16 +124,16 @@ def run(ranks: int, overrides: str, rounds: int, steps: int) -> dict[str, Any]:
     for process in world.processes:
         process.join()
     first = found[0]
-    reached = {key: statistics.fmean(each[key] for each in first.figures) for key in first.figures[0]}
+    reached = {key: statistics.median(each[key] for each in first.figures) for key in first.figures[0]}
     machine = {key: value for key, value in dataclasses.asdict(first.machine).items() if key != "like"}  # as in a machine's file
     peak = max(each.peak for each in found)
-    return {"seconds": statistics.fmean(first.seconds), "peak": peak, "reached": reached, "machine": machine}
+    return {"seconds": statistics.median(first.seconds), "peak": peak, "reached": reached, "machine": machine}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", default="", help="only those whose name has this in it")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="in one round")
     parser.add_argument("--keep", type=Path, help="a file for what is measured; what it has already is not measured again")
     parser.add_argument("--show", action="store_true", help="what the step is planned from, and of")

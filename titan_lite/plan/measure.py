@@ -126,7 +126,14 @@ def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> dict
 
     attention = _time(attend, device, seconds)
     gradients = [gradient, *(random(rows, hidden) for _ in range(CACHES // gradient.nbytes))]
-    pointwise = _time(lambda: [F.silu(each) * each for each in gradients], device, seconds) / len(gradients)
+    # Results are kept, as in a step's heap. glibc returns others to the system, whose new pages would be measured instead.
+    results = [[torch.empty_like(each) for each in gradients] for _ in range(2)]
+
+    def gate() -> None:
+        for each, gated, product in zip(gradients, *results, strict=True):
+            torch.mul(torch.sigmoid(each, out=gated), each, out=product)
+
+    pointwise = _time(gate, device, seconds) / len(gradients)
     one = torch.ones(1, dtype=dtype, device=device)
     found = {
         "matmul": 3 * 2 * rows * model.dim * hidden / products,
