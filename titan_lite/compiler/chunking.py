@@ -21,6 +21,7 @@ from torch._inductor.inductor_prims import force_stride_order
 from torch.fx import Graph, Node
 
 from titan_lite.compiler.bucketing import add_call
+from titan_lite.compiler.chaining import Gathered, Reduced, chain_chunks
 from titan_lite.compiler.collectives import (
     activation_collectives,
     aten,
@@ -47,8 +48,11 @@ class _Site(NamedTuple):
     product: Node
 
 
-def choose_collectives(graph: Graph, chunks: int, machine: Machine | None = None, *, fused: bool = True) -> list[int]:
-    """Return the numbers, among collectives of activations, of those to cut: directly before or behind a product.
+def choose_collectives(
+    graph: Graph, chunks: int, machine: Machine | None = None, *, fused: bool = True
+) -> list[tuple[int, bool]]:
+    """Return the numbers, among collectives of activations, of those to cut: directly before or behind a product; each with True
+    if a chunk's product takes longer than two chunks travel.
 
     With a machine, only those that are then faster, as estimated. A collective that is hidden already gains nothing. All ranks
     must use those of one.
@@ -59,26 +63,42 @@ def choose_collectives(graph: Graph, chunks: int, machine: Machine | None = None
         site = _site_of(node)
         if site is None or not _divides(site.product, chunks) or site.whole.meta["val"].shape[1] % (chunks * group_size(node)):
             continue
+        long = False
         if machine is not None:
-            known = set(graph.nodes)
-            before, after = _add_chunks(graph, site, chunks).seconds(machine, fused, costs[node])
+            known, made = set(graph.nodes), _add_chunks(graph, site, chunks)
+            before, after = made.seconds(machine, fused, costs[node])
+            long = machine.cost(made.products[-1], fused) >= 2 * machine.cost(made.starts[-1])
             _erase(graph, *(new for new in reversed(graph.nodes) if new not in known))
             if after >= before:
                 continue
-        chosen.append(number)
+        chosen.append((number, long))
     return chosen
 
 
-def cut_into_chunks(graph: Graph, chunks: int, chosen: Sequence[int]) -> int:
-    """Cut the chosen collectives and their products, in place. Return how many were cut."""
-    found = activation_collectives(graph)
-    for number in chosen:
+def cut_into_chunks(graph: Graph, chunks: int, chosen: Sequence[tuple[int, bool]]) -> tuple[int, int]:
+    """Cut the chosen collectives and their products, in place. Return how many were cut, and how many of them are gathers whose
+    chunks do not wait for each other (chaining.py)."""
+    found, reduced, gathered = activation_collectives(graph), list[Reduced](), list[_Chunks]()
+    for number, long in chosen:
         site = _site_of(found[number])
         assert site is not None
-        _replace(graph, site, _add_chunks(graph, site, chunks))
+        made = _add_chunks(graph, site, chunks)
+        _replace(graph, site, made)
+        if made.whole is None:
+            reduced.append(Reduced(made.starts, made.result, long))
+        else:
+            gathered.append(made)
+    of_chunks = (Gathered(_tokens_of(each), each.copies, each.starts, each.products) for each in gathered)
+    chained = chain_chunks(graph, reduced, [*of_chunks])
     graph.eliminate_dead_code()
     graph.lint()
-    return len(chosen)
+    return len(chosen), chained
+
+
+def _tokens_of(chunks: "_Chunks") -> Node:
+    """Return a rank's own tokens, whose chunks are gathered."""
+    (part,) = chunks.copies[0].all_input_nodes
+    return part.all_input_nodes[0]
 
 
 def mark_fused(graph: Graph) -> int:
@@ -111,7 +131,7 @@ def _site_of(node: Node) -> _Site | None:
 def _gathered(node: Node) -> _Site | None:
     """Return the first product of the tokens that `node` gathers, if they are split by rank and joined along the sequence."""
     (split, *others) = wait_of(node).users
-    if others or split.target is not aten.split.Tensor:
+    if others or len(node.users) > 1 or split.target is not aten.split.Tensor:
         return None
     joined = {user for part in split.users for user in part.users}
     whole = joined.pop()
@@ -249,9 +269,11 @@ def _replace(graph: Graph, site: _Site, chunks: _Chunks) -> None:
     """Replace a site by its chunks."""
     node, whole, product = site
     if chunks.whole is None:
-        wait_of(node).replace_all_uses_with(chunks.result)
-        joined = node.all_input_nodes[0]
-        _erase(graph, wait_of(node), node, joined, *_parts(joined))
+        wait, joined = wait_of(node), node.all_input_nodes[0]
+        wait.replace_all_uses_with(chunks.result)
+        _erase(graph, wait)
+        node.replace_all_uses_with(chunks.result)  # selective checkpointing saves it from before the wait
+        _erase(graph, node, joined, *_parts(joined))
         return
     for late in sorted(later for later in descendants(whole) if later < product):
         product.prepend(late)

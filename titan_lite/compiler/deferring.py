@@ -13,14 +13,16 @@ from collections.abc import Sequence
 
 from torch.fx import Graph, Node
 
-from titan_lite.compiler.collectives import activation_collectives, descendants, wait_of
+from titan_lite.compiler.collectives import activation_collectives, descendants, group_of, wait_of
 from titan_lite.compiler.hardware import MATMULS, Machine
+from titan_lite.compiler.timeline import simulate
 
+Numbered = list[tuple[int, int]]  # numbers of nodes of one kind each, counted in graph order
 RECENT = 8  # products that may be deferred, the last ones: a deferred product keeps its factors alive. A block has 7 weights.
 
 
-def choose_products(graph: Graph, machine: Machine | None = None, *, fused: bool = True) -> list[tuple[int, int]]:
-    """Return (number of a product, number of the collective to hide), both counted in graph order.
+def choose_products(graph: Graph, machine: Machine | None = None, *, fused: bool = True) -> Numbered:
+    """Return (number of a product, number of the collective to hide).
 
     All ranks must use those of one. Places of nodes are no such numbers: a rank with fewer rows pads them.
 
@@ -48,6 +50,33 @@ def choose_products(graph: Graph, machine: Machine | None = None, *, fused: bool
                 ready.remove(product)
                 left -= seconds(product)
     return chosen
+
+
+def choose_order(graph: Graph, machine: Machine | None, *, fused: bool = True) -> Numbered:
+    """Return (number of a collective, number of the one to start it behind): of the same group, started while the first one
+    travels, and waited for earlier. The collectives of a group run one after another, so the first one would delay it."""
+    if machine is None:
+        return []
+    found, chosen = activation_collectives(graph), dict[int, int]()
+    spans = [span for span in simulate(graph, machine, fused=fused).spans if span.group and span.lane == "compute"]
+    for number, (node, span) in enumerate(zip(found, spans, strict=True)):
+        busy = span.start + span.seconds
+        for other, later in enumerate(found[number + 1 :], number + 1):
+            if group_of(later) == group_of(node):
+                if spans[other].start > busy:
+                    break
+                busy = spans[other].start + spans[other].seconds
+                if wait_of(later) < wait_of(node):
+                    chosen[number] = other
+    return [*chosen.items()]
+
+
+def start_behind(graph: Graph, chosen: Numbered) -> None:
+    """Start collectives behind others, in place."""
+    found = activation_collectives(graph)
+    for number, other in reversed(chosen):  # so that those behind the same one keep their order
+        found[other].append(found[number])
+    graph.lint()
 
 
 def defer_products(graph: Graph, chosen: Sequence[tuple[int, int]]) -> int:

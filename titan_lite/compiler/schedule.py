@@ -71,7 +71,7 @@ class Schedule:
         """Run the passes. Raises ConfigError if bucketing merges nothing or ranks differ, and DoesNotFit as `fits` decides."""
         graph, started = module.graph, time.perf_counter()
         merge_waits(graph)
-        deferred, cut = self.hide_activations(graph)
+        hidden = self.hide_activations(graph)
         before = count_collectives(graph)
         self.write(graph, name, "0_traced")
         self.bucket(module, name)
@@ -96,8 +96,7 @@ class Schedule:
                 self.agreed(schedules(graph), name),
                 timeline,
                 pass_seconds=time.perf_counter() - started,
-                deferred=deferred,
-                cut=cut,
+                **hidden,
                 copied=None if self.config.bucketing == "auto" else copied_by_buckets(graph, self.fused),
             )
         )
@@ -108,18 +107,21 @@ class Schedule:
             if not (fits and fit_alike):
                 raise DoesNotFit(name)
 
-    def hide_activations(self, graph: Graph) -> tuple[int, int]:
-        """Return how many products were deferred, and how many collectives cut, to hide tensor and context parallelism."""
-        deferred, cut, chunks, how = 0, 0, self.config.tensor_parallel_chunks, dict(fused=self.fused)
+    def hide_activations(self, graph: Graph) -> dict[str, Any]:
+        """Hide the collectives of tensor and context parallelism. Return counts, by their names in Receipt."""
+        found, chunks, how = dict[str, Any](), self.config.tensor_parallel_chunks, dict(fused=self.fused)
         if self.async_tensor_parallel:
             chunking.mark_fused(graph)
         elif activation_collectives(graph):
             if self.config.defer_products:
-                deferred = deferring.defer_products(graph, self.first(deferring.choose_products(graph, self.machine, **how)))
+                found["deferred"] = deferring.defer_products(
+                    graph, self.first(deferring.choose_products(graph, self.machine, **how))
+                )
             if chunks > 1:
                 chosen = self.first(chunking.choose_collectives(graph, chunks, self.machine, **how))
-                cut = chunking.cut_into_chunks(graph, chunks, chosen)
-        return deferred, cut
+                found["cut"], found["chained"] = chunking.cut_into_chunks(graph, chunks, chosen)
+            deferring.start_behind(graph, self.first(deferring.choose_order(graph, self.machine, **how)))
+        return found
 
     def first(self, mine: Any) -> Any:
         """Return the first rank's value of `mine`, as JSON. Parts of tensor-parallel ranks may differ in size, and so in cost."""

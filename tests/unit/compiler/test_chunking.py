@@ -18,7 +18,8 @@ B, T, C, N = 3, 8, 4, 5  # sequences, tokens of all ranks, width, width of the p
 
 
 def cut(graph, chunks, machine=None):
-    return cut_into_chunks(graph, chunks, choose_collectives(graph, chunks, machine))
+    number, _ = cut_into_chunks(graph, chunks, choose_collectives(graph, chunks, machine))
+    return number
 
 
 def gathered(hand, x):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hand import GATHER, Hand, aten, collectives, priced, two_ranks  # noqa: F401
 
-from titan_lite.compiler.deferring import RECENT, choose_products, defer_products
+from titan_lite.compiler.deferring import RECENT, choose_order, choose_products, defer_products, start_behind
 from titan_lite.compiler.timeline import lower_bound, simulate
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
@@ -103,3 +103,38 @@ def test_forward_stays_as_it_is():
     before = [node.name for node in graph.nodes]
     assert deferred(graph, priced()) == 0
     assert [node.name for node in graph.nodes] == before
+
+
+def two_gathers(group="tp", between=0.0):
+    """A gather that is waited for after another one, which starts behind it."""
+    hand = Hand()
+    starts = [hand.call(GATHER, hand.input(2, 2), 2, "tp")]
+    x = hand.compute("between", between, hand.input(2, 2))
+    starts.append(hand.call(GATHER, x, 2, group))
+    for start in starts:
+        start.meta["seconds"] = 4.0
+    soon, late = (hand.call(collectives.wait_tensor.default, start) for start in reversed(starts))
+    return starts, hand.output(soon, late)
+
+
+@pytest.mark.parametrize(("options", "moves"), [({}, True), (dict(group="cp"), False), (dict(between=5.0), False)])
+def test_a_collective_that_would_delay_one_that_is_needed_earlier_starts_behind_it(options, moves):
+    starts, graph = two_gathers(**options)
+    waited = simulate(graph, priced()).waited
+    start_behind(graph, choose_order(graph, priced()))
+    assert (starts[0] > starts[1]) == moves
+    assert simulate(graph, priced()).waited == waited  # nothing is computed here under which the later one could hide
+    assert choose_order(graph, None) == []
+
+
+def test_collectives_that_start_behind_the_same_one_keep_their_order():
+    hand = Hand()
+    starts = [hand.call(GATHER, hand.input(2, 2), 2, "tp") for _ in range(3)]
+    for start in starts:
+        start.meta["seconds"] = 4.0
+    first = hand.compute("next", 9.0, hand.call(collectives.wait_tensor.default, starts[2]))
+    graph = hand.output(first, *(hand.call(collectives.wait_tensor.default, start) for start in starts[:2]))
+    assert simulate(graph, priced()).waited == 12.0
+    start_behind(graph, choose_order(graph, priced()))
+    assert starts[2] < starts[0] < starts[1]
+    assert simulate(graph, priced()).waited == 4.0
