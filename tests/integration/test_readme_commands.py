@@ -95,6 +95,7 @@ HERE = {
         "128 H200", "--training.global_batch_size=128", RECIPE
     ),
     f"{PLANNER} RECIPE --changes": Run("training.local_batch_size=4", PLAN, RECIPE),
+    f"{PLANNER} RECIPE --sweep compile.bucketing=block,greedy": Run("compile.bucketing=greedy", PLAN, RECIPE),
     f"{PLANNER} RECIPE --sweep parallelism.tensor_parallel_degree=1,2,4,8": Run("tensor_parallel_degree=2", PLAN, RECIPE),
     f"{PLANNER} RECIPE --world-size 64 --search": Run(
         "lost", "--hardware h100 --training.global_batch_size=64", {**RECIPE, "--search": "--search 2"}

@@ -9,16 +9,18 @@ and a norm, treats each token by itself, so it is computed chunk by chunk. The o
     product 0, reduce 0, product 1, reduce 1, gather 0, product 2, reduce 2, gather 1, product 3, reduce 3,
     next product 0, gather 2, gather 3, next product 1, ...
 
-The first of the next products runs while the last reductions travel, and waits for none of them. Where a product takes longer
-than two chunks travel, reduction 2 is done by the end of product 3, and gather 2 starts before the next product 0.
+The first of the next products runs while the last reductions travel, and waits for none of them. Where a product takes at least
+as long as two chunks travel, reduction 2 is done by the end of product 3, and gather 2 starts before the next product 0.
 
-Domino (arXiv 2409.15241) splits rows for the same purpose. Numbers do not change.
+With two chunks, gather 0 starts before the next product 0 as well. Domino (arXiv 2409.15241) splits rows for the same purpose.
+Numbers do not change, but for the rounding of compiled kernels.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -31,7 +33,7 @@ class Reduced(NamedTuple):
 
     starts: Sequence[Node]  # collectives
     whole: Node
-    long: bool  # the product of a chunk takes longer than two chunks travel
+    long: bool  # the product of a chunk takes at least as long as two chunks travel
 
 
 class Gathered(NamedTuple):
@@ -44,20 +46,28 @@ class Gathered(NamedTuple):
 
 
 def chain_chunks(graph: Graph, reduced: Sequence[Reduced], gathered: Sequence[Gathered]) -> int:
-    """Chain gathers with the reductions before them, in place, if only work on single tokens is between. Return their number."""
-    return sum(_chain(graph, reduced, each) for each in gathered)
+    """Chain gathers with the reductions before them, in place, if only work on single tokens is between. Return their number.
+
+    All have the same number of chunks. A reduction is chained with one gather.
+    """
+    left, number = list(reduced), 0
+    for gather in gathered:
+        before = max((each for each in reduced if each.whole < gather.tokens), key=lambda each: each.whole, default=None)
+        if before in left and _chain(graph, before, gather):
+            left.remove(before)
+            number += 1
+    return number
 
 
-def _chain(graph: Graph, reduced: Sequence[Reduced], gather: Gathered) -> bool:
-    before = max((each for each in reduced if each.whole < gather.tokens), key=lambda each: each.whole, default=None)
-    if before is None or len(before.starts) != len(gather.starts):
+def _chain(graph: Graph, before: Reduced, gather: Gathered) -> bool:
+    late = descendants(before.whole)
+    between = _between(before.whole, gather.tokens, late)
+    if between is None or any(source in late for product in gather.products for source in product.all_input_nodes[1:]):
         return False
-    between = _between(before.whole, gather.tokens)
-    if between is None:
-        return False
-    chunks, first = len(gather.starts), gather.products[0]
-    early = chunks - 1 if before.long or chunks == 2 else chunks - 2
-    behind = [*before.starts[1:][:early], first, gather.starts[-2]][:chunks]  # each chunk is gathered behind one of these
+    chunks = len(gather.starts)
+    early = chunks - 1 if before.long or chunks == 2 else chunks - 2  # chunks that are gathered before the next products
+    # Each chunk is gathered behind one of these: the others behind the first of these products, one after another.
+    behind = [*before.starts[1 : 1 + early], gather.products[0], gather.starts[-2]][:chunks]
     size = gather.tokens.meta["val"].shape[1] // chunks
     for number, (own, start, place) in enumerate(zip(gather.own, gather.starts, behind, strict=True)):
         wait = wait_of(before.starts[number])
@@ -71,21 +81,24 @@ def _chain(graph: Graph, reduced: Sequence[Reduced], gather: Gathered) -> bool:
             made.append(own)
             made = own
         made.append(start)
-        move_before(wait, _needed_behind(start, wait))  # such as the weight of a norm
+        move_before(wait, _ancestors_behind(start, wait))  # such as the weight of a norm
     last = gather.products[-1]
     for node in sorted((node for node in descendants(before.whole) if node < last), reverse=True):
         last.append(node)  # what the whole is for; no chunk depends on it any more
     return True
 
 
-def _between(whole: Node, tokens: Node) -> list[Node] | None:
-    """Return the nodes by which `tokens` depend on `whole`, in order, or None if one does not treat each token by itself."""
-    late, found, open_nodes = descendants(whole), set[Node](), [tokens]
+def _between(whole: Node, tokens: Node, late: set[Node]) -> list[Node] | None:
+    """Return the nodes by which `tokens` depend on `whole`, in order, or None if one does not treat each token by itself.
+
+    late: all nodes that depend on `whole`.
+    """
+    found, open_nodes = set[Node](), [tokens]
     while open_nodes:
         node = open_nodes.pop()
         if node is whole or node in found:
             continue
-        if node not in late or not _is_tokenwise(node, late, tokens.meta["val"].shape[:2]):
+        if node not in late or not _is_tokenwise(node, late, _shape_of(tokens)[:2]):
             return None
         found.add(node)
         open_nodes += [source for source in node.all_input_nodes if source in late]
@@ -93,31 +106,36 @@ def _between(whole: Node, tokens: Node) -> list[Node] | None:
 
 
 def _is_tokenwise(node: Node, late: set[Node], tokens: torch.Size) -> bool:
-    """Return whether a node computes each of its tokens, (B, t, ...), from the same token of its inputs."""
-    target: Any = node.target
-    if node.op != "call_function" or not _has(node, tokens):
+    """Return whether a node computes each of its tokens, (B, t, C), from the same token of its inputs."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or not _has(node, tokens):
         return False
     if target in (aten.mean.dim, aten.sum.dim_IntList):
         return node.args[1] in ([2], [-1]) and node.args[2:3] == (True,)
     if torch.Tag.pointwise not in target.tags and target is not torch.ops.prims.convert_element_type.default:
         return False
-    return all(_has(source, tokens) or (source not in late and _is_broadcast(source)) for source in node.all_input_nodes)
+    named = any(isinstance(each, Node) for each in node.kwargs.values())
+    return not named and all(_has(each, tokens) or (each not in late and _is_broadcast(each)) for each in node.all_input_nodes)
+
+
+def _shape_of(node: Node) -> torch.Size:
+    value = node.meta.get("val")
+    return value.shape if isinstance(value, Tensor) else torch.Size()
 
 
 def _has(node: Node, tokens: torch.Size) -> bool:
-    shape = node.meta["val"].shape
-    return len(shape) == 3 and shape[:2] == tokens
+    return len(_shape_of(node)) == 3 and _shape_of(node)[:2] == tokens
 
 
 def _is_broadcast(node: Node) -> bool:
     """Return whether a factor is the same for all tokens, as the weight of a norm is."""
-    shape = node.meta["val"].shape
+    shape = _shape_of(node)
     return len(shape) < 2 or shape[:-1].numel() == 1
 
 
 def _copy_of_chunk(graph: Graph, nodes: Sequence[Node], known: Mapping[Node, Node], start: int, size: int) -> Node:
     """Add a copy of `nodes` for some tokens, and return the last one. known: chunks of nodes that have them."""
-    found, tokens = dict(known), nodes[-1].meta["val"].shape[:2]
+    found, tokens = dict(known), _shape_of(nodes[-1])[:2]
 
     def chunk_of(node: Node) -> Node:
         if node not in found:
@@ -130,8 +148,8 @@ def _copy_of_chunk(graph: Graph, nodes: Sequence[Node], known: Mapping[Node, Nod
     return found[nodes[-1]]
 
 
-def _needed_behind(node: Node, first: Node) -> set[Node]:
-    """Return all that the nodes from `first` to `node` depend on and that is behind `node`."""
+def _ancestors_behind(node: Node, first: Node) -> set[Node]:
+    """Return the ancestors of `node` that lie behind it. Those of nodes before `first` are not followed."""
     found, open_nodes = set[Node](), [node]
     while open_nodes:
         late = [source for source in open_nodes.pop().all_input_nodes if source > first and source not in found]

@@ -52,7 +52,7 @@ def choose_collectives(
     graph: Graph, chunks: int, machine: Machine | None = None, *, fused: bool = True
 ) -> list[tuple[int, bool]]:
     """Return the numbers, among collectives of activations, of those to cut: directly before or behind a product; each with True
-    if a chunk's product takes longer than two chunks travel.
+    if it is behind one that takes at least as long for a chunk as two chunks travel.
 
     With a machine, only those that are then faster, as estimated. A collective that is hidden already gains nothing. All ranks
     must use those of one.
@@ -67,7 +67,7 @@ def choose_collectives(
         if machine is not None:
             known, made = set(graph.nodes), _add_chunks(graph, site, chunks)
             before, after = made.seconds(machine, fused, costs[node])
-            long = machine.cost(made.products[-1], fused) >= 2 * machine.cost(made.starts[-1])
+            long = made.whole is None and machine.cost(made.products[-1], fused) >= 2 * machine.cost(made.starts[-1], fused)
             _erase(graph, *(new for new in reversed(graph.nodes) if new not in known))
             if after >= before:
                 continue
@@ -81,7 +81,8 @@ def cut_into_chunks(graph: Graph, chunks: int, chosen: Sequence[tuple[int, bool]
     found, reduced, gathered = activation_collectives(graph), list[Reduced](), list[_Chunks]()
     for number, long in chosen:
         site = _site_of(found[number])
-        assert site is not None
+        if site is None:  # its product has been cut for another collective
+            continue
         made = _add_chunks(graph, site, chunks)
         _replace(graph, site, made)
         if made.whole is None:
@@ -92,7 +93,7 @@ def cut_into_chunks(graph: Graph, chunks: int, chosen: Sequence[tuple[int, bool]
     chained = chain_chunks(graph, reduced, [*of_chunks])
     graph.eliminate_dead_code()
     graph.lint()
-    return len(chosen), chained
+    return len(reduced) + len(gathered), chained
 
 
 def _tokens_of(chunks: "_Chunks") -> Node:

@@ -53,12 +53,14 @@ def choose_products(graph: Graph, machine: Machine | None = None, *, fused: bool
 
 
 def choose_order(graph: Graph, machine: Machine | None, *, fused: bool = True) -> Numbered:
-    """Return (number of a collective, number of the one to start it behind): of the same group, started while the first one
-    travels, and waited for earlier. The collectives of a group run one after another, so the first one would delay it."""
+    """Return pairs (number of a collective, number of a later one of its group that is waited for earlier and queues behind it).
+
+    The first one should start behind the other. None if the graph is then not faster, as estimated.
+    """
     if machine is None:
         return []
-    found, chosen = activation_collectives(graph), dict[int, int]()
-    spans = [span for span in simulate(graph, machine, fused=fused).spans if span.group and span.lane == "compute"]
+    found, chosen, before = activation_collectives(graph), dict[int, int](), simulate(graph, machine, fused=fused)
+    spans = [span for span in before.spans if span.group and span.lane == "compute"]
     for number, (node, span) in enumerate(zip(found, spans, strict=True)):
         busy = span.start + span.seconds
         for other, later in enumerate(found[number + 1 :], number + 1):
@@ -68,7 +70,12 @@ def choose_order(graph: Graph, machine: Machine | None, *, fused: bool = True) -
                 busy = spans[other].start + spans[other].seconds
                 if wait_of(later) < wait_of(node):
                     chosen[number] = other
-    return [*chosen.items()]
+    pairs, places = [*chosen.items()], [found[number].prev for number in chosen]
+    start_behind(graph, pairs)
+    after = simulate(graph, machine, fused=fused)
+    for number, place in zip(chosen, places, strict=True):
+        place.append(found[number])
+    return pairs if after.seconds < before.seconds else []
 
 
 def start_behind(graph: Graph, chosen: Numbered) -> None:
@@ -79,7 +86,7 @@ def start_behind(graph: Graph, chosen: Numbered) -> None:
     graph.lint()
 
 
-def defer_products(graph: Graph, chosen: Sequence[tuple[int, int]]) -> int:
+def defer_products(graph: Graph, chosen: Numbered) -> int:
     """Move the chosen products, with what depends on them, in place. Return how many moved."""
     products, activations = _products(graph), activation_collectives(graph)
     for product, collective in chosen:

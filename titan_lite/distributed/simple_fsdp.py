@@ -47,7 +47,7 @@ class _Gather(torch.autograd.Function):
     """Shard -> (unsharded weight, None), or for float8 (bytes, stand-in for the weight in autograd).
 
     The gradient of the weight, or of the stand-in -> the gradient of the shard. In eager mode the shard is the parameter itself,
-    since DTensor's way to its local tensor and back takes longer than the rest of a read.
+    since DTensor's way to its local tensor and back takes 0.1 ms.
     """
 
     @staticmethod
@@ -185,9 +185,12 @@ def _shard(
 
 
 def as_shard_of(parameter: Tensor, rows: Tensor) -> DTensor:
-    """Return a DTensor of this rank's `rows`, with the placements of `parameter` and no history. DTensor.from_local takes six
-    times as long."""
+    """Return a DTensor of this rank's `rows`, with the placements and the dtype of `parameter`, and no history.
+
+    DTensor.from_local takes five times as long. The spec is copied, since DTensor may change that of a result.
+    """
     assert isinstance(parameter, DTensor)
+    assert rows.dtype == parameter.dtype, (rows.dtype, parameter.dtype)
     return DTensor(rows, copy.copy(parameter._spec), requires_grad=False)
 
 
@@ -222,9 +225,9 @@ def _read(module: nn.Module, name: str) -> Tensor | Scaled:
         weight, stands_in = model.gathered[plan.fqn], model.stand_ins.get(plan.fqn)
     else:
         assert parameter is not None
-        leaf = model.leaves.get(plan.fqn)
-        shard = local(parameter.detach()) if plan.device else local(parameter) if tracing() else parameter
+        shard, leaf = local(parameter.detach()) if plan.device else parameter, model.leaves.get(plan.fqn)
         if tracing():
+            shard = shard if plan.device else local(parameter)
             with annotate({"fqn": plan.fqn}):  # names the nodes for graph passes, those of backward too
                 weight, stands_in = _Gather.apply(shard, plan, None, scale, leaf)
         else:

@@ -147,3 +147,48 @@ def test_a_reduction_that_is_saved_before_its_wait_is_cut():
     before = hand.run()
     assert chained(graph, 4) == (1, 0)
     assert all(torch.allclose(old, new) for old, new in zip(before, hand.run(), strict=True))
+
+
+def two_gathers_of_one_reduction(hand):
+    x = reduced(hand, 1)
+    return [gathered_product(hand, norm(hand, x, hand.input(C)), 1)[0] for _ in range(2)], 3, 1
+
+
+def a_norm_of_the_recomputed_block(hand):
+    """As in the backward of a block: the next gather has tokens that depend on the first reduction and on the first product."""
+    x = reduced(hand, 1)
+    product, _ = gathered_product(hand, norm(hand, x, hand.input(C)), 1)
+    parts = hand.call(aten.split.Tensor, hand.call(aten.view.default, product, [1, T, C]), T // RANKS, 1)
+    both = hand.call(aten.neg.default, hand.call(aten.cat.default, [hand.part(parts, rank) for rank in range(RANKS)]))
+    again = hand.call(collectives.wait_tensor.default, hand.call(REDUCE, both, "sum", RANKS, "tp"))  # whole: no product before it
+    return [product, gathered_product(hand, hand.call(aten.mul.Tensor, again, x), 1)[0]], 3, 1
+
+
+def several_results(hand):
+    x = reduced(hand, 1)
+    variance = hand.part(hand.call(aten.var_mean.correction, x, [2], correction=0, keepdim=True), 0)
+    return [gathered_product(hand, hand.call(aten.div.Tensor, x, variance), 1)[0]], 2, 0
+
+
+def a_factor_that_depends_on_the_reduction(hand):
+    x = reduced(hand, 1)
+    started = hand.call(GATHER, x, RANKS, "tp")
+    parts = hand.call(aten.split.Tensor, hand.call(collectives.wait_tensor.default, started), 1)
+    whole = hand.call(aten.cat.default, [hand.part(parts, rank) for rank in range(RANKS)], 1)
+    factor = hand.call(aten.view.default, hand.call(aten.slice.Tensor, x, 1, 0, C), [C, C])
+    return [hand.call(aten.mm.default, hand.call(aten.view.default, whole, [T, C]), factor)], 2, 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [two_gathers_of_one_reduction, a_norm_of_the_recomputed_block, several_results, a_factor_that_depends_on_the_reduction],
+)
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_other_graphs_stay_right(make, chunks):
+    hand = Hand()
+    results, cuts, chains = make(hand)
+    graph = hand.output(*results)
+    before = hand.run()
+    assert chained(graph, chunks) == (cuts, chains)
+    for old, new in zip(before, hand.run(), strict=True):
+        torch.testing.assert_close(old, new, rtol=1e-5, atol=1e-5)
