@@ -55,7 +55,7 @@ def choose_products(graph: Graph, machine: Machine | None = None, *, fused: bool
 def choose_order(graph: Graph, machine: Machine | None, *, fused: bool = True) -> Numbered:
     """Return pairs (number of a collective, number of a later one of its group that is waited for earlier and queues behind it).
 
-    The first one should start behind the other. None if the graph is then not faster, as estimated.
+    The first one should start behind the other. Empty if the graph would not be faster, as estimated.
     """
     if machine is None:
         return []
