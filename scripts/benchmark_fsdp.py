@@ -15,6 +15,9 @@ included, as the allocator counts them, in compiled code too. Not in it are buff
 
 Losses are compared after every round; where variants differ by more than a relative 1e-4, there is no table. The loss itself is
 compiled with --compile-loss, in FSDP2's compiled variants and ours alike.
+
+"alone" bounds what any sharding can reach: each rank trains a whole eager model, sends nothing, and updates its share of the
+parameters. Its loss is another one, and is not compared.
 """
 
 import argparse
@@ -75,6 +78,11 @@ def fsdp2(model: Transformer, mesh: DeviceMesh, device: torch.device, *, backend
     return []
 
 
+def alone(model: Transformer, mesh: DeviceMesh, device: torch.device, *, backend: str) -> list[Receipt]:
+    model.to_empty(device=device)
+    return []
+
+
 def simple_fsdp(
     model: Transformer,
     mesh: DeviceMesh,
@@ -109,6 +117,7 @@ VARIANTS: dict[str, Variant] = {
     "fsdp2-compiled": (fsdp2, dict(backend="inductor")),
     "simple-eager-reshard": (simple_fsdp, dict(backend="", reshard=True)),
     "simple-eager-keep": (simple_fsdp, dict(backend="", reshard=False)),
+    "alone": (alone, dict(backend="")),
     "simple-compiled": (simple_fsdp, dict(backend="inductor", reshard=True, reordering=False)),
     "simple-block-reshard": _inductor("block", reshard=True),
     "simple-block-keep": _inductor("block", reshard=False),
@@ -130,8 +139,11 @@ def build_step(
     settings = dict(settings)
     chunks = settings.pop("chunks", 0)
     receipts = shard(model, mesh, device, **settings)
-    model.init_weights(0, shard_of)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    model.init_weights(0, None if shard is alone else shard_of)
+    updated = [*model.parameters()]
+    if shard is alone:  # a share of each, as of shards
+        updated = [each.data.chunk(world_size)[0].requires_grad_() for each in updated]
+    optimizer = torch.optim.AdamW(updated, lr=1e-4, fused=True)
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(config.vocab_size, (batch_size, SEQ_LEN + 1), generator=generator).to(device)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -147,6 +159,9 @@ def build_step(
         losses = model(inputs, labels=labels) if chunks else loss_sum(model(inputs), labels)
         loss = losses / (labels.numel() * world_size)
         (loss * scale).backward()
+        for part, each in zip(updated, model.parameters(), strict=True) if shard is alone else ():
+            assert each.grad is not None
+            part.grad, each.grad = each.grad.chunk(world_size)[0], None
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -277,7 +292,8 @@ def run_in_turn(worlds: Mapping[str, World], rounds: int, steps: int) -> dict[st
             seconds[variant].append(taken / steps)
         done = WARM_UP_STEPS + 1 + (number + 1) * steps
         print(f"loss after {done} steps: " + ", ".join(f"{v} {loss:.6f}" for v, loss in losses.items()), flush=True)
-        expected = next(iter(losses.values()))
+        losses.pop("alone", None)
+        expected = next(iter(losses.values()), 0.0)
         if not all(abs(loss - expected) <= TOLERANCE * abs(expected) for loss in losses.values()):
             raise SystemExit(f"the losses differ by more than a relative {TOLERANCE}: the variants do not compute the same")
     for world in worlds.values():

@@ -114,9 +114,8 @@ class Schedule:
             chunking.mark_fused(graph)
         elif activation_collectives(graph):
             if self.config.defer_products:
-                found["deferred"] = deferring.defer_products(
-                    graph, self.first(deferring.choose_products(graph, self.machine, **how))
-                )
+                products = self.first(deferring.choose_products(graph, self.machine, **how))
+                found["deferred"] = deferring.defer_products(graph, products)
             if chunks > 1:
                 chosen = self.first(chunking.choose_collectives(graph, chunks, self.machine, **how))
                 found["cut"], found["chained"] = chunking.cut_into_chunks(graph, chunks, chosen)

@@ -55,8 +55,7 @@ class _Gather(torch.autograd.Function):
         ctx: Any, shard: Tensor, plan: GatherPlan, eager: Eager | None, scale: Tensor | None, leaf: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         ctx.plan, ctx.eager, ctx.shard_dtype = plan, eager, shard.dtype
-        ctx.parameter = shard if isinstance(shard, DTensor) else None
-        shard = shard if ctx.parameter is None else local(shard)
+        ctx.parameter, shard = (shard, local(shard)) if isinstance(shard, DTensor) else (None, shard)
         ctx.set_materialize_grads(False)  # for bytes, which have no gradient, autograd would make zeros
         weight = plan.gather(shard, scale) if eager is None else eager.gather(shard, plan, scale)
         weight = weight.view_as(weight)  # autograd needs a new tensor where nothing is gathered or cast
@@ -185,12 +184,8 @@ def _shard(
 
 
 def as_shard_of(parameter: Tensor, rows: Tensor) -> DTensor:
-    """Return a DTensor of this rank's `rows`, with the placements and the dtype of `parameter`, and no history.
-
-    DTensor.from_local takes five times as long. The spec is copied, since DTensor may change that of a result.
-    """
+    """Return a DTensor of this rank's `rows`, with the placements of `parameter`. DTensor.from_local takes five times as long."""
     assert isinstance(parameter, DTensor)
-    assert rows.dtype == parameter.dtype, (rows.dtype, parameter.dtype)
     return DTensor(rows, copy.copy(parameter._spec), requires_grad=False)
 
 
@@ -225,9 +220,9 @@ def _read(module: nn.Module, name: str) -> Tensor | Scaled:
         weight, stands_in = model.gathered[plan.fqn], model.stand_ins.get(plan.fqn)
     else:
         assert parameter is not None
-        shard, leaf = local(parameter.detach()) if plan.device else parameter, model.leaves.get(plan.fqn)
+        own, leaf = parameter.detach() if plan.device else parameter, model.leaves.get(plan.fqn)
+        shard = local(own) if plan.device or tracing() else own
         if tracing():
-            shard = shard if plan.device else local(parameter)
             with annotate({"fqn": plan.fqn}):  # names the nodes for graph passes, those of backward too
                 weight, stands_in = _Gather.apply(shard, plan, None, scale, leaf)
         else:
