@@ -135,7 +135,7 @@ HERE = {
         "fsdp2-compiled", "--rounds 1 --steps 1 --modes block --backends aot_eager"
     ),
     "python scripts/benchmark_fsdp.py --models debug": Run("simple-eager-chunked", EAGER),
-    "python scripts/benchmark_fsdp.py --models debug --rounds 30 --steps 1": Run("alone", EAGER),
+    "python scripts/benchmark_fsdp.py --models debug --rounds 30 --steps 1": Run("| alone |", f"{EAGER} alone"),
     "python scripts/benchmark_fsdp.py --models larger --steps 3": Run("simple-eager-chunked", EAGER),
     "python scripts/benchmark_fsdp.py --models larger --batch-size 4 --world-size 1": Run("simple-eager-chunked", EAGER),
     "python scripts/compare_measured.py": Run("FSDP 4", "--layouts 'FSDP 4' --rounds 1 --steps 1"),

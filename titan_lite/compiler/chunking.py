@@ -8,8 +8,8 @@
 
 Plain collectives, as in arXiv 2302.05442 (section 2.2) and unlike asynchronous tensor parallelism, which needs symmetric memory:
 Inductor does that, and `mark_fused` finds what it will fuse.
-Of the products that read gathered tokens, only the first is cut; it hides all chunks but the first. A product of fewer rows may
-round differently.
+Of the products that read gathered tokens, only the first is cut; it hides all chunks but the first, and chaining.py that one.
+A product of fewer rows may round differently.
 """
 
 import operator
