@@ -44,14 +44,25 @@ def build_tensors(flavor: str, layers: int, device: torch.device) -> dict[str, D
     mesh, tensors = init_device_mesh(device.type, (dist.get_world_size(),)), {}
     for name, parameter in model.named_parameters():
         for key in (f"model.{name}", f"optimizer.{name}.exp_avg", f"optimizer.{name}.exp_avg_sq"):
-            rows = torch.tensor_split(torch.empty(parameter.shape, device="meta"), mesh.size())[mesh.get_local_rank()]
+            rows = torch.tensor_split(torch.empty(parameter.shape, device="meta"), mesh.size())[
+                mesh.get_local_rank()
+            ]
             local = torch.randn(rows.shape, device=device)
-            tensors[key] = DTensor.from_local(local, mesh, [Shard(0)], shape=parameter.shape, stride=parameter.stride())
+            tensors[key] = DTensor.from_local(
+                local, mesh, [Shard(0)], shape=parameter.shape, stride=parameter.stride()
+            )
     return tensors
 
 
 def rank_main(
-    pipe: Connection, rank: int, world_size: int, store: str, flavor: str, layers: int, folder: str, saves: int
+    pipe: Connection,
+    rank: int,
+    world_size: int,
+    store: str,
+    flavor: str,
+    layers: int,
+    folder: str,
+    saves: int,
 ) -> None:
     """Sends the bytes of a step, then of each save (mode, blocked, whole after, lost), in seconds."""
     logger.setLevel(logging.ERROR)
@@ -69,7 +80,10 @@ def rank_main(
         return time.perf_counter() - start
 
     checkpointers = {
-        mode: Checkpointer(Checkpoint(enable=True, async_mode=mode, keep_latest_k=1, folder=mode), Path(folder)) for mode in MODES
+        mode: Checkpointer(
+            Checkpoint(enable=True, async_mode=mode, keep_latest_k=1, folder=mode), Path(folder)
+        )
+        for mode in MODES
     }
     pipe.send(sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()))
     for number in range(saves + 1):
@@ -92,7 +106,9 @@ def rank_main(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--flavor", choices=FLAVORS, default="1B")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--world-size", type=int, default=2)
@@ -107,14 +123,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found: dict[str, list[tuple[float, ...]]] = {mode: [] for mode in MODES}
         while (results := world.receive()) and results[0] is not None:
             mode = results[0][0]
-            found[mode].append(tuple(max(seconds) for seconds in zip(*(result[1:] for result in results), strict=True)))
+            found[mode].append(
+                tuple(
+                    max(seconds)
+                    for seconds in zip(*(result[1:] for result in results), strict=True)
+                )
+            )
         world.end()
     finally:
         shutil.rmtree(folder)
-    print(f"{options.flavor}, {options.layers} layers: {size / 12 / 1e9:.2f}B parameters, {size / 2**30:.1f} GiB a step")
+    print(
+        f"{options.flavor}, {options.layers} layers: {size / 12 / 1e9:.2f}B parameters, {size / 2**30:.1f} GiB a step"
+    )
     print("\n| async_mode | blocked s | whole after s | lost s |\n|---|--:|--:|--:|")
     for mode, each in found.items():
-        print(f"| {mode} | " + " | ".join(f"{statistics.median(column):.2f}" for column in zip(*each, strict=True)) + " |")
+        print(
+            f"| {mode} | "
+            + " | ".join(f"{statistics.median(column):.2f}" for column in zip(*each, strict=True))
+            + " |"
+        )
 
 
 if __name__ == "__main__":

@@ -80,7 +80,13 @@ def tokenize(options: argparse.Namespace, folder: Path) -> None:
         return tokens / (options.clock() - started)
 
     def ours(num_workers: int) -> Variant:
-        data = Data(dataset="local", path=str(corpus), validation_fraction=0.0, shuffle=False, num_workers=num_workers)
+        data = Data(
+            dataset="local",
+            path=str(corpus),
+            validation_fraction=0.0,
+            shuffle=False,
+            num_workers=num_workers,
+        )
         return lambda: tokens_per_second(loader(data, tokenizer, options), options, total * 4 // 5)
 
     def mapped() -> float:
@@ -91,7 +97,9 @@ def tokenize(options: argparse.Namespace, folder: Path) -> None:
         table = datasets.Dataset.from_dict({"text": texts})
         started = options.clock()
         ids = table.map(
-            lambda batch: {"input_ids": [tokenizer.encode_document(text).tolist() for text in batch["text"]]},
+            lambda batch: {
+                "input_ids": [tokenizer.encode_document(text).tolist() for text in batch["text"]]
+            },
             batched=True,
             remove_columns=["text"],
             load_from_cache_file=False,
@@ -125,7 +133,9 @@ def tokenize(options: argparse.Namespace, folder: Path) -> None:
 def synthetic(folder: Path, tokens: int, mean: int) -> Path:
     """A prepared corpus of random ids, its documents as long as web pages are: log-normal, of this mean."""
     rng = np.random.default_rng(0)
-    lengths = np.maximum(2, rng.lognormal(np.log(mean) - 0.5, 1.0, size=tokens // mean).astype(np.int64))
+    lengths = np.maximum(
+        2, rng.lognormal(np.log(mean) - 0.5, 1.0, size=tokens // mean).astype(np.int64)
+    )
     path = folder / f"synthetic-{mean}"
     path.mkdir()
     files: dict[str, Any] = {}
@@ -137,12 +147,28 @@ def synthetic(folder: Path, tokens: int, mean: int) -> Path:
         ids[ends[:-1]], ids[ends[1:] - 1] = 128_000, 128_001
         ids.tofile(path / f"{name}.tokens")
         ends.astype("<u8").tofile(path / f"{name}.documents")
-        files |= {f"{name}.{suffix}": digest(path / f"{name}.{suffix}") for suffix in ("tokens", "documents")}
+        files |= {
+            f"{name}.{suffix}": digest(path / f"{name}.{suffix}")
+            for suffix in ("tokens", "documents")
+        }
         shards.append({"name": name, "documents": len(some), "tokens": int(ends[-1])})
     data = {"dataset": "local", "validation_fraction": 0.0}
     nobody = "0" * 64  # the hash of a tokenizer and of documents that there are not
-    about = {"format": FORMAT, "tokenizer": nobody, "vocab_size": 128_256, "dtype": "uint32", "data": data, "documents": nobody}
-    described = {**about, "shard_tokens": 0, "splits": {"train": shards, "validation": []}, "bad": [], "files": files}
+    about = {
+        "format": FORMAT,
+        "tokenizer": nobody,
+        "vocab_size": 128_256,
+        "dtype": "uint32",
+        "data": data,
+        "documents": nobody,
+    }
+    described = {
+        **about,
+        "shard_tokens": 0,
+        "splits": {"train": shards, "validation": []},
+        "bad": [],
+        "files": files,
+    }
     write_sealed(path / NAME, described)
     return path
 
@@ -152,22 +178,31 @@ def read(options: argparse.Namespace, folder: Path) -> None:
         path = synthetic(folder, options.tokens, mean)
         names = [shard["name"] for shard in read_manifest(path)["splits"]["train"]]
         shards = [np.memmap(path / f"{name}.tokens", dtype=np.uint32, mode="r") for name in names]
-        variants = {"random windows of one np.memmap, as nanoGPT reads": lambda s=shards: windows(s, options)}
+        variants = {
+            "random windows of one np.memmap, as nanoGPT reads": lambda s=shards: windows(
+                s, options
+            )
+        }
         for num_workers in (0, 1):
             data = Data(dataset="prepared", path=str(path), num_workers=num_workers)
-            variants[f"Loader, prepared, num_workers = {num_workers}"] = lambda d=data: tokens_per_second(
-                loader(d, None, options), options, options.tokens
+            variants[f"Loader, prepared, num_workers = {num_workers}"] = lambda d=data: (
+                tokens_per_second(loader(d, None, options), options, options.tokens)
             )
-        variants["torch DataLoader, a map-style np.memmap of windows, one worker"] = lambda s=shards: mapped_windows(s, options)
+        variants["torch DataLoader, a map-style np.memmap of windows, one worker"] = (
+            lambda s=shards: mapped_windows(s, options)
+        )
         if importlib.util.find_spec("litdata"):
-            variants["litdata StreamingDataset with TokensLoader, one worker"] = lit(path, names, folder / f"lit-{mean}", options)
+            variants["litdata StreamingDataset with TokensLoader, one worker"] = lit(
+                path, names, folder / f"lit-{mean}", options
+            )
         else:
             print("litdata is not installed: left out", file=sys.stderr)
-        title = (
-            f"Reading {options.tokens:,} tokens in documents of {mean} on average, {options.batch} x {options.seq_len} a batch"
-        )
+        title = f"Reading {options.tokens:,} tokens in documents of {mean} on average, {options.batch} x {options.seq_len} a batch"
         show(
-            title, "million tokens/s", {k: [v / 1e6 for v in vs] for k, vs in measured(variants, options.rounds).items()}, options
+            title,
+            "million tokens/s",
+            {k: [v / 1e6 for v in vs] for k, vs in measured(variants, options.rounds).items()},
+            options,
         )
 
 
@@ -180,8 +215,15 @@ def windows(shards: list[np.ndarray], options: argparse.Namespace) -> float:
             shard = shards[rng.integers(len(shards))]
             starts = rng.integers(len(shard) - length - 1, size=options.batch)
             yield (
-                torch.stack([torch.from_numpy(shard[at : at + length].astype(np.int64)) for at in starts]),
-                torch.stack([torch.from_numpy(shard[at + 1 : at + 1 + length].astype(np.int64)) for at in starts]),
+                torch.stack(
+                    [torch.from_numpy(shard[at : at + length].astype(np.int64)) for at in starts]
+                ),
+                torch.stack(
+                    [
+                        torch.from_numpy(shard[at + 1 : at + 1 + length].astype(np.int64))
+                        for at in starts
+                    ]
+                ),
             )
 
     return tokens_per_second(batches(), options, options.tokens)
@@ -205,13 +247,17 @@ class _Windows(torch.utils.data.Dataset):
 def mapped_windows(shards: list[np.ndarray], options: argparse.Namespace) -> float:
     """Windows cut once, without regard to documents, shuffled by torch's sampler, whose state is not kept."""
     dataset = _Windows(shards, options.seq_len)
-    batches = torch.utils.data.DataLoader(dataset, options.batch, shuffle=True, num_workers=1, prefetch_factor=4)
+    batches = torch.utils.data.DataLoader(
+        dataset, options.batch, shuffle=True, num_workers=1, prefetch_factor=4
+    )
     return tokens_per_second(iter(batches), options, options.tokens * 9 // 10)
 
 
 def lit_documents(shard: str) -> Iterator[torch.Tensor]:
     tokens = np.fromfile(f"{shard}.tokens", dtype=np.uint32).astype(np.int32)
-    for document in np.split(tokens, np.fromfile(f"{shard}.documents", dtype="<u8")[1:-1].astype(np.int64)):
+    for document in np.split(
+        tokens, np.fromfile(f"{shard}.documents", dtype="<u8")[1:-1].astype(np.int64)
+    ):
         yield torch.from_numpy(document)
 
 
@@ -222,12 +268,26 @@ def lit(path: Path, names: list[str], target: Path, options: argparse.Namespace)
     loader = litdata.TokensLoader(block_size=options.seq_len + 1)
     shards = [str(path / name) for name in names]
     with redirect_stdout(sys.stderr):
-        litdata.optimize(lit_documents, shards, str(target), chunk_bytes="64MB", item_loader=loader, num_workers=1, verbose=False)
+        litdata.optimize(
+            lit_documents,
+            shards,
+            str(target),
+            chunk_bytes="64MB",
+            item_loader=loader,
+            num_workers=1,
+            verbose=False,
+        )
 
     def run() -> float:
-        dataset = litdata.StreamingDataset(str(target), item_loader=litdata.TokensLoader(options.seq_len + 1), shuffle=True)
-        batches = litdata.StreamingDataLoader(dataset, batch_size=options.batch, num_workers=1, prefetch_factor=4)
-        return tokens_per_second(((batch[:, :-1], batch[:, 1:]) for batch in batches), options, options.tokens * 3 // 4)
+        dataset = litdata.StreamingDataset(
+            str(target), item_loader=litdata.TokensLoader(options.seq_len + 1), shuffle=True
+        )
+        batches = litdata.StreamingDataLoader(
+            dataset, batch_size=options.batch, num_workers=1, prefetch_factor=4
+        )
+        return tokens_per_second(
+            ((batch[:, :-1], batch[:, 1:]) for batch in batches), options, options.tokens * 3 // 4
+        )
 
     return run
 
@@ -244,15 +304,25 @@ def measured(variants: dict[str, Variant], rounds: int) -> dict[str, list[float]
 def show(title: str, unit: str, found: dict[str, list[float]], options: argparse.Namespace) -> None:
     """Relative to the first variant: medians of what each round says, and the best of all rounds."""
     first = next(iter(found.values()))
-    print(f"\n{title}; {options.rounds} rounds\n\n| | {unit}, median | relative | best | relative |\n|---|--:|--:|--:|--:|")
+    print(
+        f"\n{title}; {options.rounds} rounds\n\n| | {unit}, median | relative | best | relative |\n|---|--:|--:|--:|--:|"
+    )
     for name, values in found.items():
         ratio = statistics.median(value / base for value, base in zip(values, first, strict=True))
-        shown = [f"{x:,.0f}" if x >= 1000 else f"{x:.3g}" for x in (statistics.median(values), max(values))]
-        print(f"| {name} | {shown[0]} | {ratio:.2f} | {shown[1]} | {max(values) / max(first):.2f} |", flush=True)
+        shown = [
+            f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
+            for x in (statistics.median(values), max(values))
+        ]
+        print(
+            f"| {name} | {shown[0]} | {ratio:.2f} | {shown[1]} | {max(values) / max(first):.2f} |",
+            flush=True,
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", nargs="*", choices=["tokenize", "read", []], default=[])
     parser.add_argument("--tokenizer", default=str(ROOT / "assets/tokenizer/debug.model"))
     parser.add_argument("--characters", type=int, default=12_000_000)
@@ -261,7 +331,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--cpu", dest="clock", action="store_const", const=time.process_time, default=time.perf_counter)
+    parser.add_argument(
+        "--cpu",
+        dest="clock",
+        action="store_const",
+        const=time.process_time,
+        default=time.perf_counter,
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")

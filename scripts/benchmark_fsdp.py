@@ -59,15 +59,26 @@ from titan_lite.plan.measure import find_machine
 SEQ_LEN = 512
 MODELS = {  # name: (shape, sequences a rank)
     "debug": (FLAVORS["debug"], 4),
-    "larger": (ModelConfig(dim=512, n_layers=8, n_heads=8, n_kv_heads=4, hidden_dim=1536, vocab_size=32_000), 1),
+    "larger": (
+        ModelConfig(
+            dim=512, n_layers=8, n_heads=8, n_kv_heads=4, hidden_dim=1536, vocab_size=32_000
+        ),
+        1,
+    ),
 }
-WARM_UP_STEPS = 4  # in which code is compiled, optimizer state made, and the order of gathers learnt
+WARM_UP_STEPS = (
+    4  # in which code is compiled, optimizer state made, and the order of gathers learnt
+)
 TOLERANCE = 1e-4  # relative, between the losses of variants
 Step = Callable[[], torch.Tensor]  # trains one step
-Variant = tuple[Callable[..., list[Receipt]], dict[str, Any]]  # how a model is sharded, and the settings of that
+Variant = tuple[
+    Callable[..., list[Receipt]], dict[str, Any]
+]  # how a model is sharded, and the settings of that
 
 
-def fsdp2(model: Transformer, mesh: DeviceMesh, device: torch.device, *, backend: str) -> list[Receipt]:
+def fsdp2(
+    model: Transformer, mesh: DeviceMesh, device: torch.device, *, backend: str
+) -> list[Receipt]:
     """As its documentation has it: fully_shard on every block and on the root, whose weights stay gathered; blocks compiled."""
     for layer in model.layers.values():
         if backend:
@@ -78,7 +89,9 @@ def fsdp2(model: Transformer, mesh: DeviceMesh, device: torch.device, *, backend
     return []
 
 
-def alone(model: Transformer, mesh: DeviceMesh, device: torch.device, *, backend: str) -> list[Receipt]:
+def alone(
+    model: Transformer, mesh: DeviceMesh, device: torch.device, *, backend: str
+) -> list[Receipt]:
     model.to_empty(device=device)
     return []
 
@@ -96,13 +109,29 @@ def simple_fsdp(
     machine: Machine | None = None,
 ) -> list[Receipt]:
     """backend: "" is eager. machine: this one by default. Returns what the receipts will be in, after the first step."""
-    resharding: dict[str, Any] = dict(reshard_after_forward=reshard, keep_gathered=Parallelism().fsdp_keep_gathered)
-    apply_simple_fsdp(model, parameter_mesh(mesh), param_dtype=torch.float32, reduce_dtype=torch.float32, **resharding)
+    resharding: dict[str, Any] = dict(
+        reshard_after_forward=reshard, keep_gathered=Parallelism().fsdp_keep_gathered
+    )
+    apply_simple_fsdp(
+        model,
+        parameter_mesh(mesh),
+        param_dtype=torch.float32,
+        reduce_dtype=torch.float32,
+        **resharding,
+    )
     receipts: list[Receipt] = []
     if backend:
-        config = Compile(enable=True, backend=backend, bucketing=bucketing, bucket_mode=bucket_mode, reordering=reordering)
+        config = Compile(
+            enable=True,
+            backend=backend,
+            bucketing=bucketing,
+            bucket_mode=bucket_mode,
+            reordering=reordering,
+        )
         machine = machine or find_machine("", device)
-        schedule = Schedule(config, machine, backend == "inductor", peers=stage_peers(mesh), receipts=receipts)
+        schedule = Schedule(
+            config, machine, backend == "inductor", peers=stage_peers(mesh), receipts=receipts
+        )
         compile_model(model, config, **resharding, schedule=schedule)
     materialize(model, device)
     return receipts
@@ -121,7 +150,10 @@ VARIANTS: dict[str, Variant] = {
     "simple-compiled": (simple_fsdp, dict(backend="inductor", reshard=True, reordering=False)),
     "simple-block-reshard": _inductor("block", reshard=True),
     "simple-block-keep": _inductor("block", reshard=False),
-    "simple-eager-chunked": (simple_fsdp, dict(backend="", reshard=False, chunks=8)),  # of tokens, for the loss
+    "simple-eager-chunked": (
+        simple_fsdp,
+        dict(backend="", reshard=False, chunks=8),
+    ),  # of tokens, for the loss
     "simple-greedy-reshard": _inductor("greedy", reshard=True),
     "simple-greedy-keep": _inductor("greedy", reshard=False),
 }
@@ -145,15 +177,23 @@ def build_step(
         updated = [each.data.chunk(world_size)[0].requires_grad_() for each in updated]
     optimizer = torch.optim.AdamW(updated, lr=1e-4, fused=True)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    tokens = torch.randint(config.vocab_size, (batch_size, SEQ_LEN + 1), generator=generator).to(device)
+    tokens = torch.randint(config.vocab_size, (batch_size, SEQ_LEN + 1), generator=generator).to(
+        device
+    )
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     if chunks:
         assert model.output is not None
-        model.output.loss_sum = build_chunked_loss(config.vocab_size, 0, 1, "", chunk=-(-labels.numel() // chunks))
-    scale = world_size if shard is fsdp2 else 1  # SimpleFSDP sums gradients over ranks, FSDP2 averages them
+        model.output.loss_sum = build_chunked_loss(
+            config.vocab_size, 0, 1, "", chunk=-(-labels.numel() // chunks)
+        )
+    scale = (
+        world_size if shard is fsdp2 else 1
+    )  # SimpleFSDP sums gradients over ranks, FSDP2 averages them
     loss_sum: Callable[..., torch.Tensor] = cross_entropy_sum
     if compile_loss and settings["backend"]:
-        loss_sum = compile_function(loss_sum, Compile(enable=True, backend=settings["backend"]), "loss")
+        loss_sum = compile_function(
+            loss_sum, Compile(enable=True, backend=settings["backend"]), "loss"
+        )
 
     def step() -> torch.Tensor:
         losses = model(inputs, labels=labels) if chunks else loss_sum(model(inputs), labels)
@@ -177,7 +217,9 @@ def peak_memory(step: Step, device: torch.device) -> int:
         step()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
         step()
     events, peak = list(profiler.profiler.kineto_results.experimental_event_tree()), 0
     while events:
@@ -204,7 +246,9 @@ def join_world(rank: int, world_size: int, store: str) -> torch.device:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=world_size
+    )
     return device
 
 
@@ -219,7 +263,9 @@ def rank_main(
 ) -> None:
     """Sends what it has Built; then for every number of steps it receives, (the seconds they took, the last loss)."""
     # The allocator's own switch, before the first tensor: else the profiler misses what gloo's threads release.
-    count_all = ctypes.c_bool.in_dll(ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_report_cpu_memory_usage")
+    count_all = ctypes.c_bool.in_dll(
+        ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_report_cpu_memory_usage"
+    )
     count_all.value = True
     device = join_world(rank, world_size, store)
     step, receipts = build_step(variant, *shape, device, compile_loss)
@@ -265,15 +311,23 @@ class World:
 
 
 def start_world(
-    main: Callable[..., None], world_size: int, store: Path, *arguments: Any, environment: Mapping[str, str] | None = None
+    main: Callable[..., None],
+    world_size: int,
+    store: Path,
+    *arguments: Any,
+    environment: Mapping[str, str] | None = None,
 ) -> World:
     """Fresh processes that run `main(pipe, rank, world_size, store, *arguments)`."""
     context, world = mp.get_context("spawn"), World([], [])
     # the profiler announces itself on stderr
-    with mock.patch.dict(os.environ, {"KINETO_LOG_LEVEL": "99", **os.environ, **(environment or {})}):
+    with mock.patch.dict(
+        os.environ, {"KINETO_LOG_LEVEL": "99", **os.environ, **(environment or {})}
+    ):
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=main, args=(theirs, rank, world_size, str(store), *arguments), daemon=True)
+            process = context.Process(
+                target=main, args=(theirs, rank, world_size, str(store), *arguments), daemon=True
+            )
             process.start()
             theirs.close()
             world.processes.append(process)
@@ -291,11 +345,17 @@ def run_in_turn(worlds: Mapping[str, World], rounds: int, steps: int) -> dict[st
             taken, losses[variant] = max(world.receive())
             seconds[variant].append(taken / steps)
         done = WARM_UP_STEPS + 1 + (number + 1) * steps
-        print(f"loss after {done} steps: " + ", ".join(f"{v} {loss:.6f}" for v, loss in losses.items()), flush=True)
+        print(
+            f"loss after {done} steps: "
+            + ", ".join(f"{v} {loss:.6f}" for v, loss in losses.items()),
+            flush=True,
+        )
         losses.pop("alone", None)
         expected = next(iter(losses.values()), 0.0)
         if not all(abs(loss - expected) <= TOLERANCE * abs(expected) for loss in losses.values()):
-            raise SystemExit(f"the losses differ by more than a relative {TOLERANCE}: the variants do not compute the same")
+            raise SystemExit(
+                f"the losses differ by more than a relative {TOLERANCE}: the variants do not compute the same"
+            )
     for world in worlds.values():
         world.end()
     return seconds
@@ -306,7 +366,9 @@ def spread(values: Sequence[float]) -> str:
     return f"{(max(values) - min(values)) / statistics.median(values):.0%}"
 
 
-def benchmark(variants: list[str], config: ModelConfig, batch_size: int, arguments: argparse.Namespace) -> str:
+def benchmark(
+    variants: list[str], config: ModelConfig, batch_size: int, arguments: argparse.Namespace
+) -> str:
     """The table, in Markdown."""
     with tempfile.TemporaryDirectory() as folder:
         worlds: dict[str, World] = {}
@@ -314,12 +376,19 @@ def benchmark(variants: list[str], config: ModelConfig, batch_size: int, argumen
         for variant in variants:
             start = time.perf_counter()
             settings = VARIANTS[variant], (config, batch_size), arguments.compile_loss
-            worlds[variant] = start_world(rank_main, arguments.world_size, Path(folder) / variant, *settings)
+            worlds[variant] = start_world(
+                rank_main, arguments.world_size, Path(folder) / variant, *settings
+            )
             peaks[variant] = max(rank.peak for rank in worlds[variant].receive())
-            print(f"{variant}: built and warm after {time.perf_counter() - start:.0f} s", flush=True)
+            print(
+                f"{variant}: built and warm after {time.perf_counter() - start:.0f} s", flush=True
+            )
         seconds = run_in_turn(worlds, arguments.rounds, arguments.steps)
 
-    lines = ["| variant | tokens/s | spread | relative | peak MiB per rank | relative |", "|---|--:|--:|--:|--:|--:|"]
+    lines = [
+        "| variant | tokens/s | spread | relative | peak MiB per rank | relative |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
     tokens = arguments.world_size * batch_size * SEQ_LEN
     rates = {variant: [tokens / each for each in seconds[variant]] for variant in variants}
     medians = {variant: statistics.median(rates[variant]) for variant in variants}
@@ -333,14 +402,20 @@ def benchmark(variants: list[str], config: ModelConfig, batch_size: int, argumen
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of all measurements here."""
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--batch-size", type=int, help="sequences a rank; default: 4 for debug, 1 for larger")
+    parser.add_argument(
+        "--batch-size", type=int, help="sequences a rank; default: 4 for debug, 1 for larger"
+    )
     parser.add_argument("--steps", type=int, default=5, help="in one round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--world-size", type=int, default=2)
 
 
 def heading(name: str, batch_size: int, arguments: argparse.Namespace) -> str:
-    where = "CUDA, NCCL" if torch.cuda.device_count() >= arguments.world_size else "CPU, gloo, one thread a rank"
+    where = (
+        "CUDA, NCCL"
+        if torch.cuda.device_count() >= arguments.world_size
+        else "CPU, gloo, one thread a rank"
+    )
     return (
         f"{name}: {arguments.world_size} ranks ({where}), each {batch_size} x {SEQ_LEN} tokens a step; "
         f"torch {torch.__version__}, {arguments.rounds} rounds of {arguments.steps} steps"
@@ -348,13 +423,27 @@ def heading(name: str, batch_size: int, arguments: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_arguments(parser)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="the first is the base of ratios")
-    parser.add_argument("--no-compile", action="store_true", help="leave out the variants that are compiled")
-    parser.add_argument("--compile-loss", action="store_true", help="in the variants that are compiled")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=list(VARIANTS),
+        help="the first is the base of ratios",
+    )
+    parser.add_argument(
+        "--no-compile", action="store_true", help="leave out the variants that are compiled"
+    )
+    parser.add_argument(
+        "--compile-loss", action="store_true", help="in the variants that are compiled"
+    )
     arguments = parser.parse_args()
-    variants = [v for v in arguments.variants if not (arguments.no_compile and VARIANTS[v][1]["backend"])]
+    variants = [
+        v for v in arguments.variants if not (arguments.no_compile and VARIANTS[v][1]["backend"])
+    ]
     if not variants:
         parser.error("--no-compile leaves no variant to run")
 

@@ -58,7 +58,11 @@ def through_datasets(folder: Path, format: str, count: int) -> None:
 
     datasets.disable_progress_bars()
     files = sorted(map(str, folder.iterdir()))
-    read = datasets.IterableDataset.from_parquet if format == "parquet" else datasets.IterableDataset.from_json
+    read = (
+        datasets.IterableDataset.from_parquet
+        if format == "parquet"
+        else datasets.IterableDataset.from_json
+    )
     stream = read(files).shuffle(seed=0, buffer_size=Data.shuffle_buffer)
     next(itertools.islice(stream, count, None))
 
@@ -79,16 +83,33 @@ def main() -> None:
     print(
         f"{len(texts)} documents, {size / 1e6:.0f} MB of text in {FILES} files; seconds to the first document, 90% into an epoch"
     )
-    print(f"{'format':26} {'going on':>9} {'from the beginning':>19} {'datasets, from the beginning':>29}")
+    print(
+        f"{'format':26} {'going on':>9} {'from the beginning':>19} {'datasets, from the beginning':>29}"
+    )
     for format in FORMATS:
         with tempfile.TemporaryDirectory() as name:
             write_corpus(Path(name), format, texts)
-            show(format, Data("local", path=name, validation_fraction=0.0), int(0.9 * len(texts)), arguments.rounds)
+            show(
+                format,
+                Data("local", path=name, validation_fraction=0.0),
+                int(0.9 * len(texts)),
+                arguments.rounds,
+            )
     for count in (len(texts), 500_000):
         with tempfile.TemporaryDirectory() as name:
             path = synthetic(Path(name), count * 100, 100)
-            show(f"prepared, {count:,}", Data("prepared", path=str(path)), int(0.9 * count), arguments.rounds)
-    show(f"stdlib, {len(source.names):,}", Data(validation_fraction=0.0), int(0.9 * len(source.names)), arguments.rounds)
+            show(
+                f"prepared, {count:,}",
+                Data("prepared", path=str(path)),
+                int(0.9 * count),
+                arguments.rounds,
+            )
+    show(
+        f"stdlib, {len(source.names):,}",
+        Data(validation_fraction=0.0),
+        int(0.9 * len(source.names)),
+        arguments.rounds,
+    )
 
 
 def show(name: str, data: Data, place: int, rounds: int) -> None:
@@ -97,7 +118,11 @@ def show(name: str, data: Data, place: int, rounds: int) -> None:
     ordinal = next(itertools.islice(documents, place, None))[0]
 
     def begin(start: int) -> None:
-        next(build_source(data, split="train", seed=0).documents(start, lambda wanted: wanted == ordinal))
+        next(
+            build_source(data, split="train", seed=0).documents(
+                start, lambda wanted: wanted == ordinal
+            )
+        )
 
     ways = {"going on": lambda: begin(ordinal), "from the beginning": lambda: begin(0)}
     if data.dataset == "local" and name not in ("txt", "jsonl.zst"):

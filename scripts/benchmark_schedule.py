@@ -90,7 +90,9 @@ class Compiled:
 def start_fake_world(world_size: int) -> None:
     """This process is rank 0 of so many that are not there, and has compiled something, so that no figure has that in it."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    compile_fake(replace(FLAVORS["debug"], n_layers=1, max_seq_len=16), 1, "none", load_machine("H100"))
+    compile_fake(
+        replace(FLAVORS["debug"], n_layers=1, max_seq_len=16), 1, "none", load_machine("H100")
+    )
 
 
 def keys_of(mode: str) -> dict[str, str]:
@@ -106,13 +108,21 @@ def compile_fake(config: ModelConfig, batch_size: int, mode: str, machine: Machi
     mesh = build_mesh(resolve_degrees(Parallelism(), dist.get_world_size()), "cpu")
     stage = Compile(enable=True, backend="aot_eager", **keys_of(mode))
     schedule = Schedule(stage, machine, fused=True)
-    resharding: dict[str, Any] = dict(reshard_after_forward=True, keep_gathered=Parallelism().fsdp_keep_gathered)
+    resharding: dict[str, Any] = dict(
+        reshard_after_forward=True, keep_gathered=Parallelism().fsdp_keep_gathered
+    )
     with torch.device("meta"):
         model = Transformer(config)
     training = Training(local_batch_size=batch_size, seq_len=config.max_seq_len)
     columns = make_layout(Config(training=training), dist.get_world_size(), config).by_columns
     dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    apply_simple_fsdp(model, parameter_mesh(mesh), **dtypes, **resharding, by_columns="tok_embeddings" if columns else None)
+    apply_simple_fsdp(
+        model,
+        parameter_mesh(mesh),
+        **dtypes,
+        **resharding,
+        by_columns="tok_embeddings" if columns else None,
+    )
     with FakeTensorMode(allow_non_fake_inputs=True):
         materialize(model, torch.device("cpu"))
         compile_model(model, stage, **resharding, schedule=schedule)
@@ -120,7 +130,9 @@ def compile_fake(config: ModelConfig, batch_size: int, mode: str, machine: Machi
         start = time.perf_counter()
         model(tokens)  # compiles backward as well
         seconds = time.perf_counter() - start
-    return Compiled(schedule.receipts, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10)
+    return Compiled(
+        schedule.receipts, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
+    )
 
 
 def predict(arguments: argparse.Namespace) -> None:
@@ -134,9 +146,15 @@ def predict(arguments: argparse.Namespace) -> None:
     of_layers = f"{', '.join(map(str, depths))} of {flavor.n_layers}"
     for world_size in arguments.world_sizes:
         spawn = mp.get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=spawn, initializer=start_fake_world, initargs=(world_size,)) as process:
+        with ProcessPoolExecutor(
+            1, mp_context=spawn, initializer=start_fake_world, initargs=(world_size,)
+        ) as process:
             for batch_size in arguments.batch_sizes:
-                cases = [(config, batch_size, mode, machine) for mode in arguments.modes for config in configs]
+                cases = [
+                    (config, batch_size, mode, machine)
+                    for mode in arguments.modes
+                    for config in configs
+                ]
                 found = list(process.map(compile_fake, *zip(*cases, strict=True)))
                 print(
                     f"\n{arguments.flavor} ({of_layers} layers): {world_size} ranks of {machine.name} ({machine.memory} GiB), "
@@ -149,11 +167,24 @@ def predict(arguments: argparse.Namespace) -> None:
                     lines = [depth_line(*case) for case in zip(modes, blocks, found, strict=True)]
                     print_table("mode", ("blocks", "trace and compile s", "passes s"), lines)
                 else:
-                    print_table("mode", PREDICTED, [prediction(*case) for case in zip(modes, found, strict=True)])
+                    print_table(
+                        "mode",
+                        PREDICTED,
+                        [prediction(*case) for case in zip(modes, found, strict=True)],
+                    )
 
 
 PREDICTED = (
-    *("collectives", "communication ms", "computation ms", "exposed ms", "bound ms", "exposed/bound", "copied GiB", "peak GiB"),
+    *(
+        "collectives",
+        "communication ms",
+        "computation ms",
+        "exposed ms",
+        "bound ms",
+        "exposed/bound",
+        "copied GiB",
+        "peak GiB",
+    ),
     *("passes s", "compile s"),
 )
 
@@ -163,7 +194,10 @@ def prediction(mode: str, compiled: Compiled) -> list[str]:
     communication = sum(timeline.communication for timeline in timelines)
     compute = sum(timeline.compute for timeline in timelines)
     copied = [receipt.copied for receipt in compiled.receipts]
-    exposed, bound = sum(timeline.exposed for timeline in timelines), sum(timeline.bound for timeline in timelines)
+    exposed, bound = (
+        sum(timeline.exposed for timeline in timelines),
+        sum(timeline.bound for timeline in timelines),
+    )
     return [
         mode,
         counts(compiled.receipts),
@@ -211,7 +245,9 @@ def measure(arguments: argparse.Namespace) -> None:
         machine = world.receive()[0]
         world.end()
     if machine is None:
-        raise ConfigError(f"{torch.cuda.get_device_name()} has no profile in titan_lite/compiler/profiles.py, which prices need")
+        raise ConfigError(
+            f"{torch.cuda.get_device_name()} has no profile in titan_lite/compiler/profiles.py, which prices need"
+        )
     variants: dict[str, Variant] = {"fsdp2-compiled": (fsdp2, dict(backend="inductor"))}
     for backend in arguments.backends:
         for mode in arguments.modes:
@@ -219,11 +255,21 @@ def measure(arguments: argparse.Namespace) -> None:
             variants[f"{mode}, {backend}"] = simple_fsdp, settings
     for name in arguments.models:
         config, batch_size = MODELS[name]
-        measure_model(name, config, arguments.batch_size or batch_size, machine, variants, arguments)
+        measure_model(
+            name, config, arguments.batch_size or batch_size, machine, variants, arguments
+        )
 
 
 MEASURED = (
-    *("collectives", "predicted exposed ms", "step ms", "spread", "relative", "peak MiB per rank", "relative"),
+    *(
+        "collectives",
+        "predicted exposed ms",
+        "step ms",
+        "spread",
+        "relative",
+        "peak MiB per rank",
+        "relative",
+    ),
     *("compile s, cold", "warm"),
 )
 
@@ -246,9 +292,13 @@ def measure_model(
             compile_seconds[variant] = []
             for state in ("cold", "warm"):
                 store = Path(folder) / f"{number}-{state}"
-                worlds[variant] = start_world(rank_main, arguments.world_size, store, settings, shape, environment=caches)
+                worlds[variant] = start_world(
+                    rank_main, arguments.world_size, store, settings, shape, environment=caches
+                )
                 built[variant] = worlds[variant].receive()
-                compile_seconds[variant].append(max(rank.compile_seconds for rank in built[variant]))
+                compile_seconds[variant].append(
+                    max(rank.compile_seconds for rank in built[variant])
+                )
                 if state == "cold":
                     worlds[variant].end()
             cold, warm = compile_seconds[variant]
@@ -304,10 +354,19 @@ def main() -> None:
     command.add_argument("--flavor", choices=FLAVORS, default="8B")
     depth = command.add_mutually_exclusive_group()
     depth.add_argument("--layers", type=at_least(1), help="default: all")
-    depth.add_argument("--depths", type=at_least(1), nargs="+", help="compile times for so many layers, and nothing else")
+    depth.add_argument(
+        "--depths",
+        type=at_least(1),
+        nargs="+",
+        help="compile times for so many layers, and nothing else",
+    )
     command.add_argument("--machine", default="H100", help="a profile, or the path of a .toml file")
-    command.add_argument("--world-sizes", type=at_least(2), nargs="+", default=[8, 128], help="ranks")
-    command.add_argument("--batch-sizes", type=at_least(1), nargs="+", default=[1, 2], help="sequences a rank")
+    command.add_argument(
+        "--world-sizes", type=at_least(2), nargs="+", default=[8, 128], help="ranks"
+    )
+    command.add_argument(
+        "--batch-sizes", type=at_least(1), nargs="+", default=[1, 2], help="sequences a rank"
+    )
     command.add_argument("--seq-len", type=at_least(1), default=8192)
     command.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     command = commands.add_parser("measure", help="on this machine")

@@ -57,9 +57,15 @@ LAYOUTS = {  # name: (ranks, what the recipe has beside COMMON)
     "CP 2, compiled": (2, f"{COMPILED} --parallelism.context_parallel_degree=2"),
     "FSDP 4": (4, ""),
     "FSDP 2 x TP 2, compiled": (4, f"{COMPILED} --parallelism.tensor_parallel_degree=2"),
-    "2 copies of FSDP 2, compiled": (4, f"{COMPILED} --parallelism.data_parallel_replicate_degree=2"),
+    "2 copies of FSDP 2, compiled": (
+        4,
+        f"{COMPILED} --parallelism.data_parallel_replicate_degree=2",
+    ),
     "PP 2 x FSDP 2": (4, "--parallelism.pipeline_parallel_degree=2"),
-    "PP 2 x TP 2": (4, "--parallelism.pipeline_parallel_degree=2 --parallelism.tensor_parallel_degree=2"),
+    "PP 2 x TP 2": (
+        4,
+        "--parallelism.pipeline_parallel_degree=2 --parallelism.tensor_parallel_degree=2",
+    ),
 }
 WARM_UP_STEPS = 3
 
@@ -74,13 +80,24 @@ class Measured:
     machine: Machine
 
 
-def rank_main(pipe: Connection, rank: int, ranks: int, store: str, overrides: str, rounds: int, steps: int) -> None:
-    count_all = ctypes.c_bool.in_dll(ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_report_cpu_memory_usage")
+def rank_main(
+    pipe: Connection, rank: int, ranks: int, store: str, overrides: str, rounds: int, steps: int
+) -> None:
+    count_all = ctypes.c_bool.in_dll(
+        ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_report_cpu_memory_usage"
+    )
     count_all.value = True  # before the first tensor, as in benchmark_fsdp.py
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store}
     with tempfile.TemporaryDirectory() as folder:
-        config, _ = load_config(RECIPE, [*COMMON.split(), *overrides.split(), f"--job.dump_folder={folder}"])
+        config, _ = load_config(
+            RECIPE, [*COMMON.split(), *overrides.split(), f"--job.dump_folder={folder}"]
+        )
         layout = lay_out(config, ranks)
         trainer = Trainer(config)
         device = torch.device("cpu")
@@ -98,7 +115,13 @@ def rank_main(pipe: Connection, rank: int, ranks: int, store: str, overrides: st
         gc.collect()
         peak = peak_memory(step, device)  # type: ignore[arg-type]
         count_all.value = False
-        shapes = Shapes(layout.model, layout.sequences, len(trainer.positions), layout.degrees["tp"], torch.float32)
+        shapes = Shapes(
+            layout.model,
+            layout.sequences,
+            len(trainer.positions),
+            layout.degrees["tp"],
+            torch.float32,
+        )
         figures, seconds = [], []
         for _ in range(rounds):
             figures.append(measure(shapes, device))
@@ -124,26 +147,47 @@ def run(ranks: int, overrides: str, rounds: int, steps: int) -> dict[str, Any]:
     for process in world.processes:
         process.join()
     first = found[0]
-    reached = {key: statistics.median(each[key] for each in first.figures) for key in first.figures[0]}
-    machine = {key: value for key, value in dataclasses.asdict(first.machine).items() if key != "like"}  # as in a machine's file
+    reached = {
+        key: statistics.median(each[key] for each in first.figures) for key in first.figures[0]
+    }
+    machine = {
+        key: value for key, value in dataclasses.asdict(first.machine).items() if key != "like"
+    }  # as in a machine's file
     peak = max(each.peak for each in found)
-    return {"seconds": statistics.median(first.seconds), "peak": peak, "reached": reached, "machine": machine}
+    return {
+        "seconds": statistics.median(first.seconds),
+        "peak": peak,
+        "reached": reached,
+        "machine": machine,
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layouts", default="", help="only those whose name has this in it")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="in one round")
-    parser.add_argument("--keep", type=Path, help="a file for what is measured; what it has already is not measured again")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="a file for what is measured; what it has already is not measured again",
+    )
     parser.add_argument("--show", action="store_true", help="what the step is planned from, and of")
     arguments = parser.parse_args()
-    kept = json.loads(arguments.keep.read_text()) if arguments.keep and arguments.keep.exists() else {}
+    kept = (
+        json.loads(arguments.keep.read_text()) if arguments.keep and arguments.keep.exists() else {}
+    )
     wanted = {name: layout for name, layout in LAYOUTS.items() if arguments.layouts in name}
     for name, (ranks, overrides) in wanted.items():
         if name not in kept:
             kept[name] = run(ranks, overrides, arguments.rounds, arguments.steps)
-            print(f"{name}: {kept[name]['seconds']:.3f} s, {kept[name]['peak'] / 1e6:.1f} MB", file=sys.stderr, flush=True)
+            print(
+                f"{name}: {kept[name]['seconds']:.3f} s, {kept[name]['peak'] / 1e6:.1f} MB",
+                file=sys.stderr,
+                flush=True,
+            )
             if arguments.keep:
                 arguments.keep.write_text(json.dumps(kept, indent=1))
     print("| layout | ranks | s planned | measured | ratio | MB planned | measured | ratio |")
@@ -153,9 +197,15 @@ def main() -> int:
         machine = calibrated(machine_from(found["machine"], name), found["reached"], torch.float32)
         config, _ = load_config(RECIPE, [*COMMON.split(), *overrides.split()])
         plan = make_plan(lay_out(config, ranks), [machine])
-        (planned, seconds), (expected, peak) = (plan.steps[0].seconds, found["seconds"]), (plan.memory.peak, found["peak"])
+        (planned, seconds), (expected, peak) = (
+            (plan.steps[0].seconds, found["seconds"]),
+            (plan.memory.peak, found["peak"]),
+        )
         times = f"{planned:.3f} | {seconds:.3f} | {planned / seconds:.2f}"
-        print(f"| {name} | {ranks} | {times} | {expected / 1e6:.1f} | {peak / 1e6:.1f} | {expected / peak:.2f} |", flush=True)
+        print(
+            f"| {name} | {ranks} | {times} | {expected / 1e6:.1f} | {peak / 1e6:.1f} | {expected / peak:.2f} |",
+            flush=True,
+        )
         if arguments.show:
             print(found["reached"], dict(plan.steps[0].parts), plan.memory, sep="\n", flush=True)
     return 0

@@ -48,42 +48,71 @@ NAMES = ("AdamW", "Muon", "Shampoo")
 
 def loss_after(name: str, rate: float, seed: int, steps: int, size: str) -> float:
     """Return the loss of held-out documents after the last step of a run. size: options of the model, and others for all runs."""
-    options = [f"--optimizer.name={name}", f"--optimizer.lr={rate}", f"--debug.seed={seed}", f"--training.steps={steps}"]
+    options = [
+        f"--optimizer.name={name}",
+        f"--optimizer.lr={rate}",
+        f"--debug.seed={seed}",
+        f"--training.steps={steps}",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         run_alone([*size.split(), *options, "--validation.steps=4"], folder)
         *_, last = read_metrics(Path(folder) / "metrics.jsonl").values()
     return float(last["validation_loss"])
 
 
-def compare_losses(names: list[str], steps: int, seeds: int, rates: list[float], shares: list[float], size: str) -> None:
-    print(f"| optimizer | learning rate | steps | {' | '.join(f'seed {seed}' for seed in range(seeds))} | mean |")
+def compare_losses(
+    names: list[str], steps: int, seeds: int, rates: list[float], shares: list[float], size: str
+) -> None:
+    print(
+        f"| optimizer | learning rate | steps | {' | '.join(f'seed {seed}' for seed in range(seeds))} | mean |"
+    )
     print(f"|---|--:|--:|{'--:|' * (seeds + 1)}", flush=True)
     for name in names:
         first = {rate: loss_after(name, rate, 0, steps, size) for rate in rates}
         best = min(rates, key=first.__getitem__)
         for rate in rates:
             if rate != best:
-                print(f"| {name} | {rate:g} | {steps} | {first[rate]:.4f} |{' |' * seeds}", flush=True)
+                print(
+                    f"| {name} | {rate:g} | {steps} | {first[rate]:.4f} |{' |' * seeds}", flush=True
+                )
         for share in (1.0, *(shares if name != "AdamW" else ())):
             done = round(share * steps)
             ends = [first[best]] if share == 1 else []
             ends += [loss_after(name, best, seed, done, size) for seed in range(len(ends), seeds)]
             each = " | ".join(f"{loss:.4f}" for loss in ends)
-            print(f"| {name} | {best:g} | {done} | {each} | {statistics.fmean(ends):.4f} |", flush=True)
+            print(
+                f"| {name} | {best:g} | {done} | {each} | {statistics.fmean(ends):.4f} |",
+                flush=True,
+            )
 
 
 def compare_compression(rank: int, steps: int, seeds: int, size: str) -> None:
-    common = [*size.split(), "--parallelism.data_parallel_replicate_degree=2", f"--training.steps={steps}"]
+    common = [
+        *size.split(),
+        "--parallelism.data_parallel_replicate_degree=2",
+        f"--training.steps={steps}",
+    ]
     common += ["--training.local_batch_size=4", "--validation.steps=8"]
-    compressed = ["--parallelism.replicate_compression=powersgd", f"--parallelism.replicate_rank={rank}"]
+    compressed = [
+        "--parallelism.replicate_compression=powersgd",
+        f"--parallelism.replicate_rank={rank}",
+    ]
     compressed += [f"--parallelism.replicate_uncompressed_steps={steps // 10}"]
-    print(f"| between copies | {' | '.join(f'seed {seed}' for seed in range(seeds))} | mean | bytes of a step |")
+    print(
+        f"| between copies | {' | '.join(f'seed {seed}' for seed in range(seeds))} | mean | bytes of a step |"
+    )
     print(f"|---|{'--:|' * (seeds + 2)}", flush=True)
     config, _ = load_config(RECIPE, [*common, *compressed])
     sent = sent_between_copies(config, make_layout(config, 2)).values()
-    whole, factors = 4 * sum(numbers for numbers, _ in sent), 4 * sum(factors or numbers for numbers, factors in sent)
+    whole, factors = (
+        4 * sum(numbers for numbers, _ in sent),
+        4 * sum(factors or numbers for numbers, factors in sent),
+    )
     means = []
-    for name, options, nbytes in (("none", [], whole), (f"powersgd, rank {rank}", compressed, factors)):
+    for name, options, nbytes in (
+        ("none", [], whole),
+        (f"powersgd, rank {rank}", compressed, factors),
+    ):
         ends = []
         for seed in range(seeds):
             with tempfile.TemporaryDirectory() as folder:
@@ -91,8 +120,13 @@ def compare_compression(rank: int, steps: int, seeds: int, size: str) -> None:
                 *_, last = read_metrics(Path(folder) / "metrics.jsonl").values()
             ends.append(float(last["validation_loss"]))
         means.append(statistics.fmean(ends))
-        print(f"| {name} | {' | '.join(f'{loss:.4f}' for loss in ends)} | {means[-1]:.4f} | {nbytes:,} |", flush=True)
-    print(f"loss with PowerSGD against none: {100 * (means[1] / means[0] - 1):+.2f}%, with 1/{whole / factors:.1f} of the bytes")
+        print(
+            f"| {name} | {' | '.join(f'{loss:.4f}' for loss in ends)} | {means[-1]:.4f} | {nbytes:,} |",
+            flush=True,
+        )
+    print(
+        f"loss with PowerSGD against none: {100 * (means[1] / means[0] - 1):+.2f}%, with 1/{whole / factors:.1f} of the bytes"
+    )
 
 
 def time_updates(rank: int, folder: str, rounds: int) -> None:
@@ -101,8 +135,12 @@ def time_updates(rank: int, folder: str, rounds: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     mesh = build_mesh(dict(pp=1, dp_replicate=1, dp_shard=2, cp=1, tp=1), "cpu")
     config = FLAVORS["debug"]
-    sections: dict[str, Any] = dict(activation_checkpoint=ActivationCheckpoint(), float8=Float8(), loss=None)
-    sections |= dict(parallelism=Parallelism(), training=Training(seq_len=64, mixed_precision_param="float32"))
+    sections: dict[str, Any] = dict(
+        activation_checkpoint=ActivationCheckpoint(), float8=Float8(), loss=None
+    )
+    sections |= dict(
+        parallelism=Parallelism(), training=Training(seq_len=64, mixed_precision_param="float32")
+    )
     make_model = functools.partial(Transformer, config)
     (model,) = build_stages(make_model, [module_fqns(config.n_layers)], mesh, **sections)
     materialize(model, torch.device("cpu"))
@@ -114,7 +152,9 @@ def time_updates(rank: int, folder: str, rounds: int) -> None:
     timed = {name: Optimizer(name) for name in NAMES[:2]}
     timed["Shampoo with roots"] = Optimizer("Shampoo", precondition_frequency=1, **roots)
     timed["Shampoo without"] = Optimizer("Shampoo", precondition_frequency=10**9, **roots)
-    updates: dict[str, Callable] = {name: build_optimizer(each, named, seed=0).step for name, each in timed.items()}
+    updates: dict[str, Callable] = {
+        name: build_optimizer(each, named, seed=0).step for name, each in timed.items()
+    }
     updates["torch.optim.Muon"] = torchs_muon(named)
     seconds: dict[str, list[float]] = {name: [] for name in updates}
     for _ in range(rounds + 1):
@@ -125,7 +165,10 @@ def time_updates(rank: int, folder: str, rounds: int) -> None:
             dist.barrier()
             seconds[name].append(time.perf_counter() - started)
     for name, each in seconds.items() if rank == 0 else ():
-        print(f"{name:<18} {1e3 * statistics.median(each[1:]):7.0f} ms an update (median of {rounds}, in turn)", flush=True)
+        print(
+            f"{name:<18} {1e3 * statistics.median(each[1:]):7.0f} ms an update (median of {rounds}, in turn)",
+            flush=True,
+        )
     dist.destroy_process_group()
 
 
@@ -144,20 +187,38 @@ def torchs_muon(named: dict[str, nn.Parameter]) -> Callable[[], None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
     parser.add_argument("--names", nargs="+", default=NAMES, choices=NAMES)
     parser.add_argument("--shares", type=float, nargs="*", default=[0.75])
-    parser.add_argument("--whole", action="store_true", help="the debug recipe's own model and batch")
-    parser.add_argument("--updates", action="store_true", help="time updates on two ranks, and train nothing")
+    parser.add_argument(
+        "--whole", action="store_true", help="the debug recipe's own model and batch"
+    )
+    parser.add_argument(
+        "--updates", action="store_true", help="time updates on two ranks, and train nothing"
+    )
     parser.add_argument("--rounds", type=int, default=7, help="updates of each")
-    parser.add_argument("--powersgd", type=int, default=0, metavar="RANK", help="compare compression between two copies instead")
-    parser.add_argument("--options", default="", help="of all runs at learning rates: --options=--optimizer.momentum=0.9")
+    parser.add_argument(
+        "--powersgd",
+        type=int,
+        default=0,
+        metavar="RANK",
+        help="compare compression between two copies instead",
+    )
+    parser.add_argument(
+        "--options",
+        default="",
+        help="of all runs at learning rates: --options=--optimizer.momentum=0.9",
+    )
     chosen = parser.parse_args()
     if chosen.options and (chosen.powersgd or chosen.updates):
-        parser.error("--options is for losses at learning rates; leave it out with --powersgd and --updates")
+        parser.error(
+            "--options is for losses at learning rates; leave it out with --powersgd and --updates"
+        )
     size = f"{'' if chosen.whole else SMALL} {chosen.options}"
     if chosen.powersgd:
         compare_compression(chosen.powersgd, chosen.steps, chosen.seeds, size)
@@ -166,7 +227,9 @@ def main() -> None:
         compare_losses(chosen.names, chosen.steps, chosen.seeds, chosen.rates, chosen.shares, size)
         return
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(time_updates, args=(folder, chosen.rounds), nprocs=2, start_method="fork")
+        mp.start_processes(
+            time_updates, args=(folder, chosen.rounds), nprocs=2, start_method="fork"
+        )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,11 @@ from titan_lite.metrics.records import read_metrics
 from titan_lite.trainer import Trainer
 
 RECIPE = Path(__file__).parents[1] / "train_configs" / "debug_model.toml"
-HALF, STATE, EIGHT = "--training.mixed_precision_param=bfloat16", "--optimizer.state_dtype=bfloat16", "--float8.enable"
+HALF, STATE, EIGHT = (
+    "--training.mixed_precision_param=bfloat16",
+    "--optimizer.state_dtype=bfloat16",
+    "--float8.enable",
+)
 WAYS = {  # products, parameters, moments: what the recipe has beside COMMON
     "float32 | float32 | float32": [],
     "float32 | float32 | bfloat16": [STATE],
@@ -31,7 +35,11 @@ WAYS = {  # products, parameters, moments: what the recipe has beside COMMON
     "bfloat16 | float32 | float32": [HALF],
     "float8, tensorwise | float32 | float32": [HALF, EIGHT, "--float8.all_gather"],
     "float8, rowwise | float32 | float32": [HALF, EIGHT, "--float8.recipe=rowwise"],
-    "float8, rowwise_with_gw_hp | float32 | float32": [HALF, EIGHT, "--float8.recipe=rowwise_with_gw_hp"],
+    "float8, rowwise_with_gw_hp | float32 | float32": [
+        HALF,
+        EIGHT,
+        "--float8.recipe=rowwise_with_gw_hp",
+    ],
 }
 SEQUENCES = "--training.local_batch_size={0} --training.global_batch_size={0}"
 SMALL = f"--model.dim=128 --model.n_layers=2 --model.hidden_dim=256 --training.seq_len=64 {SEQUENCES.format(8)}"
@@ -40,7 +48,9 @@ COMMON = "--data.num_workers=0 --no-checkpoint.enable --validation.freq=1000000 
 
 def train(arguments: list[str], port: int, rank: int, ranks: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
-    os.environ["LOCAL_WORLD_SIZE"] = str(os.cpu_count())  # a rank has the share of one of so many: one thread
+    os.environ["LOCAL_WORLD_SIZE"] = str(
+        os.cpu_count()
+    )  # a rank has the share of one of so many: one thread
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     Trainer(load_config(RECIPE, [*COMMON.split(), *arguments])[0]).train()
     os._exit(0)
@@ -51,8 +61,13 @@ def run_alone(arguments: list[str], folder: str, ranks: int = 1) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    fork, arguments = multiprocessing.get_context("fork"), [*arguments, f"--job.dump_folder={folder}"]
-    processes = [fork.Process(target=train, args=(arguments, port, rank, ranks)) for rank in range(ranks)]
+    fork, arguments = (
+        multiprocessing.get_context("fork"),
+        [*arguments, f"--job.dump_folder={folder}"],
+    )
+    processes = [
+        fork.Process(target=train, args=(arguments, port, rank, ranks)) for rank in range(ranks)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -69,15 +84,24 @@ def validation_loss(arguments: list[str]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--ways", nargs="+", default=[""], help="only those with products whose name begins with one of these")
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        default=[""],
+        help="only those with products whose name begins with one of these",
+    )
     parser.add_argument("--whole", action="store_true", help="the debug recipe's own model")
     parser.add_argument("--sequences", type=int, default=8, help="of a step")
     chosen = parser.parse_args()
     seeds = range(chosen.seeds)
-    print(f"| products | parameters | moments | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | against float32 |")
+    print(
+        f"| products | parameters | moments | {' | '.join(f'seed {seed}' for seed in seeds)} | mean | against float32 |"
+    )
     print(f"|---|---|---|{'--:|' * (len(seeds) + 2)}", flush=True)
     first = 0.0
     for way, overrides in WAYS.items():

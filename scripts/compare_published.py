@@ -47,7 +47,9 @@ from titan_lite.plan.trace import PROCESSES, start_fake_world
 
 RECIPES = Path(__file__).parents[1] / "train_configs"
 H100, H200, A100 = (load_machine(name) for name in ("H100", "H200", "A100"))
-TITAN = machine_from({"like": "H100", "memory": 96e9 / GIB, "memory_bandwidth": 2400, "power": 500}, "H100-96GB-500W")
+TITAN = machine_from(
+    {"like": "H100", "memory": 96e9 / GIB, "memory_bandwidth": 2400, "power": 500}, "H100-96GB-500W"
+)
 MACHINES = {machine.name: machine for machine in (H100, H200, A100, TITAN)}
 
 
@@ -77,7 +79,9 @@ AS_THERE = (
     "--compile.defer_products=false",
     "--compile.tensor_parallel_chunks=1",
 )
-SELECTIVE = "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=op/2"
+SELECTIVE = (
+    "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=op/2"
+)
 # torch chose FlashAttention 2 in 2024, and in 2025-06 torchtitan did (models/attention.py at its commit e7c0cae)
 FA2 = "--training.attention_kernel=FA2"
 EAGER, COMPILED = f"--no-compile.enable {SELECTIVE} {FA2}", f"{BLOCKS} {SELECTIVE} {FA2}"
@@ -97,13 +101,24 @@ TP8_OF_70B = f"{FA2} {TP8} --training.local_batch_size=16"
 WIDE = "--no-float8.all_gather"  # weights travel in bfloat16
 # A local batch of 32 sequences. How many microbatches: not published; the default then was the degree of the pipeline.
 PP16 = f"{BLOCKS} {FA2} --parallelism.pipeline_parallel_microbatch_size=2"
-DEGREES = "--parallelism.pipeline_parallel_degree=8 --parallelism.data_parallel_shard_degree={shard}"
+DEGREES = (
+    "--parallelism.pipeline_parallel_degree=8 --parallelism.data_parallel_shard_degree={shard}"
+)
 PP8 = f"{BLOCKS} {FA2} {DEGREES.format(shard=8)} --parallelism.pipeline_parallel_microbatch_size=4"
-ONE, TWO = (f"--parallelism.pipeline_parallel_schedule={order}" for order in ("1F1B", "Interleaved1F1B"))
-FOUR_D = f"{BLOCKS} {FA2} {DEGREES} {ONE} --training.local_batch_size=8 --training.seq_len={{tokens}}"
+ONE, TWO = (
+    f"--parallelism.pipeline_parallel_schedule={order}" for order in ("1F1B", "Interleaved1F1B")
+)
+FOUR_D = (
+    f"{BLOCKS} {FA2} {DEGREES} {ONE} --training.local_batch_size=8 --training.seq_len={{tokens}}"
+)
 # pytorch/torchtitan: its issue 1881, docs/performance.md in 2024, and benchmarks/llama3_h100_202412_torchtitan.md,
 # asyncTP_llama3_h100_2025-06_torchtitan.md and llama3-8b_h200_202506_trainy-whitefiber.md
-PAPER, RERUN, DOCS, LLAMA3 = "TorchTitan paper", "torchtitan 1881", "torchtitan docs", "Llama 3 paper"
+PAPER, RERUN, DOCS, LLAMA3 = (
+    "TorchTitan paper",
+    "torchtitan 1881",
+    "torchtitan docs",
+    "Llama 3 paper",
+)
 UNKNOWN = "stages a rank, and how attention is counted: not published"
 WINTER, SUMMER, H200S = "torchtitan 2024-12", "torchtitan 2025-06", "torchtitan 2025-06, H200"
 ROWS = (
@@ -114,9 +129,36 @@ ROWS = (
     Row(f"{PAPER}: 8B on 8, float8", "8b_float8", 8, TITAN, 9409, 76.8, COMPILED),
     Row(f"{PAPER}: 8B on 128, float8", "8b_float8", 128, TITAN, 9319, 61.8, COMPILED),
     Row(f"{PAPER}: 70B on 256, float8", "70b_float8", 256, TITAN, 897, 70.3, f"{BLOCKS} {FA2}"),
-    Row(f"{PAPER}: 70B on 256, float8, async TP", "70b_float8", 256, TITAN, 1010, 67.7, f"{BLOCKS} {FA2}", async_tp=True),
-    Row(f"{PAPER}: 405B on 512, float8, 1F1B", "405b_float8", 512, TITAN, 100, 78.0, f"{PP16} {ONE}", async_tp=True),
-    Row(f"{PAPER}: 405B on 512, float8, interleaved", "405b_float8", 512, TITAN, 130, 80.3, f"{PP16} {TWO}", async_tp=True),
+    Row(
+        f"{PAPER}: 70B on 256, float8, async TP",
+        "70b_float8",
+        256,
+        TITAN,
+        1010,
+        67.7,
+        f"{BLOCKS} {FA2}",
+        async_tp=True,
+    ),
+    Row(
+        f"{PAPER}: 405B on 512, float8, 1F1B",
+        "405b_float8",
+        512,
+        TITAN,
+        100,
+        78.0,
+        f"{PP16} {ONE}",
+        async_tp=True,
+    ),
+    Row(
+        f"{PAPER}: 405B on 512, float8, interleaved",
+        "405b_float8",
+        512,
+        TITAN,
+        130,
+        80.3,
+        f"{PP16} {TWO}",
+        async_tp=True,
+    ),
     Row(f"{RERUN}: 8B, FSDP 8", "8b", 8, TITAN, 7227, 40.96, AOT),
     Row(
         f"{RERUN}: 8B, FSDP 4 x TP 2",
@@ -133,13 +175,64 @@ ROWS = (
     Row(f"{WINTER}: 8B on 128, compiled", "8b", 128, TITAN, 6514, 62.0, COMPILED),
     Row(f"{WINTER}: 8B on 8, float8", "8b_float8", 8, TITAN, 8532, 76.8, COMPILED),
     Row(f"{WINTER}: 8B on 128, float8", "8b_float8", 128, TITAN, 8380, 61.8, COMPILED),
-    Row(f"{WINTER}: 8B on 8, float8, 32k tokens", "8b_float8", 8, TITAN, 3890, 83.9, f"{LONG} --training.seq_len=32768"),
-    Row(f"{WINTER}: 8B, float8, FSDP 4 x CP 2, 64k tokens", "8b_float8", 8, TITAN, 2540, 84.2, f"{LONG} {CP2}"),
-    Row(f"{WINTER}: 8B, float8, FSDP 2 x CP 4, 128k tokens", "8b_float8", 8, TITAN, 1071, 84.0, f"{LONG} {CP4}"),
+    Row(
+        f"{WINTER}: 8B on 8, float8, 32k tokens",
+        "8b_float8",
+        8,
+        TITAN,
+        3890,
+        83.9,
+        f"{LONG} --training.seq_len=32768",
+    ),
+    Row(
+        f"{WINTER}: 8B, float8, FSDP 4 x CP 2, 64k tokens",
+        "8b_float8",
+        8,
+        TITAN,
+        2540,
+        84.2,
+        f"{LONG} {CP2}",
+    ),
+    Row(
+        f"{WINTER}: 8B, float8, FSDP 2 x CP 4, 128k tokens",
+        "8b_float8",
+        8,
+        TITAN,
+        1071,
+        84.0,
+        f"{LONG} {CP4}",
+    ),
     Row(f"{WINTER}: 70B on 256, float8", "70b_float8", 256, TITAN, 829, 71.9, f"{BLOCKS} {FA2}"),
-    Row(f"{WINTER}: 70B on 256, float8, async TP", "70b_float8", 256, TITAN, 876, 67.6, f"{BLOCKS} {FA2}", async_tp=True),
-    Row(f"{WINTER}: 405B on 512, float8, 1F1B", "405b_float8", 512, TITAN, 100, 82.5, f"{PP8} {ONE}", async_tp=True),
-    Row(f"{WINTER}: 405B on 512, float8, interleaved", "405b_float8", 512, TITAN, 128, 72.7, f"{PP8} {TWO}", async_tp=True),
+    Row(
+        f"{WINTER}: 70B on 256, float8, async TP",
+        "70b_float8",
+        256,
+        TITAN,
+        876,
+        67.6,
+        f"{BLOCKS} {FA2}",
+        async_tp=True,
+    ),
+    Row(
+        f"{WINTER}: 405B on 512, float8, 1F1B",
+        "405b_float8",
+        512,
+        TITAN,
+        100,
+        82.5,
+        f"{PP8} {ONE}",
+        async_tp=True,
+    ),
+    Row(
+        f"{WINTER}: 405B on 512, float8, interleaved",
+        "405b_float8",
+        512,
+        TITAN,
+        128,
+        72.7,
+        f"{PP8} {TWO}",
+        async_tp=True,
+    ),
     *(
         Row(
             f"{WINTER}: 405B on 512, float8, CP {degree}, {degree * 32}k tokens",
@@ -154,16 +247,56 @@ ROWS = (
         for degree, published, memory in ((1, 76, 75.3), (2, 47, 75.9), (4, 31, 77.1))
     ),
     Row(f"{SUMMER}: 8B on 64, FSDP 8 x TP 8", "8b", 64, TITAN, 4378, 0, TP8_OF_8B),
-    Row(f"{SUMMER}: 8B on 64, FSDP 8 x TP 8, async TP", "8b", 64, TITAN, 4809.4, 0, TP8_OF_8B, async_tp=True),
+    Row(
+        f"{SUMMER}: 8B on 64, FSDP 8 x TP 8, async TP",
+        "8b",
+        64,
+        TITAN,
+        4809.4,
+        0,
+        TP8_OF_8B,
+        async_tp=True,
+    ),
     Row(f"{SUMMER}: 8B on 64, float8", "8b_float8", 64, TITAN, 5078.1, 0, f"{TP8_OF_8B} {WIDE}"),
-    Row(f"{SUMMER}: 8B on 64, float8, async TP", "8b_float8", 64, TITAN, 5570.1, 0, f"{TP8_OF_8B} {WIDE}", async_tp=True),
+    Row(
+        f"{SUMMER}: 8B on 64, float8, async TP",
+        "8b_float8",
+        64,
+        TITAN,
+        5570.1,
+        0,
+        f"{TP8_OF_8B} {WIDE}",
+        async_tp=True,
+    ),
     Row(f"{SUMMER}: 70B on 256, FSDP 32 x TP 8", "70b", 256, TITAN, 597.3, 0, TP8_OF_70B),
-    Row(f"{SUMMER}: 70B on 256, FSDP 32 x TP 8, async TP", "70b", 256, TITAN, 652.4, 0, TP8_OF_70B, async_tp=True),
-    Row(f"{SUMMER}: 70B on 256, float8", "70b_float8", 256, TITAN, 809.8, 0, f"{TP8_OF_70B} {WIDE}"),
-    Row(f"{SUMMER}: 70B on 256, float8, async TP", "70b_float8", 256, TITAN, 942.4, 0, f"{TP8_OF_70B} {WIDE}", async_tp=True),
+    Row(
+        f"{SUMMER}: 70B on 256, FSDP 32 x TP 8, async TP",
+        "70b",
+        256,
+        TITAN,
+        652.4,
+        0,
+        TP8_OF_70B,
+        async_tp=True,
+    ),
+    Row(
+        f"{SUMMER}: 70B on 256, float8", "70b_float8", 256, TITAN, 809.8, 0, f"{TP8_OF_70B} {WIDE}"
+    ),
+    Row(
+        f"{SUMMER}: 70B on 256, float8, async TP",
+        "70b_float8",
+        256,
+        TITAN,
+        942.4,
+        0,
+        f"{TP8_OF_70B} {WIDE}",
+        async_tp=True,
+    ),
     Row(f"{H200S}: 8B on 32, float8", "8b_float8", 32, H200, 10938, 48.0, f"{SELECTIVE} {FA2}"),
     Row(f"{H200S}: 8B on 64, float8", "8b_float8", 64, H200, 10753, 47.0, f"{SELECTIVE} {FA2}"),
-    Row(f"{DOCS}: 8B on 64 A100", "8b", 64, A100, 2973, 0, BATCH1, "whether compiled: not published"),
+    Row(
+        f"{DOCS}: 8B on 64 A100", "8b", 64, A100, 2973, 0, BATCH1, "whether compiled: not published"
+    ),
     Row(
         f"{DOCS}: 8B on 64 A100, every second block",
         "8b",
@@ -213,7 +346,8 @@ ROWS = (
         H100,
         380,
         0,
-        LLAMA.format(batch=16, shard=8) + " --training.seq_len=131072 --parallelism.context_parallel_degree=16",
+        LLAMA.format(batch=16, shard=8)
+        + " --training.seq_len=131072 --parallelism.context_parallel_degree=16",
         UNKNOWN,
         True,
     ),
@@ -232,7 +366,9 @@ class Compared:
 
 def attend(self: Attention, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
     heads = q.shape[2]
-    k, v = (x[:, :, :, None].expand(-1, -1, -1, heads // x.shape[2], -1).flatten(2, 3) for x in (k, v))
+    k, v = (
+        x[:, :, :, None].expand(-1, -1, -1, heads // x.shape[2], -1).flatten(2, 3) for x in (k, v)
+    )
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
@@ -244,7 +380,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def normalize(self: RMSNorm, x: Tensor) -> Tensor:
     whole = x.float()
-    return (whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(x) * self.weight
+    return (whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + self.eps)).type_as(
+        x
+    ) * self.weight
 
 
 class LossParallel(torch.autograd.Function):
@@ -269,7 +407,9 @@ class LossParallel(torch.autograd.Function):
         return ((ones + result.exp()) * gradient.unsqueeze(-1)).to(ctx.dtype), None, None, None
 
 
-def loss_parallel(logits: Tensor, labels: Tensor, *, first: int, group: str, by_sequence: bool = False) -> Tensor:
+def loss_parallel(
+    logits: Tensor, labels: Tensor, *, first: int, group: str, by_sequence: bool = False
+) -> Tensor:
     return LossParallel.apply(logits.flatten(0, 1), labels.flatten(), first, group).sum()
 
 
@@ -308,7 +448,9 @@ def start_with_their_model(world_size: int, of_2024: bool) -> None:
 @contextmanager
 def start_tracing_their_model(world_size: int, of_2024: bool) -> Iterator[ProcessPoolExecutor]:
     context, arguments = mp.get_context("fork"), (world_size, of_2024)
-    with ProcessPoolExecutor(PROCESSES, context, initializer=start_with_their_model, initargs=arguments) as processes:
+    with ProcessPoolExecutor(
+        PROCESSES, context, initializer=start_with_their_model, initargs=arguments
+    ) as processes:
         yield processes
 
 
@@ -318,13 +460,18 @@ def planned(recipe: str, ranks: int, machine: str, keys: str, async_tp: bool, mo
     layout = lay_out(config, ranks, MACHINES[machine].memory * GIB)
     if async_tp:
         parallelism = dataclasses.replace(config.parallelism, enable_async_tensor_parallel=True)
-        layout = dataclasses.replace(layout, config=dataclasses.replace(config, parallelism=parallelism))
+        layout = dataclasses.replace(
+            layout, config=dataclasses.replace(config, parallelism=parallelism)
+        )
     if model == "titan_lite":
         return make_plan(layout, MACHINES[machine].spread())
     of_2024 = model == "torchtitan 2024"
     tracing = functools.partial(start_tracing_their_model, of_2024=of_2024)
     replay = ReplayOf2024 if of_2024 else Replay
-    with patch("titan_lite.plan.summary.start_tracing", tracing), patch("titan_lite.plan.memory.Replay", replay):
+    with (
+        patch("titan_lite.plan.summary.start_tracing", tracing),
+        patch("titan_lite.plan.memory.Replay", replay),
+    ):
         return make_plan(layout, MACHINES[machine].spread())
 
 
@@ -338,12 +485,26 @@ def kept_by_theirs(plan: Plan) -> float:
     """
     config = plan.layout.config
     if not config.compile.compiles("model") and config.activation_checkpoint.mode == "selective":
-        results = 2.0 * plan.layout.sequences * plan.layout.seq_len * plan.layout.model.dim * plan.layout.model.n_layers
+        results = (
+            2.0
+            * plan.layout.sequences
+            * plan.layout.seq_len
+            * plan.layout.model.dim
+            * plan.layout.model.n_layers
+        )
     else:
         results = 0.0
     model, degrees = plan.layout.model, plan.layout.degrees
-    tp, shards, table = degrees["tp"], degrees["dp_shard"] * degrees["cp"], model.vocab_size * model.dim / degrees["tp"]
-    block = model.dim * (2 * (model.n_heads + model.n_kv_heads) * model.head_dim + 3 * model.hidden_dim) / tp
+    tp, shards, table = (
+        degrees["tp"],
+        degrees["dp_shard"] * degrees["cp"],
+        model.vocab_size * model.dim / degrees["tp"],
+    )
+    block = (
+        model.dim
+        * (2 * (model.n_heads + model.n_kv_heads) * model.head_dim + 3 * model.hidden_dim)
+        / tp
+    )
     stage = (model.n_layers * block + 2 * table) / degrees["pp"]
     if degrees["pp"] > 1:
         results += 4 * block * len(plan.layout.pipeline.modules) / degrees["pp"]
@@ -366,7 +527,9 @@ def compare(row: Row) -> Compared:
     if abs(kept - nominal / published) > 0.005:
         print(f"{row.name}: titan_lite/plan/published.py says {kept:.2f}", file=sys.stderr)
     line = f"| {row.name} | {speed} | {memory} | {row.differs} |"
-    away = math.log(published / nominal) / math.log((slow if published < nominal else fast) / nominal)
+    away = math.log(published / nominal) / math.log(
+        (slow if published < nominal else fast) / nominal
+    )
     return Compared(line, nominal / published, reserved / row.memory if row.memory else None, away)
 
 
@@ -383,17 +546,26 @@ def score(name: str, rows: Sequence[Compared]) -> str:
         if ratios:
             errors = [100 * abs(ratio - 1) for ratio in ratios]
             within = f"{sum(error <= limit for error in errors)} of {len(errors)} within {limit}%"
-            parts.append(f"{what} off by {statistics.median(errors):.0f}% (median), {max(errors):.0f}% (most), {within}")
-    return "; ".join([*parts, f"published speed in the planned range for {sum(row.away <= 1 for row in rows)}"])
+            parts.append(
+                f"{what} off by {statistics.median(errors):.0f}% (median), {max(errors):.0f}% (most), {within}"
+            )
+    return "; ".join(
+        [*parts, f"published speed in the planned range for {sum(row.away <= 1 for row in rows)}"]
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", default="", help="only those whose name has this in it")
     arguments = parser.parse_args()
     print("| run | tok/s planned | published | ratio | GiB planned | published | not alike |")
     print("|---|--:|--:|--:|--:|--:|---|", flush=True)
-    scored: dict[str, list[Compared]] = {"rows known when the constants were chosen": [], "rows kept aside": []}
+    scored: dict[str, list[Compared]] = {
+        "rows known when the constants were chosen": [],
+        "rows kept aside": [],
+    }
     for row in ROWS:
         if arguments.rows in row.name:
             try:
@@ -402,14 +574,19 @@ def main() -> int:
                 if not row.differs:
                     scored[list(scored)[row.name.startswith((WINTER, SUMMER))]].append(compared)
             except ConfigError as error:
-                print(f"| {row.name} | {error} | {row.published:,.0f} | - | - | {row.memory:g} | {row.differs} |", flush=True)
+                print(
+                    f"| {row.name} | {error} | {row.published:,.0f} | - | - | {row.memory:g} | {row.differs} |",
+                    flush=True,
+                )
     print(*(f"\n{score(name, rows)}" for name, rows in scored.items() if rows), sep="\n")
     every = [row for rows in scored.values() for row in rows]
     if len(every) > 1:
         others = [[other for other in every if other is not row] for row in every]
         held = sum(row.away <= width(rest) for row, rest in zip(every, others, strict=True))
         print(f"\n{score('all scored rows', every)}")
-        print(f"\nranges {width(every):.2f} times as wide would hold 80%; as wide as the other rows need, they hold {held}")
+        print(
+            f"\nranges {width(every):.2f} times as wide would hold 80%; as wide as the other rows need, they hold {held}"
+        )
     return 0
 
 

@@ -25,7 +25,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 DEBUG, STEPS, ROUNDS = "debug_model", 10, 2
-OFFLINE = ["--data.dataset=stdlib", f"--model.tokenizer_path={ROOT}/assets/tokenizer/debug.model", "--no-validation.enable"]
+OFFLINE = [
+    "--data.dataset=stdlib",
+    f"--model.tokenizer_path={ROOT}/assets/tokenizer/debug.model",
+    "--no-validation.enable",
+]
 OFFLINE += ["--metrics.log_freq=1", "--no-metrics.enable_tensorboard", "--checkpoint.interval=1000"]
 BLOCKS_OF_8B = 8  # with which weights, gradients and AdamW's state take 41 GiB
 
@@ -33,17 +37,33 @@ BLOCKS_OF_8B = 8  # with which weights, gradients and AdamW's state take 41 GiB
 def command(*words: str, device: str) -> dict[str, Any]:
     """The arguments for a process on the device."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "NGPU": "1", "LOG_RANK": "0"}
+    environment = {
+        **os.environ,
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "NGPU": "1",
+        "LOG_RANK": "0",
+    }
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    return {"args": words, "env": environment, "cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return {
+        "args": words,
+        "env": environment,
+        "cwd": ROOT,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
 
 
 def run(*words: str, device: str) -> str:
     """The output of a command. Raises RuntimeError with its last lines where it fails."""
     done = subprocess.run(**command(*words, device=device))
     if done.returncode:
-        raise RuntimeError(f"{' '.join(words)}: exit code {done.returncode}: " + " | ".join(done.stdout.splitlines()[-3:]))
+        raise RuntimeError(
+            f"{' '.join(words)}: exit code {done.returncode}: "
+            + " | ".join(done.stdout.splitlines()[-3:])
+        )
     return done.stdout
 
 
@@ -78,7 +98,9 @@ def furthest(found: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def test_suite(folder: Path, device: str) -> tuple[bool, str]:
-    done = subprocess.run(**command(sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/unit", device=device))
+    done = subprocess.run(
+        **command(sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/unit", device=device)
+    )
     closing = done.stdout.strip().splitlines()[-1].strip("= ")
     return done.returncode == 0, closing
 
@@ -86,8 +108,13 @@ def test_suite(folder: Path, device: str) -> tuple[bool, str]:
 def against_the_cpu(folder: Path, device: str) -> tuple[bool, str]:
     expected = losses(folder / "cpu", "cpu")
     exact = furthest(losses(folder / "float32", device), expected)
-    half = furthest(losses(folder / "bfloat16", device, "--training.mixed_precision_param=bfloat16"), expected)
-    return exact < 1e-4 and half < 2e-2, f"float32 within {exact:.1e} (1e-4 allowed), bfloat16 within {half:.1e} (2e-2)"
+    half = furthest(
+        losses(folder / "bfloat16", device, "--training.mixed_precision_param=bfloat16"), expected
+    )
+    return (
+        exact < 1e-4 and half < 2e-2,
+        f"float32 within {exact:.1e} (1e-4 allowed), bfloat16 within {half:.1e} (2e-2)",
+    )
 
 
 def compiled_against_eager(folder: Path, device: str) -> tuple[bool, str]:
@@ -100,15 +127,24 @@ def killed_and_resumed(folder: Path, device: str) -> tuple[bool, str]:
     options = ["--checkpoint.interval=5", "--debug.deterministic"]
     expected = losses(folder / "whole", device, *options)
     words = training(DEBUG, folder / "killed", f"--training.steps={STEPS}", *options)
-    with subprocess.Popen(**{**command(*words, device=device), "stdout": subprocess.DEVNULL}) as process:
+    with subprocess.Popen(
+        **{**command(*words, device=device), "stdout": subprocess.DEVNULL}
+    ) as process:
         while process.poll() is None:  # until it has done a step after a save
-            if (folder / "killed/metrics.jsonl").exists() and max(metrics(folder / "killed"), default=0) > 6:
-                rank = int((folder / "killed/checkpoint/lock").read_text().split()[1])  # "process N on HOST"
+            if (folder / "killed/metrics.jsonl").exists() and max(
+                metrics(folder / "killed"), default=0
+            ) > 6:
+                rank = int(
+                    (folder / "killed/checkpoint/lock").read_text().split()[1]
+                )  # "process N on HOST"
                 os.kill(rank, signal.SIGKILL)
                 process.wait()
             time.sleep(0.05)
     found = losses(folder / "killed", device, *options)
-    return found == expected, "all losses equal to the bit" if found == expected else f"{found} instead of {expected}"
+    return (
+        found == expected,
+        "all losses equal to the bit" if found == expected else f"{found} instead of {expected}",
+    )
 
 
 CHECKS = {
@@ -124,10 +160,17 @@ CHECKS = {
 
 def speed(recipe: str, folder: Path, device: str, *options: str) -> dict[str, float]:
     """Median tokens a second, MFU in percent, peak GiB of a run of 12 steps, without the first four."""
-    run(*training(recipe, folder, "--training.steps=12", "--no-checkpoint.enable", *options), device=device)
+    run(
+        *training(recipe, folder, "--training.steps=12", "--no-checkpoint.enable", *options),
+        device=device,
+    )
     late = [values for step, values in metrics(folder).items() if step > 4]
     names = {"tokens_per_second": "tps", "mfu": "mfu", "memory": "memory_gib"}
-    return {name: statistics.median(values[key] for values in late) for name, key in names.items() if key in late[0]}
+    return {
+        name: statistics.median(values[key] for values in late)
+        for name, key in names.items()
+        if key in late[0]
+    }
 
 
 def fsdp2(recipe: str, options: Sequence[str], compiles: bool) -> dict[str, float]:
@@ -147,10 +190,14 @@ def fsdp2(recipe: str, options: Sequence[str], compiles: bool) -> dict[str, floa
     layout = make_layout(config, 1)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     device = init_device(config.debug)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
     with torch.device("meta"):
         model = Transformer(layout.model)
-    precision = MixedPrecisionPolicy(getattr(torch, config.training.mixed_precision_param), torch.float32)
+    precision = MixedPrecisionPolicy(
+        getattr(torch, config.training.mixed_precision_param), torch.float32
+    )
     for block in model.layers.values():
         if compiles:
             block.compile()
@@ -181,19 +228,36 @@ def planned(recipe: str, options: Sequence[str], device: str) -> dict[str, float
     """The prediction of `plan` for one GPU of this kind; nothing where its prices are not known."""
     if device == "cpu":
         return {}
-    name = run(sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())", device=device)
+    name = run(
+        sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())", device=device
+    )
     hardware = next((known for known in ("h200", "h100", "a100") if known in name.casefold()), "")
     if not hardware:
         return {}
-    words = [f"train_configs/{recipe}.toml", "--world-size", "1", "--hardware", hardware, "--json", *options]
+    words = [
+        f"train_configs/{recipe}.toml",
+        "--world-size",
+        "1",
+        "--hardware",
+        hardware,
+        "--json",
+        *options,
+    ]
     plan = json.loads(run(sys.executable, "-m", "titan_lite.plan", *words, device=device))
     memory = plan["memory"]["peak"] / 2**30
-    return {"tokens_per_second": plan["tokens_per_second"]["stated"], "mfu": 100 * plan["mfu"]["stated"], "memory": memory}
+    return {
+        "tokens_per_second": plan["tokens_per_second"]["stated"],
+        "mfu": 100 * plan["mfu"]["stated"],
+        "memory": memory,
+    }
 
 
 def measure(name: str, recipe: str, options: Sequence[str], folder: Path, device: str) -> list[str]:
     """Rows of the table: every variant in turn, ROUNDS times."""
-    variants: dict[str, list[str]] = {"eager": ["--no-compile.enable"], "compiled": ["--compile.enable=true"]}
+    variants: dict[str, list[str]] = {
+        "eager": ["--no-compile.enable"],
+        "compiled": ["--compile.enable=true"],
+    }
     found: dict[str, list[dict[str, float]]] = {}
     for turn in range(ROUNDS):
         for variant, changes in variants.items():
@@ -212,14 +276,20 @@ def measure(name: str, recipe: str, options: Sequence[str], folder: Path, device
         mfu = f"{middle['mfu']:.1f}%" if middle.get("mfu") else "-"
         memory = f"{middle['memory']:.2f}" if middle["memory"] else "-"
         tokens = middle["tokens_per_second"]
-        rows.append(f"| {name} | {variant} | {tokens:,.0f} | {tokens / base:.2f} | {mfu} | {memory} |")
+        rows.append(
+            f"| {name} | {variant} | {tokens:,.0f} | {tokens / base:.2f} | {mfu} | {memory} |"
+        )
     return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--fsdp2", choices=("eager", "compiled"), help=argparse.SUPPRESS)  # one row, in a process of its own
+    parser.add_argument(
+        "--fsdp2", choices=("eager", "compiled"), help=argparse.SUPPRESS
+    )  # one row, in a process of its own
     parser.add_argument("recipe", nargs="?", help=argparse.SUPPRESS)
     options, overrides = parser.parse_known_args()
     if options.fsdp2:
@@ -232,9 +302,14 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch sees no GPU here; use --device cpu")
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    print(f"{datetime.date.today()}, {name}, torch {torch.__version__}: `python {' '.join(map(str, sys.argv))}`\n", flush=True)
+    print(
+        f"{datetime.date.today()}, {name}, torch {torch.__version__}: `python {' '.join(map(str, sys.argv))}`\n",
+        flush=True,
+    )
     one = ["--training.local_batch_size=1", "--training.global_batch_size=1"]
-    models: dict[str, tuple[str, list[str]]] = {"debug": (DEBUG, ["--training.global_batch_size=2"])}
+    models: dict[str, tuple[str, list[str]]] = {
+        "debug": (DEBUG, ["--training.global_batch_size=2"])
+    }
     if options.device == "cuda":
         models = {
             "1B": ("llama3_1b", one),
@@ -250,10 +325,15 @@ def main() -> int:
                 passed, words = False, str(error)
             good &= passed
             print(f"| {check} | {'passed' if passed else 'FAILED'}: {words} |", flush=True)
-        print("\n| model | variant | tokens/s | / FSDP2 eager | MFU | peak GiB |\n|---|---|--:|--:|--:|--:|")
+        print(
+            "\n| model | variant | tokens/s | / FSDP2 eager | MFU | peak GiB |\n|---|---|--:|--:|--:|--:|"
+        )
         for model, (recipe, changes) in models.items():
             try:
-                print("\n".join(measure(model, recipe, changes, Path(folder), options.device)), flush=True)
+                print(
+                    "\n".join(measure(model, recipe, changes, Path(folder), options.device)),
+                    flush=True,
+                )
             except RuntimeError as error:
                 good = False
                 print(f"| {model} | FAILED: {error} | | | | |", flush=True)

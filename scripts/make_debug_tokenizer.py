@@ -31,15 +31,21 @@ def train(texts: list[str], ranks: int) -> list[bytes]:
     # `tokenizers` writes each byte as one printable character: itself where it is printable, else one from U+0100 on.
     printable = [byte for byte in range(256) if chr(byte) in alphabet]
     others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    byte_of = {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
     learned = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     merged = [bytes(byte_of[char] for char in token) for token, _ in learned if len(token) > 1]
     return [bytes([byte]) for byte in range(256)] + merged
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent.parent / "assets/tokenizer/debug.model")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent.parent / "assets/tokenizer/debug.model"
+    )
     parser.add_argument("--ranks", type=int, default=1792)
     arguments = parser.parse_args()
 
@@ -48,14 +54,18 @@ def main() -> None:
     texts = [text for _, text in itertools.islice(documents, len(source.names))]
     tokens = train(texts, arguments.ranks)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
+    arguments.output.write_bytes(
+        b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
+    )
 
     tokenizer = load_tokenizer(arguments.output)
     ids = [tokenizer.encode(text) for text in texts]
     assert all(tokenizer.decode(some) == text for some, text in zip(ids, texts, strict=True))
     size, count = sum(len(text.encode()) for text in texts), sum(map(len, ids))
     print(f"{arguments.output}: a vocabulary of {tokenizer.vocab_size}")
-    print(f"{len(texts)} documents of {size} bytes are {count} tokens: {size / count:.2f} bytes a token")
+    print(
+        f"{len(texts)} documents of {size} bytes are {count} tokens: {size / count:.2f} bytes a token"
+    )
 
 
 if __name__ == "__main__":

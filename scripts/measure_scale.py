@@ -35,12 +35,20 @@ MESSAGE = 10_000  # bytes that a rank sends to the first one
 REDUCTIONS = 5
 SOCKETS = "sockets of the last rank"
 CONNECTING = "connecting to the store, median x ranks"  # one look-up of a name that times out would decide the sum
-ENTRIES, FILES, ROWS = 20_000, 4096, 4096  # parts of tensors in .metadata, files in manifest.json, rows in state.json
+ENTRIES, FILES, ROWS = (
+    20_000,
+    4096,
+    4096,
+)  # parts of tensors in .metadata, files in manifest.json, rows in state.json
 
 
 def sockets() -> int:
     files = Path("/proc/self/fd")
-    return sum(os.readlink(files / name).startswith("socket") for name in os.listdir(files) if (files / name).is_symlink())
+    return sum(
+        os.readlink(files / name).startswith("socket")
+        for name in os.listdir(files)
+        if (files / name).is_symlink()
+    )
 
 
 def run_rank(rank: int, ranks: int, port: int, together: Any, turn: Any, told: Any) -> None:
@@ -61,7 +69,11 @@ def run_rank(rank: int, ranks: int, port: int, together: Any, turn: Any, told: A
     def connect() -> None:
         with turn:
             began = time.perf_counter()
-            stores.append(dist.TCPStore("127.0.0.1", port, ranks, is_master=False, timeout=LIMIT, wait_for_workers=False))
+            stores.append(
+                dist.TCPStore(
+                    "127.0.0.1", port, ranks, is_master=False, timeout=LIMIT, wait_for_workers=False
+                )
+            )
             found[CONNECTING] = time.perf_counter() - began
 
     def meet() -> None:
@@ -70,10 +82,17 @@ def run_rank(rank: int, ranks: int, port: int, together: Any, turn: Any, told: A
         stores[-1].wait(["verdict"])
 
     if rank == 0:
-        stores.append(dist.TCPStore("127.0.0.1", port, ranks, is_master=True, timeout=LIMIT, wait_for_workers=False))
+        stores.append(
+            dist.TCPStore(
+                "127.0.0.1", port, ranks, is_master=True, timeout=LIMIT, wait_for_workers=False
+            )
+        )
     connect()
     timed("meeting", meet)
-    timed("first group", lambda: dist.init_process_group("gloo", store=stores[-1], rank=rank, world_size=ranks))
+    timed(
+        "first group",
+        lambda: dist.init_process_group("gloo", store=stores[-1], rank=rank, world_size=ranks),
+    )
     timed("group of saves", lambda: new_gloo_group(LIMIT, "saves"))
     timed("first all-reduce, which connects", lambda: reduce_numbers(0))
     timed("all-reduce", lambda: reduce_numbers(0), REDUCTIONS)
@@ -92,7 +111,9 @@ def measure_ranks(ranks: int) -> dict[str, float]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = context.Barrier(ranks, timeout=120), context.Lock(), context.SimpleQueue()
-    processes = [context.Process(target=run_rank, args=(rank, ranks, port, *shared)) for rank in range(ranks)]
+    processes = [
+        context.Process(target=run_rank, args=(rank, ranks, port, *shared)) for rank in range(ranks)
+    ]
     for process in processes:
         process.start()
     by_rank = dict(shared[-1].get() for _ in processes)
@@ -124,7 +145,11 @@ def measure_files(folder: Path) -> dict[str, float]:
         found[name] = (time.perf_counter() - began) / count
 
     found["sent to the first rank, bytes an entry"] = len(pickle.dumps(entries)) / ENTRIES
-    timed("write .metadata, s an entry", lambda: tensor_files.write_metadata(folder, [entries]), ENTRIES)
+    timed(
+        "write .metadata, s an entry",
+        lambda: tensor_files.write_metadata(folder, [entries]),
+        ENTRIES,
+    )
     found[".metadata, bytes an entry"] = (folder / tensor_files.NAME).stat().st_size / ENTRIES
     files = {f"__{number}_0.distcp" for number in range(ENTRIES)}
     timed("read .metadata, s an entry", lambda: tensor_files.read_metadata(folder, files), ENTRIES)
@@ -135,7 +160,10 @@ def measure_files(folder: Path) -> dict[str, float]:
     manifest.write(folder, 1, listed)
     found["manifest.json, bytes a file"] = (folder / manifest.NAME).stat().st_size / FILES
     timed("check names and sizes, s a file", lambda: manifest.check_step(folder, 1), FILES)
-    states = [{"windows": 10**9, "rows": {str(row): [10**6, [10**10 + row, 4000]]}, "of": ROWS} for row in range(ROWS)]
+    states = [
+        {"windows": 10**9, "rows": {str(row): [10**6, [10**10 + row, 4000]]}, "of": ROWS}
+        for row in range(ROWS)
+    ]
     merged = manifest.json.dumps({"loader": merge_loaders(states)}, indent=1)
     found["state.json, bytes a row of one source"] = len(merged) / ROWS
     large = folder / "large"
@@ -145,8 +173,16 @@ def measure_files(folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, nargs="+", default=[2, 64, 256], help="numbers of ranks (default: 2 64 256)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        nargs="+",
+        default=[2, 64, 256],
+        help="numbers of ranks (default: 2 64 256)",
+    )
     worlds = parser.parse_args().processes
     found = {ranks: measure_ranks(ranks) for ranks in worlds}
     print(

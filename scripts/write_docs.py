@@ -20,7 +20,10 @@ from titan_lite.config.toml import in_toml
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, DOCS = ROOT / "titan_lite", ROOT / "docs"
-BEGIN, END = "<!-- written by scripts/write_docs.py -->\n", "<!-- end of what scripts/write_docs.py wrote -->\n"
+BEGIN, END = (
+    "<!-- written by scripts/write_docs.py -->\n",
+    "<!-- end of what scripts/write_docs.py wrote -->\n",
+)
 
 
 # docs/recipes.md
@@ -33,8 +36,15 @@ def key_tables() -> str:
         lines += [f"## [{section}]", "", f"{cls.__doc__[0].upper()}{cls.__doc__[1:]}.", ""]
         lines += ["| key | default | values | purpose |", "|---|---|---|---|"]
         for field in dataclasses.fields(cls):
-            cells = f"`{field.name}`", f"`{in_toml(field.default)}`", _values(field), _purpose(field)
-            lines.append(f"| {' | '.join(cell.replace('|', '&#124;').replace('<', '&lt;') for cell in cells)} |")
+            cells = (
+                f"`{field.name}`",
+                f"`{in_toml(field.default)}`",
+                _values(field),
+                _purpose(field),
+            )
+            lines.append(
+                f"| {' | '.join(cell.replace('|', '&#124;').replace('<', '&lt;') for cell in cells)} |"
+            )
         lines.append("")
     return "\n".join(lines)
 
@@ -42,13 +52,20 @@ def key_tables() -> str:
 def _values(field: dataclasses.Field) -> str:
     """an integer at least 1; steps"""
     unit = field.metadata["unit"]
-    return admitted_values(field) + ("" if unit in ("bool", "integer", "name", "text") else f"; {unit}")
+    return admitted_values(field) + (
+        "" if unit in ("bool", "integer", "name", "text") else f"; {unit}"
+    )
 
 
 def _purpose(field: dataclasses.Field) -> str:
     row = field.metadata
-    keys = ", ".join(f"`{key}`" for key in dict.fromkeys(need.key for need in row["needs"]) if key in KEYS)
-    notes = [row["gpu"] and f"needs a GPU: {row['gpu']}", row["package"] and f"needs `pip install {row['package']}`"]
+    keys = ", ".join(
+        f"`{key}`" for key in dict.fromkeys(need.key for need in row["needs"]) if key in KEYS
+    )
+    notes = [
+        row["gpu"] and f"needs a GPU: {row['gpu']}",
+        row["package"] and f"needs `pip install {row['package']}`",
+    ]
     notes.append(keys and f"whether it has an effect depends on {keys}")
     return f"{row['doc']}. {''.join(f'({note}) ' for note in notes if note)}".strip()
 
@@ -71,7 +88,11 @@ def imports() -> Graph:
     found: Graph = {part: set() for part in parts}
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-        typing = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+        typing = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        ]
         left_out = {id(inner) for node in typing for inner in ast.walk(node)}
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module and id(node) not in left_out:
@@ -96,7 +117,10 @@ def shortened(graph: Graph) -> Graph:
     """The graph without the arrows that a longer way replaces. Raises ValueError where parts import each other in a circle."""
     if circle := sorted(part for part in graph if part in reached(graph, part)):
         raise ValueError(f"these parts import each other in a circle: {', '.join(circle)}")
-    return {part: {each for each in to if not any(each in reached(graph, other) for other in to)} for part, to in graph.items()}
+    return {
+        part: {each for each in to if not any(each in reached(graph, other) for other in to)}
+        for part, to in graph.items()
+    }
 
 
 def drawing() -> str:
@@ -105,9 +129,14 @@ def drawing() -> str:
     if outward := sorted(part for part in GROUND if found[part] - GROUND):
         raise ValueError(f"these parts of the ground import others: {', '.join(outward)}")
     arrows = shortened({part: to - GROUND for part, to in found.items() if part not in GROUND})
-    names = {part: f'{part}["{part}/"]' if (PACKAGE / part).is_dir() else f'{part}["{part}.py"]' for part in sorted(arrows)}
+    names = {
+        part: f'{part}["{part}/"]' if (PACKAGE / part).is_dir() else f'{part}["{part}.py"]'
+        for part in sorted(arrows)
+    }
     lines = ["```mermaid", "flowchart TD", *(f"    {name}" for name in names.values())]
-    lines += [f"    {part} --> {each}" for part, to in sorted(arrows.items()) for each in sorted(to)]
+    lines += [
+        f"    {part} --> {each}" for part, to in sorted(arrows.items()) for each in sorted(to)
+    ]
     return "\n".join([*lines, "```", ""])
 
 
@@ -124,10 +153,18 @@ def as_of_today(page: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a page would change")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit code 1 where a page would change"
+    )
     options = parser.parse_args()
-    stale = [page for page in (DOCS / name for name in PARTS) if as_of_today(page) != page.read_text(encoding="utf-8")]
+    stale = [
+        page
+        for page in (DOCS / name for name in PARTS)
+        if as_of_today(page) != page.read_text(encoding="utf-8")
+    ]
     for page in stale:
         if not options.check:
             page.write_text(as_of_today(page), encoding="utf-8")

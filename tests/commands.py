@@ -25,7 +25,9 @@ Done = subprocess.CompletedProcess  # of which stdout has both streams
 
 def run(*command: Any, cwd: Path = ROOT, seconds: float = SECONDS, **environment: Any) -> Done:
     """Run a command to its end. environment: variables besides those of tests; None removes one."""
-    started = _command(command, environment, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    started = _command(
+        command, environment, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    )
     with started as process:
         try:
             output, _ = process.communicate(timeout=seconds)
@@ -41,11 +43,20 @@ class Job:
     stdout: a file of its own, of which the output then has nothing; session: its processes are a session.
     """
 
-    def __init__(self, log: Path | str, *command: Any, stdout: Any = None, session: bool = False, **environment: Any):
+    def __init__(
+        self,
+        log: Path | str,
+        *command: Any,
+        stdout: Any = None,
+        session: bool = False,
+        **environment: Any,
+    ):
         self.log = Path(log)
         with open(self.log, "w") as output:
             streams = {"stdout": stdout or output, "stderr": output, "stdin": subprocess.DEVNULL}
-            self.process = _command(command, environment, cwd=ROOT, start_new_session=session, **streams)
+            self.process = _command(
+                command, environment, cwd=ROOT, start_new_session=session, **streams
+            )
 
     def __enter__(self) -> "Job":
         return self
@@ -63,7 +74,9 @@ class Job:
         deadline = time.monotonic() + seconds
         while not re.search(pattern, self.output):
             ended = self.process.poll() is not None and not re.search(pattern, self.output)
-            assert not ended, f"exit code {self.process.returncode} before {pattern!r}:\n{self.output}"
+            assert not ended, (
+                f"exit code {self.process.returncode} before {pattern!r}:\n{self.output}"
+            )
             assert time.monotonic() < deadline, f"no {pattern!r} in {seconds} s:\n{self.output}"
             time.sleep(0.02)
 
@@ -82,7 +95,9 @@ class Job:
 def _command(command: tuple, environment: dict[str, Any], **options: Any) -> subprocess.Popen:
     variables = {**os.environ, **ENVIRONMENT, **environment}
     set_here = {name: str(value) for name, value in variables.items() if value is not None}
-    return subprocess.Popen([*map(str, command)], env=set_here, text=True, **{"stderr": subprocess.STDOUT, **options})
+    return subprocess.Popen(
+        [*map(str, command)], env=set_here, text=True, **{"stderr": subprocess.STDOUT, **options}
+    )
 
 
 def python(*arguments: Any) -> list[Any]:
@@ -95,9 +110,18 @@ def script(folder: Any, *options: Any) -> list[Any]:
     return [ROOT / "run_train.sh", "--job.dump_folder", folder, *options]
 
 
-def launcher(world_size: int, *program: Any, module: str = "titan_lite.launch", restarts: int = 0) -> list[Any]:
+def launcher(
+    world_size: int, *program: Any, module: str = "titan_lite.launch", restarts: int = 0
+) -> list[Any]:
     """The command that starts `program` on so many ranks of this machine. module: that launcher, or TORCHRUN."""
-    options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--max-restarts", restarts]
+    options = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+        "--max-restarts",
+        restarts,
+    ]
     return python("-m", module, *options, "--nproc-per-node", world_size, *program)
 
 
@@ -107,16 +131,22 @@ def torchrun(world_size: int, recipe: Any, folder: Any, *options: Any, **environ
     return run(*launcher(world_size, *program, module=TORCHRUN), **environment)
 
 
-def train(world_size: int, recipe: Any, folder: Any, *options: Any, seconds: float = SECONDS) -> Done:
+def train(
+    world_size: int, recipe: Any, folder: Any, *options: Any, seconds: float = SECONDS
+) -> Done:
     """Do what torchrun() does, for tests of what is trained: ranks are forked, with everything imported.
 
     The exit code is that of the first rank that has another one than 0; the other ranks have half a minute to find out.
     """
     words = [str(word) for word in (recipe, "--job.dump_folder", folder, *options)]
     with tempfile.NamedTemporaryFile(mode="r", suffix=".log") as log:
-        codes = end_ranks(start_ranks(world_size, _train, log.name, words, **ENVIRONMENT), seconds, patience=30)
+        codes = end_ranks(
+            start_ranks(world_size, _train, log.name, words, **ENVIRONMENT), seconds, patience=30
+        )
         output = log.read()
-    print(f"$ titan_lite.train {' '.join(words)}\n{output}\nexit codes of {world_size} forked ranks: {codes}")
+    print(
+        f"$ titan_lite.train {' '.join(words)}\n{output}\nexit codes of {world_size} forked ranks: {codes}"
+    )
     assert None not in codes, f"a rank did not end, and was killed: {codes}"
     return Done(words, next((code for code in codes if code), 0), output)
 

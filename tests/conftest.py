@@ -17,7 +17,9 @@ hypothesis.settings.load_profile("titan_lite")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--messages", metavar="FILE", help="write every ConfigError that the tests provoke")
+    parser.addoption(
+        "--messages", metavar="FILE", help="write every ConfigError that the tests provoke"
+    )
 
 
 def pytest_configure(config):
@@ -31,11 +33,15 @@ def pytest_configure(config):
         frame = sys._getframe(1)
         place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         if "titan_lite" in frame.f_code.co_filename and len(lines) == 1:
-            messages[place].setdefault(re.sub(r"/\S*pytest-[^/ ]*/[^/ ]*/[^/ ]*", "FOLDER", str(error)))
+            messages[place].setdefault(
+                re.sub(r"/\S*pytest-[^/ ]*/[^/ ]*/[^/ ]*", "FOLDER", str(error))
+            )
 
     ConfigError.__init__ = noted
     # a few of each line that raises, in the order of the sources
-    text = lambda: "\n".join(f"{place}\n  " + "\n  ".join([*messages[place]][:4]) for place in sorted(messages))
+    text = lambda: "\n".join(
+        f"{place}\n  " + "\n  ".join([*messages[place]][:4]) for place in sorted(messages)
+    )
     config.add_cleanup(lambda: Path(path).write_text(text() + "\n", encoding="utf-8"))
 
 

@@ -108,7 +108,9 @@ class _Captured:
     settings: dict[str, Any]  # of Inductor
 
 
-def lower_stage(recipe: str, world_size: int, options: Sequence[str] = (), number: int = 0) -> dict[str, Lowered]:
+def lower_stage(
+    recipe: str, world_size: int, options: Sequence[str] = (), number: int = 0
+) -> dict[str, Lowered]:
     """The code of each graph of a pipeline stage, cut to three blocks: "forward" and "backward", and "inference"."""
     start_fake_world(world_size)
     captured = capture(RECIPES / recipe, world_size, options, 3, number)
@@ -116,7 +118,9 @@ def lower_stage(recipe: str, world_size: int, options: Sequence[str] = (), numbe
     return {name: lower(each) for name, each in captured.items()}
 
 
-def capture(recipe: Path, world_size: int, options: Sequence[str], blocks: int, number: int) -> dict[str, _Captured]:
+def capture(
+    recipe: Path, world_size: int, options: Sequence[str], blocks: int, number: int
+) -> dict[str, _Captured]:
     """Each graph of a stage as the passes leave it, on fake CPU tensors: with gradients, then without."""
     config, _ = load_config(recipe, options)
     layout = PlannedLayout(**vars(make_layout(config, world_size)), config=config)
@@ -128,13 +132,30 @@ def capture(recipe: Path, world_size: int, options: Sequence[str], blocks: int, 
 
     def keep(module: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """In place of compile_fx_inner."""
-        name = "backward" if options.get("is_backward") else "inference" if options.get("is_inference") else "forward"
-        settings = {key: value for key, value in inductor_config.get_config_copy().items() if value != defaults[key]}
+        name = (
+            "backward"
+            if options.get("is_backward")
+            else "inference"
+            if options.get("is_inference")
+            else "forward"
+        )
+        settings = {
+            key: value
+            for key, value in inductor_config.get_config_copy().items()
+            if value != defaults[key]
+        }
         graphs[name] = _Captured(module, events(module.graph), options, settings)
         (results,) = next(iter(reversed(module.graph.nodes))).args
-        return make_boxed_func(lambda *_: [result.meta["val"] if isinstance(result, Node) else result for result in results])
+        return make_boxed_func(
+            lambda *_: [
+                result.meta["val"] if isinstance(result, Node) else result for result in results
+            ]
+        )
 
-    with FakeTensorMode(allow_non_fake_inputs=True), mock.patch.object(compiler_stage, "compile_fx_inner", keep):
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        mock.patch.object(compiler_stage, "compile_fx_inner", keep),
+    ):
         materialize_stage(layout, model)
         compile_stages(
             [model],
@@ -171,7 +192,10 @@ def events(graph: Graph) -> list[tuple[str, str]]:
 
 def _is_collective(node: Node) -> bool:
     """True of Inductor's collectives in place, too."""
-    return str(node.target).startswith("_c10d_functional.") and node.target is not collectives.wait_tensor.default
+    return (
+        str(node.target).startswith("_c10d_functional.")
+        and node.target is not collectives.wait_tensor.default
+    )
 
 
 def _is_product(node: Node) -> bool:
@@ -179,7 +203,9 @@ def _is_product(node: Node) -> bool:
 
 
 def _is_attention(node: Node) -> bool:
-    return node.op == "call_function" and any(word in str(node.target) for word in ("scaled_dot_product", "flash_attention"))
+    return node.op == "call_function" and any(
+        word in str(node.target) for word in ("scaled_dot_product", "flash_attention")
+    )
 
 
 def lower(captured: _Captured) -> Lowered:
@@ -221,17 +247,24 @@ def on_cuda(module: GraphModule) -> tuple[GraphModule, list[Any]]:
         elif node.target is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
             gradient, q, k, v, out, lse, dropout, causal = node.args
             lengths = [each.meta["val"].shape[2] for each in (q, k)]
-            state = [_random_state(graph, name, shape) for name, shape in (("philox_seed", (2,)), ("philox_offset", ()))]
+            state = [
+                _random_state(graph, name, shape)
+                for name, shape in (("philox_seed", (2,)), ("philox_offset", ()))
+            ]
             node.target = aten._scaled_dot_product_flash_attention_backward.default
             node.args = (gradient, q, k, v, out, lse, None, None, *lengths, dropout, causal, *state)
             node.kwargs = {key: value for key, value in node.kwargs.items() if key != "attn_mask"}
         if "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": CUDA}
     inputs = []
-    counts = [node.args[-1] for node in graph.nodes if "within_documents" in str(node.target)]  # which stay on the host
+    counts = [
+        node.args[-1] for node in graph.nodes if "within_documents" in str(node.target)
+    ]  # which stay on the host
     for node in graph.nodes:
         if node.op == "placeholder":
-            node.meta["val"] = _fake(node.meta["val"], mode, torch.device("cpu") if node in counts else CUDA)
+            node.meta["val"] = _fake(
+                node.meta["val"], mode, torch.device("cpu") if node in counts else CUDA
+            )
             inputs.append(node.meta["val"])
         else:
             node.meta.pop("val", None)
@@ -257,7 +290,9 @@ def _fake(value: Any, mode: FakeTensorMode, device: torch.device) -> Any:
     if not isinstance(value, Tensor):
         return value
     with unset_fake_temporarily():
-        meta = torch.empty_strided(tuple(value.shape), tuple(value.stride()), dtype=value.dtype, device="meta")
+        meta = torch.empty_strided(
+            tuple(value.shape), tuple(value.stride()), dtype=value.dtype, device="meta"
+        )
     return FakeTensor(mode, meta, device)
 
 
@@ -344,7 +379,9 @@ def _cuda_there() -> Iterator[None]:
                 stack.enter_context(mock.patch.object(owner, name, value, create=True))
         for owner, values in interface.items():
             for name, value in values.items():
-                stack.enter_context(mock.patch.object(owner, name, staticmethod(value), create=True))
+                stack.enter_context(
+                    mock.patch.object(owner, name, staticmethod(value), create=True)
+                )
         yield
 
 
@@ -357,20 +394,32 @@ def compile_kernels(graph: Lowered, capability: int) -> dict[str, int]:
 
     target = GPUTarget("cuda", capability, 32)
     driver = SimpleNamespace(
-        get_current_target=lambda: target, get_current_device=lambda: 0, get_active_torch_device=lambda: CUDA
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_active_torch_device=lambda: CUDA,
     )
     triton.runtime.driver.set_active(driver)
     compiled = {}
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(triton_helpers, "set_driver_to_gpu"):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(triton_helpers, "set_driver_to_gpu"),
+    ):
         for name, text in triton_kernels(ast.parse(graph.source)):
             path = Path(folder) / f"{name}.py"
             path.write_text(text)  # triton reads a function's source from its file
             kernel = runpy.run_path(str(path))[name]
             first, meta, names = kernel.configs[0], kernel.triton_meta, kernel.fn.arg_names
             constants = {**meta.get("constants", {}), **first.kwargs}
-            signature = {each: "constexpr" if each in constants else meta["signature"].get(each, "constexpr") for each in names}
-            values = {(names.index(each),): value for each, value in constants.items() if each in names}
+            signature = {
+                each: "constexpr" if each in constants else meta["signature"].get(each, "constexpr")
+                for each in names
+            }
+            values = {
+                (names.index(each),): value for each, value in constants.items() if each in names
+            }
             source = ASTSource(kernel.fn, signature, values, meta["configs"][0])
             options = {"num_warps": first.num_warps, "num_stages": first.num_stages}
-            compiled[name] = len(triton.compile(source, target=target, options=options).asm["cubin"])
+            compiled[name] = len(
+                triton.compile(source, target=target, options=options).asm["cubin"]
+            )
     return compiled

@@ -37,11 +37,18 @@ def happen():
     elif "raise" in FAULT:
         raise ValueError(FAULT["raise"])
     else:
-        os.kill(os.getppid() if FAULT.get("to") == "launcher" else os.getpid(), getattr(signal, FAULT["signal"]))
+        os.kill(
+            os.getppid() if FAULT.get("to") == "launcher" else os.getpid(),
+            getattr(signal, FAULT["signal"]),
+        )
 
 
 def happen_if_due(step):
-    if step >= FAULT["from"] if "from" in FAULT else not happened and FAULT.get("step") in (None, step):
+    if (
+        step >= FAULT["from"]
+        if "from" in FAULT
+        else not happened and FAULT.get("step") in (None, step)
+    ):
         happened.append(step)
         happen()
 
@@ -69,5 +76,7 @@ if __name__ == "__main__":
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     here = os.environ["RANK"] == str(FAULT["rank"]) and (first or FAULT.get("every"))
     if here and FAULT["at"] == "compile":  # in the middle of which nobody looks on
-        stage.min_cut_rematerialization_partition = before(stage.min_cut_rematerialization_partition)
+        stage.min_cut_rematerialization_partition = before(
+            stage.min_cut_rematerialization_partition
+        )
     end_with(lambda: main(sys.argv[1:], observe=observe if here else None))

@@ -69,7 +69,11 @@ VALUES = st.sampled_from(ODD) | st.integers() | st.floats() | st.text(max_size=5
 
 def spots(value):
     """(container, key) of every value within."""
-    for key in (value if isinstance(value, dict) else range(len(value))) if isinstance(value, dict | list) else ():
+    for key in (
+        (value if isinstance(value, dict) else range(len(value)))
+        if isinstance(value, dict | list)
+        else ()
+    ):
         yield value, key
         yield from spots(value[key])
 
@@ -87,7 +91,9 @@ def mutated(draw, value, most=2):
         elif how == "leave out":
             del container[key]
         elif isinstance(container, dict):
-            container[draw(st.sampled_from(("", "x", "0", "..", "/etc/passwd", "a\0b", "\ud800")))] = copy.deepcopy(draw(VALUES))
+            container[
+                draw(st.sampled_from(("", "x", "0", "..", "/etc/passwd", "a\0b", "\ud800")))
+            ] = copy.deepcopy(draw(VALUES))
         else:
             container.append(copy.deepcopy(draw(VALUES)))
     return value[""]
@@ -99,11 +105,16 @@ def damaged(draw, content):
     how = draw(st.sampled_from(("replace", "replace", "replace", "cut", "insert", "any")))
     at = draw(st.integers(0, max(0, len(content) - 1)))
     some = draw(
-        st.binary(min_size=1, max_size=9) | st.sampled_from([b"\xff" * 8, b"\0" * 8, b"[" * 9999, b"9" * 5000, b"-1", b"1e999"])
+        st.binary(min_size=1, max_size=9)
+        | st.sampled_from([b"\xff" * 8, b"\0" * 8, b"[" * 9999, b"9" * 5000, b"-1", b"1e999"])
     )
     if how == "any":
         return some
-    return content[:at] if how == "cut" else content[:at] + some + content[at + len(some) * (how == "replace") :]
+    return (
+        content[:at]
+        if how == "cut"
+        else content[:at] + some + content[at + len(some) * (how == "replace") :]
+    )
 
 
 def as_json(value):

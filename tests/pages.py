@@ -6,7 +6,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 README = "README.md"
 PAGES = {
-    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in (ROOT / README, *sorted(ROOT.glob("docs/*.md")))
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in (ROOT / README, *sorted(ROOT.glob("docs/*.md")))
 }
 ALL = "\n".join(PAGES.values())
 

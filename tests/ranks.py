@@ -29,12 +29,26 @@ import torch.distributed as dist
 
 TIMEOUT = 240  # seconds; a hang is a failure
 # Not what starts threads when it is imported (pyarrow): a fork has the locks of a library's threads, and not the threads.
-PRELOADED = ["torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.profiler"]
-PRELOADED += ["titan_lite.train", "titan_lite.trainer", "titan_lite.verify", "matplotlib.pyplot", "pytest", "ranks"]
+PRELOADED = [
+    "torch._inductor.compile_fx",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.profiler",
+]
+PRELOADED += [
+    "titan_lite.train",
+    "titan_lite.trainer",
+    "titan_lite.verify",
+    "matplotlib.pyplot",
+    "pytest",
+    "ranks",
+]
 PRELOADED += ["torch.utils.tensorboard"]
 
 
-def run_ranks(world_size: int, function: Callable, *args: Any, init: bool = True, seconds: float = TIMEOUT) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable, *args: Any, init: bool = True, seconds: float = TIMEOUT
+) -> list[Any]:
     """Return what function(*args) returned on each rank. Fails the test with the traceback of the rank that failed.
 
     init: have the process group up when function is called; else function, such as a Trainer, makes it. seconds: until it hangs.
@@ -44,24 +58,45 @@ def run_ranks(world_size: int, function: Callable, *args: Any, init: bool = True
         codes = end_ranks(processes, seconds)
         if any(codes):
             told = [file.read_text() for file in sorted(Path(folder).glob("*.txt"))]
-            pytest.fail("\n".join([*told, f"exit codes of the ranks, None where one was ended: {codes}"]), pytrace=False)
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+            pytest.fail(
+                "\n".join([*told, f"exit codes of the ranks, None where one was ended: {codes}"]),
+                pytrace=False,
+            )
+        return [
+            torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
+            for rank in range(world_size)
+        ]
 
 
-def start_ranks(world_size: int, function: Callable, *args: Any, **environment: str) -> list[BaseProcess]:
+def start_ranks(
+    world_size: int, function: Callable, *args: Any, **environment: str
+) -> list[BaseProcess]:
     """function(*args) in new processes, which have the environment of a launcher's."""
     _start_server()
     context = multiprocessing.get_context("forkserver")
-    world = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    world = {
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
     processes: list[BaseProcess] = []
     for rank in range(world_size):
-        own = {key: str(value) for key, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()}
-        processes.append(context.Process(target=_enter, args=({**os.environ, **own, **environment}, function, args)))
+        own = {
+            key: str(value) for key, value in {**world, "RANK": rank, "LOCAL_RANK": rank}.items()
+        }
+        processes.append(
+            context.Process(
+                target=_enter, args=({**os.environ, **own, **environment}, function, args)
+            )
+        )
         processes[-1].start()
     return processes
 
 
-def end_ranks(processes: Sequence[BaseProcess], seconds: float, patience: float = 0) -> list[int | None]:
+def end_ranks(
+    processes: Sequence[BaseProcess], seconds: float, patience: float = 0
+) -> list[int | None]:
     """Wait for all ranks; return their exit codes. Where one fails, the others have `patience` seconds, then they are killed.
 
     None: a rank that was killed, since another failed or the time was over.
@@ -93,14 +128,18 @@ def _start_server() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # where it finds the package and this module
+        patch.setenv(
+            "PYTHONPATH", os.pathsep.join(sys.path)
+        )  # where it finds the package and this module
         forkserver.ensure_running()
 
 
 def _enter(environment: Mapping[str, str], function: Callable, args: tuple) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    multiprocessing.set_start_method(None, force=True)  # of the rank's own processes: the default again, and not this server
+    multiprocessing.set_start_method(
+        None, force=True
+    )  # of the rank's own processes: the default again, and not this server
     torch.set_num_threads(1)
     function(*args)
 

@@ -17,21 +17,33 @@ SMALL = ["--training.seq_len=32", "--metrics.log_freq=1"]
 NO_VALIDATION = ["--no-validation.enable"]
 NO_CHECKPOINT = ["--no-checkpoint.enable"]
 NO_WORKERS = ["--data.num_workers=0"]
-AOT_EAGER = ["--compile.enable", "--compile.backend=aot_eager"]  # the passes without Inductor's minute of code generation
+AOT_EAGER = [
+    "--compile.enable",
+    "--compile.backend=aot_eager",
+]  # the passes without Inductor's minute of code generation
 
 # 61, 30 and 10 rows: no number of ranks here divides all of them
-UNTIED = ModelConfig(dim=20, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=30, vocab_size=61, max_seq_len=16)
+UNTIED = ModelConfig(
+    dim=20, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=30, vocab_size=61, max_seq_len=16
+)
 TIED = replace(UNTIED, tied_embeddings=True)
 # Heads that tensor parallelism divides; of 30 hidden units and 61 tokens the last of four ranks has fewer.
-HEADS = ModelConfig(dim=32, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=30, vocab_size=61, max_seq_len=16)
+HEADS = ModelConfig(
+    dim=32, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=30, vocab_size=61, max_seq_len=16
+)
 
 
 def steps(count: int, schedule: int | None = None) -> list[str]:
     """schedule: the steps of the learning rate's, where the run is a part of it."""
-    return [f"--training.steps={count}", *([f"--lr_scheduler.total_steps={schedule}"] if schedule else [])]
+    return [
+        f"--training.steps={count}",
+        *([f"--lr_scheduler.total_steps={schedule}"] if schedule else []),
+    ]
 
 
 def every(saved: int, validated: int | None = None, batches: int = 1) -> list[str]:
     """Steps from one checkpoint to the next, and from one validation, of so many batches, to the next."""
-    checks = [f"--validation.freq={validated}", f"--validation.steps={batches}"] if validated else []
+    checks = (
+        [f"--validation.freq={validated}", f"--validation.steps={batches}"] if validated else []
+    )
     return [f"--checkpoint.interval={saved}", *checks]

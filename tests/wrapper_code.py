@@ -21,7 +21,13 @@ import torch
 COLLECTIVES = "torch.ops._c10d_functional."
 PRODUCTS = ("mm", "bmm", "addmm")
 # What neither launches a kernel nor makes a buffer.
-SILENT = ("assert_size_stride", "assert_alignment", "torch.cuda.set_device", "torch._C._cuda_setDevice", "args.clear")
+SILENT = (
+    "assert_size_stride",
+    "assert_alignment",
+    "torch.cuda.set_device",
+    "torch._C._cuda_setDevice",
+    "args.clear",
+)
 SILENT += ("assert_size_stride_grouped", "assert_tensor_metadata")  # of torch 2.14
 HEAVY = ("start", "wait", "product", "attention")
 
@@ -37,18 +43,29 @@ class Replay:
     """source: the module that Inductor writes. kernels: for each buffer, the FX nodes of the operator that makes it and of the
     collectives in place on it, in their order. nbytes: of what is not allocated but an operator's result or an input."""
 
-    def __init__(self, source: str, kernels: Mapping[str, Sequence[str]], nbytes: Mapping[str, int]):
-        self.kernels, self.nbytes = {buffer: iter(names) for buffer, names in kernels.items()}, nbytes
+    def __init__(
+        self, source: str, kernels: Mapping[str, Sequence[str]], nbytes: Mapping[str, int]
+    ):
+        self.kernels, self.nbytes = (
+            {buffer: iter(names) for buffer, names in kernels.items()},
+            nbytes,
+        )
         self.launches: list[tuple[str, str]] = []
         self.faults: list[str] = []
-        self.storages: dict[str, int] = {}  # by name; several names of one are views, or take each other's place
+        self.storages: dict[
+            str, int
+        ] = {}  # by name; several names of one are views, or take each other's place
         self.sizes: list[int] = []  # of each storage, in bytes
         self.allocated: list[int] = []  # those that the code allocates, and no operator
         self.flights: dict[str, Flight] = {}
         self.alive = self.peak = 0
         module = ast.parse(source)
         self.writes = dict(_pointers_written(module))
-        (call,) = (node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == "call")
+        (call,) = (
+            node
+            for node in ast.walk(module)
+            if isinstance(node, ast.FunctionDef) and node.name == "call"
+        )
         self._run(call.body)
         self.faults += [f"{flight.name} is never waited for" for flight in self.flights.values()]
 
@@ -58,7 +75,9 @@ class Replay:
 
     def block(self) -> list[tuple[str, str]]:
         """The launches of one block: from the first attention to the second."""
-        first, second, *_ = (place for place, (kind, _) in enumerate(self.launches) if kind == "attention")
+        first, second, *_ = (
+            place for place, (kind, _) in enumerate(self.launches) if kind == "attention"
+        )
         return self.launches[first:second]
 
     def _run(self, statements: list[ast.stmt]) -> None:
@@ -77,7 +96,9 @@ class Replay:
                 case ast.Assign(targets=[ast.Name(id=name)], value=ast.Subscript() as part):
                     self._make(name)  # one of several results of an operator
                     if flight := self.flights.get(ast.unparse(part)):
-                        self.flights[ast.unparse(part)] = replace(flight, outputs=frozenset({self.storages[name]}))
+                        self.flights[ast.unparse(part)] = replace(
+                            flight, outputs=frozenset({self.storages[name]})
+                        )
                 case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call):
                     self._call(call, name)
                 case ast.Expr(value=ast.Call() as call):
@@ -94,22 +115,43 @@ class Replay:
             return
         if function.startswith("empty_strided"):
             shape, _, dtype = map(ast.unparse, call.args)
-            self.allocated.append(math.prod(ast.literal_eval(shape)) * getattr(torch, dtype.removeprefix("torch.")).itemsize)
+            self.allocated.append(
+                math.prod(ast.literal_eval(shape))
+                * getattr(torch, dtype.removeprefix("torch.")).itemsize
+            )
             self._make(result, self.allocated[-1])
         elif function in ("reinterpret_tensor", "copy_if_misaligned"):
             (self.storages[result],) = self._read(call.args[0])
         elif kernel in self.writes:
             assert method == "run"
-            written = [argument for number, argument in enumerate(call.args) if number in self.writes[kernel]]
+            written = [
+                argument
+                for number, argument in enumerate(call.args)
+                if number in self.writes[kernel]
+            ]
             self._launch("triton", kernel, call, self._read(*call.args), self._read(*written))
         elif kernel == "extern_kernels":
             (out,) = (keyword.value for keyword in call.keywords if keyword.arg == "out")
             name = self._kernel(*self._names(out))
-            self._launch("product" if method in PRODUCTS else method, name, call, self._read(*call.args), self._read(out))
+            self._launch(
+                "product" if method in PRODUCTS else method,
+                name,
+                call,
+                self._read(*call.args),
+                self._read(out),
+            )
         elif function.startswith(COLLECTIVES):
-            self._communicate(function.removeprefix(COLLECTIVES).removesuffix(".default"), call, result)
-        elif function.startswith("torch.ops.") or function.partition("[")[0] in self.storages:  # buf3[...].view(...).sum(...)
-            words = {"scaled_dot_product": "attention", "flash_attention": "attention", "matmul": "product"}
+            self._communicate(
+                function.removeprefix(COLLECTIVES).removesuffix(".default"), call, result
+            )
+        elif (
+            function.startswith("torch.ops.") or function.partition("[")[0] in self.storages
+        ):  # buf3[...].view(...).sum(...)
+            words = {
+                "scaled_dot_product": "attention",
+                "flash_attention": "attention",
+                "matmul": "product",
+            }
             kind = next((kind for word, kind in words.items() if word in function), "operator")
             self._launch(kind, self._kernel(result), call)
             if result:
@@ -121,22 +163,37 @@ class Replay:
         reads = self._read(call.args[0])
         if operator == "wait_tensor":
             key = next((key for key, flight in self.flights.items() if reads <= flight.outputs), "")
-            flight = self.flights.pop(key) if key else Flight(ast.unparse(call.args[0]), frozenset(), frozenset())
+            flight = (
+                self.flights.pop(key)
+                if key
+                else Flight(ast.unparse(call.args[0]), frozenset(), frozenset())
+            )
             self._launch("wait", flight.name, call)
             return
-        out = [keyword.value for keyword in call.keywords if keyword.arg == "out"] or call.args[:1] * operator.endswith("_")
+        out = [keyword.value for keyword in call.keywords if keyword.arg == "out"] or call.args[
+            :1
+        ] * operator.endswith("_")
         name = self._kernel(*(self._names(call.args[0]) if out else [result]))
         self._launch("start", name, call, reads, self._read(*out))
         if not out:
             self._make(result)
-        if operator.endswith("_coalesced"):  # several flights, whose outputs are taken out of the result
+        if operator.endswith(
+            "_coalesced"
+        ):  # several flights, whose outputs are taken out of the result
             for number, each in enumerate(call.args[0].elts):  # type: ignore[attr-defined]
                 self.flights[f"{result}[{number}]"] = Flight(name, self._read(each), frozenset())
             return
-        self.flights[name] = Flight(name, reads, self._read(*out) if out else frozenset({self.storages[result]}))
+        self.flights[name] = Flight(
+            name, reads, self._read(*out) if out else frozenset({self.storages[result]})
+        )
 
     def _launch(
-        self, kind: str, name: str, call: ast.Call, reads: frozenset[int] | None = None, writes: frozenset[int] = frozenset()
+        self,
+        kind: str,
+        name: str,
+        call: ast.Call,
+        reads: frozenset[int] | None = None,
+        writes: frozenset[int] = frozenset(),
     ) -> None:
         self.launches.append((kind, name))
         reads = self._read(call) if reads is None else reads
@@ -159,7 +216,9 @@ class Replay:
         self.alive -= self.sizes[storage]
         for flight in self.flights.values():
             if storage in flight.inputs | flight.outputs:
-                self.faults.append(f"a buffer of {flight.name} is freed in flight: {_line(statement)}")
+                self.faults.append(
+                    f"a buffer of {flight.name} is freed in flight: {_line(statement)}"
+                )
 
     def _kernel(self, *buffers: str) -> str:
         (buffer,) = buffers
@@ -169,14 +228,21 @@ class Replay:
         return frozenset(self.storages[name] for each in expressions for name in self._names(each))
 
     def _names(self, expression: ast.expr) -> list[str]:
-        return [node.id for node in ast.walk(expression) if isinstance(node, ast.Name) and node.id in self.storages]
+        return [
+            node.id
+            for node in ast.walk(expression)
+            if isinstance(node, ast.Name) and node.id in self.storages
+        ]
 
 
 def triton_kernels(module: ast.Module) -> Iterator[tuple[str, str]]:
     """(name, source) of the kernels that the wrapper's module defines."""
     for node in ast.walk(module):
         match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=function, args=[_, ast.Constant(value=text), *_])):
+            case ast.Assign(
+                targets=[ast.Name(id=name)],
+                value=ast.Call(func=function, args=[_, ast.Constant(value=text), *_]),
+            ):
                 if ast.unparse(function) == "async_compile.triton":
                     yield name, text
 
@@ -186,7 +252,14 @@ def _pointers_written(module: ast.Module) -> Iterator[tuple[str, set[int]]]:
     for name, text in triton_kernels(module):
         (kernel,) = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
         names = [argument.arg for argument in kernel.args.args]
-        yield name, {number for number, each in enumerate(names) if each.startswith(("out_ptr", "in_out_ptr"))}
+        yield (
+            name,
+            {
+                number
+                for number, each in enumerate(names)
+                if each.startswith(("out_ptr", "in_out_ptr"))
+            },
+        )
 
 
 def _line(node: ast.AST) -> str:

@@ -29,16 +29,24 @@ PROGRAMS = {  # name: (module, purpose)
 def main(arguments: Sequence[str]) -> int:
     """Run a program with the arguments after its name."""
     if not arguments or arguments[0] in ("--help", "-h"):
-        print("usage: titan-lite PROGRAM [ARGUMENT ...]      --help after a program's name prints its arguments\n")
+        print(
+            "usage: titan-lite PROGRAM [ARGUMENT ...]      --help after a program's name prints its arguments\n"
+        )
         print(*(f"  {name:10}{purpose}" for name, (_, purpose) in PROGRAMS.items()), sep="\n")
-        print(f"\nshipped recipes: {', '.join(sorted(path.stem for path in SHIPPED.glob('*.toml')))}")
+        print(
+            f"\nshipped recipes: {', '.join(sorted(path.stem for path in SHIPPED.glob('*.toml')))}"
+        )
         return 0 if arguments else 2
     name = arguments[0]
     if name not in PROGRAMS:
         known = f"; use one of {', '.join(PROGRAMS)}"
-        raise ConfigError(f"titan-lite {name}: no such program{did_you_mean(name, PROGRAMS, otherwise=known)}")
+        raise ConfigError(
+            f"titan-lite {name}: no such program{did_you_mean(name, PROGRAMS, otherwise=known)}"
+        )
     sys.argv = ["titan-lite", *arguments[1:]]
-    runpy.run_module(f"titan_lite.{PROGRAMS[name][0]}", run_name="__main__", alter_sys=True)  # as python -m
+    runpy.run_module(
+        f"titan_lite.{PROGRAMS[name][0]}", run_name="__main__", alter_sys=True
+    )  # as python -m
     return 0
 
 

@@ -18,7 +18,10 @@ from torch.nn.attention import SDPBackend, activate_flash_attention_impl
 from titan_lite.config import ConfigError
 
 aten = torch.ops.aten
-PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn"}  # packages of newer kernels, by torch's names
+PACKAGES = {
+    "FA3": "flash_attn_interface",
+    "FA4": "flash_attn",
+}  # packages of newer kernels, by torch's names
 CAPABILITIES = {"FA3": (9,), "FA4": (9, 10)}  # major compute capabilities that torch runs them on
 
 
@@ -26,7 +29,9 @@ class Documents(NamedTuple):
     """The documents of B sequences of T tokens, for `attend_within_documents`."""
 
     ends: Tensor  # (B T + 1,) int32: 0, the end of each document in the concatenated sequences, then B T as padding
-    counts: Tensor  # (B, 2) int64 on the host: documents of each sequence, tokens of its longest one
+    counts: (
+        Tensor  # (B, 2) int64 on the host: documents of each sequence, tokens of its longest one
+    )
 
 
 def documents_of(begins: Tensor, positions: Tensor, counts: Tensor) -> Documents:
@@ -44,9 +49,17 @@ def fits_flash(dtype: torch.dtype, head_dim: int) -> bool:
 
 def masks_by_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, cp: int) -> bool:
     """Return True if `attend_within_documents` works: on NVIDIA GPUs from the A100 on, without context parallelism."""
-    if device.type != "cuda" or torch.version.hip or not torch.backends.cuda.is_flash_attention_available():
+    if (
+        device.type != "cuda"
+        or torch.version.hip
+        or not torch.backends.cuda.is_flash_attention_available()
+    ):
         return False
-    return cp == 1 and fits_flash(dtype, head_dim) and torch.cuda.get_device_capability(device) >= (8, 0)
+    return (
+        cp == 1
+        and fits_flash(dtype, head_dim)
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
 
 
 def check_kernel(kernel: str) -> None:
@@ -67,7 +80,9 @@ def check_kernel(kernel: str) -> None:
             f'{wrong} needs a GPU of compute capability {wanted}, and {name} has {major}.{minor}; use "auto" or "FA2"'
         )
     if importlib.util.find_spec(PACKAGES[kernel]) is None:
-        raise ConfigError(f'{wrong} needs the package {PACKAGES[kernel]}, which is not installed here; use "auto" or "FA2"')
+        raise ConfigError(
+            f'{wrong} needs the package {PACKAGES[kernel]}, which is not installed here; use "auto" or "FA2"'
+        )
 
 
 def use_kernel(kernel: str) -> None:
@@ -79,7 +94,12 @@ def use_kernel(kernel: str) -> None:
     if kernel == "auto":
         return
     if kernel == "cudnn":
-        order = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+        order = (
+            SDPBackend.CUDNN_ATTENTION,
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.MATH,
+        )
         torch._C._set_sdp_priority_order([int(each) for each in order])  # type: ignore[call-overload]
         return
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -88,7 +108,9 @@ def use_kernel(kernel: str) -> None:
             activate_flash_attention_impl(kernel)
         except (ImportError, RuntimeError, ValueError, OSError) as error:
             why = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ConfigError(f'training.attention_kernel = "{kernel}" cannot be loaded ({why}); use "auto" or "FA2"') from None
+            raise ConfigError(
+                f'training.attention_kernel = "{kernel}" cannot be loaded ({why}); use "auto" or "FA2"'
+            ) from None
 
 
 # Within documents
@@ -99,23 +121,47 @@ def attend_within_documents(q: Tensor, k: Tensor, v: Tensor, documents: Document
     return _within_documents(q, k, v, *documents)[0]
 
 
-@torch.library.custom_op("titan_lite::flash_attention_within_documents", mutates_args=(), device_types="cuda")
-def _within_documents(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(
+    "titan_lite::flash_attention_within_documents", mutates_args=(), device_types="cuda"
+)
+def _within_documents(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
     cut, longest = _cut(ends, counts)
     packed = (each.flatten(0, 1).contiguous() for each in (query, key, value))
-    out, lse, *_ = aten._flash_attention_forward(*packed, cut, cut, longest, longest, 0.0, True, False)
+    out, lse, *_ = aten._flash_attention_forward(
+        *packed, cut, cut, longest, longest, 0.0, True, False
+    )
     return out.view(query.shape), lse
 
 
-@torch.library.custom_op("titan_lite::flash_attention_within_documents_backward", mutates_args=(), device_types="cuda")
+@torch.library.custom_op(
+    "titan_lite::flash_attention_within_documents_backward", mutates_args=(), device_types="cuda"
+)
 def _within_documents_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, ends: Tensor, counts: Tensor
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    ends: Tensor,
+    counts: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     cut, longest = _cut(ends, counts)
     packed = (each.flatten(0, 1).contiguous() for each in (grad, query, key, value, out))
-    random = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)  # no dropout
-    dq, dk, dv = aten._flash_attention_backward(*packed, lse, cut, cut, longest, longest, 0.0, True, *random)
-    return dq.contiguous().view(query.shape), dk.contiguous().view(key.shape), dv.contiguous().view(value.shape)
+    random = (
+        torch.zeros(2, dtype=torch.uint64, device=query.device),
+        torch.empty(0, device=query.device),
+    )  # no dropout
+    dq, dk, dv = aten._flash_attention_backward(
+        *packed, lse, cut, cut, longest, longest, 0.0, True, *random
+    )
+    return (
+        dq.contiguous().view(query.shape),
+        dk.contiguous().view(key.shape),
+        dv.contiguous().view(value.shape),
+    )
 
 
 def _cut(ends: Tensor, counts: Tensor) -> tuple[Tensor, int]:
@@ -125,7 +171,9 @@ def _cut(ends: Tensor, counts: Tensor) -> tuple[Tensor, int]:
 
 
 @_within_documents.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
     lse = query.new_empty((query.shape[2], query.shape[0] * query.shape[1]), dtype=torch.float32)
     return query.new_empty(query.shape), lse
 
@@ -151,7 +199,9 @@ def _in_two_parts(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
     if before:
         past, past_lse = _attend(q, k[:, :, :before], v[:, :, :before], causal=False)
         both = torch.logaddexp(lse, past_lse)
-        out = (out * (lse - both).exp()[..., None] + past * (past_lse - both).exp()[..., None]).to(out.dtype)
+        out = (out * (lse - both).exp()[..., None] + past * (past_lse - both).exp()[..., None]).to(
+            out.dtype
+        )
         lse = both
     return out.transpose(1, 2).contiguous(), lse.contiguous()
 
@@ -161,18 +211,28 @@ def _in_two_parts_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     before = key.shape[1] - query.shape[1]
-    grad, q, k, v, out = (each.transpose(1, 2) for each in (grad.contiguous(), query, key, value, out))
-    dq, dk, dv = _attend_backward(grad, q, k[:, :, before:], v[:, :, before:], out, lse, causal=True)
+    grad, q, k, v, out = (
+        each.transpose(1, 2) for each in (grad.contiguous(), query, key, value, out)
+    )
+    dq, dk, dv = _attend_backward(
+        grad, q, k[:, :, before:], v[:, :, before:], out, lse, causal=True
+    )
     if before:
         past = _attend_backward(grad, q, k[:, :, :before], v[:, :, :before], out, lse, causal=False)
         dq, dk, dv = dq + past[0], torch.cat((past[1], dk), dim=2), torch.cat((past[2], dv), dim=2)
-    return dq.transpose(1, 2).contiguous(), dk.transpose(1, 2).contiguous(), dv.transpose(1, 2).contiguous()
+    return (
+        dq.transpose(1, 2).contiguous(),
+        dk.transpose(1, 2).contiguous(),
+        dv.transpose(1, 2).contiguous(),
+    )
 
 
 @_in_two_parts.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     batch, tokens, heads, _ = query.shape
-    return query.new_empty(query.shape), query.new_empty((batch, heads, tokens), dtype=_accumulated(query))
+    return query.new_empty(query.shape), query.new_empty(
+        (batch, heads, tokens), dtype=_accumulated(query)
+    )
 
 
 def _accumulated(query: Tensor) -> torch.dtype:
@@ -201,14 +261,20 @@ def _attend_backward(
         random = torch.zeros((2, 1), dtype=torch.int64, device=q.device)  # no dropout
         sizes = q.shape[2], k.shape[2]
         rest = None, None, None, *sizes, 0.0, causal
-        return aten._scaled_dot_product_cudnn_attention_backward(grad, q, k, v, out, lse, *random, *rest)
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse, *random, *rest
+        )
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal
+    )
 
 
 # Gradients of both
 
 
-def _like_inputs(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _like_inputs(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 

@@ -17,7 +17,14 @@ import torch
 
 from titan_lite import __version__
 from titan_lite.attention import check_kernel
-from titan_lite.checkpoint.resume import Difference, compare, explain, git_revision, position, refuse
+from titan_lite.checkpoint.resume import (
+    Difference,
+    compare,
+    explain,
+    git_revision,
+    position,
+    refuse,
+)
 from titan_lite.checkpoint.saving import Checkpointer
 from titan_lite.checkpoint.weights import check_fit, open_weights
 from titan_lite.compiler.profiles import PROFILES, profile_of
@@ -49,16 +56,26 @@ def check(config: Config, layout: Layout) -> Tokenizer:
         accepted_state(checkpointer, step, describe_run(config, layout, tokenizer))
     path = config.checkpoint.initial_load_path
     if path and step is None:
-        check_fit(open_weights(path, "checkpoint.initial_load_path"), layout.model, "checkpoint.initial_load_path")
+        check_fit(
+            open_weights(path, "checkpoint.initial_load_path"),
+            layout.model,
+            "checkpoint.initial_load_path",
+        )
     elif path:
-        logger.info(f'checkpoint.initial_load_path = "{path}" has no effect: the run goes on from its own step {step}')
+        logger.info(
+            f'checkpoint.initial_load_path = "{path}" has no effect: the run goes on from its own step {step}'
+        )
     return tokenizer
 
 
-def describe_run(config: Config, layout: Layout, tokenizer: Tokenizer, git: str = "") -> dict[str, Any]:
+def describe_run(
+    config: Config, layout: Layout, tokenizer: Tokenizer, git: str = ""
+) -> dict[str, Any]:
     """Return the description of this run for its checkpoints, in JSON types and tuples; `resume.compare` compares two."""
     degrees, shape = layout.degrees, dataclasses.asdict(layout.model)
-    sharded = {axis: degree for axis, degree in degrees.items() if axis != "pp"} | {"by_columns": layout.by_columns}
+    sharded = {axis: degree for axis, degree in degrees.items() if axis != "pp"} | {
+        "by_columns": layout.by_columns
+    }
     compresses = config.parallelism.replicate_compression != "none"
     between = sharded | {"rank": config.parallelism.replicate_rank} if compresses else {}
     del shape["max_seq_len"]  # training.seq_len of this run; parameters do not depend on it
@@ -77,13 +94,19 @@ def describe_run(config: Config, layout: Layout, tokenizer: Tokenizer, git: str 
             "mesh": degrees,
             "between": between,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-            "versions": {"titan_lite": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+            "versions": {
+                "titan_lite": __version__,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            },
             "git": git,
         },
     }
 
 
-def accepted_state(checkpointer: Checkpointer, step: int, described: Mapping[str, Any]) -> tuple[dict, list[Difference]]:
+def accepted_state(
+    checkpointer: Checkpointer, step: int, described: Mapping[str, Any]
+) -> tuple[dict, list[Difference]]:
     """Return the state.json of a step that this run can resume from, and the differences. Raises ConfigError."""
     state = checkpointer.read_state(step)
     differences = compare(state, described)
@@ -97,22 +120,36 @@ def explain_resume(config: Config, world_size: int) -> None:
     checkpointer = Checkpointer(config.checkpoint, Path(config.job.dump_folder))
     step = checkpointer.step_to_load()
     if step is None:
-        why = f"{checkpointer.folder} has none" if config.checkpoint.enable else "checkpoint.enable = false"
+        why = (
+            f"{checkpointer.folder} has none"
+            if config.checkpoint.enable
+            else "checkpoint.enable = false"
+        )
         path = config.checkpoint.initial_load_path
-        print(f"no step is loaded ({why}): the run starts from the beginning" + (f", with the weights of {path}" if path else ""))
+        print(
+            f"no step is loaded ({why}): the run starts from the beginning"
+            + (f", with the weights of {path}" if path else "")
+        )
         return
     why = "the newest" if config.checkpoint.load_step == -1 else "as checkpoint.load_step says"
     for other in checkpointer.present():
         if fault := checkpointer.fault(other):
             print(f"step-{other} cannot be loaded: {fault}")
     of = ", ".join(map(str, checkpointer.steps()))
-    print(f"{checkpointer.folder}/step-{step} is loaded, {why} of {of}, if every byte of its tensors is as it was saved")
+    print(
+        f"{checkpointer.folder}/step-{step} is loaded, {why} of {of}, if every byte of its tensors is as it was saved"
+    )
     state = checkpointer.read_state(step)
     layout = make_layout(config, world_size, memory=device_memory())
     now = describe_run(config, layout, load_tokenizer(config.model.tokenizer_path), git_revision())
     differences = compare(state, now)
     print("\n".join((position(state), *explain(differences, state, now))))
-    refuse(differences, checkpointer.path_of(step), config.checkpoint, done=state["step"] >= config.training.steps)
+    refuse(
+        differences,
+        checkpointer.path_of(step),
+        config.checkpoint,
+        done=state["step"] >= config.training.steps,
+    )
 
 
 def is_installed(module: str) -> bool:
@@ -126,14 +163,24 @@ def check_machine(config: Config) -> None:
     check_kernel(config.training.attention_kernel)
     check_float8(config)
     if config.training.attention_kernel == "cudnn" and config.debug.deterministic:
-        raise ConfigError('debug.deterministic = true: attention_kernel = "cudnn" sums gradients in any order; use "FA2"')
+        raise ConfigError(
+            'debug.deterministic = true: attention_kernel = "cudnn" sums gradients in any order; use "FA2"'
+        )
     for key, value in flatten(config).items():
-        name, gpu, package = key.partition(".")[2], KEYS[key].metadata["gpu"], KEYS[key].metadata["package"]
+        name, gpu, package = (
+            key.partition(".")[2],
+            KEYS[key].metadata["gpu"],
+            KEYS[key].metadata["package"],
+        )
         if value != KEYS[key].default and gpu and not torch.cuda.is_available():
             fix = f"{name} = {json.dumps(KEYS[key].default)}"
-            raise ConfigError(f"{key} = {json.dumps(value)}: {gpu}, and there is none here; use {fix}")
+            raise ConfigError(
+                f"{key} = {json.dumps(value)}: {gpu}, and there is none here; use {fix}"
+            )
         if value and package and not is_installed(package):
-            raise ConfigError(f"{key} = true: {package} is not installed here; pip install {package}, or {name} = false")
+            raise ConfigError(
+                f"{key} = true: {package} is not installed here; pip install {package}, or {name} = false"
+            )
 
 
 def check_float8(config: Config) -> None:
@@ -142,7 +189,9 @@ def check_float8(config: Config) -> None:
         return
     name, recipe = torch.cuda.get_device_name(), config.float8.recipe
     if torch.version.hip:
-        raise ConfigError(f"float8.enable = true needs an NVIDIA GPU, and here is {name}; use false")
+        raise ConfigError(
+            f"float8.enable = true needs an NVIDIA GPU, and here is {name}; use false"
+        )
     if torch.cuda.get_device_capability() < (8, 9):
         raise ConfigError(
             f"float8.enable = true needs compute capability 8.9 or newer, such as H100, and here is {name}; use false"
@@ -168,7 +217,11 @@ def check_memory(config: Config, layout: Layout, memory: float, host: float = ma
         )
     if steady > (limit := memory if memory < math.inf else host):
         shards = math.ceil(layout.degrees["dp_shard"] * steady / limit)
-        errors = ", their errors (parallelism.replicate_compression)" if error_bytes(config, layout) else ""
+        errors = (
+            ", their errors (parallelism.replicate_compression)"
+            if error_bytes(config, layout)
+            else ""
+        )
         raise ConfigError(
             f"{shape_words(config.model)} on {layout.world_size} ranks: weights, gradients{errors} and optimizer state need "
             f"{steady / 2**30:.0f} GiB a rank, and a rank has {limit / 2**30:.0f}; use parallelism.data_parallel_shard_degree "
@@ -185,12 +238,18 @@ def check_agreement(layout: Layout) -> None:
     """Raise ConfigError if GPUs of different memory would gather weights at different times. Needs a process group."""
     if not alike(str(layout.gathers_once)):
         key = "parallelism.fsdp_communication"
-        raise ConfigError(f'{key} = "auto": GPUs of different memory would disagree; use "step" or "microbatch"')
+        raise ConfigError(
+            f'{key} = "auto": GPUs of different memory would disagree; use "step" or "microbatch"'
+        )
 
 
 def check_prices(stage: Compile) -> None:
     """Raise ConfigError if the compile stage would estimate collectives of an unknown GPU."""
-    if stage.compiles("model") and stage.bucketing in ("greedy", "auto", "measured") and not stage.machine:
+    if (
+        stage.compiles("model")
+        and stage.bucketing in ("greedy", "auto", "measured")
+        and not stage.machine
+    ):
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         if device and profile_of(device) is None:
             raise ConfigError(
@@ -204,4 +263,6 @@ def check_writable(folder: Path) -> None:
     existing = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         why = "may not be written" if existing.is_dir() else "is no folder"
-        raise ConfigError(f'job.dump_folder = "{folder}": {existing} {why}; use a folder that can be created and written')
+        raise ConfigError(
+            f'job.dump_folder = "{folder}": {existing} {why}; use a folder that can be created and written'
+        )

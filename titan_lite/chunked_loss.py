@@ -46,7 +46,11 @@ def build_losses(
             (*tokens, len(own_vocabulary(*share[:3]))),
         )
     within = build_chunked_loss(*share, chunk=chunk, by_sequence=by_sequence)
-    return within if in_graph else compile(within, component="loss"), _given, tokens[:1] if by_sequence else ()
+    return (
+        within if in_graph else compile(within, component="loss"),
+        _given,
+        tokens[:1] if by_sequence else (),
+    )
 
 
 def _given(losses: Tensor, labels: Tensor) -> Tensor:
@@ -54,7 +58,15 @@ def _given(losses: Tensor, labels: Tensor) -> Tensor:
 
 
 def chunked_cross_entropy_sum(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk: int, first: int, degree: int, group: str, by_sequence: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunk: int,
+    first: int,
+    degree: int,
+    group: str,
+    by_sequence: bool = False,
 ) -> Tensor:
     """Return the loss of hidden states (B, T, C), this rank's rows of the projection (v, C) and labels (B, T), with the logits of
     at most `chunk` tokens at a time. `first`: the first token of the vocabulary on this rank.
@@ -75,7 +87,9 @@ def chunked_cross_entropy_sum(
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *arguments: Any) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, *arguments: Any
+    ) -> Tensor:
         *where, by_sequence = arguments
         losses, of_hidden, of_weight = _in_chunks(hidden, weight, labels, *where, gradients=True)
         ctx.save_for_backward(of_hidden, of_weight)
@@ -89,7 +103,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             of_all = gradient.where(gradient == gradient[0], torch.nan).amax()
             gradient = gradient.view(-1, 1, 1)
         # in float32: torch would round a scalar to the dtype of a tensor in bfloat16
-        scaled = (each.float() * scale for each, scale in ((of_hidden, gradient), (of_weight, of_all)))
+        scaled = (
+            each.float() * scale for each, scale in ((of_hidden, gradient), (of_weight, of_all))
+        )
         hidden, weight = (each.to(of_weight.dtype) for each in scaled)
         return hidden, weight, None, None, None, None, None, None
 
@@ -99,12 +115,22 @@ def _total(losses: Tensor, labels: Tensor, by_sequence: bool) -> Tensor:
 
 
 def _in_chunks(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, first: int, degree: int, group: str, *, gradients: bool
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk: int,
+    first: int,
+    degree: int,
+    group: str,
+    *,
+    gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss of each token (B x T,) and the gradients of its sum: of `hidden`, and of `weight`, in their dtype."""
     losses, of_hidden = [], []
     of_weight = weight  # replaced by the first chunk
-    for x, label in zip(hidden.flatten(0, 1).split(chunk), labels.flatten().split(chunk), strict=True):
+    for x, label in zip(
+        hidden.flatten(0, 1).split(chunk), labels.flatten().split(chunk), strict=True
+    ):
         counted, own = label != IGNORE_INDEX, label - first
         inside = (own >= 0) & (own < weight.shape[0])
         own = own.where(inside, 0).unsqueeze(-1)
@@ -112,7 +138,9 @@ def _in_chunks(
         losses.append(-log_p.gather(-1, own).squeeze(-1).where(inside & counted, 0.0))
         if gradients:
             # of the logits, p - 1 at the label; it is masked where it has become narrow
-            of_logits = log_p.exp_().scatter_add_(-1, own, -inside.unsqueeze(-1).float()).to(weight.dtype)
+            of_logits = (
+                log_p.exp_().scatter_add_(-1, own, -inside.unsqueeze(-1).float()).to(weight.dtype)
+            )
             del log_p
             mask = counted.unsqueeze(-1)
             of_hidden.append(of_logits @ weight * mask)
@@ -122,7 +150,11 @@ def _in_chunks(
     found = torch.cat(losses)
     if degree > 1:  # the label of a token is in one rank's vocabulary
         found = all_reduce(found, "sum", group)
-    return found, torch.cat(of_hidden).view(hidden.shape) if gradients else hidden, of_weight.to(weight.dtype)
+    return (
+        found,
+        torch.cat(of_hidden).view(hidden.shape) if gradients else hidden,
+        of_weight.to(weight.dtype),
+    )
 
 
 def _add(total: Tensor, product: Tensor) -> Tensor:
@@ -146,7 +178,11 @@ def _log_probabilities(logits: Tensor, degree: int, group: str) -> Tensor:
     if degree == 1:
         return found
     most, where = found.max(-1, keepdim=True)
-    own = logits.gather(-1, where).float() - most  # logarithm of the sum of this rank's exponentials
+    own = (
+        logits.gather(-1, where).float() - most
+    )  # logarithm of the sum of this rank's exponentials
     collectives = torch.ops._c10d_functional
-    every = collectives.wait_tensor(collectives.all_gather_into_tensor(own.T.contiguous(), degree, group))
+    every = collectives.wait_tensor(
+        collectives.all_gather_into_tensor(own.T.contiguous(), degree, group)
+    )
     return found.add_(own - every.logsumexp(0).unsqueeze(-1))

@@ -28,7 +28,9 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, doc: str | None, *, needs_arguments: bool = True):
         raw = argparse.RawDescriptionHelpFormatter
-        super().__init__(usage=argparse.SUPPRESS, description=doc, formatter_class=raw, allow_abbrev=False)
+        super().__init__(
+            usage=argparse.SUPPRESS, description=doc, formatter_class=raw, allow_abbrev=False
+        )
         self.needs_arguments = needs_arguments
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -37,14 +39,26 @@ class Parser(argparse.ArgumentParser):
             self.exit(2)
         return super().parse_known_args(args, namespace)
 
-    def parse_with_overrides(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    def parse_with_overrides(
+        self, arguments: Sequence[str]
+    ) -> tuple[argparse.Namespace, list[str]]:
         """Return the options, and those that change a key of options.recipe, as in --section.key value. Raises ConfigError."""
         options, overrides = self.parse_known_args(list(arguments))
-        for word in (argument.partition("=")[0] for argument in overrides if argument.startswith("--")):
-            if near := difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=0.8):
+        for word in (
+            argument.partition("=")[0] for argument in overrides if argument.startswith("--")
+        ):
+            if near := difflib.get_close_matches(
+                word, self._option_string_actions, n=1, cutoff=0.8
+            ):
                 raise ConfigError(f"unknown option {word}; did you mean {near[0]}?")
-        if overrides and options.recipe and arguments.index(options.recipe) > arguments.index(overrides[0]):
-            raise ConfigError(f"{overrides[0]} stands before the recipe; use RECIPE {overrides[0]} ...")
+        if (
+            overrides
+            and options.recipe
+            and arguments.index(options.recipe) > arguments.index(overrides[0])
+        ):
+            raise ConfigError(
+                f"{overrides[0]} stands before the recipe; use RECIPE {overrides[0]} ..."
+            )
         return options, overrides
 
     def print_help(self, file: Any = None) -> None:
@@ -62,7 +76,9 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
-def command(main: Callable[[Sequence[str]], int | None], *, gone: int = 0) -> Callable[[Sequence[str]], int]:
+def command(
+    main: Callable[[Sequence[str]], int | None], *, gone: int = 0
+) -> Callable[[Sequence[str]], int]:
     """Wrap `main` to return an exit code: its own (None: 0), 2 after a ConfigError, 130 after Ctrl-C, with a line on stderr.
 
     gone: the exit code if the reader of its output, such as head, has closed the pipe.
@@ -78,7 +94,9 @@ def command(main: Callable[[Sequence[str]], int | None], *, gone: int = 0) -> Ca
             print(f"error: {error}", file=sys.stderr)
             return 2
         except UnicodeEncodeError as error:
-            wrong = f"standard output is {error.encoding}, which has no {error.object[error.start]!a}"
+            wrong = (
+                f"standard output is {error.encoding}, which has no {error.object[error.start]!a}"
+            )
             print(f"error: {wrong}; use PYTHONIOENCODING=utf-8", file=sys.stderr)
             return 2
         except BrokenPipeError:

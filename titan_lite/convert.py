@@ -26,7 +26,14 @@ from torch import Tensor
 
 from titan_lite import manifest
 from titan_lite.checkpoint import tensor_files
-from titan_lite.checkpoint.weights import TOKENIZER_FILES, StepFolder, Weights, check_tokenizer, open_weights, tokenizer_files
+from titan_lite.checkpoint.weights import (
+    TOKENIZER_FILES,
+    StepFolder,
+    Weights,
+    check_tokenizer,
+    open_weights,
+    tokenizer_files,
+)
 from titan_lite.command import Parser, command
 from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import TiktokenTokenizer, Tokenizer, load_tokenizer
@@ -38,7 +45,10 @@ from titan_lite.models.hf import config_to_hf, hf_names, to_hf
 def write_step(folder: Path, weights: Weights, dtype: torch.dtype | None = None) -> None:
     """Write a step 0 with only the model, for checkpoint.initial_load_path. Raises ConfigError."""
     dtypes = {fqn: dtype or weights.dtypes[fqn] for fqn in weights.shapes}
-    planned = {f"model.{fqn}": torch.empty(shape, dtype=dtypes[fqn], device="meta") for fqn, shape in weights.shapes.items()}
+    planned = {
+        f"model.{fqn}": torch.empty(shape, dtype=dtypes[fqn], device="meta")
+        for fqn, shape in weights.shapes.items()
+    }
     state = {
         "step": 0,
         "tensors": ["model"],
@@ -58,11 +68,17 @@ def write_step(folder: Path, weights: Weights, dtype: torch.dtype | None = None)
 
     with _whole(folder, sum(tensor.nbytes for tensor in planned.values())) as unfinished:
         writer = tensor_files.Writer(unfinished)
-        writer.per_thread_copy_ahead = 0  # with a GPU, too, request a tensor only when the one before is written
+        writer.per_thread_copy_ahead = (
+            0  # with a GPU, too, request a tensor only when the one before is written
+        )
         with tensor_files.alone(f"{folder} cannot be written"):
-            dcp.save(planned, storage_writer=writer, planner=tensor_files.FromHost(read), no_dist=True)
+            dcp.save(
+                planned, storage_writer=writer, planner=tensor_files.FromHost(read), no_dist=True
+            )
         manifest.write_text(unfinished / "state.json", json.dumps(state, indent=1) + "\n")
-        manifest.write(unfinished, 0, {path.name: manifest.digest(path) for path in unfinished.iterdir()})
+        manifest.write(
+            unfinished, 0, {path.name: manifest.digest(path) for path in unfinished.iterdir()}
+        )
 
 
 def write_hf(
@@ -88,19 +104,40 @@ def write_hf(
             shards.append([])
         shards[-1].append(fqn)
     with _whole(folder, sum(sizes.values())) as unfinished:
-        known = {} if understood is None else {"bos_token_id": understood.bos_id, "eos_token_id": understood.eos_id}
-        special = {key: id if id is not None else known.get(key) for key, id in weights.special_tokens.items()}
-        _write_json(unfinished / "config.json", config_to_hf(weights.config, dtypes["tok_embeddings.weight"]) | special)
+        known = (
+            {}
+            if understood is None
+            else {"bos_token_id": understood.bos_id, "eos_token_id": understood.eos_id}
+        )
+        special = {
+            key: id if id is not None else known.get(key)
+            for key, id in weights.special_tokens.items()
+        }
+        _write_json(
+            unfinished / "config.json",
+            config_to_hf(weights.config, dtypes["tok_embeddings.weight"]) | special,
+        )
         _write_json(unfinished / "generation_config.json", special)
         file_of: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
-            file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            tensors = {names[fqn]: to_hf(fqn, weights.read(fqn), weights.config).to(dtypes[fqn]) for fqn in shard}
+            file = (
+                "model.safetensors"
+                if len(shards) == 1
+                else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            )
+            tensors = {
+                names[fqn]: to_hf(fqn, weights.read(fqn), weights.config).to(dtypes[fqn])
+                for fqn in shard
+            }
             save_file(tensors, unfinished / file, metadata={"format": "pt"})
-            shutil.copymode(unfinished / "config.json", unfinished / file)  # save_file lets the owner alone read it
+            shutil.copymode(
+                unfinished / "config.json", unfinished / file
+            )  # save_file lets the owner alone read it
             del tensors  # before those of the next shard are read
             file_of |= {names[fqn]: file for fqn in shard}
-            logger.info(f"{file}: {len(shard)} tensors, {sum(sizes[fqn] for fqn in shard) / 1e9:.2f} GB")
+            logger.info(
+                f"{file}: {len(shard)} tensors, {sum(sizes[fqn] for fqn in shard) / 1e9:.2f} GB"
+            )
         if len(shards) > 1:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
             _write_json(unfinished / "model.safetensors.index.json", index)
@@ -114,7 +151,9 @@ def _understand(weights: Weights, path: Path, asked_for: bool) -> Tokenizer | No
     except ConfigError as error:
         if asked_for:
             raise
-        logger.warning(f"the tokenizer is copied unchanged, since it cannot be read: {error}")  # such as SentencePiece's
+        logger.warning(
+            f"the tokenizer is copied unchanged, since it cannot be read: {error}"
+        )  # such as SentencePiece's
         return None
     check_tokenizer(weights, path, tokenizer.vocab_size, tokenizer.sha256)
     return tokenizer
@@ -148,7 +187,9 @@ def _whole(folder: Path, needed: int) -> Iterator[Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder.parent).free
         if free < needed:
-            raise ConfigError(f"{folder} needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free; use another disk")
+            raise ConfigError(
+                f"{folder} needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free; use another disk"
+            )
         unfinished.mkdir()
         yield unfinished
         for path in unfinished.iterdir():
@@ -166,8 +207,16 @@ def main(arguments: Sequence[str]) -> None:
     add = parser.add_argument
     add("source", help="a step, a run's folder, a Hugging Face folder, or Meta's")
     add("target", type=Path, help="a new folder")
-    add("--to", choices=("hf", "step"), help="the format to write (default: hf from a step, and a step from anything else)")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="the dtype to write (default: as stored)")
+    add(
+        "--to",
+        choices=("hf", "step"),
+        help="the format to write (default: hf from a step, and a step from anything else)",
+    )
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="the dtype to write (default: as stored)",
+    )
     where = "the model's tokenizer, a file or a folder that has one, to copy beside the weights (default: that of SOURCE)"
     add("--tokenizer", metavar="PATH", help=where)
     add("--max-shard-size", type=float, metavar="GB", help="largest safetensors file (default 5)")
@@ -177,21 +226,36 @@ def main(arguments: Sequence[str]) -> None:
         raise ConfigError(f"--max-shard-size {options.max_shard_size}: use GB above 0, such as 5")
     weights = open_weights(options.source, every_byte=True)
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    logger.info(f"{weights.folder}: {weights.kind}, {sum(s.numel() for s in weights.shapes.values()):,} parameters")
+    logger.info(
+        f"{weights.folder}: {weights.kind}, {sum(s.numel() for s in weights.shapes.values()):,} parameters"
+    )
     if (options.to or ("hf" if isinstance(weights, StepFolder) else "step")) == "step":
         if options.tokenizer:
-            raise ConfigError("--tokenizer: a step has none, the recipe names it (model.tokenizer_path); leave it out")
+            raise ConfigError(
+                "--tokenizer: a step has none, the recipe names it (model.tokenizer_path); leave it out"
+            )
         if options.max_shard_size is not None:
-            raise ConfigError(f"--max-shard-size {options.max_shard_size}: a step has one file; leave it out, or use --to hf")
+            raise ConfigError(
+                f"--max-shard-size {options.max_shard_size}: a step has one file; leave it out, or use --to hf"
+            )
         write_step(options.target, weights, dtype)
     else:
         asked_for = bool(options.tokenizer)
         files = tokenizer_files(options.tokenizer) if asked_for else weights.tokenizer_files()
         if asked_for and not files:
             fix = " or ".join(TOKENIZER_FILES[:2])
-            raise ConfigError(f"--tokenizer {options.tokenizer}: no such file; use a file, or a folder with {fix}")
+            raise ConfigError(
+                f"--tokenizer {options.tokenizer}: no such file; use a file, or a folder with {fix}"
+            )
         shard_bytes = (options.max_shard_size or 5.0) * 1e9
-        write_hf(options.target, weights, dtype, tokenizer=files, asked_for=asked_for, shard_bytes=shard_bytes)
+        write_hf(
+            options.target,
+            weights,
+            dtype,
+            tokenizer=files,
+            asked_for=asked_for,
+            shard_bytes=shard_bytes,
+        )
         if not files:
             logger.warning("no tokenizer was copied; use --tokenizer PATH to copy one")
     logger.info(f"written to {options.target}")

@@ -23,24 +23,54 @@ from titan_lite.layout_checks import error_bytes, sent_between_copies
 from titan_lite.optimizer.state import OF_MATRIX, by_owner, owned
 from titan_lite.shape import shape_words
 
-ROWS, BOXES, IN_A_BOX, IN_THE_ONLY_BOX = 4, 4, 4, 16  # limits of the picture; beyond them the middle is left out
+ROWS, BOXES, IN_A_BOX, IN_THE_ONLY_BOX = (
+    4,
+    4,
+    4,
+    16,
+)  # limits of the picture; beyond them the middle is left out
 
 
-def start_lines(config: Config, layout: Layout, device: torch.device, *, priced: bool, sources: Sequence[str] = ()) -> list[str]:
+def start_lines(
+    config: Config,
+    layout: Layout,
+    device: torch.device,
+    *,
+    priced: bool,
+    sources: Sequence[str] = (),
+) -> list[str]:
     """Return lines on model, layout, batch, data and memory. priced: communication costs are known; sources: lines on sources."""
-    training, parallelism, degrees, plan = config.training, config.parallelism, layout.degrees, layout.pipeline
+    training, parallelism, degrees, plan = (
+        config.training,
+        config.parallelism,
+        layout.degrees,
+        layout.pipeline,
+    )
     threads = torch.get_num_threads()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads} thread{'s' * (threads > 1)}"
-    how = f"{config.compile.backend} ({', '.join(config.compile.components)})" if config.compile.enable else "eager"
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {threads} thread{'s' * (threads > 1)}"
+    )
+    how = (
+        f"{config.compile.backend} ({', '.join(config.compile.components)})"
+        if config.compile.enable
+        else "eager"
+    )
     if training.float32_matmul_precision != "highest":
         how += f"; float32 products in {training.float32_matmul_precision} precision (TF32 on GPUs)"
-    if training.attention_kernel != "auto" and fits_flash(getattr(torch, training.mixed_precision_param), layout.model.head_dim):
+    if training.attention_kernel != "auto" and fits_flash(
+        getattr(torch, training.mixed_precision_param), layout.model.head_dim
+    ):
         how += f"; attention by {training.attention_kernel} (training.attention_kernel)"
     if (float8 := config.float8).enable:
         gathers = float8.all_gather and degrees["dp_shard"] * degrees["cp"] > 1
         how += f"; products of the blocks in float8, {float8.recipe}{', gathered in float8' * gathers} ([float8])"
     axes = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
-    notes = ["; ".join(short_names(plan.modules[stage]) for stage in plan.stages_of(rank)) for rank in range(degrees["pp"])]
+    notes = [
+        "; ".join(short_names(plan.modules[stage]) for stage in plan.stages_of(rank))
+        for rank in range(degrees["pp"])
+    ]
     when = ""
     if layout.microbatches > 1:
         when = f"; weights gathered once a {'step' if layout.gathers_once else 'microbatch'} (parallelism.fsdp_communication)"
@@ -53,7 +83,11 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
         *mesh_picture(degrees, notes),
         f"batch: {layout.tokens:,} tokens a step = {layout.rows} sequences of {layout.seq_len}, "
         f"in {layout.accumulation} local batch{'es' * (layout.accumulation > 1)} of {layout.local_batch_size} a rank{when}",
-        *([f"batch ramp: {layout.ramp_in_words} (training.global_batch_ramp)"] if layout.ramp else []),
+        *(
+            [f"batch ramp: {layout.ramp_in_words} (training.global_batch_ramp)"]
+            if layout.ramp
+            else []
+        ),
         *sources,
         f"tokenizer: {min(config.model.tokenizer_path, os.path.relpath(config.model.tokenizer_path), key=len)}",
     ]
@@ -66,9 +100,13 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
     if parallelism.replicate_compression != "none":
         lines.append(_between_copies(config, layout))
     if config.compile.compiles("model") and not priced:
-        lines.append(f"no prices for {name}: what communication costs is not estimated (compile.machine)")
+        lines.append(
+            f"no prices for {name}: what communication costs is not estimated (compile.machine)"
+        )
     if degrees["pp"] > 1:
-        schedule = parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
+        schedule = (
+            parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
+        )
         lines.append(
             f"pipeline: {len(plan.modules)} stages, {schedule}, {plan.microbatches} microbatches of "
             f"{layout.sequences}; ranks wait {100 * bubble_fraction(order_of(parallelism, plan)):.1f}% of the time (the "
@@ -76,9 +114,13 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
         )
     if chunk := layout.loss_chunk:
         chunks = -(-layout.sequences * layout.seq_len // layout.degrees["cp"] // chunk)
-        lines.append(f"loss: in {chunks} chunks of {chunk:,} tokens, never with all logits (training.loss_chunk_tokens)")
+        lines.append(
+            f"loss: in {chunks} chunks of {chunk:,} tokens, never with all logits (training.loss_chunk_tokens)"
+        )
     if degrees["dp_shard"] * degrees["cp"] > 1:
-        lines.append(f"embedding: sharded by {'columns' if layout.by_columns else 'rows'}; {layout.why_so}")
+        lines.append(
+            f"embedding: sharded by {'columns' if layout.by_columns else 'rows'}; {layout.why_so}"
+        )
     parts = {
         "none": "parameters, gradients and optimizer state",
         "optimizer": "parameters, gradients and buckets of optimizer state",
@@ -86,17 +128,27 @@ def start_lines(config: Config, layout: Layout, device: torch.device, *, priced:
     }
     memory = f"memory: {layout.steady_bytes(config) / 2**30:.2f} GiB a rank for {parts[training.offload]}"
     if errors := 2 * error_bytes(config, layout):
-        memory += f" ({errors / 2**30:.2f} GiB of it for two errors of the gradients between copies)"
+        memory += (
+            f" ({errors / 2**30:.2f} GiB of it for two errors of the gradients between copies)"
+        )
     if training.offload != "none":
         memory += f" ({layout.host_bytes(config) / 2**30:.2f} GiB in host memory)"
     if layout.gathers_once:
         memory += f", {layout.step_bytes(config) / 2**30:.2f} GiB for unsharded weights and gradients, held for the step"
-    saves = f"every {config.checkpoint.interval} steps and at the end" if config.checkpoint.enable else "none"
+    saves = (
+        f"every {config.checkpoint.interval} steps and at the end"
+        if config.checkpoint.enable
+        else "none"
+    )
     return [
         *lines,
         f"{memory}; activations beside that",
         f"checkpoints: {saves} (checkpoint.{'interval' if config.checkpoint.enable else 'enable = false'})",
-        *(["compiling comes first: the first step and the first validation take longer"] if config.compile.enable else []),
+        *(
+            ["compiling comes first: the first step and the first validation take longer"]
+            if config.compile.enable
+            else []
+        ),
     ]
 
 
@@ -111,8 +163,16 @@ def _owners_of(config: Config, layout: Layout) -> str:
 
 def _between_copies(config: Config, layout: Layout) -> str:
     """Return the line on what travels between copies, in bytes of a rank's all-reduces."""
-    sent, summed, parallelism = sent_between_copies(config, layout), itemsizes(config.training)[2], config.parallelism
-    whole = {re.sub(r"\.\d+\.", ".*.", fqn).removesuffix(".weight"): None for fqn, (_, factors) in sent.items() if not factors}
+    sent, summed, parallelism = (
+        sent_between_copies(config, layout),
+        itemsizes(config.training)[2],
+        config.parallelism,
+    )
+    whole = {
+        re.sub(r"\.\d+\.", ".*.", fqn).removesuffix(".weight"): None
+        for fqn, (_, factors) in sent.items()
+        if not factors
+    }
     nbytes = sum(4 * factors or summed * numbers for numbers, factors in sent.values())
     before = sum(summed * numbers for numbers, _ in sent.values())
     count, rank = sum(factors > 0 for _, factors in sent.values()), parallelism.replicate_rank
@@ -128,28 +188,49 @@ def _documents_by(config: Config, layout: Layout, device: torch.device) -> str:
     if masks_by_kernel(device, dtype, layout.model.head_dim, cp):
         return "FlashAttention, with no mask"
     pairs = layout.sequences * layout.seq_len**2 // cp
-    bias = f", and a bias of {pairs * dtype.itemsize / 2**30:.2f} GiB for its kernel" if device.type == "cuda" else ""
+    bias = (
+        f", and a bias of {pairs * dtype.itemsize / 2**30:.2f} GiB for its kernel"
+        if device.type == "cuda"
+        else ""
+    )
     return f"a mask of {pairs / 2**30:.2f} GiB{bias}"
 
 
 def without_effect(config: Config, layout: Layout) -> list[str]:
     """Return a line, with the reason, for each key that the recipe sets and that has no effect."""
     recipe, values = dataclasses.asdict(config), flatten(config)
-    recipe["parallelism"]["microbatches_gathered_once"] = layout.microbatches if layout.gathers_once else 1
+    recipe["parallelism"]["microbatches_gathered_once"] = (
+        layout.microbatches if layout.gathers_once else 1
+    )
     idle = without_need(recipe)
     if layout.why_so.startswith("estimated"):
         idle.pop("compile.machine", None)  # its links decided how the embedding is sharded
-    lines = [f"{key} = {values[key]} has no effect: {idle[key][0]}" for key in idle if values[key] != KEYS[key].default]
-    if config.float8.enable and config.float8.all_gather and layout.degrees["dp_shard"] * layout.degrees["cp"] == 1:
-        lines.append("float8.all_gather = True has no effect: no weight is gathered (data_parallel_shard_degree = 1)")
+    lines = [
+        f"{key} = {values[key]} has no effect: {idle[key][0]}"
+        for key in idle
+        if values[key] != KEYS[key].default
+    ]
+    if (
+        config.float8.enable
+        and config.float8.all_gather
+        and layout.degrees["dp_shard"] * layout.degrees["cp"] == 1
+    ):
+        lines.append(
+            "float8.all_gather = True has no effect: no weight is gathered (data_parallel_shard_degree = 1)"
+        )
     if (
         config.float8.enable
         and config.float8.recipe != "tensorwise"
         and layout.degrees["tp"] > 1
         and config.compile.compiles("model")
     ):
-        chunks, why = config.compile.tensor_parallel_chunks, f'scales of rows (float8.recipe = "{config.float8.recipe}")'
-        lines += [f"compile.tensor_parallel_chunks = {chunks} cuts no product with {why}"] * (chunks > 1)
+        chunks, why = (
+            config.compile.tensor_parallel_chunks,
+            f'scales of rows (float8.recipe = "{config.float8.recipe}")',
+        )
+        lines += [f"compile.tensor_parallel_chunks = {chunks} cuts no product with {why}"] * (
+            chunks > 1
+        )
     key, kept = "parallelism.fsdp_keep_gathered", config.parallelism.fsdp_keep_gathered
     for prefix in () if key in idle or kept == KEYS[key].default else kept:
         if why := _not_kept(prefix, config, layout):
@@ -165,7 +246,10 @@ def _not_kept(prefix: str, config: Config, layout: Layout) -> str:
     if name == "output" and layout.loss_chunk:
         return "backward of a loss in chunks needs no weight (training.loss_chunk_tokens)"
     if name == "layers":
-        mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
+        mode, option = (
+            config.activation_checkpoint.mode,
+            config.activation_checkpoint.selective_ac_option,
+        )
         blocks = [int(inside[0])] if inside else [0, 1]  # if both are recomputed, all are
         if all(recomputes(block, mode, option) for block in blocks):
             return f'activation_checkpoint.mode = "{mode}" reads its weights again in backward, and so gathers them again'
@@ -185,40 +269,70 @@ def mesh_picture(degrees: Mapping[str, int], notes: Sequence[str] = ()) -> list[
     if not active:
         return []
     rest = [axis for axis in active if axis != "pp"]
-    down, across, inside = [axis for axis in active if axis not in rest[-2:]], rest[-2:-1], rest[-1:]
+    down, across, inside = (
+        [axis for axis in active if axis not in rest[-2:]],
+        rest[-2:-1],
+        rest[-1:],
+    )
     sizes = list(degrees.values())
     strides = {axis: math.prod(sizes[place + 1 :]) for place, axis in enumerate(degrees)}
     width = len(str(math.prod(sizes) - 1))
 
     def places(axes: Sequence[str], most: int) -> list[dict[str, int] | None]:
         """Return positions along these axes; None stands for those left out."""
-        every = [dict(zip(axes, place, strict=True)) for place in itertools.product(*(range(degrees[axis]) for axis in axes))]
+        every = [
+            dict(zip(axes, place, strict=True))
+            for place in itertools.product(*(range(degrees[axis]) for axis in axes))
+        ]
         return list(every) if len(every) <= most else [*every[: most - 2], None, every[-1]]
 
     def called(place: dict[str, int] | None) -> str:
-        return "..." if place is None else ", ".join(f"{axis} {number}" for axis, number in place.items())
+        return (
+            "..."
+            if place is None
+            else ", ".join(f"{axis} {number}" for axis, number in place.items())
+        )
 
     def rank(*where: dict[str, int] | None) -> str:
         if None in where:
             return ".."
-        return str(sum(number * strides[axis] for place in where if place for axis, number in place.items()))
+        return str(
+            sum(
+                number * strides[axis] for place in where if place for axis, number in place.items()
+            )
+        )
 
     rows, boxes, slots = (
         places(down, ROWS),
         places(across, BOXES),
         places(inside, IN_A_BOX if across or down else IN_THE_ONLY_BOX),
     )
-    cells = [[" ".join(rank(row, box, slot).rjust(width) for slot in slots) for box in boxes] for row in rows]
-    wide = max(*(len(cell) for line in cells for cell in line), *(len(called(box)) for box in boxes))
+    cells = [
+        [" ".join(rank(row, box, slot).rjust(width) for slot in slots) for box in boxes]
+        for row in rows
+    ]
+    wide = max(
+        *(len(cell) for line in cells for cell in line), *(len(called(box)) for box in boxes)
+    )
     left = max(len(called(row)) for row in rows)
     border = f"  {'':{left}}  +{'+'.join('-' * (wide + 2) for _ in boxes)}+"
-    lines = [f"  {'':{left}}   {' '.join(called(box).center(wide + 2) for box in boxes)}".rstrip()] if across else []
+    lines = (
+        [f"  {'':{left}}   {' '.join(called(box).center(wide + 2) for box in boxes)}".rstrip()]
+        if across
+        else []
+    )
     lines.append(border)
     for row, line in zip(rows, cells, strict=True):
         note = notes[row["pp"]] if notes and row and "pp" in row else ""
-        lines.append(f"  {called(row):{left}}  |{'|'.join(f' {cell.center(wide)} ' for cell in line)}|  {note}".rstrip())
+        lines.append(
+            f"  {called(row):{left}}  |{'|'.join(f' {cell.center(wide)} ' for cell in line)}|  {note}".rstrip()
+        )
     places_of = {"rows": down, "boxes": across, "columns in a box" if across else "columns": inside}
-    said = [f"{place}: {', '.join(f'{axis} ({WORDS[axis]})' for axis in axes)}" for place, axes in places_of.items() if axes]
+    said = [
+        f"{place}: {', '.join(f'{axis} ({WORDS[axis]})' for axis in axes)}"
+        for place, axes in places_of.items()
+        if axes
+    ]
     lines.append(f"{border}  numbers are ranks; {', '.join(said)}")
     return lines
 
@@ -232,7 +346,9 @@ def short_names(modules: Sequence[str]) -> str:
             layers.append(int(name.removeprefix("layers.")))
             continue
         if layers:
-            words.append(f"layers {layers[0]}-{layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}")
+            words.append(
+                f"layers {layers[0]}-{layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
+            )
             layers = []
         words += [name] if name else []
     return ", ".join(words)

@@ -21,7 +21,9 @@ def number(name: str, default: int) -> int:
     """Return one variable as a number. Raises ConfigError."""
     text = os.environ.get(name) or str(default)
     if not _is_number(text):
-        raise ConfigError(f"environment: {name}={text}: expected an integer at least 0, such as {name}={default}")
+        raise ConfigError(
+            f"environment: {name}={text}: expected an integer at least 0, such as {name}={default}"
+        )
     return int(text)
 
 
@@ -35,12 +37,16 @@ def check_environment() -> tuple[int, int]:
     if missing and all(os.environ.get(name) in (None, "", value) for name, value in ALONE.items()):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            os.environ.update(ALONE, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+            os.environ.update(
+                ALONE, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1])
+            )
         missing = []
     wrong = []
     if missing:
         there = " ".join(f"{name}={os.environ[name]}" for name in WORLD if name not in missing)
-        wrong.append(f"{there} without {', '.join(missing)}: use torchrun or ./run_train.sh, which set all, or set none")
+        wrong.append(
+            f"{there} without {', '.join(missing)}: use torchrun or ./run_train.sh, which set all, or set none"
+        )
     values: dict[str, int] = {}
     for name in (*ALONE, "MASTER_PORT", *RESTARTS):
         text = os.environ.get(name) or "0"
@@ -48,7 +54,9 @@ def check_environment() -> tuple[int, int]:
         if values[name] == -1:
             wrong.append(f"{name}={text}: expected an integer at least 0")
     if not wrong:
-        rank, world_size, local_rank, local_size, port = (values[name] for name in WORLD if name != "MASTER_ADDR")
+        rank, world_size, local_rank, local_size, port = (
+            values[name] for name in WORLD if name != "MASTER_ADDR"
+        )
         if not rank < world_size:
             wrong.append(f"RANK={rank}: expected less than WORLD_SIZE={world_size}")
         if not local_rank < local_size <= world_size:

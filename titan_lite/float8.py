@@ -92,7 +92,11 @@ def apply_float8(model: nn.Module, recipe: str, filter_fqns: Sequence[str] = ())
 def linear_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     """Return the linear layers of the blocks, with their FQNs."""
     modules = model.named_modules()
-    return [(fqn, module) for fqn, module in modules if isinstance(module, nn.Linear) and fqn.startswith("layers.")]
+    return [
+        (fqn, module)
+        for fqn, module in modules
+        if isinstance(module, nn.Linear) and fqn.startswith("layers.")
+    ]
 
 
 def check_sizes(float8: Float8, sizes: Mapping[str, Sequence[float]], tokens: int) -> None:
@@ -102,14 +106,22 @@ def check_sizes(float8: Float8, sizes: Mapping[str, Sequence[float]], tokens: in
     """
     if float8.all_gather and float8.recipe != "tensorwise":
         wrong = f'float8.all_gather = true: backward multiplies by the columns of a weight, and float8.recipe = "{float8.recipe}"'
-        raise ConfigError(f'{wrong} has scales of its rows; use recipe = "tensorwise" or all_gather = false')
+        raise ConfigError(
+            f'{wrong} has scales of its rows; use recipe = "tensorwise" or all_gather = false'
+        )
     for name in float8.filter_fqns:
         if not any(is_filtered(fqn, [name]) for fqn in sizes):
-            wrong = f'float8.filter_fqns: "{name}" is no part of the name of a linear layer in a block'
-            raise ConfigError(f'{wrong}; use such as "attention.wk" or "layers.0" (embedding and output never are in float8)')
+            wrong = (
+                f'float8.filter_fqns: "{name}" is no part of the name of a linear layer in a block'
+            )
+            raise ConfigError(
+                f'{wrong}; use such as "attention.wk" or "layers.0" (embedding and output never are in float8)'
+            )
     left = [fqn for fqn in sizes if not is_filtered(fqn, float8.filter_fqns)]
     if not left:
-        raise ConfigError("float8.enable = true: float8.filter_fqns leaves no layer to compute in float8; use false")
+        raise ConfigError(
+            "float8.enable = true: float8.filter_fqns leaves no layer to compute in float8; use false"
+        )
     need = f"and dimensions of float8 products are multiples of {MULTIPLE}"
     if tokens % MULTIPLE:
         wrong = f"float8.enable = true: a microbatch has {tokens} tokens on a rank, {need}"
@@ -117,8 +129,12 @@ def check_sizes(float8: Float8, sizes: Mapping[str, Sequence[float]], tokens: in
     for fqn in left:
         rows, columns = sizes[fqn]
         if rows % MULTIPLE or columns % MULTIPLE:
-            wrong = f"float8.enable = true: {fqn}.weight is {rows:g} x {columns:g} on a rank, {need}"
-            raise ConfigError(f'{wrong}; use float8.filter_fqns = ["{fqn.split(".", 2)[2]}"] or a lower tensor_parallel_degree')
+            wrong = (
+                f"float8.enable = true: {fqn}.weight is {rows:g} x {columns:g} on a rank, {need}"
+            )
+            raise ConfigError(
+                f'{wrong}; use float8.filter_fqns = ["{fqn.split(".", 2)[2]}"] or a lower tensor_parallel_degree'
+            )
 
 
 def is_filtered(fqn: str, filter_fqns: Sequence[str]) -> bool:
@@ -159,8 +175,14 @@ class _Product(torch.autograd.Function):
         moves: tuple[Callable, Callable] | None,
     ) -> Tensor:
         ctx.save_for_backward(x, x_scale, weight, weight_scale)
-        ctx.recipe, ctx.moves, ctx.dtype = recipe, moves, (x if x_gradient is None else x_gradient).dtype
-        rows, columns = (_factor(*each, recipe) for each in ((x.flatten(0, -2), x_scale), (weight, weight_scale)))
+        ctx.recipe, ctx.moves, ctx.dtype = (
+            recipe,
+            moves,
+            (x if x_gradient is None else x_gradient).dtype,
+        )
+        rows, columns = (
+            _factor(*each, recipe) for each in ((x.flatten(0, -2), x_scale), (weight, weight_scale))
+        )
         out = _multiply(rows, columns.t(), ctx.dtype, fast_accum=True).unflatten(0, x.shape[:-1])
         return moves[0](out) if moves else out
 
@@ -172,7 +194,9 @@ class _Product(torch.autograd.Function):
         x, grad = x.flatten(0, -2), moved.data.flatten(0, -2)
         high = recipe == "rowwise_with_gw_hp"
         rows = _factor(grad, moved.scale, recipe, E5M2 if recipe == "tensorwise" else E4M3)
-        dx = _multiply(rows, _factor(weight, weight_scale, recipe, dim=None if high else 0).copy(), dtype)
+        dx = _multiply(
+            rows, _factor(weight, weight_scale, recipe, dim=None if high else 0).copy(), dtype
+        )
         if high:
             dw = grad.t() @ x
         else:
@@ -184,13 +208,19 @@ class _Product(torch.autograd.Function):
         return *of_x, *of_weight, None, None
 
 
-def _factor(x: Tensor, scale: Tensor | None, recipe: str, dtype: torch.dtype = E4M3, dim: int | None = -1) -> _Factor:
+def _factor(
+    x: Tensor, scale: Tensor | None, recipe: str, dtype: torch.dtype = E4M3, dim: int | None = -1
+) -> _Factor:
     """Return a matrix in float8. scale: given; else of the matrix (tensorwise or dim None), or of its vectors along `dim`."""
     if x.dtype == torch.uint8:
         assert scale is not None
         return _Factor(x.view(dtype), scale.reciprocal())
     if scale is None:
-        amax = x.abs().amax() if recipe == "tensorwise" or dim is None else x.abs().amax(dim, keepdim=True)
+        amax = (
+            x.abs().amax()
+            if recipe == "tensorwise" or dim is None
+            else x.abs().amax(dim, keepdim=True)
+        )
         scale = scale_of(amax, dtype, power_of_two=recipe != "tensorwise")
     return _Factor(cast(x, scale, dtype), scale.reciprocal())
 

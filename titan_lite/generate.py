@@ -13,7 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_lite.checkpoint.weights import TOKENIZER_FILES, Weights, check_tokenizer, load, open_weights
+from titan_lite.checkpoint.weights import (
+    TOKENIZER_FILES,
+    Weights,
+    check_tokenizer,
+    load,
+    open_weights,
+)
 from titan_lite.command import Parser, command
 from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
@@ -35,15 +41,22 @@ class CachedAttention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """Attend from q (B, t, H, D) to the cache and k, v (B, t, K, D), which join it -> (B, t, H, D)."""
         if not self.tokens:
-            self.keys, self.values = (x.new_empty(x.shape[0], self.max_tokens, *x.shape[2:]) for x in (k, v))
+            self.keys, self.values = (
+                x.new_empty(x.shape[0], self.max_tokens, *x.shape[2:]) for x in (k, v)
+            )
         before, self.tokens = self.tokens, self.tokens + k.shape[1]
         self.keys[:, before : self.tokens], self.values[:, before : self.tokens] = k, v
         if not before:
             return super().attend(q, k, v, mask)
         past = None  # a single token attends to all
         if q.shape[1] > 1:
-            past = torch.ones(q.shape[1], self.tokens, dtype=torch.bool, device=q.device).tril(before)
-        q, k, v = (x.transpose(1, 2) for x in (q, self.keys[:, : self.tokens], self.values[:, : self.tokens]))
+            past = torch.ones(q.shape[1], self.tokens, dtype=torch.bool, device=q.device).tril(
+                before
+            )
+        q, k, v = (
+            x.transpose(1, 2)
+            for x in (q, self.keys[:, : self.tokens], self.values[:, : self.tokens])
+        )
         return F.scaled_dot_product_attention(q, k, v, past, enable_gqa=True).transpose(1, 2)
 
 
@@ -67,7 +80,9 @@ class Decoder(Transformer):
         return self.output(self.norm(x[:, -1]))
 
 
-def build_decoder(weights: Weights, max_tokens: int, device: torch.device, dtype: torch.dtype) -> Decoder:
+def build_decoder(
+    weights: Weights, max_tokens: int, device: torch.device, dtype: torch.dtype
+) -> Decoder:
     """Return an unsharded model with a cache for `max_tokens` tokens. Raises ConfigError."""
     if max_tokens > weights.config.max_seq_len:
         raise ConfigError(
@@ -84,7 +99,9 @@ def build_decoder(weights: Weights, max_tokens: int, device: torch.device, dtype
     return decoder
 
 
-def sample(logits: Tensor, generator: torch.Generator, *, temperature: float, top_k: int, top_p: float) -> int:
+def sample(
+    logits: Tensor, generator: torch.Generator, *, temperature: float, top_k: int, top_p: float
+) -> int:
     """Draw a token from logits (V,). temperature 0: return the likeliest token, of equals the first."""
     if temperature == 0:
         return int(logits.argmax())
@@ -125,7 +142,9 @@ def generate(
 
 def text_of(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield pieces of text as their characters are complete: one may span several tokens."""
-    shown: list[int] = []  # the last tokens yielded: the text of a token may depend on the one before
+    shown: list[
+        int
+    ] = []  # the last tokens yielded: the text of a token may depend on the one before
     fresh: list[int] = []
     for token in tokens:
         fresh.append(token)
@@ -145,7 +164,9 @@ def find_tokenizer(weights: Weights, path: str) -> Tokenizer:
         found.sort(key=lambda file: file.endswith(".json"))
     path = path or next(iter(found), "")
     if not path:
-        raise ConfigError(f"{weights.folder} has no tokenizer that can be read; use --tokenizer FILE")
+        raise ConfigError(
+            f"{weights.folder} has no tokenizer that can be read; use --tokenizer FILE"
+        )
     tokenizer = load_tokenizer(path, "--tokenizer")
     check_tokenizer(weights, path, tokenizer.vocab_size, tokenizer.sha256)
     return tokenizer
@@ -154,7 +175,9 @@ def find_tokenizer(weights: Weights, path: str) -> Tokenizer:
 def stop_tokens(weights: Weights, tokenizer: Tokenizer) -> set[int]:
     """Return the tokens that end a text, by the tokenizer and by the folder."""
     ends = weights.special_tokens["eos_token_id"]
-    return {tokenizer.eos_id} | set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    return {tokenizer.eos_id} | set(
+        ends if isinstance(ends, list) else [] if ends is None else [ends]
+    )
 
 
 def find_device(name: str) -> torch.device:
@@ -171,16 +194,41 @@ def find_device(name: str) -> torch.device:
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(__doc__)
     add, which = parser.add_argument, "(default %(default)s)"
-    add("checkpoint", help="a run's folder (its newest whole step), a step, a Hugging Face folder, or Meta's")
-    add("--prompt", default="", metavar="TEXT", help="text to continue (default: none, the beginning of a document)")
-    add("--max-new-tokens", type=int, default=128, metavar="N", help=f"the most tokens to generate {which}")
+    add(
+        "checkpoint",
+        help="a run's folder (its newest whole step), a step, a Hugging Face folder, or Meta's",
+    )
+    add(
+        "--prompt",
+        default="",
+        metavar="TEXT",
+        help="text to continue (default: none, the beginning of a document)",
+    )
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help=f"the most tokens to generate {which}",
+    )
     likelier = f"below 1: favors likely tokens; 0: always takes the likeliest {which}"
     add("--temperature", type=float, default=0.8, metavar="T", help=likelier)
-    add("--top-k", type=int, default=0, metavar="K", help=f"only the K likeliest tokens; 0: all {which}")
+    add(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help=f"only the K likeliest tokens; 0: all {which}",
+    )
     likeliest = f"only the likeliest tokens, up to a total probability of P {which}"
     add("--top-p", type=float, default=0.95, metavar="P", help=likeliest)
     add("--seed", type=int, default=0, metavar="N", help=f"seed of the random numbers {which}")
-    add("--device", default="", metavar="NAME", help="cpu, cuda, cuda:1 (default: a GPU where there is one)")
+    add(
+        "--device",
+        default="",
+        metavar="NAME",
+        help="cpu, cuda, cuda:1 (default: a GPU where there is one)",
+    )
     add("--dtype", choices=("float32", "bfloat16"), help="(default: as stored)")
     where = "in tiktoken's format, or a tokenizer.json (default: the recipe's, or the folder's)"
     add("--tokenizer", default="", metavar="FILE", help=where)
@@ -194,17 +242,27 @@ def main(arguments: Sequence[str]) -> None:
         ("seed", 0 <= options.seed < 2**63, "0 or more, below 2^63"),
     ):
         if not fits:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected {works}")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {getattr(options, name)}: expected {works}"
+            )
     device = find_device(options.device)
     weights = open_weights(options.checkpoint, every_byte=True)
     tokenizer = find_tokenizer(weights, options.tokenizer)
     prompt = tokenizer.encode(options.prompt, bos=True)
-    dtype = getattr(torch, options.dtype) if options.dtype else weights.dtypes["tok_embeddings.weight"]
+    dtype = (
+        getattr(torch, options.dtype) if options.dtype else weights.dtypes["tok_embeddings.weight"]
+    )
     decoder = build_decoder(weights, len(prompt) + options.max_new_tokens, device, dtype)
     stop = stop_tokens(weights, tokenizer)
-    asked = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")}
+    asked = {
+        name: getattr(options, name)
+        for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    }
     tokens = generate(decoder, prompt, stop=stop, vocab_size=tokenizer.vocab_size, **asked)
-    print(f"{weights.folder}, {weights.kind}; {device}, {str(dtype).removeprefix('torch.')}", file=sys.stderr)
+    print(
+        f"{weights.folder}, {weights.kind}; {device}, {str(dtype).removeprefix('torch.')}",
+        file=sys.stderr,
+    )
     print(options.prompt, end="", flush=True)
     started, drawn = time.perf_counter(), list[int]()
 
@@ -218,7 +276,11 @@ def main(arguments: Sequence[str]) -> None:
         print(text, end="", flush=True)
     print(flush=True)
     seconds = time.perf_counter() - started
-    end = f"ended by {tokenizer.decode(drawn[-1:])}" if drawn[-1] in stop else "stopped by --max-new-tokens"
+    end = (
+        f"ended by {tokenizer.decode(drawn[-1:])}"
+        if drawn[-1] in stop
+        else "stopped by --max-new-tokens"
+    )
     print(f"{len(drawn)} tokens, {len(drawn) / seconds:.1f} a second, {end}", file=sys.stderr)
 
 

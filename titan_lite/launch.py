@@ -21,7 +21,18 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from titan_lite.faults.signals import FAILED, NOTHING, REPEATED, STOPPED, STOPPING, WRONG_INPUT, announce, end_with, settle, tell
+from titan_lite.faults.signals import (
+    FAILED,
+    NOTHING,
+    REPEATED,
+    STOPPED,
+    STOPPING,
+    WRONG_INPUT,
+    announce,
+    end_with,
+    settle,
+    tell,
+)
 
 ANSWER = 20  # seconds to wait for other nodes, once all processes of this node have ended
 MENDED = 600  # the same if a restart is possible when the network is back; torchrun waits for nodes as long
@@ -30,7 +41,10 @@ MENDED = 600  # the same if a restart is possible when the network is back; torc
 def exit_code(codes: Iterable[int], asked: bool) -> int:
     """Return the launcher's exit code for those of its processes (negative: killed by a signal). asked: it told them to stop."""
     ended = set(codes)
-    for code in (WRONG_INPUT, REPEATED):  # perhaps from one rank; the others lost their connection to it
+    for code in (
+        WRONG_INPUT,
+        REPEATED,
+    ):  # perhaps from one rank; the others lost their connection to it
         if code in ended:
             return code
     # A process that is already exiting dies of the signal.
@@ -85,7 +99,10 @@ def main(arguments: Sequence[str]) -> int:
                     signal.signal(number, NOTHING)
             elif self._worker_group.state == WorkerState.HEALTHY and not self.starting:
                 self.signal_processes()
-            elif self._worker_group.state in (WorkerState.INIT, WorkerState.STOPPED) and not self.starting:
+            elif (
+                self._worker_group.state in (WorkerState.INIT, WorkerState.STOPPED)
+                and not self.starting
+            ):
                 sys.exit(STOPPED)  # waiting for other nodes
 
         def processes(self) -> list[int]:
@@ -93,7 +110,11 @@ def main(arguments: Sequence[str]) -> int:
 
         def codes(self) -> list[int | None]:
             """Return the exit codes of the processes; None for one that runs."""
-            handlers = self._pcontext.subprocess_handlers.values() if isinstance(self._pcontext, SubprocessContext) else ()
+            handlers = (
+                self._pcontext.subprocess_handlers.values()
+                if isinstance(self._pcontext, SubprocessContext)
+                else ()
+            )
             return [handler.proc.poll() for handler in handlers]
 
         def running(self) -> bool:
@@ -123,8 +144,12 @@ def main(arguments: Sequence[str]) -> int:
             super()._initialize_workers(worker_group)
 
         def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-            self.starting = True  # so that no signal handler raises, which would leave started processes behind
-            signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # inherited by them until they listen
+            self.starting = (
+                True  # so that no signal handler raises, which would leave started processes behind
+            )
+            signal.pthread_sigmask(
+                signal.SIG_BLOCK, STOPPING
+            )  # inherited by them until they listen
             try:
                 return super()._start_workers(worker_group)
             finally:
@@ -150,11 +175,17 @@ def main(arguments: Sequence[str]) -> int:
                 waited = time.monotonic() - self.looked
                 ended = [code for code in codes if code is not None]
                 # In other states torchrun waits for nodes with its own limit.
-                asking = self._worker_group.state in (WorkerState.HEALTHY, WorkerState.UNHEALTHY, WorkerState.FAILED)
+                asking = self._worker_group.state in (
+                    WorkerState.HEALTHY,
+                    WorkerState.UNHEALTHY,
+                    WorkerState.FAILED,
+                )
                 limit = MENDED if self._remaining_restarts and not asked else ANSWER
                 if asking and ended and len(ended) == len(codes) and waited > limit:
                     text = ", ".join(map(str, ended))
-                    tell(f"error: the other nodes are not reached for {limit} s; the processes here ended with exit code {text}")
+                    tell(
+                        f"error: the other nodes are not reached for {limit} s; the processes here ended with exit code {text}"
+                    )
                     os._exit(exit_code(ended, bool(asked)) if any(ended) else 0)
 
         def judge(self, failures: dict[int, Any]) -> None:
@@ -163,8 +194,16 @@ def main(arguments: Sequence[str]) -> int:
                 self._remaining_restarts = 0
             if code == FAILED:
                 rank, first = min(failures.items(), key=lambda failure: failure[1].timestamp)
-                how = f"by {signal.Signals(-first.exitcode).name}" if first.exitcode < 0 else f"with exit code {first.exitcode}"
-                left = f"; all are started again, {self._remaining_restarts} times at most" if self._remaining_restarts else ""
+                how = (
+                    f"by {signal.Signals(-first.exitcode).name}"
+                    if first.exitcode < 0
+                    else f"with exit code {first.exitcode}"
+                )
+                left = (
+                    f"; all are started again, {self._remaining_restarts} times at most"
+                    if self._remaining_restarts
+                    else ""
+                )
                 tell(f"error: rank {rank} (process {first.pid}) was the first to end, {how}{left}")
 
     launcher.LocalElasticAgent = Agent  # type: ignore[misc] # torchrun has no option for it

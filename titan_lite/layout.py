@@ -17,9 +17,19 @@ from dataclasses import dataclass
 
 from titan_lite.communication import embedding_sharding, gathers_once
 from titan_lite.config import Config, ConfigError, Training, gradient_accumulation_steps
-from titan_lite.distributed.degrees import check_context_parallel, check_tensor_parallel, resolve_degrees
+from titan_lite.distributed.degrees import (
+    check_context_parallel,
+    check_tensor_parallel,
+    resolve_degrees,
+)
 from titan_lite.distributed.pipeline_plan import PipelinePlan, plan_pipeline
-from titan_lite.layout_checks import check_layout, error_bytes, gathered_in_float8, on_meta_device, shapes_of
+from titan_lite.layout_checks import (
+    check_layout,
+    error_bytes,
+    gathered_in_float8,
+    on_meta_device,
+    shapes_of,
+)
 from titan_lite.loss_chunk import loss_chunk
 from titan_lite.models.shapes import ModelConfig
 from titan_lite.optimizer.state import kept_by_owners, numbers_in, share_of_matrices
@@ -41,7 +51,9 @@ class Layout:
     by_columns: bool = False  # the embedding is sharded by columns (distributed/embedding.py)
     why_so: str = ""  # the reason for by_columns, in words
     loss_chunk: int = 0  # tokens whose logits a rank has at a time; 0: all of a microbatch
-    ramp: tuple[tuple[int, int], ...] = ()  # of global_batch_ramp, before accumulation: (local batches, last step)
+    ramp: tuple[
+        tuple[int, int], ...
+    ] = ()  # of global_batch_ramp, before accumulation: (local batches, last step)
 
     @property
     def world_size(self) -> int:
@@ -64,8 +76,13 @@ class Layout:
     @property
     def shapes_of_rank(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters of a rank's pipeline stages, by FQN, before they are split, on the rank with most."""
-        ranks = ([self.pipeline.modules[stage] for stage in self.pipeline.stages_of(rank)] for rank in range(self.degrees["pp"]))
-        return max((shapes_of(self.model, [*itertools.chain(*stages)]) for stages in ranks), key=numbers_in)
+        ranks = (
+            [self.pipeline.modules[stage] for stage in self.pipeline.stages_of(rank)]
+            for rank in range(self.degrees["pp"])
+        )
+        return max(
+            (shapes_of(self.model, [*itertools.chain(*stages)]) for stages in ranks), key=numbers_in
+        )
 
     @property
     def parameters_of_rank(self) -> float:
@@ -81,7 +98,9 @@ class Layout:
     def owner_bytes(self, config: Config) -> float:
         """Return the bytes that the rank with most keeps of whole matrices (optimizer/owners.py)."""
         ranks = self.world_size // self.degrees["pp"]
-        return max(kept_by_owners(config.optimizer, self.shapes_of_rank, self.model.head_dim, ranks))
+        return max(
+            kept_by_owners(config.optimizer, self.shapes_of_rank, self.model.head_dim, ranks)
+        )
 
     def host_bytes(self, config: Config) -> float:
         """Return the bytes of what a rank has in host memory."""
@@ -100,7 +119,9 @@ class Layout:
     def step_bytes(self, config: Config) -> float:
         """Return the extra bytes of gathering once a step: unsharded weights, gradients of a backward, sums of gradients."""
         _, computed, summed = itemsizes(config.training)
-        in_float8 = numbers_in(gathered_in_float8(config.float8, self.shapes_of_rank)) / self.degrees["tp"]
+        in_float8 = (
+            numbers_in(gathered_in_float8(config.float8, self.shapes_of_rank)) / self.degrees["tp"]
+        )
         return (2 * computed + summed) * self.parameters_of_rank - (computed - 1) * in_float8
 
     @property
@@ -139,20 +160,30 @@ class Layout:
     def tokens_until(self, step: int) -> int:
         """Return the tokens of all steps up to `step`, over all ranks."""
         ends = [0, *(min(last, step) for _, last in self.ramp), step]
-        return self.seq_len * sum(self.rows_at(end) * (end - begin) for begin, end in itertools.pairwise(ends))
+        return self.seq_len * sum(
+            self.rows_at(end) * (end - begin) for begin, end in itertools.pairwise(ends)
+        )
 
     @property
     def ramp_in_words(self) -> str:
         """Sequences of the first steps, in words; "" without a ramp."""
-        return ", ".join(f"{self.rows_at(last):,} sequences until step {last:,}" for _, last in self.ramp)
+        return ", ".join(
+            f"{self.rows_at(last):,} sequences until step {last:,}" for _, last in self.ramp
+        )
 
 
 def itemsizes(training: Training) -> tuple[int, int, int]:
     """Return the bytes per element of stored weights, of computation, and of sums of gradients."""
-    return SIZES[training.dtype], SIZES[training.mixed_precision_param], SIZES[training.mixed_precision_reduce]
+    return (
+        SIZES[training.dtype],
+        SIZES[training.mixed_precision_param],
+        SIZES[training.mixed_precision_reduce],
+    )
 
 
-def make_layout(config: Config, world_size: int, model: ModelConfig | None = None, *, memory: float = math.inf) -> Layout:
+def make_layout(
+    config: Config, world_size: int, model: ModelConfig | None = None, *, memory: float = math.inf
+) -> Layout:
     """Return the layout of a recipe on `world_size` ranks. Needs no tokenizer, no data and no process group.
 
     model: replaces the recipe's model shape. memory: bytes of a device. Raises ConfigError for a recipe that cannot run.
@@ -180,7 +211,9 @@ def make_layout(config: Config, world_size: int, model: ModelConfig | None = Non
         compiled=config.compile.compiles("model") or config.compile.compiles("loss"),
         checkpointed=config.activation_checkpoint.mode != "none",
     )
-    *ramp, (accumulation, _) = gradient_accumulation_steps(training, degrees["dp_replicate"] * degrees["dp_shard"])
+    *ramp, (accumulation, _) = gradient_accumulation_steps(
+        training, degrees["dp_replicate"] * degrees["dp_shard"]
+    )
     microbatches = max([accumulation, *(batches for batches, _ in ramp)]) * pipeline.microbatches
     layout = Layout(
         model=dataclasses.replace(model, max_seq_len=training.seq_len),

@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 def check_layout(config: Config, layout: "Layout") -> None:
     """Raise ConfigError for a key that cannot have its effect on this layout."""
     training, parallelism = config.training, config.parallelism
-    check_names("parallelism.fsdp_keep_gathered", parallelism.fsdp_keep_gathered, shape_words(config.model), layout.model)
+    check_names(
+        "parallelism.fsdp_keep_gathered",
+        parallelism.fsdp_keep_gathered,
+        shape_words(config.model),
+        layout.model,
+    )
     check_float8(config, layout)
     check_schedule(config, layout)
     check_compression(config, layout)
@@ -68,7 +73,10 @@ def check_chunks(config: Config, layout: "Layout") -> None:
     tokens = layout.seq_len // layout.degrees["cp"] // tp
     if tp > 1 and config.compile.compiles("model") and tokens % chunks:
         divisors = [number for number in range(1, tokens + 1) if tokens % number == 0]
-        near = [max(number for number in divisors if number < chunks), *[number for number in divisors if number > chunks][:1]]
+        near = [
+            max(number for number in divisors if number < chunks),
+            *[number for number in divisors if number > chunks][:1],
+        ]
         raise ConfigError(
             f"compile.tensor_parallel_chunks = {chunks} does not divide the {tokens:,} tokens of a sequence that a "
             f"tensor-parallel rank has; use {' or '.join(map(str, near))}"
@@ -94,7 +102,10 @@ def parameters_of(model: ModelConfig, names: Sequence[str]) -> tuple[str, ...]:
 
 def shapes_of(model: ModelConfig, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the parameters of these modules, by FQN."""
-    return {fqn: tuple(on_meta_device(model).get_parameter(fqn).shape) for fqn in parameters_of(model, names)}
+    return {
+        fqn: tuple(on_meta_device(model).get_parameter(fqn).shape)
+        for fqn in parameters_of(model, names)
+    }
 
 
 @functools.cache
@@ -114,9 +125,13 @@ def check_compression(config: Config, layout: "Layout") -> None:
         return
     key = f'parallelism.replicate_compression = "{parallelism.replicate_compression}"'
     if layout.degrees["dp_replicate"] == 1:
-        raise ConfigError(f"{key} has no effect with data_parallel_replicate_degree = 1; use 2 or more")
+        raise ConfigError(
+            f"{key} has no effect with data_parallel_replicate_degree = 1; use 2 or more"
+        )
     if training.offload == "all":
-        raise ConfigError(f'{key}: with training.offload = "all", gradients are in host memory; use offload = "none"')
+        raise ConfigError(
+            f'{key}: with training.offload = "all", gradients are in host memory; use offload = "none"'
+        )
     if parallelism.replicate_uncompressed_steps >= training.steps:
         raise ConfigError(
             f"parallelism.replicate_uncompressed_steps = {parallelism.replicate_uncompressed_steps} is all of training.steps = "
@@ -145,8 +160,13 @@ def largest_shard(layout: "Layout", fqn: str, sizes: Sequence[int]) -> tuple[int
     """Return the shape of the largest part of a parameter of these `sizes` that a rank has."""
     from titan_lite.distributed.tensor_parallel import weight_dim
 
-    shards, split = layout.degrees["dp_shard"] * layout.degrees["cp"], weight_dim(fqn.removesuffix(".weight"))
-    rows, *others = (-(-size // layout.degrees["tp"]) if dim == split else size for dim, size in enumerate(sizes))
+    shards, split = (
+        layout.degrees["dp_shard"] * layout.degrees["cp"],
+        weight_dim(fqn.removesuffix(".weight")),
+    )
+    rows, *others = (
+        -(-size // layout.degrees["tp"]) if dim == split else size for dim, size in enumerate(sizes)
+    )
     if layout.by_columns and fqn == "tok_embeddings.weight":
         return rows, others[0] // shards
     return -(-rows // shards), *others
@@ -156,7 +176,9 @@ def error_bytes(config: Config, layout: "Layout") -> int:
     """Return the bytes of a rank's errors of gradients that are compressed between copies; a step has them twice."""
     if config.parallelism.replicate_compression == "none":
         return 0
-    return 4 * sum(numbers for numbers, factors in sent_between_copies(config, layout).values() if factors)
+    return 4 * sum(
+        numbers for numbers, factors in sent_between_copies(config, layout).values() if factors
+    )
 
 
 def check_float8(config: Config, layout: "Layout") -> None:
@@ -172,14 +194,21 @@ def check_float8(config: Config, layout: "Layout") -> None:
     sizes = {}
     for fqn, module in linear_layers(on_meta_device(layout.model)):
         split = weight_dim(fqn)
-        sizes[fqn] = [n / layout.degrees["tp"] if dim == split else n for dim, n in enumerate(module.weight.shape)]
+        sizes[fqn] = [
+            n / layout.degrees["tp"] if dim == split else n
+            for dim, n in enumerate(module.weight.shape)
+        ]
     check_sizes(config.float8, sizes, layout.sequences * layout.seq_len // layout.degrees["cp"])
 
 
 def check_float8_results(config: Config) -> None:
     """Raise ConfigError for float8 products whose results GPUs have not in the recipe's dtype."""
     recipe = config.float8.recipe
-    if config.float8.enable and recipe != "tensorwise" and config.training.mixed_precision_param != "bfloat16":
+    if (
+        config.float8.enable
+        and recipe != "tensorwise"
+        and config.training.mixed_precision_param != "bfloat16"
+    ):
         raise ConfigError(
             f'float8.recipe = "{recipe}" has results in bfloat16 alone on GPUs; use training.mixed_precision_param = "bfloat16"'
         )
@@ -191,7 +220,11 @@ def gathered_in_float8(float8: Float8, shapes: Shapes) -> Shapes:
         return {}
     from titan_lite.float8 import is_filtered
 
-    return {fqn: shape for fqn, shape in shapes.items() if is_matrix(fqn) and not is_filtered(fqn, float8.filter_fqns)}
+    return {
+        fqn: shape
+        for fqn, shape in shapes.items()
+        if is_matrix(fqn) and not is_filtered(fqn, float8.filter_fqns)
+    }
 
 
 def check_schedule(config: Config, layout: "Layout") -> None:
@@ -208,13 +241,18 @@ def check_schedule(config: Config, layout: "Layout") -> None:
         check_names("compile.buckets", names, shape_words(config.model), layout.model)
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
-            raise ConfigError(f'compile.buckets: "{twice[0]}" is in it twice, but a parameter has one bucket; use it once')
+            raise ConfigError(
+                f'compile.buckets: "{twice[0]}" is in it twice, but a parameter has one bucket; use it once'
+            )
         if all(len(parameters_of(layout.model, bucket.split())) < 2 for bucket in stage.buckets):
             raise ConfigError(
                 f"compile.buckets = [{', '.join(stage.buckets)}]: none has two parameters, so nothing would be merged; "
                 'use such as "layers.0 layers.1", or compile.bucketing = "none"'
             )
-    for key, value, others in (("bucketing", stage.bucketing, ("block", "none")), ("bucket_mode", stage.bucket_mode, ("copy",))):
+    for key, value, others in (
+        ("bucketing", stage.bucketing, ("block", "none")),
+        ("bucket_mode", stage.bucket_mode, ("copy",)),
+    ):
         if value not in others and layout.gathers_once:
             raise ConfigError(
                 f'compile.{key} = "{value}" has nothing to bucket: parallelism.fsdp_communication = "step" gathers once for '

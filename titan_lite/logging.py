@@ -28,11 +28,15 @@ def log_ranks(world_size: int) -> set[int]:
     text = os.environ.get("LOG_RANK", "0")
     ranks = text.replace(" ", "").split(",")
     if not all(re.fullmatch("[0-9]{1,9}", rank) and int(rank) < world_size for rank in ranks):
-        raise ValueError(f"LOG_RANK={text}: use ranks below {world_size}, separated by commas, such as LOG_RANK=0")
+        raise ValueError(
+            f"LOG_RANK={text}: use ranks below {world_size}, separated by commas, such as LOG_RANK=0"
+        )
     return {int(rank) for rank in ranks}
 
 
-def init_logging(rank: int = 0, world_size: int = 0, stream: TextIO | None = None, *, all_warnings: bool = True) -> None:
+def init_logging(
+    rank: int = 0, world_size: int = 0, stream: TextIO | None = None, *, all_warnings: bool = True
+) -> None:
     """Show warnings and errors on every rank, and the rest on the ranks of LOG_RANK. Raises ValueError.
 
     world_size: 0 for a program that is not a run, and shows everything. stream: None is standard output. all_warnings: False
@@ -54,7 +58,9 @@ class Console(logging.StreamHandler):
     """The handler that prints lines."""
 
     to: TextIO | None = None  # None: standard output
-    around: Callable[[], AbstractContextManager] = staticmethod(nullcontext)  # a context for each line, such as of a progress bar
+    around: Callable[[], AbstractContextManager] = staticmethod(
+        nullcontext
+    )  # a context for each line, such as of a progress bar
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = self.to or sys.stdout  # read each time: tests and notebooks change it
@@ -67,7 +73,9 @@ class Events(logging.Handler):
 
     path: Path | None = None
     step = 0  # of the loop, for events without a step
-    owned: Callable[[], bool] = staticmethod(lambda: True)  # False if another run has taken the folder
+    owned: Callable[[], bool] = staticmethod(
+        lambda: True
+    )  # False if another run has taken the folder
 
     def keep(self, folder: Path, rank: int) -> None:
         """Start to write to `folder`: every event on the first rank, only errors on the others."""
@@ -75,13 +83,25 @@ class Events(logging.Handler):
         self.setLevel(logging.INFO if rank == 0 else logging.ERROR)
 
     def emit(self, record: logging.LogRecord) -> None:
-        event = getattr(record, "event", None if record.levelno < logging.WARNING else record.levelname.lower())
+        event = getattr(
+            record, "event", None if record.levelno < logging.WARNING else record.levelname.lower()
+        )
         if not event or self.path is None or not self.owned():
             return
         time = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        entry = {"time": time, "event": event, "step": getattr(record, "step", self.step), "text": record.getMessage()}
-        with suppress(OSError), self.path.open("ab", buffering=0) as file:  # the run goes on without a folder or on a full disk
-            file.write(json.dumps(entry).encode() + b"\n")  # in one write, since ranks share the file
+        entry = {
+            "time": time,
+            "event": event,
+            "step": getattr(record, "step", self.step),
+            "text": record.getMessage(),
+        }
+        with (
+            suppress(OSError),
+            self.path.open("ab", buffering=0) as file,
+        ):  # the run goes on without a folder or on a full disk
+            file.write(
+                json.dumps(entry).encode() + b"\n"
+            )  # in one write, since ranks share the file
 
     @contextmanager
     def failures(self) -> Iterator[None]:
@@ -91,7 +111,11 @@ class Events(logging.Handler):
         except Exception as error:
             if self.level == logging.INFO:
                 text = f"{type(error).__name__}: {error}"
-                self.emit(logging.makeLogRecord({"msg": text, "event": "failed", "levelno": logging.ERROR}))
+                self.emit(
+                    logging.makeLogRecord(
+                        {"msg": text, "event": "failed", "levelno": logging.ERROR}
+                    )
+                )
             raise
 
 
@@ -113,10 +137,19 @@ def hush(shown: bool) -> None:
     if not shown:
         os.environ.setdefault("TORCH_LOGS", "-all")  # read when torch is imported
 
-    def show_once(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any) -> None:
+    def show_once(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        *_: Any,
+        **__: Any,
+    ) -> None:
         text = f"{category.__name__}: {message}"
         if shown and text not in seen:
-            logger.warning(f"{text} ({filename}:{lineno})", extra={"event": ""})  # not an event of the run
+            logger.warning(
+                f"{text} ({filename}:{lineno})", extra={"event": ""}
+            )  # not an event of the run
         seen.add(text)
 
     warnings.showwarning = show_once

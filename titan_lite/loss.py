@@ -17,7 +17,12 @@ IGNORE_INDEX = -100  # a label that is not counted
 def cross_entropy_sum(logits: Tensor, labels: Tensor, *, by_sequence: bool = False) -> Tensor:
     """Return the loss of logits (B, T, V) and labels (B, T), summed over counted tokens: nats, float32, scalar or (B,)."""
     reduction = "none" if by_sequence else "sum"
-    losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
+    losses = F.cross_entropy(
+        logits.flatten(0, 1).float(),
+        labels.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction=reduction,
+    )
     return losses.view(labels.shape).sum(1) if by_sequence else losses
 
 
@@ -31,9 +36,15 @@ def build_loss(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return (logits, labels) -> loss for rank `rank` of `degree` that share the vocabulary, ceil(V / degree) tokens each."""
     if degree == 1:
-        return functools.partial(cross_entropy_sum, by_sequence=True) if by_sequence else cross_entropy_sum
+        return (
+            functools.partial(cross_entropy_sum, by_sequence=True)
+            if by_sequence
+            else cross_entropy_sum
+        )
     first = own_vocabulary(vocab_size, rank, degree).start
-    return functools.partial(vocabulary_parallel_cross_entropy_sum, first=first, group=group, by_sequence=by_sequence)
+    return functools.partial(
+        vocabulary_parallel_cross_entropy_sum, first=first, group=group, by_sequence=by_sequence
+    )
 
 
 def own_vocabulary(vocab_size: int, rank: int, degree: int) -> range:
@@ -50,7 +61,9 @@ def vocabulary_parallel_cross_entropy_sum(
     No rank has the logits of all tokens: three numbers per label are reduced over the ranks (arXiv 1909.08053, section 3). The
     result is the same on all ranks of the group, and must not be summed over them.
     """
-    losses: Tensor = _VocabularyParallelCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), first, group)
+    losses: Tensor = _VocabularyParallelCrossEntropy.apply(
+        logits.flatten(0, 1), labels.flatten(), first, group
+    )
     return losses.view(labels.shape).sum(1) if by_sequence else losses.sum()
 
 
@@ -64,7 +77,9 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
         inside = (own >= 0) & (own < logits.shape[-1])
         own = own.where(inside, 0).unsqueeze(-1)
         label_logit = shifted.gather(-1, own).squeeze(-1) * inside
-        total, label_logit = all_reduce(torch.stack((exponentials.sum(-1), label_logit)), "sum", group)
+        total, label_logit = all_reduce(
+            torch.stack((exponentials.sum(-1), label_logit)), "sum", group
+        )
         counted = labels != IGNORE_INDEX
         ctx.save_for_backward(exponentials / total.unsqueeze(-1), own, inside & counted, counted)
         ctx.dtype = logits.dtype
@@ -73,7 +88,9 @@ class _VocabularyParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         probabilities, own, inside, counted = ctx.saved_tensors
-        result = (probabilities * counted.unsqueeze(-1)).scatter_add(-1, own, -inside.unsqueeze(-1).float())
+        result = (probabilities * counted.unsqueeze(-1)).scatter_add(
+            -1, own, -inside.unsqueeze(-1).float()
+        )
         return (result * gradient.unsqueeze(-1)).to(ctx.dtype), None, None, None
 
 

@@ -17,7 +17,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from titan_lite.outside import BYTES, COUNT, FILE, HASH, Damaged, check_form, open_regular, parse_json, read_text, size_of
+from titan_lite.outside import (
+    BYTES,
+    COUNT,
+    FILE,
+    HASH,
+    Damaged,
+    check_form,
+    open_regular,
+    parse_json,
+    read_text,
+    size_of,
+)
 
 NAME = "manifest.json"
 FILES = {FILE: {"sha256": HASH, "size": BYTES}}
@@ -105,7 +116,9 @@ def read(folder: Path, step: int | None) -> dict[str, dict[str, Any]]:
     return content["files"]
 
 
-def check_step(folder: Path, step: int | None, share: int = 0, shares: int = 1) -> dict[str, dict[str, Any]]:
+def check_step(
+    folder: Path, step: int | None, share: int = 0, shares: int = 1
+) -> dict[str, dict[str, Any]]:
     """Check the names and sizes of all files in the folder, and return the files as in `read`. Raises Damaged.
 
     share, shares: check only every `shares`-th file from number `share` on; the first share also has the names.
@@ -128,7 +141,9 @@ def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
             raise Damaged(f"{name} has {size:,} bytes of {expected['size']:,}")
 
 
-def check_bytes(folder: Path, files: Mapping[str, Mapping[str, Any]], beat: Callable[[], None] = lambda: None) -> None:
+def check_bytes(
+    folder: Path, files: Mapping[str, Mapping[str, Any]], beat: Callable[[], None] = lambda: None
+) -> None:
     """Raise Damaged for the first file whose bytes are not those written. beat: as in `digest`."""
     for name, expected in files.items():
         try:

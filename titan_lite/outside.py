@@ -38,7 +38,8 @@ class Form:
 
 def one_of(*values: Any) -> Form:
     return Form(
-        " or ".join(map(repr, values)), lambda value: any(type(value) is type(known) and value == known for known in values)
+        " or ".join(map(repr, values)),
+        lambda value: any(type(value) is type(known) and value == known for known in values),
     )
 
 
@@ -59,7 +60,13 @@ def maybe(form: Any) -> Any:
 
 
 def _is_file_name(value: Any) -> bool:
-    return type(value) is str and value.isprintable() and value not in ("", ".", "..") and "/" not in value and len(value) < 256
+    return (
+        type(value) is str
+        and value.isprintable()
+        and value not in ("", ".", "..")
+        and "/" not in value
+        and len(value) < 256
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -69,16 +76,33 @@ def _is_number(value: Any) -> bool:
 ANY = Form("anything", lambda value: True)
 WORD = Form("a string", lambda value: type(value) is str)
 FLAG = Form("true or false", lambda value: type(value) is bool)
-COUNT = Form("a whole number from 0 to 2**96", lambda value: type(value) is int and 0 <= value < 1 << 96)
-BYTES = Form("a whole number from 0 to 2**62", lambda value: type(value) is int and 0 <= value < 1 << 62)
+COUNT = Form(
+    "a whole number from 0 to 2**96", lambda value: type(value) is int and 0 <= value < 1 << 96
+)
+BYTES = Form(
+    "a whole number from 0 to 2**62", lambda value: type(value) is int and 0 <= value < 1 << 62
+)
 # torch can represent the product of two of these
-SIZE = Form("a whole number above 0 and below 2**30", lambda value: type(value) is int and 0 < value < 1 << 30)
-POSITIVE = Form("a number above 0 and below 1e18", lambda value: _is_number(value) and 0 < value < 1e18)  # not nan
-NUMBER = Form("a number from -1e300 to 1e300", lambda value: _is_number(value) and -1e300 < value < 1e300)
-HASH = Form("a SHA-256", lambda value: type(value) is str and re.fullmatch("[0-9a-f]{64}", value) is not None)
+SIZE = Form(
+    "a whole number above 0 and below 2**30",
+    lambda value: type(value) is int and 0 < value < 1 << 30,
+)
+POSITIVE = Form(
+    "a number above 0 and below 1e18", lambda value: _is_number(value) and 0 < value < 1e18
+)  # not nan
+NUMBER = Form(
+    "a number from -1e300 to 1e300", lambda value: _is_number(value) and -1e300 < value < 1e300
+)
+HASH = Form(
+    "a SHA-256",
+    lambda value: type(value) is str and re.fullmatch("[0-9a-f]{64}", value) is not None,
+)
 NO_OTHER = Form("no other key", lambda value: False)
 FILE = Form("the name of a file in this folder", _is_file_name)
-LIST, OBJECT = Form("a list", lambda value: type(value) is list), Form("an object", lambda value: type(value) is dict)
+LIST, OBJECT = (
+    Form("a list", lambda value: type(value) is list),
+    Form("an object", lambda value: type(value) is dict),
+)
 TOKENS = (COUNT, [COUNT])  # one, or several
 
 _SHORT = reprlib.Repr()
@@ -113,7 +137,9 @@ def faults(value: Any, form: Any, place: str = "") -> Iterator[str]:
             yield from faults(each, form[0], f"{place}[{number}]")
     elif isinstance(form, dict):
         others = next((key for key in form if isinstance(key, Form)), None)
-        for name in dict.fromkeys((*(key for key in form if key is not others), *(value if others else ()))):
+        for name in dict.fromkeys(
+            (*(key for key in form if key is not others), *(value if others else ()))
+        ):
             known = name if name.isprintable() and len(name) < 60 else shown(name)
             if name not in form and others and not others.holds(name):
                 yield f"{place or 'its content'} has {shown(name)}: expected {others.words}"
@@ -124,11 +150,15 @@ def faults(value: Any, form: Any, place: str = "") -> Iterator[str]:
 def open_regular(path: Path) -> IO[bytes]:
     """Open a regular file for reading. Raises Damaged for any other, without blocking."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block
+        descriptor = os.open(
+            path, os.O_RDONLY | os.O_NONBLOCK
+        )  # a pipe without a writer would block
     except FileNotFoundError:
         raise Damaged(f"{path.name} is missing") from None
     except (OSError, ValueError) as error:
-        raise Damaged(f"{path.name}: {error.strerror if isinstance(error, OSError) else error}") from None
+        raise Damaged(
+            f"{path.name}: {error.strerror if isinstance(error, OSError) else error}"
+        ) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise Damaged(f"{path.name} is not a file")
@@ -170,7 +200,11 @@ def parse_json(text: str, name: str) -> Any:
         raise Damaged(f"{name} is not JSON: {error}") from None
     level = [value]
     for _ in range(DEEPEST):
-        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        inner = (
+            each.values() if isinstance(each, dict) else each
+            for each in level
+            if isinstance(each, dict | list)
+        )
         level = list(itertools.chain.from_iterable(inner))
     if level:
         raise Damaged(f"{name} is nested deeper than {DEEPEST} objects and lists")

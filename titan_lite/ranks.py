@@ -43,7 +43,9 @@ def gather_numbers(*numbers: int) -> list[list[int]]:
     return torch.stack(everyone).tolist()
 
 
-def reduce_numbers(*numbers: int, group: dist.ProcessGroup | None = None, total: bool = False) -> list[int]:
+def reduce_numbers(
+    *numbers: int, group: dist.ProcessGroup | None = None, total: bool = False
+) -> list[int]:
     """Return the maximum over the ranks of each whole number, or with `total` the sum."""
     if not dist.is_initialized():
         return list(numbers)
@@ -86,9 +88,13 @@ def gather_on_first(value: T, group: dist.ProcessGroup | None = None) -> list[T]
         return [value]
     content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(_device(group))
     (size,) = reduce_numbers(len(content), group=group)
-    sent = torch.nn.functional.pad(content, (0, size - len(content)))  # a pickle ends with a mark, so nothing after it is read
+    sent = torch.nn.functional.pad(
+        content, (0, size - len(content))
+    )  # a pickle ends with a mark, so nothing after it is read
     is_first = dist.get_rank(group) == 0
-    received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))] if is_first else None
+    received = (
+        [torch.empty_like(sent) for _ in range(dist.get_world_size(group))] if is_first else None
+    )
     dist.gather(sent, received, group=group, group_dst=0)
     return [pickle.loads(each.cpu().numpy().tobytes()) for each in received or ()]
 
@@ -104,7 +110,11 @@ def new_gloo_group(timeout: datetime.timedelta, name: str) -> dist.ProcessGroup:
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
     """Return the device of the group's tensors."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend(group) == "nccl"
+        else torch.device("cpu")
+    )
 
 
 def is_communication(error: BaseException | None) -> bool:
@@ -128,7 +138,9 @@ def init_device(debug: Debug, float32_matmul_precision: str = "highest") -> torc
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         return device
-    if "TITAN_LITE_COMMAND" not in os.environ:  # else start.py has set OMP_NUM_THREADS, unless the user has
+    if (
+        "TITAN_LITE_COMMAND" not in os.environ
+    ):  # else start.py has set OMP_NUM_THREADS, unless the user has
         torch.set_num_threads(max(1, usable_cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
     return torch.device("cpu")
 
@@ -147,11 +159,17 @@ def device_memory() -> float:
 
 def host_memory() -> float:
     """Return the bytes of this machine's memory per rank on it."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return (
+        os.sysconf("SC_PHYS_PAGES")
+        * os.sysconf("SC_PAGE_SIZE")
+        / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    )
 
 
 def init_process_group(device: torch.device, seconds: float, *, connect: bool) -> None:
     """Make the process group, with NCCL for GPUs, else gloo. seconds: limit of a collective. connect: connect NCCL at once."""
     cuda = device.type == "cuda"
     timeout = datetime.timedelta(seconds=seconds)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda and connect else None)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", timeout=timeout, device_id=device if cuda and connect else None
+    )

@@ -73,17 +73,29 @@ def without_flags(arguments: Sequence[str]) -> list[str]:
 def help_text(arguments: Sequence[str] = ()) -> str:
     """Return the usage of a run and every key with its default, admitted values, unit and purpose, or only the section that
     follows --help in the arguments. Raises ConfigError for an unknown section."""
-    words = [word for flag in ("--help", "-h") if flag in arguments for word in arguments[arguments.index(flag) + 1 :][:1]]
+    words = [
+        word
+        for flag in ("--help", "-h")
+        if flag in arguments
+        for word in arguments[arguments.index(flag) + 1 :][:1]
+    ]
     wanted = words[0].strip("[]") if words and not words[0].startswith("-") else ""
     if wanted and wanted not in SECTIONS:
-        raise ConfigError(f"command line: --help {wanted}: no such section{nearest_section(wanted)}")
+        raise ConfigError(
+            f"command line: --help {wanted}: no such section{nearest_section(wanted)}"
+        )
     lines = [] if wanted else [HELP]
     for name in [wanted] if wanted else SECTIONS:
         lines += [f"[{name}]  {SECTIONS[name].__doc__}", ""]
         for field in dataclasses.fields(SECTIONS[name]):
             lines.append(f"  {_help_line(f'{name}.{field.name}')}")
             package = field.metadata["package"] and f" (pip install {field.metadata['package']})"
-            lines += textwrap.wrap(field.metadata["doc"] + package, 114, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            lines += textwrap.wrap(
+                field.metadata["doc"] + package,
+                114,
+                initial_indent=" " * 6,
+                subsequent_indent=" " * 6,
+            )
         lines.append("")
     return "\n".join(lines).rstrip()
 
@@ -104,7 +116,9 @@ def _world_size(arguments: Sequence[str]) -> tuple[int, Sequence[str]]:
     if arguments[0] != "--world-size":
         return 0, arguments
     if len(arguments) < 3 or not re.fullmatch("[1-9][0-9]{0,8}", arguments[1]):
-        raise ConfigError(f"command line: {' '.join(arguments[:2])}: use --world-size N RECIPE, with N at least 1")
+        raise ConfigError(
+            f"command line: {' '.join(arguments[:2])}: use --world-size N RECIPE, with N at least 1"
+        )
     return int(arguments[1]), arguments[2:]
 
 

@@ -74,9 +74,18 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
         recipe.check_world(config, world_size)
     set_environment(arguments, gpus, processes)
     kind = f"{'GPU' if gpus else 'CPU'} process{'es' * (processes > 1)}"
-    meeting = f"; waiting for {nodes} nodes at {os.environ['RDZV_ENDPOINT']}" if nodes != "1" else ""
+    meeting = (
+        f"; waiting for {nodes} nodes at {os.environ['RDZV_ENDPOINT']}" if nodes != "1" else ""
+    )
     tell(f"titan_lite: starting {processes} {kind}: {path}{meeting}")
-    node = ["--nnodes", nodes, "--nproc-per-node", str(processes), "--max-restarts", os.environ.get("MAX_RESTARTS") or "0"]
+    node = [
+        "--nnodes",
+        nodes,
+        "--nproc-per-node",
+        str(processes),
+        "--max-restarts",
+        os.environ.get("MAX_RESTARTS") or "0",
+    ]
     return [*node, *rendezvous, *numa_options(gpus), "-m", "titan_lite.train", *arguments]
 
 
@@ -88,14 +97,26 @@ def check_variables() -> tuple[str, list[str]]:
             raise ConfigError(f"{name}={environment[name]}: expected {meaning}")
     nodes = environment.get("NNODES", "1")
     endpoint = environment.get("RDZV_ENDPOINT", "localhost:0")  # port 0: a free one
-    options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", environment.get("RDZV_ID", "titan_lite")]
+    options = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        endpoint,
+        "--rdzv-id",
+        environment.get("RDZV_ID", "titan_lite"),
+    ]
     if nodes != "1":
         if "RDZV_ENDPOINT" not in environment:
-            raise ConfigError(f"NNODES={nodes} needs RDZV_ENDPOINT=HOST:PORT of a node, such as node0:29500")
+            raise ConfigError(
+                f"NNODES={nodes} needs RDZV_ENDPOINT=HOST:PORT of a node, such as node0:29500"
+            )
         if "LOCAL_ADDR" in environment:
             options += ["--local-addr", environment["LOCAL_ADDR"]]
         if "NODE_RANK" in environment:
-            options += ["--rdzv-conf", f"is_host={'false' if int(environment['NODE_RANK']) else 'true'}"]
+            options += [
+                "--rdzv-conf",
+                f"is_host={'false' if int(environment['NODE_RANK']) else 'true'}",
+            ]
     return nodes, options
 
 
@@ -124,11 +145,11 @@ def count_gpus() -> int:
 
     if gpus := torch.cuda.device_count():
         return gpus
-    driver = (output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown").partition("\n")[0]
+    driver = (
+        output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
+    ).partition("\n")[0]
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    wrong = (
-        f"torch cannot use the GPUs of this node ({listed or '/dev/kfd'}): torch {torch.__version__}, {built}, driver {driver}"
-    )
+    wrong = f"torch cannot use the GPUs of this node ({listed or '/dev/kfd'}): torch {torch.__version__}, {built}, driver {driver}"
     fix = "install a torch built for this driver, or set CUDA_VISIBLE_DEVICES= for CPU processes"
     raise ConfigError(f"{wrong}; CUDA 13 needs driver 580 or newer, CUDA 12 525: {fix}")
 
@@ -146,7 +167,9 @@ def numa_options(gpus: int) -> list[str]:
 def output_of(*command: str) -> str | None:
     """Return a command's standard output; None if it fails or does not exist."""
     try:
-        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -154,20 +177,46 @@ def output_of(*command: str) -> str | None:
 def set_environment(arguments: Sequence[str], gpus: int, processes: int) -> None:
     """Set what the processes read from the environment, where the user has not."""
     if not os.environ.get("OMP_NUM_THREADS"):  # the processes of a node share its cores
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores // processes))
-    if gpus and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):  # without fixed segments less memory is lost to gaps
-        os.environ["PYTORCH_ALLOC_CONF"] = os.environ.get("PYTORCH_ALLOC_CONF") or "expandable_segments:True"
+    if gpus and not os.environ.get(
+        "PYTORCH_CUDA_ALLOC_CONF"
+    ):  # without fixed segments less memory is lost to gaps
+        os.environ["PYTORCH_ALLOC_CONF"] = (
+            os.environ.get("PYTORCH_ALLOC_CONF") or "expandable_segments:True"
+        )
     if gpus:  # a collective's kernel does not wait behind those of a computation
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
-    os.environ |= {"PYTHONSAFEPATH": "1", "PYTHONUTF8": "1"}  # no module of the current folder; torch reads files by the locale
+    os.environ |= {
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUTF8": "1",
+    }  # no module of the current folder; torch reads files by the locale
     root = str(Path(__file__).parents[1])
     if str(SHIPPED.parent) == root:  # a checkout, which need not be installed
-        os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    names = ["NGPU", "LOG_RANK", "NNODES", "NODE_RANK", "RDZV_ENDPOINT", "LOCAL_ADDR", "RDZV_ID", "MAX_RESTARTS"]
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+    names = [
+        "NGPU",
+        "LOG_RANK",
+        "NNODES",
+        "NODE_RANK",
+        "RDZV_ENDPOINT",
+        "LOCAL_ADDR",
+        "RDZV_ID",
+        "MAX_RESTARTS",
+    ]
     given = [f"{name}={shlex.quote(os.environ[name])}" for name in names if os.environ.get(name)]
-    command = os.environ.get("TITAN_LITE_COMMAND") or shlex.join(["titan-lite", "train", *arguments])  # ./run_train.sh sets it
-    os.environ["TITAN_LITE_COMMAND"] = " ".join([*given, command])  # a run that stops prints it, to go on
+    command = os.environ.get("TITAN_LITE_COMMAND") or shlex.join(
+        ["titan-lite", "train", *arguments]
+    )  # ./run_train.sh sets it
+    os.environ["TITAN_LITE_COMMAND"] = " ".join(
+        [*given, command]
+    )  # a run that stops prints it, to go on
     os.environ.setdefault("LOG_RANK", "0")
 
 

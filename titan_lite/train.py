@@ -78,7 +78,9 @@ def report(error: Exception, code: int) -> int:
     everywhere = getattr(error, "everywhere", False)
     place = f"[rank {os.environ['RANK']}] " if process_group_is_up() and not everywhere else ""
     first = os.environ.get("RANK" if everywhere else "LOCAL_RANK", "0") == "0"
-    if place or first or str(error).startswith("environment:"):  # with a wrong environment the rank is unknown
+    if (
+        place or first or str(error).startswith("environment:")
+    ):  # with a wrong environment the rank is unknown
         print(f"error: {place}{error}", file=sys.stderr, flush=True)
     decided(str(error), code)
     return code

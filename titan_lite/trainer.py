@@ -31,14 +31,26 @@ from titan_lite.compiler.stage import CompileError, compile_function
 from titan_lite.config import Config, flatten
 from titan_lite.config.recipe import save_recipe
 from titan_lite.data.bad_documents import BadDocumentsLog
-from titan_lite.data.loader import Batch, LoaderError, build_loader, document_begins, document_counts
+from titan_lite.data.loader import (
+    Batch,
+    LoaderError,
+    build_loader,
+    document_begins,
+    document_counts,
+)
 from titan_lite.data.preflight import check_first_loss, preflight
 from titan_lite.describe import start_lines
 from titan_lite.distributed.accumulation import gathered_for_step
 from titan_lite.distributed.build import build_runner, build_stages, compile_stages, gather_receipts
 from titan_lite.distributed.gather import started_last
 from titan_lite.distributed.materialize import materialize
-from titan_lite.distributed.mesh import build_mesh, data_rank, sum_of_flags, sum_of_losses, sum_over_tokens
+from titan_lite.distributed.mesh import (
+    build_mesh,
+    data_rank,
+    sum_of_flags,
+    sum_of_losses,
+    sum_over_tokens,
+)
 from titan_lite.distributed.offload import offload_gradients
 from titan_lite.distributed.powersgd import PowerSGD
 from titan_lite.distributed.simple_fsdp import refresh_scales, shard_of
@@ -70,7 +82,9 @@ from titan_lite.plan.plan_vs_actual import PlanVsActual
 from titan_lite.ranks import device_memory, init_device, init_process_group
 from titan_lite.validation import Validation
 
-DeviceBatch = tuple[Tensor, Tensor, dict[str, Tensor]]  # input, label, and the model's other arguments
+DeviceBatch = tuple[
+    Tensor, Tensor, dict[str, Tensor]
+]  # input, label, and the model's other arguments
 Observe = Callable[[str, "Trainer"], None]
 
 
@@ -82,27 +96,46 @@ class Trainer:
     first), "backward" (after the last), "step" (`last_step` has its figures); "validation" (before each batch), "save" (before).
     """
 
-    def __init__(self, config: Config, *, model: ModelConfig | None = None, observe: Observe | None = None):
+    def __init__(
+        self, config: Config, *, model: ModelConfig | None = None, observe: Observe | None = None
+    ):
         self.config, self.observe = config, observe or (lambda moment, trainer: None)
-        self.dump_folder, self.dtype = Path(config.job.dump_folder), getattr(torch, config.training.mixed_precision_param)
+        self.dump_folder, self.dtype = (
+            Path(config.job.dump_folder),
+            getattr(torch, config.training.mixed_precision_param),
+        )
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.layout = make_layout(config, self.world_size, model, memory=device_memory())
         self.tokenizer = check(config, self.layout)
-        self.checkpointer = Checkpointer(config.checkpoint, self.dump_folder, beat=lambda: self.watchdog.beat())
+        self.checkpointer = Checkpointer(
+            config.checkpoint, self.dump_folder, beat=lambda: self.watchdog.beat()
+        )
         if self.rank == 0 and config.checkpoint.enable:
             self.checkpointer.lock()
             events.owned = self.checkpointer.locked.is_held
         set_flight_recorder(config.comm.trace_buf_size, self.dump_folder)
-        self.watchdog = Watchdog(config.comm, self.rank, self.world_size, notes=started_last, apart=CHECKPOINT_GROUP)
+        self.watchdog = Watchdog(
+            config.comm, self.rank, self.world_size, notes=started_last, apart=CHECKPOINT_GROUP
+        )
         with self.watchdog.reporting(CompileError, CheckpointError, LoaderError):
             self.build_mesh()
             self.build_model()
             self.build_data()
-            self.step, self.tokens_seen, self.validated, self.validation_due = 0, 0, False, config.validation.enable
+            self.step, self.tokens_seen, self.validated, self.validation_due = (
+                0,
+                0,
+                False,
+                config.validation.enable,
+            )
             self.skipped = SkippedSteps(config.training, config.optimizer.lr, self.device)
             self.readings = Readings(self.device)
-            self.copies = Copies(config.training.compare_copies_freq, self.checkpointer.describe_newest)
-            self.stopping, self.restarts = Stopping(self.device, self.describe_stop), Restarts(self.dump_folder)
+            self.copies = Copies(
+                config.training.compare_copies_freq, self.checkpointer.describe_newest
+            )
+            self.stopping, self.restarts = (
+                Stopping(self.device, self.describe_stop),
+                Restarts(self.dump_folder),
+            )
             self.resume()
             self.build_metrics()
             self.observe("built", self)
@@ -114,47 +147,96 @@ class Trainer:
         self.observe("start", self)
         self.device = init_device(config.debug, config.training.float32_matmul_precision)
         use_kernel(config.training.attention_kernel)
-        by_kernel = masks_by_kernel(self.device, self.dtype, self.layout.model.head_dim, degrees["cp"])
+        by_kernel = masks_by_kernel(
+            self.device, self.dtype, self.layout.model.head_dim, degrees["cp"]
+        )
         self.counts_documents = config.training.mask_documents and by_kernel
         meet(config.comm.init_timeout_seconds + PATIENCE)
         # On a communicator that is connected at once, a pipeline's sends and receives would wait for each other.
-        init_process_group(self.device, config.comm.init_timeout_seconds + PATIENCE, connect=degrees["pp"] == 1)
+        init_process_group(
+            self.device, config.comm.init_timeout_seconds + PATIENCE, connect=degrees["pp"] == 1
+        )
         check_agreement(self.layout)
         self.mesh = build_mesh(degrees, self.device.type)
         self.dp_rank, self.dp_degree = data_rank(self.mesh)
         # False where a rank along another axis reads the same rows, and tells of them
         self.reads_alone = all(self.mesh[axis].get_local_rank() == 0 for axis in ("pp", "cp", "tp"))
-        self.machine = find_machine(config.compile.machine, self.device) if config.compile.enable else None
+        self.machine = (
+            find_machine(config.compile.machine, self.device) if config.compile.enable else None
+        )
 
     def build_model(self) -> None:
         """Build, compile, allocate and initialize this rank's stages, then build their optimizer."""
         config, layout, plan = self.config, self.layout, self.layout.pipeline
-        sections: dict[str, Any] = dict(parallelism=config.parallelism, activation_checkpoint=config.activation_checkpoint)
-        modules = [plan.modules[stage] for stage in plan.stages_of(self.mesh["pp"].get_local_rank())]
+        sections: dict[str, Any] = dict(
+            parallelism=config.parallelism, activation_checkpoint=config.activation_checkpoint
+        )
+        modules = [
+            plan.modules[stage] for stage in plan.stages_of(self.mesh["pp"].get_local_rank())
+        ]
         make_model = functools.partial(Transformer, layout.model)
-        tp, tokens = axis_of(self.mesh["tp"]), (layout.sequences, layout.seq_len // layout.degrees["cp"])
-        kinds: dict[str, Any] = dict(by_sequence=bool(config.data.sources), in_graph=config.compile.compiles("model"))
-        kinds |= dict(chunk=layout.loss_chunk, compile=functools.partial(compile_function, config=config.compile))
-        within, loss, out = build_losses(tokens, (layout.model.vocab_size, tp.rank, tp.degree, tp.group), **kinds)
-        parts: dict[str, Any] = dict(training=config.training, float8=config.float8, loss=within, by_columns=layout.by_columns)
+        tp, tokens = (
+            axis_of(self.mesh["tp"]),
+            (layout.sequences, layout.seq_len // layout.degrees["cp"]),
+        )
+        kinds: dict[str, Any] = dict(
+            by_sequence=bool(config.data.sources), in_graph=config.compile.compiles("model")
+        )
+        kinds |= dict(
+            chunk=layout.loss_chunk,
+            compile=functools.partial(compile_function, config=config.compile),
+        )
+        within, loss, out = build_losses(
+            tokens, (layout.model.vocab_size, tp.rank, tp.degree, tp.group), **kinds
+        )
+        parts: dict[str, Any] = dict(
+            training=config.training,
+            float8=config.float8,
+            loss=within,
+            by_columns=layout.by_columns,
+        )
         parts |= dict(compiled=kinds["in_graph"])
         self.stages = build_stages(make_model, modules, self.mesh, **parts, **sections)
         sections |= dict(compile=config.compile, machine=self.machine, dump_folder=self.dump_folder)
         compile_as = functools.partial(compile_stages, self.stages, self.mesh, **sections)
         self.autotuner = Autotuner(self.stages, compile_as, config.compile, self.device)
         self.receipts: list[Receipt] = []
-        self.watchdog.enter("start", "init_timeout_seconds")  # sets the limits of new process groups, too
+        self.watchdog.enter(
+            "start", "init_timeout_seconds"
+        )  # sets the limits of new process groups, too
         self.observe("model", self)
         for model in self.stages:
             materialize(model, self.device)
             model.init_weights(config.debug.seed, shard_of)
-        self.parameters = {fqn: parameter for model in self.stages for fqn, parameter in model.named_parameters()}
-        self.between = PowerSGD(self.stages, config.parallelism, config.debug.seed)  # between copies
+        self.parameters = {
+            fqn: parameter for model in self.stages for fqn, parameter in model.named_parameters()
+        }
+        self.between = PowerSGD(
+            self.stages, config.parallelism, config.debug.seed
+        )  # between copies
         self.positions = torch.tensor(self.stages[0].positions, device=self.device)
-        self.runner = build_runner(self.stages, plan, self.mesh, config.parallelism, loss, tokens, out, self.dtype, self.device)
-        compile_update = functools.partial(compile_function, config=config.compile, component="optimizer")
-        how: dict[str, Any] = dict(compile=compile_update) if config.compile.compiles("optimizer") else {}
-        how |= dict(seed=config.debug.seed, offload=config.training.offload, head_dim=self.layout.model.head_dim)
+        self.runner = build_runner(
+            self.stages,
+            plan,
+            self.mesh,
+            config.parallelism,
+            loss,
+            tokens,
+            out,
+            self.dtype,
+            self.device,
+        )
+        compile_update = functools.partial(
+            compile_function, config=config.compile, component="optimizer"
+        )
+        how: dict[str, Any] = (
+            dict(compile=compile_update) if config.compile.compiles("optimizer") else {}
+        )
+        how |= dict(
+            seed=config.debug.seed,
+            offload=config.training.offload,
+            head_dim=self.layout.model.head_dim,
+        )
         self.optimizer = build_optimizer(config.optimizer, self.parameters, **how)
         offload_gradients(self.stages, self.optimizer.host.put if self.optimizer.host else None)
 
@@ -162,18 +244,24 @@ class Trainer:
         config, layout = self.config, self.layout
         ranks: dict[str, Any] = dict(dp_rank=self.dp_rank, dp_degree=self.dp_degree)
         share = dict(ranks, batch_size=layout.local_batch_size, seq_len=layout.seq_len)
-        build = functools.partial(build_loader, config.data, self.tokenizer, **share, seed=config.debug.seed)
+        build = functools.partial(
+            build_loader, config.data, self.tokenizer, **share, seed=config.debug.seed
+        )
         self.loader = build(split="train", rows=layout.most_rows)
         self.loaders = [self.loader]
         self.bad_documents = BadDocumentsLog(config.data, self.dump_folder, self.reads_alone)
         self.document_begin = self.tokenizer.bos_id
-        sums = (functools.partial(add_up, mesh=self.mesh) for add_up in (sum_of_losses, sum_over_tokens))
+        sums = (
+            functools.partial(add_up, mesh=self.mesh) for add_up in (sum_of_losses, sum_over_tokens)
+        )
         by_source = functools.partial(BySource, config.data.source_names(), self.device, *sums)
         self.by_source = by_source()
         if config.validation.enable:
             self.loaders.append(build(split="validation", rows=layout.rows))
             batches = config.validation.steps, layout.accumulation
-            self.validation = Validation(self.loaders[-1], *batches, by_source(), self.device, self.mesh)
+            self.validation = Validation(
+                self.loaders[-1], *batches, by_source(), self.device, self.mesh
+            )
 
     def build_metrics(self) -> None:
         """Build the parts that log, write and watch the run, and log its start lines."""
@@ -182,25 +270,55 @@ class Trainer:
             save_recipe(config, self.dump_folder)
         dist.barrier()
         self.metrics = MetricsWriter(
-            config.metrics, self.dump_folder, flatten(config), writes=self.rank == 0, first_step=self.step, total_steps=steps
+            config.metrics,
+            self.dump_folder,
+            flatten(config),
+            writes=self.rank == 0,
+            first_step=self.step,
+            total_steps=steps,
         )
-        holds = (self.checkpointer.hold, functools.partial(self.metrics.hold, owned=config.checkpoint.enable))
+        holds = (
+            self.checkpointer.hold,
+            functools.partial(self.metrics.hold, owned=config.checkpoint.enable),
+        )
         write_recipe = functools.partial(save_recipe, config, self.dump_folder)
         self.hold_folder = functools.partial(hold_folder, self.dump_folder, holds, write_recipe)
         machine = self.machine if config.compile.machine else None
-        causal, full = (flops_per_token(layout.model, layout.seq_len, full_attention=full) for full in (False, True))
+        causal, full = (
+            flops_per_token(layout.model, layout.seq_len, full_attention=full)
+            for full in (False, True)
+        )
         peak = peak_flops(machine, self.device, self.dtype)
-        self.throughput = Throughput(layout.tokens_until, ranks=self.world_size, flops_per_token=(causal, full), peak_flops=peak)
-        shapes = Shapes(layout.model, layout.sequences, len(self.positions), layout.degrees["tp"], self.dtype)
+        self.throughput = Throughput(
+            layout.tokens_until,
+            ranks=self.world_size,
+            flops_per_token=(causal, full),
+            peak_flops=peak,
+        )
+        shapes = Shapes(
+            layout.model, layout.sequences, len(self.positions), layout.degrees["tp"], self.dtype
+        )
         after = layout.ramp[-1][1] if layout.ramp else 0
-        compared = config.metrics.compare_plan, self.dump_folder, self.device, self.machine, shapes, after
+        compared = (
+            config.metrics.compare_plan,
+            self.dump_folder,
+            self.device,
+            self.machine,
+            shapes,
+            after,
+        )
         self.plan_vs_actual = PlanVsActual(*compared)
         self.stragglers = Stragglers(self.rank, self.mesh.mesh.flatten(1).tolist(), self.device)
-        notes: dict[str, Any] = dict(priced=self.machine is not None, sources=self.loader.source_lines())
+        notes: dict[str, Any] = dict(
+            priced=self.machine is not None, sources=self.loader.source_lines()
+        )
         for line in start_lines(config, layout, self.device, **notes):
             logger.info(line)
         events.step = self.step
-        logger.info(f"steps: {self.step} done of {steps}; output in {self.dump_folder}", extra={"event": "start"})
+        logger.info(
+            f"steps: {self.step} done of {steps}; output in {self.dump_folder}",
+            extra={"event": "start"},
+        )
 
     def train(self) -> bool:
         """Train until training.steps (returns True) or a signal to stop (returns False). Raises TrainingError."""
@@ -213,17 +331,23 @@ class Trainer:
         gc.disable()  # ranks that collect at different moments wait for each other
         self.watchdog.enter("the first step", self.compile_limit)
         if self.step < steps:
-            preflight(self.loader.peek(), self.tokenizer, self.layout.model.vocab_size, self.dp_rank)
+            preflight(
+                self.loader.peek(), self.tokenizer, self.layout.model.vocab_size, self.dp_rank
+            )
             self.copies.check(self.step, self.state_tensors)
         else:
-            logger.info(f"nothing to do: step {self.step} is done, and training.steps = {steps}; raise it to go on")
+            logger.info(
+                f"nothing to do: step {self.step} is done, and training.steps = {steps}; raise it to go on"
+            )
         self.throughput.start(self.step)
         with build_profiler(config.profiling, self.dump_folder, self.rank, self.step) as profiler:
             if not self.stopping.ask() and self.validation_due:
                 self.validate()
             while self.step < steps and not self.stopping.asked:
                 self.begin_step()
-                with self.autotuner.step(self.layout.accumulation_at(self.step) / self.layout.accumulation):
+                with self.autotuner.step(
+                    self.layout.accumulation_at(self.step) / self.layout.accumulation
+                ):
                     self.train_step()
 
                 # Periodic work
@@ -241,7 +365,9 @@ class Trainer:
                 profiler.step()
                 if self.validation_due and not self.stopping.asked:
                     self.validate()
-                if config.checkpoint.enable and (self.step % config.checkpoint.interval == 0 or last or self.stopping.asked):
+                if config.checkpoint.enable and (
+                    self.step % config.checkpoint.interval == 0 or last or self.stopping.asked
+                ):
                     self.save(last=last and not self.unfinished)
                     self.stopping.ask()
                 if logs:
@@ -258,9 +384,15 @@ class Trainer:
         self.restarts.begin(self.step)
         self.watchdog.beat(f"step {self.step}")
         training, validation = self.config.training, self.config.validation
-        self.validation_due = validation.enable and (self.step % validation.freq == 0 or self.step == training.steps)
-        if self.step > 1 and (rows := self.layout.rows_at(self.step)) != (before := self.layout.rows_at(self.step - 1)):
-            logger.info(f"batch: {rows:,} sequences a step from step {self.step:,} on, {before:,} before")
+        self.validation_due = validation.enable and (
+            self.step % validation.freq == 0 or self.step == training.steps
+        )
+        if self.step > 1 and (rows := self.layout.rows_at(self.step)) != (
+            before := self.layout.rows_at(self.step - 1)
+        ):
+            logger.info(
+                f"batch: {rows:,} sequences a step from step {self.step:,} on, {before:,} before"
+            )
         if self.step % training.gc_freq == 0:
             gc.collect(1)
 
@@ -270,12 +402,19 @@ class Trainer:
         tokens = torch.stack([counted(label) for _, label, _ in batches]).sum()
         sum_over_tokens(tokens, self.mesh)
         self.observe("forward", self)
-        self.between.begin(self.step, 1 if self.layout.gathers_once else len(batches) * self.layout.pipeline.microbatches)
+        self.between.begin(
+            self.step,
+            1 if self.layout.gathers_once else len(batches) * self.layout.pipeline.microbatches,
+        )
         loss = self.forward_backward(batches, tokens)
         self.between.reduce(self.step)
         self.observe("backward", self)
-        grad_norm = clip_grad_norm_(self.parameters.values(), self.config.training.max_norm, self.optimizer.host)
-        self.lr = self.config.optimizer.lr * lr_factor(self.step, self.config.lr_scheduler, self.config.total_steps)
+        grad_norm = clip_grad_norm_(
+            self.parameters.values(), self.config.training.max_norm, self.optimizer.host
+        )
+        self.lr = self.config.optimizer.lr * lr_factor(
+            self.step, self.config.lr_scheduler, self.config.total_steps
+        )
         set_learning_rate(self.optimizer, self.lr)
 
         ending = torch.stack((loss, torch.full_like(loss, bool(signals.received()))))
@@ -305,7 +444,9 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         with ExitStack() as gathered:
             for model in self.stages if self.layout.gathers_once else ():
-                gathered.enter_context(gathered_for_step(model, len(batches) * self.layout.pipeline.microbatches))
+                gathered.enter_context(
+                    gathered_for_step(model, len(batches) * self.layout.pipeline.microbatches)
+                )
             for batch in batches:
                 total += self.by_source.add(self.runner.forward_backward(*batch, tokens), tokens)
                 self.watchdog.beat()
@@ -322,18 +463,28 @@ class Trainer:
     def to_device(self, batch: Batch) -> DeviceBatch:
         """Move a batch to the device and select this rank's tokens of every sequence (context parallelism)."""
         input, label = (tensor.to(self.device, non_blocking=True) for tensor in batch)
-        documents = {"labels": label[:, self.positions]} if self.layout.loss_chunk else {}  # for the loss in the model
+        documents = (
+            {"labels": label[:, self.positions]} if self.layout.loss_chunk else {}
+        )  # for the loss in the model
         if self.config.training.mask_documents:
             documents["begins"] = document_begins(input, self.document_begin)[:, self.positions]
             if self.counts_documents:
-                documents["counts"] = document_counts(batch[0], self.document_begin)  # on the host, as the batch is
+                documents["counts"] = document_counts(
+                    batch[0], self.document_begin
+                )  # on the host, as the batch is
         return input[:, self.positions], label[:, self.positions], documents
 
     def validate(self) -> None:
         """Log the loss on held-out documents. A run that stops meanwhile repeats it when it resumes."""
-        limit = nullcontext() if self.validated else self.watchdog.within("validation", self.compile_limit)
+        limit = (
+            nullcontext()
+            if self.validated
+            else self.watchdog.within("validation", self.compile_limit)
+        )
         with self.throughput.exclude(), limit:
-            figures = self.validation.figures(self.runner.evaluate, self.to_device, self.begin_validation, self.stopping.ask)
+            figures = self.validation.figures(
+                self.runner.evaluate, self.to_device, self.begin_validation, self.stopping.ask
+            )
         if figures is None:
             return
         self.hold_folder()
@@ -384,7 +535,11 @@ class Trainer:
     def state_tensors(self) -> dict[str, Tensor]:
         optimizer, between = optimizer_state(self.optimizer, self.parameters), self.between.state()
         kinds: dict[str, Any] = dict(model=self.parameters, optimizer=optimizer, between=between)
-        return {f"{kind}.{name}": tensor.detach() for kind, each in kinds.items() for name, tensor in each.items()}
+        return {
+            f"{kind}.{name}": tensor.detach()
+            for kind, each in kinds.items()
+            for name, tensor in each.items()
+        }
 
     def save(self, *, last: bool) -> None:
         self.read(now=True)
@@ -406,7 +561,9 @@ class Trainer:
     def resume(self) -> None:
         """Load the newest checkpoint, or the one of checkpoint.load_step. Without one, load initial weights if there are any."""
         config = self.config
-        self.described = describe_run(config, self.layout, self.tokenizer, git_revision() if self.rank == 0 else "")
+        self.described = describe_run(
+            config, self.layout, self.tokenizer, git_revision() if self.rank == 0 else ""
+        )
         step = self.checkpointer.verified_step() if config.checkpoint.enable else None
         if step is None:
             load_initial(config.checkpoint.initial_load_path, self.parameters, shard_of)
@@ -419,7 +576,9 @@ class Trainer:
         state, differences = accepted_state(self.checkpointer, step, self.described)
         for line in explain(differences, state, self.described):
             logger.info(line)
-        self.checkpointer.load(step, to_load(self.state_tensors(), differences, state, self.described))
+        self.checkpointer.load(
+            step, to_load(self.state_tensors(), differences, state, self.described)
+        )
         self.step, self.tokens_seen = state["step"], state["tokens_seen"]
         self.validation_due = state["validation_due"] and self.config.validation.enable
         self.skipped.load_state_dict(state)
@@ -428,7 +587,11 @@ class Trainer:
             self.loader.load_state_dict(state["loader"])
 
     def describe_stop(self) -> str:
-        ending = f"exiting (code {signals.STOPPED})" if self.unfinished else "exiting, as the run is done"
+        ending = (
+            f"exiting (code {signals.STOPPED})"
+            if self.unfinished
+            else "exiting, as the run is done"
+        )
         return f"step {self.step}: {self.checkpointer.before_exit(self.step)}{ending}"
 
     def finish(self, how: str) -> None:

@@ -19,7 +19,15 @@ from titan_lite.metrics.sources import BySource
 class Validation:
     """Validation on held-out documents of `loader`, in `batches` global batches of `accumulation` local ones."""
 
-    def __init__(self, loader: Any, batches: int, accumulation: int, by_source: BySource, device: torch.device, mesh: DeviceMesh):
+    def __init__(
+        self,
+        loader: Any,
+        batches: int,
+        accumulation: int,
+        by_source: BySource,
+        device: torch.device,
+        mesh: DeviceMesh,
+    ):
         self.loader, self.batches, self.accumulation = loader, batches, accumulation
         self.by_source, self.device, self.mesh = by_source, device, mesh
 
@@ -50,4 +58,7 @@ class Validation:
         sum_of_losses(sums[0], self.mesh)
         sum_over_tokens(sums[1], self.mesh)
         self.loader.load_state_dict(beginning)
-        return {"validation_loss": float(sums[0] / sums[1]), **self.by_source.figures("validation_")}
+        return {
+            "validation_loss": float(sums[0] / sums[1]),
+            **self.by_source.figures("validation_"),
+        }

@@ -35,7 +35,14 @@ from torch import Tensor, nn
 
 from titan_lite.check import check
 from titan_lite.command import Parser, at_least_one, command
-from titan_lite.config import ActivationCheckpoint, Compile, Config, ConfigError, Float8, Parallelism
+from titan_lite.config import (
+    ActivationCheckpoint,
+    Compile,
+    Config,
+    ConfigError,
+    Float8,
+    Parallelism,
+)
 from titan_lite.config.recipe import SHIPPED, load_config
 from titan_lite.distributed.degrees import AXES, DEGREES
 from titan_lite.distributed.pipeline_plan import TooFewLayers
@@ -73,10 +80,14 @@ FLOAT8 = Tolerances(1e-3, 0.25, 0.02)
 class Observed:
     """Values of one run."""
 
-    losses: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)  # (rank, step): (loss, gradient norm)
+    losses: dict[tuple[int, int], tuple[float, float]] = field(
+        default_factory=dict
+    )  # (rank, step): (loss, gradient norm)
     validation: dict[int, float] = field(default_factory=dict)  # step: loss
     gradients: dict[str, Tensor] = field(default_factory=dict)  # by FQN
-    activations: dict[str, Tensor] = field(default_factory=dict)  # FQN: (number of elements, sum, sum of squares)
+    activations: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # FQN: (number of elements, sum, sum of squares)
 
 
 @dataclass(frozen=True)
@@ -100,7 +111,9 @@ def layout_of(config: Config) -> Degrees:
     if config.parallelism.pipeline_parallel_schedule_csv:  # has a fixed degree
         layout["pp"] = wanted["pp"]
     while True:
-        largest = max(AXES, key=lambda axis: 0 if axis in ("pp", "tp") else wanted[axis] / layout[axis])
+        largest = max(
+            AXES, key=lambda axis: 0 if axis in ("pp", "tp") else wanted[axis] / layout[axis]
+        )
         if 2 * layout[largest] > wanted[largest] or 2 * math.prod(layout.values()) > MOST_PROCESSES:
             return layout
         layout[largest] *= 2
@@ -108,7 +121,10 @@ def layout_of(config: Config) -> Degrees:
 
 def every_layout() -> list[Degrees]:
     """Return all combinations of degrees 1 and 2 for 2 to MOST_PROCESSES processes, small ones first."""
-    layouts = [dict(zip(AXES, degrees, strict=True)) for degrees in itertools.product((1, 2), repeat=len(AXES))]
+    layouts = [
+        dict(zip(AXES, degrees, strict=True))
+        for degrees in itertools.product((1, 2), repeat=len(AXES))
+    ]
     return sorted(
         (layout for layout in layouts if 1 < math.prod(layout.values()) <= MOST_PROCESSES),
         key=lambda layout: math.prod(layout.values()),
@@ -130,7 +146,10 @@ def parse_layout(text: str) -> Degrees:
 
 
 def name_of(layout: Degrees) -> str:
-    return ",".join(f"{axis}={degree}" for axis, degree in layout.items() if degree > 1) or "one process"
+    return (
+        ",".join(f"{axis}={degree}" for axis, degree in layout.items() if degree > 1)
+        or "one process"
+    )
 
 
 def twin_model(flavor: ModelConfig, stages: int) -> ModelConfig:
@@ -156,21 +175,35 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
     each = max(1, MULTIPLE * layout["cp"] // SEQ_LEN) if config.float8.enable else 1
     changes: dict[str, Any] = {"pipeline_parallel_split_points": ()}
     if layout["pp"] == 1:
-        changes = {f.name: f.default for f in dataclasses.fields(Parallelism) if f.name.startswith("pipeline_parallel_")}
+        changes = {
+            f.name: f.default
+            for f in dataclasses.fields(Parallelism)
+            if f.name.startswith("pipeline_parallel_")
+        }
     elif config.parallelism.pipeline_parallel_schedule_csv:  # has a fixed number of microbatches
         changes["pipeline_parallel_microbatch_size"] = each
-        local = each * (config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size)
+        local = each * (
+            config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
+        )
     else:
-        changes["pipeline_parallel_microbatch_size"] = max(each, 2 if local >= 4 * layout["pp"] else 1)
+        changes["pipeline_parallel_microbatch_size"] = max(
+            each, 2 if local >= 4 * layout["pp"] else 1
+        )
         if config.parallelism.pipeline_parallel_degree == 1:
-            changes["pipeline_parallel_first_stage_less_layers"] = changes["pipeline_parallel_last_stage_less_layers"] = 0
+            changes["pipeline_parallel_first_stage_less_layers"] = changes[
+                "pipeline_parallel_last_stage_less_layers"
+            ] = 0
     if config.compile.compiles("model") and config.compile.bucketing not in ("none", "block"):
         changes["fsdp_communication"] = "microbatch"  # with "step" there is nothing to bucket
     sequences = local if layout["pp"] == 1 else changes["pipeline_parallel_microbatch_size"]
-    chunk = sequences * SEQ_LEN // layout["cp"] * 2 // 5 if _chunks_loss(config) else -1  # three chunks, the last one smaller
+    chunk = (
+        sequences * SEQ_LEN // layout["cp"] * 2 // 5 if _chunks_loss(config) else -1
+    )  # three chunks, the last one smaller
     changes["embedding_sharding"] = _sharding(config, layout)
     changes["fsdp_keep_gathered"] = tuple(dict.fromkeys(kept))
-    changes.update({DEGREES[axis]: degree for axis, degree in layout.items()}, replicate_compression="none")  # approximates
+    changes.update(
+        {DEGREES[axis]: degree for axis, degree in layout.items()}, replicate_compression="none"
+    )  # approximates
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, tokenizer_path=str(TOKENIZER)),
@@ -189,10 +222,17 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
             attention_kernel="auto",
             offload="none",  # CPU processes have no device to offload from
         ),
-        optimizer=dataclasses.replace(config.optimizer, ns_dtype="float32", start_preconditioning_step=1),
+        optimizer=dataclasses.replace(
+            config.optimizer, ns_dtype="float32", start_preconditioning_step=1
+        ),
         lr_scheduler=dataclasses.replace(config.lr_scheduler, warmup_steps=0, total_steps=-1),
-        parallelism=dataclasses.replace(config.parallelism, **changes, enable_async_tensor_parallel=False),
-        float8=dataclasses.replace(config.float8, filter_fqns=tuple(dict.fromkeys(map(_of_twin, config.float8.filter_fqns)))),
+        parallelism=dataclasses.replace(
+            config.parallelism, **changes, enable_async_tensor_parallel=False
+        ),
+        float8=dataclasses.replace(
+            config.float8,
+            filter_fqns=tuple(dict.fromkeys(map(_of_twin, config.float8.filter_fqns))),
+        ),
         compile=_compile_of_twin(config.compile, SEQ_LEN // layout["cp"] // layout["tp"]),
         checkpoint=Config.checkpoint,
         data=dataclasses.replace(Config.data, num_workers=0),
@@ -206,9 +246,18 @@ def _chunks_loss(config: Config) -> bool:
     """Return True if a run of the recipe computes its loss in chunks of tokens."""
     parallelism, training = config.parallelism, config.training
     pipelined = parallelism.pipeline_parallel_degree > 1
-    sequences = parallelism.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size
+    sequences = (
+        parallelism.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size
+    )
     tokens = sequences * training.seq_len // parallelism.context_parallel_degree
-    return loss_chunk(training, tokens, -(-shape_of(config.model).vocab_size // parallelism.tensor_parallel_degree)) > 0
+    return (
+        loss_chunk(
+            training,
+            tokens,
+            -(-shape_of(config.model).vocab_size // parallelism.tensor_parallel_degree),
+        )
+        > 0
+    )
 
 
 def _sharding(config: Config, layout: Degrees) -> str:
@@ -217,9 +266,14 @@ def _sharding(config: Config, layout: Degrees) -> str:
     if layout["dp_shard"] * layout["cp"] == 1 or shape.tied_embeddings:
         return "rows"
     shards = 8 if given.data_parallel_shard_degree == -1 else given.data_parallel_shard_degree
-    plain = Parallelism(context_parallel_degree=given.context_parallel_degree, embedding_sharding=given.embedding_sharding)
+    plain = Parallelism(
+        context_parallel_degree=given.context_parallel_degree,
+        embedding_sharding=given.embedding_sharding,
+    )
     alone = dataclasses.replace(config.training, global_batch_size=-1, global_batch_ramp=())
-    there = make_layout(Config(training=alone, parallelism=plain), shards * given.context_parallel_degree, shape)
+    there = make_layout(
+        Config(training=alone, parallelism=plain), shards * given.context_parallel_degree, shape
+    )
     return "columns" if given.embedding_sharding == "columns" or there.by_columns else "rows"
 
 
@@ -233,7 +287,9 @@ def _compile_of_twin(stage: Compile, tokens: int) -> Compile:
         backend="aot_eager",
         bucketing="greedy" if stage.bucketing == "measured" else stage.bucketing,
         buckets=tuple(" ".join(map(_of_twin, bucket.split())) for bucket in stage.buckets),
-        tensor_parallel_chunks=2 if tokens % stage.tensor_parallel_chunks else stage.tensor_parallel_chunks,
+        tensor_parallel_chunks=2
+        if tokens % stage.tensor_parallel_chunks
+        else stage.tensor_parallel_chunks,
     )
 
 
@@ -244,7 +300,10 @@ def _of_twin(fqn: str) -> str:
 
 def reference(config: Config) -> Config:
     """Return the reference for a twin: the same batches in one eager process without checkpointing, the loss of all logits."""
-    plain, training = Parallelism(data_parallel_shard_degree=1), dataclasses.replace(config.training, loss_chunk_tokens=-1)
+    plain, training = (
+        Parallelism(data_parallel_shard_degree=1),
+        dataclasses.replace(config.training, loss_chunk_tokens=-1),
+    )
     changes: dict[str, Any] = dict(compile=Compile(), activation_checkpoint=ActivationCheckpoint())
     return dataclasses.replace(config, parallelism=plain, training=training, **changes)
 
@@ -256,24 +315,43 @@ def run(config: Config, model: ModelConfig, *, prepare: Prepare | None = None) -
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        config = dataclasses.replace(config, job=dataclasses.replace(config.job, dump_folder=folder))
-        mp.start_processes(_process, (processes, port, config, model, prepare), processes, start_method="spawn")
+        config = dataclasses.replace(
+            config, job=dataclasses.replace(config.job, dump_folder=folder)
+        )
+        mp.start_processes(
+            _process, (processes, port, config, model, prepare), processes, start_method="spawn"
+        )
         result = Observed()
         for rank in range(processes):
             part: Observed = torch.load(Path(folder) / f"rank-{rank}.pt", weights_only=False)
             result.losses.update(part.losses)
             result.gradients.update(part.gradients)
             for fqn, sums in part.activations.items():
-                result.activations[fqn] = result.activations.get(fqn, torch.zeros(3, dtype=torch.float64)) + sums
+                result.activations[fqn] = (
+                    result.activations.get(fqn, torch.zeros(3, dtype=torch.float64)) + sums
+                )
         for step, values in read_metrics(Path(folder) / "metrics.jsonl").items():
             if "validation_loss" in values:
                 result.validation[step] = values["validation_loss"]
         return result
 
 
-def _process(rank: int, processes: int, port: int, config: Config, model: ModelConfig, prepare: Prepare | None) -> None:
-    os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes)), NO_COLOR="1")
+def _process(
+    rank: int,
+    processes: int,
+    port: int,
+    config: Config,
+    model: ModelConfig,
+    prepare: Prepare | None,
+) -> None:
+    os.environ.update(
+        dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    os.environ.update(
+        dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes)), NO_COLOR="1"
+    )
     # a warning about gathering a full gradient over two axes, which only this program does
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     recorder = _Recorder(prepare)
@@ -298,15 +376,27 @@ class _Recorder:
         elif moment == "step":
             step, loss, grad_norm = trainer.last_step
             self.observed.losses[trainer.rank, step] = loss, grad_norm
-        elif moment == "forward" and trainer.step == 1 and not trainer.config.compile.compiles("model"):
+        elif (
+            moment == "forward"
+            and trainer.step == 1
+            and not trainer.config.compile.compiles("model")
+        ):
             for model in trainer.stages:
                 for fqn, module in model.named_modules():
-                    if fqn not in ("", "layers", "output" if trainer.layout.loss_chunk else ""):  # which returns the loss
-                        self.hooks.append(module.register_forward_hook(_summing(fqn, self.observed)))
+                    if fqn not in (
+                        "",
+                        "layers",
+                        "output" if trainer.layout.loss_chunk else "",
+                    ):  # which returns the loss
+                        self.hooks.append(
+                            module.register_forward_hook(_summing(fqn, self.observed))
+                        )
         elif moment == "backward" and trainer.step == 1:
             for hook in self.hooks:
                 hook.remove()
-            one_copy = all(trainer.mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp")
+            one_copy = all(
+                trainer.mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp"
+            )
             for fqn, parameter in trainer.parameters.items():
                 gradient = parameter.grad.full_tensor().clone()  # type: ignore[union-attr]
                 if one_copy:
@@ -318,8 +408,12 @@ def _summing(fqn: str, result: Observed) -> Callable:
         if torch._C._current_graph_task_id() != -1:
             return  # recomputed by activation checkpointing
         numbers = output.detach().double()
-        sums = torch.stack((torch.tensor(float(numbers.numel())), numbers.sum(), numbers.square().sum()))
-        result.activations[fqn] = result.activations.get(fqn, torch.zeros(3, dtype=torch.float64)) + sums
+        sums = torch.stack(
+            (torch.tensor(float(numbers.numel())), numbers.sum(), numbers.square().sum())
+        )
+        result.activations[fqn] = (
+            result.activations.get(fqn, torch.zeros(3, dtype=torch.float64)) + sums
+        )
 
     return hook
 
@@ -339,7 +433,10 @@ def compare(found: Observed, expected: Observed, within: Tolerances = FLOAT32) -
     ]
     losses += [apart(found.validation[step], loss) for step, loss in expected.validation.items()]
     worst = {
-        fqn: apart(float((found.gradients[fqn] - gradient).norm() + gradient.norm()), float(gradient.norm()))
+        fqn: apart(
+            float((found.gradients[fqn] - gradient).norm() + gradient.norm()),
+            float(gradient.norm()),
+        )
         for fqn, gradient in expected.gradients.items()
     }
     parameter = max(worst, key=lambda fqn: worst[fqn])
@@ -357,12 +454,15 @@ def _diverges(found: Tensor | None, expected: Tensor, tolerance: float) -> bool:
         return True
     numbers, total, squares = (float(value) for value in expected)
     off = max(
-        abs(float(found[1]) - total) / math.sqrt(numbers * squares + 1e-30), abs(float(found[2]) - squares) / (squares + 1e-30)
+        abs(float(found[1]) - total) / math.sqrt(numbers * squares + 1e-30),
+        abs(float(found[2]) - squares) / (squares + 1e-30),
     )
     return float(found[0]) != numbers or not off <= tolerance
 
 
-def verify(config: Config, layouts: Sequence[Degrees], *, steps: int = 5, prepare: Prepare | None = None) -> bool:
+def verify(
+    config: Config, layouts: Sequence[Degrees], *, steps: int = 5, prepare: Prepare | None = None
+) -> bool:
     """Print a line for each layout, and return whether all agree. Raises ConfigError if the only layout is impossible."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before CUDA is initialized
     flavor, within = shape_of(config.model), FLOAT8 if config.float8.enable else FLOAT32
@@ -375,7 +475,9 @@ def verify(config: Config, layouts: Sequence[Degrees], *, steps: int = 5, prepar
     width = max(len("layout"), *(len(name_of(layout)) for layout in layouts))
     if (how := config.parallelism.replicate_compression) != "none":
         print(f'not in the twin: parallelism.replicate_compression = "{how}", which approximates')
-    print(f"{'layout':<{width}}  processes  loss     gradient  {'of':<31}  {'first to diverge':<24}  verdict")
+    print(
+        f"{'layout':<{width}}  processes  loss     gradient  {'of':<31}  {'first to diverge':<24}  verdict"
+    )
     expected: dict[tuple, Observed] = {}
     agree = True
     for layout in layouts:
@@ -398,7 +500,10 @@ def verify(config: Config, layouts: Sequence[Degrees], *, steps: int = 5, prepar
             module = result.module
             if not result.agrees and small.compile.enable:
                 eager = dataclasses.replace(small, compile=Compile())
-                module = compare(run(eager, model, prepare=prepare), expected[key], within).module or "none in eager mode"
+                module = (
+                    compare(run(eager, model, prepare=prepare), expected[key], within).module
+                    or "none in eager mode"
+                )
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             print(f"{start}  FAILS\n{error}", flush=True)
             agree = False
@@ -414,9 +519,14 @@ def _show_rounding(config: Config, model: ModelConfig, rounded: Observed, width:
     """Print how far a run in float8 is from the same without, in bfloat16 and in float32."""
     for dtype in ("bfloat16", "float32"):
         training = dataclasses.replace(config.training, mixed_precision_param=dtype)
-        apart = compare(rounded, run(dataclasses.replace(config, float8=Float8(), training=training), model))
+        apart = compare(
+            rounded, run(dataclasses.replace(config, float8=Float8(), training=training), model)
+        )
         name = f"float8 beside {dtype}"
-        print(f"{name:<{width + 11}}  {apart.loss:.1e}  {apart.gradient:.1e}   {apart.parameter}", flush=True)
+        print(
+            f"{name:<{width + 11}}  {apart.loss:.1e}  {apart.gradient:.1e}   {apart.parameter}",
+            flush=True,
+        )
 
 
 def _enough_layers(config: Config, flavor: ModelConfig, processes: int) -> ModelConfig:
@@ -435,14 +545,28 @@ def _enough_layers(config: Config, flavor: ModelConfig, processes: int) -> Model
 @functools.partial(command, gone=1)  # 0 would say that all layouts agree
 def main(arguments: Sequence[str]) -> int:
     parser = Parser(__doc__)
-    parser.add_argument("recipe", help="a TOML file; options of the form --section.key value change it")
-    parser.add_argument("--layouts", nargs="+", default=["recipe"], metavar="LAYOUT", help="what to verify (default: recipe)")
-    parser.add_argument("--steps", type=at_least_one, default=5, metavar="N", help="steps of each run (default: 5)")
+    parser.add_argument(
+        "recipe", help="a TOML file; options of the form --section.key value change it"
+    )
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        default=["recipe"],
+        metavar="LAYOUT",
+        help="what to verify (default: recipe)",
+    )
+    parser.add_argument(
+        "--steps", type=at_least_one, default=5, metavar="N", help="steps of each run (default: 5)"
+    )
     options, overrides = parser.parse_with_overrides(arguments)
     config, _ = load_config(options.recipe, overrides)
     layouts: list[Degrees] = []
     for name in options.layouts:
-        layouts += every_layout() if name == "all" else [layout_of(config) if name == "recipe" else parse_layout(name)]
+        layouts += (
+            every_layout()
+            if name == "all"
+            else [layout_of(config) if name == "recipe" else parse_layout(name)]
+        )
     return 0 if verify(config, layouts, steps=options.steps) else 1
 
 

@@ -67,7 +67,11 @@ def build(
     chunk: tokens whose loss is computed at a time; powersgd: columns of factors between copies, whose sums are left out."""
     tp = axis_of(mesh["tp"])
     between = dict(replicate_compression="powersgd", replicate_rank=powersgd) if powersgd else {}
-    parallelism = Parallelism(fsdp_reshard_after_forward="default" if reshard else "never", fsdp_keep_gathered=keep, **between)
+    parallelism = Parallelism(
+        fsdp_reshard_after_forward="default" if reshard else "never",
+        fsdp_keep_gathered=keep,
+        **between,
+    )
     checkpoint = ActivationCheckpoint(mode=checkpointing, memory_budget=0.3)
     (model,) = build_stages(
         functools.partial(Transformer, config),
@@ -83,7 +87,9 @@ def build(
         parallelism=parallelism,
         activation_checkpoint=checkpoint,
         float8=float8 or Float8(),
-        loss=build_chunked_loss(config.vocab_size, tp.rank, tp.degree, tp.group, chunk=chunk) if chunk else None,
+        loss=build_chunked_loss(config.vocab_size, tp.rank, tp.degree, tp.group, chunk=chunk)
+        if chunk
+        else None,
         by_columns=by_columns,
         compiled=bool(compiled),
     )
@@ -110,7 +116,11 @@ def my_microbatches(mesh, tokens, labels, count=1):
 def step(model, mesh, microbatches, tokens, scale=1, whole=True, gradient=True):
     """(loss over all ranks, {FQN: gradient}); scale: what a loop that averages over ranks multiplies with."""
     tp = axis_of(mesh["tp"])
-    loss_sum = None if hasattr(model.output, "loss_sum") else build_loss(model.config.vocab_size, tp.rank, tp.degree, tp.group)
+    loss_sum = (
+        None
+        if hasattr(model.output, "loss_sum")
+        else build_loss(model.config.vocab_size, tp.rank, tp.degree, tp.group)
+    )
     total = torch.zeros(())
     for input, label in microbatches:
         loss = (loss_sum(model(input), label) if loss_sum else model(input, labels=label)) / tokens
@@ -122,7 +132,10 @@ def step(model, mesh, microbatches, tokens, scale=1, whole=True, gradient=True):
 
 def gradients(model, whole=True):
     grads = {fqn: parameter.grad for fqn, parameter in model.named_parameters()}
-    return {fqn: (grad.full_tensor() if whole else grad.to_local()).clone() for fqn, grad in grads.items()}
+    return {
+        fqn: (grad.full_tensor() if whole else grad.to_local()).clone()
+        for fqn, grad in grads.items()
+    }
 
 
 @contextmanager
@@ -133,7 +146,9 @@ def counted():
         yield counts
     for event in profiler.events():
         namespace, _, name = event.name.partition("::")
-        if namespace == "c10d" and "allgather_base" in name:  # by which all of them go: distributed/gloo.py
+        if (
+            namespace == "c10d" and "allgather_base" in name
+        ):  # by which all of them go: distributed/gloo.py
             counts["all_gather"] += 1
         for kind in ("reduce_scatter", "all_reduce") if namespace == "_c10d_functional" else ():
             if kind in name:
@@ -143,4 +158,6 @@ def counted():
 def assert_same(grads, oracle, **tolerance):
     assert grads.keys() == oracle.keys()
     for fqn, gradient in oracle.items():
-        torch.testing.assert_close(grads[fqn].float(), gradient.float(), **tolerance or dict(atol=1e-7, rtol=1e-4))
+        torch.testing.assert_close(
+            grads[fqn].float(), gradient.float(), **tolerance or dict(atol=1e-7, rtol=1e-4)
+        )

@@ -67,7 +67,11 @@ def train(way, mesh, config, param):
         loss, _ = step(model, mesh, mine, (labels != -100).sum(), gradient=False)
         with counted() if last else nullcontext() as reductions:
             gathered.__exit__(None, None, None)
-        gradients = [local(parameter.grad).clone() for parameter in model.parameters() if parameter.grad is not None]
+        gradients = [
+            local(parameter.grad).clone()
+            for parameter in model.parameters()
+            if parameter.grad is not None
+        ]
         optimizer.step()
         found.append((torch.tensor(loss), *weights, *gradients))
     return found, (gathers, reductions)
@@ -80,14 +84,20 @@ def compare(layout):
         alone, each = train(each_alone, mesh, config, param)
         buckets, few = train(gathered_for_step, mesh, config, param)
         tensors = list(zip(sum(alone, ()), sum(buckets, ()), strict=True))
-        assert all(one.dtype == other.dtype and torch.equal(one, other) for one, other in tensors), name
+        assert all(
+            one.dtype == other.dtype and torch.equal(one, other) for one, other in tensors
+        ), name
         found[name] = len(tensors), each, few
     return found
 
 
 # the frozen norm is gathered with the last layer and not reduced; tied, the output is the embedding
 @pytest.mark.parametrize(
-    "layout", ["FSDP-2", *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != "FSDP-2")]
+    "layout",
+    [
+        "FSDP-2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != "FSDP-2"),
+    ],
 )
 def test_buckets_change_no_number_and_are_few(layout):
     replicate, shard, tp = LAYOUTS[layout]
@@ -97,10 +107,16 @@ def test_buckets_change_no_number_and_are_few(layout):
             assert tensors == 2 * (1 + parameters + parameters - 1)
             buckets = BUCKETS - ("tied" in name.split(", "))
             # tensor-parallel ranks have the same norms and add up their gradients: a bucket more a layer, with an all-reduce
-            both = ((parameters, parameters - 1, 6), each), ((buckets, buckets + 3 * (tp > 1), 3), few)
+            both = (
+                ((parameters, parameters - 1, 6), each),
+                ((buckets, buckets + 3 * (tp > 1), 3), few),
+            )
             for (gathers, reductions, norms), counts in both:
                 sums = reductions if replicate > 1 else norms if tp > 1 else 0
-                expected = ({"all_gather": gathers} if shard > 1 else {}), {"reduce_scatter": reductions} if shard > 1 else {}
+                expected = (
+                    ({"all_gather": gathers} if shard > 1 else {}),
+                    {"reduce_scatter": reductions} if shard > 1 else {},
+                )
                 assert counts[0] == expected[0]
                 assert counts[1] == expected[1] | ({"all_reduce": sums} if sums else {})
 
@@ -112,10 +128,17 @@ def uneven():
     exact = Rows(8, 7, 5, 3, 1)
     model = Rows(8, 7, 5, 3, 1)
     dtypes = dict(param_dtype=torch.float32, reduce_dtype=torch.float32)
-    apply_simple_fsdp(model, parameter_mesh(make_mesh(1, world)), **dtypes, reshard_after_forward=True)
-    of_ranks = [torch.randint(100, (world, *parameter.shape), generator=generator).float() for parameter in exact.parameters()]
+    apply_simple_fsdp(
+        model, parameter_mesh(make_mesh(1, world)), **dtypes, reshard_after_forward=True
+    )
+    of_ranks = [
+        torch.randint(100, (world, *parameter.shape), generator=generator).float()
+        for parameter in exact.parameters()
+    ]
     with mock.patch.object(buckets, "block_of", return_value="all"), gathered_for_step(model):
-        for (name, parameter), leaf, gradients in zip(exact.named_parameters(), gradient_leaves(model), of_ranks, strict=True):
+        for (name, parameter), leaf, gradients in zip(
+            exact.named_parameters(), gradient_leaves(model), of_ranks, strict=True
+        ):
             assert torch.equal(getattr(model, name), parameter)
             leaf.grad = gradients[rank]
     for parameter, gradients in zip(model.parameters(), of_ranks, strict=True):
@@ -169,7 +192,13 @@ def memory(param):
     GatherPlan.start_gather_of, GatherPlan.start_reduce = watched_gather, watched_reduce
     with gathered_for_step(model):
         assert alive(flat, 0) == 0
-        step(model, mesh, my_microbatches(mesh, tokens, labels, count=2), (labels != -100).sum(), gradient=False)
+        step(
+            model,
+            mesh,
+            my_microbatches(mesh, tokens, labels, count=2),
+            (labels != -100).sum(),
+            gradient=False,
+        )
         shared = model_of(model)
         for fqn, whole in shared.gathered.items():
             weights.append(reference(whole))
@@ -180,7 +209,9 @@ def memory(param):
     return most
 
 
-@pytest.mark.parametrize("param", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "param", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 def test_few_flat_buffers_live_beside_weights_and_gradients(param):
     for most in run_ranks(2, memory, param):
         assert most == {"flat": IN_FLIGHT - 1, "weights": 0, "gradients": 0}
@@ -214,7 +245,14 @@ def overlapped(layout, cases):
                         events.append(f"backward {number}")
                         loss.backward()
                     events.append("end")
-                tensors += [loss.detach(), *(local(each.grad).clone() for each in model.parameters() if each.grad is not None)]
+                tensors += [
+                    loss.detach(),
+                    *(
+                        local(each.grad).clone()
+                        for each in model.parameters()
+                        if each.grad is not None
+                    ),
+                ]
                 optimizer.step()
             found.append((tensors, list(events)))
         every.append(found)
@@ -239,7 +277,10 @@ OVERLAPPED = {
     "tied, bfloat16": (TIED, dict(param=torch.bfloat16)),
     "full": (CONFIG, dict(checkpointing="full")),
     "selective": (CONFIG, dict(checkpointing="selective", reshard=False)),
-    "float8": (replace(CONFIG, dim=32, hidden_dim=64, n_heads=8, n_kv_heads=4), dict(param=torch.bfloat16, float8=FLOAT8)),
+    "float8": (
+        replace(CONFIG, dim=32, hidden_dim=64, n_heads=8, n_kv_heads=4),
+        dict(param=torch.bfloat16, float8=FLOAT8),
+    ),
 }
 
 
@@ -251,7 +292,9 @@ IN_EAGER_MODE = OVERLAPPED
 COMPILED = {name: compiled(config, **options) for name, (config, options) in OVERLAPPED.items()}
 OVERLAPPED = {
     "eager": IN_EAGER_MODE,
-    "compiled": {"tied, bfloat16, selective": compiled(TIED, param=torch.bfloat16, checkpointing="selective")},
+    "compiled": {
+        "tied, bfloat16, selective": compiled(TIED, param=torch.bfloat16, checkpointing="selective")
+    },
     "all compiled": COMPILED,
     "inductor": {
         "float32, full": compiled(CONFIG, "inductor", checkpointing="full", reshard=False),
@@ -260,14 +303,22 @@ OVERLAPPED = {
 }
 CASES = [("FSDP-2", "eager"), ("FSDP-2", "compiled")]
 SLOW = [(name, "eager") for name in LAYOUTS if name not in ("FSDP-2", "dp2tp2")]
-SLOW += [("FSDP-2", "all compiled"), ("FSDP-2", "inductor"), *((name, "compiled") for name in ("FSDP-4", "HSDP-2x2", "DDP-2"))]
+SLOW += [
+    ("FSDP-2", "all compiled"),
+    ("FSDP-2", "inductor"),
+    *((name, "compiled") for name in ("FSDP-4", "HSDP-2x2", "DDP-2")),
+]
 
 
-@pytest.mark.parametrize(("layout", "mode"), [*CASES, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
+@pytest.mark.parametrize(
+    ("layout", "mode"), [*CASES, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+)
 def test_overlap_with_the_first_forward_and_the_last_backward_changes_no_number(layout, mode):
     replicate, shard, _ = LAYOUTS[layout]
     for ranks in run_ranks(replicate * shard, overlapped, layout, [*OVERLAPPED[mode].values()]):
-        for name, ((expected, apart), (tensors, events)) in zip(OVERLAPPED[mode], ranks, strict=True):
+        for name, ((expected, apart), (tensors, events)) in zip(
+            OVERLAPPED[mode], ranks, strict=True
+        ):
             assert len(tensors) == len(expected) > 2
             assert all(map(torch.equal, tensors, expected)), name
             begin, last, end = (events.index(each) for each in ("backward 0", "backward 1", "end"))
@@ -275,7 +326,9 @@ def test_overlap_with_the_first_forward_and_the_last_backward_changes_no_number(
                 assert events.count(kind) == apart.count(kind)
             if shard > 1:
                 assert "start_gather_of" not in events[begin:]
-                assert events[: events.index("forward 0")].count("start_gather_of") == (mode != "eager")  # the first bucket
+                assert events[: events.index("forward 0")].count("start_gather_of") == (
+                    mode != "eager"
+                )  # the first bucket
             assert "start_reduce" not in [*events[:last], *events[end:]]
 
 
@@ -288,11 +341,16 @@ def order_of_compiled():
     for count in (0, 2):
         model = build(CONFIG, mesh, compiled="aot_eager")
         for last in (False, True):
-            with torch.profiler.profile() if last else nullcontext() as profiler, gathered_for_step(model, count):
+            with (
+                torch.profiler.profile() if last else nullcontext() as profiler,
+                gathered_for_step(model, count),
+            ):
                 step(model, mesh, mine, (labels != -100).sum(), gradient=False)
         kinds = {"aten::mm": "product", "_c10d_functional::reduce_scatter_tensor": "reduction"}
         kinds |= {
-            each.name: "gather" for each in profiler.events() if each.name.startswith("c10d::") and "allgather_base" in each.name
+            each.name: "gather"
+            for each in profiler.events()
+            if each.name.startswith("c10d::") and "allgather_base" in each.name
         }
         events = sorted(profiler.events(), key=lambda event: event.time_range.start)
         found[count] = [kinds[event.name] for event in events if event.name in kinds]
@@ -301,15 +359,28 @@ def order_of_compiled():
 
 def test_a_compiled_model_gathers_and_reduces_between_its_products():
     for found in run_ranks(2, order_of_compiled):
-        assert all(order.count("gather") == order.count("reduction") == BUCKETS for order in found.values())
+        assert all(
+            order.count("gather") == order.count("reduction") == BUCKETS for order in found.values()
+        )
         apart, order = found[0], found[2]
         products = [number for number, kind in enumerate(apart) if kind == "product"]
-        assert apart[: products[0]].count("gather") == apart[products[-1] :].count("reduction") == BUCKETS
+        assert (
+            apart[: products[0]].count("gather")
+            == apart[products[-1] :].count("reduction")
+            == BUCKETS
+        )
         products = [number for number, kind in enumerate(order) if kind == "product"]
-        assert order[: products[0]].count("gather") <= 3  # embedding, the first layer, and the next one in flight
+        assert (
+            order[: products[0]].count("gather") <= 3
+        )  # embedding, the first layer, and the next one in flight
         assert order[products[-1] :].count("reduction") <= 2  # the first layer, and the embedding
-        first, last = order.index("reduction"), max(number for number, kind in enumerate(order) if kind == "gather")
-        assert last < products[len(products) // 2] < first  # in the first microbatch, and in the last one
+        first, last = (
+            order.index("reduction"),
+            max(number for number, kind in enumerate(order) if kind == "gather"),
+        )
+        assert (
+            last < products[len(products) // 2] < first
+        )  # in the first microbatch, and in the last one
 
 
 def told_of_failure():
@@ -325,11 +396,15 @@ def told_of_failure():
     gc.disable()
     with suppress(ZeroDivisionError), gathered_for_step(model, 2):
         step(model, mesh, mine[:1], count, gradient=False)
-        weights = [StorageWeakRef(each.untyped_storage()) for each in model_of(model).gathered.values()]
+        weights = [
+            StorageWeakRef(each.untyped_storage()) for each in model_of(model).gathered.values()
+        ]
         raise ZeroDivisionError
     with gathered_for_step(model, 2):
         step(model, mesh, mine, count, gradient=False)
-        weights += [StorageWeakRef(each.untyped_storage()) for each in model_of(model).gathered.values()]
+        weights += [
+            StorageWeakRef(each.untyped_storage()) for each in model_of(model).gathered.values()
+        ]
     assert all(each.expired() for each in weights)
     assert not arriving.takes
     gradients = [local(parameter.grad) for parameter in model.parameters()]
@@ -337,7 +412,9 @@ def told_of_failure():
         for parameter in model.parameters():
             parameter.grad = None
         step(model, mesh, mine, count, gradient=False)
-    assert all(map(torch.equal, gradients, (local(parameter.grad) for parameter in model.parameters())))
+    assert all(
+        map(torch.equal, gradients, (local(parameter.grad) for parameter in model.parameters()))
+    )
 
 
 def test_compiled_steps_leave_no_weights_behind():

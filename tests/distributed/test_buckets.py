@@ -12,8 +12,17 @@ from tiny import HEADS
 from titan_lite.compiler.profiles import load_machine
 
 CONFIG = replace(HEADS, n_layers=3)
-LAYOUTS = {"FSDP-2": (1, 2, 1), "FSDP-4": (1, 4, 1), "HSDP-2x2": (2, 2, 1), "DDP-2": (2, 1, 1), "dp2tp2": (1, 2, 2)}
-PARAMETERS, BUCKETS = 30, 5  # nine a layer and three; a bucket a layer, one for embedding and output each
+LAYOUTS = {
+    "FSDP-2": (1, 2, 1),
+    "FSDP-4": (1, 4, 1),
+    "HSDP-2x2": (2, 2, 1),
+    "DDP-2": (2, 1, 1),
+    "dp2tp2": (1, 2, 2),
+}
+PARAMETERS, BUCKETS = (
+    30,
+    5,
+)  # nine a layer and three; a bucket a layer, one for embedding and output each
 COALESCED = ("block coalesced", "greedy coalesced")
 MODES = ("none", "block", "greedy", "auto", *COALESCED)
 
@@ -34,7 +43,14 @@ def train(mesh, **options):
                 step(model, mesh, mine, (labels != -100).sum(), gradient=False)
         optimizer.step()
     parameters = list(model.parameters())
-    return losses, [each.detach().to_local().clone() for each in (*parameters, *(each.grad for each in parameters))], counts
+    return (
+        losses,
+        [
+            each.detach().to_local().clone()
+            for each in (*parameters, *(each.grad for each in parameters))
+        ],
+        counts,
+    )
 
 
 def compare(layout, backend, modes, checkpointing, reshard, param):
@@ -45,12 +61,24 @@ def compare(layout, backend, modes, checkpointing, reshard, param):
     for mode in modes:
         receipts[mode] = []
         bucketing, _, bucket_mode = mode.partition(" ")
-        compiled = dict(compiled=backend, bucketing=bucketing, machine=load_machine("H100"), receipts=receipts[mode])
+        compiled = dict(
+            compiled=backend,
+            bucketing=bucketing,
+            machine=load_machine("H100"),
+            receipts=receipts[mode],
+        )
         compiled["bucket_mode"] = bucket_mode or "copy"
         found[mode] = train(mesh, **options, **compiled)
     as_read = {
         mode: [
-            (receipt.graph, sum(receipt.before.values()), len(receipt.after), receipt.moved, receipt.copied) for receipt in each
+            (
+                receipt.graph,
+                sum(receipt.before.values()),
+                len(receipt.after),
+                receipt.moved,
+                receipt.copied,
+            )
+            for receipt in each
         ]
         for mode, each in receipts.items()
     }
@@ -84,12 +112,20 @@ CASES = [
 @pytest.mark.parametrize(("layout", "checkpointing", "reshard", "param", "modes"), CASES)
 def test_buckets_change_no_number(layout, checkpointing, reshard, param, modes):
     replicate, shard, tp = LAYOUTS[layout]
-    for found, receipts in run_ranks(replicate * shard * tp, compare, layout, "aot_eager", modes, checkpointing, reshard, param):
+    for found, receipts in run_ranks(
+        replicate * shard * tp, compare, layout, "aot_eager", modes, checkpointing, reshard, param
+    ):
         for mode in modes:
             assert found[mode][0] == found["eager"][0], mode
             assert all(map(torch.equal, found[mode][1], found["eager"][1])), mode
         # gathered again in backward: all but the embedding, or what recomputing a block reads
-        again = (PARAMETERS - 1, BUCKETS - 1) if reshard else (9 * 3, 3) if checkpointing != "none" else (0, 0)
+        again = (
+            (PARAMETERS - 1, BUCKETS - 1)
+            if reshard
+            else (9 * 3, 3)
+            if checkpointing != "none"
+            else (0, 0)
+        )
         if checkpointing == "memory_budget":  # which recomputes the embedding as well
             again = PARAMETERS, BUCKETS
         for mode, gathers, reductions in (
@@ -126,25 +162,41 @@ def test_buckets_change_no_number(layout, checkpointing, reshard, param, modes):
 )
 def test_inductor_runs_the_same_buckets(layout, checkpointing, modes):
     ranks = math.prod(LAYOUTS[layout])
-    for found, receipts in run_ranks(ranks, compare, layout, "inductor", modes, checkpointing, True, torch.float32):
+    for found, receipts in run_ranks(
+        ranks, compare, layout, "inductor", modes, checkpointing, True, torch.float32
+    ):
         for mode in modes:
             assert found[mode][0] == pytest.approx(found["eager"][0], rel=1e-5), mode
             # Adam divides by a gradient's size, however small: a thousandth of what ten steps move at most
             parameters = len(found["eager"][1]) // 2
-            for one, other in zip(found[mode][1][:parameters], found["eager"][1][:parameters], strict=True):
+            for one, other in zip(
+                found[mode][1][:parameters], found["eager"][1][:parameters], strict=True
+            ):
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-3 * 10 * 1e-2)
             left = sum(after for _, _, after, *_ in receipts[mode])
-            if layout != "dp2tp2" and mode not in COALESCED:  # more collectives than those of parameters; one for each tensor
+            if (
+                layout != "dp2tp2" and mode not in COALESCED
+            ):  # more collectives than those of parameters; one for each tensor
                 assert sum(found[mode][2].values()) == left, mode
         if layout == "FSDP-2":
-            assert found["none"][2] == {"all_gather": 2 * PARAMETERS - 1, "reduce_scatter": PARAMETERS}
+            assert found["none"][2] == {
+                "all_gather": 2 * PARAMETERS - 1,
+                "reduce_scatter": PARAMETERS,
+            }
             assert found["block"][2] == {"all_gather": 2 * BUCKETS - 1, "reduce_scatter": BUCKETS}
 
 
 def caches():
     """[(graph, whether Inductor had it)] of one step on two ranks."""
     mesh, receipts = make_mesh(*LAYOUTS["FSDP-2"]), []
-    model = build(CONFIG, mesh, compiled="inductor", bucketing="block", machine=load_machine("H100"), receipts=receipts)
+    model = build(
+        CONFIG,
+        mesh,
+        compiled="inductor",
+        bucketing="block",
+        machine=load_machine("H100"),
+        receipts=receipts,
+    )
     tokens, labels = batch()
     step(model, mesh, my_microbatches(mesh, tokens, labels), (labels != -100).sum(), gradient=False)
     return [(receipt.graph, receipt.cache) for receipt in receipts]

@@ -20,7 +20,9 @@ BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 def loss_and_gradient(backend, by_sequence, chunk):
     """Return [(loss, gradients, loss without gradients)] compiled and eager, and the graphs so far, by dtype."""
-    return [of_dtype(backend, by_sequence, chunk, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    return [
+        of_dtype(backend, by_sequence, chunk, dtype) for dtype in (torch.float32, torch.bfloat16)
+    ]
 
 
 def of_dtype(backend, by_sequence, chunk, dtype):
@@ -43,7 +45,9 @@ def of_dtype(backend, by_sequence, chunk, dtype):
         loss = function(*leaves, labels)
         (loss / 9).sum().backward()
         with torch.no_grad():
-            results.append((loss.detach(), *(leaf.grad for leaf in leaves), function(hidden, weight, labels)))
+            results.append(
+                (loss.detach(), *(leaf.grad for leaf in leaves), function(hidden, weight, labels))
+            )
     return results[1:], torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
@@ -63,7 +67,9 @@ def test_the_vocabulary_parallel_loss_compiled_is_the_eager_one(backend, by_sequ
 def updated(backend):
     """{name: this rank's part} of parameters and state after five steps, compiled and eager."""
     mesh = init_device_mesh("cpu", (2,))
-    compile = functools.partial(compile_function, config=Compile(enable=True, backend=backend), component="optimizer")
+    compile = functools.partial(
+        compile_function, config=Compile(enable=True, backend=backend), component="optimizer"
+    )
     results = []
     for compiler in (compile, None):
         generator = torch.Generator().manual_seed(0)
@@ -81,8 +87,12 @@ def updated(backend):
             set_learning_rate(optimizer, 0.02 / step)
             optimizer.step()
         tensors = {**parameters, **optimizer_state(optimizer, parameters)}
-        results.append({n: t.detach().to_local() if isinstance(t, DTensor) else t for n, t in tensors.items()})
-        assert {n for n, t in tensors.items() if not isinstance(t, DTensor)} == {f"{n}.step" for n in parameters}
+        results.append(
+            {n: t.detach().to_local() if isinstance(t, DTensor) else t for n, t in tensors.items()}
+        )
+        assert {n for n, t in tensors.items() if not isinstance(t, DTensor)} == {
+            f"{n}.step" for n in parameters
+        }
     return results
 
 
@@ -92,4 +102,10 @@ def test_a_compiled_update_of_shards_is_that_of_the_fused_kernel(backend):
         assert (fused["1 rows"].numel() == 0) is (rank == 1)
         assert compiled.keys() == fused.keys()
         for name, expected in fused.items():
-            torch.testing.assert_close(compiled[name], expected, rtol=1e-5, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}")
+            torch.testing.assert_close(
+                compiled[name],
+                expected,
+                rtol=1e-5,
+                atol=1e-7,
+                msg=lambda text, n=name: f"{n}: {text}",
+            )

@@ -90,12 +90,16 @@ def test_a_bucket_is_reduced_under_the_backward_of_the_next_one(layout):
             backward = names[begin:end]
             for kind in kinds:
                 assert backward.count(kind) == BUCKETS
-                for number in range(1, BUCKETS - (kind != kinds[0])):  # the last all-reduces of HSDP are started at the end
+                for number in range(
+                    1, BUCKETS - (kind != kinds[0])
+                ):  # the last all-reduces of HSDP are started at the end
                     start, following = (nth(backward, kind, each) for each in (number - 1, number))
                     wait = backward.index(f"wait for {kind}", start)
                     assert start < wait < following
                     assert "gradient" in backward[start:wait] or kind != kinds[0]
-        assert set(names[ends[1] + 1 :]) == {f"wait for {kinds[-1]}"}  # a look at a gradient starts nothing
+        assert set(names[ends[1] + 1 :]) == {
+            f"wait for {kinds[-1]}"
+        }  # a look at a gradient starts nothing
 
 
 def nth(names, name, number):
@@ -139,7 +143,10 @@ def test_a_bucket_is_gathered_while_weights_of_the_one_before_are_read(reshard):
     first, second = run_ranks(2, reads, reshard)
     assert first == second
     turn = first.index(("backward", ""))
-    for phase, gathers in ((first[:turn], BUCKETS), (first[turn + 1 :], BUCKETS - 1 if reshard else 0)):
+    for phase, gathers in (
+        (first[:turn], BUCKETS),
+        (first[turn + 1 :], BUCKETS - 1 if reshard else 0),
+    ):
         events = [event for event, _ in phase]
         order = [name for event, name in phase if event == "wait"]
         assert len(order) == gathers == events.count("start")
@@ -150,7 +157,9 @@ def test_a_bucket_is_gathered_while_weights_of_the_one_before_are_read(reshard):
                 phase.index(("wait", following)),
             )
             assert wait < start < later  # two buckets at once
-            assert {name for event, name in phase[start:later] if event == "read"} & {*current.split()}
+            assert {name for event, name in phase[start:later] if event == "read"} & {
+                *current.split()
+            }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -166,17 +175,25 @@ def test_all_ranks_of_a_group_sum_in_one_order(layout):
 def ways(layout):
     mesh = make_mesh(*layout)
     cases = dict(
-        f32=(UNTIED, {}), tied=(TIED, {}), bf16=(UNTIED, dict(param=torch.bfloat16)), full=(UNTIED, dict(checkpointing="full"))
+        f32=(UNTIED, {}),
+        tied=(TIED, {}),
+        bf16=(UNTIED, dict(param=torch.bfloat16)),
+        full=(UNTIED, dict(checkpointing="full")),
     )
     for config, options in [(HEADS, {})] if layout[2:] else cases.values():
         model = build(config, mesh, **options)
         for count in (1, 3):
-            expected, found = train(model, mesh, count, waits_at_once=True)[0], train(model, mesh, count)[0]
+            expected, found = (
+                train(model, mesh, count, waits_at_once=True)[0],
+                train(model, mesh, count)[0],
+            )
             assert all(torch.equal(found[fqn], gradient) for fqn, gradient in expected.items())
             assert {gradient.dtype for gradient in found.values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (2, 2), pytest.param((1, 4), marks=pytest.mark.slow), (1, 2, 2)])
+@pytest.mark.parametrize(
+    "layout", [(2, 1), (2, 2), pytest.param((1, 4), marks=pytest.mark.slow), (1, 2, 2)]
+)
 def test_gradients_are_to_the_bit_those_of_sums_that_are_waited_for_at_once(layout):
     world_size = layout[0] * layout[1] * (layout[2] if layout[2:] else 1)
     run_ranks(world_size, ways, layout)

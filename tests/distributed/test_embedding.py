@@ -4,7 +4,16 @@ from collections import Counter
 
 import pytest
 import torch
-from parity import assert_same, batch, build, gradients, make_mesh, my_microbatches, one_process, step
+from parity import (
+    assert_same,
+    batch,
+    build,
+    gradients,
+    make_mesh,
+    my_microbatches,
+    one_process,
+    step,
+)
 from ranks import run_ranks
 from test_buckets import CONFIG
 from tiny import DEBUG, NO_VALIDATION, SMALL, every, steps
@@ -26,7 +35,10 @@ def compare(layout):
     count, mine = (labels != -100).sum(), my_microbatches(mesh, tokens, labels)
     loss, oracle = one_process(CONFIG, tokens, labels)
     receipts, found = [], {}
-    ways = {"eager": {}, "aot_eager": dict(compiled="aot_eager", bucketing="block", receipts=receipts)}
+    ways = {
+        "eager": {},
+        "aot_eager": dict(compiled="aot_eager", bucketing="block", receipts=receipts),
+    }
     for way, options in ways.items():
         found[way] = step(build(CONFIG, mesh, by_columns=True, **options), mesh, mine, count)
         assert found[way][0] == pytest.approx(loss, rel=1e-6)
@@ -35,13 +47,21 @@ def compare(layout):
     for fqn, gradient in found["eager"][1].items():
         assert torch.equal(gradient, found["aot_eager"][1][fqn]), fqn
 
-    kinds = [Counter(each.kind for each in receipt.after if each.fqns == ("tok_embeddings.weight",)) for receipt in receipts]
+    kinds = [
+        Counter(each.kind for each in receipt.after if each.fqns == ("tok_embeddings.weight",))
+        for receipt in receipts
+    ]
     copies = {"all_reduce": 1} if layout == "HSDP" else {}
-    assert kinds == [AHEAD, {"all_to_all": 1, **copies}]  # of forward and backward: no table travels, and ids once
+    assert kinds == [
+        AHEAD,
+        {"all_to_all": 1, **copies},
+    ]  # of forward and backward: no table travels, and ids once
 
     model = build(CONFIG, mesh, by_columns=True)
     with gathered_for_step(model):
-        total, _ = step(model, mesh, my_microbatches(mesh, tokens, labels, count=2), count, gradient=False)
+        total, _ = step(
+            model, mesh, my_microbatches(mesh, tokens, labels, count=2), count, gradient=False
+        )
     assert total == pytest.approx(loss, rel=1e-6)
     assert_same(gradients(model), oracle)
 
@@ -49,7 +69,9 @@ def compare(layout):
     for fqn, gradient in oracle.items():
         assert (narrow[fqn] - gradient).norm() < 5e-2 * gradient.norm(), fqn
     with torch.no_grad():
-        assert torch.equal(model(tokens[:1, :8]), build(CONFIG, mesh)(tokens[:1, :8]))  # the same weights, another shape
+        assert torch.equal(
+            model(tokens[:1, :8]), build(CONFIG, mesh)(tokens[:1, :8])
+        )  # the same weights, another shape
 
     columns = model.tok_embeddings._parameters["weight"]
     assert local(columns).shape[1] == CONFIG.dim // LAYOUTS[layout][1]
@@ -61,7 +83,10 @@ def compare(layout):
 SLOW = ("FSDP of four", "HSDP")
 
 
-@pytest.mark.parametrize("layout", [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in LAYOUTS],
+)
 def test_columns_are_the_run_of_one_process(layout):
     run_ranks(2 if layout == "FSDP" else 4, compare, layout)
 
@@ -76,11 +101,16 @@ def train(folder, sharding, steps_done):
         "--lr_scheduler.warmup_steps=1",
         f"--job.dump_folder={folder}",
     ]
-    trainer = Trainer(load_config(DEBUG, [*keys, f"--parallelism.embedding_sharding={sharding}"])[0])
+    trainer = Trainer(
+        load_config(DEBUG, [*keys, f"--parallelism.embedding_sharding={sharding}"])[0]
+    )
 
     def state():
         tensors = trainer.state_tensors().items()
-        return {name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone() for name, tensor in tensors}
+        return {
+            name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+            for name, tensor in tensors
+        }
 
     begun = state()
     trainer.train()
@@ -94,6 +124,8 @@ def test_a_checkpoint_is_the_same_for_rows_and_columns(tmp_path):
     assert shape == (other[0] / 2, 2 * other[1])
     for before, after in ((rows, again), (columns, back[0])):
         assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    assert not torch.equal(rows["model.tok_embeddings.weight"], columns["model.tok_embeddings.weight"])
+    assert not torch.equal(
+        rows["model.tok_embeddings.weight"], columns["model.tok_embeddings.weight"]
+    )
     fresh, *_ = run_ranks(2, train, tmp_path / "new", "columns", 1, init=False)
     assert all(torch.equal(tensor, fresh[0][name]) for name, tensor in start.items())

@@ -22,12 +22,19 @@ from titan_lite.distributed.simple_fsdp import model_of, refresh_scales
 from titan_lite.models.llama3 import ModelConfig
 
 # three ranks divide no dimension, two and four divide heads and hidden units
-CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=64, vocab_size=61, max_seq_len=16)
+CONFIG = ModelConfig(
+    dim=32, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=64, vocab_size=61, max_seq_len=16
+)
 GATHERED, CAST = Float8(enable=True, all_gather=True), Float8(enable=True)
 ROWS, HIGH = Float8(enable=True, recipe="rowwise"), Float8(enable=True, recipe="rowwise_with_gw_hp")
 ALL = [GATHERED, CAST, ROWS, HIGH]
 AOT = dict(compiled="aot_eager")
-MODES = [{}, AOT, {**AOT, "bucketing": "block"}, {**AOT, "bucketing": "greedy", "machine": PROFILES["H100"]}]
+MODES = [
+    {},
+    AOT,
+    {**AOT, "bucketing": "block"},
+    {**AOT, "bucketing": "greedy", "machine": PROFILES["H100"]},
+]
 MODES += [{**AOT, "bucketing": "block", "bucket_mode": "coalesced"}]
 
 
@@ -50,7 +57,9 @@ def trained(mesh, options, count=1, once=False):
 def several(degrees, cases, fix):
     """The results of each of `cases`: (arguments of `build`, arguments of `trained`)."""
     mesh = make_mesh(*degrees)
-    patches = [mock.patch.object(module, "scale_of", fixed) for module in (float8, scales, tensor_parallel)]
+    patches = [
+        mock.patch.object(module, "scale_of", fixed) for module in (float8, scales, tensor_parallel)
+    ]
     for patch in patches if fix else ():
         patch.start()
     return [trained(mesh, options, **how) for options, how in cases]
@@ -63,14 +72,19 @@ def results(degrees, cases, fix=False):
 
 def distance(found, expected):
     """(relative difference of the loss, largest relative difference of a gradient)."""
-    apart = [(found[1][fqn] - gradient).norm() / gradient.norm() for fqn, gradient in expected[1].items()]
+    apart = [
+        (found[1][fqn] - gradient).norm() / gradient.norm() for fqn, gradient in expected[1].items()
+    ]
     return abs(found[0] - expected[0]) / expected[0], max(float(each) for each in apart)
 
 
 LAYOUTS = [
     (1, 2, 1),
     (1, 2, 2),
-    *(pytest.param(each, marks=pytest.mark.slow) for each in [(1, 1, 2), (1, 3, 1), (2, 2, 1), (2, 1, 1)]),
+    *(
+        pytest.param(each, marks=pytest.mark.slow)
+        for each in [(1, 1, 2), (1, 3, 1), (2, 2, 1), (2, 1, 1)]
+    ),
 ]
 
 
@@ -103,20 +117,30 @@ def test_float8_is_further_from_float32_than_from_one_process(expected):
 
 
 QUICK = [((1, 2, 1), GATHERED, [{}, MODES[3]]), ((1, 1, 2), CAST, MODES[0:3:2])]
-THOROUGH = [(degrees, each, MODES if degrees[1] > 1 else MODES[:3]) for degrees in [(1, 2, 1), (1, 1, 2)] for each in ALL]
+THOROUGH = [
+    (degrees, each, MODES if degrees[1] > 1 else MODES[:3])
+    for degrees in [(1, 2, 1), (1, 1, 2)]
+    for each in ALL
+]
 
 
 @pytest.mark.parametrize(
-    ("degrees", "float8", "modes"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in THOROUGH)]
+    ("degrees", "float8", "modes"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in THOROUGH)],
 )
 def test_compiled_is_eager_to_the_bit(degrees, float8, modes):
     cases = [(dict(float8=float8, param=torch.bfloat16, **mode), {}) for mode in modes]
     if len(modes) > 2:
-        cases += [(dict(float8=float8, param=torch.bfloat16, checkpointing=each, **AOT), {}) for each in ("full", "selective")]
+        cases += [
+            (dict(float8=float8, param=torch.bfloat16, checkpointing=each, **AOT), {})
+            for each in ("full", "selective")
+        ]
     eager, *others = results(degrees, cases)
     for (options, _), found in zip(cases[1:], others, strict=True):
         assert found[0] == eager[0], options
-        assert all(torch.equal(found[1][fqn], gradient) for fqn, gradient in eager[1].items()), options
+        assert all(torch.equal(found[1][fqn], gradient) for fqn, gradient in eager[1].items()), (
+            options
+        )
 
 
 def test_resharding_and_checkpoints_change_nothing_in_eager_mode():
@@ -137,7 +161,13 @@ def reductions(ways):
     for checkpointing in ways:
         model = build(CONFIG, mesh, float8=CAST, checkpointing=checkpointing)
         with torch.profiler.profile() as profiler:
-            step(model, mesh, my_microbatches(mesh, tokens, labels), (labels != -100).sum(), gradient=False)
+            step(
+                model,
+                mesh,
+                my_microbatches(mesh, tokens, labels),
+                (labels != -100).sum(),
+                gradient=False,
+            )
         found.append(sum(event.name == "c10d::allreduce_" for event in profiler.events()))
     return found
 
@@ -151,7 +181,9 @@ def test_selective_checkpointing_keeps_the_scales_of_tokens():
 def test_gathering_once_a_step_sums_gradients_in_reduce_dtype(param):
     """Not in float8, which the weights are kept in. Microbatches have scales of their own in both."""
     ways = [dict(count=2), dict(count=2, once=True)]
-    every_time, once = results((1, 2, 1), [(dict(float8=GATHERED, param=param), how) for how in ways])
+    every_time, once = results(
+        (1, 2, 1), [(dict(float8=GATHERED, param=param), how) for how in ways]
+    )
     assert all(gradient.dtype == torch.float32 for gradient in once[1].values())
     loss, gradient = distance(once, every_time)
     assert loss < 1e-6
@@ -165,9 +197,21 @@ def scales_of(degrees):
         for parameter in model.parameters():
             local(parameter).mul_(3)
     refresh_scales([model])
-    found = {plan.fqn: float(model_of(model).scales.of(plan.fqn)) for plan in model_of(model).plans.values() if plan.float8}
-    full = {fqn: 448 / float(parameter.full_tensor().abs().max()) for fqn, parameter in model.named_parameters() if fqn in found}
-    own = {fqn: 448 / float(local(parameter).abs().max()) for fqn, parameter in model.named_parameters() if fqn in found}
+    found = {
+        plan.fqn: float(model_of(model).scales.of(plan.fqn))
+        for plan in model_of(model).plans.values()
+        if plan.float8
+    }
+    full = {
+        fqn: 448 / float(parameter.full_tensor().abs().max())
+        for fqn, parameter in model.named_parameters()
+        if fqn in found
+    }
+    own = {
+        fqn: 448 / float(local(parameter).abs().max())
+        for fqn, parameter in model.named_parameters()
+        if fqn in found
+    }
     return found, full, own
 
 
@@ -193,9 +237,21 @@ def gathered_bytes(float8):
     GatherPlan.start_gather_of = noted
     for compiled in ({}, dict(AOT, bucketing="block", receipts=receipts)):
         model = build(CONFIG, mesh, param=torch.bfloat16, float8=float8, **compiled)
-        step(model, mesh, my_microbatches(mesh, tokens, labels), (labels != -100).sum(), gradient=False)
-    matrices = sum(each.numel() for fqn, each in model.named_parameters() if fqn.startswith("layers.") and each.dim() == 2)
-    received = sum(each.nbytes for receipt in receipts for each in receipt.after if each.kind == "all_gather")
+        step(
+            model,
+            mesh,
+            my_microbatches(mesh, tokens, labels),
+            (labels != -100).sum(),
+            gradient=False,
+        )
+    matrices = sum(
+        each.numel()
+        for fqn, each in model.named_parameters()
+        if fqn.startswith("layers.") and each.dim() == 2
+    )
+    received = sum(
+        each.nbytes for receipt in receipts for each in receipt.after if each.kind == "all_gather"
+    )
     return counts, received, matrices
 
 
@@ -218,11 +274,15 @@ def token_gathers():
         return gather(x, axis)
 
     stages = parity.build_stages
-    as_compiled = mock.patch.object(parity, "build_stages", lambda *args, **kwargs: stages(*args, **kwargs | {"compiled": True}))
+    as_compiled = mock.patch.object(
+        parity, "build_stages", lambda *args, **kwargs: stages(*args, **kwargs | {"compiled": True})
+    )
     with as_compiled, mock.patch.object(tensor_parallel, "_all_gather", noted):
         in_bytes = trained(mesh, dict(float8=CAST, param=torch.bfloat16))
     wide = trained(mesh, dict(float8=CAST, param=torch.bfloat16))
-    return found, in_bytes[0] == wide[0] and all(torch.equal(wide[1][fqn], each) for fqn, each in in_bytes[1].items())
+    return found, in_bytes[0] == wide[0] and all(
+        torch.equal(wide[1][fqn], each) for fqn, each in in_bytes[1].items()
+    )
 
 
 def test_tokens_and_their_gradients_travel_as_one_byte():

@@ -21,8 +21,13 @@ def many_in_flight(rounds, coalesced):
             reduced = collectives.reduce_scatter_tensor_coalesced(gradients, "sum", ranks, group)
         else:
             gathered = [collectives.all_gather_into_tensor(shard, ranks, group) for shard in shards]
-            reduced = [collectives.reduce_scatter_tensor(gradient, "sum", ranks, group) for gradient in gradients]
-        results = [[collectives.wait_tensor(each) for each in started] for started in (gathered, reduced)]
+            reduced = [
+                collectives.reduce_scatter_tensor(gradient, "sum", ranks, group)
+                for gradient in gradients
+            ]
+        results = [
+            [collectives.wait_tensor(each) for each in started] for started in (gathered, reduced)
+        ]
     return results
 
 

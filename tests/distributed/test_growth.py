@@ -26,8 +26,26 @@ from titan_lite.faults.stopping import Stopping
 from titan_lite.faults.stragglers import LEAST, PERIOD, Stragglers
 from titan_lite.ranks import gather_objects
 
-COUNTED = ("all_reduce", "broadcast", "gather", "scatter", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter")
-COUNTED += ("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "barrier")
+COUNTED = (
+    "all_reduce",
+    "broadcast",
+    "gather",
+    "scatter",
+    "reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter",
+)
+COUNTED += (
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "barrier",
+)
 
 
 def nbytes(value):
@@ -58,21 +76,40 @@ def counting(counts):
 
 def sockets():
     files = Path("/proc/self/fd")
-    return sum(os.readlink(files / name).startswith("socket") for name in os.listdir(files) if (files / name).is_symlink())
+    return sum(
+        os.readlink(files / name).startswith("socket")
+        for name in os.listdir(files)
+        if (files / name).is_symlink()
+    )
 
 
 def a_run(folder):
     """Returns what each part of a run has exchanged, and whether it did what it should."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
-    tensors = {f"model.{name}": distribute_tensor(torch.ones(4 * ranks, 8), mesh, [Shard(0)]) for name in "abc"}
-    tensors |= {f"model.norm.{name}": distribute_tensor(torch.ones(8), mesh, [Replicate()]) for name in "ab"}
+    tensors = {
+        f"model.{name}": distribute_tensor(torch.ones(4 * ranks, 8), mesh, [Shard(0)])
+        for name in "abc"
+    }
+    tensors |= {
+        f"model.norm.{name}": distribute_tensor(torch.ones(8), mesh, [Replicate()]) for name in "ab"
+    }
     tensors |= {f"optimizer.{name}.step": torch.tensor(1.0) for name in "abc"}
-    parts = {name: Counter() for name in ("save", "resume", "copies", "schedule", "stragglers", "stop", "bad documents")}
+    parts = {
+        name: Counter()
+        for name in ("save", "resume", "copies", "schedule", "stragglers", "stop", "bad documents")
+    }
     before = sockets()
     saves = Checkpointer(Checkpoint(enable=True), folder)
     with counting(parts["save"]):
-        saves.save(1, tensors, {"step": 1, "loader": {"windows": ranks, "rows": {str(rank): [1, [rank, 17]]}, "of": ranks}})
+        saves.save(
+            1,
+            tensors,
+            {
+                "step": 1,
+                "loader": {"windows": ranks, "rows": {str(rank): [1, [rank, 17]]}, "of": ranks},
+            },
+        )
         saves.hold()
     for tensor in tensors.values():
         (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
@@ -84,7 +121,9 @@ def a_run(folder):
     rows = saves.read_state(1)["loader"]["rows"]
     assert rows == {str(row): [1, [row, 17]] for row in range(ranks)}
     assert all(
-        torch.equal(tensor.full_tensor(), torch.ones(tensor.shape)) for tensor in tensors.values() if hasattr(tensor, "mesh")
+        torch.equal(tensor.full_tensor(), torch.ones(tensor.shape))
+        for tensor in tensors.values()
+        if hasattr(tensor, "mesh")
     )
     with counting(parts["copies"]):
         Copies(0, str).check(1, lambda: tensors)
@@ -94,15 +133,23 @@ def a_run(folder):
         assert not peers.alike(f"that of rank {rank}")
         assert peers.first(f"plan of rank {rank}") == "plan of rank 0"
     stragglers = Stragglers(rank, [[*range(ranks)]], torch.device("cpu"))
-    stragglers.looks, stragglers.waits, stragglers.in_a_row = 2 * int(LEAST / PERIOD), int(LEAST / PERIOD) * (rank != 1), 2
+    stragglers.looks, stragglers.waits, stragglers.in_a_row = (
+        2 * int(LEAST / PERIOD),
+        int(LEAST / PERIOD) * (rank != 1),
+        2,
+    )
     with counting(parts["stragglers"]):
         slow = stragglers.compare()
     assert slow.startswith("rank 1 is slower than the others")
     with counting(parts["stop"]):
         Stopping(torch.device("cpu"), lambda: "step 1").note(True)
-    documents = BadDocumentsLog(Data(on_bad_document="skip", min_document_tokens=5), folder, reads_alone=True)
+    documents = BadDocumentsLog(
+        Data(on_bad_document="skip", min_document_tokens=5), folder, reads_alone=True
+    )
     with counting(parts["bad documents"]):
-        counted = documents.gather([SkippedDocuments([BadDocument("a.jsonl", f"line {rank}", "empty")], short=2)])
+        counted = documents.gather(
+            [SkippedDocuments([BadDocument("a.jsonl", f"line {rank}", "empty")], short=2)]
+        )
     assert counted == {"bad_documents": ranks, "short_documents": 2 * ranks}
     return parts, opened
 
@@ -110,7 +157,10 @@ def a_run(folder):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """{number of ranks: [(exchanged by part, sockets opened) of each rank]}."""
-    return {ranks: run_ranks(ranks, a_run, tmp_path_factory.mktemp(f"ranks_{ranks}")) for ranks in (2, 4, 8)}
+    return {
+        ranks: run_ranks(ranks, a_run, tmp_path_factory.mktemp(f"ranks_{ranks}"))
+        for ranks in (2, 4, 8)
+    }
 
 
 def test_what_a_rank_exchanges_does_not_grow_with_ranks(runs):
@@ -119,11 +169,25 @@ def test_what_a_rank_exchanges_does_not_grow_with_ranks(runs):
         for ranks in (4, 8):
             for rank, (parts, _) in enumerate(runs[ranks]):
                 many = parts[part]
-                assert {key: many[key] for key in few if key[1] == "calls"} == {key: few[key] for key in few if key[1] == "calls"}
+                assert {key: many[key] for key in few if key[1] == "calls"} == {
+                    key: few[key] for key in few if key[1] == "calls"
+                }
                 grown = {key for key in many | few if many[key] > few[key]}
                 # The first rank writes the list of files and their parts, so it alone receives these from all.
-                assert grown <= ({("gather", "bytes")} if rank == 0 else set()), (part, ranks, rank, many, few)
-    assert not {name for parts, _ in runs[8] for counts in parts.values() for name, _ in counts if name.startswith("all_gather")}
+                assert grown <= ({("gather", "bytes")} if rank == 0 else set()), (
+                    part,
+                    ranks,
+                    rank,
+                    many,
+                    few,
+                )
+    assert not {
+        name
+        for parts, _ in runs[8]
+        for counts in parts.values()
+        for name, _ in counts
+        if name.startswith("all_gather")
+    }
 
 
 def test_a_rank_opens_no_connection_to_every_other_one(runs):

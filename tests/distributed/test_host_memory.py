@@ -63,12 +63,16 @@ def differences(degrees, ways):
         config, options = WAYS[way]
         with mock.patch.object(offload, "BUCKET", 96):
             here, away = (trained(mesh, config, where, **options) for where in ("none", "all"))
-        same = here[1].keys() == away[1].keys() and all(torch.equal(tensor, away[1][name]) for name, tensor in here[1].items())
+        same = here[1].keys() == away[1].keys() and all(
+            torch.equal(tensor, away[1][name]) for name, tensor in here[1].items()
+        )
         found[way] = here[0], away[0], same
     return found
 
 
-@pytest.mark.parametrize("degrees", [(1, 2), pytest.param((2, 1), marks=pytest.mark.slow), (1, 1, 2)])
+@pytest.mark.parametrize(
+    "degrees", [(1, 2), pytest.param((2, 1), marks=pytest.mark.slow), (1, 1, 2)]
+)
 def test_what_is_in_host_memory_changes_no_bit(degrees):
     ways = [way for way in WAYS if degrees == (1, 2) or way in ("resharded", "in blocks")]
     for found in run_ranks(2, differences, degrees, ways):

@@ -18,7 +18,11 @@ AGAIN_TIED = {(): 20, ("output",): 19, ("tok_embeddings",): 19, ("norm", "output
 AGAIN_RECOMPUTED = {(): 20, ("layers.1", "norm"): 19}  # what is recomputed is read again
 # in buckets: one a layer, the last with the norm, and the output's; a bucket is gathered for any of its weights
 AGAIN_IN_BUCKETS = dict(zip(AGAIN, (3, 2, 2, 0), strict=True))
-AGAIN_IN_EAGER_MODE = {**AGAIN_IN_BUCKETS, ("tok_embeddings",): 3, ("layers.0.attention", "layers.1.ffn_norm.weight"): 3}
+AGAIN_IN_EAGER_MODE = {
+    **AGAIN_IN_BUCKETS,
+    ("tok_embeddings",): 3,
+    ("layers.0.attention", "layers.1.ffn_norm.weight"): 3,
+}
 TIED_IN_BUCKETS = {(): 3, ("output",): 2, ("tok_embeddings",): 2, ("norm", "output"): 2}
 RECOMPUTED_IN_BUCKETS = {(): 3, ("layers.1", "norm"): 3}
 CASES = {  # model, options, gathers in forward, in backward by what is kept
@@ -52,11 +56,18 @@ def steps(config, keeps, options):
             loss = cross_entropy_sum(model(input), label) / (labels != -100).sum()
         with counted() as backward:
             loss.backward()
-        found[keep] = loss.detach(), gradients(model, whole=False), forward["all_gather"], backward["all_gather"]
+        found[keep] = (
+            loss.detach(),
+            gradients(model, whole=False),
+            forward["all_gather"],
+            backward["all_gather"],
+        )
     return found
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+)
 def test_backward_gathers_again_what_is_not_kept_and_computes_the_same(case):
     config, options, in_forward, in_backward = CASES[case]
     for found in run_ranks(2, steps, config, list(in_backward), options):
@@ -67,4 +78,8 @@ def test_backward_gathers_again_what_is_not_kept_and_computes_the_same(case):
         for keep, (same_loss, same_grads, *_) in found.items():
             assert torch.equal(same_loss, loss), keep
             # another backward graph is other kernels to Inductor, which round in their own way
-            assert_same(same_grads, grads, **dict(atol=1e-8, rtol=1e-5) if "inductor" in case else dict(atol=0, rtol=0))
+            assert_same(
+                same_grads,
+                grads,
+                **dict(atol=1e-8, rtol=1e-5) if "inductor" in case else dict(atol=0, rtol=0),
+            )

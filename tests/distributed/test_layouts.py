@@ -28,7 +28,9 @@ FULL, SELECTIVE, SECOND, HALF = (
     ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"],
     ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op/2"],
 )
-AT_ONCE = ["--training.global_batch_size=-1"]  # where the others accumulate gradients over two microbatches, or pipelines
+AT_ONCE = [
+    "--training.global_batch_size=-1"
+]  # where the others accumulate gradients over two microbatches, or pipelines
 EVERY_TIME = ["--parallelism.fsdp_communication=microbatch"]
 KEPT = [*EVERY_TIME, "--parallelism.fsdp_reshard_after_forward=never"]
 COMPILED = ["--compile.enable"]
@@ -51,32 +53,80 @@ QUICK = [  # of every kind and of every two kinds one, and every schedule
     ("pp=2,tp=2", [*INTERLEAVED, *SECOND, *MASKED, *CHUNKED]),
     ("cp=2", [*COLUMNS, *EVERY_TIME]),
 ]
-LAYOUTS = ["tp=2", "tp=4", "cp=2", "cp=4", "dp_shard=2,tp=2", "dp_shard=2,cp=2", "dp_replicate=2,dp_shard=2,tp=2", "cp=2,tp=2"]
+LAYOUTS = [
+    "tp=2",
+    "tp=4",
+    "cp=2",
+    "cp=4",
+    "dp_shard=2,tp=2",
+    "dp_shard=2,cp=2",
+    "dp_replicate=2,dp_shard=2,tp=2",
+    "cp=2,tp=2",
+]
 LAYOUTS += ["dp_replicate=2", "dp_replicate=2,dp_shard=2"]
-PIPELINES = ["pp=2", "dp_shard=2,pp=2", "pp=2,tp=2", "pp=2,dp_shard=2,tp=2", "pp=4", "pp=2,cp=2", "dp_replicate=2,pp=2"]
+PIPELINES = [
+    "pp=2",
+    "dp_shard=2,pp=2",
+    "pp=2,tp=2",
+    "pp=2,dp_shard=2,tp=2",
+    "pp=4",
+    "pp=2,cp=2",
+    "dp_replicate=2,pp=2",
+]
 SLOW = [
     ("pp=2", [*INTERLEAVED, *SELECTIVE, *EVERY_TIME]),
     ("pp=2,tp=2", CHUNKED),
     ("dp_shard=2,pp=2", [*COLUMNS, *ZBV]),
-    *((layout, COLUMNS) for layout in ("dp_shard=2,tp=2", "dp_shard=2,cp=2", "dp_replicate=2,dp_shard=2", "dp_shard=2,pp=2")),
-    *((layout, [*COLUMNS, *COMPILED, *EVERY_TIME]) for layout in ("dp_shard=2,tp=2", "dp_shard=2,pp=2", "dp_shard=4")),
+    *(
+        (layout, COLUMNS)
+        for layout in (
+            "dp_shard=2,tp=2",
+            "dp_shard=2,cp=2",
+            "dp_replicate=2,dp_shard=2",
+            "dp_shard=2,pp=2",
+        )
+    ),
+    *(
+        (layout, [*COLUMNS, *COMPILED, *EVERY_TIME])
+        for layout in ("dp_shard=2,tp=2", "dp_shard=2,pp=2", "dp_shard=4")
+    ),
     *(("dp_shard=2,pp=2", [*COLUMNS, *EVERY_TIME, *name]) for name in (INTERLEAVED, ZBV)),
     *((layout, CHUNKED) for layout in ("dp_shard=2,tp=2", "dp_shard=2,cp=2", "dp_shard=2,pp=2")),
-    *((layout, [*COMPILED, *CHUNKED]) for layout in ("dp_shard=2,tp=2", "dp_shard=2,pp=2", "cp=2,tp=2")),
+    *(
+        (layout, [*COMPILED, *CHUNKED])
+        for layout in ("dp_shard=2,tp=2", "dp_shard=2,pp=2", "cp=2,tp=2")
+    ),
     *(("dp_shard=2,pp=2", [*name, *CHUNKED]) for name in (GPIPE, INTERLEAVED, ZBV)),
     ("pp=2", [*ZBV, *EVERY_TIME, *CHUNKED]),
-    *((layout, MASKED) for layout in ("tp=2", "dp_shard=2", "dp_shard=2,cp=2", "pp=2,cp=2", "dp_shard=2,pp=2")),
+    *(
+        (layout, MASKED)
+        for layout in ("tp=2", "dp_shard=2", "dp_shard=2,cp=2", "pp=2,cp=2", "dp_shard=2,pp=2")
+    ),
     *((layout, [*MASKED, *COMPILED]) for layout in ("dp_shard=2", "cp=2,tp=2", "dp_shard=2,pp=2")),
     ("pp=2", [*ZBV, *MASKED]),
     ("dp_shard=2,cp=2", [*COMPILED, *SECOND]),
     *((layout, options) for layout in LAYOUTS for options in (FULL, SELECTIVE, AT_ONCE)),
-    *((layout, [*COMPILED, *SELECTIVE]) for layout in ("tp=2", "cp=2", "dp_shard=2,tp=2", "cp=2,tp=2")),
-    *((layout, [*options, *HALF]) for layout in ("dp_shard=2,tp=2", "dp_shard=2,pp=2") for options in (COMPILED, EVERY_TIME)),
+    *(
+        (layout, [*COMPILED, *SELECTIVE])
+        for layout in ("tp=2", "cp=2", "dp_shard=2,tp=2", "cp=2,tp=2")
+    ),
+    *(
+        (layout, [*options, *HALF])
+        for layout in ("dp_shard=2,tp=2", "dp_shard=2,pp=2")
+        for options in (COMPILED, EVERY_TIME)
+    ),
     ("dp_shard=2,tp=2", [*COMPILED, *FULL]),
     *((layout, name) for layout in PIPELINES for name in (GPIPE, INTERLEAVED, ZBV)),
     *((layout, options) for layout in PIPELINES for options in (FULL, SELECTIVE, EVERY_TIME)),
-    *(("dp_shard=2,pp=2", [*name, *options]) for name in (GPIPE, INTERLEAVED) for options in (SECOND, EVERY_TIME, KEPT)),
-    *(("dp_shard=2,pp=2", options) for options in ([*COMPILED, *SELECTIVE], [*COMPILED, *INTERLEAVED], KEPT, AT_ONCE)),
+    *(
+        ("dp_shard=2,pp=2", [*name, *options])
+        for name in (GPIPE, INTERLEAVED)
+        for options in (SECOND, EVERY_TIME, KEPT)
+    ),
+    *(
+        ("dp_shard=2,pp=2", options)
+        for options in ([*COMPILED, *SELECTIVE], [*COMPILED, *INTERLEAVED], KEPT, AT_ONCE)
+    ),
     *(("dp_shard=2,pp=2", [*ZBV, *options]) for options in (EVERY_TIME, KEPT)),
 ]
 
@@ -108,23 +158,32 @@ def test_a_layout_is_the_run_of_one_process(layout, options):
 
 
 def test_a_twin_has_documents_to_mask():
-    masked, whole = (expected(4, masked).gradients["layers.0.attention.wq.weight"] for masked in (True, False))
+    masked, whole = (
+        expected(4, masked).gradients["layers.0.attention.wq.weight"] for masked in (True, False)
+    )
     assert (masked - whole).norm() > 0.05 * whole.norm()
 
 
 def all_at_once(trainer):
     """Gather before the first forward and reduce after the last backward."""
-    sys.modules[type(trainer).__module__].gathered_for_step = lambda model, microbatches: gathered_for_step(model)
+    sys.modules[type(trainer).__module__].gathered_for_step = lambda model, microbatches: (
+        gathered_for_step(model)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [NOTHING, INTERLEAVED])
 def test_a_compiled_pipeline_that_overlaps_communication_changes_no_number(options):
     config = twin_of("dp_shard=2,pp=2", [*options, *COMPILED], steps=3)
-    found, apart = (run(config, twin_model(FLAVORS["debug"], 4), prepare=prepare) for prepare in (None, all_at_once))
+    found, apart = (
+        run(config, twin_model(FLAVORS["debug"], 4), prepare=prepare)
+        for prepare in (None, all_at_once)
+    )
     assert found.losses == apart.losses
     assert found.gradients.keys() == apart.gradients.keys()
-    assert all(torch.equal(gradient, apart.gradients[fqn]) for fqn, gradient in found.gradients.items())
+    assert all(
+        torch.equal(gradient, apart.gradients[fqn]) for fqn, gradient in found.gradients.items()
+    )
 
 
 def as_on_gpus(trainer):
@@ -151,7 +210,9 @@ def test_documents_by_a_kernel_are_those_by_a_mask(layout, options):
 @pytest.mark.parametrize("layout", ["dp_shard=2,pp=2", "dp_shard=2,cp=2,tp=2"])
 @pytest.mark.parametrize("options", [ZBV, EVERY_TIME])
 def test_bfloat16_weights_with_float32_reduction_are_near(layout, options):
-    result = trained(twin_of(layout, options if "pp" in layout else EVERY_TIME, mixed_precision_param="bfloat16"))
+    result = trained(
+        twin_of(layout, options if "pp" in layout else EVERY_TIME, mixed_precision_param="bfloat16")
+    )
     assert 1e-4 < result.gradient < 5e-2, result
     assert result.loss < 5e-3, result
 
@@ -175,9 +236,22 @@ def in_chunks(folder, *options, chunks=4):
     """A run whose collectives of tensor parallelism are cut, and how it differs from one float32 process."""
     machine = folder / "slow.toml"  # so slow that launches do not matter
     link = "{ bandwidth = 1e-3, latency = 1e-3 }"
-    lines = [f"intra_node = {link}", f"inter_node = {link}", "tflops = { float32 = 1e-5 }", "memory = 8", "memory_bandwidth = 1"]
+    lines = [
+        f"intra_node = {link}",
+        f"inter_node = {link}",
+        "tflops = { float32 = 1e-5 }",
+        "memory = 8",
+        "memory_bandwidth = 1",
+    ]
     machine.write_text("\n".join(lines) + "\n")
-    keys = [f"--compile.tensor_parallel_chunks={chunks}", f"--compile.machine={machine}", *COMPILED, *FULL, *AT_ONCE, *options]
+    keys = [
+        f"--compile.tensor_parallel_chunks={chunks}",
+        f"--compile.machine={machine}",
+        *COMPILED,
+        *FULL,
+        *AT_ONCE,
+        *options,
+    ]
     twin = twin_of("tp=2", [*keys, "--parallelism.tensor_parallel_degree=2"])
     return trained(twin, prepare=count_chunks if chunks > 1 else None)
 
@@ -190,14 +264,22 @@ def test_tokens_in_chunks_are_the_run_of_one_process(options, tmp_path):
 
 @pytest.mark.slow
 def test_tokens_in_float8_chunks_are_the_run_without_chunks(tmp_path):
-    assert in_chunks(tmp_path, "--float8.enable") == in_chunks(tmp_path, "--float8.enable", chunks=1)
+    assert in_chunks(tmp_path, "--float8.enable") == in_chunks(
+        tmp_path, "--float8.enable", chunks=1
+    )
 
 
 def test_a_schedule_from_a_file_is_the_run_of_one_process(tmp_path):
     rows = [",".join(map(str, actions)) for actions in one_stage_order("1F1B", 2, 4).values()]
     (tmp_path / "schedule.csv").write_text("\n".join(rows) + "\n")
-    keys = [f"--parallelism.pipeline_parallel_schedule_csv={tmp_path / 'schedule.csv'}", "--training.local_batch_size=4"]
-    config = twin_of("pp=2", [*keys, "--training.global_batch_size=16", "--parallelism.pipeline_parallel_degree=2"])
+    keys = [
+        f"--parallelism.pipeline_parallel_schedule_csv={tmp_path / 'schedule.csv'}",
+        "--training.local_batch_size=4",
+    ]
+    config = twin_of(
+        "pp=2",
+        [*keys, "--training.global_batch_size=16", "--parallelism.pipeline_parallel_degree=2"],
+    )
     assert (config.training.local_batch_size, config.training.global_batch_size) == (4, 16)
     result = trained(config)
     assert result.agrees, result

@@ -15,14 +15,22 @@ from titan_lite.models.llama3 import Transformer
 from titan_lite.optimizer.build import build_optimizer, optimizer_state, set_learning_rate
 from titan_lite.optimizer.state import OF_MATRIX, is_matrix
 
-MUON, SHAMPOO = Optimizer("Muon", ns_dtype="float32"), Optimizer("Shampoo", precondition_frequency=3)
+MUON, SHAMPOO = (
+    Optimizer("Muon", ns_dtype="float32"),
+    Optimizer("Shampoo", precondition_frequency=3),
+)
 SHAMPOO = dataclasses.replace(SHAMPOO, max_preconditioner_dim=16, start_preconditioning_step=2)
 
 
 def updated(model, config, dtype):
     """({name: whole tensor} of parameters and state after ten steps with the gradients of one process, matrices updated here)."""
-    parameters = {fqn: torch.nn.Parameter(parameter.detach().to(dtype)) for fqn, parameter in model.named_parameters()}
-    optimizer = build_optimizer(config, parameters, seed=7, head_dim=model.layers["0"].attention.head_dim)
+    parameters = {
+        fqn: torch.nn.Parameter(parameter.detach().to(dtype))
+        for fqn, parameter in model.named_parameters()
+    }
+    optimizer = build_optimizer(
+        config, parameters, seed=7, head_dim=model.layers["0"].attention.head_dim
+    )
     generator, computed = torch.Generator().manual_seed(0), []
 
     def counting(number, whole):
@@ -35,7 +43,10 @@ def updated(model, config, dtype):
             gradient = torch.randn(parameter.shape, generator=generator).to(dtype)
             if isinstance(parameter, DTensor):
                 rows, offset = shard_of(parameter.detach())
-                own = tuple(slice(start, start + size) for start, size in zip(offset, rows.shape, strict=True))
+                own = tuple(
+                    slice(start, start + size)
+                    for start, size in zip(offset, rows.shape, strict=True)
+                )
                 gradient = as_shard_of(parameter, gradient[own].contiguous())
             parameter.grad = gradient
         set_learning_rate(optimizer, 0.02 / step)
@@ -55,12 +66,18 @@ def on_ranks(config, layout, *how):
     return updated(build(config, make_mesh(*layout)), *how)
 
 
-LAYOUTS = [(1, 2, 1), (1, 2, 2), *(pytest.param(each, marks=pytest.mark.slow) for each in ((2, 1, 1), (1, 1, 2), (1, 4, 1)))]
+LAYOUTS = [
+    (1, 2, 1),
+    (1, 2, 2),
+    *(pytest.param(each, marks=pytest.mark.slow) for each in ((2, 1, 1), (1, 1, 2), (1, 4, 1))),
+]
 LAYOUTS += [pytest.param((2, 2, 1), marks=pytest.mark.slow)]
 NAMES = ["FSDP", "FSDP x TP", "DDP", "TP", "FSDP of 4", "HSDP"]
 
 
-BY_HEAD = pytest.param(dataclasses.replace(MUON, ns_per_head=True), torch.float32, marks=pytest.mark.slow)
+BY_HEAD = pytest.param(
+    dataclasses.replace(MUON, ns_per_head=True), torch.float32, marks=pytest.mark.slow
+)
 BFLOAT16 = dataclasses.replace(MUON, ns_dtype="bfloat16", state_dtype="bfloat16")
 OTHERS = [(BFLOAT16, torch.bfloat16), (SHAMPOO, torch.float32), BY_HEAD]
 
@@ -73,16 +90,22 @@ def test_every_layout_takes_the_steps_of_one_process_and_shares_the_work(layout,
     model.init_weights(0)
     expected, every = updated(model, optimizer, dtype)
     matrices = [fqn for fqn, _ in model.named_parameters() if is_matrix(fqn)]
-    assert len(every) == (10 if optimizer.name == "Muon" else 9) * len(matrices)  # Shampoo computes nothing in a skipped step
+    assert len(every) == (10 if optimizer.name == "Muon" else 9) * len(
+        matrices
+    )  # Shampoo computes nothing in a skipped step
     ranks = run_ranks(layout[0] * layout[1] * layout[2], on_ranks, config, layout, optimizer, dtype)
     for found, _ in ranks:
         for name, tensor in found.items():
             if dtype == torch.float32:
                 torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=0)
             else:  # bits may differ, since a shard's end is not vectorized, and then a value rounds the other way
-                assert (tensor - expected[name]).float().norm() <= 1e-2 * expected[name].float().norm(), name
+                assert (tensor - expected[name]).float().norm() <= 1e-2 * expected[
+                    name
+                ].float().norm(), name
     kept = {f"{fqn}.{name}" for fqn in matrices for name in OF_MATRIX[optimizer.name].on_owner}
-    assert sorted(name for found, _ in ranks for name in kept & found.keys()) == sorted(kept)  # one rank has it
+    assert sorted(name for found, _ in ranks for name in kept & found.keys()) == sorted(
+        kept
+    )  # one rank has it
     assert all(found.keys() - kept == expected.keys() - kept for found, _ in ranks)
     assert sorted(number for _, computed in ranks for number in computed) == sorted(every)
     assert all(computed for _, computed in ranks)

@@ -25,7 +25,9 @@ from titan_lite.distributed.simple_fsdp import apply_simple_fsdp, as_shard_of
 from titan_lite.faults.copies import find
 
 F32 = torch.float32
-ANY_SIZE = functools.partial(mock.patch.object, powersgd, "SHARE", math.inf)  # compress what would not pay
+ANY_SIZE = functools.partial(
+    mock.patch.object, powersgd, "SHARE", math.inf
+)  # compress what would not pay
 
 
 def test_columns_become_orthonormal_also_those_that_depend_on_others():
@@ -35,7 +37,9 @@ def test_columns_become_orthonormal_also_those_that_depend_on_others():
     matrices[2] *= 1e-8
     made = orthogonalize(matrices)
     torch.testing.assert_close(made.mT @ made, torch.eye(6).expand(3, 6, 6), atol=2e-6, rtol=0)
-    torch.testing.assert_close(made[0] @ (made[0].T @ matrices[0]), matrices[0], atol=1e-5, rtol=0)  # the same span
+    torch.testing.assert_close(
+        made[0] @ (made[0].T @ matrices[0]), matrices[0], atol=1e-5, rtol=0
+    )  # the same span
     assert not orthogonalize(torch.zeros(1, 5, 2)).any()
 
 
@@ -43,7 +47,9 @@ def test_columns_become_orthonormal_also_those_that_depend_on_others():
 def test_fewer_rows_than_columns_give_fewer_columns_and_no_oblique_ones(rows):
     """Such as the rows of an embedding that few distinct tokens have read."""
     matrices = torch.zeros(1, 256, 8)
-    matrices[0, torch.randperm(256)[:rows]] = torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows))
+    matrices[0, torch.randperm(256)[:rows]] = torch.randn(
+        rows, 8, generator=torch.Generator().manual_seed(rows)
+    )
     made = orthogonalize(matrices)
     assert torch.linalg.eigvalsh(made[0].T @ made[0]).max() < 1 + 1e-5
     torch.testing.assert_close(made[0] @ (made[0].T @ matrices[0]), matrices[0], atol=1e-5, rtol=0)
@@ -57,7 +63,10 @@ class Two(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.stacked, self.matrix = nn.Parameter(torch.zeros(4, 3, 5)), nn.Parameter(torch.zeros(12, 20))
+        self.stacked, self.matrix = (
+            nn.Parameter(torch.zeros(4, 3, 5)),
+            nn.Parameter(torch.zeros(12, 20)),
+        )
         self.norm = nn.Parameter(torch.zeros(7))
 
 
@@ -65,9 +74,16 @@ def between(rank, mesh=None):
     model = Two()
     mesh = mesh or make_mesh(2, 1)
     apply_simple_fsdp(
-        model, parameter_mesh(mesh), param_dtype=F32, reduce_dtype=F32, reshard_after_forward=False, sums_copies=False
+        model,
+        parameter_mesh(mesh),
+        param_dtype=F32,
+        reduce_dtype=F32,
+        reshard_after_forward=False,
+        sums_copies=False,
     )
-    how = Parallelism(replicate_compression="powersgd", replicate_rank=rank, replicate_uncompressed_steps=1)
+    how = Parallelism(
+        replicate_compression="powersgd", replicate_rank=rank, replicate_uncompressed_steps=1
+    )
     return model, PowerSGD([model], how, seed=0)
 
 
@@ -93,7 +109,9 @@ def beside_numpy():
         no = torch.zeros(())
         both = put(model, 0)
         sums.reduce(1)  # uncompressed
-        torch.testing.assert_close(gradients(model), {fqn: both[0][fqn] + both[1][fqn] for fqn in both[0]})
+        torch.testing.assert_close(
+            gradients(model), {fqn: both[0][fqn] + both[1][fqn] for fqn in both[0]}
+        )
         sums.settle(no)
         assert not any(error.any() for error in sums.errors.values())
         shapes = {"stacked": (4, 15), "matrix": (12, 20)}
@@ -105,11 +123,15 @@ def beside_numpy():
             found = gradients(model)
             torch.testing.assert_close(found["norm"], both[0]["norm"] + both[1]["norm"])
             for fqn, shape in shapes.items():
-                mine = errors[fqn] + np.stack([each[fqn].double().numpy().reshape(shape) for each in both])
+                mine = errors[fqn] + np.stack(
+                    [each[fqn].double().numpy().reshape(shape) for each in both]
+                )
                 p = np.linalg.qr(mine.sum(0) @ q[fqn])[0]
                 q[fqn] = mine.sum(0).T @ p
                 errors[fqn] = mine - p @ p.T @ mine
-                np.testing.assert_allclose(found[fqn].numpy().reshape(shape), p @ q[fqn].T, atol=2e-4)
+                np.testing.assert_allclose(
+                    found[fqn].numpy().reshape(shape), p @ q[fqn].T, atol=2e-4
+                )
             before = {fqn: (sums.errors[fqn].clone(), sums.qs[fqn].clone()) for fqn in shapes}
             sums.settle(no)
             assert not any(torch.equal(sums.errors[fqn], before[fqn][0]) for fqn in shapes)
@@ -133,7 +155,12 @@ def at_full_rank():
         for step in (2, 3, 4):
             both = put(model, step)
             sums.reduce(step)
-            torch.testing.assert_close(gradients(model), {fqn: both[0][fqn] + both[1][fqn] for fqn in both[0]}, atol=1e-4, rtol=0)
+            torch.testing.assert_close(
+                gradients(model),
+                {fqn: both[0][fqn] + both[1][fqn] for fqn in both[0]},
+                atol=1e-4,
+                rtol=0,
+            )
             sums.settle(torch.zeros(()))
             assert all(error.abs().max() < 1e-4 for error in sums.errors.values())
 
@@ -155,7 +182,9 @@ def skipped():
         sums.reduce(3)
         assert gradients(model)["matrix"].isnan().any()  # on both copies, which both skip
         sums.settle(torch.ones(()))
-        assert all(torch.equal(tensor.to_local(), before[name]) for name, tensor in sums.state().items())
+        assert all(
+            torch.equal(tensor.to_local(), before[name]) for name, tensor in sums.state().items()
+        )
         put(model, 4)
         model._parameters["stacked"].grad.to_local().zero_()
         sums.errors["stacked"].zero_()
@@ -166,7 +195,9 @@ def skipped():
         assert find(sums.state()) is None  # errors are not compared between copies
         sums.qs["matrix"][0, 0] += dist.get_rank()
         assert find(sums.state())  # and Q is
-        return {name: (tensor.shape, tensor.to_local().shape) for name, tensor in sums.state().items()}
+        return {
+            name: (tensor.shape, tensor.to_local().shape) for name, tensor in sums.state().items()
+        }
 
 
 def test_a_skipped_step_leaves_the_state_and_errors_are_saved_with_a_dimension_for_the_copy():
@@ -178,10 +209,14 @@ def test_a_skipped_step_leaves_the_state_and_errors_are_saved_with_a_dimension_f
 
 def uneven():
     with ANY_SIZE():
-        model, sums = between(rank=2, mesh=make_mesh(2, 3))  # of 4 rows, the last of three ranks has none; of 7, one
+        model, sums = between(
+            rank=2, mesh=make_mesh(2, 3)
+        )  # of 4 rows, the last of three ranks has none; of 7, one
         for step in (2, 3):
             for parameter in model.parameters():
-                parameter.grad = as_shard_of(parameter, torch.randn_like(parameter.detach().to_local()))
+                parameter.grad = as_shard_of(
+                    parameter, torch.randn_like(parameter.detach().to_local())
+                )
             sums.reduce(step)
             sums.settle(torch.zeros(()))
         assert find(sums.state()) is None
@@ -204,7 +239,9 @@ def three_steps(layout, once, compiled, early):
     with ANY_SIZE():
         mesh = make_mesh(*layout)
         model = build(replace(HEADS, n_layers=3), mesh, powersgd=2, compiled=compiled)
-        how = Parallelism(replicate_compression="powersgd", replicate_rank=2, replicate_uncompressed_steps=1)
+        how = Parallelism(
+            replicate_compression="powersgd", replicate_rank=2, replicate_uncompressed_steps=1
+        )
         sums, group = PowerSGD([model], how, seed=0), mesh.get_group("dp_replicate").group_name
         tokens, labels = batch()
         mine, found, started = my_microbatches(mesh, tokens, labels, count=2), [], []
@@ -223,20 +260,40 @@ def three_steps(layout, once, compiled, early):
             started.append([taken()])
             sums.reduce(number)
             started[-1].append(taken())
-            found.append({**gradients(model), **{name: tensor.to_local().clone() for name, tensor in sums.state().items()}})
+            found.append(
+                {
+                    **gradients(model),
+                    **{name: tensor.to_local().clone() for name, tensor in sums.state().items()},
+                }
+            )
             sums.settle(torch.tensor(float(number == 2)))  # the second one is skipped
             model.zero_grad()
         return found, started
 
 
-ORDER = ["output.weight", *(f"layers.{number}" for number in (2, 1, 0)), "tok_embeddings.weight", "norms"]
-IN_TURN = [name for now, before in zip([*ORDER, None], [None, *ORDER], strict=True) for name in (now, before) if name][:-1]
+ORDER = [
+    "output.weight",
+    *(f"layers.{number}" for number in (2, 1, 0)),
+    "tok_embeddings.weight",
+    "norms",
+]
+IN_TURN = [
+    name
+    for now, before in zip([*ORDER, None], [None, *ORDER], strict=True)
+    for name in (now, before)
+    if name
+][:-1]
 WAYS = {"DDP": ((2, 1), False, None, 11), "HSDP, gathered once": ((2, 2), True, None, 7)}
 SLOW = {"DDP, gathered once": ((2, 1), True, None, 11), "HSDP": ((2, 2), False, None, 7)}
-SLOW |= {"DDP, compiled": ((2, 1), False, "aot_eager", 11), "DDP, compiled, gathered once": ((2, 1), True, "aot_eager", 11)}
+SLOW |= {
+    "DDP, compiled": ((2, 1), False, "aot_eager", 11),
+    "DDP, compiled, gathered once": ((2, 1), True, "aot_eager", 11),
+}
 
 
-@pytest.mark.parametrize("way", [*WAYS, *(pytest.param(way, marks=pytest.mark.slow) for way in SLOW)])
+@pytest.mark.parametrize(
+    "way", [*WAYS, *(pytest.param(way, marks=pytest.mark.slow) for way in SLOW)]
+)
 def test_sums_start_in_the_last_backward_in_one_order_and_are_those_after_it_to_the_bit(way):
     """With FSDP, a gradient arrives when the next block's leaves: the last two blocks go after backward."""
     *how, count = (WAYS | SLOW)[way]

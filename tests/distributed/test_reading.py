@@ -13,7 +13,10 @@ from titan_lite.metrics.records import read_metrics
 from titan_lite.trainer import Trainer
 
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "numpy")
-ON_HOST = ("torch/distributed/device_mesh.py", "titan_lite/metrics/readings.py")  # tensors that are not on the device
+ON_HOST = (
+    "torch/distributed/device_mesh.py",
+    "titan_lite/metrics/readings.py",
+)  # tensors that are not on the device
 OPTIONS = [*SMALL, *steps(8), *NO_VALIDATION, *NO_CHECKPOINT, *NO_WORKERS]
 
 
@@ -48,14 +51,21 @@ def train_late(folder, options, lag):
 
 @pytest.mark.parametrize("options", [[], ["--training.spike_window=3"]], ids=["plain", "spikes"])
 def test_a_step_that_logs_nothing_reads_nothing(options, tmp_path):
-    (reads, tokens), _ = run_ranks(2, train_late, tmp_path, ["--metrics.log_freq=100", *options], 1, init=False)
+    (reads, tokens), _ = run_ranks(
+        2, train_late, tmp_path, ["--metrics.log_freq=100", *options], 1, init=False
+    )
     assert reads == []
     assert tokens == 8 * 8 * 32
 
 
 def test_a_run_that_reads_late_logs_the_same(tmp_path):
-    runs = [run_ranks(2, train_late, tmp_path / str(lag), ["--metrics.log_freq=2"], lag, init=False) for lag in (0, 1)]
+    runs = [
+        run_ranks(2, train_late, tmp_path / str(lag), ["--metrics.log_freq=2"], lag, init=False)
+        for lag in (0, 1)
+    ]
     assert len({tokens for ranks in runs for _, tokens in ranks}) == 1
     now, late = (read_metrics(tmp_path / str(lag) / "metrics.jsonl") for lag in (0, 1))
     for name in ("loss", "grad_norm", "lr", "tokens_seen"):
-        assert [late[step][name] for step in (2, 4, 6, 8)] == [now[step][name] for step in (2, 4, 6, 8)]
+        assert [late[step][name] for step in (2, 4, 6, 8)] == [
+            now[step][name] for step in (2, 4, 6, 8)
+        ]

@@ -36,7 +36,8 @@ def die(message):
 
 
 @pytest.mark.parametrize(
-    ("how", "told"), [(fail, r"rank 1: Traceback (.*\n)+RuntimeError: out of luck\n"), (die, r"exit codes .*, 7\]")]
+    ("how", "told"),
+    [(fail, r"rank 1: Traceback (.*\n)+RuntimeError: out of luck\n"), (die, r"exit codes .*, 7\]")],
 )
 def test_a_rank_that_fails_ends_the_others_and_the_test(how, told):
     with pytest.raises(pytest.fail.Exception, match=told):

@@ -8,7 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from parity import assert_same, batch, build, counted, gradients, make_mesh, my_microbatches, one_process, step
+from parity import (
+    assert_same,
+    batch,
+    build,
+    counted,
+    gradients,
+    make_mesh,
+    my_microbatches,
+    one_process,
+    step,
+)
 from ranks import run_ranks
 from tiny import TIED, UNTIED
 from torch import nn
@@ -36,7 +46,9 @@ PARAMS = [pytest.param(layout, marks=SLOW if layout != "FSDP-2" else ()) for lay
 def build_fsdp2(config, mesh, param=torch.float32):
     model = Transformer(config)
     model.init_weights(seed=0)
-    options = dict(mesh=mesh["dp_replicate", "dp_shard"], mp_policy=MixedPrecisionPolicy(param, torch.float32))
+    options = dict(
+        mesh=mesh["dp_replicate", "dp_shard"], mp_policy=MixedPrecisionPolicy(param, torch.float32)
+    )
     for layer in model.layers.values():
         fully_shard(layer, **options)
     return fully_shard(model, **options)
@@ -52,10 +64,17 @@ VARIANTS = {
     "eager, keep, selective checkpointing": dict(reshard=False, checkpointing="selective"),
     "eager, reshard, loss in chunks": dict(reshard=True, chunk=24),
     "aot_eager, reshard, loss in chunks": dict(reshard=True, compiled="aot_eager", chunk=24),
-    "aot_eager, reshard, full checkpointing": dict(reshard=True, compiled="aot_eager", checkpointing="full"),
-    "aot_eager, reshard, selective checkpointing": dict(reshard=True, compiled="aot_eager", checkpointing="selective"),
+    "aot_eager, reshard, full checkpointing": dict(
+        reshard=True, compiled="aot_eager", checkpointing="full"
+    ),
+    "aot_eager, reshard, selective checkpointing": dict(
+        reshard=True, compiled="aot_eager", checkpointing="selective"
+    ),
 }
-MODELS = {"untied": (UNTIED, list(VARIANTS)), "tied": (TIED, ["eager, reshard", "eager, keep", "aot_eager, reshard"])}
+MODELS = {
+    "untied": (UNTIED, list(VARIANTS)),
+    "tied": (TIED, ["eager, reshard", "eager, keep", "aot_eager, reshard"]),
+}
 
 
 def compare(layout):
@@ -69,11 +88,16 @@ def compare(layout):
             model = build(config, mesh, **VARIANTS[variant])
             loss, grads = step(model, mesh, mine, counted_tokens)
             model.zero_grad()
-            with counted() as counts:  # and a second step is another code path: prefetch has learnt the order
+            with (
+                counted() as counts
+            ):  # and a second step is another code path: prefetch has learnt the order
                 second_loss, second_grads = step(model, mesh, mine, counted_tokens, whole=False)
             found[name, variant] = (loss, grads, counts)
             assert second_loss == loss
-            assert all(torch.equal(second_grads[fqn], own_rows(model, fqn, grad)) for fqn, grad in grads.items()), variant
+            assert all(
+                torch.equal(second_grads[fqn], own_rows(model, fqn, grad))
+                for fqn, grad in grads.items()
+            ), variant
         oracle = build_fsdp2(config, mesh)
         found[name, "FSDP2"] = step(oracle, mesh, mine, counted_tokens, scale=dist.get_world_size())
     return found
@@ -111,10 +135,14 @@ def test_what_one_step_communicates(layout, model, variant):
     mode it travels in its bucket."""
     options = VARIANTS[variant]
     in_blocks = 18 if "compiled" in options else 2
-    read = in_blocks + (3 if "compiled" in options else 2)  # embedding, norm (in the last block's bucket) and output
+    read = in_blocks + (
+        3 if "compiled" in options else 2
+    )  # embedding, norm (in the last block's bucket) and output
     gathered = read - ("compiled" in options and model == "tied")  # a graph reads tied weights once
     if options["reshard"]:
-        gathered += read - 1 - ("chunk" in options)  # backward of the embedding, or of a loss in chunks, needs no weight
+        gathered += (
+            read - 1 - ("chunk" in options)
+        )  # backward of the embedding, or of a loss in chunks, needs no weight
     elif "checkpointing" in options:
         gathered += in_blocks  # recomputing a block reads its weights
     replicate, shard = LAYOUTS[layout]
@@ -133,7 +161,10 @@ def accumulate(param, compiled):
     found = {}
     for choice in ("microbatch", "step", "microbatch again", "step again"):
         model.zero_grad()
-        with counted() as counts, gathered_for_step(model) if choice.startswith("step") else nullcontext():
+        with (
+            counted() as counts,
+            gathered_for_step(model) if choice.startswith("step") else nullcontext(),
+        ):
             for input, label in mine:
                 (cross_entropy_sum(model(input), label) / (labels != -100).sum()).backward()
         found[choice] = (gradients(model), counts)
@@ -145,15 +176,23 @@ def accumulate(param, compiled):
 def test_accumulated_gradients_do_not_depend_on_how_often_is_communicated(param, compiled):
     for found in run_ranks(2, accumulate, param, compiled):
         once, each = found["step"], found["microbatch"]
-        assert_same(once[0], each[0], atol=1e-6, rtol=1e-4)  # also for bfloat16: both sum microbatches in float32
+        assert_same(
+            once[0], each[0], atol=1e-6, rtol=1e-4
+        )  # also for bfloat16: both sum microbatches in float32
         if param is torch.float32:
             assert_same(once[0], one_process(UNTIED, *batch())[1])
         for choice in ("step", "microbatch"):
             assert_same(found[choice][0], found[f"{choice} again"][0], atol=0, rtol=0)
         # the first time, a compiler runs them too
-        assert found["step again"][1] == {"all_gather": 4, "reduce_scatter": 4}  # in buckets: test_accumulation.py
+        assert found["step again"][1] == {
+            "all_gather": 4,
+            "reduce_scatter": 4,
+        }  # in buckets: test_accumulation.py
         gathers, reductions = (41, 21) if compiled else (7, 4)
-        assert found["microbatch again"][1] == {"all_gather": 4 * gathers, "reduce_scatter": 4 * reductions}
+        assert found["microbatch again"][1] == {
+            "all_gather": 4 * gathers,
+            "reduce_scatter": 4 * reductions,
+        }
 
 
 def mixed(layout):
@@ -171,7 +210,9 @@ def mixed(layout):
     return found
 
 
-@pytest.mark.parametrize("layout", ["FSDP-2", pytest.param("HSDP-2x2", marks=SLOW), pytest.param("DDP-2", marks=SLOW)])
+@pytest.mark.parametrize(
+    "layout", ["FSDP-2", pytest.param("HSDP-2x2", marks=SLOW), pytest.param("DDP-2", marks=SLOW)]
+)
 def test_bfloat16_weights_with_float32_reduction_are_as_in_fsdp2(layout):
     replicate, shard = LAYOUTS[layout]
     exact = one_process(UNTIED, *batch())[1]
@@ -180,8 +221,13 @@ def test_bfloat16_weights_with_float32_reduction_are_as_in_fsdp2(layout):
         for compiled in (None, "aot_eager"):
             loss, grads = found[compiled]
             assert loss == pytest.approx(oracle[0], abs=2e-3)
-            for fqn, grad in grads.items():  # as far from the exact gradient as FSDP2's is, by rounding alone
-                error, expected = ((g - exact[fqn]).norm() / exact[fqn].norm() for g in (grad, oracle[1][fqn]))
+            for (
+                fqn,
+                grad,
+            ) in grads.items():  # as far from the exact gradient as FSDP2's is, by rounding alone
+                error, expected = (
+                    (g - exact[fqn]).norm() / exact[fqn].norm() for g in (grad, oracle[1][fqn])
+                )
                 assert error < 1.5 * expected + 0.003, fqn
 
 
@@ -196,7 +242,10 @@ class Rows(nn.Module):
         self.bias = nn.Parameter(torch.ones(3))
 
     def forward(self, x):
-        return sum((getattr(self, f"w{n}") * x[0] ** n).sin().sum() for n in (8, 7, 5, 3, 1)) + (self.bias * x).sum()
+        return (
+            sum((getattr(self, f"w{n}") * x[0] ** n).sin().sum() for n in (8, 7, 5, 3, 1))
+            + (self.bias * x).sum()
+        )
 
 
 def uneven():
@@ -208,10 +257,20 @@ def uneven():
     for reshard in (True, False):
         for compiled in (False, True):
             model = Rows(8, 7, 5, 3, 1)
-            apply_simple_fsdp(model, parameter_mesh(mesh), param_dtype=F32, reduce_dtype=F32, reshard_after_forward=reshard)
+            apply_simple_fsdp(
+                model,
+                parameter_mesh(mesh),
+                param_dtype=F32,
+                reduce_dtype=F32,
+                reshard_after_forward=reshard,
+            )
             if compiled:
                 torch._dynamo.reset()
-                compile_model(model, Compile(enable=True, backend="aot_eager", bucketing="none"), reshard_after_forward=reshard)
+                compile_model(
+                    model,
+                    Compile(enable=True, backend="aot_eager", bucketing="none"),
+                    reshard_after_forward=reshard,
+                )
             model(inputs[rank]).backward()
             for fqn, parameter in exact.named_parameters():
                 sharded = dict(model.named_parameters())[fqn]
@@ -231,9 +290,16 @@ def names(config):
     with counted() as counts:
         state = model.state_dict()
         assert list(state) == list(plain.state_dict())
-        assert [fqn for fqn, _ in model.named_parameters()] == [fqn for fqn, _ in plain.named_parameters()]
-        assert all(isinstance(value, DTensor) and value.shape == plain.state_dict()[fqn].shape for fqn, value in state.items())
-        assert {type(m).__name__ for m in model.modules()} == {type(m).__name__ for m in plain.modules()}
+        assert [fqn for fqn, _ in model.named_parameters()] == [
+            fqn for fqn, _ in plain.named_parameters()
+        ]
+        assert all(
+            isinstance(value, DTensor) and value.shape == plain.state_dict()[fqn].shape
+            for fqn, value in state.items()
+        )
+        assert {type(m).__name__ for m in model.modules()} == {
+            type(m).__name__ for m in plain.modules()
+        }
         assert isinstance(model, Transformer)
         assert isinstance(model.layers["1"].attention.wq, nn.Linear)
         changed = {fqn: torch.full_like(value, 0.5) for fqn, value in state.items()}
@@ -242,7 +308,10 @@ def names(config):
     assert (model.output.weight == 0.5).all()
     if config.tied_embeddings:
         assert model.output._parameters["weight"] is model.tok_embeddings._parameters["weight"]
-        assert state["output.weight"].to_local().data_ptr() == state["tok_embeddings.weight"].to_local().data_ptr()
+        assert (
+            state["output.weight"].to_local().data_ptr()
+            == state["tok_embeddings.weight"].to_local().data_ptr()
+        )
         assert "output.weight" not in dict(model.named_parameters())
 
 
@@ -259,13 +328,17 @@ class LargestTensor(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if type(tensor) is torch.Tensor and tensor.device.type != "meta":  # a DTensor makes none
+            if (
+                type(tensor) is torch.Tensor and tensor.device.type != "meta"
+            ):  # a DTensor makes none
                 self.largest = max(self.largest, tensor.untyped_storage().nbytes())
         return result
 
 
 def no_rank_holds_the_full_model():
-    config = replace(UNTIED, dim=256, vocab_size=16_384)  # weights of 16 MiB, filled in blocks of 4 MiB
+    config = replace(
+        UNTIED, dim=256, vocab_size=16_384
+    )  # weights of 16 MiB, filled in blocks of 4 MiB
     mesh = make_mesh(1, 4)
     with LargestTensor() as seen:
         model = build(config, mesh)
@@ -313,8 +386,13 @@ def gathered_weights_alive(reshard, keep, kept):
     return found
 
 
-@pytest.mark.parametrize(("reshard", "keep", "kept"), [(True, (), 0), (True, ("layers.1", "output"), 10), (False, (), 20)])
-def test_resharding_in_eager_mode_frees_gathered_weights_after_forward_but_for_those_to_keep(reshard, keep, kept):
+@pytest.mark.parametrize(
+    ("reshard", "keep", "kept"),
+    [(True, (), 0), (True, ("layers.1", "output"), 10), (False, (), 20)],
+)
+def test_resharding_in_eager_mode_frees_gathered_weights_after_forward_but_for_those_to_keep(
+    reshard, keep, kept
+):
     for found in run_ranks(2, gathered_weights_alive, reshard, keep, kept):
         assert found == [(kept, 0), (kept, 0)]
 
@@ -324,7 +402,9 @@ def change_between_forward_and_backward():
     loss = model(batch()[0]).sum()
     with torch.no_grad():
         model.norm._parameters["weight"].mul_(2)
-    with pytest.raises(RuntimeError, match=r"norm\.weight was changed between its forward and its backward"):
+    with pytest.raises(
+        RuntimeError, match=r"norm\.weight was changed between its forward and its backward"
+    ):
         loss.backward()
 
 

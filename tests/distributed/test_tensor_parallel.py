@@ -5,7 +5,16 @@ import functools
 
 import pytest
 import torch
-from parity import assert_same, batch, build, gradients, make_mesh, my_microbatches, one_process, step
+from parity import (
+    assert_same,
+    batch,
+    build,
+    gradients,
+    make_mesh,
+    my_microbatches,
+    one_process,
+    step,
+)
 from ranks import run_ranks
 from tiny import HEADS
 from torch import nn
@@ -29,13 +38,17 @@ LAYOUTS = {  # dp_replicate, dp_shard, tp
     "ddp2tp2": (2, 1, 2),
     "hsdp2x2tp2": (2, 2, 2),
 }
-PARAMS = [pytest.param(layout, marks=pytest.mark.slow if layout != "dp2tp2" else ()) for layout in LAYOUTS]
+PARAMS = [
+    pytest.param(layout, marks=pytest.mark.slow if layout != "dp2tp2" else ()) for layout in LAYOUTS
+]
 VARIANTS = {
     "eager": dict(reshard=True),
     "eager, keep, full checkpointing": dict(reshard=False, checkpointing="full"),
     "eager, selective checkpointing": dict(reshard=True, checkpointing="selective"),
     "aot_eager": dict(reshard=True, compiled="aot_eager"),
-    "aot_eager, selective checkpointing": dict(reshard=True, compiled="aot_eager", checkpointing="selective"),
+    "aot_eager, selective checkpointing": dict(
+        reshard=True, compiled="aot_eager", checkpointing="selective"
+    ),
     "tied, eager": dict(reshard=True),
     "bfloat16, eager": dict(reshard=True, param=torch.bfloat16),
 }
@@ -52,11 +65,19 @@ def compare(layout):
         model = build(TIED if "tied" in variant else HEADS, mesh, **options)
         if variant == "eager":
             for fqn, parameter in plain.named_parameters():
-                assert torch.equal(dict(model.named_parameters())[fqn].full_tensor(), parameter), fqn
+                assert torch.equal(dict(model.named_parameters())[fqn].full_tensor(), parameter), (
+                    fqn
+                )
         found[variant] = step(model, mesh, my_microbatches(mesh, tokens, labels), counted_tokens)
     model = build(HEADS, mesh)
     with gathered_for_step(model):
-        loss, _ = step(model, mesh, my_microbatches(mesh, tokens, labels, count=2), counted_tokens, gradient=False)
+        loss, _ = step(
+            model,
+            mesh,
+            my_microbatches(mesh, tokens, labels, count=2),
+            counted_tokens,
+            gradient=False,
+        )
     found["step"] = loss, gradients(model)
     return found
 
@@ -102,7 +123,11 @@ def what_a_rank_holds():
     with Shapes() as shapes:
         build_loss(HEADS.vocab_size, tp.rank, tp.degree, tp.group)(model(tokens), labels).backward()
     held = {fqn: parameter.to_local().numel() for fqn, parameter in model.named_parameters()}
-    return shapes.seen, held, {fqn: parameter.numel() for fqn, parameter in model.named_parameters()}
+    return (
+        shapes.seen,
+        held,
+        {fqn: parameter.numel() for fqn, parameter in model.named_parameters()},
+    )
 
 
 def test_no_rank_holds_full_logits_and_each_holds_half_of_the_weights():
@@ -140,7 +165,11 @@ def bytes_held(layout):
 
 
 def test_a_rank_holds_its_share_of_parameters_gradients_and_optimizer_state():
-    weights = sum(p.numel() for n, p in Transformer(DEBUG).named_parameters() if n.startswith("layers.") and "norm" not in n)
+    weights = sum(
+        p.numel()
+        for n, p in Transformer(DEBUG).named_parameters()
+        if n.startswith("layers.") and "norm" not in n
+    )
     for held, _, whole in run_ranks(4, bytes_held, (1, 4, 1)):
         assert whole == 16 * FLAVOR_PARAMETERS  # float32: the parameter, its gradient, two moments
         assert whole / 4 <= held <= 1.1 * whole / 4
@@ -164,7 +193,9 @@ def loss_alone():
         (2 * found).backward()
         torch.testing.assert_close(found, expected)
         assert part.grad.dtype == dtype
-        torch.testing.assert_close(part.grad, whole.grad.tensor_split([16, 32, 48], dim=-1)[tp.rank])
+        torch.testing.assert_close(
+            part.grad, whole.grad.tensor_split([16, 32, 48], dim=-1)[tp.rank]
+        )
 
         gradient, part.grad = part.grad, None
         by_sequence = build_loss(61, tp.rank, tp.degree, tp.group, by_sequence=True)(part, labels)
@@ -180,7 +211,10 @@ def test_the_loss_of_split_logits_is_that_of_whole_ones():
 def a_module_that_the_plan_does_not_know():
     model = Transformer(HEADS)
     model.layers["0"].attention.gate = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match=r"layers\.0\.attention\.gate\.weight: .* no style for layers\.0\.attention\.gate"):
+    with pytest.raises(
+        ValueError,
+        match=r"layers\.0\.attention\.gate\.weight: .* no style for layers\.0\.attention\.gate",
+    ):
         apply_tensor_parallel(model, make_mesh(1, 1, 2)["tp"])
 
 

@@ -27,7 +27,11 @@ from titan_lite.config import Checkpoint
 # Of step 3's save: which rank dies, at which call of what, before or after it; and which step is then to be loaded.
 POINTS = {
     "data": [
-        *[(rank, FromHost, "resolve_data", call, "before", {2}) for rank in (0, 1) for call in (1, 2, 4)],
+        *[
+            (rank, FromHost, "resolve_data", call, "before", {2})
+            for rank in (0, 1)
+            for call in (1, 2, 4)
+        ],
         *[(rank, FromHost, "resolve_data", 4, "after", {2}) for rank in (0, 1)],
         *[(0, FileSystemWriter, "finish", 1, when, {2}) for when in ("before", "after")],
     ],
@@ -91,7 +95,9 @@ def fork_ranks(function, *args):
         if child == 0:
             try:
                 torch.set_num_threads(1)
-                dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
+                dist.init_process_group(
+                    "gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2
+                )
                 function(rank, *args)
                 dist.destroy_process_group()
                 os._exit(0)
@@ -158,7 +164,10 @@ def main(folder, count, *cases):
             died = exit_codes(fork_ranks(saves, place, mode, point), 60)
             resumed = exit_codes(fork_ranks(resumes, place, mode, point), 60)
             well = died[point[0]] == -signal.SIGKILL and resumed == [0, 0]
-            print(f"{'ok' if well else 'WRONG'}: {phase} {mode} {point}: {died}, then {resumed}", flush=True)
+            print(
+                f"{'ok' if well else 'WRONG'}: {phase} {mode} {point}: {died}, then {resumed}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -16,21 +16,41 @@ pytest.importorskip("pyarrow")
 @pytest.fixture
 def options(tmp_path):
     """A mix of the standard library and a file in which three documents are bad and one is short."""
-    lines = [json.dumps({"text": f"document {i}: " + "words and more words " * 5}) for i in range(60)]
+    lines = [
+        json.dumps({"text": f"document {i}: " + "words and more words " * 5}) for i in range(60)
+    ]
     lines[7], lines[20], lines[33] = '{"text": null}', "not json", '{"text": ""}'
     lines[40] = '{"text": "short"}'
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("\n".join(lines) + "\n")
     sources = f'[{{dataset = "local", path = "{corpus}", weight = 0.7}}, {{weight = 0.3}}]'
-    options = [*OPTIONS, *NO_VALIDATION, "--data.sources", sources, "--data.min_document_tokens", "10"]
-    return [*options, "--data.num_workers", "2", "--training.local_batch_size", "4", "--data.on_bad_document", "skip"]
+    options = [
+        *OPTIONS,
+        *NO_VALIDATION,
+        "--data.sources",
+        sources,
+        "--data.min_document_tokens",
+        "10",
+    ]
+    return [
+        *options,
+        "--data.num_workers",
+        "2",
+        "--training.local_batch_size",
+        "4",
+        "--data.on_bad_document",
+        "skip",
+    ]
 
 
 def test_a_mix_with_bad_documents_trains_and_goes_on(options, tmp_path):
     folder = tmp_path / "out"
     first = train(2, DEBUG, folder, *options, *steps(3))
     assert first.returncode == 0
-    assert re.search(r"first sequence of 64 tokens: '.*words and more|first sequence of 64 tokens: '", first.stdout)
+    assert re.search(
+        r"first sequence of 64 tokens: '.*words and more|first sequence of 64 tokens: '",
+        first.stdout,
+    )
     assert "far from ln" not in first.stdout
     second = train(1, DEBUG, folder, *options, *steps(12), "--training.local_batch_size", "8")
     assert second.returncode == 0
@@ -38,37 +58,69 @@ def test_a_mix_with_bad_documents_trains_and_goes_on(options, tmp_path):
     assert metrics[12]["bad_documents"] == 3
     assert sum(values.get("short_documents", 0) for values in metrics.values()) >= 1
     assert all("data_wait" in values for step, values in metrics.items() if step)
-    listed = [json.loads(line) for line in (folder / "bad_documents.jsonl").read_text().splitlines()]
+    listed = [
+        json.loads(line) for line in (folder / "bad_documents.jsonl").read_text().splitlines()
+    ]
     assert sorted(entry["place"] for entry in listed) == ["line 21", "line 34", "line 8"]
-    assert re.search(r"done: step 12, .*, 3 bad documents left out, listed in .*/bad_documents.jsonl", second.stdout)
+    assert re.search(
+        r"done: step 12, .*, 3 bad documents left out, listed in .*/bad_documents.jsonl",
+        second.stdout,
+    )
 
 
 @pytest.mark.slow
 def test_more_bad_documents_than_allowed_end_the_run_on_all_ranks(options, tmp_path):
-    result = train(2, DEBUG, tmp_path / "out", *options, *steps(12), "--data.max_bad_documents", "2")
+    result = train(
+        2, DEBUG, tmp_path / "out", *options, *steps(12), "--data.max_bad_documents", "2"
+    )
     assert result.returncode != 0
     assert re.search(r"error: \[rank \d\] data.max_bad_documents = 2: ", result.stdout)
-    listed = [json.loads(line)["place"] for line in (tmp_path / "out/bad_documents.jsonl").read_text().splitlines()]
+    listed = [
+        json.loads(line)["place"]
+        for line in (tmp_path / "out/bad_documents.jsonl").read_text().splitlines()
+    ]
     assert sorted(set(listed)) == ["line 21", "line 34", "line 8"]
 
 
 def test_what_ends_a_run_before_its_first_step_is_named_and_listed(tmp_path):
     (tmp_path / "bad.jsonl").write_text("bad\n" * 9)
-    more = ["--data.dataset", "local", "--data.path", tmp_path / "bad.jsonl", "--data.validation_fraction", "0"]
+    more = [
+        "--data.dataset",
+        "local",
+        "--data.path",
+        tmp_path / "bad.jsonl",
+        "--data.validation_fraction",
+        "0",
+    ]
     more += [*NO_VALIDATION, "--data.on_bad_document", "skip"]
     result = train(1, DEBUG, tmp_path / "out", *OPTIONS, *more)
     assert re.search(
-        r"error: \[rank 0\] source 1: \d+ consecutive documents.* are bad, such as .*bad.jsonl, line \d: not JSON", result.stdout
+        r"error: \[rank 0\] source 1: \d+ consecutive documents.* are bad, such as .*bad.jsonl, line \d: not JSON",
+        result.stdout,
     )
-    listed = {json.loads(line)["place"] for line in (tmp_path / "out/bad_documents.jsonl").read_text().splitlines()}
+    listed = {
+        json.loads(line)["place"]
+        for line in (tmp_path / "out/bad_documents.jsonl").read_text().splitlines()
+    }
     assert listed == {f"line {number}" for number in range(1, 10)}
 
 
 def test_ranks_that_read_the_same_are_named_before_a_step(tmp_path):
     corpus = tmp_path / "one.txt"
     corpus.write_text("the only document there is " * 50)
-    more = ["--data.dataset", "local", "--data.path", corpus, "--data.validation_fraction", "0", *NO_VALIDATION]
+    more = [
+        "--data.dataset",
+        "local",
+        "--data.path",
+        corpus,
+        "--data.validation_fraction",
+        "0",
+        *NO_VALIDATION,
+    ]
     result = train(2, DEBUG, tmp_path / "out", *OPTIONS, *more)
     assert result.returncode != 0
-    assert "ranks 0, 1 have read the same first batch: [data] has too few different documents" in result.stdout
+    assert (
+        "ranks 0, 1 have read the same first batch: [data] has too few different documents"
+        in result.stdout
+    )
     assert "step    1" not in result.stdout

@@ -13,7 +13,14 @@ from tiny import AOT_EAGER, DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, every, step
 
 from titan_lite.train import main
 
-OPTIONS = [*SMALL, *steps(6), *every(2), *NO_VALIDATION, *NO_WORKERS, "--training.global_batch_size=8"]
+OPTIONS = [
+    *SMALL,
+    *steps(6),
+    *every(2),
+    *NO_VALIDATION,
+    *NO_WORKERS,
+    "--training.global_batch_size=8",
+]
 OPTIONS += ["--training.compare_copies_freq=0"]
 PURE_DDP = ["--parallelism.data_parallel_replicate_degree=2"]
 TENSOR = ["--parallelism.tensor_parallel_degree=2"]
@@ -31,7 +38,9 @@ def a_bit_of_a_norm(trainer):
 
 
 def a_moment(trainer):
-    trainer.optimizer.state[trainer.parameters["output.weight"]]["exp_avg_sq"].to_local()[0, 0] += 1e-12
+    trainer.optimizer.state[trainer.parameters["output.weight"]]["exp_avg_sq"].to_local()[0, 0] += (
+        1e-12
+    )
 
 
 def a_counter(trainer):
@@ -53,7 +62,11 @@ def broken(folder, options, fault, rank=1, at=3):
     out, errors = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(errors):
         code = main([str(DEBUG), "--job.dump_folder", str(folder), *options], observe=observe)
-    return code, re.findall(r"^error: .*|^Traceback.*", errors.getvalue(), re.M), re.findall(r"step +(\d+)  loss", out.getvalue())
+    return (
+        code,
+        re.findall(r"^error: .*|^Traceback.*", errors.getvalue(), re.M),
+        re.findall(r"step +(\d+)  loss", out.getvalue()),
+    )
 
 
 def refused(ranks, folder, *arguments):
@@ -62,13 +75,21 @@ def refused(ranks, folder, *arguments):
     assert [code for code, _, _ in found] == [1] * ranks
     (line,) = [line for _, lines, _ in found for line in lines]
     assert sorted(path.name for path in (folder / "checkpoint").iterdir()) == ["lock", "step-2"]
-    assert f"so nothing was saved at this step; started again, by hand or by the launcher, the run resumes from {folder}" in line
+    assert (
+        f"so nothing was saved at this step; started again, by hand or by the launcher, the run resumes from {folder}"
+        in line
+    )
     return re.sub(r" \([\w.-]+\)", "", line), found[0][2]
 
 
-def test_a_rank_with_other_weights_is_told_before_the_save_and_the_run_goes_on_from_the_step_before(tmp_path):
+def test_a_rank_with_other_weights_is_told_before_the_save_and_the_run_goes_on_from_the_step_before(
+    tmp_path,
+):
     line, logged = refused(2, tmp_path, [*OPTIONS, *PURE_DDP], noise)
-    assert re.match(r"error: step 4: ranks 0 and 1 have different copies of tok_embeddings.weight and \d+ others, and ", line)
+    assert re.match(
+        r"error: step 4: ranks 0 and 1 have different copies of tok_embeddings.weight and \d+ others, and ",
+        line,
+    )
     assert line.endswith("checkpoint/step-2")
     assert logged == ["1", "2", "3", "4"]
     again = train(2, DEBUG, tmp_path, *OPTIONS, *PURE_DDP)
@@ -77,14 +98,20 @@ def test_a_rank_with_other_weights_is_told_before_the_save_and_the_run_goes_on_f
 
 
 def test_a_bit_of_a_norm_under_tensor_parallelism_is_seen_every_so_many_steps(tmp_path):
-    line, logged = refused(2, tmp_path, [*OPTIONS, *TENSOR, "--training.compare_copies_freq=3"], a_bit_of_a_norm)
-    assert line.startswith("error: step 3: ranks 0 and 1 have different copies of layers.1.ffn_norm.weight, and which is right")
+    line, logged = refused(
+        2, tmp_path, [*OPTIONS, *TENSOR, "--training.compare_copies_freq=3"], a_bit_of_a_norm
+    )
+    assert line.startswith(
+        "error: step 3: ranks 0 and 1 have different copies of layers.1.ffn_norm.weight, and which is right"
+    )
     assert logged == ["1", "2"]
 
 
 def test_a_row_that_no_token_uses_is_seen_when_it_is_not_finite(tmp_path):
     line, _ = refused(2, tmp_path, [*OPTIONS, "--checkpoint.async_mode=async"], an_unused_row)
-    assert line.startswith("error: step 4: tok_embeddings.weight is not finite on rank 1; so nothing was saved")
+    assert line.startswith(
+        "error: step 4: tok_embeddings.weight is not finite on rank 1; so nothing was saved"
+    )
 
 
 @pytest.mark.slow
@@ -92,8 +119,14 @@ def test_a_row_that_no_token_uses_is_seen_when_it_is_not_finite(tmp_path):
     ("fault", "words"),
     [
         (noise, r"ranks 1 and 3 have different copies of tok_embeddings.weight and \d+ others"),
-        (a_moment, r"ranks 1 and 3 have different copies of output.weight and 1 other"),  # the weight follows
-        (a_counter, r"rank 3 differs from the other copies of norm.weight and 1 other"),  # all four have the counter
+        (
+            a_moment,
+            r"ranks 1 and 3 have different copies of output.weight and 1 other",
+        ),  # the weight follows
+        (
+            a_counter,
+            r"rank 3 differs from the other copies of norm.weight and 1 other",
+        ),  # all four have the counter
     ],
 )
 def test_of_sharded_copies_the_ranks_with_the_same_shard_are_named(fault, words, tmp_path):
@@ -104,7 +137,9 @@ def test_of_sharded_copies_the_ranks_with_the_same_shard_are_named(fault, words,
 @pytest.mark.slow
 def test_of_four_copies_of_a_norm_the_one_that_is_alone_is_named(tmp_path):
     line, _ = refused(4, tmp_path, [*OPTIONS, *PURE_DDP, *TENSOR], a_bit_of_a_norm, 2)
-    assert line.startswith("error: step 4: rank 2 differs from the other copies of layers.1.ffn_norm.weight")
+    assert line.startswith(
+        "error: step 4: rank 2 differs from the other copies of layers.1.ffn_norm.weight"
+    )
 
 
 DEGREES = {
@@ -115,7 +150,11 @@ DEGREES = {
     "ddp-cp": [*PURE_DDP, "--parallelism.context_parallel_degree=2"],
     "tp-cp": [*TENSOR, "--parallelism.context_parallel_degree=2"],
     "ddp-pp": [*PURE_DDP, "--parallelism.pipeline_parallel_degree=2"],
-    "tp-zbv": [*TENSOR, "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"],
+    "tp-zbv": [
+        *TENSOR,
+        "--parallelism.pipeline_parallel_degree=2",
+        "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
+    ],
 }
 
 
@@ -123,10 +162,22 @@ DEGREES = {
 @pytest.mark.parametrize(
     ("layout", "way"),
     # a schedule that cuts backward in two is not compiled
-    [(layout, way) for layout in DEGREES for way in ("eager", "aot_eager") if (layout, way) != ("tp-zbv", "aot_eager")],
+    [
+        (layout, way)
+        for layout in DEGREES
+        for way in ("eager", "aot_eager")
+        if (layout, way) != ("tp-zbv", "aot_eager")
+    ],
 )
 def test_copies_are_equal_to_the_bit_on_every_layout(layout, way, tmp_path):
     ranks = 2 if layout in ("ddp", "tp") else 4
-    options = ["--training.compare_copies_freq=1", "--no-checkpoint.enable", "--training.global_batch_size=16"]
+    options = [
+        "--training.compare_copies_freq=1",
+        "--no-checkpoint.enable",
+        "--training.global_batch_size=16",
+    ]
     options += AOT_EAGER if way == "aot_eager" else []
-    assert train(ranks, DEBUG, tmp_path, *OPTIONS, *options, *steps(3), *DEGREES[layout]).returncode == 0
+    assert (
+        train(ranks, DEBUG, tmp_path, *OPTIONS, *options, *steps(3), *DEGREES[layout]).returncode
+        == 0
+    )

@@ -19,7 +19,13 @@ from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.metrics.records import read_metrics
 
-OPTIONS = [*SMALL, *steps(6, schedule=12), *every(2), *NO_VALIDATION, "--training.global_batch_size=2"]
+OPTIONS = [
+    *SMALL,
+    *steps(6, schedule=12),
+    *every(2),
+    *NO_VALIDATION,
+    "--training.global_batch_size=2",
+]
 STEP = 5_770_496 * 3 * 4  # bytes: parameters and two moments
 
 
@@ -31,7 +37,11 @@ def trained(folder, *options):
 def file_system(path, kibibytes):
     """A small one in memory."""
     path.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kibibytes}k", "tmpfs", path], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={kibibytes}k", "tmpfs", path],
+        capture_output=True,
+        text=True,
+    )
     if mounted.returncode:
         pytest.skip(f"needs to mount a tmpfs: {mounted.stderr.strip()}")
     try:
@@ -49,12 +59,17 @@ def world_of_one():
 
 def killed(folder, count, *cases):
     """Kill a rank in a save, `count` times in each case; return the outcomes."""
-    result = run(*python(Path(__file__).with_name("kill_in_save.py"), folder, count, *cases), seconds=500)
+    result = run(
+        *python(Path(__file__).with_name("kill_in_save.py"), folder, count, *cases), seconds=500
+    )
     return re.findall(r"^(ok|WRONG): ", result.stdout, re.MULTILINE)
 
 
 def test_a_rank_killed_in_a_save_leaves_a_whole_step(tmp_path):
-    assert killed(tmp_path, 1, "data-async", "manifest-disabled", "rename-async", "retention-disabled") == ["ok"] * 4
+    assert (
+        killed(tmp_path, 1, "data-async", "manifest-disabled", "rename-async", "retention-disabled")
+        == ["ok"] * 4
+    )
 
 
 @pytest.mark.slow
@@ -72,14 +87,24 @@ def test_a_disk_that_is_full_in_the_middle_of_a_save(mode, tmp_path, monkeypatch
         steps_of.save(1, tensors, {"step": 1})
         steps_of.wait()
         usage = namedtuple("usage", "free")
-        with pytest.raises(CheckpointError, match=r"step 2 was not saved in .*: it needs 0.002 GiB, and 0.001 GiB are free"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"step 2 was not saved in .*: it needs 0.002 GiB, and 0.001 GiB are free",
+        ):
             save(steps_of, 2, tensors)
-        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage(2**30))  # as it was before another wrote there
-        with pytest.raises(CheckpointError, match=r"step 2 was not saved in .*: rank 0: OSError: .*No space left on device"):
+        monkeypatch.setattr(
+            checkpoint.shutil, "disk_usage", lambda path: usage(2**30)
+        )  # as it was before another wrote there
+        with pytest.raises(
+            CheckpointError,
+            match=r"step 2 was not saved in .*: rank 0: OSError: .*No space left on device",
+        ):
             save(steps_of, 2, tensors)
         assert sorted(path.name for path in (disk / "checkpoint").iterdir()) == ["step-1"]
         assert steps_of.verified_step() == 1
-        goes_on = Checkpointer(Checkpoint(enable=True, async_mode=mode, on_failure="continue"), disk)
+        goes_on = Checkpointer(
+            Checkpoint(enable=True, async_mode=mode, on_failure="continue"), disk
+        )
         save(goes_on, 2, tensors)
         save(goes_on, 3, {"model.w": tensors["model.w"][:64]})  # which has room
         assert goes_on.verified_step() == 3
@@ -95,14 +120,18 @@ def test_a_folder_that_may_not_be_written(tmp_path, world_of_one):
     with file_system(tmp_path / "disk", 1024) as disk:
         steps_of = Checkpointer(Checkpoint(enable=True), disk)
         save(steps_of, 1, tensors)
-        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)  # root would not be stopped by permissions
+        subprocess.run(
+            ["mount", "-o", "remount,ro", disk], check=True
+        )  # root would not be stopped by permissions
         with pytest.raises(
-            CheckpointError, match=r"step 2 was not saved in .*: rank 0: OSError: \[Errno 30\] Read-only file system"
+            CheckpointError,
+            match=r"step 2 was not saved in .*: rank 0: OSError: \[Errno 30\] Read-only file system",
         ):
             save(steps_of, 2, tensors)
         assert steps_of.verified_step() == 1
         with pytest.raises(
-            ConfigError, match=r"checkpoint.folder = .*checkpoint/lock: Read-only file system; use a job.dump_folder"
+            ConfigError,
+            match=r"checkpoint.folder = .*checkpoint/lock: Read-only file system; use a job.dump_folder",
         ):
             steps_of.lock()
 
@@ -113,7 +142,13 @@ def flip(path):
     path.write_bytes(content)
 
 
-FILES = ["state.json", *(pytest.param(name, marks=pytest.mark.slow) for name in ("__0_0.distcp", ".metadata", "manifest.json"))]
+FILES = [
+    "state.json",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("__0_0.distcp", ".metadata", "manifest.json")
+    ),
+]
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -124,11 +159,17 @@ def test_a_run_goes_on_from_the_step_before_an_altered_one_as_if_it_had_not_been
     flip(tmp_path / "checkpoint/step-4" / file)
     again = trained(tmp_path, *steps(4))
     assert again.returncode == 0
-    assert re.search(rf"step-4 is not loaded: {file} (was altered|is not JSON): .*; set aside as invalid-step-4", again.stdout)
+    assert re.search(
+        rf"step-4 is not loaded: {file} (was altered|is not JSON): .*; set aside as invalid-step-4",
+        again.stdout,
+    )
     assert "step-2" in re.search(r"resumed from (\S+)", again.stdout)[1]
     found = read_metrics(tmp_path / "metrics.jsonl")
     for step in (3, 4):
-        assert (found[step]["loss"], found[step]["grad_norm"]) == (expected[step]["loss"], expected[step]["grad_norm"])
+        assert (found[step]["loss"], found[step]["grad_norm"]) == (
+            expected[step]["loss"],
+            expected[step]["grad_norm"],
+        )
     names = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
     assert names == ["invalid-step-4", "lock", "step-2", "step-4"]
 
@@ -144,7 +185,9 @@ def test_a_run_whose_disk_is_full_stops_or_goes_on_as_its_recipe_says(mode, on_f
         if on_failure == "stop":
             assert result.returncode == 1
             assert re.search(rf"error: {reason}", result.stdout)
-            assert max(read_metrics(tmp_path / "out/metrics.jsonl")) in ((4,) if mode == "disabled" else (4, 5, 6))
+            assert max(read_metrics(tmp_path / "out/metrics.jsonl")) in (
+                (4,) if mode == "disabled" else (4, 5, 6)
+            )
         else:
             assert result.returncode == 0
             assert re.search(rf"NOTHING WAS SAVED: {reason}", result.stdout)
@@ -156,7 +199,10 @@ def test_a_run_whose_disk_is_full_stops_or_goes_on_as_its_recipe_says(mode, on_f
 def test_a_run_whose_whole_folder_is_on_a_full_disk_goes_on_as_its_recipe_says(tmp_path):
     with file_system(tmp_path / "disk", int(1.5 * STEP) // 1024) as disk:
         options = [*OPTIONS, *steps(30, schedule=30), "--checkpoint.on_failure", "continue"]
-        job = Job(tmp_path / "log", *python("-m", "titan_lite.train", DEBUG, "--job.dump_folder", disk / "out", *options))
+        job = Job(
+            tmp_path / "log",
+            *python("-m", "titan_lite.train", DEBUG, "--job.dump_folder", disk / "out", *options),
+        )
         while job.process.poll() is None:
             if "checkpoint written" in job.output:
                 fill(disk / "another")
@@ -189,21 +235,29 @@ def test_a_run_that_is_done_and_has_the_model_alone_has_nothing_to_do(tmp_path):
     assert "the step has only the model" in longer.stdout
 
 
-HOLDER = (
-    "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); f.write('process 7 on x'); f.flush(); input()"
-)
+HOLDER = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); f.write('process 7 on x'); f.flush(); input()"
 
 
 def test_a_second_run_in_one_folder_ends_before_it_begins(tmp_path):
     (tmp_path / "checkpoint").mkdir()
-    with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "checkpoint/lock"], stdin=subprocess.PIPE) as holder:
-        while not (tmp_path / "checkpoint/lock").exists() or not (tmp_path / "checkpoint/lock").read_text():
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, tmp_path / "checkpoint/lock"], stdin=subprocess.PIPE
+    ) as holder:
+        while (
+            not (tmp_path / "checkpoint/lock").exists()
+            or not (tmp_path / "checkpoint/lock").read_text()
+        ):
             assert holder.poll() is None
-        result = run(*python("-m", "titan_lite.train", DEBUG, "--job.dump_folder", tmp_path, *OPTIONS))
+        result = run(
+            *python("-m", "titan_lite.train", DEBUG, "--job.dump_folder", tmp_path, *OPTIONS)
+        )
         holder.kill()
     assert result.returncode == 2
     _, line = result.stdout.splitlines()  # after the one that says it starts
-    assert re.fullmatch(r'error: checkpoint.folder = "checkpoint": \S+ is in use by process 7 on x; end that run, or .*', line)
+    assert re.fullmatch(
+        r'error: checkpoint.folder = "checkpoint": \S+ is in use by process 7 on x; end that run, or .*',
+        line,
+    )
 
 
 def test_a_recipe_that_must_resume_does_not_begin(tmp_path):

@@ -11,7 +11,14 @@ from commands import TORCHRUN, Job, launcher, python
 from ranks import free_port
 from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, ROOT, SMALL, steps
 
-OPTIONS = [*SMALL, *steps(1000), *NO_VALIDATION, *NO_CHECKPOINT, *NO_WORKERS, "--training.global_batch_size=4"]
+OPTIONS = [
+    *SMALL,
+    *steps(1000),
+    *NO_VALIDATION,
+    *NO_CHECKPOINT,
+    *NO_WORKERS,
+    "--training.global_batch_size=4",
+]
 LIMIT = ["--comm.train_timeout_seconds=3"]
 
 
@@ -19,11 +26,23 @@ class Ranks:
     """Ranks of their own, without a launcher that would end the others when one ends. fault: see tests/faulty.py."""
 
     def __init__(self, world_size, folder, *options, fault=None):
-        world = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        world = {
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": world_size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": free_port(),
+        }
         program = [ROOT / "tests/faulty.py"] if fault else ["-m", "titan_lite.train"]
         command = python(*program, DEBUG, "--job.dump_folder", folder, *OPTIONS, *options)
         self.jobs = [
-            Job(folder / f"rank-{rank}.log", *command, **world, RANK=rank, LOCAL_RANK=rank, FAULT=json.dumps(fault))
+            Job(
+                folder / f"rank-{rank}.log",
+                *command,
+                **world,
+                RANK=rank,
+                LOCAL_RANK=rank,
+                FAULT=json.dumps(fault),
+            )
             for rank in range(world_size)
         ]
 
@@ -52,9 +71,15 @@ def stop_a_rank(ranks, folder, stopped, *options):
 
 def test_of_a_stopped_rank_the_other_one_tells(tmp_path):
     text = stop_a_rank(2, tmp_path, 1)
-    assert re.search(r"hang: rank 0 has made no progress for 3 s in step \d+ \(comm.train_timeout_seconds = 3\)", text)
+    assert re.search(
+        r"hang: rank 0 has made no progress for 3 s in step \d+ \(comm.train_timeout_seconds = 3\)",
+        text,
+    )
     assert "rank 1 gives no sign of life (stopped, dead, or cut off)" in text
-    assert re.search(r"rank 0 waits in (all_gather|reduce_scatter|all_reduce) #\d+.*, which rank 1 did not enter", text)
+    assert re.search(
+        r"rank 0 waits in (all_gather|reduce_scatter|all_reduce) #\d+.*, which rank 1 did not enter",
+        text,
+    )
 
 
 @pytest.mark.slow
@@ -67,10 +92,14 @@ def test_one_of_the_other_ranks_names_a_stopped_rank(stopped, tmp_path):
 
 
 def test_a_rank_that_does_not_enter_a_collective_is_named_with_the_layer(tmp_path):
-    with Ranks(2, tmp_path, *LIMIT, fault={"rank": 1, "at": "layer", "layer": 2, "step": 3, "sleep": 1000}) as jobs:
+    with Ranks(
+        2, tmp_path, *LIMIT, fault={"rank": 1, "at": "layer", "layer": 2, "step": 3, "sleep": 1000}
+    ) as jobs:
         text = all_ended(jobs)
     assert len(re.findall("hang: ", text)) == 1
-    assert re.search(r"rank 1 did not enter all_gather #\d+ \(layers\.[23]\); rank 0 waits there", text)
+    assert re.search(
+        r"rank 1 did not enter all_gather #\d+ \(layers\.[23]\); rank 0 waits there", text
+    )
     place = r"happen \(tests/faulty.py:\d+\), called by forward \(titan_lite/models/llama3.py:\d+\)"
     assert re.search(f"rank 1, in step 3: {place}", text)
     assert "gives no sign" not in text
@@ -79,7 +108,9 @@ def test_a_rank_that_does_not_enter_a_collective_is_named_with_the_layer(tmp_pat
 @pytest.mark.slow
 def test_a_compilation_that_takes_too_long_has_its_own_limit(tmp_path):
     options = [*AOT_EAGER, "--comm.compile_timeout_seconds", "60"]
-    with Ranks(2, tmp_path, *LIMIT, *options, fault={"rank": 1, "at": "compile", "sleep": 1000}) as jobs:
+    with Ranks(
+        2, tmp_path, *LIMIT, *options, fault={"rank": 1, "at": "compile", "sleep": 1000}
+    ) as jobs:
         text = all_ended(jobs)
     assert re.search(r"no progress for 60 s in step 1 \(comm.compile_timeout_seconds = 60\)", text)
     assert re.search(r"rank 1, in step 1: happen \(tests/faulty.py:\d+\)", text)
@@ -96,18 +127,29 @@ def test_a_start_that_never_completes(tmp_path):
 
 @pytest.mark.slow
 def test_a_process_whose_interpreter_is_held_ends_all_the_same(tmp_path):
-    with Ranks(2, tmp_path, *LIMIT, fault={"rank": 1, "at": "layer", "layer": 0, "step": 3, "hold": 1000}) as jobs:
+    with Ranks(
+        2, tmp_path, *LIMIT, fault={"rank": 1, "at": "layer", "layer": 0, "step": 3, "hold": 1000}
+    ) as jobs:
         text = all_ended(jobs)
     assert "rank 1 gives no sign of life" in text
     assert re.search(r'Timeout .*\n(.*\n)+.*File ".*faulty.py", line \d+ in happen', text)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [{"at": "layer", "layer": 0, "step": 3}, {"at": "model"}], ids=["step", "start"])
+@pytest.mark.parametrize(
+    "fault", [{"at": "layer", "layer": 0, "step": 3}, {"at": "model"}], ids=["step", "start"]
+)
 def test_who_loses_a_rank_tells_why_that_failed(fault, tmp_path):
-    with Ranks(2, tmp_path, fault={"rank": 1, "raise": "a fault of this rank alone\nand more lines", **fault}) as jobs:
+    with Ranks(
+        2,
+        tmp_path,
+        fault={"rank": 1, "raise": "a fault of this rank alone\nand more lines", **fault},
+    ) as jobs:
         text = all_ended(jobs)
-    assert "error: [rank 0] stopped, since rank 1 failed: ValueError: a fault of this rank alone\n" in text
+    assert (
+        "error: [rank 0] stopped, since rank 1 failed: ValueError: a fault of this rank alone\n"
+        in text
+    )
     assert "Traceback" not in jobs[0].output
 
 
@@ -127,8 +169,14 @@ def test_torchrun_ends_the_stopped_rank_too(tmp_path):
     environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": 3}
     with Job(tmp_path / "log", *launcher(2, *program, module=TORCHRUN), **environment) as job:
         job.logged(3)
-        children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
-        (stopped,) = (int(child) for child in children if b"\0RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes())
+        children = (
+            Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
+        )
+        (stopped,) = (
+            int(child)
+            for child in children
+            if b"\0RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes()
+        )
         os.kill(stopped, signal.SIGSTOP)
         assert job.ended(120) == 1
     assert "rank 1 gives no sign of life (stopped, dead, or cut off)" in job.output
@@ -136,7 +184,9 @@ def test_torchrun_ends_the_stopped_rank_too(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", [{"at": "layer", "layer": 2}, {"at": "batch"}], ids=["layer", "data"])
+@pytest.mark.parametrize(
+    "moment", [{"at": "layer", "layer": 2}, {"at": "batch"}], ids=["layer", "data"]
+)
 def test_a_slow_rank_is_named(moment, tmp_path):
     fault = {"rank": 1, "from": 3, "sleep": 0.3, **moment}
     with Ranks(2, tmp_path, *steps(40), "--metrics.log_freq", "4", fault=fault) as jobs:

@@ -25,7 +25,13 @@ from titan_lite.metrics.figures import read_metrics
 from titan_lite.models.hf import config_to_hf
 from titan_lite.models.llama3 import FLAVORS
 
-OPTIONS = [*SMALL, *steps(1, schedule=100), *every(50, validated=1), "--lr_scheduler.warmup_steps=0", "--training.seq_len=64"]
+OPTIONS = [
+    *SMALL,
+    *steps(1, schedule=100),
+    *every(50, validated=1),
+    "--lr_scheduler.warmup_steps=0",
+    "--training.seq_len=64",
+]
 OPTIONS += ["--training.global_batch_size=4"]
 
 
@@ -62,31 +68,57 @@ def their_losses(folder):
         )
         input, label = next(loader)
         logits = model(input).logits
-        losses.append(float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), label.flatten(), ignore_index=IGNORE_INDEX)))
+        losses.append(
+            float(
+                torch.nn.functional.cross_entropy(
+                    logits.flatten(0, 1), label.flatten(), ignore_index=IGNORE_INDEX
+                )
+            )
+        )
     return losses
 
 
-def test_a_run_goes_on_from_transformers_weights_and_transformers_from_the_runs(folder, tmp_path, capsys):
+def test_a_run_goes_on_from_transformers_weights_and_transformers_from_the_runs(
+    folder, tmp_path, capsys
+):
     run = tmp_path / "run"
     result = train(2, DEBUG, run, *OPTIONS, f"--checkpoint.initial_load_path={folder}")
     assert result.returncode == 0
     assert f"weights from {folder}, a Hugging Face folder in float32" in result.stdout
     metrics = read_metrics(run / "metrics.jsonl")
-    assert [metrics[1]["loss"], metrics[0]["validation_loss"]] == pytest.approx(their_losses(folder), rel=1e-5)
+    assert [metrics[1]["loss"], metrics[0]["validation_loss"]] == pytest.approx(
+        their_losses(folder), rel=1e-5
+    )
     assert metrics[1]["validation_loss"] < metrics[0]["validation_loss"] - 1e-3
 
     assert convert.main([str(run), str(tmp_path / "exported")]) == 0
-    assert metrics[1]["validation_loss"] == pytest.approx(their_losses(tmp_path / "exported")[1], rel=1e-5)
+    assert metrics[1]["validation_loss"] == pytest.approx(
+        their_losses(tmp_path / "exported")[1], rel=1e-5
+    )
     # The recipe's tokenizer went along.
     import transformers
 
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported"), load_tokenizer(DEBUG_TOKENIZER)
+    theirs, ours = (
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "exported"),
+        load_tokenizer(DEBUG_TOKENIZER),
+    )
     assert theirs("import os")["input_ids"] == ours.encode("import os", bos=True)
-    assert json.loads((tmp_path / "exported/generation_config.json").read_text())["eos_token_id"] == ours.eos_id
+    assert (
+        json.loads((tmp_path / "exported/generation_config.json").read_text())["eos_token_id"]
+        == ours.eos_id
+    )
     capsys.readouterr()
     texts = []
     for checkpoint in (run, run / "checkpoint/step-1", tmp_path / "exported"):
-        arguments = [str(checkpoint), "--prompt", "import ", "--max-new-tokens", "8", "--device", "cpu"]
+        arguments = [
+            str(checkpoint),
+            "--prompt",
+            "import ",
+            "--max-new-tokens",
+            "8",
+            "--device",
+            "cpu",
+        ]
         assert generate_command.main(arguments) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0].startswith("import ")
@@ -115,16 +147,27 @@ def test_every_layout_starts_from_the_same_weights(folder, tmp_path, ranks, layo
     batch = ["--training.global_batch_size=12"] if ranks == 3 else []
     if "replicate" in layout:  # four data-parallel ranks
         batch = ["--training.local_batch_size=1"]
-    options = [*OPTIONS, *batch, *([f"--parallelism.{layout}"] if layout else []), f"--checkpoint.initial_load_path={initial}"]
+    options = [
+        *OPTIONS,
+        *batch,
+        *([f"--parallelism.{layout}"] if layout else []),
+        f"--checkpoint.initial_load_path={initial}",
+    ]
     assert train(ranks, DEBUG, tmp_path / "run", *options).returncode == 0
     metrics = read_metrics(tmp_path / "run/metrics.jsonl")
     if ranks != 3:  # of which the first global batch is another
-        assert [metrics[1]["loss"], metrics[0]["validation_loss"]] == pytest.approx(their_losses(folder), rel=1e-5)
+        assert [metrics[1]["loss"], metrics[0]["validation_loss"]] == pytest.approx(
+            their_losses(folder), rel=1e-5
+        )
     # What is saved again with a learning rate of nothing is what was there, to the bit.
     options += ["--optimizer.lr=1e-30", "--optimizer.weight_decay=0"]
     assert train(ranks, DEBUG, tmp_path / "still", *options).returncode == 0
     assert convert.main([str(tmp_path / "still"), str(tmp_path / "exported")]) == 0
-    expected = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    expected = {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
     found = load_file(tmp_path / "exported/model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -140,8 +183,13 @@ def test_a_run_with_steps_of_its_own_goes_on_from_these(folder, tmp_path):
     assert "weights from" not in more.stdout
     # Another run's folder will do, and is not written to.
     before = sorted(path.name for path in (tmp_path / "run").rglob("*"))
-    other = train(1, DEBUG, tmp_path / "other", *OPTIONS, f"--checkpoint.initial_load_path={tmp_path / 'run'}")
-    assert f"weights from {tmp_path / 'run'}/checkpoint/step-2, a step of titan_lite in float32" in other.stdout
+    other = train(
+        1, DEBUG, tmp_path / "other", *OPTIONS, f"--checkpoint.initial_load_path={tmp_path / 'run'}"
+    )
+    assert (
+        f"weights from {tmp_path / 'run'}/checkpoint/step-2, a step of titan_lite in float32"
+        in other.stdout
+    )
     assert before == sorted(path.name for path in (tmp_path / "run").rglob("*"))
     first, second = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "other"))
     assert second[0]["validation_loss"] == first[2]["validation_loss"]
@@ -151,15 +199,24 @@ def test_a_run_with_steps_of_its_own_goes_on_from_these(folder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"vocab_size": 4096}, r"2 things do not fit:\n  model.embed_tokens.weight is \[2048, 256\], where \[4096, 256\]"),
-        ({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}, "has another model: n_heads is 4 there, 8 here"),
+        (
+            {"vocab_size": 4096},
+            r"2 things do not fit:\n  model.embed_tokens.weight is \[2048, 256\], where \[4096, 256\]",
+        ),
+        (
+            {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
+            "has another model: n_heads is 4 there, 8 here",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_are_told_before_anything_starts(folder, tmp_path, change, words):
     copy = shutil.copytree(folder, tmp_path / "copy")
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | change))
-    recipe, _ = load_config(DEBUG, ["--job.dump_folder", str(tmp_path / "run"), f"--checkpoint.initial_load_path={copy}"])
+    recipe, _ = load_config(
+        DEBUG,
+        ["--job.dump_folder", str(tmp_path / "run"), f"--checkpoint.initial_load_path={copy}"],
+    )
     with pytest.raises(ConfigError, match=words) as error:
         check(recipe, make_layout(recipe, 2))
     assert str(error.value).startswith(f'checkpoint.initial_load_path = "{copy}"')

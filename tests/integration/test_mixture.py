@@ -29,10 +29,17 @@ def init(*, dir, config, **options):
 def recipe(tmp_path_factory):
     """The recipe of docs/data.md beside the files that it names."""
     folder = tmp_path_factory.mktemp("mixture")
-    for path, field, words in (("web/a.jsonl.zst", "text", "a page of the web "), ("code/b.jsonl", "content", "return x + 1; ")):
+    for path, field, words in (
+        ("web/a.jsonl.zst", "text", "a page of the web "),
+        ("code/b.jsonl", "content", "return x + 1; "),
+    ):
         (folder / path).parent.mkdir()
-        lines = "".join(json.dumps({field: f"{number} {words * 30}"}) + "\n" for number in range(200)).encode()
-        packed = pyarrow.compress(lines, codec="zstd", asbytes=True) if path.endswith("zst") else lines
+        lines = "".join(
+            json.dumps({field: f"{number} {words * 30}"}) + "\n" for number in range(200)
+        ).encode()
+        packed = (
+            pyarrow.compress(lines, codec="zstd", asbytes=True) if path.endswith("zst") else lines
+        )
         (folder / path).write_bytes(packed)
     (folder / "mixture.toml").write_text(f'extends = "{DEBUG}"\n{MIXTURE}')
     return folder / "mixture.toml"
@@ -42,14 +49,23 @@ def test_the_mixture_of_the_pages_trains_resumes_and_its_report_shows_the_source
     (tmp_path / "packages/wandb").mkdir(parents=True)
     (tmp_path / "packages/wandb/__init__.py").write_text(FAKE)
     folder = tmp_path / "out"
-    short = ["--training.seq_len=64", "--checkpoint.interval=5", "--validation.freq=5", "--validation.steps=2"]
+    short = [
+        "--training.seq_len=64",
+        "--checkpoint.interval=5",
+        "--validation.freq=5",
+        "--validation.steps=2",
+    ]
     first = run(*script(folder, *short, *steps(5, schedule=10)), CONFIG_FILE=recipe)
     assert first.returncode == 0
     assert re.search(r"source web: 70% of the tokens; 1 file, 0\.0\d MiB", first.stdout)
     assert re.search(r"source code: 30% of the tokens; 1 file, 0\.\d\d MiB", first.stdout)
     assert list((folder / "tb").glob("events.*"))
     packages = f"{ROOT}:{tmp_path / 'packages'}"
-    second = run(*script(folder, *short, *steps(10), "--metrics.enable_wandb"), CONFIG_FILE=recipe, PYTHONPATH=packages)
+    second = run(
+        *script(folder, *short, *steps(10), "--metrics.enable_wandb"),
+        CONFIG_FILE=recipe,
+        PYTHONPATH=packages,
+    )
     assert second.returncode == 0
     assert "steps: 5 done of 10" in second.stdout
     rows = read_metrics(folder / "metrics.jsonl")
@@ -57,10 +73,18 @@ def test_the_mixture_of_the_pages_trains_resumes_and_its_report_shows_the_source
         tokens = {name: rows[step][f"tokens_by_source/{name}"] for name in ("web", "code")}
         assert sum(tokens.values()) == rows[step]["tokens_seen"] == step * 8 * 64
         assert abs(tokens["web"] - 0.7 * step * 8 * 64) <= 5 * 64
-        assert {"loss_by_source/web", "loss_by_source/code", "validation_loss_by_source/web"} <= rows[step].keys()
+        assert {
+            "loss_by_source/web",
+            "loss_by_source/code",
+            "validation_loss_by_source/web",
+        } <= rows[step].keys()
     config, *logged = map(json.loads, (folder / "wandb.log").read_text().splitlines())
     assert [source["weight"] for source in config["data.sources"]] == [0.7, 0.3]
-    assert {name: value for name, value in rows[10].items() if "by_source" in name and "valid" not in name}.items() <= (
+    assert {
+        name: value
+        for name, value in rows[10].items()
+        if "by_source" in name and "valid" not in name
+    }.items() <= (
         next(values for values in logged if values["step"] == 10 and "loss" in values).items()
     )
     assert run(*python("-m", "titan_lite.report", folder)).returncode == 0
@@ -71,7 +95,14 @@ def test_the_mixture_of_the_pages_trains_resumes_and_its_report_shows_the_source
     assert f"{rows[10]['validation_loss_by_source/code']:.4f}" in table
 
 
-OPTIONS = [*SMALL, *steps(2), *NO_CHECKPOINT, *NO_WORKERS, "--validation.freq=2", "--validation.steps=1"]
+OPTIONS = [
+    *SMALL,
+    *steps(2),
+    *NO_CHECKPOINT,
+    *NO_WORKERS,
+    "--validation.freq=2",
+    "--validation.steps=1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +113,9 @@ def alone(recipe, tmp_path_factory):
     rows, before = read_metrics(folder / "metrics.jsonl"), {"web": 0, "code": 0}
     for row in list(rows.values())[1:]:
         tokens = {name: row[f"tokens_by_source/{name}"] - before[name] for name in before}
-        weighted = sum(row[f"loss_by_source/{name}"] * tokens[name] for name in tokens) / sum(tokens.values())
+        weighted = sum(row[f"loss_by_source/{name}"] * tokens[name] for name in tokens) / sum(
+            tokens.values()
+        )
         assert weighted == pytest.approx(row["loss"], rel=1e-5)
         assert row["loss_by_source/web"] != pytest.approx(row["loss"], rel=1e-4)
         before = {name: before[name] + tokens[name] for name in before}
@@ -90,24 +123,40 @@ def alone(recipe, tmp_path_factory):
 
 
 LAYOUTS = {
-    "tp x pp": ["--parallelism.tensor_parallel_degree=2", "--parallelism.pipeline_parallel_degree=2"],
+    "tp x pp": [
+        "--parallelism.tensor_parallel_degree=2",
+        "--parallelism.pipeline_parallel_degree=2",
+    ],
     "tp x pp, loss in chunks": [
         "--parallelism.tensor_parallel_degree=2",
         "--parallelism.pipeline_parallel_degree=2",
         "--training.loss_chunk_tokens=20",
     ],
-    "cp x dp": ["--parallelism.context_parallel_degree=2", "--parallelism.data_parallel_shard_degree=2"],
-    "tp compiled": ["--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=2", *AOT_EAGER],
+    "cp x dp": [
+        "--parallelism.context_parallel_degree=2",
+        "--parallelism.data_parallel_shard_degree=2",
+    ],
+    "tp compiled": [
+        "--parallelism.tensor_parallel_degree=2",
+        "--parallelism.data_parallel_shard_degree=2",
+        *AOT_EAGER,
+    ],
 }
 
 
 @pytest.mark.parametrize(
     "layout",
-    ["tp x pp", "tp x pp, loss in chunks", *(pytest.param(layout, marks=pytest.mark.slow) for layout in list(LAYOUTS)[2:])],
+    [
+        "tp x pp",
+        "tp x pp, loss in chunks",
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in list(LAYOUTS)[2:]),
+    ],
 )
 def test_figures_by_source_are_the_same_on_every_layout(layout, recipe, alone, tmp_path):
     assert train(4, recipe, tmp_path, *OPTIONS, *LAYOUTS[layout]).returncode == 0
     found = read_metrics(tmp_path / "metrics.jsonl")
     for step, row in alone.items():
         expected = {name: value for name, value in row.items() if "by_source" in name}
-        assert {name: value for name, value in found[step].items() if "by_source" in name} == pytest.approx(expected, rel=1e-4)
+        assert {
+            name: value for name, value in found[step].items() if "by_source" in name
+        } == pytest.approx(expected, rel=1e-4)

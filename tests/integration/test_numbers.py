@@ -24,7 +24,9 @@ def with_faults(folder, options, fault):
     before, changed = [], {}
 
     def parameters():
-        return torch.cat([parameter.detach().to_local().flatten() for parameter in trainer.parameters.values()]).clone()
+        return torch.cat(
+            [parameter.detach().to_local().flatten() for parameter in trainer.parameters.values()]
+        ).clone()
 
     def observe(moment, trainer):
         if moment == "forward":
@@ -74,7 +76,9 @@ def test_a_step_whose_loss_leaps_is_skipped_on_all_ranks_and_a_resumed_run_knows
     assert [skipped["step"] for skipped in saved["spikes"]["skipped"]] == [6]
     shutil.copytree(tmp_path / "whole" / step, tmp_path / "resumed" / step)
     resumed = run_ranks(2, with_faults, tmp_path / "resumed", options, leap, init=False)
-    for (changed, state, _, parameters), (_, expected_state, _, expected) in zip(resumed, whole, strict=True):
+    for (changed, state, _, parameters), (_, expected_state, _, expected) in zip(
+        resumed, whole, strict=True
+    ):
         assert [*changed] == [8, 9]
         assert state == expected_state
         assert torch.equal(parameters, expected)
@@ -85,7 +89,10 @@ def test_a_loss_that_stays_up_ends_the_run(tmp_path):
     options = [*GUARD, *steps(20), "--training.max_nonfinite_steps", "3"]
     for changed, _, message, _ in run_ranks(2, with_faults, tmp_path, options, leap, init=False):
         assert [step for step, did in changed.items() if not did] == [6, 11, 12]
-        assert "3 steps in a row had a non-finite loss or gradient, or a spike, (training.max_nonfinite_steps)" in message
+        assert (
+            "3 steps in a row had a non-finite loss or gradient, or a spike, (training.max_nonfinite_steps)"
+            in message
+        )
 
 
 def infinite(steps, moment, trainer):
@@ -94,11 +101,19 @@ def infinite(steps, moment, trainer):
         next(iter(trainer.parameters.values())).grad.to_local()[0, 0] = math.inf
 
 
-INFINITE = [*steps(6), "--metrics.log_freq=1", *every(50, validated=3), "--validation.enable", "--training.max_nonfinite_steps=2"]
+INFINITE = [
+    *steps(6),
+    "--metrics.log_freq=1",
+    *every(50, validated=3),
+    "--validation.enable",
+    "--training.max_nonfinite_steps=2",
+]
 
 
 def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(tmp_path):
-    for changed, _, message, _ in run_ranks(2, with_faults, tmp_path, INFINITE, partial(infinite, {2, 4}), init=False):
+    for changed, _, message, _ in run_ranks(
+        2, with_faults, tmp_path, INFINITE, partial(infinite, {2, 4}), init=False
+    ):
         assert changed == {1: True, 2: False, 3: True, 4: False, 5: True, 6: True}
         assert message == ""
     metrics = read_metrics(tmp_path / "metrics.jsonl")
@@ -108,7 +123,9 @@ def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_on_all_ranks(tmp_p
 
 
 def test_max_nonfinite_steps_in_a_row_end_the_run(tmp_path):
-    for changed, _, message, _ in run_ranks(2, with_faults, tmp_path, INFINITE, partial(infinite, {3, 4, 5}), init=False):
+    for changed, _, message, _ in run_ranks(
+        2, with_faults, tmp_path, INFINITE, partial(infinite, {3, 4, 5}), init=False
+    ):
         assert changed == {1: True, 2: True, 3: False}
         assert "2 steps in a row" in message
         assert "training.max_nonfinite_steps" in message
@@ -122,10 +139,14 @@ def not_a_number(moment, trainer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["pipeline_parallel", "tensor_parallel", "context_parallel", "data_parallel_replicate"])
+@pytest.mark.parametrize(
+    "kind", ["pipeline_parallel", "tensor_parallel", "context_parallel", "data_parallel_replicate"]
+)
 def test_a_gradient_of_one_rank_that_is_no_number_skips_the_step_everywhere(kind, tmp_path):
     options = [f"--parallelism.{kind}_degree", "2", *steps(4)]
-    for changed, _, message, parameters in run_ranks(4, with_faults, tmp_path, options, not_a_number, init=False):
+    for changed, _, message, parameters in run_ranks(
+        4, with_faults, tmp_path, options, not_a_number, init=False
+    ):
         assert changed == {1: True, 2: False, 3: True, 4: True}
         assert message == ""
         assert parameters.isfinite().all()

@@ -18,7 +18,14 @@ from titan_lite.logging import logger
 from titan_lite.metrics.records import read_metrics
 from titan_lite.trainer import Trainer
 
-OPTIONS = [*SMALL, *every(2), *NO_VALIDATION, *NO_WORKERS, "--training.global_batch_size=8", "--lr_scheduler.warmup_steps=1"]
+OPTIONS = [
+    *SMALL,
+    *every(2),
+    *NO_VALIDATION,
+    *NO_WORKERS,
+    "--training.global_batch_size=8",
+    "--lr_scheduler.warmup_steps=1",
+]
 OPTIONS += ["--lr_scheduler.total_steps=4"]
 BFLOAT16 = ["--optimizer.state_dtype=bfloat16", "--training.dtype=bfloat16"]
 
@@ -37,15 +44,24 @@ def trained(folder, options):
     handler.emit = lambda record: lines.append(record.getMessage())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    forced = mock.patch("titan_lite.check.check_machine") if any(map(offloads, options)) else nullcontext()
-    with forced, mock.patch("titan_lite.optimizer.offload.BUCKET", 2**19):  # a CPU may offload to itself here, in several buckets
+    forced = (
+        mock.patch("titan_lite.check.check_machine")
+        if any(map(offloads, options))
+        else nullcontext()
+    )
+    with (
+        forced,
+        mock.patch("titan_lite.optimizer.offload.BUCKET", 2**19),
+    ):  # a CPU may offload to itself here, in several buckets
         return run(folder, options, lines)
 
 
 def run(folder, options, lines):
     trainer = Trainer(load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])[0])
     trainer.train()
-    return "\n".join(lines), {name: local_part(tensor).clone() for name, tensor in trainer.state_tensors().items()}
+    return "\n".join(lines), {
+        name: local_part(tensor).clone() for name, tensor in trainer.state_tensors().items()
+    }
 
 
 def train(folder, *options, ranks=2):
@@ -54,7 +70,10 @@ def train(folder, *options, ranks=2):
 
 def losses(folder):
     lines = read_metrics(Path(folder) / "metrics.jsonl").items()
-    return {step: [values[name] for name in ("loss", "validation_loss") if name in values] for step, values in lines}
+    return {
+        step: [values[name] for name in ("loss", "validation_loss") if name in values]
+        for step, values in lines
+    }
 
 
 def same(found, expected):
@@ -85,15 +104,29 @@ def test_a_run_in_bfloat16_resumes_to_the_bit(whole, at_step_2):
     found = train(at_step_2, *BFLOAT16)
     assert losses(at_step_2) == {step: loss for step, loss in losses(whole[0]).items() if step > 2}
     for (_, tensors), (_, expected) in zip(found, whole[1], strict=True):
-        assert {tensor.dtype for name, tensor in tensors.items() if not name.endswith(".step")} == {torch.bfloat16}
+        assert {tensor.dtype for name, tensor in tensors.items() if not name.endswith(".step")} == {
+            torch.bfloat16
+        }
         assert same(tensors, expected)
 
 
 def test_another_state_dtype_is_told_and_the_moments_are_converted(whole, at_step_2):
-    ((told, tensors), *_) = train(at_step_2, "--training.dtype=bfloat16", "--optimizer.state_dtype=float32", *steps(3), ranks=1)
-    assert re.search('numbers change by rounding\n.*optimizer.state_dtype = "float32", was "bfloat16"', told)
-    assert {tensor.dtype for name, tensor in tensors.items() if "exp_avg" in name} == {torch.float32}
-    assert losses(at_step_2)[3] == [pytest.approx(losses(whole[0])[3][0], rel=1e-4)]  # it goes on from the converted ones
+    ((told, tensors), *_) = train(
+        at_step_2,
+        "--training.dtype=bfloat16",
+        "--optimizer.state_dtype=float32",
+        *steps(3),
+        ranks=1,
+    )
+    assert re.search(
+        'numbers change by rounding\n.*optimizer.state_dtype = "float32", was "bfloat16"', told
+    )
+    assert {tensor.dtype for name, tensor in tensors.items() if "exp_avg" in name} == {
+        torch.float32
+    }
+    assert losses(at_step_2)[3] == [
+        pytest.approx(losses(whole[0])[3][0], rel=1e-4)
+    ]  # it goes on from the converted ones
 
 
 def test_a_run_resumes_with_and_without_offload_to_the_bit(whole, at_step_2):
@@ -101,26 +134,42 @@ def test_a_run_resumes_with_and_without_offload_to_the_bit(whole, at_step_2):
     for then in ([*ALL, *steps(3), "--checkpoint.async_mode=async"], OFFLOAD):
         found = train(at_step_2, *BFLOAT16, *then)
         assert re.search(r"training does not change(\n  .*)*\n  training.offload = ", found[0][0])
-    assert all(same(tensors, expected) for (_, tensors), (_, expected) in zip(found, whole[1], strict=True))
+    assert all(
+        same(tensors, expected) for (_, tensors), (_, expected) in zip(found, whole[1], strict=True)
+    )
 
 
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param(
-            [*AOT_EAGER, "--compile.components=model,loss", "--training.local_batch_size=1", "--validation.enable", *every(2, 2)],
+            [
+                *AOT_EAGER,
+                "--compile.components=model,loss",
+                "--training.local_batch_size=1",
+                "--validation.enable",
+                *every(2, 2),
+            ],
             marks=pytest.mark.slow,
             id="compiled",
         ),
         pytest.param(
-            ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"], id="pipeline"
+            [
+                "--parallelism.pipeline_parallel_degree=2",
+                "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
+            ],
+            id="pipeline",
         ),
     ],
 )
 def test_a_run_with_all_in_host_memory_changes_no_bit(options, tmp_path):
     """In several microbatches a step."""
     several = [*options, "--parallelism.fsdp_communication=microbatch", *steps(3)]
-    found, expected = (train(tmp_path / name, *several, *where) for name, where in (("all", ALL), ("none", [])))
+    found, expected = (
+        train(tmp_path / name, *several, *where) for name, where in (("all", ALL), ("none", []))
+    )
     assert losses(tmp_path / "all") == losses(tmp_path / "none")
-    assert all(same(tensors, expected) for (_, tensors), (_, expected) in zip(found, expected, strict=True))
+    assert all(
+        same(tensors, expected) for (_, tensors), (_, expected) in zip(found, expected, strict=True)
+    )
     assert "for buckets of parameters, gradients and optimizer state (" in found[0][0]

@@ -16,10 +16,17 @@ from titan_lite.models.llama3 import FLAVORS
 from titan_lite.trainer import Trainer
 from titan_lite.verify import compare, parse_layout, reference, run, twin, twin_model
 
-TINY = ["--model.dim=64", "--model.n_layers=2", "--model.hidden_dim=90"]  # rows that four ranks have unevenly
+TINY = [
+    "--model.dim=64",
+    "--model.n_layers=2",
+    "--model.hidden_dim=90",
+]  # rows that four ranks have unevenly
 OPTIONS = {"Muon": [*TINY, "--optimizer.name=Muon", "--optimizer.ns_dtype=float32"]}
 OPTIONS["Shampoo"] = [*TINY, "--optimizer.name=Shampoo", "--optimizer.max_preconditioner_dim=48"]
-OPTIONS["Shampoo"] += ["--optimizer.start_preconditioning_step=2", "--optimizer.precondition_frequency=3"]
+OPTIONS["Shampoo"] += [
+    "--optimizer.start_preconditioning_step=2",
+    "--optimizer.precondition_frequency=3",
+]
 
 
 def train(name, folder, *options, ranks=2):
@@ -31,8 +38,21 @@ def train(name, folder, *options, ranks=2):
 
 def parameters_of(folder, name, options):
     """{FQN: whole parameter} on this rank's stages, after ten steps of the debug model in float32."""
-    options = [*SMALL, *steps(10), *NO_VALIDATION, *NO_CHECKPOINT, *NO_WORKERS, "--lr_scheduler.warmup_steps=1", *options]
-    options += ["--training.global_batch_size=8", "--training.local_batch_size=2", "--job.dump_folder", str(folder)]
+    options = [
+        *SMALL,
+        *steps(10),
+        *NO_VALIDATION,
+        *NO_CHECKPOINT,
+        *NO_WORKERS,
+        "--lr_scheduler.warmup_steps=1",
+        *options,
+    ]
+    options += [
+        "--training.global_batch_size=8",
+        "--training.local_batch_size=2",
+        "--job.dump_folder",
+        str(folder),
+    ]
     trainer = Trainer(load_config(DEBUG, [*OPTIONS[name], *options])[0])
     trainer.train()
     return {fqn: parameter.detach().full_tensor() for fqn, parameter in trainer.parameters.items()}
@@ -40,7 +60,9 @@ def parameters_of(folder, name, options):
 
 @pytest.fixture(scope="module", params=OPTIONS)
 def one_process(request, tmp_path_factory):
-    (found,) = run_ranks(1, parameters_of, tmp_path_factory.mktemp("one"), request.param, [], init=False)
+    (found,) = run_ranks(
+        1, parameters_of, tmp_path_factory.mktemp("one"), request.param, [], init=False
+    )
     return request.param, found
 
 
@@ -87,27 +109,49 @@ def at_step_2(whole, tmp_path):
 
 
 def test_a_run_resumes_to_the_bit(whole, at_step_2):
-    assert f"optimizer: {whole[2]} for 14 matrices, shared by 2 ranks, of which the busiest computes 1.0" in whole[1][0][0]
+    assert (
+        f"optimizer: {whole[2]} for 14 matrices, shared by 2 ranks, of which the busiest computes 1.0"
+        in whole[1][0][0]
+    )
     found = train(whole[2], at_step_2)
     assert losses(at_step_2) == {step: loss for step, loss in losses(whole[0]).items() if step > 2}
-    assert all(same(tensors, expected) for (_, tensors), (_, expected) in zip(found, whole[1], strict=True))
+    assert all(
+        same(tensors, expected) for (_, tensors), (_, expected) in zip(found, whole[1], strict=True)
+    )
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(1, []), *(pytest.param(4, each, marks=pytest.mark.slow) for each in OF_FOUR)])
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(1, []), *(pytest.param(4, each, marks=pytest.mark.slow) for each in OF_FOUR)],
+)
 def test_on_another_layout_it_goes_on_within_rounding(whole, at_step_2, ranks, options):
     train(whole[2], at_step_2, *options, ranks=ranks)
     assert losses(at_step_2)[4] == pytest.approx(losses(whole[0])[4], rel=1e-5)
 
 
 def test_another_optimizer_is_refused_and_begins_with_the_model_alone_if_asked(whole, at_step_2):
-    config, _ = load_config(DEBUG, [*SMALL, *TINY, "--job.dump_folder", str(at_step_2), "--training.global_batch_size=8"])
+    config, _ = load_config(
+        DEBUG,
+        [*SMALL, *TINY, "--job.dump_folder", str(at_step_2), "--training.global_batch_size=8"],
+    )
     with pytest.raises(ConfigError) as refused:
         check(config, make_layout(config, 2))
-    assert f'the optimizer starts anew: optimizer.name = "AdamW", was "{whole[2]}"' in str(refused.value)
-    assert str(refused.value).endswith("accept_model_only = true, which starts with moments of zero")
-    ((told, tensors), *_) = train(whole[2], at_step_2, "--optimizer.name=AdamW", "--checkpoint.accept_model_only", *steps(3))
+    assert f'the optimizer starts anew: optimizer.name = "AdamW", was "{whole[2]}"' in str(
+        refused.value
+    )
+    assert str(refused.value).endswith(
+        "accept_model_only = true, which starts with moments of zero"
+    )
+    ((told, tensors), *_) = train(
+        whole[2], at_step_2, "--optimizer.name=AdamW", "--checkpoint.accept_model_only", *steps(3)
+    )
     assert f'optimizer.name = "AdamW", was "{whole[2]}"' in told
-    assert {name.rpartition(".")[2] for name in tensors if "wq" in name} == {"weight", "exp_avg", "exp_avg_sq", "step"}
+    assert {name.rpartition(".")[2] for name in tensors if "wq" in name} == {
+        "weight",
+        "exp_avg",
+        "exp_avg_sq",
+        "step",
+    }
     assert tensors["optimizer.layers.0.attention.wq.weight.step"] == 1
 
 
@@ -118,7 +162,10 @@ def test_another_optimizer_is_refused_and_begins_with_the_model_alone_if_asked(w
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--training.offload=optimizer", 'training.offload = "optimizer": the state of optimizer.name = "NAME" .* use "none"'),
+        (
+            "--training.offload=optimizer",
+            'training.offload = "optimizer": the state of optimizer.name = "NAME" .* use "none"',
+        ),
         (
             "--compile.components=model,optimizer",
             r'the update of optimizer.name = "NAME" is not compiled.* use compile.components = \["model", "loss"\]',
@@ -133,17 +180,25 @@ def test_what_owners_cannot_do_is_refused(name, option, message):
 
 def test_shampoos_state_in_bfloat16_is_refused():
     config, _ = load_config(DEBUG, [*OPTIONS["Shampoo"], "--optimizer.state_dtype=bfloat16"])
-    with pytest.raises(ConfigError, match=r'optimizer.state_dtype = "bfloat16": the roots .* use "float32"'):
+    with pytest.raises(
+        ConfigError, match=r'optimizer.state_dtype = "bfloat16": the roots .* use "float32"'
+    ):
         make_layout(config, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_verify_compares_a_layout_that_has_owners(name):
-    config, _ = load_config(DEBUG, [f"--optimizer.name={name}", f"--model.tokenizer_path={DEBUG_TOKENIZER}"])
+    config, _ = load_config(
+        DEBUG, [f"--optimizer.name={name}", f"--model.tokenizer_path={DEBUG_TOKENIZER}"]
+    )
     small = twin(config, parse_layout("dp_shard=2,tp=2"), 3)
     optimizer = small.optimizer
-    assert (optimizer.name, optimizer.ns_dtype, optimizer.start_preconditioning_step) == (name, "float32", 1)
+    assert (optimizer.name, optimizer.ns_dtype, optimizer.start_preconditioning_step) == (
+        name,
+        "float32",
+        1,
+    )
     model = dataclasses.replace(twin_model(FLAVORS["debug"], 4), dim=64, hidden_dim=96)
     result = compare(run(small, model), run(reference(small), model))
     assert result.agrees, result

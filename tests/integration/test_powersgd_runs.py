@@ -69,12 +69,16 @@ LAYOUTS = {
 SLOW = {"HSDP x CP", "HSDP x TP", "DDP x PP", "HSDP, compiled"}
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
+)
 def test_copies_stay_equal_for_ten_steps_and_send_what_the_paper_says(layout, tmp_path):
     ranks, options = LAYOUTS[layout]
     found, compressed = train(tmp_path / "powersgd", *options, *POWERSGD, ranks=ranks)
     _, plain = train(tmp_path / "none", *options, ranks=ranks)
-    assert compressed[1][0] == pytest.approx(plain[1][0], rel=1e-6)  # the first step is not compressed
+    assert compressed[1][0] == pytest.approx(
+        plain[1][0], rel=1e-6
+    )  # the first step is not compressed
     assert compressed[10][0] == pytest.approx(plain[10][0], rel=0.02)
     assert compressed[10][0] != plain[10][0]
     parts = Counter()
@@ -100,18 +104,37 @@ def test_microbatches_send_once(tmp_path):
     options = ["--training.local_batch_size=1", "--training.global_batch_size=8"]
     counts = {}
     for way in ("microbatch", "step"):
-        found, told = train(tmp_path / way, *DDP, *POWERSGD, *options, f"--parallelism.fsdp_communication={way}", count=3)
+        found, told = train(
+            tmp_path / way,
+            *DDP,
+            *POWERSGD,
+            *options,
+            f"--parallelism.fsdp_communication={way}",
+            count=3,
+        )
         counts[way] = found[0][2], told[3][0]
     _, blocks = expected_bytes([*DDP, *POWERSGD], 2)
-    assert len(counts["step"][0]) == len(blocks) + 2 * (1 + 2 * len(blocks))  # a step as it is, then two as factors
+    assert len(counts["step"][0]) == len(blocks) + 2 * (
+        1 + 2 * len(blocks)
+    )  # a step as it is, then two as factors
     assert counts["step"][0] == counts["microbatch"][0]
     assert counts["step"][1] == pytest.approx(counts["microbatch"][1], rel=1e-5)
 
 
-ZERO_BUBBLE = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]
+ZERO_BUBBLE = [
+    "--parallelism.pipeline_parallel_degree=2",
+    "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
+]
 ZERO_BUBBLE += ["--model.n_layers=6", "--parallelism.fsdp_communication=microbatch"]
-IN_BACKWARD = {name: LAYOUTS[name] for name in ("HSDP x TP", "DDP x PP")} | {"zero bubble": (4, [*DDP, *ZERO_BUBBLE])}
-IN_BACKWARD |= {"accumulation": (2, [*DDP, "--training.local_batch_size=1", "--parallelism.fsdp_communication=microbatch"])}
+IN_BACKWARD = {name: LAYOUTS[name] for name in ("HSDP x TP", "DDP x PP")} | {
+    "zero bubble": (4, [*DDP, *ZERO_BUBBLE])
+}
+IN_BACKWARD |= {
+    "accumulation": (
+        2,
+        [*DDP, "--training.local_batch_size=1", "--parallelism.fsdp_communication=microbatch"],
+    )
+}
 
 
 def run_in_backward(folder, options, late):
@@ -122,7 +145,10 @@ def run_in_backward(folder, options, late):
         left.append(len(self.waiting))
         reduce(self, step)
 
-    with mock.patch.object(PowerSGD, "reduce", noted), mock.patch.object(PowerSGD, "_add", nothing if late else PowerSGD._add):
+    with (
+        mock.patch.object(PowerSGD, "reduce", noted),
+        mock.patch.object(PowerSGD, "_add", nothing if late else PowerSGD._add),
+    ):
         return counted_run(folder, [*NO_CHECKPOINT, *POWERSGD, *options], 4)[1], left
 
 
@@ -134,7 +160,10 @@ def nothing(self, parameter):
 @pytest.mark.parametrize("layout", IN_BACKWARD)
 def test_sums_in_backward_are_those_after_it_to_the_bit(layout, tmp_path):
     ranks, options = IN_BACKWARD[layout]
-    early, late = (run_ranks(ranks, run_in_backward, tmp_path / str(late), options, late, init=False) for late in (False, True))
+    early, late = (
+        run_ranks(ranks, run_in_backward, tmp_path / str(late), options, late, init=False)
+        for late in (False, True)
+    )
     assert losses(tmp_path / "False") == losses(tmp_path / "True")
     for (tensors, left), (expected, all_left) in zip(early, late, strict=True):
         assert all(now < later for now, later in zip(left, all_left, strict=True))
@@ -148,7 +177,11 @@ def test_sums_in_backward_are_those_after_it_to_the_bit(layout, tmp_path):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    return folder, run_ranks(2, counted_run, folder, [*DDP, *POWERSGD], 4, init=False), losses(folder)
+    return (
+        folder,
+        run_ranks(2, counted_run, folder, [*DDP, *POWERSGD], 4, init=False),
+        losses(folder),
+    )
 
 
 @pytest.fixture
@@ -192,17 +225,30 @@ def test_without_compression_a_run_resumes_without_errors(saved, at_step_2):
     ("options", "message"),
     [
         (POWERSGD, "no effect: parallelism.data_parallel_replicate_degree = 1"),
-        ([*DDP, *POWERSGD, "--parallelism.replicate_rank=0"], "expected an integer at least 1 (columns)"),
+        (
+            [*DDP, *POWERSGD, "--parallelism.replicate_rank=0"],
+            "expected an integer at least 1 (columns)",
+        ),
         ([*DDP, *POWERSGD, "--parallelism.replicate_rank=512"], "use a smaller rank"),
-        ([*DDP, *POWERSGD, "--parallelism.replicate_uncompressed_steps=4"], "would do nothing; use fewer"),
+        (
+            [*DDP, *POWERSGD, "--parallelism.replicate_uncompressed_steps=4"],
+            "would do nothing; use fewer",
+        ),
         ([*DDP, *POWERSGD, "--training.offload=all"], 'use offload = "none"'),
     ],
 )
 def test_what_cannot_work_is_refused(options, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        make_layout(load_config(DEBUG, [*TINY, *SMALL, *steps(4), *every(2), *NO_VALIDATION, *NO_WORKERS, *options])[0], 2)
+        make_layout(
+            load_config(
+                DEBUG, [*TINY, *SMALL, *steps(4), *every(2), *NO_VALIDATION, *NO_WORKERS, *options]
+            )[0],
+            2,
+        )
 
 
 def test_a_recipe_is_verified_without_compression():
     config, _ = load_config(DEBUG, [*DDP, *POWERSGD])
-    assert twin(config, parse_layout("dp_replicate=2"), 2).parallelism.replicate_compression == "none"
+    assert (
+        twin(config, parse_layout("dp_replicate=2"), 2).parallelism.replicate_compression == "none"
+    )

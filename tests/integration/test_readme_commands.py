@@ -38,36 +38,53 @@ PREPARE = "python -m titan_lite.data.prepare"
 BOOKS = "prepared/books --data.dataset local --data.path 'books/*.jsonl'"
 PLANNER = "python -m titan_lite.plan"
 RECIPE = {"RECIPE": "train_configs/debug_model.toml"}
-PLANNED_8B, PLANNED_405B = ({f"train_configs/llama3_{size}.toml": RECIPE["RECIPE"]} for size in ("8b", "405b"))
+PLANNED_8B, PLANNED_405B = (
+    {f"train_configs/llama3_{size}.toml": RECIPE["RECIPE"]} for size in ("8b", "405b")
+)
 META_TOKENIZER = {"Meta-Llama-3/original/tokenizer.model": "assets/tokenizer/debug.model"}
 PLAN = "--hardware h100 --world-size 8 --training.global_batch_size=64"
 EAGER = "--rounds 1 --steps 1 --variants fsdp2-eager simple-eager-chunked"
 HERE = {
     "scripts/test.sh": Run("pytest 9", "--version"),
-    "scripts/test.sh tests/unit --messages all.txt": Run("tests collected", "--collect-only --quiet"),
-    "scripts/test.sh -m slow": Run("tests collected", "--collect-only --quiet tests/integration/test_numbers.py"),
+    "scripts/test.sh tests/unit --messages all.txt": Run(
+        "tests collected", "--collect-only --quiet"
+    ),
+    "scripts/test.sh -m slow": Run(
+        "tests collected", "--collect-only --quiet tests/integration/test_numbers.py"
+    ),
     "./run_train.sh --job.dump_folder outputs/fast --optimizer.lr=3e-3": Run("done: step 4", SHORT),
     "./run_train.sh --compile.enable --job.dump_folder outputs/compiled --parallelism.fsdp_communication microbatch": Run(
         "57 all_gather -> 8", f"{SHORT} --training.steps 1 --compile.backend aot_eager"
     ),
     # in a copy of the first run's folder
-    "./run_train.sh --training.steps 200": Run("steps: 4 done of 6", f"{SHORT} --training.steps 6 --job.dump_folder outputs/a"),
-    "./run_train.sh --training.steps 1": Run("done: step 1", f"{SHORT} --training.steps 1 --job.dump_folder outputs/one"),
-    "NGPU=4 ./run_train.sh": Run("layout: 4 ranks", f"{SHORT} --training.steps 1 --job.dump_folder outputs/four"),
+    "./run_train.sh --training.steps 200": Run(
+        "steps: 4 done of 6", f"{SHORT} --training.steps 6 --job.dump_folder outputs/a"
+    ),
+    "./run_train.sh --training.steps 1": Run(
+        "done: step 1", f"{SHORT} --training.steps 1 --job.dump_folder outputs/one"
+    ),
+    "NGPU=4 ./run_train.sh": Run(
+        "layout: 4 ranks", f"{SHORT} --training.steps 1 --job.dump_folder outputs/four"
+    ),
     "CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh": Run(
         "done: step 1", f"{ONE_STEP} --job.dump_folder outputs/shrunk"
     ),
-    "./run_train.sh --print-config": Run("steps = 100  # train_configs/debug_model.toml", quick=True),
+    "./run_train.sh --print-config": Run(
+        "steps = 100  # train_configs/debug_model.toml", quick=True
+    ),
     "./run_train.sh --help": Run("--training.steps", quick=True),
     "./run_train.sh --help checkpoint": Run("--checkpoint.interval", quick=True),
     "torchrun --nproc-per-node 8 -m titan_lite.train train_configs/llama3_8b.toml": Run(
-        "done: step 1", f"{ONE_STEP} --job.dump_folder outputs/torchrun", {"--nproc-per-node 8": "--nproc-per-node 2"}
+        "done: step 1",
+        f"{ONE_STEP} --job.dump_folder outputs/torchrun",
+        {"--nproc-per-node 8": "--nproc-per-node 2"},
     ),
     f"{PREPARE} train_configs/llama3_8b.toml {BOOKS}": Run(
         "train: 189 documents", "--model.tokenizer_path assets/tokenizer/debug.model --workers 1"
     ),
     "CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --data.dataset prepared --data.path prepared/books": Run(
-        "done: step 1", f"{ONE_STEP.replace('--data.dataset stdlib', '')} --job.dump_folder outputs/prepared"
+        "done: step 1",
+        f"{ONE_STEP.replace('--data.dataset stdlib', '')} --job.dump_folder outputs/prepared",
     ),
     f"{PREPARE} --verify prepared/books": Run("every byte is as written"),
     "python -m titan_lite.convert outputs/debug_model exported": Run("exported"),
@@ -75,10 +92,16 @@ HERE = {
     "./run_train.sh --checkpoint.initial_load_path Llama-3.1-8B": Run(
         "Llama-3.1-8B", f"{SHORT} --training.steps 1 --job.dump_folder outputs/from_weights"
     ),
-    'python -m titan_lite.generate outputs/debug_model --prompt "def main("': Run("def main(", "--max-new-tokens 5"),
+    'python -m titan_lite.generate outputs/debug_model --prompt "def main("': Run(
+        "def main(", "--max-new-tokens 5"
+    ),
     f"{PLANNER} train_configs/llama3_70b.toml": Run("waiting for tensor parallelism"),
-    f"{PLANNER} train_configs/llama3_405b.toml": Run("bottleneck: waiting for other pipeline ranks"),
-    f"{PLANNER} train_configs/llama3_405b.toml --picture plan.png": Run("step time", PLAN, PLANNED_405B),
+    f"{PLANNER} train_configs/llama3_405b.toml": Run(
+        "bottleneck: waiting for other pipeline ranks"
+    ),
+    f"{PLANNER} train_configs/llama3_405b.toml --picture plan.png": Run(
+        "step time", PLAN, PLANNED_405B
+    ),
     f"{PLANNER} train_configs/llama3_8b.toml --sweep parallelism.tensor_parallel_degree=1,2,4,8": Run(
         "tensor_parallel_degree=2", PLAN, PLANNED_8B
     ),
@@ -87,18 +110,30 @@ HERE = {
     ),
     f"{PLANNER} train_configs/llama3_8b.toml --world-size 128 --training.local_batch_size 1 --training.global_batch_size 512 "
     "--parallelism.fsdp_communication step": Run("8 microbatches", PLAN, PLANNED_8B),
-    f"{PLANNER} train_configs/llama3_8b.toml --training.offload optimizer": Run("in host memory", PLAN, PLANNED_8B),
-    f"{PLANNER} train_configs/llama3_8b.toml --optimizer.name Muon": Run("whole matrices of the optimizer", PLAN, PLANNED_8B),
-    f"{PLANNER} train_configs/llama3_8b.toml --optimizer.name Shampoo": Run("whole matrices of the optimizer", PLAN, PLANNED_8B),
+    f"{PLANNER} train_configs/llama3_8b.toml --training.offload optimizer": Run(
+        "in host memory", PLAN, PLANNED_8B
+    ),
+    f"{PLANNER} train_configs/llama3_8b.toml --optimizer.name Muon": Run(
+        "whole matrices of the optimizer", PLAN, PLANNED_8B
+    ),
+    f"{PLANNER} train_configs/llama3_8b.toml --optimizer.name Shampoo": Run(
+        "whole matrices of the optimizer", PLAN, PLANNED_8B
+    ),
     f"{PLANNER} RECIPE": Run("step time", PLAN, RECIPE),
     f"{PLANNER} RECIPE --world-size 128 --hardware h200 --training.local_batch_size 1": Run(
         "128 H200", "--training.global_batch_size=128", RECIPE
     ),
     f"{PLANNER} RECIPE --changes": Run("training.local_batch_size=4", PLAN, RECIPE),
-    f"{PLANNER} RECIPE --sweep compile.bucketing=block,greedy": Run("compile.bucketing=greedy", PLAN, RECIPE),
-    f"{PLANNER} RECIPE --sweep parallelism.tensor_parallel_degree=1,2,4,8": Run("tensor_parallel_degree=2", PLAN, RECIPE),
+    f"{PLANNER} RECIPE --sweep compile.bucketing=block,greedy": Run(
+        "compile.bucketing=greedy", PLAN, RECIPE
+    ),
+    f"{PLANNER} RECIPE --sweep parallelism.tensor_parallel_degree=1,2,4,8": Run(
+        "tensor_parallel_degree=2", PLAN, RECIPE
+    ),
     f"{PLANNER} RECIPE --world-size 64 --search": Run(
-        "lost", "--hardware h100 --training.global_batch_size=64", {**RECIPE, "--search": "--search 2"}
+        "lost",
+        "--hardware h100 --training.global_batch_size=64",
+        {**RECIPE, "--search": "--search 2"},
     ),
     f"{PLANNER} RECIPE --picture plan.png --trace plan.json": Run("step time", PLAN, RECIPE),
     f"{PLANNER} RECIPE --scale": Run("best interval", PLAN, RECIPE),
@@ -109,7 +144,9 @@ HERE = {
     f"{PLANNER} RECIPE --json": Run('"tokens_per_second', PLAN, RECIPE),
     f"{PLANNER} --calibrate outputs/llama3_8b": Run("--hardware"),
     "python -m titan_lite.verify train_configs/llama3_405b.toml": Run("agrees", "--steps 1"),
-    "NGPU=4 ./run_train.sh --training.steps 200 --checkpoint.explain": Run("step-4 is loaded", "--training.seq_len 64"),
+    "NGPU=4 ./run_train.sh --training.steps 200 --checkpoint.explain": Run(
+        "step-4 is loaded", "--training.seq_len 64"
+    ),
     "python -m titan_lite.report outputs/debug_model": Run("report.html"),
     "python -m titan_lite.report outputs/a outputs/b --output compare.html": Run("compare.html"),
     "python -m titan_lite.launch": Run(
@@ -117,11 +154,15 @@ HERE = {
         f"--nproc-per-node 1 -m titan_lite.train train_configs/debug_model.toml {SHORT} --training.steps 1 "
         "--job.dump_folder outputs/launched",
     ),
-    "MAX_RESTARTS=5 ./run_train.sh": Run("done: step 1", f"{SHORT} --training.steps 1 --job.dump_folder outputs/restarts"),
+    "MAX_RESTARTS=5 ./run_train.sh": Run(
+        "done: step 1", f"{SHORT} --training.steps 1 --job.dump_folder outputs/restarts"
+    ),
     "python scripts/write_docs.py": Run("", quick=True),
     "scripts/test_versions.sh 2.11.0 2.14.1": Run("torch 2.14.1: passed", "-- --version"),
     "python scripts/gpu_day.py --device cpu": Run("| debug | FSDP2 loop, compiled |"),
-    "python scripts/benchmark_resume.py --megabytes 50 --rounds 2": Run("parquet", "--megabytes 2 --rounds 1"),
+    "python scripts/benchmark_resume.py --megabytes 50 --rounds 2": Run(
+        "parquet", "--megabytes 2 --rounds 1"
+    ),
     "python scripts/benchmark_data.py tokenize --tokenizer Meta-Llama-3/original/tokenizer.model --seq-len 2048 --rounds 7": Run(
         "Loader, local jsonl", "--characters 100000 --rounds 1 --seq-len 64", META_TOKENIZER
     ),
@@ -130,17 +171,29 @@ HERE = {
     ),
     "python scripts/measure_scale.py": Run("SHA-256", "--processes 2"),
     "python scripts/benchmark_checkpoint.py": Run("async", "--flavor debug --saves 1"),
-    "python scripts/benchmark_schedule.py predict --layers 6": Run("greedy", "--layers 2 --world-sizes 8 --batch-sizes 1"),
+    "python scripts/benchmark_schedule.py predict --layers 6": Run(
+        "greedy", "--layers 2 --world-sizes 8 --batch-sizes 1"
+    ),
     "python scripts/benchmark_schedule.py measure --models debug": Run(
         "fsdp2-compiled", "--rounds 1 --steps 1 --modes block --backends aot_eager"
     ),
     "python scripts/benchmark_fsdp.py --models debug": Run("simple-eager-chunked", EAGER),
-    "python scripts/benchmark_fsdp.py --models debug --rounds 30 --steps 1": Run("| alone |", f"{EAGER} alone"),
-    "python scripts/benchmark_fsdp.py --models larger --steps 3": Run("simple-eager-chunked", EAGER),
-    "python scripts/benchmark_fsdp.py --models larger --batch-size 4 --world-size 1": Run("simple-eager-chunked", EAGER),
+    "python scripts/benchmark_fsdp.py --models debug --rounds 30 --steps 1": Run(
+        "| alone |", f"{EAGER} alone"
+    ),
+    "python scripts/benchmark_fsdp.py --models larger --steps 3": Run(
+        "simple-eager-chunked", EAGER
+    ),
+    "python scripts/benchmark_fsdp.py --models larger --batch-size 4 --world-size 1": Run(
+        "simple-eager-chunked", EAGER
+    ),
     "python scripts/compare_measured.py": Run("FSDP 4", "--layouts 'FSDP 4' --rounds 1 --steps 1"),
-    "python scripts/compare_precision.py --whole --steps 600": Run("bfloat16 | float32", "--steps 2 --seeds 1 --ways bfloat16"),
-    "python scripts/compare_precision.py": Run("rowwise_with_gw_hp | float32", "--steps 4 --seeds 1"),
+    "python scripts/compare_precision.py --whole --steps 600": Run(
+        "bfloat16 | float32", "--steps 2 --seeds 1 --ways bfloat16"
+    ),
+    "python scripts/compare_precision.py": Run(
+        "rowwise_with_gw_hp | float32", "--steps 4 --seeds 1"
+    ),
     "python scripts/compare_optimizers.py --whole": Run(
         "| AdamW | 0.001 | 4 |", "--steps 4 --seeds 1 --names AdamW --rates 1e-3"
     ),
@@ -148,9 +201,15 @@ HERE = {
         "| Shampoo | 0.01 | 10 |", "--steps 10 --seeds 1 --rates 1e-2"
     ),
     "python scripts/compare_optimizers.py --updates": Run("torch.optim.Muon", "--rounds 1"),
-    "python scripts/compare_optimizers.py --powersgd 8": Run("loss with PowerSGD against none", "--steps 3 --seeds 1"),
-    "python scripts/compare_optimizers.py --whole --powersgd 8": Run("loss with PowerSGD against none", "--steps 3 --seeds 1"),
-    "python scripts/compare_published.py": Run("TorchTitan paper: 8B on 8, eager", "--rows '8B on 8, eager'"),
+    "python scripts/compare_optimizers.py --powersgd 8": Run(
+        "loss with PowerSGD against none", "--steps 3 --seeds 1"
+    ),
+    "python scripts/compare_optimizers.py --whole --powersgd 8": Run(
+        "loss with PowerSGD against none", "--steps 3 --seeds 1"
+    ),
+    "python scripts/compare_published.py": Run(
+        "TorchTitan paper: 8B on 8, eager", "--rows '8B on 8, eager'"
+    ),
     "tensorboard --logdir outputs": Run("loss", "--inspect"),
     "titan-lite train debug_model --training.steps 20": Run(
         "done: step 1", f"{SHORT} --training.steps 1 --job.dump_folder outputs/installed"
@@ -172,10 +231,17 @@ ELSEWHERE = {
 
 def commands():
     """Lines of blocks and inline code that begin as a command does, once each."""
-    programs = r"\./run_train\.sh|scripts/\w+\.sh|titan-lite |python |torchrun |sbatch |tail |tensorboard "
+    programs = (
+        r"\./run_train\.sh|scripts/\w+\.sh|titan-lite |python |torchrun |sbatch |tail |tensorboard "
+    )
     begins = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{programs})")
     texts = PAGES.values()
-    lines = [line.removeprefix("$ ") for text in texts for block in blocks(text) for line in block.splitlines()]
+    lines = [
+        line.removeprefix("$ ")
+        for text in texts
+        for block in blocks(text)
+        for line in block.splitlines()
+    ]
     lines += [code for text in texts for code in re.findall(r"`([^`\n]+)`", prose(text))]
     found = [re.sub(r"\s+# .*", "", line).strip() for line in lines if begins.match(line)]
     return list(dict.fromkeys(found))
@@ -183,14 +249,25 @@ def commands():
 
 def test_every_command_of_the_pages_is_run_here_or_by_the_test_that_is_named():
     assert sorted({FIRST, *HERE, *ELSEWHERE}) == sorted(commands())
-    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    sources = "".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")
+    )
     assert all(f"def {test}(" in sources for test in ELSEWHERE.values())
 
 
 def typed(folder, command):
     """As typed in a shell whose Python has what is needed, and which finds this checkout's package there."""
     path = f"{folder}/.bin:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = run("bash", "-c", command, cwd=folder, seconds=1800, PATH=path, PYTHONPATH=folder, PYTHONSAFEPATH=None)
+    done = run(
+        "bash",
+        "-c",
+        command,
+        cwd=folder,
+        seconds=1800,
+        PATH=path,
+        PYTHONPATH=folder,
+        PYTHONSAFEPATH=None,
+    )
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
 
@@ -214,7 +291,10 @@ def checkout(tmp_path_factory):
     installed.write_text('#!/bin/sh\nexec python -m titan_lite "$@"\n')
     installed.chmod(0o755)
     (folder / "books").mkdir()
-    lines = [json.dumps({"text": f"Chapter {number}. It was the best of times. " * 9}) for number in range(200)]
+    lines = [
+        json.dumps({"text": f"Chapter {number}. It was the best of times. " * 9})
+        for number in range(200)
+    ]
     (folder / "books/one.jsonl").write_text("\n".join(lines))
     return folder
 
@@ -235,7 +315,10 @@ def trained(checkout):
     model.init_weights(seed=0)
     torch.save(model.state_dict(), meta / "consolidated.00.pth")
     names = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "norm_eps", "rope_theta")
-    parameters = {name: getattr(shape, name) for name in names} | {"multiple_of": 1, "ffn_dim_multiplier": 1.0}
+    parameters = {name: getattr(shape, name) for name in names} | {
+        "multiple_of": 1,
+        "ffn_dim_multiplier": 1.0,
+    }
     parameters["ffn_dim_multiplier"] = shape.hidden_dim / int(8 * shape.dim / 3)
     (meta / "params.json").write_text(json.dumps(parameters))
     typed(checkout, f"{PREPARE} train_configs/debug_model.toml {BOOKS}")
@@ -243,7 +326,11 @@ def trained(checkout):
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param(c, id=c, marks=() if here.quick else pytest.mark.slow) for c, here in HERE.items()]
+    "command",
+    [
+        pytest.param(c, id=c, marks=() if here.quick else pytest.mark.slow)
+        for c, here in HERE.items()
+    ],
 )
 def test_a_command_of_the_pages_does_what_it_says(command, checkout, request):
     wanted = HERE[command]

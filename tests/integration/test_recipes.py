@@ -67,7 +67,14 @@ def train_shrunk(config: Config) -> tuple[int, list[float]]:
 @pytest.mark.parametrize(
     "recipe",
     # those of 405B have all that the others have, when they have the debug flavor
-    [pytest.param(r, marks=() if "405b" in r.stem or r.stem == "debug_model" else pytest.mark.slow, id=r.stem) for r in RECIPES],
+    [
+        pytest.param(
+            r,
+            marks=() if "405b" in r.stem or r.stem == "debug_model" else pytest.mark.slow,
+            id=r.stem,
+        )
+        for r in RECIPES
+    ],
 )
 def test_a_recipe_shrunk_to_the_debug_flavor_trains(recipe, tmp_path):
     config, _ = load_config(recipe)
@@ -78,7 +85,9 @@ def test_a_recipe_shrunk_to_the_debug_flavor_trains(recipe, tmp_path):
     config = dataclasses.replace(
         config,
         job=dataclasses.replace(config.job, dump_folder=str(tmp_path)),
-        model=dataclasses.replace(config.model, flavor="debug", tokenizer_path=str(DEBUG_TOKENIZER)),
+        model=dataclasses.replace(
+            config.model, flavor="debug", tokenizer_path=str(DEBUG_TOKENIZER)
+        ),
         training=dataclasses.replace(config.training, **small),
         lr_scheduler=dataclasses.replace(config.lr_scheduler, warmup_steps=0),
         parallelism=dataclasses.replace(
@@ -88,7 +97,9 @@ def test_a_recipe_shrunk_to_the_debug_flavor_trains(recipe, tmp_path):
             context_parallel_degree=min(2, config.parallelism.context_parallel_degree),
             pipeline_parallel_degree=pp,
         ),
-        compile=dataclasses.replace(config.compile, backend="aot_eager"),  # the passes without a minute of code generation
+        compile=dataclasses.replace(
+            config.compile, backend="aot_eager"
+        ),  # the passes without a minute of code generation
         data=dataclasses.replace(config.data, dataset="stdlib"),
         validation=dataclasses.replace(config.validation, steps=1),
     )

@@ -20,7 +20,13 @@ from titan_lite.config.recipe import load_config
 from titan_lite.metrics.records import read_metrics
 from titan_lite.trainer import Trainer
 
-OPTIONS = [*SMALL, *steps(6, schedule=12), "--lr_scheduler.warmup_steps=2", *every(2), *NO_VALIDATION]
+OPTIONS = [
+    *SMALL,
+    *steps(6, schedule=12),
+    "--lr_scheduler.warmup_steps=2",
+    *every(2),
+    *NO_VALIDATION,
+]
 KINDS = {
     "tp": "--parallelism.tensor_parallel_degree=2",
     "pp": "--parallelism.pipeline_parallel_degree=2",
@@ -45,14 +51,20 @@ def watched(folder, options, saves_model_alone):
     def watching():
         input, label, begins = next_batch()
         rows = torch.cat([input, label[:, -1:]], dim=1)
-        samples.setdefault(trainer.step, []).extend(hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in rows)
+        samples.setdefault(trainer.step, []).extend(
+            hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in rows
+        )
         return input, label, begins
 
     trainer.next_batch = watching
     if saves_model_alone:
-        trainer.state_tensors = lambda: {name: t for name, t in state_tensors().items() if name.startswith("model.")}
+        trainer.state_tensors = lambda: {
+            name: t for name, t in state_tensors().items() if name.startswith("model.")
+        }
     trainer.train()
-    own = torch.cat([parameter.detach().to_local().flatten() for parameter in trainer.parameters.values()])
+    own = torch.cat(
+        [parameter.detach().to_local().flatten() for parameter in trainer.parameters.values()]
+    )
     return samples, hashlib.sha256(own.numpy().tobytes()).hexdigest()
 
 
@@ -64,12 +76,18 @@ def train(layout, folder, *options, saves_model_alone=False):
     for samples, _ in results:
         for step, hashes in samples.items():
             seen.setdefault(step, Counter()).update(hashes)
-    once = {step: {sample: times / copies for sample, times in counts.items()} for step, counts in seen.items()}
+    once = {
+        step: {sample: times / copies for sample, times in counts.items()}
+        for step, counts in seen.items()
+    }
     return once, [parameters for _, parameters in results]
 
 
 def losses(folder):
-    return {step: values["loss"] for step, values in read_metrics(Path(folder) / "metrics.jsonl").items()}
+    return {
+        step: values["loss"]
+        for step, values in read_metrics(Path(folder) / "metrics.jsonl").items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -147,13 +165,17 @@ def with_a_new_optimizer(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), LAYOUTS)
-def test_another_layout_goes_on_without_the_optimizer(before, after, uninterrupted, with_a_new_optimizer, tmp_path):
+def test_another_layout_goes_on_without_the_optimizer(
+    before, after, uninterrupted, with_a_new_optimizer, tmp_path
+):
     first, _ = train(before, tmp_path, *steps(4), saves_model_alone=True)
     second, _ = train(after, tmp_path, "--checkpoint.accept_model_only")
     assert {**first, **second} == uninterrupted[1]
     found = losses(tmp_path)
     assert found == pytest.approx(with_a_new_optimizer, rel=1e-4)
-    assert found[6] != pytest.approx(losses(uninterrupted[0])[6], rel=1e-4)  # its moments are missed
+    assert found[6] != pytest.approx(
+        losses(uninterrupted[0])[6], rel=1e-4
+    )  # its moments are missed
 
 
 @pytest.mark.slow
@@ -171,7 +193,10 @@ def test_restart_data_begins_anew_only_once(uninterrupted, at_step_2, tmp_path_f
     """restart_data stays in the recipe, and a later resume does not begin once more."""
     other = ["--debug.seed=7", "--checkpoint.restart_data"]
     expected, _ = train("2 ranks", tmp_path_factory.mktemp("other"), "--debug.seed=7")
-    parts = [train("2 ranks", at_step_2, *other, *steps(4))[0], train("1 ranks", at_step_2, *other)[0]]
+    parts = [
+        train("2 ranks", at_step_2, *other, *steps(4))[0],
+        train("1 ranks", at_step_2, *other)[0],
+    ]
     found = {step: samples for part in parts for step, samples in part.items()}
     assert list(found) == [3, 4, 5, 6]
     assert [found[step] for step in found] == [expected[step - 2] for step in found]
@@ -183,12 +208,23 @@ def test_a_checkpoint_records_its_recipe_and_run(uninterrupted):
     state = json.loads((folder / "checkpoint/step-6/state.json").read_text())
     config, _ = load_config(folder / "config.toml")
     recipe = {section: vars(getattr(config, section)) for section in state["recipe"]}
-    recipe["job"] = {**recipe["job"], "dump_folder": state["recipe"]["job"]["dump_folder"]}  # made absolute for config.toml
+    recipe["job"] = {
+        **recipe["job"],
+        "dump_folder": state["recipe"]["job"]["dump_folder"],
+    }  # made absolute for config.toml
     assert state["recipe"] == json.loads(json.dumps(recipe))
     run = state["run"]
-    assert run["tokenizer"] == hashlib.sha256(Path(config.model.tokenizer_path).read_bytes()).hexdigest()
+    assert (
+        run["tokenizer"]
+        == hashlib.sha256(Path(config.model.tokenizer_path).read_bytes()).hexdigest()
+    )
     assert run["mesh"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
-    assert (run["world_size"], run["rows"], run["total_steps"], run["model"]["n_layers"]) == (2, 8, 12, 6)
+    assert (run["world_size"], run["rows"], run["total_steps"], run["model"]["n_layers"]) == (
+        2,
+        8,
+        12,
+        6,
+    )
     assert run["versions"]["torch"] == torch.__version__
     assert re.fullmatch(r"[0-9a-f]{40}(\+changes)?|", run["git"])
     assert state["tokens_seen"] == 6 * 8 * 32
@@ -211,7 +247,9 @@ def test_explain_says_what_would_be_loaded_and_what_differs_and_starts_nothing(u
     whole = "if every byte of its tensors is as it was saved"
     assert loaded == f"{folder}/checkpoint/step-6 is loaded, the newest of 2, 4, 6, {whole}"
     assert re.match(r"step 6, 1,536 tokens seen: 48 sequences of 8 streams, which are at", position)
-    assert [line for line in lines if "git revision" not in line] == [  # somebody may work on the checkout meanwhile
+    assert [
+        line for line in lines if "git revision" not in line
+    ] == [  # somebody may work on the checkout meanwhile
         "training changes: the learning rate of step 7 is 2.00e-03 instead of 1.70e-03",
         "  lr_scheduler.total_steps = 24, was 12",
         "  steps of the schedule (lr_scheduler.total_steps): 24, was 12",
@@ -224,16 +262,27 @@ def test_explain_says_what_would_be_loaded_and_what_differs_and_starts_nothing(u
     other = explained(*python("-m", "titan_lite.train", DEBUG, *options))
     assert other.returncode == 2
     assert re.search(r"^  data.shuffle = false, was true$", other.stdout, re.MULTILINE)
-    assert re.search(r"^error: .*step-6: the data cannot go on .*checkpoint.restart_data = true", other.stdout, re.MULTILINE)
+    assert re.search(
+        r"^error: .*step-6: the data cannot go on .*checkpoint.restart_data = true",
+        other.stdout,
+        re.MULTILINE,
+    )
     assert (sorted(folder.rglob("*")), (folder / "metrics.jsonl").read_bytes()) == before
 
 
 @pytest.mark.slow
 def test_explain_under_torchrun_speaks_once_and_without_a_checkpoint_says_so(tmp_path):
-    command = launcher(2, "-m", "titan_lite.train", DEBUG, "--job.dump_folder", tmp_path / "out", module=TORCHRUN)
+    command = launcher(
+        2, "-m", "titan_lite.train", DEBUG, "--job.dump_folder", tmp_path / "out", module=TORCHRUN
+    )
     result = explained(*command)
     assert result.returncode == 0
-    assert result.stdout.count(f"no step is loaded ({tmp_path}/out/checkpoint has none): the run starts from the") == 1
+    assert (
+        result.stdout.count(
+            f"no step is loaded ({tmp_path}/out/checkpoint has none): the run starts from the"
+        )
+        == 1
+    )
     result = explained(*command, *NO_CHECKPOINT)
     assert "no step is loaded (checkpoint.enable = false)" in result.stdout
     assert not (tmp_path / "out").exists()
@@ -249,7 +298,10 @@ def test_a_recipe_that_cannot_go_on_is_told_in_one_line_before_anything_starts(u
     assert "debug.seed = 4, was 0" in line
 
 
-RAMP = ["--training.global_batch_size=8", "--training.global_batch_ramp=4 until 3, 8 until 4, 12 until 5"]
+RAMP = [
+    "--training.global_batch_size=8",
+    "--training.global_batch_ramp=4 until 3, 8 until 4, 12 until 5",
+]
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +319,9 @@ def test_a_ramp_takes_the_same_windows_on_any_ranks_with_any_workers(ramped, tmp
     assert samples == ramped[1]
     assert losses(tmp_path) == pytest.approx(losses(ramped[0]), rel=1e-4)
     figures = read_metrics(tmp_path / "metrics.jsonl")
-    assert [values["tokens_seen"] for values in figures.values()] == [32 * count for count in (4, 8, 12, 20, 32, 40)]
+    assert [values["tokens_seen"] for values in figures.values()] == [
+        32 * count for count in (4, 8, 12, 20, 32, 40)
+    ]
     for step, size in zip(figures, (4, 4, 4, 8, 12, 8), strict=True):  # of the step's own sequences
         assert figures[step]["tps"] * figures[step]["step_time"] == pytest.approx(size * 32)
 
@@ -279,9 +333,14 @@ def test_killed_in_a_ramp_it_goes_on_bitwise(ramped, tmp_path):
         shutil.rmtree(tmp_path / f"checkpoint/step-{step}")
     (tmp_path / "metrics.jsonl").unlink()
     parts = [train("2 ranks", tmp_path, *RAMP, *steps(4))[0], train("2 ranks", tmp_path, *RAMP)[0]]
-    assert {step: found for part in parts for step, found in part.items()} == {step: ramped[1][step] for step in (3, 4, 5, 6)}
+    assert {step: found for part in parts for step, found in part.items()} == {
+        step: ramped[1][step] for step in (3, 4, 5, 6)
+    }
     assert losses(tmp_path) == {step: loss for step, loss in losses(ramped[0]).items() if step > 2}
-    assert json.loads((tmp_path / "checkpoint/step-6/state.json").read_text())["loader"]["windows"] == 40
+    assert (
+        json.loads((tmp_path / "checkpoint/step-6/state.json").read_text())["loader"]["windows"]
+        == 40
+    )
 
 
 def test_another_global_batch_goes_on_at_the_next_window(uninterrupted, at_step_2):
@@ -292,6 +351,8 @@ def test_another_global_batch_goes_on_at_the_next_window(uninterrupted, at_step_
     ]
     found = {step: Counter(counts) for part in parts for step, counts in part.items()}
     assert found[3] + found[4] == uninterrupted[1][3]
-    assert found[5] + found[6] == sum(map(Counter, (uninterrupted[1][step] for step in (4, 5, 6))), Counter())
+    assert found[5] + found[6] == sum(
+        map(Counter, (uninterrupted[1][step] for step in (4, 5, 6))), Counter()
+    )
     explanation = explained(*script(at_step_2, *OPTIONS, *steps(8, schedule=12)), NGPU=2)
     assert "step 7 has 8 sequences instead of 12" in explanation.stdout

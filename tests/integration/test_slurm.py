@@ -68,9 +68,17 @@ class Cluster:
 
     def __init__(self, folder):
         self.folder, self.daemons = folder, {}
-        self.environment = {**os.environ, **ENVIRONMENT, "NGPU": "1", "SLURM_CONF": f"{folder}/slurm.conf"}
+        self.environment = {
+            **os.environ,
+            **ENVIRONMENT,
+            "NGPU": "1",
+            "SLURM_CONF": f"{folder}/slurm.conf",
+        }
         conf = CONF.format(
-            host=socket.gethostname().partition(".")[0], ports=free_ports(3), user=getpass.getuser(), folder=folder
+            host=socket.gethostname().partition(".")[0],
+            ports=free_ports(3),
+            user=getpass.getuser(),
+            folder=folder,
         )
         (folder / "slurm.conf").write_text(conf)
         (folder / "state").mkdir()
@@ -78,8 +86,19 @@ class Cluster:
         (folder / "munge.key").write_bytes(os.urandom(128))
 
     def start(self):
-        files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "seed-file": "seed", "log-file": "log"}
-        self.daemon("munged", "--foreground", "--force", *(f"--{key}={self.folder}/munge.{end}" for key, end in files.items()))
+        files = {
+            "socket": "socket",
+            "key-file": "key",
+            "pid-file": "pid",
+            "seed-file": "seed",
+            "log-file": "log",
+        }
+        self.daemon(
+            "munged",
+            "--foreground",
+            "--force",
+            *(f"--{key}={self.folder}/munge.{end}" for key, end in files.items()),
+        )
         until((self.folder / "munge.socket").exists, self.logs)
         self.daemon("slurmctld", "-D", "-c")
         for node in ("n0", "n1"):
@@ -87,7 +106,13 @@ class Cluster:
         self.idle()
 
     def idle(self):
-        until(lambda: self.run("sinfo", "--noheader", "--format", "%T %D", check=False).strip() == "idle 2", self.logs)
+        until(
+            lambda: (
+                self.run("sinfo", "--noheader", "--format", "%T %D", check=False).strip()
+                == "idle 2"
+            ),
+            self.logs,
+        )
 
     def node(self, name):
         self.daemon("slurmd", "-D", "-N", name, name=name)
@@ -113,12 +138,18 @@ class Cluster:
             daemon.wait(30)
 
     def run(self, *command, check=True):
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
-        assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}{self.logs()}"
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=60
+        )
+        assert not check or done.returncode == 0, (
+            f"{command}: {done.stdout}{done.stderr}{self.logs()}"
+        )
         return done.stdout
 
     def logs(self):
-        return "\n".join(f"== {log.name}\n{log.read_text()[-4000:]}" for log in sorted(self.folder.glob("*.log")))
+        return "\n".join(
+            f"== {log.name}\n{log.read_text()[-4000:]}" for log in sorted(self.folder.glob("*.log"))
+        )
 
     def sbatch(self, folder, *options, slurm=(), **variables):
         return Job(self, Path(folder), options, slurm, variables)
@@ -141,13 +172,22 @@ class Job:
             *slurm,
         ]
         variables = {"LOGS": f"{folder}/logs", **variables}
-        command += [f"--export={','.join(['ALL', *(f'{name}={value}' for name, value in variables.items())])}"]
-        command += [f"{ROOT}/scripts/train.slurm", "train_configs/debug_model.toml", *LONGER, *options]
+        command += [
+            f"--export={','.join(['ALL', *(f'{name}={value}' for name, value in variables.items())])}"
+        ]
+        command += [
+            f"{ROOT}/scripts/train.slurm",
+            "train_configs/debug_model.toml",
+            *LONGER,
+            *options,
+        ]
         self.number = cluster.run(*command, "--job.dump_folder", f"{folder}/run").strip()
 
     def __getitem__(self, key):
         """Return a field of `scontrol show job`, such as JobState."""
-        return re.search(rf"\b{key}=(\S+)", self.cluster.run("scontrol", "show", "job", self.number))[1]
+        return re.search(
+            rf"\b{key}=(\S+)", self.cluster.run("scontrol", "show", "job", self.number)
+        )[1]
 
     @property
     def output(self):
@@ -161,7 +201,10 @@ class Job:
         until(lambda: self["JobState"] in states, self.told)
 
     def logged(self, step):
-        until(lambda: re.search(rf"step +{step}  loss", self.output) or self["JobState"] == "FAILED", self.told)
+        until(
+            lambda: re.search(rf"step +{step}  loss", self.output) or self["JobState"] == "FAILED",
+            self.told,
+        )
 
     def goes_on(self):
         """Back in the queue, where Slurm would let it wait two minutes; it rejects what starts in the second of the requeue."""
@@ -170,7 +213,11 @@ class Job:
         self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now+3")
 
     def ends(self):
-        until(lambda: self["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), self.told, 240)
+        until(
+            lambda: self["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"),
+            self.told,
+            240,
+        )
         print(self.told())
         return self["JobState"], self["ExitCode"]
 
@@ -198,7 +245,9 @@ def alone(cluster, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_two_nodes_train_to_the_end_and_a_signal_requeues_the_job_which_goes_on_exactly(alone, cluster, tmp_path):
+def test_two_nodes_train_to_the_end_and_a_signal_requeues_the_job_which_goes_on_exactly(
+    alone, cluster, tmp_path
+):
     assert "on n0 n1; rendezvous at 127.0.0.1:" in alone.output
     logs = sorted((alone.folder / "logs").iterdir())
     assert [log.name[:2] for log in logs] == ["0-", "1-"]  # and the host's name
@@ -206,7 +255,9 @@ def test_two_nodes_train_to_the_end_and_a_signal_requeues_the_job_which_goes_on_
 
     job = cluster.sbatch(tmp_path / "job")
     job.logged(5)
-    cluster.run("scancel", "--signal", "USR1", job.number)  # as `--signal` does, and a preemption with send_user_signal
+    cluster.run(
+        "scancel", "--signal", "USR1", job.number
+    )  # as `--signal` does, and a preemption with send_user_signal
     job.goes_on()
     told = r"SIGUSR1 received by rank \d(?: and 1 other)? at step (\d+): saving, then exiting \(code 75\)"
     stopped = int(re.search(told, job.output)[1])
@@ -279,7 +330,11 @@ def test_a_node_that_is_lost_requeues_the_job_which_goes_on_exactly(fate, alone,
 
 def processes_of(job, node):
     """Return the pids of the job's processes on a node, and of its step daemons."""
-    wanted = {f"SLURM_CONF={job.cluster.folder}/slurm.conf", f"SLURM_JOB_ID={job.number}", f"SLURMD_NODENAME={node}"}
+    wanted = {
+        f"SLURM_CONF={job.cluster.folder}/slurm.conf",
+        f"SLURM_JOB_ID={job.number}",
+        f"SLURMD_NODENAME={node}",
+    }
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:

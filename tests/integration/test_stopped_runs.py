@@ -19,7 +19,12 @@ from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, ROOT, SMALL, ev
 from titan_lite.metrics.records import read_metrics
 
 STEPS = 12
-OPTIONS = [*SMALL, *steps(STEPS), *every(4, validated=4, batches=2), "--training.global_batch_size=4"]
+OPTIONS = [
+    *SMALL,
+    *steps(STEPS),
+    *every(4, validated=4, batches=2),
+    "--training.global_batch_size=4",
+]
 OPTIONS += ["--checkpoint.keep_latest_k=0"]
 
 
@@ -31,7 +36,11 @@ def started(folder, *options, **environment):
 def with_fault(folder, *options, fault, ranks=2, restarts=0, module="titan_lite.launch"):
     """A run in which `fault` happens, see tests/faulty.py."""
     program = [ROOT / "tests/faulty.py", DEBUG, "--job.dump_folder", folder, *OPTIONS, *options]
-    return Job(f"{folder}.log", *launcher(ranks, *program, module=module, restarts=restarts), FAULT=json.dumps(fault))
+    return Job(
+        f"{folder}.log",
+        *launcher(ranks, *program, module=module, restarts=restarts),
+        FAULT=json.dumps(fault),
+    )
 
 
 def tensors(folder):
@@ -47,10 +56,14 @@ def tensors(folder):
 
 def same(folder, expected):
     """Bitwise: losses of every step, and what was trained."""
-    metrics, expected_metrics = (read_metrics(Path(run) / "metrics.jsonl") for run in (folder, expected))
+    metrics, expected_metrics = (
+        read_metrics(Path(run) / "metrics.jsonl") for run in (folder, expected)
+    )
     names = ("loss", "grad_norm", "validation_loss", "lr", "tokens_seen")
     for step, values in expected_metrics.items():
-        assert {n: v for n, v in metrics[step].items() if n in names} == {n: v for n, v in values.items() if n in names}
+        assert {n: v for n, v in metrics[step].items() if n in names} == {
+            n: v for n, v in values.items() if n in names
+        }
     assert metrics.keys() == expected_metrics.keys()
     found, trained = tensors(folder), tensors(expected)
     assert found.keys() == trained.keys()
@@ -59,7 +72,10 @@ def same(folder, expected):
 
 
 def saved_steps(folder):
-    return sorted(int(path.name.removeprefix("step-")) for path in (Path(folder) / "checkpoint").glob("step-*"))
+    return sorted(
+        int(path.name.removeprefix("step-"))
+        for path in (Path(folder) / "checkpoint").glob("step-*")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +105,9 @@ def test_a_run_that_is_stopped_twice_and_killed_once_is_the_run_left_alone(alone
     assert stopped in range(5, 10)
     assert saved_steps(folder)[-1] == stopped
 
-    run = with_fault(folder, fault={"at": "forward", "step": 10, "rank": 0, "signal": "SIGKILL"}, restarts=1)
+    run = with_fault(
+        folder, fault={"at": "forward", "step": 10, "rank": 0, "signal": "SIGKILL"}, restarts=1
+    )
     assert run.ended() == 0
     assert "restart 1 of 1: the attempt before ended in step 10" in run.output
     same(folder, alone)
@@ -101,11 +119,16 @@ def test_a_fault_that_repeats_at_the_same_step_is_not_restarted_again(tmp_path):
     run = with_fault(tmp_path / "run", *NO_VALIDATION, *NO_CHECKPOINT, fault=fault, restarts=3)
     assert run.ended() == 3
     assert run.output.count("\nfault: {") == 2
-    assert "error: step 2 failed twice in a row, the second time after a restart, so there is no further one" in run.output
+    assert (
+        "error: step 2 failed twice in a row, the second time after a restart, so there is no further one"
+        in run.output
+    )
 
 
 def fault(at, step, signal, *, rank=1, to="rank"):
-    return pytest.param({"at": at, "step": step, "rank": rank, "signal": signal, "to": to}, id=f"{at}-{signal}-{to}")
+    return pytest.param(
+        {"at": at, "step": step, "rank": rank, "signal": signal, "to": to}, id=f"{at}-{signal}-{to}"
+    )
 
 
 FAULTS = [  # and the step that is saved last
@@ -122,19 +145,31 @@ FAULTS = [  # and the step that is saved last
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "saved"), [pytest.param(*f.values, saved, id=f.id) for f, saved in FAULTS])
+@pytest.mark.parametrize(
+    ("fault", "saved"), [pytest.param(*f.values, saved, id=f.id) for f, saved in FAULTS]
+)
 def test_at_every_moment_it_stops_saved_and_goes_on_exactly(fault, saved, alone, tmp_path):
     folder = tmp_path / "run"
     run = with_fault(folder, fault=fault, restarts=2)
     assert run.ended() == 75
     assert "restart" not in run.output
     last = max(saved_steps(folder), default=0)
-    assert last in ((saved, saved + 1) if fault["to"] == "launcher" and fault["at"] == "forward" else (saved,))
+    assert last in (
+        (saved, saved + 1) if fault["to"] == "launcher" and fault["at"] == "forward" else (saved,)
+    )
     if fault["to"] == "rank":
-        then = "saving, then exiting" if fault["at"] in ("forward", "validation") and saved else "exiting"
-        assert f"{fault['signal']} received by rank 1 at step {saved}: {then} (code 75)" in run.output
+        then = (
+            "saving, then exiting"
+            if fault["at"] in ("forward", "validation") and saved
+            else "exiting"
+        )
+        assert (
+            f"{fault['signal']} received by rank 1 at step {saved}: {then} (code 75)" in run.output
+        )
     assert run.output.count("(code 75)") == 1
-    assert run.output.count(f"checkpoint written to {folder}/checkpoint/step-{saved}\n") == bool(saved)
+    assert run.output.count(f"checkpoint written to {folder}/checkpoint/step-{saved}\n") == bool(
+        saved
+    )
     again = started(folder)
     assert again.ended() == 0
     same(folder, alone)
@@ -143,9 +178,16 @@ def test_at_every_moment_it_stops_saved_and_goes_on_exactly(fault, saved, alone,
 @pytest.mark.slow
 def test_a_signal_in_the_last_step_leaves_the_exit_code_0(tmp_path):
     folder = tmp_path / "run"
-    run = with_fault(folder, *NO_VALIDATION, fault={"at": "forward", "step": STEPS, "rank": 1, "signal": "SIGTERM"})
+    run = with_fault(
+        folder,
+        *NO_VALIDATION,
+        fault={"at": "forward", "step": STEPS, "rank": 1, "signal": "SIGTERM"},
+    )
     assert run.ended() == 0
-    assert f"SIGTERM received by rank 1 at step {STEPS}: saving, then exiting, as the run is done" in run.output
+    assert (
+        f"SIGTERM received by rank 1 at step {STEPS}: saving, then exiting, as the run is done"
+        in run.output
+    )
     assert f"done: step {STEPS}" in run.output
     assert saved_steps(folder)[-1] == STEPS
 
@@ -153,7 +195,9 @@ def test_a_signal_in_the_last_step_leaves_the_exit_code_0(tmp_path):
 @pytest.mark.slow
 def test_while_it_compiles(alone, tmp_path):
     folder = tmp_path / "run"
-    run = with_fault(folder, *AOT_EAGER, fault={"at": "forward", "step": 1, "rank": 0, "signal": "SIGTERM"})
+    run = with_fault(
+        folder, *AOT_EAGER, fault={"at": "forward", "step": 1, "rank": 0, "signal": "SIGTERM"}
+    )
     assert run.ended() == 75
     assert "SIGTERM received by rank 0 at step 1: saving, then exiting (code 75)" in run.output
     assert started(folder, *AOT_EAGER).ended() == 0
@@ -166,9 +210,17 @@ def test_ranks_of_every_kind_of_parallelism_stop_at_the_same_step(kind, tmp_path
     layout = [f"--parallelism.{kind}_parallel_degree", "2", *NO_VALIDATION]
     for rank in (1, 2, 3):
         folder = tmp_path / str(rank)
-        run = with_fault(folder, *layout, fault={"at": "forward", "step": 2, "rank": rank, "signal": "SIGUSR1"}, ranks=4)
+        run = with_fault(
+            folder,
+            *layout,
+            fault={"at": "forward", "step": 2, "rank": rank, "signal": "SIGUSR1"},
+            ranks=4,
+        )
         assert run.ended() == 75
-        assert f"SIGUSR1 received by rank {rank} at step 2: saving, then exiting (code 75)" in run.output
+        assert (
+            f"SIGUSR1 received by rank {rank} at step 2: saving, then exiting (code 75)"
+            in run.output
+        )
         assert saved_steps(folder) == [2]
 
 
@@ -188,7 +240,9 @@ def test_a_signal_without_checkpoints_says_that_nothing_is_saved(tmp_path):
     fault = {"at": "forward", "step": 2, "rank": 1, "signal": "SIGTERM"}
     run = with_fault(tmp_path / "run", *NO_CHECKPOINT, fault=fault)
     assert run.ended() == 75
-    assert "at step 2: checkpoint.enable = false, so nothing is saved; exiting (code 75)" in run.output
+    assert (
+        "at step 2: checkpoint.enable = false, so nothing is saved; exiting (code 75)" in run.output
+    )
     assert saved_steps(tmp_path / "run") == []
 
 
@@ -200,7 +254,10 @@ def test_a_wrong_recipe_is_not_restarted(tmp_path):
 
 
 def ranks_of(process):
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    return [
+        int(pid)
+        for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ]
 
 
 def catches(process, number):
@@ -232,7 +289,10 @@ def test_a_storm_of_signals_at_any_moment_ends_in_75(at, tmp_path):
     sent = 0
     while run.process.poll() is None:
         with suppress(FileNotFoundError, ProcessLookupError):
-            for pid in (run.process.pid, *(ranks_of(run.process) if at in ("training", "saving") else ())):
+            for pid in (
+                run.process.pid,
+                *(ranks_of(run.process) if at in ("training", "saving") else ()),
+            ):
                 for name in ("SIGTERM", "SIGUSR1"):
                     os.kill(pid, getattr(signal, name))
                     sent += 1
@@ -256,7 +316,10 @@ def test_a_launcher_that_is_killed_takes_the_ranks_along_which_save(module, tmp_
         assert time.monotonic() < deadline, "a rank goes on"
         time.sleep(0.1)
     assert run.ended() == -signal.SIGKILL
-    assert re.search(r"the death of its launcher noticed by rank \d( and 1 other)? at step \d+: saving, then exiting", run.output)
+    assert re.search(
+        r"the death of its launcher noticed by rank \d( and 1 other)? at step \d+: saving, then exiting",
+        run.output,
+    )
     assert "to go on: torchrun --nproc-per-node 2 -m titan_lite.train " in run.output
     assert saved_steps(folder)
 
@@ -282,14 +345,26 @@ def test_killed_at_twenty_random_moments_it_is_the_run_left_alone(tmp_path):
     options = [*steps(120), "--validation.freq", "40"]
     assert started(tmp_path / "alone", *options, "--checkpoint.interval", "120").ended() == 0
     folder, chance = tmp_path / "run", random.Random(0)
-    run = started(folder, *options, "--checkpoint.interval", "1", "--checkpoint.keep_latest_k", "3", MAX_RESTARTS=20)
+    run = started(
+        folder,
+        *options,
+        "--checkpoint.interval",
+        "1",
+        "--checkpoint.keep_latest_k",
+        "3",
+        MAX_RESTARTS=20,
+    )
     reached = 0
     for _ in range(20):
-        run.logged(reached + 2)  # further than the last kill, which would look like a fault that repeats
+        run.logged(
+            reached + 2
+        )  # further than the last kill, which would look like a fault that repeats
         time.sleep(chance.uniform(0, 0.6))  # in a step or a save
         reached = max(int(step) for step in re.findall(r"step +(\d+)  loss", run.output))
         os.kill(chance.choice(ranks_of(run.process)), signal.SIGKILL)
     assert run.ended() == 0
-    assert run.output.count("by SIGKILL; all are started again") >= 15  # at times another rank's lost connection is seen first
+    assert (
+        run.output.count("by SIGKILL; all are started again") >= 15
+    )  # at times another rank's lost connection is seen first
     assert "restart 20 of 20" in run.output
     same(folder, tmp_path / "alone")

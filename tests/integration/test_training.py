@@ -35,7 +35,9 @@ def same(found, expected, names=("loss", "grad_norm", "validation_loss"), **tole
     for step, values in expected.items():
         for name in names:
             if name in values:
-                assert found[step][name] == (pytest.approx(values[name], **tolerance) if tolerance else values[name]), (
+                assert found[step][name] == (
+                    pytest.approx(values[name], **tolerance) if tolerance else values[name]
+                ), (
                     step,
                     name,
                 )
@@ -50,12 +52,21 @@ def uninterrupted(tmp_path_factory):
 
 def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_path):
     def files():
-        return {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*") if path.is_file()}
+        return {
+            path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*") if path.is_file()
+        }
 
     command = script(tmp_path, *OPTIONS)
     first = run(*command)
     assert first.returncode == 0
-    assert files() == {"config.toml", "metrics.jsonl", "events.jsonl", "tb", "checkpoint", "loss.png"}
+    assert files() == {
+        "config.toml",
+        "metrics.jsonl",
+        "events.jsonl",
+        "tb",
+        "checkpoint",
+        "loss.png",
+    }
     assert "layout: 2 ranks = dp_shard 2, each one CPU" in first.stdout
     said = [line.partition(" ")[2] for line in first.stdout.splitlines()]
     (end,) = (number for number, line in enumerate(said) if line.startswith("done: step 6, "))
@@ -64,16 +75,25 @@ def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_pa
         f"to look at: python -m titan_lite.report {tmp_path}; tensorboard --logdir {tmp_path}",
     ]
     assert re.search(r"5,770,496 parameters", first.stdout)
-    assert re.search(r"step +6  loss \d\.\d{4}  grad norm \S+  lr \S+  tps \S+  tflops \S+  memory \S+ GiB", first.stdout)
+    assert re.search(
+        r"step +6  loss \d\.\d{4}  grad norm \S+  lr \S+  tps \S+  tflops \S+  memory \S+ GiB",
+        first.stdout,
+    )
     assert "\033[" not in first.stdout  # colours are for terminals
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     metrics = read_metrics(tmp_path / "metrics.jsonl")
     assert list(metrics) == [0, 1, 2, 3, 4, 5, 6]
     assert metrics[1]["loss"] == pytest.approx(math.log(2048) + 1 / 32, abs=0.05)
     assert metrics[6]["validation_loss"] < metrics[0]["validation_loss"] - 0.1
-    assert {"loss", "grad_norm", "lr", "tps", "tflops", "memory_gib", "data_wait"} <= metrics[6].keys()
+    assert {"loss", "grad_norm", "lr", "tps", "tflops", "memory_gib", "data_wait"} <= metrics[
+        6
+    ].keys()
     assert "mfu" not in metrics[6]  # of a CPU no peak is stated
-    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["lock", "step-3", "step-6"]
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == [
+        "lock",
+        "step-3",
+        "step-6",
+    ]
 
     more = run(*command, *steps(8))
     assert more.returncode == 0
@@ -87,14 +107,24 @@ def test_the_main_job_writes_what_it_promises_and_goes_on_with_more_steps(tmp_pa
 
     events = [(event["event"], event["step"]) for event in read_run(tmp_path, "run").events]
     saved = [("start", 0), ("checkpoint", 3), ("checkpoint", 6), ("done", 6)]
-    assert events == [*saved, ("resume", 6), ("checkpoint", 8), ("done", 8), ("resume", 8), ("done", 8)]
+    assert events == [
+        *saved,
+        ("resume", 6),
+        ("checkpoint", 8),
+        ("done", 8),
+        ("resume", 8),
+        ("done", 8),
+    ]
     assert main([str(tmp_path)]) == 0
 
 
 LAYOUTS = {  # of other kinds: tests/distributed/test_layouts.py
     "1 rank": (1, []),
     "4 ranks": (4, []),
-    "2 ranks, communicating every microbatch": (2, ["--parallelism.fsdp_communication", "microbatch"]),
+    "2 ranks, communicating every microbatch": (
+        2,
+        ["--parallelism.fsdp_communication", "microbatch"],
+    ),
     "2 ranks, another local batch, deterministic, no loader process": (
         2,
         ["--training.local_batch_size", "1", "--debug.deterministic", "--data.num_workers", "0"],
@@ -103,7 +133,13 @@ LAYOUTS = {  # of other kinds: tests/distributed/test_layouts.py
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.slow if name.startswith(("4", "2 ranks, comm")) else ()) for name in LAYOUTS]
+    "layout",
+    [
+        pytest.param(
+            name, marks=pytest.mark.slow if name.startswith(("4", "2 ranks, comm")) else ()
+        )
+        for name in LAYOUTS
+    ],
 )
 def test_every_layout_has_the_same_loss_curve(layout, uninterrupted, tmp_path):
     ranks, options = LAYOUTS[layout]
@@ -115,7 +151,9 @@ COMPONENTS = [*AOT_EAGER, "--compile.components"]
 
 
 @pytest.mark.slow
-def test_model_and_loss_compiled_are_bitwise_the_eager_ones_and_the_optimizer_but_for_rounding(uninterrupted, tmp_path):
+def test_model_and_loss_compiled_are_bitwise_the_eager_ones_and_the_optimizer_but_for_rounding(
+    uninterrupted, tmp_path
+):
     options = [*OPTIONS, *steps(3)]
     expected = {step: values for step, values in uninterrupted[1].items() if step <= 3}
     same(trained(2, DEBUG, tmp_path / "two", *options, *COMPONENTS, "model,loss"), expected)
@@ -127,7 +165,13 @@ def test_model_and_loss_compiled_are_bitwise_the_eager_ones_and_the_optimizer_bu
 
 @pytest.mark.slow
 def test_all_components_compiled_by_inductor_train_as_the_eager_ones(uninterrupted, tmp_path):
-    options = [*OPTIONS, *steps(3), "--compile.enable", "--compile.components", "model,loss,optimizer"]
+    options = [
+        *OPTIONS,
+        *steps(3),
+        "--compile.enable",
+        "--compile.components",
+        "model,loss,optimizer",
+    ]
     expected = {step: values for step, values in uninterrupted[1].items() if step <= 3}
     same(trained(2, DEBUG, tmp_path, *options), expected, rel=2e-5)
 
@@ -140,14 +184,21 @@ def test_measured_bucketing_changes_no_number_and_leaves_its_receipt(tmp_path):
     result = train(2, DEBUG, tmp_path / "measured", *options, *compiled)
     assert result.returncode == 0
     same(read_metrics(tmp_path / "measured/metrics.jsonl"), eager)
-    ways = re.findall(r'bucketing "(\w+)": [\d.]+ s a step, 168 collectives -> (\d+)(; it stays)?', result.stdout)
+    ways = re.findall(
+        r'bucketing "(\w+)": [\d.]+ s a step, 168 collectives -> (\d+)(; it stays)?', result.stdout
+    )
     assert [(way, int(count)) for way, count, _ in ways][:2] == [("none", 168), ("block", 22)]
     assert [way for way, *_ in ways] == ["none", "block", "greedy", "auto"]
     assert sum(bool(stays) for *_, stays in ways) == 1
     forward, backward = json.loads((tmp_path / "measured/compile.json").read_text())
-    assert (forward["before"], backward["before"]) == ({"all_gather": 57}, {"all_gather": 54, "reduce_scatter": 57})
+    assert (forward["before"], backward["before"]) == (
+        {"all_gather": 57},
+        {"all_gather": 54, "reduce_scatter": 57},
+    )
     assert forward["timeline"]["exposed"] >= 0
-    assert {"timeline.png", "timeline.json"} <= {path.name for path in (tmp_path / "measured").iterdir()}
+    assert {"timeline.png", "timeline.json"} <= {
+        path.name for path in (tmp_path / "measured").iterdir()
+    }
     assert len(list((tmp_path / "measured/graphs").rglob("*_traced.txt"))) == 4 * 2  # by one rank
 
 
@@ -160,10 +211,24 @@ def trained_within(memory, folder, *options):
 
 @pytest.mark.slow
 def test_a_way_to_bucket_that_one_rank_has_no_memory_for_is_run_by_none(tmp_path):
-    options = [*OPTIONS, *steps(12), "--training.local_batch_size", "4", *NO_VALIDATION, *NO_CHECKPOINT]
+    options = [
+        *OPTIONS,
+        *steps(12),
+        "--training.local_batch_size",
+        "4",
+        *NO_VALIDATION,
+        *NO_CHECKPOINT,
+    ]
     expected = trained(2, DEBUG, tmp_path / "eager", *options)
     measured = [*options, *AOT_EAGER, "--compile.bucketing", "measured"]
-    run_ranks(2, trained_within, (math.inf, 1.0), str(tmp_path / "measured"), *map(str, measured), init=False)
+    run_ranks(
+        2,
+        trained_within,
+        (math.inf, 1.0),
+        str(tmp_path / "measured"),
+        *map(str, measured),
+        init=False,
+    )
     same(read_metrics(tmp_path / "measured/metrics.jsonl"), expected)
     forward = json.loads((tmp_path / "measured/compile.json").read_text())[0]
     assert len(forward["after"]) == forward["before"]["all_gather"] == 57  # as "none" leaves them
@@ -172,25 +237,40 @@ def test_a_way_to_bucket_that_one_rank_has_no_memory_for_is_run_by_none(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_buckets_change_no_number_in_a_pipeline(checkpointing, tmp_path):
-    layout = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.fsdp_communication", "microbatch"]
+    layout = [
+        "--parallelism.pipeline_parallel_degree",
+        "2",
+        "--parallelism.fsdp_communication",
+        "microbatch",
+    ]
     options = [*OPTIONS, *layout, "--activation_checkpoint.mode", checkpointing, *steps(10)]
     eager = trained(4, DEBUG, tmp_path / "eager", *options)
-    machine = tmp_path / "machine.toml"  # slow enough for Inductor's scheduler to hide, and so to merge, anything
+    machine = (
+        tmp_path / "machine.toml"
+    )  # slow enough for Inductor's scheduler to hide, and so to merge, anything
     machine.write_text('like = "H100"\nlaunch = 100\n')
     for bucketing in ("none", "block", "greedy", "auto"):
         compiled = [*AOT_EAGER, "--compile.bucketing", bucketing]
         compiled += ["--compile.machine", machine]
         same(trained(4, DEBUG, tmp_path / bucketing, *options, *compiled), eager)
         receipts = json.loads((tmp_path / bucketing / "compile.json").read_text())
-        assert [(receipt["pp_rank"], receipt["graph"]) for receipt in receipts if receipt["graph"] != "inference"] == [
-            (rank, graph) for rank in range(2) for graph in ("forward", "backward")
-        ]
+        assert [
+            (receipt["pp_rank"], receipt["graph"])
+            for receipt in receipts
+            if receipt["graph"] != "inference"
+        ] == [(rank, graph) for rank in range(2) for graph in ("forward", "backward")]
 
 
 def test_a_compiled_update_of_an_eager_model_reads_gradients_that_are_being_reduced(tmp_path):
     options = [*SMALL, "--model.n_layers=1", *steps(2), *NO_VALIDATION, *NO_CHECKPOINT]
     expected = trained(2, DEBUG, tmp_path / "eager", *options)
-    same(trained(2, DEBUG, tmp_path / "compiled", *options, *AOT_EAGER, "--compile.components=optimizer"), expected, rel=1e-5)
+    same(
+        trained(
+            2, DEBUG, tmp_path / "compiled", *options, *AOT_EAGER, "--compile.components=optimizer"
+        ),
+        expected,
+        rel=1e-5,
+    )
 
 
 def with_a_broken_optimizer(folder):
@@ -205,14 +285,21 @@ def with_a_broken_optimizer(folder):
 
 def test_what_cannot_be_compiled_ends_the_run_with_the_keys_to_change(tmp_path):
     ((message, cause),) = run_ranks(1, with_a_broken_optimizer, tmp_path, init=False)
-    assert re.fullmatch(r'compile.backend = "aot_eager" cannot compile the optimizer \(.+\); use compile.enable = false', message)
+    assert re.fullmatch(
+        r'compile.backend = "aot_eager" cannot compile the optimizer \(.+\); use compile.enable = false',
+        message,
+    )
     assert cause == "Unsupported"
 
 
 def test_another_seed_has_another_loss_and_gradient_norm(uninterrupted, tmp_path):
     metrics = trained(2, DEBUG, tmp_path, *OPTIONS, "--debug.seed", "1", *steps(1))
-    of_another, of_this = ([step["loss"], step["grad_norm"]] for step in (metrics[1], uninterrupted[1][1]))
-    assert of_another != pytest.approx(of_this, rel=1e-6)  # which are those of one seed on any layout, and near ln(vocabulary)
+    of_another, of_this = (
+        [step["loss"], step["grad_norm"]] for step in (metrics[1], uninterrupted[1][1])
+    )
+    assert of_another != pytest.approx(
+        of_this, rel=1e-6
+    )  # which are those of one seed on any layout, and near ln(vocabulary)
 
 
 def test_the_saved_recipe_trains_the_same_run_again(uninterrupted, tmp_path):
@@ -221,23 +308,34 @@ def test_the_saved_recipe_trains_the_same_run_again(uninterrupted, tmp_path):
     same(metrics, {step: values for step, values in expected.items() if step <= 6})
 
 
-KINDS = {"tp": "tensor_parallel_degree", "pp": "pipeline_parallel_degree", "cp": "context_parallel_degree"}
+KINDS = {
+    "tp": "tensor_parallel_degree",
+    "pp": "pipeline_parallel_degree",
+    "cp": "context_parallel_degree",
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [("4 tp", "2 pp"), ("2 pp", "2 cp")])  # data parallel: test_resuming.py
+@pytest.mark.parametrize(
+    ("before", "after"), [("4 tp", "2 pp"), ("2 pp", "2 cp")]
+)  # data parallel: test_resuming.py
 def test_a_checkpoint_goes_on_with_other_ranks(before, after, uninterrupted, tmp_path):
     for layout, at_end in ((before, 3), (after, 6)):
         ranks, kind = layout.split()
         degree = [f"--parallelism.{KINDS[kind]}", "2"] if kind in KINDS else []
         metrics = trained(int(ranks), DEBUG, tmp_path, *OPTIONS, *degree, *steps(at_end))
-    same(metrics, {step: values for step, values in uninterrupted[1].items() if step <= 6}, rel=2e-5)
+    same(
+        metrics, {step: values for step, values in uninterrupted[1].items() if step <= 6}, rel=2e-5
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--training.stepz", "3"], r"unknown option --training.stepz; did you mean training.steps\?"),
+        (
+            ["--training.stepz", "3"],
+            r"unknown option --training.stepz; did you mean training.steps\?",
+        ),
         ([*steps(0)], r"steps = 0: out of range"),
         (["--data.dataset", "local"], r"needs data.path"),
     ],
@@ -253,10 +351,22 @@ def test_a_wrong_recipe_ends_before_anything_starts(options, message, tmp_path):
 WRONG_FOR_THIS_RUN = [
     (["--model.flavor", "7B"], r'model.flavor = "7B": use one of debug, 1B'),
     (["--training.seq_len", "200000"], r"training.seq_len = 200000 .* use at most 131072"),
-    (["--model.tokenizer_path", "nowhere.model"], r"model.tokenizer_path = .*nowhere.model.* cannot be read"),
-    (["--data.dataset", "local", "--data.path", "nowhere/*.txt"], r"data.path = .*nowhere.* no file matches"),
-    (["--training.global_batch_size", "7"], r"global_batch_size = 7 is not a multiple .* use 6 or 8"),
-    (["--parallelism.data_parallel_shard_degree", "4"], r"data_parallel_shard_degree = 4: .* need 4 ranks, but 1 are"),
+    (
+        ["--model.tokenizer_path", "nowhere.model"],
+        r"model.tokenizer_path = .*nowhere.model.* cannot be read",
+    ),
+    (
+        ["--data.dataset", "local", "--data.path", "nowhere/*.txt"],
+        r"data.path = .*nowhere.* no file matches",
+    ),
+    (
+        ["--training.global_batch_size", "7"],
+        r"global_batch_size = 7 is not a multiple .* use 6 or 8",
+    ),
+    (
+        ["--parallelism.data_parallel_shard_degree", "4"],
+        r"data_parallel_shard_degree = 4: .* need 4 ranks, but 1 are",
+    ),
     (
         ["--parallelism.tensor_parallel_degree", "2"],
         r"the other degrees \((tp|pp) 2\) multiply to 2, which does not divide 1 ranks; start 2",
@@ -265,10 +375,19 @@ WRONG_FOR_THIS_RUN = [
         ["--parallelism.pipeline_parallel_degree", "2"],
         r"the other degrees \((tp|pp) 2\) multiply to 2, which does not divide 1 ranks; start 2",
     ),
-    (["--job.dump_folder", str(DEBUG)], r"job.dump_folder = .*debug_model.toml is no folder; use a folder"),
-    (["--profiling.enable_memory_snapshot"], r"profiling.enable_memory_snapshot = true: snapshots are of CUDA memory"),
     (
-        ["--parallelism.fsdp_reshard_after_forward=always", "--parallelism.fsdp_communication=step"],
+        ["--job.dump_folder", str(DEBUG)],
+        r"job.dump_folder = .*debug_model.toml is no folder; use a folder",
+    ),
+    (
+        ["--profiling.enable_memory_snapshot"],
+        r"profiling.enable_memory_snapshot = true: snapshots are of CUDA memory",
+    ),
+    (
+        [
+            "--parallelism.fsdp_reshard_after_forward=always",
+            "--parallelism.fsdp_communication=step",
+        ],
         r'use fsdp_communication = "microbatch"',
     ),
     (["--checkpoint.load_step", "9"], r"checkpoint.load_step = 9: there is no such step"),
@@ -280,7 +399,9 @@ def test_a_recipe_wrong_for_its_model_data_or_ranks_ends_with_one_line(options, 
     folder = tmp_path / "out"
     result = train(1, DEBUG, folder, *options)
     assert result.returncode == 2
-    *starting, line = result.stdout.splitlines()  # what torch is not needed for is told before it starts
+    *starting, line = (
+        result.stdout.splitlines()
+    )  # what torch is not needed for is told before it starts
     assert len(starting) == ("starting on 1 rank" in result.stdout)
     assert line.startswith("error: ")
     assert re.search(message, line)
@@ -288,7 +409,14 @@ def test_a_recipe_wrong_for_its_model_data_or_ranks_ends_with_one_line(options, 
 
 
 def test_one_process_needs_no_launcher_and_profiles(tmp_path):
-    options = ["--job.dump_folder", tmp_path, *OPTIONS, "--profiling.enable_profiling", "--profiling.profile_freq", "3"]
+    options = [
+        "--job.dump_folder",
+        tmp_path,
+        *OPTIONS,
+        "--profiling.enable_profiling",
+        "--profiling.profile_freq",
+        "3",
+    ]
     result = run(*python("-m", "titan_lite.train", DEBUG, *options))
     assert result.returncode == 0
     traces = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("rank-0.json"))
@@ -298,28 +426,49 @@ def test_one_process_needs_no_launcher_and_profiles(tmp_path):
 
 def test_a_broken_document_is_reported_by_the_rank_that_read_it(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
-    lines = [json.dumps({"text": f"document {i}: " + "words and more words " * 10}) for i in range(40)]
+    lines = [
+        json.dumps({"text": f"document {i}: " + "words and more words " * 10}) for i in range(40)
+    ]
     lines[33] = json.dumps({"txt": "no text"})
     corpus.write_text("\n".join(lines) + "\n")
-    options = ["--data.dataset", "local", "--data.path", corpus, "--no-data.shuffle", "--no-validation.enable"]
+    options = [
+        "--data.dataset",
+        "local",
+        "--data.path",
+        corpus,
+        "--no-data.shuffle",
+        "--no-validation.enable",
+    ]
     options += ["--data.validation_fraction", "0"]  # else it might be held out
     result = train(2, DEBUG, tmp_path / "out", *OPTIONS, *options, *steps(12))
     assert result.returncode != 0
-    told = (
-        r"error: \[rank \d\] .*corpus.jsonl, line 34: data.text_field = \"text\" is not a field of it; its fields with text: txt"
-    )
+    told = r"error: \[rank \d\] .*corpus.jsonl, line 34: data.text_field = \"text\" is not a field of it; its fields with text: txt"
     assert re.search(told, result.stdout)
 
 
 def bfloat16(folder):
-    config, _ = load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, "--training.mixed_precision_param", "bfloat16"])
+    config, _ = load_config(
+        DEBUG,
+        [
+            "--job.dump_folder",
+            str(folder),
+            *OPTIONS,
+            "--training.mixed_precision_param",
+            "bfloat16",
+        ],
+    )
     Trainer(config).train()
 
 
 def test_bfloat16_has_the_losses_of_float32_within_two_thousandths(uninterrupted, tmp_path):
     run_ranks(2, bfloat16, tmp_path, init=False)
     metrics = read_metrics(tmp_path / "metrics.jsonl")
-    same(metrics, {step: v for step, v in uninterrupted[1].items() if step <= 6}, names=("loss", "validation_loss"), rel=2e-3)
+    same(
+        metrics,
+        {step: v for step, v in uninterrupted[1].items() if step <= 6},
+        names=("loss", "validation_loss"),
+        rel=2e-3,
+    )
 
 
 def test_resuming_refuses_another_flavor_and_reports_a_longer_schedule(uninterrupted, tmp_path):
@@ -330,7 +479,10 @@ def test_resuming_refuses_another_flavor_and_reports_a_longer_schedule(uninterru
     assert "steps of the schedule (lr_scheduler.total_steps): 40, was 12" in result.stdout
     result = train(1, DEBUG, tmp_path, *OPTIONS, "--model.flavor", "1B")
     assert result.returncode != 0
-    assert re.search(r'error: .*it cannot go on: .*model.flavor = "1B", was "debug"; .* another job.dump_folder', result.stdout)
+    assert re.search(
+        r'error: .*it cannot go on: .*model.flavor = "1B", was "debug"; .* another job.dump_folder',
+        result.stdout,
+    )
 
 
 def test_gpus_that_torch_cannot_use_are_an_error_but_where_the_cpu_is_wanted(tmp_path):
@@ -344,7 +496,11 @@ def test_gpus_that_torch_cannot_use_are_an_error_but_where_the_cpu_is_wanted(tmp
     assert "torch cannot use the GPUs of this node (GPU 0: NVIDIA H100)" in line
     assert "driver 535.54; CUDA 13 needs driver 580" in line
     assert "set CUDA_VISIBLE_DEVICES= for CPU processes" in line
-    explain = ["--checkpoint.explain", "--job.dump_folder", tmp_path]  # ends after the GPUs were counted
+    explain = [
+        "--checkpoint.explain",
+        "--job.dump_folder",
+        tmp_path,
+    ]  # ends after the GPUs were counted
     assert run(ROOT / "run_train.sh", *explain, PATH=path, CUDA_VISIBLE_DEVICES="").returncode == 0
 
 
@@ -352,11 +508,17 @@ def test_gpus_that_torch_cannot_use_are_an_error_but_where_the_cpu_is_wanted(tmp
     ("environment", "said"),
     [
         ({"NGPU": "0"}, "NGPU=0: expected the number of processes"),
-        ({"NGPU": "99999999999999999999"}, "NGPU=99999999999999999999: expected the number of processes"),
+        (
+            {"NGPU": "99999999999999999999"},
+            "NGPU=99999999999999999999: expected the number of processes",
+        ),
         ({"OMP_NUM_THREADS": "abc"}, "OMP_NUM_THREADS=abc: expected a number of threads"),
         ({"NNODES": "two"}, "NNODES=two: expected the number of nodes"),
         ({"NNODES": "2"}, "NNODES=2 needs RDZV_ENDPOINT=HOST:PORT"),
-        ({"NNODES": "2", "RDZV_ENDPOINT": "no.such.host.invalid:29500"}, "this node knows no host no.such.host.invalid"),
+        (
+            {"NNODES": "2", "RDZV_ENDPOINT": "no.such.host.invalid:29500"},
+            "this node knows no host no.such.host.invalid",
+        ),
         ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS=-1: expected a number"),
         ({"CONFIG_FILE": "train_configs/debug.toml"}, "did you mean"),
     ],

@@ -29,7 +29,20 @@ class Hosts:
         for name in self.names:
             ip("netns", "add", name)
         first, second = self.names
-        ip("link", "add", "cable", "netns", first, "type", "veth", "peer", "name", "cable", "netns", second)
+        ip(
+            "link",
+            "add",
+            "cable",
+            "netns",
+            first,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable",
+            "netns",
+            second,
+        )
         for name, address in zip(self.names, self.addresses, strict=True):
             ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
             ip("-n", name, "link", "set", "lo", "up")
@@ -48,10 +61,17 @@ class Hosts:
         launchers = []
         for number, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
             command = ["ip", "netns", "exec", name, *script(folder, *LONGER, *options)]
-            nodes = {"NNODES": 2, "NGPU": 1, "NODE_RANK": number, "RDZV_ENDPOINT": f"{self.addresses[0]}:29500"}
+            nodes = {
+                "NNODES": 2,
+                "NGPU": 1,
+                "NODE_RANK": number,
+                "RDZV_ENDPOINT": f"{self.addresses[0]}:29500",
+            }
             nodes |= {"LOCAL_ADDR": address, "MAX_RESTARTS": restarts}
             # gloo asks the host name for an address, which is this machine's for both
-            launchers.append(Job(f"{folder}-{number}.log", *command, **nodes, GLOO_SOCKET_IFNAME="cable"))
+            launchers.append(
+                Job(f"{folder}-{number}.log", *command, **nodes, GLOO_SOCKET_IFNAME="cable")
+            )
         return launchers
 
 
@@ -76,7 +96,9 @@ def alone(tmp_path_factory):
     return folder
 
 
-def test_a_cable_that_is_cut_ends_both_with_a_message_and_another_start_goes_on_exactly(alone, hosts, tmp_path):
+def test_a_cable_that_is_cut_ends_both_with_a_message_and_another_start_goes_on_exactly(
+    alone, hosts, tmp_path
+):
     folder = tmp_path / "run"
     first, second = hosts.start(folder)
     first.logged(5)
@@ -84,8 +106,13 @@ def test_a_cable_that_is_cut_ends_both_with_a_message_and_another_start_goes_on_
     codes = [first.ended(), second.ended()]
     assert codes == [1, 1]
     for launcher in (first, second):
-        assert re.search(rf"hang: rank \d has made no progress for {LIMIT} s in step \d+", launcher.output)
-        assert re.search(r"error: (rank \d .* was the first to end, with|the other nodes .* with) exit code 1", launcher.output)
+        assert re.search(
+            rf"hang: rank \d has made no progress for {LIMIT} s in step \d+", launcher.output
+        )
+        assert re.search(
+            r"error: (rank \d .* was the first to end, with|the other nodes .* with) exit code 1",
+            launcher.output,
+        )
     assert "rank 1 gives no sign of life" in first.output
     assert "the store at 10.231.7.1:" in second.output  # which rank 0 has, and nobody can reach
     saved = saved_steps(folder)[-1]
@@ -115,7 +142,9 @@ def test_with_restarts_both_meet_again_when_the_cable_is_mended(alone, hosts, tm
     first.logged(5)
     hosts.cable("down")
     until = time.monotonic() + 60
-    while time.monotonic() < until and not ("first to end" in first.output and "hang:" in second.output):
+    while time.monotonic() < until and not (
+        "first to end" in first.output and "hang:" in second.output
+    ):
         time.sleep(0.1)
     hosts.cable("up")
     assert [first.ended(), second.ended()] == [0, 0]
@@ -126,7 +155,11 @@ def test_with_restarts_both_meet_again_when_the_cable_is_mended(alone, hosts, tm
 @pytest.mark.parametrize("killed", [1, 0])  # at the launcher of 0 the nodes meet
 def test_a_launcher_that_is_killed_on_one_host_stops_both_saved(killed, hosts, tmp_path):
     folder = tmp_path / "run"
-    endless = [*steps(100_000, schedule=-1), "--no-validation.enable", "--checkpoint.interval=100000"]
+    endless = [
+        *steps(100_000, schedule=-1),
+        "--no-validation.enable",
+        "--checkpoint.interval=100000",
+    ]
     launchers = hosts.start(folder, *endless, "--comm.train_timeout_seconds=60")
     launchers[0].logged(3)
     launchers[killed].process.kill()

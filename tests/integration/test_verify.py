@@ -18,10 +18,22 @@ def command(*arguments):
 
 
 def test_a_recipe_that_is_right_exits_with_0():
-    result = command(DEBUG, "--layouts", "dp_shard=2", "pp=3,tp=3", "--steps=2", "--activation_checkpoint.mode", "full")
+    result = command(
+        DEBUG,
+        "--layouts",
+        "dp_shard=2",
+        "pp=3,tp=3",
+        "--steps=2",
+        "--activation_checkpoint.mode",
+        "full",
+    )
     assert result.returncode == 0
-    assert re.search(r"^dp_shard=2 +2 +\d\.\de-\d\d +\d\.\de-\d\d +[\w.]+ +- +agrees$", result.stdout, re.M)
-    assert re.search(r"^pp=3,tp=3 +9 +not possible: .*does not divide the 8 attention heads", result.stdout, re.M)
+    assert re.search(
+        r"^dp_shard=2 +2 +\d\.\de-\d\d +\d\.\de-\d\d +[\w.]+ +- +agrees$", result.stdout, re.M
+    )
+    assert re.search(
+        r"^pp=3,tp=3 +9 +not possible: .*does not divide the 8 attention heads", result.stdout, re.M
+    )
     assert "tolerances, relative: loss 0.0001, gradient 0.0001" in result.stdout
 
 
@@ -34,7 +46,10 @@ def one_gradient_is_not_reduced(trainer):
 
     def broken(bucket, flat):
         gradients = zip(bucket.plans, rows_of(bucket, flat), strict=True)
-        return [gradient / 2 if plan.fqn == BROKEN and rank == 0 else gradient for plan, gradient in gradients]
+        return [
+            gradient / 2 if plan.fqn == BROKEN and rank == 0 else gradient
+            for plan, gradient in gradients
+        ]
 
     Bucket.rows_of = broken
 
@@ -69,7 +84,11 @@ def test_the_first_module_that_is_wrong_is_named(capfd):
 
 
 @pytest.mark.parametrize(
-    ("prepare", "verdict"), [(None, "agrees"), pytest.param(one_gradient_is_not_reduced, "DIFFERS", marks=pytest.mark.slow)]
+    ("prepare", "verdict"),
+    [
+        (None, "agrees"),
+        pytest.param(one_gradient_is_not_reduced, "DIFFERS", marks=pytest.mark.slow),
+    ],
 )
 def test_float8_has_a_reference_and_tolerances_of_its_own(prepare, verdict, capfd):
     assert verified(prepare, "--float8.enable", "--float8.all_gather") == (verdict == "agrees")
@@ -78,7 +97,9 @@ def test_float8_has_a_reference_and_tolerances_of_its_own(prepare, verdict, capf
     assert "tolerances, relative: loss 0.001, gradient 0.25, activations 0.02" in out
     assert re.search(rf"^dp_shard=2 .* {verdict}$", out, re.M)
     for dtype in ("bfloat16", "float32"):
-        (gradient,) = re.findall(rf"^float8 beside {dtype} +\d\.\de-\d\d  (\d\.\de-\d\d) ", out, re.M)
+        (gradient,) = re.findall(
+            rf"^float8 beside {dtype} +\d\.\de-\d\d  (\d\.\de-\d\d) ", out, re.M
+        )
         assert 0.05 < float(gradient) < 0.25
 
 
@@ -119,7 +140,10 @@ def exit_code(arguments):
         ([DEBUG, "--layouts"], r"argument --layouts: expected at least one argument"),
         ([DEBUG, "--steps", "none"], r"argument --steps: none: use an integer at least 1"),
         ([DEBUG, "--steps"], r"argument --steps: expected one argument"),
-        ([DEBUG, "--layouts=tp=3"], r"tensor_parallel_degree = 3 does not divide the 8 attention heads"),
+        (
+            [DEBUG, "--layouts=tp=3"],
+            r"tensor_parallel_degree = 3 does not divide the 8 attention heads",
+        ),
         ([DEBUG, "--training.stepz=3"], r"unknown option --training.stepz=3; did you mean"),
         ([DEBUG, "--model.flavor=7B"], r'model.flavor = "7B": use one of debug'),
         (["nowhere.toml"], r"nowhere.toml: no such recipe"),
@@ -187,9 +211,16 @@ def test_a_microbatch_of_a_twin_has_the_tokens_that_products_in_float8_need(csv)
 
 def test_a_twin_has_one_batch_and_the_documents_of_every_machine():
     ramp = ["--training.global_batch_size=64", "--training.global_batch_ramp=32 until 10"]
-    config, _ = load_config(RECIPES / "debug_model.toml", [*ramp, '--data.sources=[{dataset = "local", path = "web"}, {}]'])
+    config, _ = load_config(
+        RECIPES / "debug_model.toml",
+        [*ramp, '--data.sources=[{dataset = "local", path = "web"}, {}]'],
+    )
     small = twin(config, parse_layout("dp_shard=2"), steps=1)
-    assert (small.training.global_batch_ramp, small.data.sources, small.data.dataset) == ((), (), "stdlib")
+    assert (small.training.global_batch_ramp, small.data.sources, small.data.dataset) == (
+        (),
+        (),
+        "stdlib",
+    )
 
 
 def test_a_twin_compiles_by_the_same_passes_under_its_own_names():
@@ -202,7 +233,9 @@ def test_a_twin_compiles_by_the_same_passes_under_its_own_names():
     assert twin(config, parse_layout("dp_shard=2"), steps=1).compile.bucketing == "greedy"
 
 
-@pytest.mark.parametrize(("layout", "chunks"), [("tp=2", 4), ("dp_shard=2", 4), ("cp=4,tp=2", 4), ("cp=8,tp=2", 2)])
+@pytest.mark.parametrize(
+    ("layout", "chunks"), [("tp=2", 4), ("dp_shard=2", 4), ("cp=4,tp=2", 4), ("cp=8,tp=2", 2)]
+)
 def test_a_twin_cuts_its_few_tokens_into_chunks_too(layout, chunks):
     config, _ = load_config(RECIPES / "llama3_70b.toml", ["--compile.tensor_parallel_chunks=4"])
     assert twin(config, parse_layout(layout), steps=1).compile.tensor_parallel_chunks == chunks
@@ -214,25 +247,47 @@ def test_a_twin_needs_no_gpu_or_data_of_its_recipe_and_logs_nothing_elsewhere():
         "--training.mixed_precision_param=bfloat16",
         "--data.min_document_tokens=1000000",
     ]
-    config, _ = load_config(DEBUG, [*options, "--metrics.enable_wandb", "--metrics.compare_plan=always"])
+    config, _ = load_config(
+        DEBUG, [*options, "--metrics.enable_wandb", "--metrics.compare_plan=always"]
+    )
     small = twin(config, parse_layout("dp_shard=2"), steps=1)
     assert (small.training.attention_kernel, small.data.min_document_tokens) == ("auto", 0)
-    assert (small.metrics.enable_wandb, small.metrics.enable_tensorboard, small.metrics.compare_plan) == (False, False, "auto")
+    assert (
+        small.metrics.enable_wandb,
+        small.metrics.enable_tensorboard,
+        small.metrics.compare_plan,
+    ) == (False, False, "auto")
 
 
 def test_all_layouts_are_all_that_eight_processes_can_have():
     names = [name_of(layout) for layout in every_layout()]
     assert len(names) == len(set(names)) == 25
-    assert {"pp=2", "dp_shard=2,cp=2", "pp=2,dp_shard=2,tp=2", "dp_replicate=2,dp_shard=2,tp=2"} <= set(names)
+    assert {
+        "pp=2",
+        "dp_shard=2,cp=2",
+        "pp=2,dp_shard=2,tp=2",
+        "dp_replicate=2,dp_shard=2,tp=2",
+    } <= set(names)
 
 
 def test_a_comparison_sees_what_is_not_finite_and_what_is_missing():
-    one = verify.Observed({(0, 1): (2.0, 1.0)}, {1: 2.0}, {"w": torch.ones(3)}, {"a": torch.ones(3), "b": torch.ones(3)})
+    one = verify.Observed(
+        {(0, 1): (2.0, 1.0)},
+        {1: 2.0},
+        {"w": torch.ones(3)},
+        {"a": torch.ones(3), "b": torch.ones(3)},
+    )
     assert verify.compare(one, one).agrees
-    nan = verify.Observed({(0, 1): (2.0, 1.0)}, {1: 2.0}, {"w": torch.full((3,), torch.nan)}, one.activations)
+    nan = verify.Observed(
+        {(0, 1): (2.0, 1.0)}, {1: 2.0}, {"w": torch.full((3,), torch.nan)}, one.activations
+    )
     assert not verify.compare(nan, one).agrees
-    assert not verify.compare(verify.Observed({(0, 1): (torch.nan, 1.0)}, {1: 2.0}, one.gradients, one.activations), one).agrees
-    other_rank = verify.Observed({**one.losses, (1, 1): (-1.0, 1.0)}, one.validation, one.gradients, one.activations)
+    assert not verify.compare(
+        verify.Observed({(0, 1): (torch.nan, 1.0)}, {1: 2.0}, one.gradients, one.activations), one
+    ).agrees
+    other_rank = verify.Observed(
+        {**one.losses, (1, 1): (-1.0, 1.0)}, one.validation, one.gradients, one.activations
+    )
     assert verify.compare(other_rank, one).loss > 1
     missing = verify.Observed(one.losses, one.validation, one.gradients, {"a": torch.ones(3)})
     assert verify.compare(missing, one).module == "b"

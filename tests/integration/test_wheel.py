@@ -20,14 +20,30 @@ def environment(tmp_path_factory):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     quiet = ["-q", "--no-deps", "--disable-pip-version-check"]
-    built = run(sys.executable, "-m", "pip", "wheel", *quiet, "--no-build-isolation", "-w", folder, source, cwd=folder)
+    built = run(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        *quiet,
+        "--no-build-isolation",
+        "-w",
+        folder,
+        source,
+        cwd=folder,
+    )
     assert built.returncode == 0
     (wheel,) = folder.glob("*.whl")
     subprocess.run([sys.executable, "-m", "venv", folder / "env"], check=True)
     python = folder / "env/bin/python"
-    assert run(python, "-m", "pip", "install", *quiet, wheel, cwd=folder, PYTHONPATH=None).returncode == 0
+    assert (
+        run(python, "-m", "pip", "install", *quiet, wheel, cwd=folder, PYTHONPATH=None).returncode
+        == 0
+    )
     # A folder named by a .pth file is a folder of modules: the .pth files in it, such as this checkout's, mean nothing.
-    site = subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True).strip()
+    site = subprocess.check_output(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
+    ).strip()
     paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     with open(f"{site}/dependencies.pth", "w") as file:
         file.write("\n".join(paths))
@@ -35,7 +51,9 @@ def environment(tmp_path_factory):
 
 
 def titan_lite(folder, *arguments):
-    return run(folder / "env/bin/titan-lite", *arguments, cwd=folder, PYTHONPATH=None, PYTHONSAFEPATH=None)
+    return run(
+        folder / "env/bin/titan-lite", *arguments, cwd=folder, PYTHONPATH=None, PYTHONSAFEPATH=None
+    )
 
 
 def test_it_trains_the_debug_recipe_and_reports_it(environment):

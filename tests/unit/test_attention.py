@@ -13,7 +13,14 @@ from tiny import DEBUG
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_lite.attention import PACKAGES, attend_in_two_parts, check_kernel, documents_of, masks_by_kernel, use_kernel
+from titan_lite.attention import (
+    PACKAGES,
+    attend_in_two_parts,
+    check_kernel,
+    documents_of,
+    masks_by_kernel,
+    use_kernel,
+)
 from titan_lite.check import check_machine
 from titan_lite.config import ConfigError
 from titan_lite.config.recipe import load_config
@@ -23,24 +30,33 @@ from titan_lite.distributed.context_parallel import attend_to_the_past
 from titan_lite.models.llama3 import Attention, ModelConfig, Transformer, attention_mask
 
 BOS, ROWS, TOKENS = 1, 3, 24
-CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=64, max_seq_len=TOKENS)
+CONFIG = ModelConfig(
+    dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=64, max_seq_len=TOKENS
+)
 ours = torch.ops.titan_lite
 
 
 def random_heads(batch, queries, keys, dtype=torch.float64, heads=4, dim=8, device="cpu"):
     generator = torch.Generator().manual_seed(0)
     sizes = (queries, heads), (keys, heads // 2), (keys, heads // 2)
-    numbers = [torch.randn(batch, tokens, count, dim, generator=generator, dtype=torch.float64) for tokens, count in sizes]
+    numbers = [
+        torch.randn(batch, tokens, count, dim, generator=generator, dtype=torch.float64)
+        for tokens, count in sizes
+    ]
     return [each.to(device, dtype).requires_grad_() for each in numbers]
 
 
 def with_mask(q, k, v, mask):
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), mask).transpose(1, 2)
+    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), mask).transpose(
+        1, 2
+    )
 
 
 def gradients(out, inputs):
-    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    upstream = torch.randn(
+        out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     return torch.autograd.grad((out * upstream.to(out)).sum(), inputs)
 
 
@@ -79,7 +95,11 @@ def test_two_parts_are_an_operator_that_can_be_traced():
     inputs = random_heads(2, 5, 16)
     torch.library.opcheck(ours.flash_attention_in_two_parts.default, inputs)
     compiled = torch.compile(attend_in_two_parts, backend="aot_eager", fullgraph=True)
-    for one, other in zip(gradients(compiled(*inputs), inputs), gradients(attend_in_two_parts(*inputs), inputs), strict=True):
+    for one, other in zip(
+        gradients(compiled(*inputs), inputs),
+        gradients(attend_in_two_parts(*inputs), inputs),
+        strict=True,
+    ):
         assert torch.equal(one, other)
 
 
@@ -88,10 +108,18 @@ def test_two_parts_are_an_operator_that_can_be_traced():
 def test_what_context_parallelism_calls_on_a_gpu(kernel, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     with FakeTensorMode(), Calls() as calls:
-        q, k = (torch.empty(2, tokens, heads, 64, device="cuda", dtype=torch.bfloat16) for tokens, heads in ((8, 4), (32, 2)))
+        q, k = (
+            torch.empty(2, tokens, heads, 64, device="cuda", dtype=torch.bfloat16)
+            for tokens, heads in ((8, 4), (32, 2))
+        )
         attend_to_the_past(q, k, k, kernel=kernel)
-    ours, flash = "titan_lite.flash_attention_in_two_parts.default", "aten._scaled_dot_product_flash_attention.default"
-    assert [name for name in calls.names if "attention" in name] == [ours if kernel == "cudnn" else flash]
+    ours, flash = (
+        "titan_lite.flash_attention_in_two_parts.default",
+        "aten._scaled_dot_product_flash_attention.default",
+    )
+    assert [name for name in calls.names if "attention" in name] == [
+        ours if kernel == "cudnn" else flash
+    ]
     assert not any("repeat" in name or "ones" in name for name in calls.names)
 
 
@@ -132,7 +160,12 @@ def trained(by_kernel, mode="none", compiled=False):
         logits = model(rows_of_documents(), **told(by_kernel))
     with nullcontext() if compiled else backward:
         logits.square().mean().backward()
-    return logits, {name: parameter.grad for name, parameter in model.named_parameters()}, forward.names, backward.names
+    return (
+        logits,
+        {name: parameter.grad for name, parameter in model.named_parameters()},
+        forward.names,
+        backward.names,
+    )
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
@@ -151,7 +184,9 @@ def test_a_model_with_the_kernel_is_that_with_a_mask(packed_kernel, mode):
 def test_a_compiled_model_with_the_kernel_is_the_eager_one(packed_kernel):
     (found, ours, *_), (expected, theirs, *_) = trained(True, compiled=True), trained(True)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert all(torch.allclose(grad, theirs[name], rtol=1e-4, atol=1e-7) for name, grad in ours.items())
+    assert all(
+        torch.allclose(grad, theirs[name], rtol=1e-4, atol=1e-7) for name, grad in ours.items()
+    )
 
 
 def test_batches_with_other_documents_are_one_graph(packed_kernel):
@@ -162,7 +197,11 @@ def test_batches_with_other_documents_are_one_graph(packed_kernel):
         return graph.forward
 
     compiled = torch.compile(model, backend=keep, fullgraph=True)
-    for tokens in (rows_of_documents(), rows_of_documents().flip(0), torch.full((ROWS, TOKENS), BOS)):
+    for tokens in (
+        rows_of_documents(),
+        rows_of_documents().flip(0),
+        torch.full((ROWS, TOKENS), BOS),
+    ):
         compiled(tokens, document_begins(tokens, BOS), document_counts(tokens, BOS))
     assert len(graphs) == 1
 
@@ -174,13 +213,18 @@ def test_no_tensor_of_all_pairs_is_made(packed_kernel):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             results = func(*args, **(kwargs or {}))
             for each in results if isinstance(results, tuple) else (results,):
-                self.largest = max(self.largest, each.numel() if isinstance(each, torch.Tensor) else 0)
+                self.largest = max(
+                    self.largest, each.numel() if isinstance(each, torch.Tensor) else 0
+                )
             return results
 
     tokens = torch.full((1, 512), 5)
     model = Transformer(dataclasses.replace(CONFIG, max_seq_len=512))
     found = []
-    for documents in ({"begins": document_begins(tokens, BOS), "counts": document_counts(tokens, BOS)}, {"begins": tokens * 0}):
+    for documents in (
+        {"begins": document_begins(tokens, BOS), "counts": document_counts(tokens, BOS)},
+        {"begins": tokens * 0},
+    ):
         with Largest() as mode:
             model(tokens, **documents)
         found.append(mode.largest)
@@ -189,7 +233,12 @@ def test_no_tensor_of_all_pairs_is_made(packed_kernel):
 
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "cp", "takes"),
-    [("bfloat16", 128, 1, True), ("bfloat16", 128, 2, False), ("float32", 128, 1, False), ("bfloat16", 12, 1, False)],
+    [
+        ("bfloat16", 128, 1, True),
+        ("bfloat16", 128, 2, False),
+        ("float32", 128, 1, False),
+        ("bfloat16", 12, 1, False),
+    ],
 )
 def test_a_mask_stays_where_the_kernel_does_not_serve(dtype, head_dim, cp, takes, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
@@ -207,7 +256,8 @@ def test_a_kernel_that_cannot_be_had_is_refused(monkeypatch):
     check_kernel("auto")
     for kernel in ("cudnn", "FA2", "FA3"):
         with pytest.raises(
-            ConfigError, match=rf'^training.attention_kernel = "{kernel}": there is no NVIDIA GPU here; use "auto"$'
+            ConfigError,
+            match=rf'^training.attention_kernel = "{kernel}": there is no NVIDIA GPU here; use "auto"$',
         ):
             check_kernel(kernel)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -215,12 +265,14 @@ def test_a_kernel_that_cannot_be_had_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     check_kernel("FA2")
     with pytest.raises(
-        ConfigError, match=r'"FA4" needs a GPU of compute capability 9.x or 10.x, and NVIDIA A100 has 8.0; use "auto"'
+        ConfigError,
+        match=r'"FA4" needs a GPU of compute capability 9.x or 10.x, and NVIDIA A100 has 8.0; use "auto"',
     ):
         check_kernel("FA4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     with pytest.raises(
-        ConfigError, match=r'"FA3" needs the package flash_attn_interface, which is not installed here; use "auto" or'
+        ConfigError,
+        match=r'"FA3" needs the package flash_attn_interface, which is not installed here; use "auto" or',
     ):
         check_kernel("FA3")
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
@@ -231,7 +283,10 @@ def test_a_kernel_that_cannot_be_had_is_refused(monkeypatch):
 def test_a_kernel_that_sums_in_any_order_is_refused_where_a_run_is_to_be_repeated(monkeypatch):
     monkeypatch.setattr("titan_lite.check.check_kernel", lambda kernel: None)
     config, _ = load_config(DEBUG, ["--training.attention_kernel=cudnn", "--debug.deterministic"])
-    with pytest.raises(ConfigError, match=r'debug.deterministic = true: attention_kernel = "cudnn" sums gradients in any order'):
+    with pytest.raises(
+        ConfigError,
+        match=r'debug.deterministic = true: attention_kernel = "cudnn" sums gradients in any order',
+    ):
         check_machine(config)
 
 
@@ -254,7 +309,9 @@ def test_cudnn_comes_first_or_not_at_all(as_before):
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def test_a_newer_flash_attention_takes_the_place_of_the_operators_that_are_called(as_before, monkeypatch):
+def test_a_newer_flash_attention_takes_the_place_of_the_operators_that_are_called(
+    as_before, monkeypatch
+):
     names = ("_flash_attention_forward", "_flash_attention_backward")
     names += ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
 
@@ -273,7 +330,10 @@ def test_a_newer_flash_attention_takes_the_place_of_the_operators_that_are_calle
 
 def test_a_broken_package_is_told_of(as_before, monkeypatch):
     monkeypatch.setitem(sys.modules, PACKAGES["FA3"], None)
-    with pytest.raises(ConfigError, match=r'^training.attention_kernel = "FA3" cannot be loaded \(.+\); use "auto" or "FA2"$'):
+    with pytest.raises(
+        ConfigError,
+        match=r'^training.attention_kernel = "FA3" cannot be loaded \(.+\); use "auto" or "FA2"$',
+    ):
         use_kernel("FA3")
 
 

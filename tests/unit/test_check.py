@@ -17,7 +17,9 @@ from titan_lite.describe import without_effect
 from titan_lite.layout import make_layout
 
 ROOT = Path(__file__).parents[2]
-DEBUG = ROOT / "train_configs/debug_model.toml"  # 6 layers, 8 heads, 4 key/value heads, 256 tokens, batches of 2 of 8
+DEBUG = (
+    ROOT / "train_configs/debug_model.toml"
+)  # 6 layers, 8 heads, 4 key/value heads, 256 tokens, batches of 2 of 8
 
 
 @pytest.fixture(autouse=True)
@@ -68,9 +70,15 @@ SHORT = {
 }
 
 WRONG = {
-    "more copies than ranks": Wrong(2, "replicate=4", ("multiply to 4", "start 4 ranks"), "replicate=2"),
-    "copies that do not divide": Wrong(8, "replicate=3 global=24", ("not divide 8 ranks", "start 9 ranks"), "global=36", 9),
-    "too few ranks": Wrong(4, "shard=8 global=16", ("data_parallel_shard_degree = 8", "NGPU=8"), "shard=4"),
+    "more copies than ranks": Wrong(
+        2, "replicate=4", ("multiply to 4", "start 4 ranks"), "replicate=2"
+    ),
+    "copies that do not divide": Wrong(
+        8, "replicate=3 global=24", ("not divide 8 ranks", "start 9 ranks"), "global=36", 9
+    ),
+    "too few ranks": Wrong(
+        4, "shard=8 global=16", ("data_parallel_shard_degree = 8", "NGPU=8"), "shard=4"
+    ),
     "too many ranks": Wrong(8, "shard=4", ("need 4 ranks, but 8", "NGPU=4"), "", 4),
     "product of all five": Wrong(
         8,
@@ -78,13 +86,30 @@ WRONG = {
         ("(pp 2 x dp_replicate 2 x dp_shard 2 x cp 2 x tp 2) need 32",),
         "cp=1 replicate=1",
     ),
-    "pipeline alone larger than the ranks": Wrong(2, "pp=4", ("(pp 4) multiply to 4", "start 4 ranks"), "pp=2"),
-    "heads by tp": Wrong(
-        3, "tp=3 global=-1", ("tensor_parallel_degree = 3 does not divide the 8 attention heads", "use 1 or 2 or 4"), "tp=1"
+    "pipeline alone larger than the ranks": Wrong(
+        2, "pp=4", ("(pp 4) multiply to 4", "start 4 ranks"), "pp=2"
     ),
-    "key/value heads by tp": Wrong(8, "tp=8", ("degree = 8 does not divide the 4 key/value heads", "use 1 or 2 or 4"), "tp=4"),
-    "sequence by tp": Wrong(2, "tp=2 seq_len=255", ("does not divide the 255 tokens of training.seq_len",), "seq_len=256"),
-    "sequence by cp": Wrong(2, "cp=2 seq_len=250", ("context_parallel_degree = 2", "2 x 2 chunks", "248 or 252"), "seq_len=252"),
+    "heads by tp": Wrong(
+        3,
+        "tp=3 global=-1",
+        ("tensor_parallel_degree = 3 does not divide the 8 attention heads", "use 1 or 2 or 4"),
+        "tp=1",
+    ),
+    "key/value heads by tp": Wrong(
+        8, "tp=8", ("degree = 8 does not divide the 4 key/value heads", "use 1 or 2 or 4"), "tp=4"
+    ),
+    "sequence by tp": Wrong(
+        2,
+        "tp=2 seq_len=255",
+        ("does not divide the 255 tokens of training.seq_len",),
+        "seq_len=256",
+    ),
+    "sequence by cp": Wrong(
+        2,
+        "cp=2 seq_len=250",
+        ("context_parallel_degree = 2", "2 x 2 chunks", "248 or 252"),
+        "seq_len=252",
+    ),
     "sequence by cp and tp": Wrong(
         4,
         "cp=2 tp=2 seq_len=252",
@@ -92,9 +117,14 @@ WRONG = {
         "seq_len=248",
     ),
     "global batch by data-parallel degree": Wrong(
-        4, "batch=4 global=24", ("global_batch_size = 24", "4 x 4 = 16", "use 16 or 32"), "global=32"
+        4,
+        "batch=4 global=24",
+        ("global_batch_size = 24", "4 x 4 = 16", "use 16 or 32"),
+        "global=32",
     ),
-    "global batch smaller than one round": Wrong(8, "batch=2 global=8", ("2 x 8 = 16; use 16",), "global=16"),
+    "global batch smaller than one round": Wrong(
+        8, "batch=2 global=8", ("2 x 8 = 16; use 16",), "global=16"
+    ),
     "batch by microbatches": Wrong(
         2,
         "pp=2 batch=4 microbatch=3",
@@ -102,24 +132,47 @@ WRONG = {
         "microbatch=2",
     ),
     "fewer microbatches than stages": Wrong(
-        4, "pp=4 batch=2", ('schedule = "1F1B" needs as many', "= 2 microbatches", '4 of them, or "GPipe"'), "schedule=GPipe"
+        4,
+        "pp=4 batch=2",
+        ('schedule = "1F1B" needs as many', "= 2 microbatches", '4 of them, or "GPipe"'),
+        "schedule=GPipe",
     ),
     "microbatches by rounds": Wrong(
-        2, "pp=2 batch=5 global=5 schedule=Interleaved1F1B", ("goes in 2 rounds", "4 or 6 of them"), "batch=6 global=6"
+        2,
+        "pp=2 batch=5 global=5 schedule=Interleaved1F1B",
+        ("goes in 2 rounds", "4 or 6 of them"),
+        "batch=6 global=6",
     ),
-    "layers by stages": Wrong(9, "pp=9 batch=9 global=9", ("9 stages for 6 layers give -1, 1, 1",), "pp=3", 3),
+    "layers by stages": Wrong(
+        9, "pp=9 batch=9 global=9", ("9 stages for 6 layers give -1, 1, 1",), "pp=3", 3
+    ),
     "more stages than layers": Wrong(
-        8, "pp=8 batch=8 global=8 schedule=Interleaved1F1B", ("16 stages for 6 layers",), "pp=2 batch=8", 2
+        8,
+        "pp=8 batch=8 global=8 schedule=Interleaved1F1B",
+        ("16 stages for 6 layers",),
+        "pp=2 batch=8",
+        2,
     ),
-    "a first stage with less than nothing": Wrong(2, "pp=2 less=9", ("give -1, 7", "first_stage_less_layers"), "less=1"),
+    "a first stage with less than nothing": Wrong(
+        2, "pp=2 less=9", ("give -1, 7", "first_stage_less_layers"), "less=1"
+    ),
     "virtual stages of 1F1B": Wrong(
-        2, "pp=2 stages=2", ('stages_per_rank = 2: pipeline_parallel_schedule = "1F1B" has 1;', '"Interleaved1F1B"'), "stages=-1"
+        2,
+        "pp=2 stages=2",
+        ('stages_per_rank = 2: pipeline_parallel_schedule = "1F1B" has 1;', '"Interleaved1F1B"'),
+        "stages=-1",
     ),
     "one virtual stage, interleaved": Wrong(
-        2, "pp=2 stages=1 schedule=Interleaved1F1B", ("stages_per_rank = 1", "has 2 or more"), "stages=2"
+        2,
+        "pp=2 stages=1 schedule=Interleaved1F1B",
+        ("stages_per_rank = 1", "has 2 or more"),
+        "stages=2",
     ),
     "three virtual stages of ZBV": Wrong(
-        2, "pp=2 stages=3 schedule=ZBVZeroBubble", ("stages_per_rank = 3", '"ZBVZeroBubble" has 2;'), "stages=2"
+        2,
+        "pp=2 stages=3 schedule=ZBVZeroBubble",
+        ("stages_per_rank = 3", '"ZBVZeroBubble" has 2;'),
+        "stages=2",
     ),
     "ZBV compiled": Wrong(
         2,
@@ -134,7 +187,10 @@ WRONG = {
         "components=optimizer",
     ),
     "ZBV with checkpointing": Wrong(
-        2, "pp=2 schedule=ZBVZeroBubble ac=full", ("cuts backward in two", 'mode = "none" or "Interleaved1F1B"'), "ac=none"
+        2,
+        "pp=2 schedule=ZBVZeroBubble ac=full",
+        ("cuts backward in two", 'mode = "none" or "Interleaved1F1B"'),
+        "ac=none",
     ),
     "tied weights in a pipeline": Wrong(
         2,
@@ -143,9 +199,17 @@ WRONG = {
         "flavor=8B",
     ),
     "a split at no module": Wrong(
-        2, "pp=2 points=layers.9", ("there is no module layers.9", "layers.0 to layers.5"), "points=layers.3"
+        2,
+        "pp=2 points=layers.9",
+        ("there is no module layers.9", "layers.0 to layers.5"),
+        "points=layers.3",
     ),
-    "too many splits": Wrong(2, "pp=2 points=layers.2,layers.4", ("makes 3 stages, but the schedule has 2",), "points=layers.4"),
+    "too many splits": Wrong(
+        2,
+        "pp=2 points=layers.2,layers.4",
+        ("makes 3 stages, but the schedule has 2",),
+        "points=layers.4",
+    ),
     "splits in another order": Wrong(
         3,
         "pp=3 batch=4 global=4 points=layers.4,layers.2",
@@ -161,19 +225,35 @@ WRONG = {
     "always resharded, but for one block": Wrong(
         2,
         "shard=2 every=microbatch reshard=always keep=layers.5",
-        ('fsdp_keep_gathered = ["layers.5"]', 'fsdp_reshard_after_forward = "always"', '"default"', "[]"),
+        (
+            'fsdp_keep_gathered = ["layers.5"]',
+            'fsdp_reshard_after_forward = "always"',
+            '"default"',
+            "[]",
+        ),
         "reshard=default",
     ),
     "a block to keep that is not there": Wrong(
         2,
         "shard=2 keep=layers.5,layers.6,norm",
-        ('fsdp_keep_gathered = [layers.5, layers.6, norm]: "layers.6" has no', "flavor debug", "layers.0 to layers.5"),
+        (
+            'fsdp_keep_gathered = [layers.5, layers.6, norm]: "layers.6" has no',
+            "flavor debug",
+            "layers.0 to layers.5",
+        ),
         "keep=layers.5,norm",
     ),
-    "half a name to keep": Wrong(2, "shard=2 keep=out", ('"out" has no parameter', "norm, output or"), "keep=output"),
-    "a schedule that is not there": Wrong(2, "pp=2 csv=nowhere.csv", ("schedule_csv = ", "nowhere.csv", "2 rows"), "csv="),
+    "half a name to keep": Wrong(
+        2, "shard=2 keep=out", ('"out" has no parameter', "norm, output or"), "keep=output"
+    ),
+    "a schedule that is not there": Wrong(
+        2, "pp=2 csv=nowhere.csv", ("schedule_csv = ", "nowhere.csv", "2 rows"), "csv="
+    ),
     "async TP without TP": Wrong(
-        2, "async_tp=true", ("enable_async_tensor_parallel = true", "tensor_parallel_degree"), "async_tp=false"
+        2,
+        "async_tp=true",
+        ("enable_async_tensor_parallel = true", "tensor_parallel_degree"),
+        "async_tp=false",
     ),
     "bucketing by a plan that names nothing": Wrong(
         2,
@@ -196,13 +276,19 @@ WRONG = {
     "nothing left to bucket": Wrong(
         2,
         "compile=true backend=aot_eager bucketing=greedy every=step",
-        ('compile.bucketing = "greedy"', 'fsdp_communication = "microbatch" or bucketing = "block"'),
+        (
+            'compile.bucketing = "greedy"',
+            'fsdp_communication = "microbatch" or bucketing = "block"',
+        ),
         "bucketing=block",
     ),
     "nothing left to coalesce": Wrong(
         2,
         "compile=true backend=aot_eager travel=coalesced every=step",
-        ('compile.bucket_mode = "coalesced"', 'fsdp_communication = "microbatch" or bucket_mode = "copy"'),
+        (
+            'compile.bucket_mode = "coalesced"',
+            'fsdp_communication = "microbatch" or bucket_mode = "copy"',
+        ),
         "travel=copy",
     ),
     "too few steps to measure": Wrong(
@@ -215,10 +301,16 @@ WRONG = {
         "steps=12",
     ),
     "an unknown machine": Wrong(
-        2, "compile=true backend=aot_eager machine=H1000", ('compile.machine = "H1000"', "H100"), "machine=H100"
+        2,
+        "compile=true backend=aot_eager machine=H1000",
+        ('compile.machine = "H1000"', "H100"),
+        "machine=H100",
     ),
     "async TP without a compiler": Wrong(
-        2, "async_tp=true tp=2", ("enable_async_tensor_parallel = true", "compile.enable = true"), "async_tp=false"
+        2,
+        "async_tp=true tp=2",
+        ("enable_async_tensor_parallel = true", "compile.enable = true"),
+        "async_tp=false",
     ),
     "async TP without a compiled model": Wrong(
         2,
@@ -227,7 +319,10 @@ WRONG = {
         "async_tp=false",
     ),
     "async TP without a GPU": Wrong(
-        2, "async_tp=true tp=2 compile=true", ("enable_async_tensor_parallel = true", "GPU"), "async_tp=false"
+        2,
+        "async_tp=true tp=2 compile=true",
+        ("enable_async_tensor_parallel = true", "GPU"),
+        "async_tp=false",
     ),
 }
 
@@ -235,7 +330,9 @@ WRONG = {
 def checked(ranks, *keys):
     pairs = dict(pair.split("=", 1) for part in keys for pair in part.split())
     options = [f"--{SHORT[key]}={value}" for key, value in pairs.items()]
-    config, _ = load_config(DEBUG, [*options, f"--model.tokenizer_path={ROOT / 'assets/tokenizer/debug.model'}"])
+    config, _ = load_config(
+        DEBUG, [*options, f"--model.tokenizer_path={ROOT / 'assets/tokenizer/debug.model'}"]
+    )
     return check(config, make_layout(config, ranks))
 
 
@@ -291,8 +388,14 @@ def test_layouts_that_can_be(ranks, keys):
             "activation_checkpoint.selective_ac_option=2",
             'selective_ac_option = 2 has no effect: activation_checkpoint.mode = "none"',
         ),
-        ("compile.backend=aot_eager", "compile.backend = aot_eager has no effect: compile.enable = false"),
-        ("compile.bucketing=none", "compile.bucketing = none has no effect: compile.enable = false"),
+        (
+            "compile.backend=aot_eager",
+            "compile.backend = aot_eager has no effect: compile.enable = false",
+        ),
+        (
+            "compile.bucketing=none",
+            "compile.bucketing = none has no effect: compile.enable = false",
+        ),
         (
             "parallelism.fsdp_reshard_after_forward=never parallelism.fsdp_keep_gathered=layers.5",
             "fsdp_keep_gathered = ('layers.5',) has no effect: parallelism.fsdp_reshard_after_forward = \"never\"",
@@ -301,7 +404,10 @@ def test_layouts_that_can_be(ranks, keys):
             "activation_checkpoint.mode=full parallelism.fsdp_keep_gathered=layers.5.attention,output.weight,norm",
             'fsdp_keep_gathered: layers.5.attention has no effect: activation_checkpoint.mode = "full" reads',
         ),
-        ("parallelism.fsdp_keep_gathered=tok_embeddings.weight", "tok_embeddings.weight has no effect: backward of a look-up"),
+        (
+            "parallelism.fsdp_keep_gathered=tok_embeddings.weight",
+            "tok_embeddings.weight has no effect: backward of a look-up",
+        ),
         (
             "model.flavor=1B activation_checkpoint.mode=full parallelism.fsdp_keep_gathered=tok_embeddings,layers.0",
             "fsdp_keep_gathered: layers.0 has no effect",
@@ -315,28 +421,48 @@ def test_layouts_that_can_be(ranks, keys):
             "parallelism.fsdp_keep_gathered=layers.3,layers.4,layers",
             "fsdp_keep_gathered: layers.4 has no effect",
         ),
-        ("compile.components=loss", "compile.components = ('loss',) has no effect: compile.enable = false"),
+        (
+            "compile.components=loss",
+            "compile.components = ('loss',) has no effect: compile.enable = false",
+        ),
         (
             "compile.enable compile.components=loss,optimizer compile.bucketing=none",
             "compile.bucketing = none has no effect: the model is not in compile.components",
         ),
-        ("data.text_field=content", 'data.text_field = content has no effect: data.dataset = "stdlib"'),
+        (
+            "data.text_field=content",
+            'data.text_field = content has no effect: data.dataset = "stdlib"',
+        ),
         (
             "data.dataset=prepared data.path=books data.validation_fraction=0.1",
             'data.validation_fraction = 0.1 has no effect: data.dataset = "prepared"',
         ),
-        ("data.max_bad_documents=9", 'data.max_bad_documents = 9 has no effect: data.dataset = "stdlib"'),
+        (
+            "data.max_bad_documents=9",
+            'data.max_bad_documents = 9 has no effect: data.dataset = "stdlib"',
+        ),
         (
             "data.dataset=local data.path=x data.max_bad_documents=9",
             'data.max_bad_documents = 9 has no effect: data.on_bad_document = "error"',
         ),
-        ("training.spike_sigmas=3", "training.spike_sigmas = 3.0 has no effect: training.spike_window = 0"),
-        ("comm.compile_timeout_seconds=3", "comm.compile_timeout_seconds = 3 has no effect: compile.enable = false"),
-        ("data.num_workers=0 data.prefetch=9", "data.prefetch = 9 has no effect: data.num_workers = 0"),
+        (
+            "training.spike_sigmas=3",
+            "training.spike_sigmas = 3.0 has no effect: training.spike_window = 0",
+        ),
+        (
+            "comm.compile_timeout_seconds=3",
+            "comm.compile_timeout_seconds = 3 has no effect: compile.enable = false",
+        ),
+        (
+            "data.num_workers=0 data.prefetch=9",
+            "data.prefetch = 9 has no effect: data.num_workers = 0",
+        ),
     ],
 )
 def test_a_key_without_effect_is_told(options, line):
-    (found,) = idle_keys(["--training.global_batch_size=-1", *(f"--{option}" for option in options.split())])
+    (found,) = idle_keys(
+        ["--training.global_batch_size=-1", *(f"--{option}" for option in options.split())]
+    )
     assert line in found
 
 
@@ -348,7 +474,10 @@ def idle_keys(options, recipe=DEBUG, ranks=2):
 def test_what_is_kept_is_told_to_be_kept_anyway_where_all_weights_are_for_a_step():
     options = ["--parallelism.fsdp_keep_gathered=layers.5", "--activation_checkpoint.mode=full"]
     (found,) = idle_keys(options)
-    assert 'has no effect: fsdp_communication = "step" keeps all weights gathered for the 2 microbatches' in found
+    assert (
+        'has no effect: fsdp_communication = "step" keeps all weights gathered for the 2 microbatches'
+        in found
+    )
     assert idle_keys([*options[:1], "--parallelism.fsdp_communication=microbatch"]) == []
 
 
@@ -362,8 +491,13 @@ def test_weights_and_biases_must_be_installed_where_they_are_asked_for(monkeypat
     (tmp_path / "wandb").mkdir()  # where it keeps its files
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    config, _ = load_config(DEBUG, ["--metrics.enable_wandb", "--job.dump_folder", str(tmp_path / "out")])
-    with pytest.raises(ConfigError, match=r"metrics.enable_wandb = true: .* pip install wandb, or enable_wandb = false"):
+    config, _ = load_config(
+        DEBUG, ["--metrics.enable_wandb", "--job.dump_folder", str(tmp_path / "out")]
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"metrics.enable_wandb = true: .* pip install wandb, or enable_wandb = false",
+    ):
         check(config, make_layout(config, 1))
     (tmp_path / "wandb/__init__.py").write_text("")
     importlib.invalidate_caches()
@@ -390,18 +524,34 @@ def layout_of(recipe, ranks, gib, *options):
     ],
 )
 def test_weights_are_gathered_once_a_step_where_that_fits(gib, options, once):
-    accumulates = ["--training.local_batch_size=1", "--training.global_batch_size=32", "--compile.bucketing=block"]
+    accumulates = [
+        "--training.local_batch_size=1",
+        "--training.global_batch_size=32",
+        "--compile.bucketing=block",
+    ]
     _, layout = layout_of("llama3_8b", 8, gib, *accumulates, *options)
     assert layout.gathers_once == once
 
 
 def test_what_cannot_fit_is_refused_with_what_would():
     config, layout = layout_of("llama3_8b", 1, 80)
-    with pytest.raises(ConfigError, match=r"need 120 GiB a rank, .* a rank has 80; use .*data_parallel_shard_degree = 2 or more"):
+    with pytest.raises(
+        ConfigError,
+        match=r"need 120 GiB a rank, .* a rank has 80; use .*data_parallel_shard_degree = 2 or more",
+    ):
         check_memory(config, layout, 80 * 2**30)
-    accumulates = ["--training.local_batch_size=1", "--training.global_batch_size=32", "--compile.bucketing=block"]
-    config, layout = layout_of("llama3_8b", 8, 60, *accumulates, "--parallelism.fsdp_communication=step")
-    with pytest.raises(ConfigError, match=r'fsdp_communication = "step" needs 75 GiB .* has 60; use "microbatch" or "auto"'):
+    accumulates = [
+        "--training.local_batch_size=1",
+        "--training.global_batch_size=32",
+        "--compile.bucketing=block",
+    ]
+    config, layout = layout_of(
+        "llama3_8b", 8, 60, *accumulates, "--parallelism.fsdp_communication=step"
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r'fsdp_communication = "step" needs 75 GiB .* has 60; use "microbatch" or "auto"',
+    ):
         check_memory(config, layout, 60 * 2**30)
     check_memory(*layout_of("llama3_8b", 8, 60, *accumulates), 60 * 2**30)
 
@@ -418,7 +568,10 @@ def test_offload_is_refused_without_a_gpu(monkeypatch):
 
 def test_offload_with_a_compiled_update_is_refused():
     options = [OFFLOAD, "--compile.enable", "--compile.components=model,optimizer"]
-    with pytest.raises(ConfigError, match=r'training.offload = "optimizer" .* use compile.components = \["model", "loss"\]$'):
+    with pytest.raises(
+        ConfigError,
+        match=r'training.offload = "optimizer" .* use compile.components = \["model", "loss"\]$',
+    ):
         layout_of("llama3_8b", 8, 80, *options)
     layout_of("llama3_8b", 8, 80, *options[:2])
 
@@ -443,15 +596,32 @@ def test_with_all_in_host_memory_the_device_has_buckets_alone():
 
 def test_a_model_that_this_machine_cannot_hold_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"dim = 65536.* need \d+ GiB a rank, and a rank has \d+; use"):
-        check(*layout_of("debug_model", 2, math.inf, "--model.dim=65536", "--model.n_layers=256", "--model.n_heads=512"))
+    with pytest.raises(
+        ConfigError, match=r"dim = 65536.* need \d+ GiB a rank, and a rank has \d+; use"
+    ):
+        check(
+            *layout_of(
+                "debug_model",
+                2,
+                math.inf,
+                "--model.dim=65536",
+                "--model.n_layers=256",
+                "--model.n_heads=512",
+            )
+        )
 
 
 def test_the_memory_of_a_rank_is_that_of_the_stages_with_most_parameters():
     config, layout = layout_of(
-        "llama3_8b", 8, 80, "--parallelism.pipeline_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"
+        "llama3_8b",
+        8,
+        80,
+        "--parallelism.pipeline_parallel_degree=2",
+        "--parallelism.tensor_parallel_degree=2",
     )
-    halves = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336) / 2 + 4096 * 128_256  # and norms
+    halves = (
+        32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336) / 2 + 4096 * 128_256
+    )  # and norms
     assert layout.parameters_of_rank == pytest.approx(halves / 2, rel=1e-2)
     assert layout.steady_bytes(config) == pytest.approx(16 * halves / 4, rel=1e-2)
 
@@ -459,15 +629,27 @@ def test_the_memory_of_a_rank_is_that_of_the_stages_with_most_parameters():
 @pytest.mark.parametrize(
     ("capability", "options", "words"),
     [
-        ((8, 0), [], "float8.enable = true needs compute capability 8.9 or newer, such as H100, and here is GPU; use false"),
-        ((8, 9), ["--float8.recipe=rowwise"], 'float8.recipe = "rowwise" needs compute capability 9.0 or newer'),
+        (
+            (8, 0),
+            [],
+            "float8.enable = true needs compute capability 8.9 or newer, such as H100, and here is GPU; use false",
+        ),
+        (
+            (8, 9),
+            ["--float8.recipe=rowwise"],
+            'float8.recipe = "rowwise" needs compute capability 9.0 or newer',
+        ),
         (
             (9, 0),
             ["--float8.recipe=rowwise", "--training.mixed_precision_param=float32"],
             "has results in bfloat16 alone on GPUs",
         ),
         ((8, 9), [], ""),
-        ((9, 0), ["--float8.recipe=rowwise_with_gw_hp", "--training.mixed_precision_param=bfloat16"], ""),
+        (
+            (9, 0),
+            ["--float8.recipe=rowwise_with_gw_hp", "--training.mixed_precision_param=bfloat16"],
+            "",
+        ),
     ],
 )
 def test_float8_needs_a_gpu_that_has_it(monkeypatch, capability, options, words):

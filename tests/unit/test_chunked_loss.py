@@ -24,17 +24,26 @@ class LastStage(torch.nn.Module):
 
     def __init__(self, chunk, by_sequence=False):
         super().__init__()
-        self.chunk, build = chunk, functools.partial(build_chunked_loss, chunk=chunk) if chunk else build_loss
+        self.chunk, build = (
+            chunk,
+            functools.partial(build_chunked_loss, chunk=chunk) if chunk else build_loss,
+        )
         self.loss = build(0, 0, 1, "", by_sequence=by_sequence)
 
     def forward(self, hidden, weight, labels):
-        return self.loss(hidden, weight, labels) if self.chunk else self.loss(F.linear(hidden, weight), labels)
+        return (
+            self.loss(hidden, weight, labels)
+            if self.chunk
+            else self.loss(F.linear(hidden, weight), labels)
+        )
 
 
 def projected(dtype=torch.float32):
     """Hidden states and a projection; labels of two sequences, of which some do not count."""
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((2, 50, 16), (61, 16)))
+    hidden, weight = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((2, 50, 16), (61, 16))
+    )
     labels = torch.randint(61, (2, 50), generator=generator)
     labels[0, :7], labels[1, 30:33] = IGNORE_INDEX, IGNORE_INDEX
     return hidden.requires_grad_(), weight.requires_grad_(), labels
@@ -48,7 +57,9 @@ def loss_and_gradients(stage, hidden, weight, labels):
 
 
 @pytest.mark.parametrize("by_sequence", [False, True])
-@pytest.mark.parametrize("chunk", [7, 50, 64, 99, 100])  # of 100 tokens: the last one is smaller, or there is only one
+@pytest.mark.parametrize(
+    "chunk", [7, 50, 64, 99, 100]
+)  # of 100 tokens: the last one is smaller, or there is only one
 def test_loss_and_gradients_are_those_of_all_logits(chunk, by_sequence):
     inputs = projected()
     found = loss_and_gradients(LastStage(chunk, by_sequence), *inputs)
@@ -62,19 +73,28 @@ def test_loss_and_gradients_are_those_of_all_logits(chunk, by_sequence):
 
 def test_in_bfloat16_the_gradient_of_the_projection_is_summed_in_float32():
     inputs = projected(torch.bfloat16)
-    exact = loss_and_gradients(LastStage(0), *(each.detach().float().requires_grad_() for each in inputs[:2]), inputs[2])
+    exact = loss_and_gradients(
+        LastStage(0), *(each.detach().float().requires_grad_() for each in inputs[:2]), inputs[2]
+    )
     apart = {}
     for chunk in (0, 7):
         found = loss_and_gradients(LastStage(chunk), *inputs)
         assert [each.dtype for each in found] == [torch.float32, torch.bfloat16, torch.bfloat16]
-        apart[chunk] = [float((ours.float() - theirs).norm() / theirs.norm()) for ours, theirs in zip(found, exact, strict=True)]
-    assert apart[7] == pytest.approx(apart[0], rel=0.2)  # a sum of 15 chunks in bfloat16 is 1.46 times as far
+        apart[chunk] = [
+            float((ours.float() - theirs).norm() / theirs.norm())
+            for ours, theirs in zip(found, exact, strict=True)
+        ]
+    assert apart[7] == pytest.approx(
+        apart[0], rel=0.2
+    )  # a sum of 15 chunks in bfloat16 is 1.46 times as far
     assert max(apart[7]) < 5e-3
 
 
 def test_nothing_counted_is_zero_and_not_nan():
     hidden, weight, labels = projected()
-    for value in loss_and_gradients(LastStage(7), hidden, weight, torch.full_like(labels, IGNORE_INDEX)):
+    for value in loss_and_gradients(
+        LastStage(7), hidden, weight, torch.full_like(labels, IGNORE_INDEX)
+    ):
         assert not value.any()
 
 
@@ -82,7 +102,9 @@ def test_a_gradient_that_differs_between_sequences_is_refused_for_the_projection
     hidden, weight, labels = projected()
     scale = torch.tensor([1.0, 2.0])
     losses = [LastStage(chunk, by_sequence=True)(hidden, weight, labels) for chunk in (7, 0)]
-    (found, refused), (expected, _) = (torch.autograd.grad((loss * scale).sum(), (hidden, weight)) for loss in losses)
+    (found, refused), (expected, _) = (
+        torch.autograd.grad((loss * scale).sum(), (hidden, weight)) for loss in losses
+    )
     torch.testing.assert_close(found, expected)
     assert refused.isnan().all()
 
@@ -99,9 +121,15 @@ class Recorded(Schedule):
     def compiling(self, module, name):
         def of_logits(node):
             value = node.meta.get("val")
-            return isinstance(value, torch.Tensor) and VOCABULARY in value.shape and WIDTH not in value.shape
+            return (
+                isinstance(value, torch.Tensor)
+                and VOCABULARY in value.shape
+                and WIDTH not in value.shape
+            )
 
-        self.peaks[name] = peak_bytes(module.graph, without=[node for node in module.graph.nodes if not of_logits(node)])
+        self.peaks[name] = peak_bytes(
+            module.graph, without=[node for node in module.graph.nodes if not of_logits(node)]
+        )
         yield
 
 
@@ -111,11 +139,22 @@ def test_a_graph_has_an_eighth_of_the_bytes_of_logits(dtype):
     peaks = {}
     for chunk in (0, 1024):
         torch._dynamo.reset()
-        stage, recorded, shapes = LastStage(chunk), Recorded(Compile()), ((1, TOKENS, WIDTH), (VOCABULARY, WIDTH))
+        stage, recorded, shapes = (
+            LastStage(chunk),
+            Recorded(Compile()),
+            ((1, TOKENS, WIDTH), (VOCABULARY, WIDTH)),
+        )
         recorded.peaks = peaks[chunk] = {}
-        compile_model(stage, Compile(enable=True, backend="aot_eager"), reshard_after_forward=False, schedule=recorded)
+        compile_model(
+            stage,
+            Compile(enable=True, backend="aot_eager"),
+            reshard_after_forward=False,
+            schedule=recorded,
+        )
         with FakeTensorMode(allow_non_fake_inputs=True):
-            hidden, weight = (torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+            hidden, weight = (
+                torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes
+            )
             stage(hidden, weight, torch.zeros(1, TOKENS, dtype=torch.long)).backward()
     logits = VOCABULARY * TOKENS * 4
     assert 2 * logits <= max(peaks[0].values()) <= 3.5 * logits
@@ -133,7 +172,11 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and self.vocabulary in tensor.shape and 16 not in tensor.shape:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and self.vocabulary in tensor.shape
+                and 16 not in tensor.shape
+            ):
                 storage = tensor.untyped_storage()
                 self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.alive = {key: each for key, each in self.alive.items() if not each[0].expired()}
@@ -144,7 +187,10 @@ class Live(TorchDispatchMode):
 def test_tensors_of_logits_are_an_eighth():
     """Really, for 32k entries and 1k tokens."""
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(shape, generator=generator).requires_grad_() for shape in ((1, 1024, 16), (32_768, 16)))
+    hidden, weight = (
+        torch.randn(shape, generator=generator).requires_grad_()
+        for shape in ((1, 1024, 16), (32_768, 16))
+    )
     peaks = {}
     for chunk in (0, 128):
         with Live(32_768) as live:

@@ -21,7 +21,14 @@ def degrees(**sizes):
     ("sizes", "picture"),
     [
         ({}, []),
-        (dict(dp_shard=2), ["    +-----+", "    | 0 1 |", "    +-----+  numbers are ranks; columns: dp_shard (FSDP)"]),
+        (
+            dict(dp_shard=2),
+            [
+                "    +-----+",
+                "    | 0 1 |",
+                "    +-----+  numbers are ranks; columns: dp_shard (FSDP)",
+            ],
+        ),
         (
             dict(pp=2),
             [
@@ -59,7 +66,11 @@ def test_of_many_ranks_the_middle_is_left_out():
         ["dp_replicate 1, dp_shard 63", "2032 2033 .. 2039", "2040 2041 .. 2047"],
     ]
     assert len({len(line) for line in (found[1], *(line for line in found[2:-1]))}) == 1
-    assert mesh_picture(degrees(dp_shard=512))[1].split()[1:-1] == [*map(str, range(14)), "..", "511"]
+    assert mesh_picture(degrees(dp_shard=512))[1].split()[1:-1] == [
+        *map(str, range(14)),
+        "..",
+        "511",
+    ]
 
 
 def test_ranks_stand_where_the_mesh_has_them():
@@ -72,7 +83,10 @@ def test_ranks_stand_where_the_mesh_has_them():
 
 
 def test_short_names():
-    assert short_names(("tok_embeddings", "layers.0", "layers.1", "layers.2")) == "tok_embeddings, layers 0-2"
+    assert (
+        short_names(("tok_embeddings", "layers.0", "layers.1", "layers.2"))
+        == "tok_embeddings, layers 0-2"
+    )
     assert short_names(("layers.3", "norm", "output")) == "layer 3, norm, output"
     assert short_names(()) == ""
 
@@ -91,16 +105,25 @@ def test_the_start_says_what_will_run():
     threads = torch.get_num_threads()
     lines = said()
     assert lines[0] == "Llama 3 debug flavor"
-    assert lines[1] == f"model: llama3 debug, 5,770,496 parameters; torch {torch.__version__}, eager"
-    assert lines[2] == f"layout: 2 ranks = dp_shard 2, each one CPU, {threads} thread{'s' * (threads > 1)}"
+    assert (
+        lines[1] == f"model: llama3 debug, 5,770,496 parameters; torch {torch.__version__}, eager"
+    )
+    assert (
+        lines[2]
+        == f"layout: 2 ranks = dp_shard 2, each one CPU, {threads} thread{'s' * (threads > 1)}"
+    )
     assert lines[3:6] == mesh_picture(degrees(dp_shard=2))
     assert lines[6] == (
         "batch: 2,048 tokens a step = 8 sequences of 256, in 2 local batches of 2 a rank; weights gathered once a step "
         "(parallelism.fsdp_communication)"
     )
     assert lines[7] == f"tokenizer: {os.path.relpath(DEBUG_TOKENIZER)}"
-    assert lines[8].startswith("embedding: sharded by rows; estimated 0.21 ms a step to send ids and rows of tokens, 0.08 to ")
-    assert lines[9] == (  # 5,770,496 parameters of four bytes, four times on two ranks; three times unsharded
+    assert lines[8].startswith(
+        "embedding: sharded by rows; estimated 0.21 ms a step to send ids and rows of tokens, 0.08 to "
+    )
+    assert lines[
+        9
+    ] == (  # 5,770,496 parameters of four bytes, four times on two ranks; three times unsharded
         "memory: 0.04 GiB a rank for parameters, gradients and optimizer state, 0.06 GiB for unsharded weights and gradients, "
         "held for the step; activations beside that"
     )
@@ -109,7 +132,9 @@ def test_the_start_says_what_will_run():
 
 def test_the_start_says_what_is_in_float8():
     lines = said("--float8.enable", "--float8.all_gather")
-    assert lines[1].endswith("eager; products of the blocks in float8, tensorwise, gathered in float8 ([float8])")
+    assert lines[1].endswith(
+        "eager; products of the blocks in float8, tensorwise, gathered in float8 ([float8])"
+    )
     lines = said("--float8.enable", "--float8.all_gather", ranks=1)
     (line,) = [line for line in lines if "no effect" in line]
     assert line.startswith("float8.all_gather = True has no effect: no weight is gathered")
@@ -127,12 +152,22 @@ def test_the_start_says_what_is_in_float8():
 
 def test_a_machine_has_an_effect_where_its_links_shard_the_embedding():
     for options, idle in (([], False), (["--parallelism.embedding_sharding=rows"], True)):
-        assert any("compile.machine = A100 has no effect" in line for line in said("--compile.machine=A100", *options)) == idle
+        assert (
+            any(
+                "compile.machine = A100 has no effect" in line
+                for line in said("--compile.machine=A100", *options)
+            )
+            == idle
+        )
 
 
 def test_the_start_of_other_runs():
     lines = said(
-        "--compile.enable", "--no-checkpoint.enable", "--training.dtype=bfloat16", "--training.global_batch_size=2", ranks=1
+        "--compile.enable",
+        "--no-checkpoint.enable",
+        "--training.dtype=bfloat16",
+        "--training.global_batch_size=2",
+        ranks=1,
     )
     assert lines[1].endswith("inductor (model, loss)")
     assert lines[2].startswith("layout: 1 rank, each one CPU")
@@ -145,17 +180,25 @@ def test_the_start_of_other_runs():
     assert said("--training.float32_matmul_precision=high")[1].endswith(
         "eager; float32 products in high precision (TF32 on GPUs)"
     )
-    assert "attention" not in said("--training.attention_kernel=FA2")[2]  # float32 fits no such kernel
-    assert said("--training.attention_kernel=FA2", "--training.mixed_precision_param=bfloat16")[1].endswith(
-        "attention by FA2 (training.attention_kernel)"
-    )
+    assert (
+        "attention" not in said("--training.attention_kernel=FA2")[2]
+    )  # float32 fits no such kernel
+    assert said("--training.attention_kernel=FA2", "--training.mixed_precision_param=bfloat16")[
+        1
+    ].endswith("attention by FA2 (training.attention_kernel)")
     line = "documents: attention stays within them, by a mask of 0.00 GiB (training.mask_documents)"
     assert line in said("--training.mask_documents")
     lines = said("--training.global_batch_size=16", "--training.global_batch_ramp=4 until 1000")
     assert lines[7] == "batch ramp: 4 sequences until step 1,000 (training.global_batch_ramp)"
-    lines = said("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=Interleaved1F1B")
+    lines = said(
+        "--parallelism.pipeline_parallel_degree=2",
+        "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
+    )
     assert lines[4:6] == [
         "  pp 0  | 0 |  tok_embeddings, layer 0; layers 3-4",
         "  pp 1  | 1 |  layers 1-2; layer 5, norm, output",
     ]
-    assert "pipeline: 4 stages, Interleaved1F1B, 2 microbatches of 1; ranks wait 20.0% of the time" in lines[9]
+    assert (
+        "pipeline: 4 stages, Interleaved1F1B, 2 microbatches of 1; ranks wait 20.0% of the time"
+        in lines[9]
+    )

@@ -26,7 +26,9 @@ def environment(monkeypatch):
             if name in WORLD or name == "LOG_RANK" or name.startswith("TORCHELASTIC_"):
                 monkeypatch.delenv(name)
         for name in WORLD:
-            monkeypatch.setenv(name, variables.get(name, ""))  # to be restored after the check has set it
+            monkeypatch.setenv(
+                name, variables.get(name, "")
+            )  # to be restored after the check has set it
             monkeypatch.delenv(name) if name not in variables else None
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -35,12 +37,17 @@ def environment(monkeypatch):
 
 
 def test_a_launchers(environment):
-    environment(**LAUNCHED, LOG_RANK="0,3", TORCHELASTIC_RESTART_COUNT="1", TORCHELASTIC_MAX_RESTARTS="20")
+    environment(
+        **LAUNCHED, LOG_RANK="0,3", TORCHELASTIC_RESTART_COUNT="1", TORCHELASTIC_MAX_RESTARTS="20"
+    )
     assert check_environment() == (3, 4)
     assert os.environ["MASTER_ADDR"] == "n0"
 
 
-@pytest.mark.parametrize("left", [{}, {"MASTER_ADDR": "elsewhere"}, {"RANK": "0"}, {"WORLD_SIZE": "1", "LOCAL_RANK": "0"}])
+@pytest.mark.parametrize(
+    "left",
+    [{}, {"MASTER_ADDR": "elsewhere"}, {"RANK": "0"}, {"WORLD_SIZE": "1", "LOCAL_RANK": "0"}],
+)
 def test_a_process_alone_gets_what_a_launcher_sets(left, environment):
     environment(**left)
     assert check_environment() == (0, 1)

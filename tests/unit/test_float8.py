@@ -6,7 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from titan_lite.float8 import E4M3, E5M2, Float8Linear, Scaled, apply_float8, cast, scale_of, stand_in, to_bytes
+from titan_lite.float8 import (
+    E4M3,
+    E5M2,
+    Float8Linear,
+    Scaled,
+    apply_float8,
+    cast,
+    scale_of,
+    stand_in,
+    to_bytes,
+)
 
 RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
@@ -29,7 +39,9 @@ def inputs(dtype):
     """x (B, T, K) and a gradient of the result (B, T, N), with rows of different sizes."""
     generator = torch.Generator().manual_seed(1)
     sizes = torch.logspace(-3, 3, 16)[:, None]
-    return (sizes * torch.randn(2, 16, 64, generator=generator)).to(dtype), torch.randn(2, 16, 48, generator=generator).to(dtype)
+    return (sizes * torch.randn(2, 16, 64, generator=generator)).to(dtype), torch.randn(
+        2, 16, 48, generator=generator
+    ).to(dtype)
 
 
 def results(layer, x, gradient):
@@ -46,10 +58,14 @@ def test_products_are_torchaos_to_the_bit(recipe):
         torchao = pytest.importorskip("torchao.float8")
     ours, theirs = Blocks(torch.bfloat16), Blocks(torch.bfloat16)
     apply_float8(ours, recipe)
-    torchao.convert_to_float8_training(theirs.layers, config=torchao.Float8LinearConfig.from_recipe_name(recipe))
+    torchao.convert_to_float8_training(
+        theirs.layers, config=torchao.Float8LinearConfig.from_recipe_name(recipe)
+    )
     assert type(theirs.layer).__name__ == "Float8Linear"
     for mine, other in zip(
-        results(ours.layer, *inputs(torch.bfloat16)), results(theirs.layer, *inputs(torch.bfloat16)), strict=True
+        results(ours.layer, *inputs(torch.bfloat16)),
+        results(theirs.layer, *inputs(torch.bfloat16)),
+        strict=True,
     ):
         assert torch.equal(mine, other)
 
@@ -109,7 +125,9 @@ def test_factors_may_be_cast_before():
     model.layer.weight = given_weight
     y = model.layer(given_x)
     y.backward(gradient)
-    for mine, other in zip((y.detach(), given_x.gradient.grad, given_weight.gradient.grad), expected, strict=True):
+    for mine, other in zip(
+        (y.detach(), given_x.gradient.grad, given_weight.gradient.grad), expected, strict=True
+    ):
         assert torch.equal(mine, other)
 
 

@@ -22,7 +22,9 @@ from titan_lite.models.hf import config_to_hf, hf_names, to_hf
 from titan_lite.models.llama3 import ModelConfig, RopeScaling, Transformer
 
 TOKENIZER = Path(__file__).parents[2] / "assets/tokenizer/debug.model"
-TINY = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=2048, max_seq_len=512)
+TINY = ModelConfig(
+    dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=2048, max_seq_len=512
+)
 SCALED = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=16)
 
 
@@ -34,7 +36,10 @@ def model_of(config):
 
 def save_hf(folder, config):
     model = model_of(config)
-    tensors = {name: to_hf(fqn, model.get_parameter(fqn).detach(), config) for fqn, name in hf_names(config).items()}
+    tensors = {
+        name: to_hf(fqn, model.get_parameter(fqn).detach(), config)
+        for fqn, name in hf_names(config).items()
+    }
     save_file(tensors, folder / "x.safetensors")
     (folder / "config.json").write_text(json.dumps(config_to_hf(config, torch.float32)))
 
@@ -51,7 +56,9 @@ def folder(request, tmp_path_factory):
 # The memory
 
 
-@pytest.mark.parametrize("chunks", [[23], [1] * 23, [7, 1, 1, 9, 5]], ids=["at once", "one by one", "in chunks"])
+@pytest.mark.parametrize(
+    "chunks", [[23], [1] * 23, [7, 1, 1, 9, 5]], ids=["at once", "one by one", "in chunks"]
+)
 @torch.no_grad()
 def test_logits_are_those_without_a_memory(folder, chunks):
     tokens = torch.randint(0, 2048, (2, 23), generator=torch.Generator().manual_seed(0))
@@ -71,7 +78,9 @@ def test_the_likeliest_tokens_are_those_found_by_starting_over(folder):
     for _ in range(20):
         tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
     decoder = build_decoder(weights, 64, torch.device("cpu"), torch.float32)
-    found = list(generate(decoder, prompt, max_new_tokens=20, stop=(), vocab_size=2048, temperature=0))
+    found = list(
+        generate(decoder, prompt, max_new_tokens=20, stop=(), vocab_size=2048, temperature=0)
+    )
     assert found == tokens[3:]
 
 
@@ -83,7 +92,10 @@ LOGITS = torch.tensor([0.5, 0.1, 0.2, 0.15, 0.05]).log()
 def drawn(**options):
     """Tokens among 2,000 draws, and the share of each."""
     generator = torch.Generator().manual_seed(0)
-    tokens = [sample(LOGITS, generator, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, **options}) for _ in range(2000)]
+    tokens = [
+        sample(LOGITS, generator, **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, **options})
+        for _ in range(2000)
+    ]
     return {token: tokens.count(token) / len(tokens) for token in sorted(set(tokens))}
 
 
@@ -122,20 +134,30 @@ class Scripted:
 def test_it_ends_with_the_text_or_when_enough_was_drawn():
     options = dict(vocab_size=2048, temperature=0)
     decoder = Scripted([7, 8, 2000, 9])
-    assert list(generate(decoder, [1, 2], max_new_tokens=9, stop={2000, 5}, **options)) == [7, 8, 2000]
+    assert list(generate(decoder, [1, 2], max_new_tokens=9, stop={2000, 5}, **options)) == [
+        7,
+        8,
+        2000,
+    ]
     assert decoder.seen == [1, 2, 7, 8]  # each token once
-    assert list(generate(Scripted([7, 8, 2000, 9]), [1, 2], max_new_tokens=2, stop={2000}, **options)) == [7, 8]
+    assert list(
+        generate(Scripted([7, 8, 2000, 9]), [1, 2], max_new_tokens=2, stop={2000}, **options)
+    ) == [7, 8]
 
 
 def test_a_token_that_the_tokenizer_does_not_have_is_never_drawn():
-    (token,) = generate(Scripted([2047]), [1], max_new_tokens=1, stop=(), vocab_size=2000, temperature=1.0)
+    (token,) = generate(
+        Scripted([2047]), [1], max_new_tokens=1, stop=(), vocab_size=2000, temperature=1.0
+    )
     assert token < 2000
 
 
 def test_a_seed_gives_a_text(folder):
     def text(seed):
         decoder = build_decoder(open_weights(folder), 64, torch.device("cpu"), torch.float32)
-        return list(generate(decoder, [1, 2], max_new_tokens=20, stop=(), vocab_size=2048, seed=seed))
+        return list(
+            generate(decoder, [1, 2], max_new_tokens=20, stop=(), vocab_size=2048, seed=seed)
+        )
 
     assert text(1) == text(1)
     assert text(1) != text(2)
@@ -143,12 +165,21 @@ def test_a_seed_gives_a_text(folder):
 
 def test_characters_come_whole():
     tokenizer = load_tokenizer(TOKENIZER)
-    tokens = [*tokenizer.encode("a€ü😀z"), 200, 201, 202, 203, 204]  # and bytes that are no characters
+    tokens = [
+        *tokenizer.encode("a€ü😀z"),
+        200,
+        201,
+        202,
+        203,
+        204,
+    ]  # and bytes that are no characters
     assert max(len(tokenizer.encode(character)) for character in "€ü😀") > 1
     pieces = list(text_of(tokens, tokenizer))
     assert "".join(pieces).startswith("a€ü😀z")
     assert all("\ufffd" not in piece for piece in pieces[:5])
-    assert "".join(text_of(tokens[:2], tokenizer)) == tokenizer.decode(tokens[:2])  # cut within a character
+    assert "".join(text_of(tokens[:2], tokenizer)) == tokenizer.decode(
+        tokens[:2]
+    )  # cut within a character
 
 
 # The command
@@ -171,13 +202,29 @@ def test_the_text_alone_is_on_standard_output(folder, capsys):
 def test_a_tokenizer_json_speaks_as_ours_does(folder, tmp_path, capsys):
     pytest.importorskip("tokenizers")
     theirs = shutil.copytree(folder, tmp_path / "theirs")
-    for name in ("special_tokens_map.json", "added_tokens.json"):  # which transformers 4 writes beside it
+    for name in (
+        "special_tokens_map.json",
+        "added_tokens.json",
+    ):  # which transformers 4 writes beside it
         (theirs / name).write_text("{}")
     (theirs / "tokenizer.model").unlink()
     (theirs / "tokenizer.json").write_text(json.dumps(to_json(load_tokenizer(TOKENIZER))))
     texts = []
     for checkpoint in (folder, theirs):
-        assert command.main([str(checkpoint), "--prompt", "def f(x):", "--max-new-tokens", "30", "--device", "cpu"]) == 0
+        assert (
+            command.main(
+                [
+                    str(checkpoint),
+                    "--prompt",
+                    "def f(x):",
+                    "--max-new-tokens",
+                    "30",
+                    "--device",
+                    "cpu",
+                ]
+            )
+            == 0
+        )
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
 
@@ -185,10 +232,14 @@ def test_a_tokenizer_json_speaks_as_ours_does(folder, tmp_path, capsys):
 def save_step(path, folder, tokenizer, number=1):
     """As a run that had this tokenizer."""
     write_step(path, open_weights(folder))
-    state = json.loads((path / "state.json").read_text()) | {"recipe": {"model": {"tokenizer_path": str(tokenizer)}}}
+    state = json.loads((path / "state.json").read_text()) | {
+        "recipe": {"model": {"tokenizer_path": str(tokenizer)}}
+    }
     state["run"]["tokenizer"] = load_tokenizer(tokenizer).sha256
     (path / "state.json").write_text(json.dumps(state))
-    files = {file.name: manifest.digest(file) for file in path.iterdir() if file.name != manifest.NAME}
+    files = {
+        file.name: manifest.digest(file) for file in path.iterdir() if file.name != manifest.NAME
+    }
     manifest.write(path, number, files)
 
 
@@ -196,8 +247,16 @@ def test_of_a_run_the_newest_step_speaks_through_its_recipes_tokenizer(folder, t
     named = shutil.copyfile(TOKENIZER, tmp_path / "a.tokenizer")
     for number in (2, 10):
         save_step(tmp_path / f"checkpoint/step-{number}", folder, named, number)
-    assert command.main([str(tmp_path), "--max-new-tokens", "3", "--device", "cpu", "--dtype", "bfloat16"]) == 0
-    assert f"{tmp_path}/checkpoint/step-10, a step of titan_lite; cpu, bfloat16" in capsys.readouterr().err
+    assert (
+        command.main(
+            [str(tmp_path), "--max-new-tokens", "3", "--device", "cpu", "--dtype", "bfloat16"]
+        )
+        == 0
+    )
+    assert (
+        f"{tmp_path}/checkpoint/step-10, a step of titan_lite; cpu, bfloat16"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,20 +264,29 @@ def test_of_a_run_the_newest_step_speaks_through_its_recipes_tokenizer(folder, t
     [
         (["nowhere"], "nowhere is not a folder"),
         (["HF", "--max-new-tokens", "0"], "--max-new-tokens 0: expected 1 or more"),
-        (["HF", "--max-new-tokens", "600"], "601 tokens together; use at most 512, the model's max_seq_len"),
+        (
+            ["HF", "--max-new-tokens", "600"],
+            "601 tokens together; use at most 512, the model's max_seq_len",
+        ),
         (["HF", "--temperature", "-1"], "--temperature -1.0: expected 0 or more"),
         (["HF", "--temperature", "nan"], "--temperature nan: expected 0 or more"),
         (["HF", "--top-p", "0"], "--top-p 0.0: expected above 0, at most 1"),
         (["HF", "--top-k", "-3"], "--top-k -3: expected 0 or more"),
         (["HF", "--seed", "-1"], "--seed -1: expected 0 or more"),
         (["HF", "--device", "abacus"], "--device abacus: "),
-        (["HF", "--device", "meta"], "--device meta: Cannot copy out of meta tensor; no data!; use cpu"),
+        (
+            ["HF", "--device", "meta"],
+            "--device meta: Cannot copy out of meta tensor; no data!; use cpu",
+        ),
         (["HF", "--device", "hpu"], "--device hpu: "),
         (["HF", "--top-k", "few"], "argument --top-k: invalid int value: 'few'"),
         (["HF", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["HF", "--temp", "1"], "unrecognized arguments: --temp 1"),
         (["HF", "--tokenizer", "nowhere"], '--tokenizer "nowhere": cannot be read'),
-        (["HF", "--tokenizer", "config.json"], '--tokenizer "config.json": cannot be read (No such file'),
+        (
+            ["HF", "--tokenizer", "config.json"],
+            '--tokenizer "config.json": cannot be read (No such file',
+        ),
         (["HF", "--tokenizer", "HF/config.json"], "cannot be read as a tokenizer.json"),
         (["BARE"], "has no tokenizer that can be read; use --tokenizer FILE"),
     ],
@@ -230,7 +298,11 @@ def test_what_is_wrong_is_one_line(folder, options, words, tmp_path, capsys, mon
     (bare / "special_tokens_map.json").write_text("{}")
     names = {"HF": str(folder), "BARE": str(bare)}
     with pytest.raises(SystemExit) as left:  # by argparse, too
-        sys.exit(command.main([names.get(option, option.replace("HF/", f"{folder}/")) for option in options]))
+        sys.exit(
+            command.main(
+                [names.get(option, option.replace("HF/", f"{folder}/")) for option in options]
+            )
+        )
     assert left.value.code == 2
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
@@ -250,7 +322,9 @@ def test_a_tokenizer_that_is_not_the_runs_is_refused(folder, tmp_path, capsys):
     shutil.copyfile(TOKENIZER, mine)
     lines = TOKENIZER.read_bytes().splitlines()
     (first, _), (second, _) = lines[-2].split(), lines[-1].split()
-    other.write_bytes(b"\n".join([*lines[:-2], second + b" 1790", first + b" 1791"]))  # as many tokens, and two change places
+    other.write_bytes(
+        b"\n".join([*lines[:-2], second + b" 1790", first + b" 1791"])
+    )  # as many tokens, and two change places
     save_step(tmp_path / "step", folder, mine)
     run, out = str(tmp_path / "step"), str(tmp_path / "out")
     wrong = f"error: tokenizer {other} has SHA-256 {load_tokenizer(other).sha256[:12]}, and {run} was trained with "
@@ -267,8 +341,19 @@ def test_a_tokenizer_that_is_not_the_runs_is_refused(folder, tmp_path, capsys):
 
 
 def test_who_has_heard_enough_may_go(folder):
-    arguments = [sys.executable, "-m", "titan_lite.generate", str(folder), "--prompt", "a" * 100, "--device", "cpu"]
-    with subprocess.Popen([*arguments, "--max-new-tokens", "20"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    arguments = [
+        sys.executable,
+        "-m",
+        "titan_lite.generate",
+        str(folder),
+        "--prompt",
+        "a" * 100,
+        "--device",
+        "cpu",
+    ]
+    with subprocess.Popen(
+        [*arguments, "--max-new-tokens", "20"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         process.stdout.close()
         assert b"Broken" not in process.stderr.read()
     assert process.returncode == 0

@@ -33,10 +33,30 @@ def launch(tmp_path):
 
     def start(how, *names):
         """(exit code, output) of two processes that do as WORKER says `how`; the launcher gets the signals of these names."""
-        command = [sys.executable, "-m", "titan_lite.launch", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+        command = [
+            sys.executable,
+            "-m",
+            "titan_lite.launch",
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            "localhost:0",
+        ]
         process = subprocess.Popen(
-            [*command, "--nproc-per-node", "2", "--max-restarts", "1", str(tmp_path / "worker.py"), how],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+            [
+                *command,
+                "--nproc-per-node",
+                "2",
+                "--max-restarts",
+                "1",
+                str(tmp_path / "worker.py"),
+                how,
+            ],
+            env={
+                **os.environ,
+                "PYTHONPATH": str(Path(__file__).parents[2]),
+                "OMP_NUM_THREADS": "1",
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

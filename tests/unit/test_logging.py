@@ -42,7 +42,9 @@ def restored_logger():
         ("0,3", 13, False, "[rank 13] "),
     ],
 )
-def test_chosen_ranks_say_everything_and_the_others_warnings_and_errors(log_rank, rank, says, begins, monkeypatch, capsys):
+def test_chosen_ranks_say_everything_and_the_others_warnings_and_errors(
+    log_rank, rank, says, begins, monkeypatch, capsys
+):
     monkeypatch.delenv("LOG_RANK", raising=False)
     if log_rank is not None:
         monkeypatch.setenv("LOG_RANK", log_rank)
@@ -53,7 +55,9 @@ def test_chosen_ranks_say_everything_and_the_others_warnings_and_errors(log_rank
     logger.error("stopped")
     printed = capsys.readouterr()
     words = [line.partition(" ")[2] for line in printed.out.splitlines()]  # without the time of day
-    assert words == [f"{begins}{text}" for text in (["step 1"] if says else []) + ["slow", "stopped"]]
+    assert words == [
+        f"{begins}{text}" for text in (["step 1"] if says else []) + ["slow", "stopped"]
+    ]
     assert printed.err == ""
 
 
@@ -62,12 +66,18 @@ def test_a_program_that_is_no_run_prints_whatever_log_rank_a_run_would_have(monk
         monkeypatch.setenv("LOG_RANK", value)
         init_logging()
         logger.info("told")
-    assert [line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()] == ["told", "told"]
+    assert [line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()] == [
+        "told",
+        "told",
+    ]
 
 
 def test_a_line_is_printed_once_however_often_logging_is_set_up(monkeypatch, capsys):
     monkeypatch.delenv("LOG_RANK", raising=False)
-    root, another = logging.getLogger(), logging.StreamHandler(sys.stdout)  # a library that set up the root logger
+    root, another = (
+        logging.getLogger(),
+        logging.StreamHandler(sys.stdout),
+    )  # a library that set up the root logger
     root.addHandler(another)
     try:
         init_logging(0, 2)
@@ -121,7 +131,9 @@ logging.getLogger("torch._inductor.utils").error("no compiler")
 
 
 @pytest.mark.parametrize(("rank", "said"), [(0, ["UserWarning: new"]), (1, [])])
-def test_a_warning_is_a_line_once_on_the_ranks_that_print_and_what_is_harmless_is_none(rank, said, monkeypatch, capsys):
+def test_a_warning_is_a_line_once_on_the_ranks_that_print_and_what_is_harmless_is_none(
+    rank, said, monkeypatch, capsys
+):
     monkeypatch.delenv("LOG_RANK", raising=False)
     monkeypatch.setattr(module, "HARMLESS", ("UserWarning: known",))
     warnings.simplefilter("always")
@@ -141,10 +153,17 @@ def test_a_harmless_warning_with_one_more_word_is_shown(monkeypatch, capsys):
     assert capsys.readouterr().out.count("UserWarning: ") == 2
 
 
-@pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="these are the words of torch 2.13")
+@pytest.mark.skipif(
+    not hasattr(dist, "all_gather_single"), reason="these are the words of torch 2.13"
+)
 def test_the_harmless_warnings_are_those_of_torch():
-    trees = [ast.parse(inspect.getsource(source)) for source in (profiler.profiler, dist.distributed_c10d)]
-    texts = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    trees = [
+        ast.parse(inspect.getsource(source))
+        for source in (profiler.profiler, dist.distributed_c10d)
+    ]
+    texts = {
+        node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)
+    }
     assert {text.removeprefix("UserWarning: ") for text in module.HARMLESS} <= texts
 
 
@@ -152,7 +171,9 @@ def test_the_harmless_warnings_are_those_of_torch():
 def test_all_warnings_can_be_seen_as_they_are(rank, monkeypatch, capsys):
     monkeypatch.setattr(module, "HARMLESS", ("UserWarning: known",))
     shown = []
-    monkeypatch.setattr(warnings, "showwarning", lambda message, *rest, **more: shown.append(str(message)))
+    monkeypatch.setattr(
+        warnings, "showwarning", lambda message, *rest, **more: shown.append(str(message))
+    )
     warnings.simplefilter("always")
     init_logging(rank, world_size=2, all_warnings=True)
     warn_of("known")
@@ -183,7 +204,10 @@ def test_events_are_kept_with_time_and_step(tmp_path, capsys):
         ("warning", 7, "a slow disk"),
     ]
     for each in found:
-        assert abs((datetime.now(timezone.utc) - datetime.fromisoformat(each["time"])).total_seconds()) < 60
+        assert (
+            abs((datetime.now(timezone.utc) - datetime.fromisoformat(each["time"])).total_seconds())
+            < 60
+        )
     assert len(capsys.readouterr().out.splitlines()) == 5
 
 
@@ -210,7 +234,11 @@ def test_a_failure_is_an_event_of_the_first_rank(tmp_path):
         with pytest.raises(ValueError, match="no such file"), events.failures():
             raise ValueError("no such file")
     (found,) = kept(tmp_path)
-    assert (found["event"], found["step"], found["text"]) == ("failed", 12, "ValueError: no such file")
+    assert (found["event"], found["step"], found["text"]) == (
+        "failed",
+        12,
+        "ValueError: no such file",
+    )
 
 
 def test_without_a_folder_the_run_goes_on(tmp_path, capsys):

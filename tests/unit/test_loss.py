@@ -41,7 +41,9 @@ def test_parts_add_up_to_the_whole(logits):
     """Whatever the rows and the lengths of the parts: this is why it is a sum."""
     whole = cross_entropy_sum(logits, LABELS)
     by_row = sum(cross_entropy_sum(logits[i : i + 1], LABELS[i : i + 1]) for i in range(2))
-    by_time = cross_entropy_sum(logits[:, :1], LABELS[:, :1]) + cross_entropy_sum(logits[:, 1:], LABELS[:, 1:])
+    by_time = cross_entropy_sum(logits[:, :1], LABELS[:, :1]) + cross_entropy_sum(
+        logits[:, 1:], LABELS[:, 1:]
+    )
     torch.testing.assert_close(by_row, whole)
     torch.testing.assert_close(by_time, whole)
 

@@ -21,7 +21,12 @@ def caused_by(cause):
 @pytest.mark.parametrize(
     ("error", "is_one"),
     [
-        (RuntimeError("[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:10673"), True),
+        (
+            RuntimeError(
+                "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:10673"
+            ),
+            True,
+        ),
         (dist.DistBackendError("NCCL error"), True),
         (caused_by(dist.DistNetworkError("gone")), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
@@ -34,7 +39,9 @@ def test_errors_of_communication_are_told_from_others(error, is_one):
 
 
 @pytest.mark.parametrize(("command", "threads"), [("./run_train.sh", 3), (None, 1)])
-def test_threads_are_those_of_the_environment_where_run_train_sh_or_the_user_has_set_them(command, threads, monkeypatch):
+def test_threads_are_those_of_the_environment_where_run_train_sh_or_the_user_has_set_them(
+    command, threads, monkeypatch
+):
     before = torch.get_num_threads()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "100000")
     monkeypatch.delenv("TITAN_LITE_COMMAND", raising=False)

@@ -14,12 +14,15 @@ from titan_lite.layout import make_layout
 
 
 def test_every_test_and_file_that_a_page_names_is_there():
-    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    sources = "\n".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")
+    )
     named = set(re.findall(r"`(test_\w+)`", ALL))
     assert len(named) > 20
     assert named <= set(re.findall(r"def (test_\w+)\(", sources))
     for path in re.findall(
-        r"\b(?:titan_lite|scripts|tests|train_configs|docs|assets)/[\w/.]+\.(?:py|sh|toml|md|slurm|png)\b", ALL
+        r"\b(?:titan_lite|scripts|tests|train_configs|docs|assets)/[\w/.]+\.(?:py|sh|toml|md|slurm|png)\b",
+        ALL,
     ):
         assert (ROOT / path).is_file() or "NAME" in path, path
 
@@ -27,7 +30,11 @@ def test_every_test_and_file_that_a_page_names_is_there():
 def test_every_key_that_a_page_names_is_one():
     sections = {key.partition(".")[0] for key in KEYS}
     words = re.findall(r"`-*([a-z_]+)\.(\w+)\b(?![./(])", ALL)
-    named = {f"{section}.{name}" for section, name in words if section in sections and name not in ("json", "jsonl", "py")}
+    named = {
+        f"{section}.{name}"
+        for section, name in words
+        if section in sections and name not in ("json", "jsonl", "py")
+    }
     assert len(named) > 40
     assert named <= {*KEYS, "checkpoint.explain"}  # which is a flag
 
@@ -58,7 +65,9 @@ TRAINED = {  # parts of recipes in the pages: a line of each, and the test that 
 
 def test_every_part_of_a_recipe_that_a_page_shows_is_one_and_is_trained_by_a_test(tmp_path):
     shown = blocks(ALL, "toml")
-    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    sources = "\n".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")
+    )
     assert len(shown) == len(TRAINED)
     for block in shown:
         (test,) = (test for line, test in TRAINED.items() if line in block)
@@ -77,7 +86,9 @@ def write_docs():
 
 def test_what_is_made_from_the_sources_is_up_to_date(write_docs):
     for name in write_docs.PARTS:
-        assert write_docs.as_of_today(ROOT / "docs" / name) == PAGES[f"docs/{name}"], "run python scripts/write_docs.py"
+        assert write_docs.as_of_today(ROOT / "docs" / name) == PAGES[f"docs/{name}"], (
+            "run python scripts/write_docs.py"
+        )
 
 
 def test_every_key_has_a_row(write_docs):
@@ -85,7 +96,9 @@ def test_every_key_has_a_row(write_docs):
     assert rows == [key.partition(".")[2] for key in KEYS]
 
 
-def test_a_page_that_is_not_up_to_date_is_found_and_written(write_docs, monkeypatch, tmp_path, capsys):
+def test_a_page_that_is_not_up_to_date_is_found_and_written(
+    write_docs, monkeypatch, tmp_path, capsys
+):
     for name in write_docs.PARTS:
         (tmp_path / name).write_text(f"before\n{write_docs.BEGIN}old\n{write_docs.END}after\n")
     monkeypatch.setattr(write_docs, "DOCS", tmp_path)
@@ -100,6 +113,10 @@ def test_a_page_that_is_not_up_to_date_is_found_and_written(write_docs, monkeypa
 
 
 def test_the_drawing_has_no_arrow_that_a_longer_way_replaces(write_docs):
-    assert write_docs.shortened({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {"a": {"b"}, "b": {"c"}, "c": set()}
+    assert write_docs.shortened({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {
+        "a": {"b"},
+        "b": {"c"},
+        "c": set(),
+    }
     with pytest.raises(ValueError, match="circle: a, b"):
         write_docs.shortened({"a": {"b"}, "b": {"a"}})

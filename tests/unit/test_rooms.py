@@ -23,7 +23,10 @@ ROOMS = {
     "outside": ("titan_lite.config.row",),
     "ranks": ("torch", "titan_lite.config"),
     "config": ("tomli",),  # the standard library has it from Python 3.11 on
-    "attention": ("torch", "titan_lite.config"),  # operators, which the model and its parallel forms call
+    "attention": (
+        "torch",
+        "titan_lite.config",
+    ),  # operators, which the model and its parallel forms call
     "float8": ("torch", "titan_lite.config"),  # as attention
     "host_memory": ("torch",),
     "describe": (
@@ -40,7 +43,11 @@ ROOMS = {
     "shape": ("titan_lite.config", "titan_lite.models"),
     "loss": PART,
     "loss_chunk": ("titan_lite.config",),
-    "communication": ("titan_lite.config", "titan_lite.layout", "titan_lite.compiler"),  # layout: its type
+    "communication": (
+        "titan_lite.config",
+        "titan_lite.layout",
+        "titan_lite.compiler",
+    ),  # layout: its type
     "chunked_loss": (*PART, "titan_lite.loss"),
     "validation": (*PART, "titan_lite.distributed", "titan_lite.loss", "titan_lite.metrics"),
     "optimizer": (*PART, "titan_lite.host_memory"),
@@ -68,10 +75,27 @@ ROOMS = {
         "numpy",
     ),
     "data/bad_documents": (*PART, "titan_lite.outside", "titan_lite.metrics.records"),
-    "data/prepare": (*PART, "titan_lite.command", "titan_lite.manifest", "titan_lite.outside", "numpy", "tqdm"),
+    "data/prepare": (
+        *PART,
+        "titan_lite.command",
+        "titan_lite.manifest",
+        "titan_lite.outside",
+        "numpy",
+        "tqdm",
+    ),
     "checkpoint": (*PART, "titan_lite.manifest", "titan_lite.outside"),
-    "checkpoint/weights": (*PART, "safetensors", "titan_lite.manifest", "titan_lite.outside", "titan_lite.models"),
-    "checkpoint/resume": ("titan_lite.config", "titan_lite.lr_scheduler", "titan_lite.data.dataset.EPOCH"),
+    "checkpoint/weights": (
+        *PART,
+        "safetensors",
+        "titan_lite.manifest",
+        "titan_lite.outside",
+        "titan_lite.models",
+    ),
+    "checkpoint/resume": (
+        "titan_lite.config",
+        "titan_lite.lr_scheduler",
+        "titan_lite.data.dataset.EPOCH",
+    ),
     "faults": PART,
     "faults/signals": (),
     "faults/restart": ("titan_lite.logging", "titan_lite.outside"),
@@ -125,11 +149,23 @@ ROOMS = {
         "titan_lite.command",
         "titan_lite.metrics.records",
     ),  # no torch: a page is made where a run's folder was copied to
-    "recipe": ("titan_lite.config", "titan_lite.command", "titan_lite.layout", "titan_lite.logging", "titan_lite.inputs"),
+    "recipe": (
+        "titan_lite.config",
+        "titan_lite.command",
+        "titan_lite.layout",
+        "titan_lite.logging",
+        "titan_lite.inputs",
+    ),
     "inputs": ("titan_lite.config", "titan_lite.layout", "titan_lite.data"),
     "environment": ("titan_lite.config", "titan_lite.logging"),
     "launch": ("torch", "titan_lite.faults.signals"),
-    "start": (*PART, "titan_lite.faults.signals", "titan_lite.launch", "titan_lite.recipe", "titan_lite.train"),
+    "start": (
+        *PART,
+        "titan_lite.faults.signals",
+        "titan_lite.launch",
+        "titan_lite.recipe",
+        "titan_lite.train",
+    ),
     "__main__": ("titan_lite.config", "titan_lite.command"),
     "convert": (
         *PART,
@@ -140,7 +176,13 @@ ROOMS = {
         "titan_lite.checkpoint",
         "titan_lite.data",
     ),
-    "generate": (*PART, "titan_lite.command", "titan_lite.models", "titan_lite.checkpoint.weights", "titan_lite.data"),
+    "generate": (
+        *PART,
+        "titan_lite.command",
+        "titan_lite.models",
+        "titan_lite.checkpoint.weights",
+        "titan_lite.data",
+    ),
     "trainer": (*PART, "titan_lite"),  # the assembler
     "train": (
         *PART,
@@ -208,7 +250,9 @@ def forbidden_imports(package):
             wrong |= room == "models" and within(name, "torch.distributed")
             wrong |= room not in ("train", "verify") and within(name, "titan_lite.trainer")
             wrong |= room != "start" and within(name, "titan_lite.train")
-            wrong |= room not in WHOLE_CONFIG and (name == "titan_lite.config.Config" or within(name, "titan_lite.config.recipe"))
+            wrong |= room not in WHOLE_CONFIG and (
+                name == "titan_lite.config.Config" or within(name, "titan_lite.config.recipe")
+            )
             if wrong:
                 found.append(f"{path}:{line}: {room} imports {name}")
     return found
@@ -219,7 +263,9 @@ def test_every_room_imports_only_what_it_may():
 
 
 def test_the_package_is_read():
-    names = {name for path in (PACKAGE / "models").glob("*.py") for _, name in imports_of(path, PACKAGE)}
+    names = {
+        name for path in (PACKAGE / "models").glob("*.py") for _, name in imports_of(path, PACKAGE)
+    }
     assert "torch.nn" in names
 
 
@@ -261,13 +307,31 @@ def test_a_forbidden_import_is_found(module, source, tmp_path):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("config/toml.py", "import json, tomllib, tomli\nfrom titan_lite.config import ConfigError"),
-        ("models/llama3.py", "import torch.nn.functional as F\nfrom torch import nn\nfrom titan_lite.models import hf"),
+        (
+            "config/toml.py",
+            "import json, tomllib, tomli\nfrom titan_lite.config import ConfigError",
+        ),
+        (
+            "models/llama3.py",
+            "import torch.nn.functional as F\nfrom torch import nn\nfrom titan_lite.models import hf",
+        ),
         ("data/loader.py", "from torch.utils.data import DataLoader\nfrom .dataset import Dataset"),
-        ("data/loader.py", "from titan_lite.config import Data, Validation\nfrom titan_lite.logging import logger"),
-        ("distributed/build.py", "from titan_lite.compiler.stage import compile_stage\nimport torch.distributed"),
-        ("trainer.py", "from titan_lite import loss\nfrom titan_lite.data.loader import build_loader"),
-        ("train.py", "from titan_lite.trainer import Trainer\nfrom titan_lite.config.recipe import load_config"),
+        (
+            "data/loader.py",
+            "from titan_lite.config import Data, Validation\nfrom titan_lite.logging import logger",
+        ),
+        (
+            "distributed/build.py",
+            "from titan_lite.compiler.stage import compile_stage\nimport torch.distributed",
+        ),
+        (
+            "trainer.py",
+            "from titan_lite import loss\nfrom titan_lite.data.loader import build_loader",
+        ),
+        (
+            "train.py",
+            "from titan_lite.trainer import Trainer\nfrom titan_lite.config.recipe import load_config",
+        ),
     ],
 )
 def test_an_allowed_import_is_not(module, source, tmp_path):
@@ -277,7 +341,12 @@ def test_an_allowed_import_is_not(module, source, tmp_path):
     assert forbidden_imports(tmp_path) == []
 
 
-LAYOUT = {"layout.py", "config/keys.py", "config/recipe.py", "verify.py"}  # recipe: an early check; verify: makes other recipes
+LAYOUT = {
+    "layout.py",
+    "config/keys.py",
+    "config/recipe.py",
+    "verify.py",
+}  # recipe: an early check; verify: makes other recipes
 
 
 def derived_again(package):
@@ -288,14 +357,25 @@ def derived_again(package):
             continue
         for node in ast.walk(ast.parse(path.read_text(), str(path))):
             parts = []
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.FloorDiv | ast.Mod):
-                parts = [part.attr for part in (node.left, node.right) if isinstance(part, ast.Attribute)]
+            if isinstance(node, ast.BinOp) and isinstance(
+                node.op, ast.Mult | ast.FloorDiv | ast.Mod
+            ):
+                parts = [
+                    part.attr for part in (node.left, node.right) if isinstance(part, ast.Attribute)
+                ]
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 parts = [node.func.id]
             elif isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute):
                 parts = [node.left.attr]
-            derived = {"local_batch_size", "global_batch_size", "gradient_accumulation_steps", "fsdp_communication"}
-            if derived & {*parts} and not (isinstance(node, ast.Compare) and parts == ["global_batch_size"]):
+            derived = {
+                "local_batch_size",
+                "global_batch_size",
+                "gradient_accumulation_steps",
+                "fsdp_communication",
+            }
+            if derived & {*parts} and not (
+                isinstance(node, ast.Compare) and parts == ["global_batch_size"]
+            ):
                 found.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
     return found
 
@@ -323,7 +403,11 @@ def without_use(package):
     defined, used = set(), set()
     for path in sorted(package.rglob("*.py")):
         tree = ast.parse(path.read_text(), str(path))
-        defined |= {(str(path), node.name) for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        defined |= {
+            (str(path), node.name)
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        }
         used |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         used |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     return sorted((path, name) for path, name in defined if name not in used)

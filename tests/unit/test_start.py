@@ -34,7 +34,9 @@ def test_no_gpus_are_counted_where_the_cpu_is_wanted(visible, environment, progr
 
 
 @pytest.mark.parametrize(("nodes", "numactl"), [(1, True), (2, False), (2, True)])
-def test_processes_are_bound_beside_their_gpus_if_numactl_works(nodes, numactl, program, tmp_path, monkeypatch, capfd):
+def test_processes_are_bound_beside_their_gpus_if_numactl_works(
+    nodes, numactl, program, tmp_path, monkeypatch, capfd
+):
     for node in range(nodes):
         (tmp_path / f"node{node}").mkdir()
     monkeypatch.setattr(start, "NUMA_NODES", str(tmp_path))
@@ -45,7 +47,12 @@ def test_processes_are_bound_beside_their_gpus_if_numactl_works(nodes, numactl, 
 
 
 def test_options_of_several_nodes(environment):
-    environment |= {"NNODES": "2", "RDZV_ENDPOINT": "node0:29500", "NODE_RANK": "1", "LOCAL_ADDR": "10.0.0.2"}
+    environment |= {
+        "NNODES": "2",
+        "RDZV_ENDPOINT": "node0:29500",
+        "NODE_RANK": "1",
+        "LOCAL_ADDR": "10.0.0.2",
+    }
     nodes, options = start.check_variables()
     assert nodes == "2"
     assert " ".join(options) == (
@@ -56,7 +63,10 @@ def test_options_of_several_nodes(environment):
 def test_a_node_says_for_whom_it_waits(environment, capfd):
     environment |= {"NNODES": "2", "RDZV_ENDPOINT": "localhost:29500", "NGPU": "1"}
     start.launcher_options(["debug_model"])
-    assert "starting 1 CPU process: debug_model; waiting for 2 nodes at localhost:29500\n" in capfd.readouterr().err
+    assert (
+        "starting 1 CPU process: debug_model; waiting for 2 nodes at localhost:29500\n"
+        in capfd.readouterr().err
+    )
 
 
 def test_variables_that_are_empty_are_not_set(environment):
@@ -74,7 +84,10 @@ def test_a_wrong_number_of_processes_is_refused(value, environment):
 def test_more_processes_than_gpus_are_refused(environment, monkeypatch):
     monkeypatch.setattr(start, "count_gpus", lambda: 2)
     environment["NGPU"] = "4"
-    with pytest.raises(ConfigError, match="NGPU=4 is more than the 2 GPUs here; use NGPU=2, or CUDA_VISIBLE_DEVICES= for CPU"):
+    with pytest.raises(
+        ConfigError,
+        match="NGPU=4 is more than the 2 GPUs here; use NGPU=2, or CUDA_VISIBLE_DEVICES= for CPU",
+    ):
         start.launcher_options(["debug_model"])
 
 
@@ -92,13 +105,18 @@ def test_the_launcher_gets_the_gpus_and_the_recipe(environment, monkeypatch, cap
 def test_an_allocator_option_of_the_user_is_left(name, environment):
     environment[name] = "max_split_size_mb:64"
     start.set_environment([], gpus=1, processes=1)
-    assert {value for key, value in environment.items() if key.endswith("ALLOC_CONF")} == {"max_split_size_mb:64"}
+    assert {value for key, value in environment.items() if key.endswith("ALLOC_CONF")} == {
+        "max_split_size_mb:64"
+    }
 
 
 def test_the_command_that_goes_on(environment):
     environment["NGPU"] = "4"
     start.set_environment(["llama3_8b", "--job.description", "a b"], gpus=0, processes=4)
-    assert environment["TITAN_LITE_COMMAND"] == "NGPU=4 titan-lite train llama3_8b --job.description 'a b'"
+    assert (
+        environment["TITAN_LITE_COMMAND"]
+        == "NGPU=4 titan-lite train llama3_8b --job.description 'a b'"
+    )
 
 
 def test_the_command_that_goes_on_is_that_of_the_script(environment):

@@ -23,13 +23,26 @@ def submit(folder, code, script=ROOT / "scripts/train.slurm"):
     for name, text in COMMANDS.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (folder / name).chmod(0o755)
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n0", "SLURM_JOB_NUM_NODES": "1", "LOGS": str(folder / "logs")}
-    environment = {**os.environ, **slurm, "PATH": f"{folder}:{os.environ['PATH']}", "ROOT": str(ROOT), "CODE": str(code)}
+    slurm = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n0",
+        "SLURM_JOB_NUM_NODES": "1",
+        "LOGS": str(folder / "logs"),
+    }
+    environment = {
+        **os.environ,
+        **slurm,
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "ROOT": str(ROOT),
+        "CODE": str(code),
+    }
     command = ["bash", str(script), "recipe.toml", "--training.steps", "5"]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (2, False), (75, True), (138, True), (143, True)])
+@pytest.mark.parametrize(
+    ("code", "requeued"), [(0, False), (1, False), (2, False), (75, True), (138, True), (143, True)]
+)
 def test_what_a_signal_stopped_goes_back_into_the_queue(code, requeued, tmp_path):
     done = submit(tmp_path, code)
     assert done.returncode == code
@@ -42,4 +55,7 @@ def test_a_container_is_put_before_what_is_started(tmp_path):
     assert text.count("\ncontainer=()\n") == 1
     script = tmp_path / "train.slurm"
     script.write_text(text.replace("\ncontainer=()\n", "\ncontainer=(apptainer exec image)\n"))
-    assert f"asked: srun image {ROOT}/run_train.sh --training.steps 5\n" in submit(tmp_path, 0, script).stdout
+    assert (
+        f"asked: srun image {ROOT}/run_train.sh --training.steps 5\n"
+        in submit(tmp_path, 0, script).stdout
+    )

@@ -46,7 +46,9 @@ class FolderLock:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                logger.warning(f"{self.folder} has no locks ({error.strerror}): a second run that writes there is not detected")
+                logger.warning(
+                    f"{self.folder} has no locks ({error.strerror}): a second run that writes there is not detected"
+                )
                 self.file = file
                 return False
             file.seek(0)
@@ -56,7 +58,9 @@ class FolderLock:
         self.watched = is_open(file, self.path)
         if not self.watched and tries > 1:  # removed since it was opened
             return self.take(tries - 1)
-        with suppress(OSError):  # on a full disk the lock has no description, but still refuses a second run
+        with suppress(
+            OSError
+        ):  # on a full disk the lock has no description, but still refuses a second run
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()

@@ -22,7 +22,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from titan_lite.config import DROPPED, KEYS, SECTIONS, Checkpoint, ConfigError, LRScheduler, batch_ramp, without_need
+from titan_lite.config import (
+    DROPPED,
+    KEYS,
+    SECTIONS,
+    Checkpoint,
+    ConfigError,
+    LRScheduler,
+    batch_ramp,
+    without_need,
+)
 from titan_lite.config.row import CANNOT, FRESH, LEARNING, NOTHING, PLACE, ROUNDING, WORST_FIRST
 from titan_lite.data.dataset import EPOCH
 from titan_lite.lr_scheduler import lr_factor
@@ -37,7 +46,15 @@ ACCEPTED_BY = {  # consequences that are errors without a key of [checkpoint]: (
     FRESH: ("accept_model_only", "starts with moments of zero"),
 }
 
-NEEDED = {"recipe", "run", "tensors", "step", "tokens_seen", "validation_due", "loader"}  # keys of state.json
+NEEDED = {
+    "recipe",
+    "run",
+    "tensors",
+    "step",
+    "tokens_seen",
+    "validation_due",
+    "loader",
+}  # keys of state.json
 NEEDED |= {"skipped_steps", "skipped_in_a_row", "spikes"}
 
 FACTS = {  # compared beside the recipe: (words, consequence of a change)
@@ -65,18 +82,31 @@ class Difference:
 
 def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[Difference]:
     """Return the differences between a step's state.json and this run: keys of the recipe, then FACTS. Raises ConfigError."""
-    lacking = sorted(NEEDED - state.keys()) or sorted({"data", "optimizer", "lr_scheduler", "training"} - state["recipe"].keys())
+    lacking = sorted(NEEDED - state.keys()) or sorted(
+        {"data", "optimizer", "lr_scheduler", "training"} - state["recipe"].keys()
+    )
     if lacking or "total_steps" not in state["run"]:
         raise ConfigError(
             f"checkpoint.folder: state.json of the step is incomplete (no {', '.join(lacking) or 'run.total_steps'}); "
             "use a step that a run of titan_lite saved, or another job.dump_folder"
         )
     now = json.loads(json.dumps(described))  # tuples become lists, as in the file
-    known = [fact for fact in FACTS if state["run"].get(fact) and now["run"].get(fact)]  # those that both have
-    facts = [(fact, *change) for fact in known for change in _changes(state["run"][fact], now["run"][fact])]
-    facts = [change for change in facts if change[:2] != ("model", "max_seq_len")]  # a limit, without parameters
+    known = [
+        fact for fact in FACTS if state["run"].get(fact) and now["run"].get(fact)
+    ]  # those that both have
+    facts = [
+        (fact, *change)
+        for fact in known
+        for change in _changes(state["run"][fact], now["run"][fact])
+    ]
+    facts = [
+        change for change in facts if change[:2] != ("model", "max_seq_len")
+    ]  # a limit, without parameters
     changed = {fact for fact, *_ in facts}
-    idle = without_need(state["recipe"], resuming=True).keys() & without_need(now["recipe"], resuming=True).keys()
+    idle = (
+        without_need(state["recipe"], resuming=True).keys()
+        & without_need(now["recipe"], resuming=True).keys()
+    )
     differences = []
     for key, was, new in _changes(state["recipe"], now["recipe"]):
         if key in KEYS:
@@ -85,13 +115,24 @@ def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[Diff
                 consequence = NOTHING if key in idle else consequence_of(key, changed)
                 if key == "debug.seed" and consequence == NOTHING and _rounds(now["recipe"]):
                     consequence = ROUNDING
-                differences.append(Difference(consequence, f"{key} = {json.dumps(new)}, was {json.dumps(was):.500}"))
+                differences.append(
+                    Difference(
+                        consequence, f"{key} = {json.dumps(new)}, was {json.dumps(was):.500}"
+                    )
+                )
         elif key not in DROPPED or was != DROPPED[key][0]:
             consequence = SECTIONS[key.partition(".")[0]].resume if key in DROPPED else NOTHING
-            differences.append(Difference(consequence, f"{key} was {json.dumps(was):.500}, and is not a key of this version"))
+            differences.append(
+                Difference(
+                    consequence,
+                    f"{key} was {json.dumps(was):.500}, and is not a key of this version",
+                )
+            )
     for fact, path, was, new in facts:
         words, consequence = FACTS[fact]
-        differences.append(Difference(consequence, f"{words.format(path)}: {_short(new)}, was {_short(was)}"))
+        differences.append(
+            Difference(consequence, f"{words.format(path)}: {_short(new)}, was {_short(was)}")
+        )
     if "optimizer" not in state["tensors"]:
         differences.append(Difference(FRESH, ONLY_MODEL))
     return differences
@@ -112,16 +153,24 @@ def _rounds(recipe: Mapping[str, Any]) -> bool:
 def consequence_of(key: str, changed_facts: Set[str] = frozenset()) -> str:
     """Return the consequence of a change of this key if these facts have changed, too."""
     row = KEYS[key].metadata
-    return FACTS[row["fact"]][1] if row["fact"] in changed_facts else row["resume"] or SECTIONS[key.partition(".")[0]].resume
+    return (
+        FACTS[row["fact"]][1]
+        if row["fact"] in changed_facts
+        else row["resume"] or SECTIONS[key.partition(".")[0]].resume
+    )
 
 
-def refuse(differences: Sequence[Difference], where: Path | str, config: Checkpoint, *, done: bool = False) -> None:
+def refuse(
+    differences: Sequence[Difference], where: Path | str, config: Checkpoint, *, done: bool = False
+) -> None:
     """Raise ConfigError for differences that cannot work, or that the recipe does not accept.
 
     done: the step is the run's last, which needs no optimizer.
     """
     for consequence in (CANNOT, *ACCEPTED_BY):
-        texts = [difference.text for difference in differences if difference.consequence == consequence]
+        texts = [
+            difference.text for difference in differences if difference.consequence == consequence
+        ]
         key, effect = ACCEPTED_BY.get(consequence, ("", ""))
         if not texts or (key and getattr(config, key)) or (done and consequence == FRESH):
             continue
@@ -141,7 +190,10 @@ def restarts_data(differences: Sequence[Difference]) -> bool:
 
 
 def to_load(
-    tensors: Mapping[str, Any], differences: Sequence[Difference], state: Mapping[str, Any], described: Mapping[str, Any]
+    tensors: Mapping[str, Any],
+    differences: Sequence[Difference],
+    state: Mapping[str, Any],
+    described: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return those of a run's tensors, by name, that it loads: without the optimizer's if that starts anew, and without
     errors of compression between copies if those of the step are of other shards."""
@@ -156,11 +208,15 @@ def _drops_errors(state: Mapping[str, Any], described: Mapping[str, Any]) -> boo
     return bool(now) and ("between" not in state["tensors"] or state["run"].get("between") != now)
 
 
-def explain(differences: Sequence[Difference], state: Mapping[str, Any], described: Mapping[str, Any]) -> list[str]:
+def explain(
+    differences: Sequence[Difference], state: Mapping[str, Any], described: Mapping[str, Any]
+) -> list[str]:
     """Return the differences as lines, those with the worst consequence first."""
     lines = []
     for consequence in WORST_FIRST:
-        texts = [difference.text for difference in differences if difference.consequence == consequence]
+        texts = [
+            difference.text for difference in differences if difference.consequence == consequence
+        ]
         more = _next_step(state, described) if texts and consequence == LEARNING else ""
         if texts and consequence in ACCEPTED_BY:
             key, effect = ACCEPTED_BY[consequence]
@@ -193,10 +249,14 @@ def git_revision() -> str:
 
     def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # fails if installed inside another checkout
+        git(
+            "ls-files", "--error-unmatch", Path(__file__).name
+        )  # fails if installed inside another checkout
         return git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes")
     except (OSError, subprocess.SubprocessError, UnicodeError):
         return ""
@@ -206,8 +266,13 @@ def _changes(was: Any, new: Any, path: str = "") -> list[tuple[str, Any, Any]]:
     """Return (dotted path, value before, value now) of all leaves that differ; None: not present."""
     if isinstance(was, dict | None) and isinstance(new, dict | None):
         was, new = was or {}, new or {}
-        inside = [(f"{path}.{name}" if path else name, was.get(name), new.get(name)) for name in dict.fromkeys((*new, *was))]
-        return [change for name, before, after in inside for change in _changes(before, after, name)]
+        inside = [
+            (f"{path}.{name}" if path else name, was.get(name), new.get(name))
+            for name in dict.fromkeys((*new, *was))
+        ]
+        return [
+            change for name, before, after in inside for change in _changes(before, after, name)
+        ]
     return [] if was == new else [(path, was, new)]
 
 
@@ -218,12 +283,20 @@ def _next_step(state: Mapping[str, Any], described: Mapping[str, Any]) -> str:
         ramp = batch_ramp(which["recipe"]["training"].get("global_batch_ramp", ()))
         sizes.append(next((size for size, last in ramp if step <= last), which["run"].get("rows")))
         recipe = which["recipe"]["lr_scheduler"]
-        scheduler = LRScheduler(**{field.name: recipe[field.name] for field in fields(LRScheduler) if field.name in recipe})
+        scheduler = LRScheduler(
+            **{
+                field.name: recipe[field.name]
+                for field in fields(LRScheduler)
+                if field.name in recipe
+            }
+        )
         peak = which["recipe"]["optimizer"].get("lr", KEYS["optimizer.lr"].default)
         rates.append(peak * lr_factor(step, scheduler, which["run"]["total_steps"]))
     words = []
     if rates[0] != rates[1]:
-        words.append(f"the learning rate of step {step} is {rates[1]:.2e} instead of {rates[0]:.2e}")
+        words.append(
+            f"the learning rate of step {step} is {rates[1]:.2e} instead of {rates[0]:.2e}"
+        )
     if sizes[0] != sizes[1] and None not in sizes:
         words.append(f"step {step} has {sizes[1]:,} sequences instead of {sizes[0]:,}")
     return f": {'; '.join(words)}" if words else ""
@@ -231,4 +304,6 @@ def _next_step(state: Mapping[str, Any], described: Mapping[str, Any]) -> str:
 
 def _short(value: Any) -> str:
     """Return a value for a message; of a hash only its first 12 digits."""
-    return value[:12] if isinstance(value, str) and len(value) >= 64 else f"{json.dumps(value):.500}"
+    return (
+        value[:12] if isinstance(value, str) and len(value) >= 64 else f"{json.dumps(value):.500}"
+    )

@@ -42,11 +42,22 @@ from titan_lite.checkpoint.lock import FolderLock, FolderTaken
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.logging import logger
 from titan_lite.outside import Damaged
-from titan_lite.ranks import alike, first_word, gather_objects, gather_on_first, is_communication, new_gloo_group, reduce_numbers
+from titan_lite.ranks import (
+    alike,
+    first_word,
+    gather_objects,
+    gather_on_first,
+    is_communication,
+    new_gloo_group,
+    reduce_numbers,
+)
 
 T = TypeVar("T")
 GROUP = "checkpoint"  # name of the process group of saves, which has a time limit of its own
-SMALL = (tensor_files.NAME, saved_state.NAME)  # checked before there is a process group, which checks the other files
+SMALL = (
+    tensor_files.NAME,
+    saved_state.NAME,
+)  # checked before there is a process group, which checks the other files
 LIMIT = datetime.timedelta(hours=1)  # for one phase of a save, while training goes on
 
 
@@ -62,7 +73,9 @@ class Checkpointer:
     beat: called from time to time while files are written, read and hashed, which may take longer than the limit of a phase.
     """
 
-    def __init__(self, config: Checkpoint, dump_folder: Path, beat: Callable[[], None] = lambda: None):
+    def __init__(
+        self, config: Checkpoint, dump_folder: Path, beat: Callable[[], None] = lambda: None
+    ):
         self.config, self.beat = config, beat
         self.folder = dump_folder / config.folder
         self.key = f'checkpoint.folder = "{config.folder}"'  # the beginning of errors
@@ -112,8 +125,14 @@ class Checkpointer:
             return []
         except OSError as error:  # must not start a new run
             fix = "use a folder that can be read"
-            raise ConfigError(f"{self.key}: {self.folder} cannot be read: {error.strerror}; {fix}") from None
-        return sorted(int(name.removeprefix("step-")) for name in names if re.fullmatch(r"step-(0|[1-9]\d*)", name))
+            raise ConfigError(
+                f"{self.key}: {self.folder} cannot be read: {error.strerror}; {fix}"
+            ) from None
+        return sorted(
+            int(name.removeprefix("step-"))
+            for name in names
+            if re.fullmatch(r"step-(0|[1-9]\d*)", name)
+        )
 
     def steps(self) -> list[int]:
         """Return the steps in which `fault` finds nothing wrong, oldest first. For one rank or all."""
@@ -159,13 +178,25 @@ class Checkpointer:
             fix = "to start a new run, move them away or use another job.dump_folder"
             raise ConfigError(f"{self.key}: all steps in {self.folder} are damaged ({each}); {fix}")
         if wanted == -1 and self.config.must_resume:
-            raise ConfigError(f"checkpoint.must_resume = true: there is no step in {self.folder}; use false to start a new run")
+            raise ConfigError(
+                f"checkpoint.must_resume = true: there is no step in {self.folder}; use false to start a new run"
+            )
         if wanted == -1:
             return None
         if wanted not in whole:
-            why = f"the step is damaged: {faults[wanted]}" if wanted in faults else f"there is no such step in {self.folder}"
-            raise ConfigError(f"checkpoint.load_step = {wanted}: {why}; {have}; use -1 for the newest")
-        if wanted != whole[-1] and self.read_state(whole[-1]).get("recipe", {}).get("checkpoint", {}).get("load_step") == wanted:
+            why = (
+                f"the step is damaged: {faults[wanted]}"
+                if wanted in faults
+                else f"there is no such step in {self.folder}"
+            )
+            raise ConfigError(
+                f"checkpoint.load_step = {wanted}: {why}; {have}; use -1 for the newest"
+            )
+        if (
+            wanted != whole[-1]
+            and self.read_state(whole[-1]).get("recipe", {}).get("checkpoint", {}).get("load_step")
+            == wanted
+        ):
             return whole[-1]  # the same command was started again, and has newer steps of its own
         if wanted != whole[-1]:
             raise ConfigError(
@@ -189,14 +220,20 @@ class Checkpointer:
             except ConfigError as wrong:
                 error = str(wrong)
             self._agree(error)
-            step = json.loads(first_word("" if dist.get_rank() else json.dumps(seen), self._processes()))
+            step = json.loads(
+                first_word("" if dist.get_rank() else json.dumps(seen), self._processes())
+            )
             seen = step if step in present else seen
             if not alike(str(seen), self._processes()):
                 all_seen = self._gather(seen)
-                different = [rank for rank, found in enumerate(all_seen) if found != all_seen[rank - 1]]
+                different = [
+                    rank for rank, found in enumerate(all_seen) if found != all_seen[rank - 1]
+                ]
                 each = ", ".join(f"rank {rank}: {all_seen[rank] or 'none'}" for rank in different)
                 fix = "use a job.dump_folder on a file system that all nodes share"
-                raise ConfigError(f"checkpoint.folder: ranks see different newest steps in {self.folder} ({each}); {fix}")
+                raise ConfigError(
+                    f"checkpoint.folder: ranks see different newest steps in {self.folder} ({each}); {fix}"
+                )
             if step is None:
                 return None
             fault = first_word(self.fault(step, share=True), self._processes())
@@ -214,7 +251,10 @@ class Checkpointer:
                 logger.warning(f"step-{other} could not be loaded, either: {fault}")
             if other <= step:
                 continue
-            names = (f"invalid-step-{other}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
+            names = (
+                f"invalid-step-{other}{suffix}"
+                for suffix in ("", *(f"-{n}" for n in range(2, 1000)))
+            )
             aside = next(self.folder / name for name in names if not (self.folder / name).exists())
             logger.warning(f"step-{other} is not loaded: {fault}; set aside as {aside.name}")
             try:
@@ -228,14 +268,19 @@ class Checkpointer:
         try:
             return saved_state.read_state(self.path_of(step))
         except Damaged as error:
-            raise ConfigError(f"{self.path_of(step)}/{error}; use another step with checkpoint.load_step") from None
+            raise ConfigError(
+                f"{self.path_of(step)}/{error}; use another step with checkpoint.load_step"
+            ) from None
 
     def load(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Fill the tensors in place, on this rank's layout. Raises ConfigError on all ranks."""
         path, reader = self.path_of(step), None
         try:
             metadata = tensor_files.read_metadata(path, manifest.read(path, step))
-            reader, error = tensor_files.Reader(path, metadata), tensor_files.misfit(metadata, tensors)
+            reader, error = (
+                tensor_files.Reader(path, metadata),
+                tensor_files.misfit(metadata, tensors),
+            )
         except Damaged as damage:
             error = str(damage)
         self._agree(error and f"{path} cannot be loaded: {error}")
@@ -252,7 +297,9 @@ class Checkpointer:
 
     # Saving
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], state: dict[str, Any], *, last: bool = False) -> None:
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], state: dict[str, Any], *, last: bool = False
+    ) -> None:
         """Save a step, or with checkpoint.async_mode start to save it, after the previous save has ended.
 
         tensors: {name: tensor or DTensor}. state: of JSON types; rank 0's is written, with what all ranks have as
@@ -263,16 +310,30 @@ class Checkpointer:
         self.tried = step
         self._processes()  # made by this thread, as all ranks make groups in one order
         if last and self.config.last_save_model_only:
-            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
-        state = {**state, "tensors": sorted({name.partition(".")[0] for name in tensors})}  # ["model", "optimizer"]
+            tensors = {
+                name: tensor for name, tensor in tensors.items() if name.startswith("model.")
+            }
+        state = {
+            **state,
+            "tensors": sorted({name.partition(".")[0] for name in tensors}),
+        }  # ["model", "optimizer"]
         if self.config.async_mode == "disabled":
-            self._save(step, tensors, {name: tensor_files.local_part(tensor) for name, tensor in tensors.items()}, state)
+            self._save(
+                step,
+                tensors,
+                {name: tensor_files.local_part(tensor) for name, tensor in tensors.items()},
+                state,
+            )
             self.wait()
-            reduce_numbers(0, group=self.group)  # wait until rank 0 has deleted older steps, with the limit of this group
+            reduce_numbers(
+                0, group=self.group
+            )  # wait until rank 0 has deleted older steps, with the limit of this group
         else:
             copies = self._copy(tensors)
             # Not a daemon: if the run ends with an error, the process still waits until the step is saved.
-            self.saving = threading.Thread(target=self._save, args=(step, tensors, copies, state), name=f"save of step {step}")
+            self.saving = threading.Thread(
+                target=self._save, args=(step, tensors, copies, state), name=f"save of step {step}"
+            )
             self.saving.start()
 
     def poll(self) -> None:
@@ -286,7 +347,11 @@ class Checkpointer:
             return "checkpoint.enable = false, so nothing is saved; "
         if step == self.newest:
             return ""
-        return "saving, then " if step != self.tried or self.saving else f"the newest step on disk is {self.newest}; "
+        return (
+            "saving, then "
+            if step != self.tried or self.saving
+            else f"the newest step on disk is {self.newest}; "
+        )
 
     def describe_newest(self) -> str:
         """Return the step that a restarted run resumes from, in words. Waits for a running save."""
@@ -294,7 +359,11 @@ class Checkpointer:
             return "checkpoint.enable = false, so there is no step to resume from"
         with suppress(CheckpointError):
             self.wait()
-        where = f"resumes from {self.path_of(self.newest)}" if self.newest else "begins again, as there is no step"
+        where = (
+            f"resumes from {self.path_of(self.newest)}"
+            if self.newest
+            else "begins again, as there is no step"
+        )
         return f"started again, by hand or by the launcher, the run {where}"
 
     def wait(self) -> None:
@@ -310,25 +379,39 @@ class Checkpointer:
         """Copy this rank's parts to host memory; afterwards the optimizer may change the tensors."""
         keep = self.config.async_mode == "async_with_pinned_mem"
         if keep and not self.copies and not torch.cuda.is_available():
-            logger.info('checkpoint.async_mode = "async_with_pinned_mem": without a GPU nothing is pinned; copies are reused')
+            logger.info(
+                'checkpoint.async_mode = "async_with_pinned_mem": without a GPU nothing is pinned; copies are reused'
+            )
         copies = self.copies if keep else {}
         for name, tensor in tensors.items():
             local = tensor_files.local_part(tensor)
             if name not in copies:
-                copies[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=keep and torch.cuda.is_available())
+                copies[name] = torch.empty(
+                    local.shape, dtype=local.dtype, pin_memory=keep and torch.cuda.is_available()
+                )
             copies[name].copy_(local, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return copies
 
-    def _save(self, step: int, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], state: dict[str, Any]) -> None:
+    def _save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        copies: Mapping[str, Tensor],
+        state: dict[str, Any],
+    ) -> None:
         """Save the step, or set `failure` on all ranks alike."""
         try:
-            if torch.cuda.is_available():  # a new thread is on GPU 0, where DCP would create a context of 0.5 GB for each rank
+            if (
+                torch.cuda.is_available()
+            ):  # a new thread is on GPU 0, where DCP would create a context of 0.5 GB for each rank
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             self._commit(step, tensors, copies, state)
         except Exception as error:
-            self.failure = CheckpointError(f"step {step} was not saved in {self.folder}: {_reason(error)}")
+            self.failure = CheckpointError(
+                f"step {step} was not saved in {self.folder}: {_reason(error)}"
+            )
             self.failure.__cause__ = error
             if dist.get_rank() == 0:
                 goes_on = self.config.on_failure == "continue" and not is_communication(error)
@@ -340,13 +423,23 @@ class Checkpointer:
             if dist.get_rank() == 0:  # other ranks do not wait for it
                 self._retain()
 
-    def _commit(self, step: int, tensors: Mapping[str, Tensor], copies: Mapping[str, Tensor], state: dict[str, Any]) -> None:
+    def _commit(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        copies: Mapping[str, Tensor],
+        state: dict[str, Any],
+    ) -> None:
         rank, path, unfinished = dist.get_rank(), self.path_of(step), self._unfinished(step)
-        (needed,) = reduce_numbers(sum(map(tensor_files.share, tensors.values())), group=self.group, total=True)
+        (needed,) = reduce_numbers(
+            sum(map(tensor_files.share, tensors.values())), group=self.group, total=True
+        )
 
         def check_lock() -> None:
             if not self.locked.is_held():
-                raise CheckpointError("the folder was removed, or replaced, in the middle of the save")
+                raise CheckpointError(
+                    "the folder was removed, or replaced, in the middle of the save"
+                )
 
         def prepare() -> None:
             check_lock()
@@ -356,7 +449,9 @@ class Checkpointer:
             self._remove_leftovers()
             free = shutil.disk_usage(self.folder).free
             if free < needed:
-                raise CheckpointError(f"it needs {needed / 2**30:.3f} GiB, and {free / 2**30:.3f} GiB are free")
+                raise CheckpointError(
+                    f"it needs {needed / 2**30:.3f} GiB, and {free / 2**30:.3f} GiB are free"
+                )
             unfinished.mkdir()
 
         def copy_of(name: str) -> Tensor:
@@ -365,7 +460,10 @@ class Checkpointer:
 
         def write() -> tuple[Any, dict[str, dict[str, Any]], list[tensor_files.Entry]]:
             entries = tensor_files.write(unfinished, tensors, copy_of)
-            files = {path.name: manifest.digest(path, self.beat) for path in unfinished.glob(f"__{rank}_*")}
+            files = {
+                path.name: manifest.digest(path, self.beat)
+                for path in unfinished.glob(f"__{rank}_*")
+            }
             return state.get("loader"), files, entries
 
         def finish() -> None:
@@ -373,16 +471,22 @@ class Checkpointer:
             tensor_files.write_metadata(unfinished, (entries for _, _, entries in parts))
             loaders = [each for each, _, _ in parts if each is not None]
             merged = {"loader": saved_state.merge_loaders(loaders)} if loaders else {}
-            manifest.write_text(unfinished / saved_state.NAME, json.dumps({**state, **merged}, indent=1) + "\n")
+            manifest.write_text(
+                unfinished / saved_state.NAME, json.dumps({**state, **merged}, indent=1) + "\n"
+            )
             files = {name: each for _, theirs, _ in parts for name, each in theirs.items()}
             files.update({name: manifest.digest(unfinished / name) for name in SMALL})
             manifest.write(unfinished, step, files)
             try:
                 manifest.check_step(unfinished, step)
             except Damaged as error:
-                raise CheckpointError(f"{error}, seen from rank 0; use a {self.folder} on a file system of all nodes") from None
+                raise CheckpointError(
+                    f"{error}, seen from rank 0; use a {self.folder} on a file system of all nodes"
+                ) from None
             manifest.publish(unfinished, path)
-            logger.info(f"checkpoint written to {path}", extra={"event": "checkpoint", "step": step})
+            logger.info(
+                f"checkpoint written to {path}", extra={"event": "checkpoint", "step": step}
+            )
 
         self._together(prepare if rank == 0 else None)
         written = self._together(write)
@@ -393,7 +497,9 @@ class Checkpointer:
     def _retain(self) -> None:
         """Delete all but the newest keep_latest_k complete steps; a step is renamed before it is deleted."""
         try:
-            for old in self.steps()[: -self.config.keep_latest_k] if self.config.keep_latest_k else ():
+            for old in (
+                self.steps()[: -self.config.keep_latest_k] if self.config.keep_latest_k else ()
+            ):
                 doomed = self.folder / f"deleting-step-{old}"
                 self.path_of(old).rename(doomed)
                 manifest.sync(self.folder)
@@ -434,7 +540,9 @@ class Checkpointer:
         except Exception as failed:
             error = _reason(failed)
         if reduce_numbers(int(bool(error)), group=self._processes())[0]:
-            errors = [f"rank {rank}: {each}" for rank, each in enumerate(self._gather(error)) if each]
+            errors = [
+                f"rank {rank}: {each}" for rank, each in enumerate(self._gather(error)) if each
+            ]
             raise CheckpointError("; ".join(errors))
         return result
 
@@ -442,4 +550,8 @@ class Checkpointer:
 def _reason(error: BaseException) -> str:
     """Return an error in one line."""
     words = " ".join(str(error).split())
-    return words if isinstance(error, (CheckpointError, Damaged)) else f"{type(error).__name__}: {words}"
+    return (
+        words
+        if isinstance(error, (CheckpointError, Damaged))
+        else f"{type(error).__name__}: {words}"
+    )

@@ -37,25 +37,44 @@ def _within_bounds(field: Field) -> Form:
     row = field.metadata
     if row["choices"]:
         return one_of(*row["choices"])
-    least, most = (default if row[name] is None else row[name] for name, default in (("least", -1e300), ("most", 1e300)))
+    least, most = (
+        default if row[name] is None else row[name]
+        for name, default in (("least", -1e300), ("most", 1e300))
+    )
     words = f"a number from {least} to {most}"
-    return Form(words, lambda value: NUMBER.holds(value) and (least <= value <= most or value == row["also"]))
+    return Form(
+        words,
+        lambda value: NUMBER.holds(value) and (least <= value <= most or value == row["also"]),
+    )
 
 
 def _is_place(value: Any) -> bool:
     """Return True for [windows taken, [ordinal, tokens used] of each source]."""
-    if type(value) is not list or len(value) < 2 or not all(type(pair) is list and len(pair) == 2 for pair in value[1:]):
+    if (
+        type(value) is not list
+        or len(value) < 2
+        or not all(type(pair) is list and len(pair) == 2 for pair in value[1:])
+    ):
         return False
-    return BYTES.holds(value[0]) and all(COUNT.holds(number) for pair in value[1:] for number in pair)
+    return BYTES.holds(value[0]) and all(
+        COUNT.holds(number) for pair in value[1:] for number in pair
+    )
 
 
 _RECIPE = {
     "training": optional({"global_batch_ramp": optional([WORD]), WORD: ANY}),
     "data": optional({"sources": optional([OBJECT]), WORD: ANY}),
     "optimizer": optional({"lr": optional(NUMBER), WORD: ANY}),
-    "lr_scheduler": optional({**{field.name: optional(_within_bounds(field)) for field in fields(LRScheduler)}, WORD: ANY}),
+    "lr_scheduler": optional(
+        {
+            **{field.name: optional(_within_bounds(field)) for field in fields(LRScheduler)},
+            WORD: ANY,
+        }
+    ),
     "model": optional({"tokenizer_path": optional(WORD), WORD: ANY}),
-    Form("a name that can be printed", lambda value: type(value) is str and value.isprintable()): OBJECT,
+    Form(
+        "a name that can be printed", lambda value: type(value) is str and value.isprintable()
+    ): OBJECT,
 }
 _RUN = {
     "model": optional(OBJECT),
@@ -77,7 +96,11 @@ _STATE = {
     "skipped_in_a_row": optional(COUNT),
     "spikes": optional({"accepted": [NUMBER], "skipped": [OBJECT]}),  # losses may be infinite
     "loader": optional(
-        {"windows": optional(BYTES), "rows": {WORD: Form("[windows, [ordinal, tokens], ...]", _is_place)}, "of": COUNT}
+        {
+            "windows": optional(BYTES),
+            "rows": {WORD: Form("[windows, [ordinal, tokens], ...]", _is_place)},
+            "of": COUNT,
+        }
     ),
     "tokens_by_source": optional({WORD: COUNT}),
     "special_tokens": optional({"bos_token_id": maybe(TOKENS), "eos_token_id": maybe(TOKENS)}),
@@ -87,7 +110,10 @@ _STATE = {
 
 def merge_loaders(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merge the loader states of all ranks into one, which any rank of any number of ranks can load."""
-    return {**states[0], "rows": {row: place for state in states for row, place in state["rows"].items()}}
+    return {
+        **states[0],
+        "rows": {row: place for state in states for row, place in state["rows"].items()},
+    }
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -99,6 +125,12 @@ def read_state(folder: Path) -> dict[str, Any]:
         rows, run = loader["rows"], state.get("run", {})
         widths = {len(row) for row in rows.values()}
         expected = loader["of"], {1 + len(run["shares"])} if "shares" in run else widths
-        if expected != (len(rows), widths) or len(widths) != 1 or rows.keys() != set(map(str, range(len(rows)))):
-            raise Damaged(f"{NAME}: loader does not have the position of each row of the run in each source")
+        if (
+            expected != (len(rows), widths)
+            or len(widths) != 1
+            or rows.keys() != set(map(str, range(len(rows))))
+        ):
+            raise Damaged(
+                f"{NAME}: loader does not have the position of each row of the run in each source"
+            )
     return state

@@ -67,7 +67,10 @@ _PREFIXES = {  # bytes of the length of an argument
     pickletools.TAKEN_FROM_ARGUMENT4U: 4,
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
-_DTYPES = {("torch", name): getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64", "int32", "int64")}
+_DTYPES = {
+    ("torch", name): getattr(torch, name)
+    for name in ("float32", "bfloat16", "float16", "float64", "int32", "int64")
+}
 
 
 def _admitted() -> dict[tuple[str, str], Any]:
@@ -76,17 +79,26 @@ def _admitted() -> dict[tuple[str, str], Any]:
     def memory_format(value: int) -> Any:
         return dcp._MEM_FORMAT_ENCODING(value)
 
-    def member(kind: Any, name: str) -> Any:  # Python up to 3.11.3 pickles a member of an enumeration with getattr
+    def member(
+        kind: Any, name: str
+    ) -> Any:  # Python up to 3.11.3 pickles a member of an enumeration with getattr
         if kind is not memory_format:
-            raise Damaged(f"{NAME} asks for builtins.getattr of {kind}, which DCP does not write for tensors")
+            raise Damaged(
+                f"{NAME} asks for builtins.getattr of {kind}, which DCP does not write for tensors"
+            )
         return dcp._MEM_FORMAT_ENCODING[name]
 
     return {
         **_DTYPES,
-        **{(kind.__module__, kind.__qualname__): type(kind.__name__, (kind,), {}) for kind in _CLASSES},
+        **{
+            (kind.__module__, kind.__qualname__): type(kind.__name__, (kind,), {})
+            for kind in _CLASSES
+        },
         (dcp.__name__, "_MEM_FORMAT_ENCODING"): memory_format,
         ("torch", "Size"): torch.Size,
-        ("torch.serialization", "_get_layout"): lambda name: _get_layout(name),  # looks up torch.strided in a table
+        ("torch.serialization", "_get_layout"): lambda name: _get_layout(
+            name
+        ),  # looks up torch.strided in a table
         ("pathlib", "PosixPath"): lambda *parts: None,  # the folder it was written to
         ("pathlib._local", "PosixPath"): lambda *parts: None,  # from Python 3.13 on
         ("builtins", "getattr"): member,
@@ -100,7 +112,9 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.admitted:
-            raise Damaged(f"{NAME} asks for {module}.{name}, which may run code and which DCP does not write for tensors")
+            raise Damaged(
+                f"{NAME} asks for {module}.{name}, which may run code and which DCP does not write for tensors"
+            )
         return self.admitted[module, name]
 
 
@@ -109,7 +123,9 @@ def _check_opcodes(content: bytes) -> None:
     at = 0
     while at < len(content) and (length := _LENGTHS.get(content[at])) is not None:
         if content[at] in b"pr":
-            raise Damaged(f"{NAME} has an index into the unpickler's memo, which DCP does not write")
+            raise Damaged(
+                f"{NAME} has an index into the unpickler's memo, which DCP does not write"
+            )
         if length == pickletools.UP_TO_NEWLINE:
             lines = 2 if content[at] in b"ci" else 1
             for _ in range(lines):
@@ -129,12 +145,17 @@ def _is_covered(tensor: dcp.TensorStorageMetadata) -> bool:
     within = all(
         len(chunk.offsets) == len(chunk.sizes) == len(tensor.size)
         and all(
-            start >= 0 and start + size <= most for start, size, most in zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
+            start >= 0 and start + size <= most
+            for start, size, most in zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
         )
         for chunk in filled
     )
     numbers = sum(chunk.sizes.numel() for chunk in filled)
-    return within and numbers == tensor.size.numel() and len({chunk.offsets for chunk in filled}) == len(filled)
+    return (
+        within
+        and numbers == tensor.size.numel()
+        and len({chunk.offsets for chunk in filled}) == len(filled)
+    )
 
 
 def read_metadata(folder: Path, files: Collection[str]) -> dcp.Metadata:
@@ -143,22 +164,37 @@ def read_metadata(folder: Path, files: Collection[str]) -> dcp.Metadata:
         with open_regular(folder / NAME) as file:
             _check_opcodes(content := file.read())
         metadata = _Unpickler(io.BytesIO(content)).load()
-        if not all(isinstance(tensor, dcp.TensorStorageMetadata) for tensor in metadata.state_dict_metadata.values()):
+        if not all(
+            isinstance(tensor, dcp.TensorStorageMetadata)
+            for tensor in metadata.state_dict_metadata.values()
+        ):
             raise Damaged(f"{NAME} has an entry that is not a tensor")
         for name, tensor in metadata.state_dict_metadata.items():
-            sizes = (tensor.size, *(part for chunk in tensor.chunks for part in (chunk.offsets, chunk.sizes)))
-            if type(name) is not str or {*map(type, sizes)} != {torch.Size} or type(tensor.properties.dtype) is not torch.dtype:
+            sizes = (
+                tensor.size,
+                *(part for chunk in tensor.chunks for part in (chunk.offsets, chunk.sizes)),
+            )
+            if (
+                type(name) is not str
+                or {*map(type, sizes)} != {torch.Size}
+                or type(tensor.properties.dtype) is not torch.dtype
+            ):
                 raise Damaged(f"{NAME} has a tensor without a size or dtype")
             if not _is_covered(tensor):
                 raise Damaged(f"{NAME}: the parts of {name[:200]} do not cover it")
         for place in metadata.storage_data.values():
             # Our steps have no path out of the folder, and no transformation.
             if place.relative_path not in files or place.transform_descriptors:
-                raise Damaged(f"{NAME} has a tensor in {place.relative_path}, which is not of this step")
+                raise Damaged(
+                    f"{NAME} has a tensor in {place.relative_path}, which is not of this step"
+                )
         metadata.storage_meta = dcp.StorageMeta()
         # Use the class itself, since its instances are not equal to those of a subclass.
         places = metadata.storage_data.items()
-        metadata.storage_data = {dcp.MetadataIndex(index.fqn, index.offset, index.index): place for index, place in places}
+        metadata.storage_data = {
+            dcp.MetadataIndex(index.fqn, index.offset, index.index): place
+            for index, place in places
+        }
     except Damaged:
         raise
     except Exception as error:  # arbitrary bytes may raise anything
@@ -175,16 +211,22 @@ class _Files(FileSystem):
         try:
             with super().create_stream(path, mode) as stream:
                 yield stream
-        except pickle.UnpicklingError as error:  # torch admits only tensors; its message advises to admit anything
+        except (
+            pickle.UnpicklingError
+        ) as error:  # torch admits only tensors; its message advises to admit anything
             wanted = re.search(r"GLOBAL (\S+)", str(error))
             reason = (
-                f"asks for {wanted[1]}, which may run code" if wanted else f"has something other than tensors: {in_short(error)}"
+                f"asks for {wanted[1]}, which may run code"
+                if wanted
+                else f"has something other than tensors: {in_short(error)}"
             )
             raise Damaged(f"{name} {reason}") from None
         except Exception as error:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__context__  # on a full disk, torch then raises an error about its archive
+                cause = (
+                    cause.__context__
+                )  # on a full disk, torch then raises an error about its archive
             if mode == "rb":
                 raise Damaged(f"{name} cannot be read: {in_short(error)}") from None
             raise (cause or error) from None
@@ -194,7 +236,11 @@ class _Part(_ReaderView):
     """A part of a file; torch's own (2.13) has the wrong sign for a position from the end."""
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        return super().seek(self.len + offset) if whence == os.SEEK_END else super().seek(offset, whence)
+        return (
+            super().seek(self.len + offset)
+            if whence == os.SEEK_END
+            else super().seek(offset, whence)
+        )
 
 
 class Reader(FileSystemReader):
@@ -241,13 +287,21 @@ class FromHost(DefaultSavePlanner):
         return self.copy_of(index.fqn)
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor], copy_of: Callable[[str], Tensor]) -> list[Entry]:
+def write(
+    folder: Path, tensors: Mapping[str, Tensor], copy_of: Callable[[str], Tensor]
+) -> list[Entry]:
     """Write this rank's parts of the tensors to one file, and return its entries for `write_metadata`. No collective."""
     planner, writer = FromHost(copy_of), Writer(folder)
     planner.set_up_planner({name: tensors[name] for name in own_names(tensors)})
-    plan = dataclasses.replace(planner.create_local_plan(), storage_data=_StoragePrefix(f"__{dist.get_rank()}_"))
-    places = {result.index: result.storage_data for result in writer.write_data(plan, planner).value()}
-    alike: dict[str, dcp.TensorProperties] = {}  # one object for equal properties, which a pickle then has once
+    plan = dataclasses.replace(
+        planner.create_local_plan(), storage_data=_StoragePrefix(f"__{dist.get_rank()}_")
+    )
+    places = {
+        result.index: result.storage_data for result in writer.write_data(plan, planner).value()
+    }
+    alike: dict[
+        str, dcp.TensorProperties
+    ] = {}  # one object for equal properties, which a pickle then has once
     entries = []
     for item in plan.items:
         data = item.tensor_data
@@ -261,9 +315,13 @@ def write_metadata(folder: Path, parts: Iterable[Iterable[Entry]]) -> None:
     """Write `.metadata` from the entries of all ranks. Raises Damaged if they do not cover the tensors."""
     metadata, places = dcp.Metadata({}, planner_data={}), []
     for name, properties, size, chunk, place in (entry for part in parts for entry in part):
-        tensor = metadata.state_dict_metadata.setdefault(name, dcp.TensorStorageMetadata(properties, size, []))
+        tensor = metadata.state_dict_metadata.setdefault(
+            name, dcp.TensorStorageMetadata(properties, size, [])
+        )
         metadata.planner_data[name] = (name,)
-        places.append(WriteResult(dcp.MetadataIndex(name, chunk.offsets, len(tensor.chunks)), 0, place))  # type: ignore[union-attr]
+        places.append(
+            WriteResult(dcp.MetadataIndex(name, chunk.offsets, len(tensor.chunks)), 0, place)
+        )  # type: ignore[union-attr]
         tensor.chunks.append(chunk)  # type: ignore[union-attr]
     for name, tensor in metadata.state_dict_metadata.items():
         if not _is_covered(tensor):  # type: ignore[arg-type]
@@ -279,11 +337,19 @@ def own_names(tensors: Mapping[str, Tensor]) -> list[str]:
     """
     meshes = (tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor))
     mesh = next(meshes, None)
-    shape, at = ((dist.get_world_size(),), (dist.get_rank(),)) if mesh is None else (mesh.shape, mesh.get_coordinate() or ())
-    written: dict[tuple[int, ...], list[int]] = defaultdict(list)  # by mesh axes with copies: bytes that each copy writes
+    shape, at = (
+        ((dist.get_world_size(),), (dist.get_rank(),))
+        if mesh is None
+        else (mesh.shape, mesh.get_coordinate() or ())
+    )
+    written: dict[tuple[int, ...], list[int]] = defaultdict(
+        list
+    )  # by mesh axes with copies: bytes that each copy writes
     names = []
     for name, tensor in tensors.items():
-        placements = tensor.placements if isinstance(tensor, DTensor) else [Replicate()] * len(shape)
+        placements = (
+            tensor.placements if isinstance(tensor, DTensor) else [Replicate()] * len(shape)
+        )
         axes = tuple(axis for axis, placement in enumerate(placements) if placement.is_replicate())
         mine = 0
         for axis in axes:
@@ -315,7 +381,9 @@ def alone(fault: str) -> Iterator[None]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as failed:
-        raise ConfigError(f"{fault}: {'; '.join(in_short(cause) for cause, _ in failed.failures.values())}") from None
+        raise ConfigError(
+            f"{fault}: {'; '.join(in_short(cause) for cause, _ in failed.failures.values())}"
+        ) from None
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -327,7 +395,11 @@ def share(tensor: Tensor) -> int:
     """Return this rank's share of the bytes of a tensor; bytes that are replicated on k ranks count 1/k on each."""
     if not isinstance(tensor, DTensor):
         return math.ceil(tensor.numel() * tensor.itemsize / dist.get_world_size())
-    copies = math.prod(size for size, p in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if p.is_replicate())
+    copies = math.prod(
+        size
+        for size, p in zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+        if p.is_replicate()
+    )
     return math.ceil(local_part(tensor).numel() * tensor.itemsize / copies)
 
 
@@ -336,9 +408,13 @@ def misfit(metadata: dcp.Metadata, tensors: Mapping[str, Tensor]) -> str:
     stored = metadata.state_dict_metadata
     missing = [name for name in tensors if name not in stored]
     if missing and not any(name.startswith("optimizer.") for name in stored):
-        return "it has only the model (checkpoint.last_save_model_only = true), and no optimizer state"
+        return (
+            "it has only the model (checkpoint.last_save_model_only = true), and no optimizer state"
+        )
     if missing:
-        return f"it has no {missing[0]}" + (f", nor {len(missing) - 1} others" if len(missing) > 1 else "")
+        return f"it has no {missing[0]}" + (
+            f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
+        )
     for name, tensor in tensors.items():
         size = stored[name].size  # type: ignore[union-attr] # all are tensors, see read_metadata
         if size != tensor.shape:

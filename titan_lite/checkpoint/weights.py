@@ -65,21 +65,31 @@ class StepFolder:
         stored = {
             name.removeprefix("model."): tensor
             for name, tensor in self.metadata.state_dict_metadata.items()
-            if name.startswith("model.") and isinstance(tensor, TensorStorageMetadata)  # all are, see tensor_files
+            if name.startswith("model.")
+            and isinstance(tensor, TensorStorageMetadata)  # all are, see tensor_files
         }
         check_size(self.config, len(stored))
         self.shapes = shapes(self.config)
         _refuse(misfits(self.shapes, {fqn: tensor.size for fqn, tensor in stored.items()}))
         self.dtypes = {fqn: tensor.properties.dtype for fqn, tensor in stored.items()}
-        needed = sum(shape.numel() * self.dtypes[fqn].itemsize for fqn, shape in self.shapes.items())
+        needed = sum(
+            shape.numel() * self.dtypes[fqn].itemsize for fqn, shape in self.shapes.items()
+        )
         if needed > (there := sum(entry["size"] for entry in self.files.values())):
-            raise Damaged(f"{tensor_files.NAME} lists tensors of {needed:,} bytes, and the files have {there:,}")
+            raise Damaged(
+                f"{tensor_files.NAME} lists tensors of {needed:,} bytes, and the files have {there:,}"
+            )
         # Only a converted step has them; those of a run are in its tokenizer.
-        self.special_tokens = self.state.get("special_tokens") or {"bos_token_id": None, "eos_token_id": None}
+        self.special_tokens = self.state.get("special_tokens") or {
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
 
     def check_bytes(self, part: int = 0, of: int = 1) -> None:
         """Compare every `of`-th file, from `part` on, with its SHA-256. Raises Damaged."""
-        manifest.check_bytes(self.folder, {name: self.files[name] for name in sorted(self.files)[part::of]})
+        manifest.check_bytes(
+            self.folder, {name: self.files[name] for name in sorted(self.files)[part::of]}
+        )
 
     def read(self, fqn: str) -> Tensor:
         tensor = torch.empty(self.shapes[fqn], dtype=self.dtypes[fqn])
@@ -88,9 +98,15 @@ class StepFolder:
 
     def read_into(self, parameters: Mapping[str, Tensor]) -> None:
         """Fill tensors or DTensors, without communication. Raises ConfigError."""
-        tensors: dict[str, Any] = {f"model.{fqn}": parameter.detach() for fqn, parameter in parameters.items()}
+        tensors: dict[str, Any] = {
+            f"model.{fqn}": parameter.detach() for fqn, parameter in parameters.items()
+        }
         with tensor_files.alone(f"{self.folder} cannot be read"):
-            dcp.load(tensors, storage_reader=tensor_files.Reader(self.folder, self.metadata), no_dist=True)
+            dcp.load(
+                tensors,
+                storage_reader=tensor_files.Reader(self.folder, self.metadata),
+                no_dist=True,
+            )
 
     def tokenizer_files(self) -> list[Path]:
         """Return the tokenizer of the run's recipe, if it still exists, and the files beside a tokenizer.json."""
@@ -118,12 +134,27 @@ class HuggingFaceFolder:
                 with safe_open(path, "pt") as file:
                     for name in file.keys():  # noqa: SIM118 - not a dictionary
                         part = file.get_slice(name)
-                        stored[name], self.file_of[name] = (torch.Size(part.get_shape()), part.get_dtype()), path
-            except (SafetensorError, OSError, RuntimeError, TypeError, OverflowError) as error:  # the last three: huge sizes
+                        stored[name], self.file_of[name] = (
+                            (torch.Size(part.get_shape()), part.get_dtype()),
+                            path,
+                        )
+            except (
+                SafetensorError,
+                OSError,
+                RuntimeError,
+                TypeError,
+                OverflowError,
+            ) as error:  # the last three: huge sizes
                 raise Damaged(f"{path.name} cannot be read: {in_short(error)}") from None
         check_size(self.config, len(stored))
         self.names = hf_names(self.config)
-        _refuse([f"{name} has dtype {dtype}" for name, (_, dtype) in stored.items() if dtype not in DTYPES])
+        _refuse(
+            [
+                f"{name} has dtype {dtype}"
+                for name, (_, dtype) in stored.items()
+                if dtype not in DTYPES
+            ]
+        )
         self._drop_copies(stored)
         self.shapes = shapes(self.config)
         expected = {self.names[fqn]: shape for fqn, shape in self.shapes.items()}
@@ -136,11 +167,19 @@ class HuggingFaceFolder:
         if not index.exists():
             found = sorted(self.folder.glob("*.safetensors"))
             if not found:
-                raise Damaged("there is no .safetensors file; use save_pretrained of transformers to write one")
+                raise Damaged(
+                    "there is no .safetensors file; use save_pretrained of transformers to write one"
+                )
             return found
         named = read_json(index, {"weight_map": {WORD: FILE}})["weight_map"]
         files = [self.folder / name for name in sorted(set(named.values()))]
-        _refuse([f"{path.name} is missing, which {index.name} lists" for path in files if not path.is_file()])
+        _refuse(
+            [
+                f"{path.name} is missing, which {index.name} lists"
+                for path in files
+                if not path.is_file()
+            ]
+        )
         return files
 
     def _drop_copies(self, stored: dict[str, tuple[torch.Size, str]]) -> None:
@@ -150,12 +189,17 @@ class HuggingFaceFolder:
         embedding, output = "model.embed_tokens.weight", "lm_head.weight"
         if self.config.tied_embeddings and {embedding, output} <= stored.keys():
             if not _equal(self._open(embedding), self._open(output)):
-                raise Damaged(f"config.json has tie_word_embeddings = true, but {output} is not {embedding}")
+                raise Damaged(
+                    f"config.json has tie_word_embeddings = true, but {output} is not {embedding}"
+                )
             del stored[output]
 
     def _special_tokens(self) -> dict[str, Any]:
         found: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
-        for name in ("config.json", "generation_config.json"):  # the second may have more tokens that end a text
+        for name in (
+            "config.json",
+            "generation_config.json",
+        ):  # the second may have more tokens that end a text
             if (self.folder / name).is_file():
                 content = read_json(self.folder / name, dict.fromkeys(found, maybe(TOKENS)))
                 found |= {key: content[key] for key in found if content.get(key) is not None}
@@ -186,7 +230,8 @@ class MetaFolder:
                 raise Damaged(f"consolidated.{number:02d}.pth is missing, and {path.name} exists")
         self.parts = [self._read_part(path) for path in paths]
         tied = all(
-            "output.weight" not in part or _equal(part["output.weight"], part["tok_embeddings.weight"])
+            "output.weight" not in part
+            or _equal(part["output.weight"], part["tok_embeddings.weight"])
             for part in self.parts
             if "tok_embeddings.weight" in part
         )
@@ -199,7 +244,9 @@ class MetaFolder:
         faults = []
         for path, part in zip(paths, self.parts, strict=True):
             found = {
-                fqn: expected[fqn] if fqn in expected and self._axis(tensor, expected[fqn]) is not None else tensor.shape
+                fqn: expected[fqn]
+                if fqn in expected and self._axis(tensor, expected[fqn]) is not None
+                else tensor.shape
                 for fqn, tensor in part.items()
             }
             faults += [f"{path.name}: {fault}" for fault in misfits(expected, found)]
@@ -217,10 +264,14 @@ class MetaFolder:
         except Damaged:
             raise
         except pickle.UnpicklingError:  # torch's message advises to admit anything
-            raise Damaged(f"{path.name} has something other than tensors, which may run code") from None
+            raise Damaged(
+                f"{path.name} has something other than tensors, which may run code"
+            ) from None
         except Exception as error:  # arbitrary bytes may raise anything
             raise Damaged(f"{path.name} cannot be read: {in_short(error)}") from None
-        if not isinstance(part, dict) or not all(type(name) is str and _is_plain(part[name]) for name in part):
+        if not isinstance(part, dict) or not all(
+            type(name) is str and _is_plain(part[name]) for name in part
+        ):
             raise Damaged(f"{path.name} has no tensors by name")
         _refuse(
             [
@@ -230,7 +281,11 @@ class MetaFolder:
             ]
         )
         part.pop("rope.freqs", None)
-        unknown = {name: tensor.dtype for name, tensor in part.items() if tensor.dtype not in DTYPES.values()}
+        unknown = {
+            name: tensor.dtype
+            for name, tensor in part.items()
+            if tensor.dtype not in DTYPES.values()
+        }
         _refuse([f"{path.name}: {name} has dtype {dtype}" for name, dtype in unknown.items()])
         return part
 
@@ -238,7 +293,11 @@ class MetaFolder:
         """Raise Damaged if the shape of one tensor shows that files are missing: one line, instead of one for every tensor."""
         name = "layers.0.attention.wq.weight"
         (rows, *rest), part = self.shapes[name], self.parts[0].get(name, torch.empty(0)).shape
-        if list(part[1:]) == rest and 0 < part[0] < rows != part[0] * len(self.parts) and rows % part[0] == 0:
+        if (
+            list(part[1:]) == rest
+            and 0 < part[0] < rows != part[0] * len(self.parts)
+            and rows % part[0] == 0
+        ):
             raise Damaged(
                 f"consolidated.*.pth: {len(self.parts)} found, and {rows // part[0]} expected, as {name} is "
                 f"{list(part)} in the first, and {[rows, *rest]} by params.json; a file may be missing"
@@ -249,7 +308,12 @@ class MetaFolder:
         if part.shape == whole:
             return -1
         for dim in range(part.dim()):
-            if torch.Size((*part.shape[:dim], part.shape[dim] * len(self.parts), *part.shape[dim + 1 :])) == whole:
+            if (
+                torch.Size(
+                    (*part.shape[:dim], part.shape[dim] * len(self.parts), *part.shape[dim + 1 :])
+                )
+                == whole
+            ):
                 return dim
         return None
 
@@ -280,8 +344,14 @@ def open_weights(path: str | Path, key: str = "", *, every_byte: bool = False) -
             return HuggingFaceFolder(folder)
         if any(folder.glob("consolidated.*.pth")):
             return MetaFolder(folder)
-        steps = [path for path in (*folder.glob("step-*"), *folder.glob("*/step-*")) if re.fullmatch(r"step-\d+", path.name)]
-        for step in sorted(steps, key=lambda path: int(path.name.removeprefix("step-")), reverse=True):
+        steps = [
+            path
+            for path in (*folder.glob("step-*"), *folder.glob("*/step-*"))
+            if re.fullmatch(r"step-\d+", path.name)
+        ]
+        for step in sorted(
+            steps, key=lambda path: int(path.name.removeprefix("step-")), reverse=True
+        ):
             try:
                 return StepFolder(step, every_byte=every_byte)
             except Damaged as damage:
@@ -314,7 +384,9 @@ def load_initial(path: str, parameters: Mapping[str, Tensor], shard_of: ShardOf)
         raise ConfigError(f"{wrong}: {fault}")
     if not alike(str(weights.folder)):  # that run may still save steps
         folders = " and ".join(dict.fromkeys(gather_objects(str(weights.folder))))
-        raise ConfigError(f"{wrong}: ranks see different newest steps in it, {folders}; use one of them")
+        raise ConfigError(
+            f"{wrong}: ranks see different newest steps in it, {folders}; use one of them"
+        )
     load(weights, parameters, shard_of)
     dtypes = {str(dtype).removeprefix("torch.") for dtype in weights.dtypes.values()}
     logger.info(
@@ -324,7 +396,9 @@ def load_initial(path: str, parameters: Mapping[str, Tensor], shard_of: ShardOf)
 
 
 @torch.no_grad()
-def load(weights: Weights, parameters: Mapping[str, Tensor], shard_of: ShardOf | None = None) -> None:
+def load(
+    weights: Weights, parameters: Mapping[str, Tensor], shard_of: ShardOf | None = None
+) -> None:
     """Fill the parameters in place, by name. Each rank reads its part, without communication. Raises ConfigError.
 
     shard_of: parameter -> (this rank's part, its offset in the parameter); default: the full parameter.
@@ -333,26 +407,40 @@ def load(weights: Weights, parameters: Mapping[str, Tensor], shard_of: ShardOf |
         weights.read_into(parameters)
         return
     for fqn, parameter in parameters.items():
-        local, offset = (parameter, (0,) * parameter.dim()) if shard_of is None else shard_of(parameter)
-        part = tuple(slice(start, start + size) for start, size in zip(offset, local.shape, strict=True))
+        local, offset = (
+            (parameter, (0,) * parameter.dim()) if shard_of is None else shard_of(parameter)
+        )
+        part = tuple(
+            slice(start, start + size) for start, size in zip(offset, local.shape, strict=True)
+        )
         local.copy_(weights.read(fqn)[part])
 
 
 def check_fit(weights: Weights, flavor: ModelConfig, key: str) -> None:
     """Raise ConfigError if the shapes are not those of the flavor; log differences that only change the computation."""
     theirs, ours = dataclasses.asdict(weights.config), dataclasses.asdict(flavor)
-    differing = [f"{name} is {theirs[name]} there, {ours[name]} here" for name in ours if theirs[name] != ours[name]]
+    differing = [
+        f"{name} is {theirs[name]} there, {ours[name]} here"
+        for name in ours
+        if theirs[name] != ours[name]
+    ]
     logged = [line for line in differing if line.startswith(("rope_", "norm_eps"))]
-    refused = [line for line in differing if line not in logged and not line.startswith("max_seq_len")]
+    refused = [
+        line for line in differing if line not in logged and not line.startswith("max_seq_len")
+    ]
     if refused:
         fitting = [name for name, other in FLAVORS.items() if shapes(other) == weights.shapes]
         keys = [line.partition(" ")[0] for line in refused]
         yes_no = {"tied_embeddings": '"yes"' if weights.config.tied_embeddings else '"no"'}
         fix = ", ".join(f"model.{name} = {yes_no.get(name, theirs[name])}" for name in keys)
         fix = f'model.flavor = "{fitting[0]}"' if fitting else fix
-        raise ConfigError(f'{key} = "{weights.folder}" has another model: {"; ".join(refused)}; use {fix}')
+        raise ConfigError(
+            f'{key} = "{weights.folder}" has another model: {"; ".join(refused)}; use {fix}'
+        )
     if logged:
-        logger.info(f"{key}: these weights were trained for another computation: {'; '.join(logged)}")
+        logger.info(
+            f"{key}: these weights were trained for another computation: {'; '.join(logged)}"
+        )
 
 
 def tokenizer_files(path: str | Path) -> list[Path]:
@@ -360,14 +448,20 @@ def tokenizer_files(path: str | Path) -> list[Path]:
     path = Path(path)
     if path.is_file():
         beside = path.with_name("tokenizer_config.json")
-        return [path, beside] if path.suffix == ".json" and beside.is_file() and beside != path else [path]
+        return (
+            [path, beside]
+            if path.suffix == ".json" and beside.is_file() and beside != path
+            else [path]
+        )
     found = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
     return found if found and found[0].name in TOKENIZER_FILES[:2] else []
 
 
 def check_tokenizer(weights: Weights, path: str | Path, vocab_size: int, sha256: str) -> None:
     """Raise ConfigError if a tokenizer is not that of the step, if known, or has more tokens than the model."""
-    trained_with = weights.state["run"].get("tokenizer") if isinstance(weights, StepFolder) else None
+    trained_with = (
+        weights.state["run"].get("tokenizer") if isinstance(weights, StepFolder) else None
+    )
     if trained_with not in (None, sha256):
         raise ConfigError(
             f"tokenizer {path} has SHA-256 {sha256[:12]}, and {weights.folder} was trained with {str(trained_with)[:12]}; "
@@ -385,7 +479,9 @@ def shapes(config: ModelConfig) -> dict[str, torch.Size]:
     with torch.device("meta"):
         model = Transformer(dataclasses.replace(config, n_layers=1, max_seq_len=1))
     found: dict[str, torch.Size] = {}
-    for of_layer, some in itertools.groupby(model.named_parameters(), lambda each: each[0].startswith("layers.0.")):
+    for of_layer, some in itertools.groupby(
+        model.named_parameters(), lambda each: each[0].startswith("layers.0.")
+    ):
         own = [(fqn.removeprefix("layers.0."), parameter.shape) for fqn, parameter in some]
         for prefix in (f"layers.{i}." for i in range(config.n_layers)) if of_layer else ("",):
             found |= {f"{prefix}{name}": shape for name, shape in own}
@@ -393,7 +489,11 @@ def shapes(config: ModelConfig) -> dict[str, torch.Size]:
 
 
 def _is_plain(value: Any) -> bool:
-    return type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided and value.device.type == "cpu"
+    return (
+        type(value) in (Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided
+        and value.device.type == "cpu"
+    )
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -428,4 +528,8 @@ def _refuse(lines: list[str]) -> None:
     """Raise Damaged with the faults, if there are any."""
     if lines:
         more = [f"and {len(lines) - 40} more"] if len(lines) > 40 else []
-        raise Damaged(lines[0] if len(lines) == 1 else "\n  ".join((f"{len(lines)} things do not fit:", *lines[:40], *more)))
+        raise Damaged(
+            lines[0]
+            if len(lines) == 1
+            else "\n  ".join((f"{len(lines)} things do not fit:", *lines[:40], *more))
+        )

@@ -27,7 +27,9 @@ def schedule_by_inductor(module: GraphModule, machine: Machine, *, fused: bool) 
 
     def estimate(node: Node, nbytes: int | None = None) -> float:
         """Return milliseconds. nbytes: the size of a collective, by default its own."""
-        if node in shard_work:  # shards differ in size between ranks, and all ranks must decide the same
+        if (
+            node in shard_work
+        ):  # shards differ in size between ranks, and all ranks must decide the same
             return 0.0
         if nbytes is not None and node.target in KINDS:
             return 1e3 * machine.collective(kind_of(node), nbytes, ranks_of(node))
@@ -44,7 +46,9 @@ def schedule_by_inductor(module: GraphModule, machine: Machine, *, fused: bool) 
     }
     known = inspect.signature(overlap_scheduling.schedule_overlap_bucketing).parameters
     with _patched_rooflines(machine, estimate):
-        overlap_scheduling.schedule_overlap_bucketing(module, **{key: value for key, value in options.items() if key in known})
+        overlap_scheduling.schedule_overlap_bucketing(
+            module, **{key: value for key, value in options.items() if key in known}
+        )
 
 
 @contextmanager
@@ -52,11 +56,23 @@ def _patched_rooflines(machine: Machine, estimate: Callable[[Node], float]) -> I
     """Patch torch's rooflines to query no GPU. torch computes them even with custom estimates."""
     with ExitStack() as stack:
         for module in (inductor_utils, _runtime_estimation):
-            stack.enter_context(mock.patch.object(module, "get_gpu_dram_gbps", return_value=machine.memory_bandwidth))
-            stack.enter_context(mock.patch.object(module, "get_device_tflops", lambda dtype: machine.flops(dtype) / 1e12))
+            stack.enter_context(
+                mock.patch.object(
+                    module, "get_gpu_dram_gbps", return_value=machine.memory_bandwidth
+                )
+            )
+            stack.enter_context(
+                mock.patch.object(
+                    module, "get_device_tflops", lambda dtype: machine.flops(dtype) / 1e12
+                )
+            )
         # torch 2.11 also benchmarks nodes that have custom estimates
         if hasattr(overlap_scheduling, "estimate_runtime_analytical"):
-            stack.enter_context(mock.patch.object(overlap_scheduling, "estimate_runtime_analytical", estimate))
+            stack.enter_context(
+                mock.patch.object(overlap_scheduling, "estimate_runtime_analytical", estimate)
+            )
             cost = lambda node, *_: (estimate(node), None)  # noqa: E731
-            stack.enter_context(mock.patch.object(overlap_scheduling, "benchmark_node_with_cache_key", cost))
+            stack.enter_context(
+                mock.patch.object(overlap_scheduling, "benchmark_node_with_cache_key", cost)
+            )
         yield

@@ -37,7 +37,11 @@ FITS = 0.95  # usable share of a device's memory
 
 def check_steps(config: Compile, *, done: int, steps: int) -> None:
     """Raise ConfigError if the steps after `done` are too few to try every method."""
-    if config.bucketing == "measured" and config.compiles("model") and 0 < steps - done < STEPS * len(METHODS):
+    if (
+        config.bucketing == "measured"
+        and config.compiles("model")
+        and 0 < steps - done < STEPS * len(METHODS)
+    ):
         raise ConfigError(
             f'compile.bucketing = "measured" tries {len(METHODS)} methods for {STEPS} steps each, and from step {done} on '
             f"training.steps = {steps} leaves fewer; use training.steps = {done + STEPS * len(METHODS)} or more"
@@ -52,14 +56,20 @@ class Autotuner:
     """
 
     def __init__(
-        self, models: Sequence[nn.Module], compile_as: Callable[..., list[Receipt]], config: Compile, device: torch.device
+        self,
+        models: Sequence[nn.Module],
+        compile_as: Callable[..., list[Receipt]],
+        config: Compile,
+        device: torch.device,
     ):
         self.models, self.compile_as, self.device = models, compile_as, device
         self.measured = config.compiles("model") and config.bucketing == "measured"
         self.chosen = "" if self.measured else config.bucketing
         self.seconds = dict.fromkeys(METHODS, float("inf"))
         self.peaks = dict.fromkeys(METHODS, 0.0)  # bytes; 0 on CPUs
-        self.refused: set[str] = set()  # methods that this rank does not run; their peaks are estimates
+        self.refused: set[str] = (
+            set()
+        )  # methods that this rank does not run; their peaks are estimates
         self.tried: dict[str, list[Receipt]] = {}
         self.compiled: dict[str, list] = {}
         self.steps, self.needed = 0, STEPS * len(METHODS) if self.measured else 1
@@ -80,13 +90,19 @@ class Autotuner:
 
     def _compile(self, method: str) -> None:
         has_baseline = METHODS[0] in self.tried
-        self.tried[method] = self.compile_as(method, fits=functools.partial(self._fits, method) if has_baseline else None)
+        self.tried[method] = self.compile_as(
+            method, fits=functools.partial(self._fits, method) if has_baseline else None
+        )
         self.compiled[method] = [model._compiled_call_impl for model in self.models]
         if has_baseline:
-            for model, *calls in zip(self.models, self.compiled[method], self.compiled[METHODS[0]], strict=True):
+            for model, *calls in zip(
+                self.models, self.compiled[method], self.compiled[METHODS[0]], strict=True
+            ):
                 model._compiled_call_impl = functools.partial(self._call, method, *calls)
 
-    def _call(self, method: str, compiled: Callable, baseline: Callable, *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self, method: str, compiled: Callable, baseline: Callable, *args: Any, **kwargs: Any
+    ) -> Any:
         if method not in self.refused:
             try:
                 return compiled(*args, **kwargs)
@@ -97,7 +113,9 @@ class Autotuner:
     def _fits(self, method: str, receipt: Receipt) -> bool:
         """Return whether a step fits in this rank's memory. The receipt is the last one in self.tried[method]."""
         number = sum(each.graph == receipt.graph for each in self.tried[method]) - 1
-        baseline = [each.timeline for each in self.tried[METHODS[0]] if each.graph == receipt.graph][number : number + 1]
+        baseline = [
+            each.timeline for each in self.tried[METHODS[0]] if each.graph == receipt.graph
+        ][number : number + 1]
         if self.decided or not baseline or baseline[0] is None or receipt.timeline is None:
             return True
         more = receipt.timeline.peak_bytes - baseline[0].peak_bytes
@@ -111,7 +129,11 @@ class Autotuner:
             yield
             self.steps += 1
             return
-        method, number, cuda = METHODS[self.steps // STEPS], self.steps % STEPS, self.device.type == "cuda"
+        method, number, cuda = (
+            METHODS[self.steps // STEPS],
+            self.steps % STEPS,
+            self.device.type == "cuda",
+        )
         if method not in self.tried:
             self._compile(method)
         if cuda and number == 1:
@@ -129,14 +151,19 @@ class Autotuner:
         if method not in self.refused:
             self.peaks[method] = torch.cuda.max_memory_allocated(self.device) if cuda else 0.0
             if number:
-                self.seconds[method] = min(self.seconds[method], (time.perf_counter() - started) / share)
+                self.seconds[method] = min(
+                    self.seconds[method], (time.perf_counter() - started) / share
+                )
         self.steps += 1
         if self.just_decided:
             self._choose()
 
     def _choose(self) -> None:
         memory = memory_of(self.device)
-        mine = [[self.seconds[method], self.peaks[method], self.peaks[method] / memory] for method in METHODS]
+        mine = [
+            [self.seconds[method], self.peaks[method], self.peaks[method] / memory]
+            for method in METHODS
+        ]
         figures = torch.tensor(mine, dtype=torch.float64, device=self.device)
         if dist.is_initialized():
             dist.all_reduce(figures, dist.ReduceOp.MAX)
@@ -144,7 +171,9 @@ class Autotuner:
         for method, found in zip(METHODS, figures.tolist(), strict=True):
             self.seconds[method], self.peaks[method], used[method] = found
         timed = [method for method in METHODS if self.seconds[method] < float("inf")]
-        fitting = [method for method in timed if used[method] <= FITS] or [min(timed, key=used.__getitem__)]
+        fitting = [method for method in timed if used[method] <= FITS] or [
+            min(timed, key=used.__getitem__)
+        ]
         self.chosen = min(fitting, key=self.seconds.__getitem__)
         for model, compiled in zip(self.models, self.compiled[self.chosen], strict=True):
             model._compiled_call_impl = compiled
@@ -155,16 +184,29 @@ class Autotuner:
         lines = []
         for method, seconds in self.seconds.items() if self.measured else ():
             if seconds == float("inf"):
-                lines.append(f'bucketing "{method}": not run, as it would need {self.peaks[method] / 2**30:.2f} GiB')
+                lines.append(
+                    f'bucketing "{method}": not run, as it would need {self.peaks[method] / 2**30:.2f} GiB'
+                )
                 continue
             training = [receipt for receipt in self.tried[method] if receipt.graph != "inference"]
-            before, after = sum(sum(each.before.values()) for each in training), sum(len(each.after) for each in training)
-            peak = f", peak memory {self.peaks[method] / 2**30:.2f} GiB" if self.peaks[method] else ""
+            before, after = (
+                sum(sum(each.before.values()) for each in training),
+                sum(len(each.after) for each in training),
+            )
+            peak = (
+                f", peak memory {self.peaks[method] / 2**30:.2f} GiB" if self.peaks[method] else ""
+            )
             stays = "; it stays" if method == self.chosen else ""
-            lines.append(f'bucketing "{method}": {seconds:.3f} s a step, {before} collectives -> {after}{peak}{stays}')
+            lines.append(
+                f'bucketing "{method}": {seconds:.3f} s a step, {before} collectives -> {after}{peak}{stays}'
+            )
         return lines
 
 
 def memory_of(device: torch.device) -> float:
     """Return a device's memory in bytes, or infinity for a CPU."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else float("inf")
+    return (
+        torch.cuda.get_device_properties(device).total_memory
+        if device.type == "cuda"
+        else float("inf")
+    )

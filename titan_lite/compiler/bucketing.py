@@ -52,7 +52,9 @@ def merge(graph: Graph, plan: Mapping[Node, Hashable], coalesce: bool = False) -
         if len(nodes) > 1:
             # sorted here, because merging other buckets may move these nodes
             copying = _merge_all_gathers if is_all_gather(nodes[0]) else _merge_reductions
-            (_coalesce if coalesce and nodes[0].target in COALESCED else copying)(graph, sorted(nodes))
+            (_coalesce if coalesce and nodes[0].target in COALESCED else copying)(
+                graph, sorted(nodes)
+            )
             for node in nodes:
                 graph.erase_node(node)
     graph.eliminate_dead_code()
@@ -70,14 +72,23 @@ def _merge_all_gathers(graph: Graph, nodes: list[Node]) -> None:
         flat = add_call(graph, aten.cat.default, [_flat(graph, shard) for shard in shards])
         flat.meta["copies"] = True
         gathered = add_call(graph, first.target, flat, *first.args[1:], bucket=nodes)
-        rows = add_call(graph, aten.view.default, add_call(graph, collectives.wait_tensor.default, gathered), [ranks, -1])
+        rows = add_call(
+            graph,
+            aten.view.default,
+            add_call(graph, collectives.wait_tensor.default, gathered),
+            [ranks, -1],
+        )
         start = 0
         for node, shard in zip(nodes, shards, strict=True):
             numel = shard.meta["val"].numel()
             columns = add_call(graph, aten.slice.Tensor, rows, 1, start, start + numel)
-            weight = add_call(graph, aten.clone.default, columns, memory_format=torch.contiguous_format)
+            weight = add_call(
+                graph, aten.clone.default, columns, memory_format=torch.contiguous_format
+            )
             weight.meta["copies"] = True
-            _replace_wait(node, add_call(graph, aten.view.default, weight, list(node.meta["val"].shape)))
+            _replace_wait(
+                node, add_call(graph, aten.view.default, weight, list(node.meta["val"].shape))
+            )
             start += numel
 
 
@@ -86,9 +97,14 @@ def _merge_reductions(graph: Graph, nodes: list[Node]) -> None:
     last, gradients = nodes[-1], [node.all_input_nodes[0] for node in nodes]
     with graph.inserting_before(last):
         if kind_of(last) == "all_reduce":
-            bucket = add_call(graph, aten.cat.default, [_flat(graph, gradient) for gradient in gradients])
+            bucket = add_call(
+                graph, aten.cat.default, [_flat(graph, gradient) for gradient in gradients]
+            )
         else:  # one row per rank
-            rows = [add_call(graph, aten.reshape.default, gradient, [group_size(last), -1]) for gradient in gradients]
+            rows = [
+                add_call(graph, aten.reshape.default, gradient, [group_size(last), -1])
+                for gradient in gradients
+            ]
             bucket = add_call(graph, aten.cat.default, rows, 1)
         bucket.meta["copies"] = True
         reduced = add_call(graph, last.target, bucket, *last.args[1:], bucket=nodes)
@@ -96,7 +112,11 @@ def _merge_reductions(graph: Graph, nodes: list[Node]) -> None:
         for node in nodes:
             numel = node.meta["val"].numel()
             part = add_call(graph, aten.slice.Tensor, flat, 0, start, start + numel)
-            _replace_wait(node, add_call(graph, aten.view.default, part, list(node.meta["val"].shape)), after=last)
+            _replace_wait(
+                node,
+                add_call(graph, aten.view.default, part, list(node.meta["val"].shape)),
+                after=last,
+            )
             start += numel
 
 
@@ -111,7 +131,9 @@ def _coalesce(graph: Graph, nodes: list[Node]) -> None:
     with graph.inserting_before(place):
         inputs = [_flat(graph, node.all_input_nodes[0]) for node in nodes]
         started = add_call(graph, COALESCED[place.target], inputs, *place.args[1:], bucket=nodes)  # type: ignore[index]
-        results = [add_call(graph, operator.getitem, started, number) for number in range(len(nodes))]
+        results = [
+            add_call(graph, operator.getitem, started, number) for number in range(len(nodes))
+        ]
         waits = [add_call(graph, collectives.wait_tensor.default, result) for result in results]
         for node, wait in zip(nodes, waits, strict=True):
             part = add_call(graph, aten.view.default, wait, list(node.meta["val"].shape))
@@ -132,7 +154,9 @@ def _flat(graph: Graph, node: Node) -> Node:
     return add_call(graph, aten.reshape.default, node, [math.prod(node.meta["val"].shape)])
 
 
-def add_call(graph: Graph, target: Any, *args: Any, bucket: Sequence[Node] = (), **kwargs: Any) -> Node:
+def add_call(
+    graph: Graph, target: Any, *args: Any, bucket: Sequence[Node] = (), **kwargs: Any
+) -> Node:
     """Insert a call with its fake result. bucket: the collectives that it replaces."""
     node = graph.call_function(target, args, kwargs)
     if bucket:

@@ -52,7 +52,11 @@ def chain_chunks(graph: Graph, reduced: Sequence[Reduced], gathered: Sequence[Ga
     """
     left, number = list(reduced), 0
     for gather in gathered:
-        before = max((each for each in reduced if each.whole < gather.tokens), key=lambda each: each.whole, default=None)
+        before = max(
+            (each for each in reduced if each.whole < gather.tokens),
+            key=lambda each: each.whole,
+            default=None,
+        )
         if before in left and _chain(graph, before, gather):
             left.remove(before)
             number += 1
@@ -62,14 +66,20 @@ def chain_chunks(graph: Graph, reduced: Sequence[Reduced], gathered: Sequence[Ga
 def _chain(graph: Graph, before: Reduced, gather: Gathered) -> bool:
     late = descendants(before.whole)
     between = _between(before.whole, gather.tokens, late)
-    if between is None or any(source in late for product in gather.products for source in product.all_input_nodes[1:]):
+    if between is None or any(
+        source in late for product in gather.products for source in product.all_input_nodes[1:]
+    ):
         return False
     chunks = len(gather.starts)
-    early = chunks - 1 if before.long or chunks == 2 else chunks - 2  # chunks that are gathered before the next products
+    early = (
+        chunks - 1 if before.long or chunks == 2 else chunks - 2
+    )  # chunks that are gathered before the next products
     # Each chunk is gathered behind one of these: the others behind the first of these products, one after another.
     behind = [*before.starts[1 : 1 + early], gather.products[0], gather.starts[-2]][:chunks]
     size = gather.tokens.meta["val"].shape[1] // chunks
-    for number, (own, start, place) in enumerate(zip(gather.own, gather.starts, behind, strict=True)):
+    for number, (own, start, place) in enumerate(
+        zip(gather.own, gather.starts, behind, strict=True)
+    ):
         wait = wait_of(before.starts[number])
         place.append(wait)
         with graph.inserting_before(wait.next):
@@ -108,14 +118,24 @@ def _between(whole: Node, tokens: Node, late: set[Node]) -> list[Node] | None:
 def _is_tokenwise(node: Node, late: set[Node], tokens: torch.Size) -> bool:
     """Return whether a node computes each of its tokens, (B, t, C), from the same token of its inputs."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or not _has(node, tokens):
+    if (
+        not isinstance(target, torch._ops.OpOverload)
+        or target._schema.is_mutable
+        or not _has(node, tokens)
+    ):
         return False
     if target in (aten.mean.dim, aten.sum.dim_IntList):
         return node.args[1] in ([2], [-1]) and node.args[2:3] == (True,)
-    if torch.Tag.pointwise not in target.tags and target is not torch.ops.prims.convert_element_type.default:
+    if (
+        torch.Tag.pointwise not in target.tags
+        and target is not torch.ops.prims.convert_element_type.default
+    ):
         return False
     named = any(isinstance(each, Node) for each in node.kwargs.values())
-    return not named and all(_has(each, tokens) or (each not in late and _is_broadcast(each)) for each in node.all_input_nodes)
+    return not named and all(
+        _has(each, tokens) or (each not in late and _is_broadcast(each))
+        for each in node.all_input_nodes
+    )
 
 
 def _shape_of(node: Node) -> torch.Size:
@@ -133,13 +153,19 @@ def _is_broadcast(node: Node) -> bool:
     return len(shape) < 2 or shape[:-1].numel() == 1
 
 
-def _copy_of_chunk(graph: Graph, nodes: Sequence[Node], known: Mapping[Node, Node], start: int, size: int) -> Node:
+def _copy_of_chunk(
+    graph: Graph, nodes: Sequence[Node], known: Mapping[Node, Node], start: int, size: int
+) -> Node:
     """Add a copy of `nodes` for some tokens, and return the last one. known: chunks of nodes that have them."""
     found, tokens = dict(known), _shape_of(nodes[-1])[:2]
 
     def chunk_of(node: Node) -> Node:
         if node not in found:
-            found[node] = add_call(graph, aten.slice.Tensor, node, 1, start, start + size) if _has(node, tokens) else node
+            found[node] = (
+                add_call(graph, aten.slice.Tensor, node, 1, start, start + size)
+                if _has(node, tokens)
+                else node
+            )
         return found[node]
 
     for node in nodes:
@@ -152,7 +178,11 @@ def _ancestors_behind(node: Node, first: Node) -> set[Node]:
     """Return the ancestors of `node` that lie behind it. Those of nodes before `first` are not followed."""
     found, open_nodes = set[Node](), [node]
     while open_nodes:
-        late = [source for source in open_nodes.pop().all_input_nodes if source > first and source not in found]
+        late = [
+            source
+            for source in open_nodes.pop().all_input_nodes
+            if source > first and source not in found
+        ]
         found.update(late)
         open_nodes += late
     return {each for each in found if each > node}

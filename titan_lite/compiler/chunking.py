@@ -37,7 +37,13 @@ from titan_lite.compiler.timeline import costs_of
 
 FLOAT8_ROWS = 16  # of which the rows of a float8 product are a multiple
 PRODUCTS = (aten.mm.default, aten._scaled_mm.default)
-VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.view.dtype, aten.alias.default)
+VIEWS = (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.view.dtype,
+    aten.alias.default,
+)
 
 
 class _Site(NamedTuple):
@@ -61,13 +67,19 @@ def choose_collectives(
     chosen = []
     for number, node in enumerate(activation_collectives(graph)):
         site = _site_of(node)
-        if site is None or not _divides(site.product, chunks) or site.whole.meta["val"].shape[1] % (chunks * group_size(node)):
+        if (
+            site is None
+            or not _divides(site.product, chunks)
+            or site.whole.meta["val"].shape[1] % (chunks * group_size(node))
+        ):
             continue
         long = False
         if machine is not None:
             known, made = set(graph.nodes), _add_chunks(graph, site, chunks)
             before, after = made.seconds(machine, fused, costs[node])
-            long = made.whole is None and machine.cost(made.products[-1], fused) >= 2 * machine.cost(made.starts[-1], fused)
+            long = made.whole is None and machine.cost(
+                made.products[-1], fused
+            ) >= 2 * machine.cost(made.starts[-1], fused)
             _erase(graph, *(new for new in reversed(graph.nodes) if new not in known))
             if after >= before:
                 continue
@@ -75,7 +87,9 @@ def choose_collectives(
     return chosen
 
 
-def cut_into_chunks(graph: Graph, chunks: int, chosen: Sequence[tuple[int, bool]]) -> tuple[int, int]:
+def cut_into_chunks(
+    graph: Graph, chunks: int, chosen: Sequence[tuple[int, bool]]
+) -> tuple[int, int]:
     """Cut the chosen collectives and their products, in place. Return how many were cut, and how many of them are gathers whose
     chunks do not wait for each other (chaining.py)."""
     found, reduced, gathered = activation_collectives(graph), list[Reduced](), list[_Chunks]()
@@ -89,7 +103,9 @@ def cut_into_chunks(graph: Graph, chunks: int, chosen: Sequence[tuple[int, bool]
             reduced.append(Reduced(made.starts, made.result, long))
         else:
             gathered.append(made)
-    of_chunks = (Gathered(_tokens_of(each), each.copies, each.starts, each.products) for each in gathered)
+    of_chunks = (
+        Gathered(_tokens_of(each), each.copies, each.starts, each.products) for each in gathered
+    )
     chained = chain_chunks(graph, reduced, [*of_chunks])
     graph.eliminate_dead_code()
     graph.lint()
@@ -126,7 +142,13 @@ def mark_fused(graph: Graph) -> int:
 
 
 def _site_of(node: Node) -> _Site | None:
-    return _gathered(node) if is_all_gather(node) else _reduced(node) if kind_of(node) == "reduce_scatter" else None
+    return (
+        _gathered(node)
+        if is_all_gather(node)
+        else _reduced(node)
+        if kind_of(node) == "reduce_scatter"
+        else None
+    )
 
 
 def _gathered(node: Node) -> _Site | None:
@@ -136,7 +158,12 @@ def _gathered(node: Node) -> _Site | None:
         return None
     joined = {user for part in split.users for user in part.users}
     whole = joined.pop()
-    if joined or whole.target is not aten.cat.default or whole.args[1:] != (1,) or not _is_in_order(whole, split):
+    if (
+        joined
+        or whole.target is not aten.cat.default
+        or whole.args[1:] != (1,)
+        or not _is_in_order(whole, split)
+    ):
         return None
     products = sorted(_products_of(whole))
     return _Site(node, whole, products[0]) if products else None
@@ -157,7 +184,11 @@ def _reduced(node: Node) -> _Site | None:
     if joined.target is not aten.cat.default or joined.args[1:] not in ((), (0,)):
         return None
     split = joined.all_input_nodes[0].all_input_nodes[0]
-    if split.target is not aten.split.Tensor or split.args[2:] != (1,) or not _is_in_order(joined, split):
+    if (
+        split.target is not aten.split.Tensor
+        or split.args[2:] != (1,)
+        or not _is_in_order(joined, split)
+    ):
         return None
     whole = product = split.all_input_nodes[0]
     while product.target in VIEWS and len(product.users) == 1:
@@ -181,7 +212,9 @@ def _divides(product: Node, chunks: int) -> bool:
 def _is_in_order(joined: Node, split: Node) -> bool:
     """Return whether `joined` has all parts of `split` in their order."""
     parts: Any = joined.args[0]
-    return [(part.target, part.args) for part in parts] == [(operator.getitem, (split, place)) for place in range(len(parts))]
+    return [(part.target, part.args) for part in parts] == [
+        (operator.getitem, (split, place)) for place in range(len(parts))
+    ]
 
 
 class _Chunks(NamedTuple):
@@ -225,7 +258,9 @@ def _add_chunks(graph: Graph, site: _Site, chunks: int) -> _Chunks:
     starts, waits, products, copies = list[Node](), list[Node](), list[Node](), list[Node]()
 
     def contiguous(part: Node) -> Node:
-        copies.append(add_call(graph, aten.clone.default, part, memory_format=torch.contiguous_format))
+        copies.append(
+            add_call(graph, aten.clone.default, part, memory_format=torch.contiguous_format)
+        )
         return copies[-1]
 
     def multiply(rows: Node) -> None:
@@ -233,25 +268,39 @@ def _add_chunks(graph: Graph, site: _Site, chunks: int) -> _Chunks:
         if rows.meta["val"].dtype != dtype:  # float8, gathered as bytes
             flat = add_call(graph, aten.view.dtype, flat, dtype)
         factor = right if base is None else add_call(graph, aten.permute.default, base, [1, 0])
-        products.append(add_call(graph, product.target, flat, factor, *product.args[2:], **cast(dict[str, Any], product.kwargs)))
+        products.append(
+            add_call(
+                graph,
+                product.target,
+                flat,
+                factor,
+                *product.args[2:],
+                **cast(dict[str, Any], product.kwargs),
+            )
+        )
 
     base = None
     if product.target is aten._scaled_mm.default:
         # Inductor would store a transposed factor that several products read by rows, which float8 products cannot read.
         with graph.inserting_before(product):
-            base = add_call(graph, force_stride_order, right.all_input_nodes[0], right.meta["val"].t().stride())
+            base = add_call(
+                graph, force_stride_order, right.all_input_nodes[0], right.meta["val"].t().stride()
+            )
             base.meta["is_view"] = True
     if gathers:
         with graph.inserting_before(node):
             for chunk in range(chunks):
-                own = contiguous(add_call(graph, aten.slice.Tensor, x, 1, chunk * size, (chunk + 1) * size))
+                own = contiguous(
+                    add_call(graph, aten.slice.Tensor, x, 1, chunk * size, (chunk + 1) * size)
+                )
                 starts.append(add_call(graph, node.target, own, *node.args[1:]))
         with graph.inserting_before(product):
             for start in starts:
                 waits.append(add_call(graph, collectives.wait_tensor.default, start))
                 multiply(waits[-1])
             joined, result = (
-                _join(graph, parts, (ranks, batch, size), to) for parts, to in ((waits, whole), (products, product))
+                _join(graph, parts, (ranks, batch, size), to)
+                for parts, to in ((waits, whole), (products, product))
             )
         return _Chunks(site, starts, products, copies, joined, result)
     with graph.inserting_before(product):
@@ -263,7 +312,9 @@ def _add_chunks(graph: Graph, site: _Site, chunks: int) -> _Chunks:
             starts.append(add_call(graph, node.target, part, *node.args[1:]))
     with graph.inserting_before(wait_of(node)):
         waits = [add_call(graph, collectives.wait_tensor.default, start) for start in starts]
-        return _Chunks(site, starts, products, copies, None, add_call(graph, aten.cat.default, waits, 1))
+        return _Chunks(
+            site, starts, products, copies, None, add_call(graph, aten.cat.default, waits, 1)
+        )
 
 
 def _replace(graph: Graph, site: _Site, chunks: _Chunks) -> None:
@@ -273,7 +324,9 @@ def _replace(graph: Graph, site: _Site, chunks: _Chunks) -> None:
         wait, joined = wait_of(node), node.all_input_nodes[0]
         wait.replace_all_uses_with(chunks.result)
         _erase(graph, wait)
-        node.replace_all_uses_with(chunks.result)  # selective checkpointing saves it from before the wait
+        node.replace_all_uses_with(
+            chunks.result
+        )  # selective checkpointing saves it from before the wait
         _erase(graph, node, joined, *_parts(joined))
         return
     for late in sorted(later for later in descendants(whole) if later < product):
@@ -286,7 +339,9 @@ def _replace(graph: Graph, site: _Site, chunks: _Chunks) -> None:
 def _join(graph: Graph, parts: Sequence[Node], layout: tuple[int, int, int], like: Node) -> Node:
     """Join the chunks of all ranks along the sequence, in the shape of `like`. layout: ranks, sequences, tokens of a chunk."""
     ranks, batch, size = layout
-    by_rank = [add_call(graph, aten.view.default, part, [ranks, batch, 1, size, -1]) for part in parts]
+    by_rank = [
+        add_call(graph, aten.view.default, part, [ranks, batch, 1, size, -1]) for part in parts
+    ]
     by_sequence = [add_call(graph, aten.permute.default, part, [1, 0, 2, 3, 4]) for part in by_rank]
     joined = add_call(graph, aten.cat.default, by_sequence, 2)
     return add_call(graph, aten.view.default, joined, list(like.meta["val"].shape))

@@ -13,7 +13,9 @@ from torch.distributed._functional_collectives import _are_we_tracing
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx import Graph, Node
 
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+all_gather_single = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # renamed in torch 2.13
 collectives = torch.ops._c10d_functional
 aten = torch.ops.aten
 # Operators on shards before an all-gather: copying from host memory, casting, padding, copying into a bucket.
@@ -80,7 +82,9 @@ def parameters_of(node: Node) -> tuple[str, ...]:
     if "bucket" in node.meta:
         return tuple(node.meta["bucket"])
     if "bucketing_custom_sources" in node.meta:  # set by Inductor's bucketing
-        return tuple(source["fqn"] for source in node.meta["bucketing_custom_sources"] if "fqn" in source)
+        return tuple(
+            source["fqn"] for source in node.meta["bucketing_custom_sources"] if "fqn" in source
+        )
     fqn = node.meta.get("custom", {}).get("fqn")
     return () if fqn is None else (fqn,)
 
@@ -133,7 +137,12 @@ def results_of(node: Node) -> list[Node]:
 def waits_of(node: Node) -> list[Node]:
     """Return the waits for a collective in graph order."""
     results = results_of(node) or [node]
-    return sorted(user for each in results for user in each.users if user.target is collectives.wait_tensor.default)
+    return sorted(
+        user
+        for each in results
+        for user in each.users
+        if user.target is collectives.wait_tensor.default
+    )
 
 
 def wait_of(node: Node) -> Node:
@@ -159,7 +168,9 @@ def nbytes_of(node: Node) -> int:
     """Return the bytes of a node's result, summed over its tensors."""
     values = node.meta.get("val")
     tensors = values if isinstance(values, list | tuple) else (values,)
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor))
+    return sum(
+        tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor)
+    )
 
 
 def group_size(node: Node) -> int:
@@ -200,7 +211,9 @@ def descendants(*starts: Node) -> set[Node]:
     return found
 
 
-def move_before(place: Node, nodes: Iterable[Node], keep: Callable[[], bool] = lambda: True) -> bool:
+def move_before(
+    place: Node, nodes: Iterable[Node], keep: Callable[[], bool] = lambda: True
+) -> bool:
     """Move those of `nodes` behind `place` before it. Undo this unless `keep` then returns True. Return whether nodes moved."""
     behind = sorted(node for node in nodes if node > place)
     following = [node.next for node in behind]

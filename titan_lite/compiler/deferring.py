@@ -21,7 +21,9 @@ Numbered = list[tuple[int, int]]  # numbers of nodes of one kind each, counted i
 RECENT = 8  # products that may be deferred, the last ones: a deferred product keeps its factors alive. A block has 7 weights.
 
 
-def choose_products(graph: Graph, machine: Machine | None = None, *, fused: bool = True) -> Numbered:
+def choose_products(
+    graph: Graph, machine: Machine | None = None, *, fused: bool = True
+) -> Numbered:
     """Return (number of a product, number of the collective to hide).
 
     All ranks must use those of one. Places of nodes are no such numbers: a rank with fewer rows pads them.
@@ -36,7 +38,9 @@ def choose_products(graph: Graph, machine: Machine | None = None, *, fused: bool
     activations = activation_collectives(graph)
     starts = {wait_of(node): node for node in activations}
     path = _ancestors(activations)
-    numbers = {node: number for each in (_products(graph), activations) for number, node in enumerate(each)}
+    numbers = {
+        node: number for each in (_products(graph), activations) for number, node in enumerate(each)
+    }
     ready: deque[Node] = deque(maxlen=RECENT)
     chosen = []
     for node in graph.nodes:
@@ -45,7 +49,9 @@ def choose_products(graph: Graph, machine: Machine | None = None, *, fused: bool
         elif node in starts:
             left = seconds(starts[node])
             while ready and left > 0:
-                product = min(ready, key=lambda each: (seconds(each) < left, abs(seconds(each) - left)))
+                product = min(
+                    ready, key=lambda each: (seconds(each) < left, abs(seconds(each) - left))
+                )
                 chosen.append((numbers[product], numbers[starts[node]]))
                 ready.remove(product)
                 left -= seconds(product)
@@ -59,7 +65,11 @@ def choose_order(graph: Graph, machine: Machine | None, *, fused: bool = True) -
     """
     if machine is None:
         return []
-    found, chosen, before = activation_collectives(graph), dict[int, int](), simulate(graph, machine, fused=fused)
+    found, chosen, before = (
+        activation_collectives(graph),
+        dict[int, int](),
+        simulate(graph, machine, fused=fused),
+    )
     spans = [span for span in before.spans if span.group and span.lane == "compute"]
     for number, (node, span) in enumerate(zip(found, spans, strict=True)):
         busy = span.start + span.seconds

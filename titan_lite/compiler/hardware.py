@@ -62,16 +62,24 @@ class Machine:
     intra_node: Link
     inter_node: Link  # one rank's own network card
     ranks_per_node: int = 8
-    host_bandwidth: float = 64.0  # GB/s between device and host memory, in each direction; default: PCIe 5, 16 lanes
+    host_bandwidth: float = (
+        64.0  # GB/s between device and host memory, in each direction; default: PCIe 5, 16 lanes
+    )
     launch: float = 3.0  # microseconds of overhead per kernel
     host: float = 0.0  # microseconds of the host for an operator that no graph was compiled for; 0: not planned
     collective_launch: float = 14.0  # microseconds of overhead per collective
     coalesced_latency: float = 0.05  # added latency per further tensor of a coalesced collective, relative to one tensor; a guess
-    multiprocessors: int = 0  # of a GPU, which cuts matrix products into tiles (kernels.py); 0: none
-    nvls: float = 0.0  # bandwidth of all-reduces in the switch of a node, relative to a ring's; 0: none
+    multiprocessors: int = (
+        0  # of a GPU, which cuts matrix products into tiles (kernels.py); 0: none
+    )
+    nvls: float = (
+        0.0  # bandwidth of all-reduces in the switch of a node, relative to a ring's; 0: none
+    )
     nominal_power: float = 700.0  # watts
     power: float = 0.0  # watts that the device is limited to; 0: nominal_power
-    clock_exponent: float = CLOCK_EXPONENT  # of the clock over the power above that of an idle GPU (clock_share)
+    clock_exponent: float = (
+        CLOCK_EXPONENT  # of the clock over the power above that of an idle GPU (clock_share)
+    )
     matmul_efficiency: float = 0.7  # share of the peak that large matrix products reach
     attention_efficiency: float = 0.4
     memory_efficiency: float = 0.85
@@ -109,28 +117,57 @@ class Machine:
             bandwidth = min(bandwidth, self.inter_node.bandwidth * len(ranks) / nodes)
         inside, between = self.intra_node.latency * 1e-6, self.inter_node.latency * 1e-6
         speed = bandwidth * self.link_efficiency * GB
-        rounds, hops = (2 if kind == "all_reduce" else 1), len(ranks) - 1  # an all-reduce is a reduce-scatter and an all-gather
+        rounds, hops = (
+            (2 if kind == "all_reduce" else 1),
+            len(ranks) - 1,
+        )  # an all-reduce is a reduce-scatter and an all-gather
         latency = rounds * ((hops - nodes + 1) * inside + (nodes - 1) * between)
         if self.multiprocessors:
-            seconds = nccl_seconds(kind, nbytes, len(ranks), nodes, inside=inside, between=between, speed=speed, nvls=self.nvls)
+            seconds = nccl_seconds(
+                kind,
+                nbytes,
+                len(ranks),
+                nodes,
+                inside=inside,
+                between=between,
+                speed=speed,
+                nvls=self.nvls,
+            )
         else:
             seconds = latency + rounds * nbytes * hops / len(ranks) / speed
         launch = self.collective_launch * 1e-6
         gather = launch + seconds + (tensors - 1) * self.coalesced_latency * (launch + latency)
-        return gather * {"all_gather": 1.0, "reduce_scatter": self.reduction}.get(kind, (1.0 + self.reduction) / 2)
+        return gather * {"all_gather": 1.0, "reduce_scatter": self.reduction}.get(
+            kind, (1.0 + self.reduction) / 2
+        )
 
     def _all_to_all(self, nbytes: float, ranks: int, near: float) -> float:
         """Return the seconds to send parts of `nbytes` to so many ranks, of which `near` are in a node. What goes to other nodes
         takes the rank's own card, while a ring uses those of all ranks in its node (NVIDIA/nccl-tests issue 267)."""
         links = ((near - 1, self.intra_node), (ranks - near, self.inter_node))
-        travels = max(peers / link.bandwidth for peers, link in links) * nbytes / ranks / (self.link_efficiency * GB)
-        latency = all_to_all_latency(ranks) if self.multiprocessors else sum(n * link.latency for n, link in links) * 1e-6
+        travels = (
+            max(peers / link.bandwidth for peers, link in links)
+            * nbytes
+            / ranks
+            / (self.link_efficiency * GB)
+        )
+        latency = (
+            all_to_all_latency(ranks)
+            if self.multiprocessors
+            else sum(n * link.latency for n, link in links) * 1e-6
+        )
         return self.collective_launch * 1e-6 + latency + travels
 
     def send(self, nbytes: float, source: int, target: int) -> float:
         """Return the seconds to send `nbytes` from rank `source` to rank `target`."""
-        link = self.intra_node if source // self.ranks_per_node == target // self.ranks_per_node else self.inter_node
-        return (self.collective_launch + link.latency) * 1e-6 + nbytes / (link.bandwidth * self.link_efficiency * GB)
+        link = (
+            self.intra_node
+            if source // self.ranks_per_node == target // self.ranks_per_node
+            else self.inter_node
+        )
+        return (self.collective_launch + link.latency) * 1e-6 + nbytes / (
+            link.bandwidth * self.link_efficiency * GB
+        )
 
     def host_link(self, nbytes: float) -> float:
         """Return the seconds to copy `nbytes` from host memory to the device, or back."""
@@ -146,7 +183,11 @@ class Machine:
             return 0.0
         if node.target in KINDS:
             ranks = ranks_of(node)
-            if "fused_with" in node.meta and self.multiprocessors and len({rank // self.ranks_per_node for rank in ranks}) == 1:
+            if (
+                "fused_with" in node.meta
+                and self.multiprocessors
+                and len({rank // self.ranks_per_node for rank in ranks}) == 1
+            ):
                 return self.in_parts(node, node.meta["fused_with"], fused)
             return self.collective(kind_of(node), collective_bytes(node), ranks, tensors_of(node))
         if is_from_host(node):
@@ -154,7 +195,9 @@ class Machine:
         seconds = self.memory_traffic(_bytes_moved(node, fused, not self.is_cpu))
         matmul, attention = flops_of(node)
         if matmul or attention:
-            seconds = max(seconds, self.product(node, matmul) if matmul else self.attention(node, attention))
+            seconds = max(
+                seconds, self.product(node, matmul) if matmul else self.attention(node, attention)
+            )
         return seconds + (self.launch * 1e-6 * node.meta.get("parts", 1) if seconds else 0.0)
 
     def in_parts(self, node: Node, products: Sequence[Node], fused: bool) -> float:
@@ -165,8 +208,12 @@ class Machine:
         Ranks of a node meet at both ends (torch.distributed._symmetric_memory). Copies that put tokens first are not counted.
         """
         nbytes, ranks = collective_bytes(node), len(ranks_of(node))
-        each = self.launch * 1e-6 + nbytes / ranks / (self.intra_node.bandwidth * self.link_efficiency * GB)
-        left = (ranks - 1) * max(0.0, each - sum(self.cost(product, fused) for product in products) / ranks)
+        each = self.launch * 1e-6 + nbytes / ranks / (
+            self.intra_node.bandwidth * self.link_efficiency * GB
+        )
+        left = (ranks - 1) * max(
+            0.0, each - sum(self.cost(product, fused) for product in products) / ranks
+        )
         moved = 2 * nbytes / ranks if kind_of(node) == "all_gather" else nbytes + nbytes / ranks
         return left + self.memory_traffic(moved) + 2 * self.collective_launch * 1e-6
 
@@ -179,7 +226,9 @@ class Machine:
         (*batch, m, k), n, parts = inputs[0].shape, inputs[1].shape[-1], node.meta.get("parts", 1)
         slowly = node.target is aten._scaled_mm.default and not _given(node).get("use_fast_accum")
         speed = peak * self.matmul_efficiency / (SLOW_ACCUMULATION if slowly else 1.0)
-        return parts * product_seconds(math.prod(batch), m // parts, n, k, speed=speed, multiprocessors=self.multiprocessors)
+        return parts * product_seconds(
+            math.prod(batch), m // parts, n, k, speed=speed, multiprocessors=self.multiprocessors
+        )
 
     def attention(self, node: Node, flops: float) -> float:
         """Return the seconds of attention of so many floating-point operations, without memory traffic and launch."""
@@ -209,10 +258,15 @@ class Machine:
         def scaled(direction: int) -> Machine:
             factors = {name: 1 + direction * JOINT * share for name, share in UNCERTAINTY.items()}
             found = {name: min(1.0, getattr(self, name) * each) for name, each in factors.items()}
-            beyond = (max if direction < 0 else min)(self.clock_exponent, CLOCK_EXPONENTS[direction])
+            beyond = (max if direction < 0 else min)(
+                self.clock_exponent, CLOCK_EXPONENTS[direction]
+            )
             exponent = self.clock_exponent + JOINT * (beyond - self.clock_exponent)
             return dataclasses.replace(
-                self, **found, clock_exponent=exponent, host=self.host * (1 - direction * JOINT * HOST_UNCERTAINTY)
+                self,
+                **found,
+                clock_exponent=exponent,
+                host=self.host * (1 - direction * JOINT * HOST_UNCERTAINTY),
             )
 
         return self, scaled(-1), scaled(1)
@@ -220,9 +274,17 @@ class Machine:
 
 # Relative uncertainty. Large products reach 0.6 to 0.8 of an H100's peak, depending on clocks and heat; a copy 0.8 to 0.92 of
 # memory bandwidth; a ring 0.65 to 0.9 of its links' bandwidth.
-UNCERTAINTY = {"matmul_efficiency": 0.12, "attention_efficiency": 0.25, "memory_efficiency": 0.08, "link_efficiency": 0.15}
+UNCERTAINTY = {
+    "matmul_efficiency": 0.12,
+    "attention_efficiency": 0.25,
+    "memory_efficiency": 0.08,
+    "link_efficiency": 0.15,
+}
 HOST_UNCERTAINTY = 0.5  # relative, of an operator: 2 microseconds without autograd and 7 with it (pytorch/pytorch issue 41383)
-CLOCK_EXPONENTS = {-1: 1.0, 1: 0.46}  # at a power limit: the law of the lowest clocks, and the least of a published pair
+CLOCK_EXPONENTS = {
+    -1: 1.0,
+    1: 0.46,
+}  # at a power limit: the law of the lowest clocks, and the least of a published pair
 # Share of these that the ends of an interval have all at once. Independent errors add up as the root of the sum of their squares:
 # an 8B step has 7%, 2.5%, 1.6% and 1% by the four, and at 500 W 4% (slow end) and 10% more by the clock; the roots are 0.63, 0.54
 # and 0.57 of the sums.
@@ -232,32 +294,63 @@ JOINT = 0.6
 def is_free(node: Node) -> bool:
     """Return whether a node moves no bytes: a view, a wait or a number. meta["is_view"]: a pass says that it is one."""
     target: Any = node.target
-    return getattr(target, "is_view", False) or target in FREE or "is_view" in node.meta or not nbytes_of(node)
+    return (
+        getattr(target, "is_view", False)
+        or target in FREE
+        or "is_view" in node.meta
+        or not nbytes_of(node)
+    )
 
 
 NO_VIEWS = frozenset({collectives.wait_tensor.default, aten.empty.memory_format})
 FREE = NO_VIEWS | {operator.getitem, aten.reshape.default, aten._unsafe_view.default}
-MATMULS = frozenset({aten._scaled_mm.default, aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default})
+MATMULS = frozenset(
+    {
+        aten._scaled_mm.default,
+        aten.mm.default,
+        aten.bmm.default,
+        aten.addmm.default,
+        aten.baddbmm.default,
+    }
+)
 # Operators that Inductor fuses like pointwise ones. scatter writes a constant, in the loss's backward.
 AS_POINTWISE = frozenset(
-    {aten._to_copy.default, torch.ops.prims.convert_element_type.default, aten.cat.default, aten.full.default, aten.scatter.value}
+    {
+        aten._to_copy.default,
+        torch.ops.prims.convert_element_type.default,
+        aten.cat.default,
+        aten.full.default,
+        aten.scatter.value,
+    }
 )
 # Operators that may end a fused kernel. gather computes only the elements that it selects.
 REDUCTIONS = frozenset(
-    {aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.amax.default, aten.gather.default}
+    {
+        aten.sum.default,
+        aten.sum.dim_IntList,
+        aten.mean.default,
+        aten.mean.dim,
+        aten.amax.default,
+        aten.gather.default,
+    }
 )
 
 
 def is_from_host(node: Node) -> bool:
     """Return whether a node copies a shard from host memory (`GatherPlan.cast`). Inductor decomposes that copy into two nodes."""
-    said = [each.meta.get("custom", {}).get("from_host", False) for each in (node, *node.all_input_nodes)]
+    said = [
+        each.meta.get("custom", {}).get("from_host", False)
+        for each in (node, *node.all_input_nodes)
+    ]
     return said[0] and not any(said[1:])
 
 
 def _is_pointwise(node: Node) -> bool:
     if is_from_host(node) or any(_is_complex(each) for each in (node, *node.all_input_nodes)):
         return False
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in AS_POINTWISE
+    pointwise = (
+        torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in AS_POINTWISE
+    )
     return node.op == "call_function" and pointwise
 
 
@@ -268,7 +361,12 @@ def _is_complex(node: Node) -> bool:
 
 
 def _is_view(node: Node) -> bool:
-    return node.op == "call_function" and is_free(node) and node.target not in NO_VIEWS and bool(nbytes_of(node))
+    return (
+        node.op == "call_function"
+        and is_free(node)
+        and node.target not in NO_VIEWS
+        and bool(nbytes_of(node))
+    )
 
 
 def _base_of(node: Node) -> Node:
@@ -299,12 +397,18 @@ def _library_kernel(node: Node) -> Any:
     On a CPU, rms_norm is traced as several operators.
     """
     stack = node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack") or [("", None)]
-    return (stack[-1][0], "fwd_source_fn_stack" in node.meta) if stack[-1][1] is torch.rms_norm else None
+    return (
+        (stack[-1][0], "fwd_source_fn_stack" in node.meta)
+        if stack[-1][1] is torch.rms_norm
+        else None
+    )
 
 
 def _bytes_moved(node: Node, fused: bool, gpu: bool = False) -> int:
     if gpu and not fused and (kernel := _library_kernel(node)):
-        outside = [source for source in node.all_input_nodes if _library_kernel(_base_of(source)) != kernel]
+        outside = [
+            source for source in node.all_input_nodes if _library_kernel(_base_of(source)) != kernel
+        ]
         stored = any(_library_kernel(reader) != kernel for reader in _readers(node))
         return sum(map(nbytes_of, outside)) + stored * nbytes_of(node)
     if node.target is aten.nll_loss_forward.default:  # reads one column of each row
@@ -319,14 +423,20 @@ def _bytes_moved(node: Node, fused: bool, gpu: bool = False) -> int:
         return 3 * nbytes_of(node)
     written = 0 if fused and is_fused_away(node) else nbytes_of(node)
     joins = fused and _fuses_with_inputs(node)
-    read = (source for source in node.all_input_nodes if not (joins and _is_pointwise(_base_of(source))))
+    read = (
+        source for source in node.all_input_nodes if not (joins and _is_pointwise(_base_of(source)))
+    )
     return sum(map(nbytes_of, read)) + written
 
 
 def bytes_copied(node: Node, fused: bool) -> int:
     """Return the bytes that aten.cat or aten.clone copies, without those that a fused kernel computes in place."""
     if node.target is aten.cat.default:
-        return sum(nbytes_of(each) for each in node.all_input_nodes if not (fused and _is_pointwise(_base_of(each))))
+        return sum(
+            nbytes_of(each)
+            for each in node.all_input_nodes
+            if not (fused and _is_pointwise(_base_of(each)))
+        )
     return 0 if fused and is_fused_away(node) else nbytes_of(node)
 
 
@@ -367,4 +477,8 @@ def _given(node: Node) -> dict[str, Any]:
 def _attention_of(node: Node) -> tuple[torch.Size, int, torch.dtype]:
     """Return (shape of the queries, number of keys, dtype) of an attention operator."""
     query, key = (_given(node)[name].meta["val"] for name in ("query", "key"))
-    return query.shape, key.shape[1 if str(node.target).startswith("titan_lite.") else -2], key.dtype
+    return (
+        query.shape,
+        key.shape[1 if str(node.target).startswith("titan_lite.") else -2],
+        key.dtype,
+    )

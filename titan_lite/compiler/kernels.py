@@ -12,11 +12,20 @@ The constants are fitted to products on an H100 in openxla/xla (xla/service/gpu/
 import math
 
 # tile -> speed on one multiprocessor, relative to the largest tile. A smaller one reads its inputs more often.
-TILES = {(128, 256): 1.0, (256, 128): 1.0, (128, 128): 0.85, (64, 128): 0.72, (128, 64): 0.72, (64, 64): 0.61}
+TILES = {
+    (128, 256): 1.0,
+    (256, 128): 1.0,
+    (128, 128): 0.85,
+    (64, 128): 0.72,
+    (128, 64): 0.72,
+    (64, 64): 0.61,
+}
 TILE_OVERHEAD = 1.5e-6  # seconds of a wave: fill the pipeline, write the result
 LAUNCH = 1.0e-6  # seconds of a product beyond the launch of any kernel
 SPLITS = (1, 2, 4, 8)  # of the inner dimension, each at least 256 long
-SUM_BANDWIDTH = 2.5e12  # bytes per second at which the parts of a split product are added, in the L2 cache
+SUM_BANDWIDTH = (
+    2.5e12  # bytes per second at which the parts of a split product are added, in the L2 cache
+)
 SUM_LAUNCH = 1.5e-6  # seconds
 # Time of a float8 product that sums in float32, relative to one with fast accumulation: 1.1 to 1.2 (pytorch/ao issue 2377).
 SLOW_ACCUMULATION = 1.15
@@ -45,7 +54,9 @@ IDLE = 100.0  # watts of a GPU whose multiprocessors do nothing
 CLOCK_EXPONENT = 0.84
 
 
-def product_seconds(batch: int, m: int, n: int, k: int, *, speed: float, multiprocessors: int) -> float:
+def product_seconds(
+    batch: int, m: int, n: int, k: int, *, speed: float, multiprocessors: int
+) -> float:
     """Return the seconds of a batch of (m, k) x (k, n) products, without the launch of a kernel.
 
     speed: FLOP/s of the device with full waves of the largest tile.
@@ -57,7 +68,10 @@ def product_seconds(batch: int, m: int, n: int, k: int, *, speed: float, multipr
             if split > 1 and k < 256 * split:
                 break
             waves = -(-tiles * split // multiprocessors)
-            seconds = waves * (2 * rows * columns * k / split / (speed / multiprocessors * relative) + TILE_OVERHEAD)
+            seconds = waves * (
+                2 * rows * columns * k / split / (speed / multiprocessors * relative)
+                + TILE_OVERHEAD
+            )
             if split > 1:
                 seconds += (4 * split + 2) * batch * m * n / SUM_BANDWIDTH + SUM_LAUNCH
             best = min(best, seconds)

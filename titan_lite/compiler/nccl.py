@@ -27,7 +27,15 @@ CHANNELS = 24
 
 
 def nccl_seconds(
-    kind: str, nbytes: float, ranks: int, nodes: int, *, inside: float, between: float, speed: float, nvls: float
+    kind: str,
+    nbytes: float,
+    ranks: int,
+    nodes: int,
+    *,
+    inside: float,
+    between: float,
+    speed: float,
+    nvls: float,
 ) -> float:
     """Return the seconds of a collective without its launch.
 
@@ -38,9 +46,13 @@ def nccl_seconds(
     travels = rounds * nbytes * (ranks - 1) / ranks / speed
     shapes = [(rounds * ((ranks - nodes) * inside + (nodes - 1) * between), 1.0)]
     if kind == "all_reduce" and nodes > 1:  # a tree of nodes, with chains inside
-        shapes.append((2 * ((ranks / nodes - 1) * inside + math.log2(nodes) * TREE_HOP * between), TREE))
+        shapes.append(
+            (2 * ((ranks / nodes - 1) * inside + math.log2(nodes) * TREE_HOP * between), TREE)
+        )
     found = [
-        start + hop * latency + travels / (width * share) for latency, width in shapes for start, hop, share in PROTOCOLS.values()
+        start + hop * latency + travels / (width * share)
+        for latency, width in shapes
+        for start, hop, share in PROTOCOLS.values()
     ]
     if kind == "all_reduce" and nodes == 1 and ranks >= NVLS_RANKS and nvls:
         found.append(NVLS_START + travels / nvls)

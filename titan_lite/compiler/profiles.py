@@ -30,11 +30,17 @@ HDR200, NDR400 = Link(25, 4.0), Link(50, 4.0)  # one network card a GPU, as in D
 
 
 def _peaks(bfloat16: float, float32: float, float8: float = 0.0) -> dict[str, float]:
-    return {"bfloat16": bfloat16, "float32": float32} | ({"float8_e4m3fn": float8} if float8 else {})
+    return {"bfloat16": bfloat16, "float32": float32} | (
+        {"float8_e4m3fn": float8} if float8 else {}
+    )
 
 
 def _gpu(
-    multiprocessors: int, nominal_power: float, matmul_efficiency: float, attention_efficiency: float, nvls: float = 0.0
+    multiprocessors: int,
+    nominal_power: float,
+    matmul_efficiency: float,
+    attention_efficiency: float,
+    nvls: float = 0.0,
 ) -> dict[str, Any]:
     return {**locals(), "host": HOST}
 
@@ -45,14 +51,79 @@ def _gpu(
 PROFILES = {
     machine.name: machine
     for machine in (
-        Machine("B200", _peaks(2250.0, 80.0, 4500.0), 180, 7700, NVLINK5, NDR400, **_gpu(148, 1000, 0.81, 0.55, NVLS)),
-        Machine("H200 NVL", _peaks(835.5, 60.0, 1671.0), 141, 4800, NVLINK4, NDR400, **_gpu(132, 600, 0.84, 0.52)),
-        Machine("H200", _peaks(989.4, 66.9, 1978.9), 141, 4800, NVLINK4, NDR400, **_gpu(132, 700, 0.84, 0.52, NVLS)),
-        Machine("H100 PCIe", _peaks(756.0, 51.2, 1513.0), 80, 2000, PCIE, NDR400, **_gpu(114, 350, 0.68, 0.4)),
-        Machine("H100 NVL", _peaks(835.5, 60.0, 1671.0), 94, 3900, PCIE, NDR400, **_gpu(132, 400, 0.84, 0.52)),
-        Machine("H100", _peaks(989.4, 66.9, 1978.9), 80, 3350, NVLINK4, NDR400, **_gpu(132, 700, 0.84, 0.52, NVLS)),
-        Machine("A100", _peaks(312.0, 19.5), 80, 2039, NVLINK3, HDR200, host_bandwidth=32, **_gpu(108, 400, 0.9, 0.55)),
-        Machine("MI300X", _peaks(1307.4, 163.4, 2614.9), 192, 5300, XGMI, NDR400, **_gpu(304, 750, 0.53, 0.3)),
+        Machine(
+            "B200",
+            _peaks(2250.0, 80.0, 4500.0),
+            180,
+            7700,
+            NVLINK5,
+            NDR400,
+            **_gpu(148, 1000, 0.81, 0.55, NVLS),
+        ),
+        Machine(
+            "H200 NVL",
+            _peaks(835.5, 60.0, 1671.0),
+            141,
+            4800,
+            NVLINK4,
+            NDR400,
+            **_gpu(132, 600, 0.84, 0.52),
+        ),
+        Machine(
+            "H200",
+            _peaks(989.4, 66.9, 1978.9),
+            141,
+            4800,
+            NVLINK4,
+            NDR400,
+            **_gpu(132, 700, 0.84, 0.52, NVLS),
+        ),
+        Machine(
+            "H100 PCIe",
+            _peaks(756.0, 51.2, 1513.0),
+            80,
+            2000,
+            PCIE,
+            NDR400,
+            **_gpu(114, 350, 0.68, 0.4),
+        ),
+        Machine(
+            "H100 NVL",
+            _peaks(835.5, 60.0, 1671.0),
+            94,
+            3900,
+            PCIE,
+            NDR400,
+            **_gpu(132, 400, 0.84, 0.52),
+        ),
+        Machine(
+            "H100",
+            _peaks(989.4, 66.9, 1978.9),
+            80,
+            3350,
+            NVLINK4,
+            NDR400,
+            **_gpu(132, 700, 0.84, 0.52, NVLS),
+        ),
+        Machine(
+            "A100",
+            _peaks(312.0, 19.5),
+            80,
+            2039,
+            NVLINK3,
+            HDR200,
+            host_bandwidth=32,
+            **_gpu(108, 400, 0.9, 0.55),
+        ),
+        Machine(
+            "MI300X",
+            _peaks(1307.4, 163.4, 2614.9),
+            192,
+            5300,
+            XGMI,
+            NDR400,
+            **_gpu(304, 750, 0.53, 0.3),
+        ),
     )
 }
 
@@ -78,44 +149,72 @@ def machine_from(tables: Mapping[str, Any], file: str) -> Machine:
     tables = dict(tables)
     like = tables.pop("like", None)
     if like is not None and (not isinstance(like, str) or like not in PROFILES):
-        raise ConfigError(f"{file}: like = {shown(like)} is not a profile; use {', '.join(PROFILES)}")
-    values: dict[str, Any] = {**(vars(PROFILES[like]) if like else {}), "name": Path(file).stem, "like": like or ""}
+        raise ConfigError(
+            f"{file}: like = {shown(like)} is not a profile; use {', '.join(PROFILES)}"
+        )
+    values: dict[str, Any] = {
+        **(vars(PROFILES[like]) if like else {}),
+        "name": Path(file).stem,
+        "like": like or "",
+    }
     fields = {field.name: field for field in dataclasses.fields(Machine)}
     for key, value in tables.items():
         if key not in fields:
-            raise ConfigError(f"{file}: {one_line(key, 100)} is not a field of a machine; use {', '.join(fields)}, or like")
+            raise ConfigError(
+                f"{file}: {one_line(key, 100)} is not a field of a machine; use {', '.join(fields)}, or like"
+            )
         if key in ("intra_node", "inter_node"):
             value = Link(**_numbers(file, key, value, ("bandwidth", "latency")))
         elif key == "tflops":
             value = {**values.get("tflops", {}), **_numbers(file, key, value, ())}
-            unknown = [name for name in value if not isinstance(getattr(torch, name, None), torch.dtype)]
+            unknown = [
+                name for name in value if not isinstance(getattr(torch, name, None), torch.dtype)
+            ]
             if unknown:
                 wrong = f"{file}: tflops.{one_line(unknown[0], 100)} is not a dtype of torch"
                 raise ConfigError(f"{wrong}; use bfloat16, float32 or float8_e4m3fn")
         elif key == "name":
             if not isinstance(value, str):
-                raise ConfigError(f"{file}: name = {shown(value)} is not a string; use a name in quotes")
+                raise ConfigError(
+                    f"{file}: name = {shown(value)} is not a string; use a name in quotes"
+                )
         else:
-            if value != 0 or fields[key].default != 0 or isinstance(value, bool):  # 0 turns off what is off by default
+            if (
+                value != 0 or fields[key].default != 0 or isinstance(value, bool)
+            ):  # 0 turns off what is off by default
                 _number(file, key, value)
             if key in ("ranks_per_node", "multiprocessors") and not isinstance(value, int):
-                raise ConfigError(f"{file}: {key} = {value} is not a whole number; use {round(value)}")
+                raise ConfigError(
+                    f"{file}: {key} = {value} is not a whole number; use {round(value)}"
+                )
             if key == "power" and 0 < value <= IDLE:
                 raise ConfigError(
                     f"{file}: power = {value} is not above the {IDLE:g} W of an idle GPU; use its power limit in watts"
                 )
             if key == "clock_exponent" and not 1 / 3 <= value <= 1:
-                raise ConfigError(f"{file}: clock_exponent = {value} is no law of a power limit; use 1/3 to 1")
+                raise ConfigError(
+                    f"{file}: clock_exponent = {value} is no law of a power limit; use 1/3 to 1"
+                )
             if key.endswith("efficiency") and value > 1:
-                raise ConfigError(f"{file}: {key} = {value} is above 1, the peak; use {fields[key].default}")
+                raise ConfigError(
+                    f"{file}: {key} = {value} is above 1, the peak; use {fields[key].default}"
+                )
         values[key] = value
     if "intra_node" in tables and "nvls" not in tables:  # other links have no NVLink switch
         values["nvls"] = 0.0
-    missing = [name for name, field in fields.items() if name not in values and field.default is dataclasses.MISSING]
+    missing = [
+        name
+        for name, field in fields.items()
+        if name not in values and field.default is dataclasses.MISSING
+    ]
     if missing:
-        raise ConfigError(f'{file}: {", ".join(missing)} missing; add them, or use like = "H100" for its values')
+        raise ConfigError(
+            f'{file}: {", ".join(missing)} missing; add them, or use like = "H100" for its values'
+        )
     if "float32" not in values["tflops"]:
-        raise ConfigError(f"{file}: tflops.float32 missing, the peak of dtypes that are not listed; use float32 = ... in tflops")
+        raise ConfigError(
+            f"{file}: tflops.float32 missing, the peak of dtypes that are not listed; use float32 = ... in tflops"
+        )
     return Machine(**values)
 
 
@@ -123,12 +222,18 @@ def _numbers(file: str, table: str, value: Any, keys: tuple[str, ...]) -> dict[s
     if not isinstance(value, dict) or (keys and set(value) != set(keys)):
         form = "{ " + ", ".join(f"{key} = ..." for key in keys or ("bfloat16", "float32")) + " }"
         raise ConfigError(f"{file}: {table} = {shown(value)} is not valid; use {table} = {form}")
-    return {key: _number(file, f"{table}.{one_line(key, 100)}", number) for key, number in value.items()}
+    return {
+        key: _number(file, f"{table}.{one_line(key, 100)}", number) for key, number in value.items()
+    }
 
 
 def _number(file: str, key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-9 < value < 1e12:  # keeps products of a few finite
-        raise ConfigError(f"{file}: {key} = {shown(value)} is not a number above 0; use 1e-9 to 1e12")
+    if (
+        isinstance(value, bool) or not isinstance(value, int | float) or not 1e-9 < value < 1e12
+    ):  # keeps products of a few finite
+        raise ConfigError(
+            f"{file}: {key} = {shown(value)} is not a number above 0; use 1e-9 to 1e12"
+        )
     return value
 
 
@@ -136,4 +241,7 @@ def profile_of(device_name: str) -> Machine | None:
     """Return the profile of a GPU by torch's name for it, or None if it is unknown or a MIG slice."""
     if "MIG " in device_name:
         return None
-    return next((machine for name, machine in PROFILES.items() if re.search(rf"\b{name}\b", device_name)), None)
+    return next(
+        (machine for name, machine in PROFILES.items() if re.search(rf"\b{name}\b", device_name)),
+        None,
+    )

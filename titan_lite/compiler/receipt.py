@@ -13,7 +13,13 @@ from pathlib import Path
 
 from torch.fx import Graph
 
-from titan_lite.compiler.collectives import collective_bytes, kind_of, parameter_collectives, parameters_of, ranks_of
+from titan_lite.compiler.collectives import (
+    collective_bytes,
+    kind_of,
+    parameter_collectives,
+    parameters_of,
+    ranks_of,
+)
 from titan_lite.compiler.hardware import bytes_copied
 from titan_lite.compiler.timeline import Timeline
 
@@ -51,7 +57,9 @@ class Receipt:
     cache: str = ""  # "hit" or "miss" of Inductor's cache, "" without it
     deferred: int = 0  # number of products computed while a collective of activations is in flight
     cut: int = 0  # number of collectives of activations in chunks
-    chained: int = 0  # number of gathers of them whose chunks do not wait for each other (chaining.py)
+    chained: int = (
+        0  # number of gathers of them whose chunks do not wait for each other (chaining.py)
+    )
     pp_rank: int | None = None  # the pipeline rank that runs the graph
 
 
@@ -62,9 +70,15 @@ def count_collectives(graph: Graph) -> dict[str, int]:
 
 def list_collectives(graph: Graph, timeline: Timeline | None) -> tuple[Collective, ...]:
     nodes = parameter_collectives(graph)
-    figures = [(span.seconds, span.under, span.exposed) for span in timeline.collectives()] if timeline else [()] * len(nodes)
+    figures = (
+        [(span.seconds, span.under, span.exposed) for span in timeline.collectives()]
+        if timeline
+        else [()] * len(nodes)
+    )
     return tuple(
-        Collective(kind_of(node), parameters_of(node), collective_bytes(node), len(ranks_of(node)), *times)
+        Collective(
+            kind_of(node), parameters_of(node), collective_bytes(node), len(ranks_of(node)), *times
+        )
         for node, times in zip(nodes, figures, strict=True)
     )
 
@@ -81,8 +95,12 @@ def describe(receipts: Sequence[Receipt]) -> list[str]:
         counts = [f"{count} {kind} -> {left[kind]}" for kind, count in receipt.before.items()]
         gib = sum(collective.nbytes for collective in receipt.after) / 2**30
         words = [f"{', '.join(counts)} ({gib:.3f} GiB)"]
-        if rows := sum(collective.nbytes for collective in receipt.after if collective.kind == "all_to_all"):
-            words.append(f"{rows / 2**30:.3f} GiB of that are rows of the embedding, which stays in columns")
+        if rows := sum(
+            collective.nbytes for collective in receipt.after if collective.kind == "all_to_all"
+        ):
+            words.append(
+                f"{rows / 2**30:.3f} GiB of that are rows of the embedding, which stays in columns"
+            )
         if receipt.copied is not None:
             words.append(f"{receipt.copied / 2**30:.3f} GiB copied into and out of buckets")
         words.append(f"{receipt.moved} moved to overlap")
@@ -91,7 +109,9 @@ def describe(receipts: Sequence[Receipt]) -> list[str]:
                 f"estimated {milliseconds(times.communication)} communication beside {milliseconds(times.compute)} computation, "
                 f"{milliseconds(times.exposed)} exposed (at least {milliseconds(times.bound)})"
             )
-        words = [*words, f"schedule {receipt.schedule}"] if counts else ["no collectives of parameters"]
+        words = (
+            [*words, f"schedule {receipt.schedule}"] if counts else ["no collectives of parameters"]
+        )
         if receipt.deferred or receipt.cut:
             hiding = f"{receipt.deferred} products deferred, {receipt.cut} collectives cut into chunks, {receipt.chained} chained"
             words.append(f"tensor and context parallelism: {hiding}")
@@ -126,6 +146,8 @@ def _as_object(receipt: Receipt) -> dict:
     found = dataclasses.asdict(dataclasses.replace(receipt, timeline=None))
     if receipt.timeline is not None:
         sums = vars(receipt.timeline).items()
-        found["timeline"] = {name: value for name, value in sorted(sums) if name not in ("spans", "graph")}
+        found["timeline"] = {
+            name: value for name, value in sorted(sums) if name not in ("spans", "graph")
+        }
         found["timeline"]["waited"] = receipt.timeline.waited
     return found

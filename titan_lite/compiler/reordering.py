@@ -40,7 +40,9 @@ from titan_lite.compiler.timeline import computed_before, peak_bytes, shards_of
 
 def overlap(graph: Graph, machine: Machine | None = None, *, fused: bool = True) -> int:
     """Move the parameters' collectives and their waits, in place. Return how many moved. fused: as in `Machine.cost`."""
-    moved = start_gathers_early(graph, machine, fused=fused) + wait_for_reductions_late(graph, machine, fused=fused)
+    moved = start_gathers_early(graph, machine, fused=fused) + wait_for_reductions_late(
+        graph, machine, fused=fused
+    )
     graph.lint()
     return moved
 
@@ -51,11 +53,19 @@ def start_gathers_early(graph: Graph, machine: Machine | None = None, *, fused: 
     With a machine, start it earlier if it would otherwise be late, as estimated.
     """
     gathers = [node for node in parameter_all_gathers(graph) if parameters_of(node)]
-    targets = {} if machine is None else _latest_starts(graph, gathers, machine, fused)  # before anything moves
-    moved = {following for current, following in itertools.pairwise(gathers) if move_gather_before(following, wait_of(current))}
+    targets = (
+        {} if machine is None else _latest_starts(graph, gathers, machine, fused)
+    )  # before anything moves
+    moved = {
+        following
+        for current, following in itertools.pairwise(gathers)
+        if move_gather_before(following, wait_of(current))
+    }
     without = shards_of(graph)
     limit = peak_bytes(graph, without) if targets else 0
-    rows = [node for node in graph.nodes if moves_tokens(node) and not is_all_gather(node)]  # of an embedding, first or last
+    rows = [
+        node for node in graph.nodes if moves_tokens(node) and not is_all_gather(node)
+    ]  # of an embedding, first or last
     last: Node | None = None  # all-gathers keep their order: what is read first is gathered first
     for gather, place in targets.items():
         behind = [node for node in (last, *rows) if node is not None and place <= node < gather]
@@ -66,11 +76,15 @@ def start_gathers_early(graph: Graph, machine: Machine | None = None, *, fused: 
         last = max(gather, *results_of(gather)) if results_of(gather) else gather
     weights = [gather for gather in gathers if not moves_tokens(gather)]
     if machine is not None and weights:
-        _prepare_during_first(weights, [row for row in rows if row < wait_of(weights[0])], machine, fused)
+        _prepare_during_first(
+            weights, [row for row in rows if row < wait_of(weights[0])], machine, fused
+        )
     return len(moved)
 
 
-def _prepare_during_first(gathers: Sequence[Node], rows: Sequence[Node], machine: Machine, fused: bool) -> None:
+def _prepare_during_first(
+    gathers: Sequence[Node], rows: Sequence[Node], machine: Machine, fused: bool
+) -> None:
     """Cast and bucket the shards of later all-gathers during the first one, when there is nothing else to compute.
 
     rows: the all-to-all of an embedding, which waits for the first all-gather as well.
@@ -78,7 +92,9 @@ def _prepare_during_first(gathers: Sequence[Node], rows: Sequence[Node], machine
     graph, first = gathers[0].graph, [gathers[0], *rows]
     wait = wait_of(first[-1])
     between = [node for node in graph.nodes if gathers[0] < node < wait]
-    idle = sum(map(machine.cost, first)) - sum(machine.cost(node, fused) for node in between if not parameters_of(node))
+    idle = sum(map(machine.cost, first)) - sum(
+        machine.cost(node, fused) for node in between if not parameters_of(node)
+    )
     limit = peak_bytes(graph)
     for gather in gathers[1:]:
         leading = sorted(node for node in preparation(gather) or () if node > wait)
@@ -97,20 +113,34 @@ def move_gather_before(gather: Node, place: Node, keep: Callable[[], bool] = lam
     return gather > place and move_before(place, (*leading, gather, *results_of(gather)), keep)
 
 
-def _latest_starts(graph: Graph, gathers: Sequence[Node], machine: Machine, fused: bool) -> dict[Node, Node]:
+def _latest_starts(
+    graph: Graph, gathers: Sequence[Node], machine: Machine, fused: bool
+) -> dict[Node, Node]:
     """Return the node before which each all-gather must start to be done in time, in graph order.
 
     From last to first, each all-gather ends when it is needed or when the next one starts. If a reduction would delay it, it
     starts before the reduction.
     """
     before = computed_before(graph, machine, fused)
-    reductions = [(before[node], machine.cost(node), node) for node in weight_collectives(graph) if not is_all_gather(node)]
+    reductions = [
+        (before[node], machine.cost(node), node)
+        for node in weight_collectives(graph)
+        if not is_all_gather(node)
+    ]
     computing = [node for node in graph.nodes if node.op != "placeholder"]
-    starts, result, following = [before[node] for node in computing], dict[Node, Node](), float("inf")
+    starts, result, following = (
+        [before[node] for node in computing],
+        dict[Node, Node](),
+        float("inf"),
+    )
     for gather in reversed(gathers):
         end = min(before[wait_of(gather)], following)
         start = end - machine.cost(gather)
-        delaying = [reduction for reduction in reductions if reduction[0] <= start < reduction[0] + reduction[1]]
+        delaying = [
+            reduction
+            for reduction in reductions
+            if reduction[0] <= start < reduction[0] + reduction[1]
+        ]
         place = computing[max(0, bisect.bisect_right(starts, start) - 1)]
         if delaying:
             start, _, place = delaying[0]
@@ -119,14 +149,21 @@ def _latest_starts(graph: Graph, gathers: Sequence[Node], machine: Machine, fuse
     return dict(reversed(result.items()))
 
 
-def wait_for_reductions_late(graph: Graph, machine: Machine | None = None, *, fused: bool = True) -> int:
+def wait_for_reductions_late(
+    graph: Graph, machine: Machine | None = None, *, fused: bool = True
+) -> int:
     """Move the wait for each reduction, with its users, to the next reduction of its kind, or to the end. Return how many moved.
 
     With a machine, wait once the reduction should be done, or before more than twice the bytes of the largest are in flight. This
     is off if results are reduced again (norm weights over tensor-parallel ranks), since the costs of these ranks may differ.
     """
     reducing = [node for node in weight_collectives(graph) if not is_all_gather(node)]
-    if any(parameters_of(later) for node in reducing for later in descendants(node) if later is not node):
+    if any(
+        parameters_of(later)
+        for node in reducing
+        for later in descendants(node)
+        if later is not node
+    ):
         machine = None
     moved = 0
     for kind in ("reduce_scatter", "all_reduce"):
@@ -156,7 +193,8 @@ def _waiting_places(
         now = computed[node] + stalled
         if node in mine:
             while in_flight and (
-                arrival[in_flight[0]] <= now or sum(map(collective_bytes, in_flight)) + collective_bytes(node) > limit
+                arrival[in_flight[0]] <= now
+                or sum(map(collective_bytes, in_flight)) + collective_bytes(node) > limit
             ):
                 stalled += max(0.0, arrival[in_flight[0]] - now)
                 now = computed[node] + stalled
@@ -164,7 +202,11 @@ def _waiting_places(
             in_flight.append(node)
         if parameters_of(node):
             busy_until = arrival[node] = max(now, busy_until) + machine.cost(node)
-        elif node.target is collectives.wait_tensor.default and start_of(node) in arrival and start_of(node) not in mine:
+        elif (
+            node.target is collectives.wait_tensor.default
+            and start_of(node) in arrival
+            and start_of(node) not in mine
+        ):
             stalled += max(0.0, arrival[start_of(node)] - now)
     for reduction in in_flight:
         yield reduction, output

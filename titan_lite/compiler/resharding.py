@@ -13,7 +13,13 @@ from collections.abc import Collection, Sequence
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from titan_lite.compiler.collectives import aten, collectives, moves_tokens, parameter_all_gathers, parameters_of
+from titan_lite.compiler.collectives import (
+    aten,
+    collectives,
+    moves_tokens,
+    parameter_all_gathers,
+    parameters_of,
+)
 
 # The partitioner compares this id between regions of activation checkpointing; it must be above their ids.
 REGION = 1_000_000

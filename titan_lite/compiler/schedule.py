@@ -37,7 +37,13 @@ from titan_lite.compiler.collectives import (
 )
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.peers import Peers, outside_of_tracing
-from titan_lite.compiler.receipt import DoesNotFit, Receipt, copied_by_buckets, count_collectives, list_collectives
+from titan_lite.compiler.receipt import (
+    DoesNotFit,
+    Receipt,
+    copied_by_buckets,
+    count_collectives,
+    list_collectives,
+)
 from titan_lite.compiler.timeline import lower_bound, simulate
 from titan_lite.config import Compile, ConfigError
 
@@ -51,9 +57,13 @@ class Schedule:
     fused: bool = False  # as in `Machine.cost`
     peers: Peers = field(default_factory=Peers)
     dump: Path | None = None  # folder for graphs as text
-    async_tensor_parallel: bool = False  # Inductor fuses collectives of tensor parallelism with products
+    async_tensor_parallel: bool = (
+        False  # Inductor fuses collectives of tensor parallelism with products
+    )
     must_merge: bool = True  # raise if bucketing is enabled and merges nothing
-    fits: Callable[[Receipt], bool] | None = None  # returns False for a graph that this rank must not run
+    fits: Callable[[Receipt], bool] | None = (
+        None  # returns False for a graph that this rank must not run
+    )
     receipts: list[Receipt] = field(default_factory=list)
 
     @contextmanager
@@ -63,9 +73,17 @@ class Schedule:
         self(module, name)
         yield
         now = _cache_hits()
-        cache = "hit" if now["fxgraph_cache_hit"] > hits["fxgraph_cache_hit"] else "miss" if now != hits else ""
+        cache = (
+            "hit"
+            if now["fxgraph_cache_hit"] > hits["fxgraph_cache_hit"]
+            else "miss"
+            if now != hits
+            else ""
+        )
         seconds = time.perf_counter() - started
-        self.receipts[-1] = dataclasses.replace(self.receipts[-1], compile_seconds=seconds, cache=cache)
+        self.receipts[-1] = dataclasses.replace(
+            self.receipts[-1], compile_seconds=seconds, cache=cache
+        )
 
     def __call__(self, module: GraphModule, name: str) -> None:
         """Run the passes. Raises ConfigError if bucketing merges nothing or ranks differ, and DoesNotFit as `fits` decides."""
@@ -97,7 +115,9 @@ class Schedule:
                 timeline,
                 pass_seconds=time.perf_counter() - started,
                 **hidden,
-                copied=None if self.config.bucketing == "auto" else copied_by_buckets(graph, self.fused),
+                copied=None
+                if self.config.bucketing == "auto"
+                else copied_by_buckets(graph, self.fused),
             )
         )
         if self.fits is not None:
@@ -109,7 +129,11 @@ class Schedule:
 
     def hide_activations(self, graph: Graph) -> dict[str, Any]:
         """Hide the collectives of tensor and context parallelism. Return counts, by their names in Receipt."""
-        found, chunks, how = dict[str, Any](), self.config.tensor_parallel_chunks, dict(fused=self.fused)
+        found, chunks, how = (
+            dict[str, Any](),
+            self.config.tensor_parallel_chunks,
+            dict(fused=self.fused),
+        )
         if self.async_tensor_parallel:
             chunking.mark_fused(graph)
         elif activation_collectives(graph):
@@ -119,7 +143,9 @@ class Schedule:
             if chunks > 1:
                 chosen = self.first(chunking.choose_collectives(graph, chunks, self.machine, **how))
                 found["cut"], found["chained"] = chunking.cut_into_chunks(graph, chunks, chosen)
-            deferring.start_behind(graph, self.first(deferring.choose_order(graph, self.machine, **how)))
+            deferring.start_behind(
+                graph, self.first(deferring.choose_order(graph, self.machine, **how))
+            )
         return found
 
     def first(self, mine: Any) -> Any:
@@ -130,7 +156,10 @@ class Schedule:
     def bucket(self, module: GraphModule, name: str) -> None:
         config, graph, merged = self.config, module.graph, 0
         coalesce = config.bucket_mode == "coalesced"
-        mergeable = Counter((node.target, group_of(node), node.meta["val"].dtype) for node in weight_collectives(graph))
+        mergeable = Counter(
+            (node.target, group_of(node), node.meta["val"].dtype)
+            for node in weight_collectives(graph)
+        )
         if config.bucketing == "none" or not mergeable:
             return
         if config.bucketing == "block":
@@ -144,8 +173,17 @@ class Schedule:
             schedule_by_inductor(module, self.cost_model(), fused=self.fused)
             merged = sum(mergeable.values()) - len(weight_collectives(graph))
         # The buckets of a plan may be in another pipeline stage.
-        if self.must_merge and not merged and config.bucketing != "plan" and max(mergeable.values()) > 1:
-            why = ", since computation is too short to hide them" if config.bucketing == "auto" else ""
+        if (
+            self.must_merge
+            and not merged
+            and config.bucketing != "plan"
+            and max(mergeable.values()) > 1
+        ):
+            why = (
+                ", since computation is too short to hide them"
+                if config.bucketing == "auto"
+                else ""
+            )
             raise ConfigError(
                 f'compile.bucketing = "{config.bucketing}" merged none of the {sum(mergeable.values())} collectives of the '
                 f'{name} graph{why}; use "block" or "none"'
@@ -153,13 +191,17 @@ class Schedule:
 
     def cost_model(self) -> Machine:
         if self.machine is None:
-            raise ConfigError(f'compile.bucketing = "{self.config.bucketing}" needs a cost model; use compile.machine = "H100"')
+            raise ConfigError(
+                f'compile.bucketing = "{self.config.bucketing}" needs a cost model; use compile.machine = "H100"'
+            )
         return self.machine
 
     def write(self, graph: Graph, name: str, what: str) -> None:
         if self.dump is not None:
             self.dump.mkdir(parents=True, exist_ok=True)
-            (self.dump / f"{len(self.receipts)}_{name}_{what}.txt").write_text(readable(graph), encoding="utf-8")
+            (self.dump / f"{len(self.receipts)}_{name}_{what}.txt").write_text(
+                readable(graph), encoding="utf-8"
+            )
 
     def of_first_rank(self, plan: wrapping.Buckets) -> wrapping.Buckets:
         """Return the first rank's plan. Tensor-parallel ranks reduce norms together."""
@@ -173,13 +215,20 @@ class Schedule:
         Groups of an axis are at equal distances on all ranks, and usually do the same. If not, all are compared by group.
         """
         found = _short_hash(json.dumps(list(mine.values())))
-        by_distances = [([rank - _ranks(group)[0] for rank in _ranks(group)], schedule) for group, schedule in mine.items()]
+        by_distances = [
+            ([rank - _ranks(group)[0] for rank in _ranks(group)], schedule)
+            for group, schedule in mine.items()
+        ]
         with outside_of_tracing():
             if self.peers.alike(json.dumps(by_distances)):
                 return found
-            everyone = {rank: json.loads(word) for rank, word in self.peers.all(json.dumps(mine)).items()}
+            everyone = {
+                rank: json.loads(word) for rank, word in self.peers.all(json.dumps(mine)).items()
+            }
         for group in sorted({group for theirs in everyone.values() for group in theirs}):
-            by_rank = {rank: everyone[rank].get(group) for rank in _ranks(group) if rank in everyone}
+            by_rank = {
+                rank: everyone[rank].get(group) for rank in _ranks(group) if rank in everyone
+            }
             first = min(by_rank, default=0)
             different = [rank for rank, schedule in by_rank.items() if schedule != by_rank[first]]
             if different:
@@ -214,7 +263,11 @@ def readable(graph: Graph) -> str:
     lines = []
     for node in graph.nodes:
         value = node.meta.get("val")
-        shape = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if hasattr(value, "dtype") else ""
+        shape = (
+            f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+            if hasattr(value, "dtype")
+            else ""
+        )
         fqns = f"   # {', '.join(parameters_of(node))}" if parameters_of(node) else ""
         what = "" if node.op == "placeholder" else f" = {node.target}{node.args}"
         lines.append(f"{node.name}: {shape}{what}{fqns}")
@@ -222,4 +275,6 @@ def readable(graph: Graph) -> str:
 
 
 def _cache_hits() -> Counter:
-    return Counter({name: counters["inductor"][name] for name in ("fxgraph_cache_hit", "fxgraph_cache_miss")})
+    return Counter(
+        {name: counters["inductor"][name] for name in ("fxgraph_cache_hit", "fxgraph_cache_miss")}
+    )

@@ -44,11 +44,16 @@ from titan_lite.compiler.receipt import DoesNotFit
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.config import Compile, ConfigError
 
-Compiling = Callable[[GraphModule, str], AbstractContextManager]  # (graph, name) -> context that compiles it
+Compiling = Callable[
+    [GraphModule, str], AbstractContextManager
+]  # (graph, name) -> context that compiles it
 # All stages of a pipeline call one function, and torch compiles at most 8 variants of it by default. Each stage has two, with and
 # without gradients, and two more per bucketing method that is tried.
 RECOMPILE_LIMIT = 256
-FUSED_PRODUCTS = ("symm_mem.fused_all_gather_matmul.default", "symm_mem.fused_matmul_reduce_scatter.default")
+FUSED_PRODUCTS = (
+    "symm_mem.fused_all_gather_matmul.default",
+    "symm_mem.fused_matmul_reduce_scatter.default",
+)
 
 
 class CompileError(RuntimeError):
@@ -62,19 +67,31 @@ def check_backend(config: Compile, device_type: str) -> None:
     instead = 'install it, or use compile.backend = "aot_eager"'
     if device_type == "cuda":
         if not has_triton():
-            raise ConfigError(f'compile.backend = "inductor" needs triton for this GPU, and there is none here; {instead}')
-        compilers = [os.environ.get("CC"), "gcc", "clang"]  # Triton compiles its launchers with the first one found
+            raise ConfigError(
+                f'compile.backend = "inductor" needs triton for this GPU, and there is none here; {instead}'
+            )
+        compilers = [
+            os.environ.get("CC"),
+            "gcc",
+            "clang",
+        ]  # Triton compiles its launchers with the first one found
         if not any(shutil.which(compiler) for compiler in compilers if compiler):
-            raise ConfigError(f'compile.backend = "inductor" needs a C compiler for triton (gcc, clang, or CC); {instead}')
+            raise ConfigError(
+                f'compile.backend = "inductor" needs a C compiler for triton (gcc, clang, or CC); {instead}'
+            )
         header = Path(sysconfig.get_path("include")) / "Python.h"
         if not header.exists():
             package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
-            raise ConfigError(f'compile.backend = "inductor": triton needs {header} ({package} on Debian); {instead}')
+            raise ConfigError(
+                f'compile.backend = "inductor": triton needs {header} ({package} on Debian); {instead}'
+            )
     else:
         try:
             get_cpp_compiler()
         except InvalidCxxCompiler:
-            raise ConfigError(f'compile.backend = "inductor" needs a C++ compiler for the CPU (g++, or CXX); {instead}') from None
+            raise ConfigError(
+                f'compile.backend = "inductor" needs a C++ compiler for the CPU (g++, or CXX); {instead}'
+            ) from None
 
 
 def compile_model(
@@ -123,7 +140,9 @@ class _Pass(CustomGraphPass):
 
     def uuid(self) -> Any:
         call = f"{self.run.__name__} {self.arguments}".encode()
-        return call + get_hash_for_files((__file__, collectives.__file__, pinning.__file__, resharding.__file__))
+        return call + get_hash_for_files(
+            (__file__, collectives.__file__, pinning.__file__, resharding.__file__)
+        )
 
 
 def _aot_eager(reshard: _Pass | None, compiling: Compiling, priced_as: str = "") -> Callable:
@@ -153,26 +172,43 @@ def _save_as_autograd(graph: Graph) -> None:
     forward = [node for node in graph.nodes if node.meta.get("partitioner_tag") == "is_forward"]
     plain = {node for node in forward if not node.meta.get("recompute")}
     for node in graph.nodes:
-        is_read_outside = node.meta.get("ac_graph_id", resharding.REGION) != resharding.REGION and plain & node.users.keys()
+        is_read_outside = (
+            node.meta.get("ac_graph_id", resharding.REGION) != resharding.REGION
+            and plain & node.users.keys()
+        )
         if node in plain or is_read_outside:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         elif node.op == "call_function" and node.meta.get("partitioner_tag") != "is_forward":
             node.meta["partitioner_tag"] = "must_be_in_backward"
 
 
-def _inductor(reshard: _Pass | None, compiling: Compiling, async_tensor_parallel: str = "") -> Callable:
+def _inductor(
+    reshard: _Pass | None, compiling: Compiling, async_tensor_parallel: str = ""
+) -> Callable:
     # Inductor's own reordering would change the order of our passes.
     orders = ("reorder_for_peak_memory", "reorder_for_compute_comm_overlap", "reorder_for_locality")
-    patches: dict[str, Any] = {"_pre_fusion_custom_pass": pinning.PinnedOrder(), **dict.fromkeys(orders, False)}
+    patches: dict[str, Any] = {
+        "_pre_fusion_custom_pass": pinning.PinnedOrder(),
+        **dict.fromkeys(orders, False),
+    }
     if reshard is not None:
         patches["joint_custom_post_pass"] = reshard
     if async_tensor_parallel:
         enable_symm_mem_for_group(async_tensor_parallel)  # type: ignore[arg-type]
-        patches |= {"_micro_pipeline_tp": True, "post_grad_custom_post_pass": _Pass(check_fused_products)}
+        patches |= {
+            "_micro_pipeline_tp": True,
+            "post_grad_custom_post_pass": _Pass(check_fused_products),
+        }
 
     def compile_one(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """Run the passes here, since graphs from Inductor's cache skip its own hooks for passes."""
-        name = "backward" if options.get("is_backward") else "inference" if options.get("is_inference") else "forward"
+        name = (
+            "backward"
+            if options.get("is_backward")
+            else "inference"
+            if options.get("is_inference")
+            else "forward"
+        )
         with compiling(graph, name), _meshes_in_keys():
             pinning.record_order(graph.graph)
             return compile_fx_inner(graph, inputs, **options)
@@ -192,7 +228,11 @@ def check_fused_products(graph: Graph) -> None:
 
 def expect_fused_products(graph: Graph) -> int:
     """Return the number of matrix products that overlap with a neighbouring collective. Raises ConfigError if there are none."""
-    fused = [node for node in graph.nodes if node.op == "call_function" and str(node.target) in FUSED_PRODUCTS]
+    fused = [
+        node
+        for node in graph.nodes
+        if node.op == "call_function" and str(node.target) in FUSED_PRODUCTS
+    ]
     if not fused:
         raise ConfigError(
             "parallelism.enable_async_tensor_parallel = true: Inductor found no collective beside a matrix product to overlap it "
@@ -231,8 +271,12 @@ def compile_function(function: Callable, config: Compile, component: str) -> Cal
     if not config.compiles(component):
         return function
     # no passes: each collective is waited for at once
-    backend = (_inductor if config.backend == "inductor" else _aot_eager)(None, lambda graph, name: nullcontext())
-    compiled = torch.compile(function, backend=_with_backward(backend), fullgraph=True, dynamic=False)
+    backend = (_inductor if config.backend == "inductor" else _aot_eager)(
+        None, lambda graph, name: nullcontext()
+    )
+    compiled = torch.compile(
+        function, backend=_with_backward(backend), fullgraph=True, dynamic=False
+    )
     return _with_errors(compiled, config, component)
 
 
@@ -280,7 +324,9 @@ def _message(error: Exception, cause: BaseException, config: Compile, component:
     if isinstance(cause, ConfigError):  # raised by a pass, with the key
         return str(cause)
     changes = []
-    if cause is not error and config.backend == "inductor":  # errors of tracing are the same for any backend
+    if (
+        cause is not error and config.backend == "inductor"
+    ):  # errors of tracing are the same for any backend
         changes.append('compile.backend = "aot_eager"')
     others = [f'"{other}"' for other in config.components if other != component]
     if others:

@@ -72,13 +72,19 @@ class Timeline:
         return [span for span in self.spans if span.lane == "communication"]
 
 
-def simulate(graph: Graph, machine: Machine, *, name: str = "", fused: bool = True, bound: float = 0.0) -> Timeline:
+def simulate(
+    graph: Graph, machine: Machine, *, name: str = "", fused: bool = True, bound: float = 0.0
+) -> Timeline:
     """Simulate `graph`. fused: as in `Machine.cost`, and one launch for the graph; bound: the graph's `lower_bound`."""
     now = compute = exposed = issued = idle = 0.0
     beside, host = machine.beside_collectives(), 0.0 if fused else machine.host * 1e-6
-    lanes: dict[tuple[str, str], float] = {}  # end of the last collective by group, of parameters or of activations
+    lanes: dict[
+        tuple[str, str], float
+    ] = {}  # end of the last collective by group, of parameters or of activations
     spans: list[Span] = []
-    started: dict[Node, tuple[int, float]] = {}  # collective -> index of its span, seconds computed before it
+    started: dict[
+        Node, tuple[int, float]
+    ] = {}  # collective -> index of its span, seconds computed before it
     for node in graph.nodes:
         seconds = machine.cost(node, fused)
         issued += host if node.op == "call_function" else 0.0
@@ -110,7 +116,9 @@ def simulate(graph: Graph, machine: Machine, *, name: str = "", fused: bool = Tr
             now, compute = now + seconds, compute + seconds
     communication = sum(span.seconds for span in spans if span.lane == "communication")
     bound = min(bound, exposed)  # the two sums may differ in the last digit
-    return Timeline(name, tuple(spans), now, compute, communication, exposed, bound, peak_bytes(graph), idle)
+    return Timeline(
+        name, tuple(spans), now, compute, communication, exposed, bound, peak_bytes(graph), idle
+    )
 
 
 def computed_before(graph: Graph, machine: Machine, fused: bool) -> dict[Node, float]:
@@ -146,7 +154,9 @@ def costs_of(graph: Graph, machine: Machine, fused: bool) -> dict[Node, float]:
 def shards_of(graph: Graph) -> set[Node]:
     """Return the nodes that prepare shards for all-gathers, and those that process reduced gradients."""
     mine = weight_collectives(graph)
-    before = {node for gather in mine if is_all_gather(gather) for node in preparation(gather) or ()}
+    before = {
+        node for gather in mine if is_all_gather(gather) for node in preparation(gather) or ()
+    }
     return before | (descendants(*(node for node in mine if not is_all_gather(node))) - set(mine))
 
 
@@ -169,7 +179,9 @@ def lower_bound(graph: Graph, machine: Machine, *, fused: bool = True) -> float:
     mine, movable = set(parameter_collectives(graph)), shards_of(graph)
     seconds = costs_of(graph, machine, fused)
 
-    def earliest(nodes: Iterable[Node], before: Callable[[Node], Iterable[Node]]) -> dict[Node, float]:
+    def earliest(
+        nodes: Iterable[Node], before: Callable[[Node], Iterable[Node]]
+    ) -> dict[Node, float]:
         """Return the least time before each node, in the direction of `before`."""
         found: dict[Node, float] = {}
         done = 0.0  # end of the last node that keeps its order
@@ -184,7 +196,9 @@ def lower_bound(graph: Graph, machine: Machine, *, fused: bool = True) -> float:
     tails = earliest(reversed(graph.nodes), lambda node: node.users)
     longest = 0.0
     for group in {group_of(node) for node in mine}:
-        queue = sorted((node for node in mine if group_of(node) == group), key=lambda node: -tails[node])
+        queue = sorted(
+            (node for node in mine if group_of(node) == group), key=lambda node: -tails[node]
+        )
         for head in {heads[node] for node in queue}:
             total = 0.0
             for node in queue:
@@ -199,7 +213,9 @@ def peak_bytes(graph: Graph, without: Collection[Node] = ()) -> int:
 
     Parameters (placeholders named primals) and the nodes in `without` do not count. A view shares the storage of its base.
     """
-    uncounted = {node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("primals")} | {*without}
+    uncounted = {
+        node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("primals")
+    } | {*without}
     sizes, ends = dict[Node, int](), dict[int, int]()
     for node, place in last_uses(graph).items():
         sizes[node] = 0 if node in uncounted else own_bytes(node)
@@ -212,7 +228,9 @@ def peak_bytes(graph: Graph, without: Collection[Node] = ()) -> int:
     return most
 
 
-def last_uses(graph: Graph, fused: bool = False, keeps_inputs: bool = False, sends: bool = False) -> dict[Node, int]:
+def last_uses(
+    graph: Graph, fused: bool = False, keeps_inputs: bool = False, sends: bool = False
+) -> dict[Node, int]:
     """Return for each node that allocates, or is an input, the place of the last node that needs its storage.
 
     A view shares the storage of its base. fused: leave out results that are fused away (`is_fused_away`), and keep their inputs
@@ -240,9 +258,15 @@ def storages(graph: Graph) -> dict[Node, Node]:
     for node in graph.nodes:
         source = node.kwargs.get("out") or next(iter(node.all_input_nodes), None)
         # One of several results of an operator is not a view.
-        part = node.target is operator.getitem and not getattr(node.all_input_nodes[0].target, "is_view", False)
-        shared = node.op == "call_function" and isinstance(source, Node) and nbytes_of(node) and not part
-        storage[node] = storage[source] if shared and (is_free(node) or "out" in node.kwargs) else node  # type: ignore[index]
+        part = node.target is operator.getitem and not getattr(
+            node.all_input_nodes[0].target, "is_view", False
+        )
+        shared = (
+            node.op == "call_function" and isinstance(source, Node) and nbytes_of(node) and not part
+        )
+        storage[node] = (
+            storage[source] if shared and (is_free(node) or "out" in node.kwargs) else node
+        )  # type: ignore[index]
     return storage
 
 

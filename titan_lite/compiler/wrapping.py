@@ -40,14 +40,24 @@ def by_block(graph: Graph) -> Buckets:
 
 def by_names(graph: Graph, buckets: Sequence[str]) -> Buckets:
     """Return the given buckets, each a string of module or parameter names. A parameter that none names stays alone."""
-    return _by(graph, lambda fqn: next((bucket for bucket in buckets if lies_within(fqn, bucket.split())), (fqn,)))
+    return _by(
+        graph,
+        lambda fqn: next(
+            (bucket for bucket in buckets if lies_within(fqn, bucket.split())), (fqn,)
+        ),
+    )
 
 
 def _by(graph: Graph, bucket_of: Callable[[str], object]) -> Buckets:
     """Return the buckets that `bucket_of` gives by FQN. Tied weights have two gradients, reduced in separate buckets."""
     numbers: dict[tuple, Iterator[int]] = defaultdict(itertools.count)
-    keys = {node: (node.target, group_of(node), parameters_of(node)) for node in weight_collectives(graph)}
-    return {node: (bucket_of(parameters_of(node)[0]), next(numbers[key])) for node, key in keys.items()}
+    keys = {
+        node: (node.target, group_of(node), parameters_of(node))
+        for node in weight_collectives(graph)
+    }
+    return {
+        node: (bucket_of(parameters_of(node)[0]), next(numbers[key])) for node, key in keys.items()
+    }
 
 
 def name_all(plan: Buckets) -> dict[Node, str]:
@@ -66,7 +76,9 @@ class _Item:
     busy: float = 0.0  # seconds of other collectives in the gap
 
 
-def greedy(graph: Graph, machine: Machine, *, fused: bool = True, coalesce: bool = False) -> Buckets:
+def greedy(
+    graph: Graph, machine: Machine, *, fused: bool = True, coalesce: bool = False
+) -> Buckets:
     """Return buckets that grow in the order of reads, while they hide under the computation of the previous bucket.
 
     The next parameter joins if the bucket is then gathered within the computation of the previous bucket, less the reductions in
@@ -91,14 +103,20 @@ def greedy(graph: Graph, machine: Machine, *, fused: bool = True, coalesce: bool
     places = [*(computed[node] for node in gathers), computed[next(iter(reversed(graph.nodes)))]]
     reductions_of = dict(zip(names, chains, strict=True))
     gather_items = [
-        _Item((node,), after - before, _transfer_time(machine, reductions_of.get(parameters_of(node)[0], [])))
+        _Item(
+            (node,),
+            after - before,
+            _transfer_time(machine, reductions_of.get(parameters_of(node)[0], [])),
+        )
         for node, (before, after) in zip(gathers, itertools.pairwise(places), strict=True)
     ]
     places = [0.0, *(computed[chain[0]] for chain in chains)]
     gather_of = {parameters_of(node)[0]: [node] for node in gathers}
     reduce_items = [
         _Item(tuple(chain), after - before, _transfer_time(machine, gather_of.get(following, [])))
-        for chain, (before, after), following in zip(chains, itertools.pairwise(places), [*names[1:], ""], strict=False)
+        for chain, (before, after), following in zip(
+            chains, itertools.pairwise(places), [*names[1:], ""], strict=False
+        )
     ]
     plan: Buckets = {}
     for name, items in (("gather", gather_items), ("reduce", reduce_items[::-1])):
@@ -130,7 +148,9 @@ def _grow(items: Sequence[_Item], machine: Machine) -> list[list[_Item]]:
         saved = _price(machine, current) + alone - together
         worth = saved >= min(alone, sum(each.gap for each in current))
         next_one = [] if following is None else [following]  # starts the next bucket
-        fits = max(_nbytes([*previous, *current, item]), _nbytes([*current, item, *next_one])) <= most
+        fits = (
+            max(_nbytes([*previous, *current, item]), _nbytes([*current, item, *next_one])) <= most
+        )
         if (hides or worth) and fits:
             current.append(item)
         else:
@@ -153,7 +173,10 @@ def _price(machine: Machine, bucket: Sequence[_Item]) -> float:
     sizes: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
     for node in (node for item in bucket for node in item.nodes):
         sizes[kind_of(node), tuple(ranks_of(node))].append(collective_bytes(node))
-    return sum(machine.collective(kind, sum(each), ranks, len(each)) for (kind, ranks), each in sizes.items())
+    return sum(
+        machine.collective(kind, sum(each), ranks, len(each))
+        for (kind, ranks), each in sizes.items()
+    )
 
 
 def _transfer_time(machine: Machine, nodes: Sequence[Node]) -> float:
@@ -176,4 +199,6 @@ def _bytes_of_two_blocks(items: Sequence[_Item]) -> int:
     last = last_block(names)
     for name, item in zip(names, items, strict=True):
         sizes[block_of(name, last)] += _nbytes([item])
-    return max((before + after for before, after in itertools.pairwise([*sizes.values(), 0])), default=0)
+    return max(
+        (before + after for before, after in itertools.pairwise([*sizes.values(), 0])), default=0
+    )

@@ -15,9 +15,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titan_lite.config.learning import Data, Debug, Job, LRScheduler, Model, Optimizer, Training, Validation
+from titan_lite.config.learning import (
+    Data,
+    Debug,
+    Job,
+    LRScheduler,
+    Model,
+    Optimizer,
+    Training,
+    Validation,
+)
 from titan_lite.config.row import ConfigError, Need
-from titan_lite.config.system import ActivationCheckpoint, Checkpoint, Comm, Compile, Float8, Metrics, Parallelism, Profiling
+from titan_lite.config.system import (
+    ActivationCheckpoint,
+    Checkpoint,
+    Comm,
+    Compile,
+    Float8,
+    Metrics,
+    Parallelism,
+    Profiling,
+)
 
 
 @dataclass(frozen=True)
@@ -42,28 +60,52 @@ class Config:
     @property
     def total_steps(self) -> int:
         """Length of the learning-rate schedule, in steps."""
-        return self.training.steps if self.lr_scheduler.total_steps == -1 else self.lr_scheduler.total_steps
+        return (
+            self.training.steps
+            if self.lr_scheduler.total_steps == -1
+            else self.lr_scheduler.total_steps
+        )
 
 
 SECTIONS: dict[str, Any] = {field.name: type(field.default) for field in dataclasses.fields(Config)}
-KEYS: dict[str, dataclasses.Field] = {f"{name}.{f.name}": f for name, cls in SECTIONS.items() for f in dataclasses.fields(cls)}
+KEYS: dict[str, dataclasses.Field] = {
+    f"{name}.{f.name}": f for name, cls in SECTIONS.items() for f in dataclasses.fields(cls)
+}
 
-DROPPED: dict[str, tuple[Any, str]] = {  # keys of earlier versions: (the value that applies now, what to do instead)
+DROPPED: dict[
+    str, tuple[Any, str]
+] = {  # keys of earlier versions: (the value that applies now, what to do instead)
     "optimizer.decay_norms": (False, "RMSNorm weights never decay; remove it"),
-    "compile.bucket_memory": (-1.0, "a bucket and the one before it may use the memory of two blocks; remove it"),
-    "checkpoint.explain": (False, "it is a flag without a value; use ./run_train.sh --checkpoint.explain"),
+    "compile.bucket_memory": (
+        -1.0,
+        "a bucket and the one before it may use the memory of two blocks; remove it",
+    ),
+    "checkpoint.explain": (
+        False,
+        "it is a flag without a value; use ./run_train.sh --checkpoint.explain",
+    ),
     "metrics.enable_color": (True, "to turn colours off, use NO_COLOR=1 in the environment"),
-    "profiling.save_traces_folder": ("profile_traces", "the folder is always profile_traces; remove it"),
-    "profiling.save_memory_snapshot_folder": ("memory_snapshots", "the folder is always memory_snapshots; remove it"),
+    "profiling.save_traces_folder": (
+        "profile_traces",
+        "the folder is always profile_traces; remove it",
+    ),
+    "profiling.save_memory_snapshot_folder": (
+        "memory_snapshots",
+        "the folder is always memory_snapshots; remove it",
+    ),
 }
 
 
 def flatten(config: Config) -> dict[str, Any]:
     """Return {"training.steps": 1000, ...} for all keys."""
-    return {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in KEYS}
+    return {
+        key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in KEYS
+    }
 
 
-def without_need(recipe: Mapping[str, Mapping[str, Any]], *, resuming: bool = False) -> dict[str, tuple[str, Need]]:
+def without_need(
+    recipe: Mapping[str, Mapping[str, Any]], *, resuming: bool = False
+) -> dict[str, tuple[str, Need]]:
     """Return {key: (why, the unmet need)} for each key that has no effect in a recipe {section: {name: value}}, set or not.
 
     resuming: also return the keys that have no effect when a run is resumed.
@@ -83,12 +125,16 @@ def batch_ramp(entries: Sequence[str]) -> list[tuple[int, int]]:
         wrong = f'training.global_batch_ramp: "{entry}"'
         found = re.fullmatch(" *([1-9][0-9]{0,11}) +until +([1-9][0-9]{0,11}) *", entry)
         if not found:
-            raise ConfigError(f'{wrong} is not of the form "SEQUENCES until STEP"; use one such as "64 until 1000"')
+            raise ConfigError(
+                f'{wrong} is not of the form "SEQUENCES until STEP"; use one such as "64 until 1000"'
+            )
         sequences, last = map(int, found.groups())
         if sequences > 2**20:
             raise ConfigError(f"{wrong} is too large; use at most {2**20} sequences")
         if ramp and last <= ramp[-1][1]:
-            raise ConfigError(f"{wrong} does not come after step {ramp[-1][1]}, where the entry before it ends; use a later step")
+            raise ConfigError(
+                f"{wrong} does not come after step {ramp[-1][1]}, where the entry before it ends; use a later step"
+            )
         ramp.append((sequences, last))
     return ramp
 
@@ -100,7 +146,10 @@ def gradient_accumulation_steps(training: Training, dp_degree: int) -> list[tupl
     Raises ConfigError.
     """
     once = training.local_batch_size * dp_degree
-    sizes = [(f'_ramp: "{size} until {last}"', size, last) for size, last in batch_ramp(training.global_batch_ramp)]
+    sizes = [
+        (f'_ramp: "{size} until {last}"', size, last)
+        for size, last in batch_ramp(training.global_batch_ramp)
+    ]
     final = once if training.global_batch_size == -1 else training.global_batch_size
     for key, size, _ in [*sizes, (f"_size = {final}", final, math.inf)]:
         if size % once:

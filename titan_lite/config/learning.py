@@ -12,7 +12,9 @@ MUON = Need("optimizer.name", lambda name: name == "Muon")
 SHAMPOO = Need("optimizer.name", lambda name: name == "Shampoo")
 SPIKES = Need("training.spike_window", lambda window: window != 0)
 SHUFFLES = Need("data.shuffle", bool)
-CUT_HERE = Need("data.dataset", lambda name: name not in ("c4", "prepared"))  # these two have a validation split already
+CUT_HERE = Need(
+    "data.dataset", lambda name: name not in ("c4", "prepared")
+)  # these two have a validation split already
 READS_FILES = Need("data.dataset", lambda name: name not in ("stdlib", "prepared"))
 SKIPS = Need("data.on_bad_document", lambda policy: policy != "error")
 WORKERS = Need("data.num_workers", lambda workers: workers != 0)
@@ -24,7 +26,9 @@ class Job:
     """name and folder of the run"""
 
     resume = NOTHING
-    dump_folder: str = setting("", "folder that the run writes to; empty: outputs/<recipe name>", "path")
+    dump_folder: str = setting(
+        "", "folder that the run writes to; empty: outputs/<recipe name>", "path"
+    )
     description: str = setting("", "one line about the run, shown at its start", "text")
 
 
@@ -34,27 +38,59 @@ class Model:
 
     name: str = setting("llama3", "model family", choices=("llama3",), fact="model")
     flavor: str = setting(
-        "debug", "size, a key of FLAVORS in models/shapes.py; empty: the keys below give the shape", "name", fact="model"
+        "debug",
+        "size, a key of FLAVORS in models/shapes.py; empty: the keys below give the shape",
+        "name",
+        fact="model",
     )
-    dim: int = setting(0, f"width of the residual stream{OF_FLAVOR}", "numbers >= 1 <= 262144 or 0", fact="model")
-    n_layers: int = setting(0, f"transformer blocks{OF_FLAVOR}", "blocks >= 1 <= 1024 or 0", fact="model")
-    n_heads: int = setting(0, f"query heads, dim / n_heads numbers each{OF_FLAVOR}", "heads >= 1 <= 4096 or 0", fact="model")
-    n_kv_heads: int = setting(0, f"key/value heads, shared by query heads{OF_FLAVOR}", "heads >= 1 <= 4096 or 0", fact="model")
-    hidden_dim: int = setting(0, f"width within feed_forward{OF_FLAVOR}", "numbers >= 1 <= 1048576 or 0", fact="model")
+    dim: int = setting(
+        0, f"width of the residual stream{OF_FLAVOR}", "numbers >= 1 <= 262144 or 0", fact="model"
+    )
+    n_layers: int = setting(
+        0, f"transformer blocks{OF_FLAVOR}", "blocks >= 1 <= 1024 or 0", fact="model"
+    )
+    n_heads: int = setting(
+        0,
+        f"query heads, dim / n_heads numbers each{OF_FLAVOR}",
+        "heads >= 1 <= 4096 or 0",
+        fact="model",
+    )
+    n_kv_heads: int = setting(
+        0,
+        f"key/value heads, shared by query heads{OF_FLAVOR}",
+        "heads >= 1 <= 4096 or 0",
+        fact="model",
+    )
+    hidden_dim: int = setting(
+        0, f"width within feed_forward{OF_FLAVOR}", "numbers >= 1 <= 1048576 or 0", fact="model"
+    )
     vocab_size: int = setting(
-        0, f"rows of the embedding, at least the tokenizer's tokens{OF_FLAVOR}", "tokens >= 1 <= 4194304 or 0", fact="model"
+        0,
+        f"rows of the embedding, at least the tokenizer's tokens{OF_FLAVOR}",
+        "tokens >= 1 <= 4194304 or 0",
+        fact="model",
     )
     tied_embeddings: str = setting(
-        "flavor", "whether embedding and output are one weight", choices=("flavor", "yes", "no"), fact="model"
+        "flavor",
+        "whether embedding and output are one weight",
+        choices=("flavor", "yes", "no"),
+        fact="model",
     )
-    rope_theta: float = setting(0.0, f"base of the rotary frequencies{OF_FLAVOR}", "number >= 1 <= 1000000000 or 0", fact="model")
+    rope_theta: float = setting(
+        0.0,
+        f"base of the rotary frequencies{OF_FLAVOR}",
+        "number >= 1 <= 1000000000 or 0",
+        fact="model",
+    )
     rope_scaling_factor: float = setting(
         0.0,
         f"divisor of the low rotary frequencies, as in Llama 3.1; 1: no scaling{OF_FLAVOR}",
         "factor >= 1 <= 1024 or 0",
         fact="model",
     )
-    norm_eps: float = setting(0.0, f"added to the mean square in RMSNorm{OF_FLAVOR}", "number > 0 < 1 or 0", fact="model")
+    norm_eps: float = setting(
+        0.0, f"added to the mean square in RMSNorm{OF_FLAVOR}", "number > 0 < 1 or 0", fact="model"
+    )
     max_seq_len: int = setting(
         0,
         f"upper bound of training.seq_len, and of a text of titan_lite.generate{OF_FLAVOR}",
@@ -62,7 +98,10 @@ class Model:
         fact="model",
     )
     tokenizer_path: str = setting(
-        "", "tokenizer in tiktoken's format (base64 token and rank per line), or a tokenizer.json", path=True, fact="tokenizer"
+        "",
+        "tokenizer in tiktoken's format (base64 token and rank per line), or a tokenizer.json",
+        path=True,
+        fact="tokenizer",
     )
 
 
@@ -107,7 +146,9 @@ class Training:
         needs=Need("training.mixed_precision_param", lambda dtype: dtype == "bfloat16"),
     )
     max_norm: float = setting(1.0, "gradients are clipped to this global norm", "L2 norm > 0")
-    steps: int = setting(1000, "optimizer steps of the run, resumed parts included", "steps >= 1", fact="total_steps")
+    steps: int = setting(
+        1000, "optimizer steps of the run, resumed parts included", "steps >= 1", fact="total_steps"
+    )
     dtype: str = setting(
         "float32",
         "sharded parameters and their gradients; in bfloat16 the optimizer rounds parameters stochastically",
@@ -123,10 +164,16 @@ class Training:
         gpu="what is offloaded is moved from a GPU's memory",
     )
     mixed_precision_param: str = setting(
-        "bfloat16", "gathered parameters, activations, all-gather traffic", choices=("bfloat16", "float32"), resume=ROUNDING
+        "bfloat16",
+        "gathered parameters, activations, all-gather traffic",
+        choices=("bfloat16", "float32"),
+        resume=ROUNDING,
     )
     mixed_precision_reduce: str = setting(
-        "float32", "gradient reduction and accumulation, its traffic", choices=("float32", "bfloat16"), resume=ROUNDING
+        "float32",
+        "gradient reduction and accumulation, its traffic",
+        choices=("float32", "bfloat16"),
+        resume=ROUNDING,
     )
     float32_matmul_precision: str = setting(
         "highest",
@@ -143,7 +190,12 @@ class Training:
         "tokens >= -1 <= 16777216",
         resume=ROUNDING,
     )
-    gc_freq: int = setting(50, "interval of Python's garbage collection, at once on all ranks", "steps >= 1", resume=NOTHING)
+    gc_freq: int = setting(
+        50,
+        "interval of Python's garbage collection, at once on all ranks",
+        "steps >= 1",
+        resume=NOTHING,
+    )
     compare_copies_freq: int = setting(
         100,
         "interval at which ranks compare their copies of a parameter or of optimizer state; they also do at the start and before "
@@ -152,12 +204,19 @@ class Training:
         resume=NOTHING,
     )
     max_nonfinite_steps: int = setting(
-        10, "steps with a non-finite loss or gradient are skipped; this many in a row stop the run", "steps >= 1", resume=NOTHING
+        10,
+        "steps with a non-finite loss or gradient are skipped; this many in a row stop the run",
+        "steps >= 1",
+        resume=NOTHING,
     )
     spike_window: int = setting(
-        0, "skip a step whose loss is far above the mean of this many steps before (a spike); 0: off", "steps >= 2 or 0"
+        0,
+        "skip a step whose loss is far above the mean of this many steps before (a spike); 0: off",
+        "steps >= 2 or 0",
     )
-    spike_sigmas: float = setting(6.0, "distance of a spike above that mean", "standard deviations > 0", needs=SPIKES)
+    spike_sigmas: float = setting(
+        6.0, "distance of a spike above that mean", "standard deviations > 0", needs=SPIKES
+    )
 
 
 @dataclass(frozen=True)
@@ -173,12 +232,22 @@ class Optimizer:
         resume=FRESH,
     )
     lr: float = setting(3e-4, "peak learning rate", "per step > 0")
-    beta1: float = setting(0.9, "decay of the first moment of AdamW and Shampoo", "per step >= 0 < 1")
-    beta2: float = setting(0.95, "decay of the second moment of AdamW, and of Shampoo's statistics", "per step >= 0 < 1")
+    beta1: float = setting(
+        0.9, "decay of the first moment of AdamW and Shampoo", "per step >= 0 < 1"
+    )
+    beta2: float = setting(
+        0.95,
+        "decay of the second moment of AdamW, and of Shampoo's statistics",
+        "per step >= 0 < 1",
+    )
     eps: float = setting(1e-8, "added to the denominator of AdamW", "gradient > 0")
     momentum: float = setting(0.95, "decay of the momentum", "per step >= 0 < 1", needs=MUON)
-    nesterov: bool = setting(True, "add the gradient once more to its momentum, before it is made orthogonal", needs=MUON)
-    ns_steps: int = setting(5, "steps of the Newton-Schulz iteration", "steps >= 1 <= 99", needs=MUON)
+    nesterov: bool = setting(
+        True, "add the gradient once more to its momentum, before it is made orthogonal", needs=MUON
+    )
+    ns_steps: int = setting(
+        5, "steps of the Newton-Schulz iteration", "steps >= 1 <= 99", needs=MUON
+    )
     ns_per_head: bool = setting(False, "cut wq, wk and wv into heads for the iteration", needs=MUON)
     ns_dtype: str = setting(
         "bfloat16",
@@ -188,16 +257,30 @@ class Optimizer:
         needs=MUON,
     )
     max_preconditioner_dim: int = setting(
-        1024, "larger matrices are cut into blocks of at most so many rows and columns", "rows >= 1", resume=FRESH, needs=SHAMPOO
+        1024,
+        "larger matrices are cut into blocks of at most so many rows and columns",
+        "rows >= 1",
+        resume=FRESH,
+        needs=SHAMPOO,
     )
     precondition_frequency: int = setting(
-        10, "steps from one computation of a root to the next, in which it becomes stale", "steps >= 1", needs=SHAMPOO
+        10,
+        "steps from one computation of a root to the next, in which it becomes stale",
+        "steps >= 1",
+        needs=SHAMPOO,
     )
     start_preconditioning_step: int = setting(
-        10, "first step with roots; earlier ones are AdamW's", "step >= 1", resume=FRESH, needs=SHAMPOO
+        10,
+        "first step with roots; earlier ones are AdamW's",
+        "step >= 1",
+        resume=FRESH,
+        needs=SHAMPOO,
     )
     preconditioner_eps: float = setting(
-        1e-5, "added to the eigenvalues of the statistics", "times the largest eigenvalue > 0", needs=SHAMPOO
+        1e-5,
+        "added to the eigenvalues of the statistics",
+        "times the largest eigenvalue > 0",
+        needs=SHAMPOO,
     )
     state_dtype: str = setting(
         "float32",
@@ -205,7 +288,9 @@ class Optimizer:
         choices=("float32", "bfloat16"),
         resume=ROUNDING,
     )
-    weight_decay: float = setting(0.1, "decoupled decay of all but RMSNorm weights, times the learning rate", "per step >= 0")
+    weight_decay: float = setting(
+        0.1, "decoupled decay of all but RMSNorm weights, times the learning rate", "per step >= 0"
+    )
 
 
 @dataclass(frozen=True)
@@ -215,7 +300,10 @@ class LRScheduler:
     resume = LEARNING
     warmup_steps: int = setting(200, "linear warm-up from zero", "steps >= 0")
     total_steps: int = setting(
-        -1, "length of the schedule, if it is not that of the run; -1: training.steps", "steps >= 1 or -1", fact="total_steps"
+        -1,
+        "length of the schedule, if it is not that of the run; -1: training.steps",
+        "steps >= 1 or -1",
+        fact="total_steps",
     )
     decay_ratio: float = setting(
         1.0,
@@ -247,14 +335,23 @@ class Corpus:
         path=True,
         fact="documents",
     )
-    subset: str = setting("", "subset of a dataset of the hub; empty: its only or default one", "name")
+    subset: str = setting(
+        "", "subset of a dataset of the hub; empty: its only or default one", "name"
+    )
     split: str = setting("train", "split of a dataset of the hub", "name")
-    text_field: str = setting("text", "field or column that holds a document's text, except in txt", "name", needs=READS_FILES)
+    text_field: str = setting(
+        "text",
+        "field or column that holds a document's text, except in txt",
+        "name",
+        needs=READS_FILES,
+    )
 
 
 @dataclass(frozen=True)
 class DataSource(Corpus):
-    weight: float = setting(1.0, "share of the tokens, relative to the other sources' weights", "tokens > 0")
+    weight: float = setting(
+        1.0, "share of the tokens, relative to the other sources' weights", "tokens > 0"
+    )
 
 
 @dataclass(frozen=True)
@@ -270,17 +367,30 @@ class Data(Corpus):
         fact="documents",
     )
     validation_fraction: float = setting(
-        0.05, "share of documents held out for validation, chosen by a hash of their name", "fraction >= 0 < 1", needs=CUT_HERE
+        0.05,
+        "share of documents held out for validation, chosen by a hash of their name",
+        "fraction >= 0 < 1",
+        needs=CUT_HERE,
     )
     shuffle: bool = setting(True, "shuffle documents with debug.seed, anew in each epoch")
     shuffle_buffer: int = setting(
-        10_000, "documents of 4 KiB in the shuffle buffer, over all files", "documents >= 1", needs=(READS_FILES, SHUFFLES)
+        10_000,
+        "documents of 4 KiB in the shuffle buffer, over all files",
+        "documents >= 1",
+        needs=(READS_FILES, SHUFFLES),
     )
     min_document_tokens: int = setting(
-        0, "documents with fewer tokens, BOS and EOS not counted, are left out", "tokens >= 0", resume=LEARNING
+        0,
+        "documents with fewer tokens, BOS and EOS not counted, are left out",
+        "tokens >= 0",
+        resume=LEARNING,
     )
     max_document_mib: int = setting(
-        32, "a larger document is a bad one", "MiB of UTF-8 >= 1 <= 4096", resume=LEARNING, needs=READS_FILES
+        32,
+        "a larger document is a bad one",
+        "MiB of UTF-8 >= 1 <= 4096",
+        resume=LEARNING,
+        needs=READS_FILES,
     )
     on_bad_document: str = setting(
         "error",
@@ -291,13 +401,24 @@ class Data(Corpus):
         needs=READS_FILES,
     )
     max_bad_documents: int = setting(
-        100, "more bad documents than this end the run", "documents >= 0", resume=NOTHING, needs=(READS_FILES, SKIPS)
+        100,
+        "more bad documents than this end the run",
+        "documents >= 0",
+        resume=NOTHING,
+        needs=(READS_FILES, SKIPS),
     )
     num_workers: int = setting(
-        1, "loader processes per rank; 0: read in the training process", "processes >= 0 <= 1024", resume=NOTHING
+        1,
+        "loader processes per rank; 0: read in the training process",
+        "processes >= 0 <= 1024",
+        resume=NOTHING,
     )
     prefetch: int = setting(
-        4, "microbatches prepared ahead by each loader process", "microbatches >= 1 <= 65536", resume=NOTHING, needs=WORKERS
+        4,
+        "microbatches prepared ahead by each loader process",
+        "microbatches >= 1 <= 65536",
+        resume=NOTHING,
+        needs=WORKERS,
     )
 
     def source_names(self) -> list[str]:
@@ -305,9 +426,15 @@ class Data(Corpus):
         names: list[str] = []
         for source in self.sources:
             fixed = [part for part in PurePath(source.path).parts if not set(part) & set("*?[")]
-            text = PurePath(fixed[-1]).name.partition(".")[0] if fixed else f"{source.dataset} {source.subset}".strip()
+            text = (
+                PurePath(fixed[-1]).name.partition(".")[0]
+                if fixed
+                else f"{source.dataset} {source.subset}".strip()
+            )
             name = re.sub(r"[^\w.-]+", "_", text) or source.dataset
-            numbered = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
+            numbered = (
+                name if number == 1 else f"{name}_{number}" for number in itertools.count(1)
+            )
             names.append(next(each for each in numbered if each not in names))
         return names
 
@@ -318,7 +445,12 @@ class Data(Corpus):
         total, own = sum(source.weight for source in self.sources), {**vars(self), "sources": ()}
         names = [field.name for field in dataclasses.fields(Corpus)]
         return [
-            (source.weight / total, MixedData(**{**own, **{name: getattr(source, name) for name in names}}, number=number))
+            (
+                source.weight / total,
+                MixedData(
+                    **{**own, **{name: getattr(source, name) for name in names}}, number=number
+                ),
+            )
             for number, source in enumerate(self.sources, 1)
         ]
 
@@ -334,7 +466,11 @@ class MixedData(Data):
     number: int = 0  # position in data.sources, from 1
 
     def key(self, name: str) -> str:
-        return f"data.sources[{self.number}].{name}" if name in Corpus.__dataclass_fields__ else super().key(name)
+        return (
+            f"data.sources[{self.number}].{name}"
+            if name in Corpus.__dataclass_fields__
+            else super().key(name)
+        )
 
 
 @dataclass(frozen=True)
@@ -344,7 +480,9 @@ class Validation:
     resume = NOTHING
     enable: bool = setting(False, "measure the loss on held-out documents")
     freq: int = setting(500, "interval of validations; there is one at the end, too", "steps >= 1")
-    steps: int = setting(10, "global batches per validation, the same ones each time", "batches >= 1")
+    steps: int = setting(
+        10, "global batches per validation, the same ones each time", "batches >= 1"
+    )
 
 
 @dataclass(frozen=True)
@@ -358,4 +496,6 @@ class Debug:
         resume=PLACE,
         resume_needs=SHUFFLES,
     )
-    deterministic: bool = setting(False, "use deterministic kernels, and fail where there is none", resume=ROUNDING)
+    deterministic: bool = setting(
+        False, "use deterministic kernels, and fail where there is none", resume=ROUNDING
+    )

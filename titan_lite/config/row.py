@@ -19,7 +19,10 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         # A value may have line breaks and control characters; a list of ours is indented.
-        lines = ["\n  ".join(one_line(part, 10**6) for part in str(line).split("\n  ")) for line in self.args]
+        lines = [
+            "\n  ".join(one_line(part, 10**6) for part in str(line).split("\n  "))
+            for line in self.args
+        ]
         return lines[0] if len(lines) == 1 else "\n  ".join(("several things are wrong:", *lines))
 
 
@@ -46,7 +49,10 @@ class Mistakes(list[str]):
     def refuse(self) -> None:
         if self:
             lines = [one_line(message, 1500) for message in dict.fromkeys(self)]
-            raise ConfigError(*lines[: self.MOST], *(["and more; correct these first"] if len(lines) > self.MOST else []))
+            raise ConfigError(
+                *lines[: self.MOST],
+                *(["and more; correct these first"] if len(lines) > self.MOST else []),
+            )
 
 
 def one_line(text: str, most: int) -> str:
@@ -87,11 +93,16 @@ class Need:
         if not values or any(map(self.holds, values)):
             return ""
         key = f"{section}.sources: {name}" if sources else self.key
-        return self.why_not.format(key=key, value=" and ".join(dict.fromkeys(map(json.dumps, values))))
+        return self.why_not.format(
+            key=key, value=" and ".join(dict.fromkeys(map(json.dumps, values)))
+        )
 
 
 _BOUNDS = {"least": ">=", "above": ">", "most": "<=", "below": "<", "also": "or"}
-_VALUES = re.compile("(?P<unit>.*?)" + "".join(rf"( {sign} (?P<{name}>-?[0-9.]+))?" for name, sign in _BOUNDS.items()))
+_VALUES = re.compile(
+    "(?P<unit>.*?)"
+    + "".join(rf"( {sign} (?P<{name}>-?[0-9.]+))?" for name, sign in _BOUNDS.items())
+)
 
 
 def setting(
@@ -125,11 +136,36 @@ def setting(
     error (refused). resume_needs: a condition without which a change has no effect on a resume. gpu: why a value other than the
     default needs a GPU. package: the Python package that a true value needs.
     """
-    kind = "bool" if isinstance(default, bool) else "name" if choices else "path" if path is True else ""
+    kind = (
+        "bool"
+        if isinstance(default, bool)
+        else "name"
+        if choices
+        else "path"
+        if path is True
+        else ""
+    )
     parsed = _VALUES.fullmatch(values or kind)
     assert parsed is not None, values
     bounds = {name: json.loads(parsed[name]) if parsed[name] else None for name in _BOUNDS}
-    row = dict(doc=doc, unit=parsed["unit"], **bounds, choices=choices, or_like=or_like, path=path, table=table)
-    row |= dict(resume=resume or (NOTHING if fact else ""), fact=fact, needs=needs if isinstance(needs, tuple) else (needs,))
-    row |= dict(resume_needs=(resume_needs,) if resume_needs else (), refused=refused, gpu=gpu, package=package)
+    row = dict(
+        doc=doc,
+        unit=parsed["unit"],
+        **bounds,
+        choices=choices,
+        or_like=or_like,
+        path=path,
+        table=table,
+    )
+    row |= dict(
+        resume=resume or (NOTHING if fact else ""),
+        fact=fact,
+        needs=needs if isinstance(needs, tuple) else (needs,),
+    )
+    row |= dict(
+        resume_needs=(resume_needs,) if resume_needs else (),
+        refused=refused,
+        gpu=gpu,
+        package=package,
+    )
     return dataclasses.field(default=default, metadata=row)

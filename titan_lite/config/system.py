@@ -17,7 +17,11 @@ COMPILES_MODEL = (
         "the model is not in compile.components",
     ),
 )
-POWERSGD = Need("parallelism.replicate_compression", lambda how: how == "powersgd", 'replicate_compression = "powersgd"')
+POWERSGD = Need(
+    "parallelism.replicate_compression",
+    lambda how: how == "powersgd",
+    'replicate_compression = "powersgd"',
+)
 CHECKPOINTS = Need("checkpoint.enable", bool, "checkpoint.enable = true")
 
 
@@ -26,11 +30,15 @@ class Parallelism:
     """the layout of ranks; the product of all degrees is the number of ranks"""
 
     resume = ROUNDING
-    data_parallel_replicate_degree: int = setting(1, "copies of the sharded model (HSDP; DDP if shard degree is 1)", "ranks >= 1")
+    data_parallel_replicate_degree: int = setting(
+        1, "copies of the sharded model (HSDP; DDP if shard degree is 1)", "ranks >= 1"
+    )
     data_parallel_shard_degree: int = setting(
         -1, "ranks that a copy is sharded over (FSDP); -1: all remaining ranks", "ranks >= 1 or -1"
     )
-    tensor_parallel_degree: int = setting(1, "ranks that each matrix product is split over", "ranks >= 1")
+    tensor_parallel_degree: int = setting(
+        1, "ranks that each matrix product is split over", "ranks >= 1"
+    )
     replicate_compression: str = setting(
         "none",
         "how gradients travel between copies. none: as they are, in backward; powersgd: once a step in the last backward, as "
@@ -52,21 +60,37 @@ class Parallelism:
         resume=LEARNING,
     )
     replicate_uncompressed_steps: int = setting(
-        100, "first steps, in which gradients change fast and travel as they are", "steps >= 0", needs=POWERSGD, resume=LEARNING
+        100,
+        "first steps, in which gradients change fast and travel as they are",
+        "steps >= 0",
+        needs=POWERSGD,
+        resume=LEARNING,
     )
     enable_async_tensor_parallel: bool = setting(
         False,
         "overlap tensor parallelism's collectives with the matrix products beside them (Inductor, on GPUs)",
         needs=(
-            Need("parallelism.tensor_parallel_degree", lambda degree: degree != 1, "tensor_parallel_degree = 2"),
+            Need(
+                "parallelism.tensor_parallel_degree",
+                lambda degree: degree != 1,
+                "tensor_parallel_degree = 2",
+            ),
             *COMPILES_MODEL,
-            Need("compile.backend", lambda backend: backend == "inductor", 'compile.backend = "inductor"'),
+            Need(
+                "compile.backend",
+                lambda backend: backend == "inductor",
+                'compile.backend = "inductor"',
+            ),
         ),
         refused=True,
         gpu="its ranks write to each other's GPU memory",
     )
-    context_parallel_degree: int = setting(1, "ranks that each sequence is split over", "ranks >= 1")
-    pipeline_parallel_degree: int = setting(1, "groups of ranks that the layers are split over", "ranks >= 1")
+    context_parallel_degree: int = setting(
+        1, "ranks that each sequence is split over", "ranks >= 1"
+    )
+    pipeline_parallel_degree: int = setting(
+        1, "groups of ranks that the layers are split over", "ranks >= 1"
+    )
     pipeline_parallel_schedule: str = setting(
         "1F1B",
         "order of forwards and backwards: GPipe and 1F1B have one stage per rank, Interleaved1F1B two or more, ZBVZeroBubble "
@@ -75,22 +99,40 @@ class Parallelism:
         needs=(PIPELINE, NO_CSV),
     )
     pipeline_parallel_schedule_csv: str = setting(
-        "", "a schedule of your own: a row per rank, such as 0F0,1F0,1B0 (stage, action, microbatch)", path=True, needs=PIPELINE
+        "",
+        "a schedule of your own: a row per rank, such as 0F0,1F0,1B0 (stage, action, microbatch)",
+        path=True,
+        needs=PIPELINE,
     )
     pipeline_parallel_microbatch_size: int = setting(
-        1, "sequences per pipeline microbatch, of the local_batch_size", "sequences >= 1", needs=PIPELINE
+        1,
+        "sequences per pipeline microbatch, of the local_batch_size",
+        "sequences >= 1",
+        needs=PIPELINE,
     )
     pipeline_parallel_stages_per_rank: int = setting(
-        -1, "stages per pipeline rank; -1: the fewest that the schedule admits", "stages >= 1 or -1", needs=(PIPELINE, NO_CSV)
+        -1,
+        "stages per pipeline rank; -1: the fewest that the schedule admits",
+        "stages >= 1 or -1",
+        needs=(PIPELINE, NO_CSV),
     )
     pipeline_parallel_first_stage_less_layers: int = setting(
-        1, "layers less in the first stage, which has the embedding", "layers >= 0", needs=(PIPELINE, NO_POINTS)
+        1,
+        "layers less in the first stage, which has the embedding",
+        "layers >= 0",
+        needs=(PIPELINE, NO_POINTS),
     )
     pipeline_parallel_last_stage_less_layers: int = setting(
-        1, "layers less in the last stage, which has norm, output and loss", "layers >= 0", needs=(PIPELINE, NO_POINTS)
+        1,
+        "layers less in the last stage, which has norm, output and loss",
+        "layers >= 0",
+        needs=(PIPELINE, NO_POINTS),
     )
     pipeline_parallel_split_points: tuple = setting(
-        (), "first modules of all stages but the first, such as layers.2,layers.4; empty: automatic", "FQNs", needs=PIPELINE
+        (),
+        "first modules of all stages but the first, such as layers.2,layers.4; empty: automatic",
+        "FQNs",
+        needs=PIPELINE,
     )
     fsdp_reshard_after_forward: str = setting(
         "default",
@@ -166,7 +208,10 @@ class Float8:
     """matrix products of the blocks' linear layers in float8, for GPUs from H100 on"""
 
     resume = ROUNDING
-    enable: bool = setting(False, "compute forward and both gradients of these layers in float8; weights stay in training.dtype")
+    enable: bool = setting(
+        False,
+        "compute forward and both gradients of these layers in float8; weights stay in training.dtype",
+    )
     recipe: str = setting(
         "tensorwise",
         "what shares a scale. tensorwise: a tensor, the fastest; rowwise: a row, with scales that are powers of two, more exact; "
@@ -202,7 +247,10 @@ class Compile:
         needs=COMPILES,
     )
     backend: str = setting(
-        "inductor", "inductor makes kernels; aot_eager only traces (for tests)", choices=("inductor", "aot_eager"), needs=COMPILES
+        "inductor",
+        "inductor makes kernels; aot_eager only traces (for tests)",
+        choices=("inductor", "aot_eager"),
+        needs=COMPILES,
     )
     bucketing: str = setting(
         "block",
@@ -227,7 +275,11 @@ class Compile:
         choices=("copy", "coalesced"),
         needs=(
             *COMPILES_MODEL,
-            Need("compile.bucketing", lambda way: way in ("block", "plan", "greedy", "measured"), 'bucketing = "block"'),
+            Need(
+                "compile.bucketing",
+                lambda way: way in ("block", "plan", "greedy", "measured"),
+                'bucketing = "block"',
+            ),
         ),
         refused=True,
     )
@@ -241,10 +293,15 @@ class Compile:
         needs=COMPILES_MODEL,
     )
     dump_graphs: bool = setting(
-        False, "write every graph before and after each pass to graphs/", resume=NOTHING, needs=COMPILES_MODEL
+        False,
+        "write every graph before and after each pass to graphs/",
+        resume=NOTHING,
+        needs=COMPILES_MODEL,
     )
     reordering: bool = setting(
-        True, "start each gather one bucket early, and wait for each reduction when the next starts", needs=COMPILES_MODEL
+        True,
+        "start each gather one bucket early, and wait for each reduction when the next starts",
+        needs=COMPILES_MODEL,
     )
     defer_products: bool = setting(
         True,
@@ -259,8 +316,16 @@ class Compile:
         "chunks >= 1",
         needs=(
             *COMPILES_MODEL,
-            Need("parallelism.tensor_parallel_degree", lambda degree: degree != 1, "tensor_parallel_degree = 2"),
-            Need("parallelism.enable_async_tensor_parallel", lambda on: not on, "enable_async_tensor_parallel = false"),
+            Need(
+                "parallelism.tensor_parallel_degree",
+                lambda degree: degree != 1,
+                "tensor_parallel_degree = 2",
+            ),
+            Need(
+                "parallelism.enable_async_tensor_parallel",
+                lambda on: not on,
+                "enable_async_tensor_parallel = false",
+            ),
         ),
     )
 
@@ -276,24 +341,37 @@ class Checkpoint:
     enable: bool = setting(False, "save, and resume from the newest step found")
     folder: str = setting("checkpoint", "folder of the steps, inside job.dump_folder", "path")
     interval: int = setting(500, "interval of saves; the last step is saved, too", "steps >= 1")
-    keep_latest_k: int = setting(3, "saved steps to keep; older ones are deleted; 0: keep all", "checkpoints >= 0")
-    load_step: int = setting(-1, "step to resume from; -1: the newest", "step >= 1 or -1", needs=CHECKPOINTS, refused=True)
+    keep_latest_k: int = setting(
+        3, "saved steps to keep; older ones are deleted; 0: keep all", "checkpoints >= 0"
+    )
+    load_step: int = setting(
+        -1,
+        "step to resume from; -1: the newest",
+        "step >= 1 or -1",
+        needs=CHECKPOINTS,
+        refused=True,
+    )
     initial_load_path: str = setting(
         "",
         "initial weights of a run that has no saved step, for any layout: a step, a run's folder (its newest step), or a "
         "Hugging Face folder (titan_lite/convert.py converts between them)",
         path=True,
     )
-    must_resume: bool = setting(False, "fail if no checkpoint exists, and start no new run", needs=CHECKPOINTS, refused=True)
+    must_resume: bool = setting(
+        False, "fail if no checkpoint exists, and start no new run", needs=CHECKPOINTS, refused=True
+    )
     async_mode: str = setting(
         "disabled",
         "disabled: training waits until a step is on disk; async: training waits only for a copy in host memory, and goes on "
         "while that is written; async_with_pinned_mem: the copy is pinned and reused, which is faster on GPUs",
         choices=("disabled", "async", "async_with_pinned_mem"),
     )
-    on_failure: str = setting("stop", "if a save fails: stop, or continue with a warning", choices=("stop", "continue"))
+    on_failure: str = setting(
+        "stop", "if a save fails: stop, or continue with a warning", choices=("stop", "continue")
+    )
     last_save_model_only: bool = setting(
-        False, "at training.steps, save the model without optimizer state; resuming from it needs accept_model_only"
+        False,
+        "at training.steps, save the model without optimizer state; resuming from it needs accept_model_only",
     )
     restart_data: bool = setting(
         False,
@@ -313,11 +391,16 @@ class Metrics:
     """logging during training; NO_COLOR=1 in the environment turns colours and the progress bar off"""
 
     resume = NOTHING
-    log_freq: int = setting(10, "interval of entries in the log, metrics.jsonl and TensorBoard", "steps >= 1")
+    log_freq: int = setting(
+        10, "interval of entries in the log, metrics.jsonl and TensorBoard", "steps >= 1"
+    )
     enable_tensorboard: bool = setting(True, "write TensorBoard events to tb/")
-    enable_wandb: bool = setting(False, "log to Weights & Biases, to the project WANDB_PROJECT", package="wandb")
+    enable_wandb: bool = setting(
+        False, "log to Weights & Biases, to the project WANDB_PROJECT", package="wandb"
+    )
     show_all_warnings: bool = setting(
-        False, "show libraries' warnings unchanged on every rank; false: each once, without those known to be harmless"
+        False,
+        "show libraries' warnings unchanged on every rank; false: each once, without those known to be harmless",
     )
     compare_plan: str = setting(
         "auto",
@@ -353,10 +436,15 @@ class Comm:
         "seconds >= 1 <= 31536000",
     )
     compile_timeout_seconds: int = setting(
-        900, "the same limit in a first step or validation that compiles", "seconds >= 1 <= 31536000", needs=COMPILES
+        900,
+        "the same limit in a first step or validation that compiles",
+        "seconds >= 1 <= 31536000",
+        needs=COMPILES,
     )
     train_timeout_seconds: int = setting(
-        100, "the same limit afterwards; a finished step or microbatch counts as progress, too", "seconds >= 1 <= 31536000"
+        100,
+        "the same limit afterwards; a finished step or microbatch counts as progress, too",
+        "seconds >= 1 <= 31536000",
     )
     trace_buf_size: int = setting(
         2000,

@@ -27,7 +27,8 @@ DEEPEST = 32  # nested brackets, and dots of a key
 LONGEST_WORD = 1000  # characters of a number or of a key without quotes
 # Each alternative matches any text after its first character, up to the end if necessary, so that a scan takes linear time.
 _TOKENS = re.compile(
-    r"""#[^\n]*|\"{3}(?:[^\\]|\\.?)*?(?:\"{3}|\Z)|'{3}.*?(?:'{3}|\Z)|"(?:[^"\\\n]|\\.?)*"?|'[^'\n]*'?|[\w+-]+|[][{}.,=\n]""", re.S
+    r"""#[^\n]*|\"{3}(?:[^\\]|\\.?)*?(?:\"{3}|\Z)|'{3}.*?(?:'{3}|\Z)|"(?:[^"\\\n]|\\.?)*"?|'[^'\n]*'?|[\w+-]+|[][{}.,=\n]""",
+    re.S,
 )
 
 
@@ -41,7 +42,9 @@ def read_toml(path: Path, what: str = "file") -> dict[str, Any]:
                 raise ConfigError(f"{path}: cannot be read (not a regular file); {fix}")
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
-            raise ConfigError(f"{path}: larger than {MOST_BYTES >> 20} MiB, the most that a {what} may have; {fix}")
+            raise ConfigError(
+                f"{path}: larger than {MOST_BYTES >> 20} MiB, the most that a {what} may have; {fix}"
+            )
         return loads(content.decode("utf-8-sig"))  # an editor may put a byte order mark first
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such {what}{files_beside(path)}") from None
@@ -55,7 +58,9 @@ def read_toml(path: Path, what: str = "file") -> dict[str, Any]:
         raise
     except ValueError as error:
         why = one_line(str(error), 300)
-        raise ConfigError(f"{path}: not valid TOML: {why}; use lines of the form `key = value` under a `[section]`") from None
+        raise ConfigError(
+            f"{path}: not valid TOML: {why}; use lines of the form `key = value` under a `[section]`"
+        ) from None
 
 
 def loads(text: str) -> dict[str, Any]:
@@ -74,7 +79,11 @@ def loads(text: str) -> dict[str, Any]:
         dots = dots + 1 if first == "." else 0 if first in "[]{},=\n" else dots
         long = size > LONGEST_WORD and first not in "#\"'"
         if long or depth > DEEPEST or dots > DEEPEST:
-            what = f"a number or key of {size} characters" if long else f"more than {DEEPEST} levels deep"
+            what = (
+                f"a number or key of {size} characters"
+                if long
+                else f"more than {DEEPEST} levels deep"
+            )
             raise ValueError(f"{what} (at line {text.count(chr(10), 0, token.start()) + 1})")
     return tomllib.loads(text)
 
@@ -82,10 +91,18 @@ def loads(text: str) -> dict[str, Any]:
 def files_beside(path: Path) -> str:
     """Return the end of a message about a missing recipe: the recipes in its folder."""
     try:
-        found = sorted(name for name in os.listdir(path.parent) if name.endswith(".toml") and name != "pyproject.toml")
+        found = sorted(
+            name
+            for name in os.listdir(path.parent)
+            if name.endswith(".toml") and name != "pyproject.toml"
+        )
     except (OSError, ValueError):  # ValueError: a NUL character
         found = []
-    known = f"; {path.parent} has {', '.join(found[:20])}" if found else "; the shipped recipes are in train_configs/"
+    known = (
+        f"; {path.parent} has {', '.join(found[:20])}"
+        if found
+        else "; the shipped recipes are in train_configs/"
+    )
     return did_you_mean(path.name, found, within=f"{path.parent}/", otherwise=known)
 
 
@@ -105,7 +122,9 @@ def parse_value(text: str) -> Any:
 
 def shown(value: Any) -> str:
     """Return a value for a message: short, and as in TOML if it has a form there."""
-    return one_line(in_toml(value) if isinstance(value, str | bool | int | float | tuple) else str(value), 100)
+    return one_line(
+        in_toml(value) if isinstance(value, str | bool | int | float | tuple) else str(value), 100
+    )
 
 
 def in_toml(value: Any) -> str:

@@ -59,7 +59,9 @@ class BadDocumentPolicy:
         if self.data.on_bad_document == "error":
             skip = 'data.on_bad_document = "skip"'
             field = f"use {bad.instead}, or {skip} if other documents need the present setting"
-            raise ConfigError(f"{bad}; {field if bad.instead else f'repair or remove it, or use {skip}'}")
+            raise ConfigError(
+                f"{bad}; {field if bad.instead else f'repair or remove it, or use {skip}'}"
+            )
         self.last = bad
         self.known.add(bad[:2])
         self.check(len(self.known), f"the last one {bad}", bad.instead)
@@ -99,14 +101,22 @@ class BadDocumentsLog:
         skips, shortens = self.data.on_bad_document == "skip", self.data.min_document_tokens > 0
         if not skips and not shortens:
             return {}
-        short, bad = sum(some.short for some in skipped), [document for some in skipped for document in some.bad]
+        short, bad = (
+            sum(some.short for some in skipped),
+            [document for some in skipped for document in some.bad],
+        )
         more, found = reduce_numbers(short if self.reads_alone else 0, len(bad), total=True)
         self.short += more
         if found:
-            self._list([document for theirs in gather_on_first(bad) for document in theirs])  # none on other ranks than the first
+            self._list(
+                [document for theirs in gather_on_first(bad) for document in theirs]
+            )  # none on other ranks than the first
         (self.bad,) = reduce_numbers(0 if dist.get_rank() else len(self.policy.known))
         self.policy.check(self.bad, f"listed in {self.path}")
-        return {**({"bad_documents": self.bad} if skips else {}), **({"short_documents": self.short} if shortens else {})}
+        return {
+            **({"bad_documents": self.bad} if skips else {}),
+            **({"short_documents": self.short} if shortens else {}),
+        }
 
     @contextmanager
     def listing(self, loaders: Iterable[Any], *, unless: type[Exception]) -> Iterator[None]:
@@ -125,13 +135,21 @@ class BadDocumentsLog:
         """Return the number of skipped documents in words, for the end of a run; "" if none was skipped."""
         bad = f", {_documents(self.bad)} left out, listed in {self.path}" if self.bad else ""
         least = self.data.min_document_tokens
-        return bad + (f", {self.short} times a document left out that is shorter than {least} tokens" if self.short else "")
+        return bad + (
+            f", {self.short} times a document left out that is shorter than {least} tokens"
+            if self.short
+            else ""
+        )
 
     def _read(self) -> list[dict]:
         if not self.path.exists():
             return []
         form = {"file": WORD, "place": WORD}
-        return [entry for _, entry in read_lines(self.path) if entry is not None and not any(faults(entry, form))]
+        return [
+            entry
+            for _, entry in read_lines(self.path)
+            if entry is not None and not any(faults(entry, form))
+        ]
 
     def _list(self, documents: Sequence[BadDocument]) -> None:
         known = self.policy.known
@@ -147,7 +165,9 @@ class BadDocumentsLog:
         self.listed += lines
         try:
             with open(self.path, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(line) + "\n" for line in (lines if file.tell() else self.listed))  # all, if it is new
+                file.writelines(
+                    json.dumps(line) + "\n" for line in (lines if file.tell() else self.listed)
+                )  # all, if it is new
         except OSError as error:  # no reason to end the run
             logger.warning(f"{self.path} cannot be written, and lacks these: {error.strerror}")
 

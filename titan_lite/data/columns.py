@@ -24,18 +24,25 @@ FOOTER = 8  # a parquet file's footer, which takes a hundred times its size in m
 _ROWS = 1024  # decoded at once
 _BYTES = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
 _BYTES |= {pyarrow.string_view(): pyarrow.binary_view()}
-_DELTA = (6, 7)  # parquet encodings that decode all lengths at once: DELTA_LENGTH_BYTE_ARRAY, DELTA_BYTE_ARRAY
+_DELTA = (
+    6,
+    7,
+)  # parquet encodings that decode all lengths at once: DELTA_LENGTH_BYTE_ARRAY, DELTA_BYTE_ARRAY
 _DELTA_BYTE_ARRAY = 7
 
 
 def row_groups(file: str, limit: int) -> list[tuple[int, int]]:
     """Return (bytes, rows) of each row group of a parquet file, from its footer. Raises ValueError or an error of pyarrow."""
     with _open_parquet(file, limit) as opened:
-        groups = (opened.metadata.row_group(index) for index in range(opened.metadata.num_row_groups))
+        groups = (
+            opened.metadata.row_group(index) for index in range(opened.metadata.num_row_groups)
+        )
         return [(max(0, group.total_byte_size), max(0, group.num_rows)) for group in groups]
 
 
-def parquet_rows(file: str, group: int, first: int, field: str, limit: int) -> Iterator[tuple[int, Any]]:
+def parquet_rows(
+    file: str, group: int, first: int, field: str, limit: int
+) -> Iterator[tuple[int, Any]]:
     """Yield (row, raw) of a row group whose first row has number `first`. Raises ValueError or an error of pyarrow."""
     with _open_parquet(file, limit) as opened:
         metadata, schema = opened.metadata, opened.schema_arrow
@@ -49,10 +56,18 @@ def parquet_rows(file: str, group: int, first: int, field: str, limit: int) -> I
             if column.path_in_schema == field or column.path_in_schema.startswith(f"{field}."):
                 for values, encoding in _pages(source, column, limit):
                     # At most two pages at once. In DELTA_BYTE_ARRAY, one byte may repeat the previous string.
-                    at_once = min(at_once, 1 if encoding == _DELTA_BYTE_ARRAY else max(1, values)) if encoding >= 0 else at_once
+                    at_once = (
+                        min(at_once, 1 if encoding == _DELTA_BYTE_ARRAY else max(1, values))
+                        if encoding >= 0
+                        else at_once
+                    )
                     shares |= encoding < 0
-    with _open_parquet(file, limit, metadata=metadata, read_dictionary=[field] if shares else None) as opened:
-        for batch in opened.iter_batches(at_once, row_groups=[group], columns=[field], use_threads=False):
+    with _open_parquet(
+        file, limit, metadata=metadata, read_dictionary=[field] if shares else None
+    ) as opened:
+        for batch in opened.iter_batches(
+            at_once, row_groups=[group], columns=[field], use_threads=False
+        ):
             yield from _values(batch.column(field), first, limit)
             first += len(batch)
 
@@ -77,7 +92,9 @@ def _pages(source: BinaryIO, column: Any, limit: int) -> Iterator[tuple[int, int
     at, seen = column.data_page_offset, 0
     if column.has_dictionary_page and 0 < column.dictionary_page_offset < at:
         at = column.dictionary_page_offset
-    end = at + column.total_compressed_size + 100  # columns of an early writer have some bytes more than the footer says
+    end = (
+        at + column.total_compressed_size + 100
+    )  # columns of an early writer have some bytes more than the footer says
     most = PAGES * limit
     while seen < column.num_values and 0 <= at < end:
         source.seek(at)
@@ -201,7 +218,9 @@ def _checked(source: Any, limit: int) -> Iterator[str]:
             if message.type == "dictionary":
                 name = table.number(header, 0, 8)
                 is_delta = table.number(header, 2, 1)
-                dictionaries[name] = max(size, len(message.body or b"")) + (dictionaries.get(name, 0) if is_delta else 0)
+                dictionaries[name] = max(size, len(message.body or b"")) + (
+                    dictionaries.get(name, 0) if is_delta else 0
+                )
                 size = max(size, sum(dictionaries.values()))
         if size > PAGES * limit:
             raise ValueError(
@@ -269,7 +288,10 @@ def _wrong_column(schema: Any, field: str) -> NoText | None:
         return no_column(field, schema.names, texts)
     if field not in texts:
         instead = no_column(field, schema.names, texts).instead
-        return NoText(f'data.text_field = "{field}" is a column of {str(schema.field(field).type)[:100]}, not of text', instead)
+        return NoText(
+            f'data.text_field = "{field}" is a column of {str(schema.field(field).type)[:100]}, not of text',
+            instead,
+        )
     return None
 
 
@@ -300,14 +322,19 @@ def _values(column: Any, first: int, limit: int) -> Iterator[tuple[int, Any]]:
     sizes = _sizes(column)
     for row, place in enumerate(places, start=first):
         size = None if place is None else sizes[place].as_py()
-        yield row, None if size is None else TooLarge(limit) if size > limit else column[place].as_py()
+        yield (
+            row,
+            None if size is None else TooLarge(limit) if size > limit else column[place].as_py(),
+        )
 
 
 def _sizes(column: Any) -> Any:
     """Return the number of bytes of each value."""
     if column.type != pyarrow.binary_view():
         return compute.binary_length(column)
-    begins = np.frombuffer(column.buffers()[1], dtype="<i4")[4 * column.offset :: 4]  # a view has 16 bytes, first its length
+    begins = np.frombuffer(column.buffers()[1], dtype="<i4")[
+        4 * column.offset :: 4
+    ]  # a view has 16 bytes, first its length
     return compute.if_else(column.is_valid(), pyarrow.array(begins[: len(column)]), None)
 
 

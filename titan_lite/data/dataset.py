@@ -35,7 +35,9 @@ class StdlibSource:
     """`pydoc_data.topics` and the sources of the standard library, with random access."""
 
     def __init__(self, data: Data, split: Split, seed: int):
-        self.names = [name for name in _stdlib_names() if _belongs(name, split, data.validation_fraction)]
+        self.names = [
+            name for name in _stdlib_names() if _belongs(name, split, data.validation_fraction)
+        ]
         self.shuffle, self.seed = data.shuffle, seed
         if not self.names:
             raise _empty(data, split)
@@ -55,7 +57,9 @@ class StdlibSource:
                     yield ordinal, _stdlib_text(self.names[order[ordinal % count]])
 
 
-_Raw = tuple[Piece, int, Any]  # (piece, place in it, raw document of `read_piece`; None for a txt file)
+_Raw = tuple[
+    Piece, int, Any
+]  # (piece, place in it, raw document of `read_piece`; None for a txt file)
 
 
 class PiecewiseSource:
@@ -76,7 +80,9 @@ class PiecewiseSource:
     def epoch(self, ordinal: int) -> int:
         return ordinal // EPOCH
 
-    def documents(self, start: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, str | BadDocument]]:
+    def documents(
+        self, start: int, wanted: Callable[[int], bool]
+    ) -> Iterator[tuple[int, str | BadDocument]]:
         """Yield (ordinal, text or BadDocument) of the documents from `start` on with a wanted ordinal; only these are parsed."""
         beginning, rest = divmod(start, EPOCH)
         for epoch in itertools.count(beginning):
@@ -86,7 +92,9 @@ class PiecewiseSource:
                 if epoch == beginning and number < rest // GROUP:
                     continue
                 base = epoch * EPOCH + number * GROUP
-                for ordinal, (piece, place, raw) in enumerate(self._in_order(group, f"{self.seed} {epoch} {number}"), start=base):
+                for ordinal, (piece, place, raw) in enumerate(
+                    self._in_order(group, f"{self.seed} {epoch} {number}"), start=base
+                ):
                     want = ordinal >= start and wanted(ordinal)
                     if not isinstance(raw, ValueError):
                         readable = True
@@ -195,7 +203,9 @@ def check_data(data: Data) -> None:
         elif part.dataset == "local":
             pieces = local_pieces(part)
             if not any(True for piece in pieces for _ in read_piece(piece, part)):
-                raise ConfigError(f'{part.key("path")} = "{part.path}" has no document; use files with documents')
+                raise ConfigError(
+                    f'{part.key("path")} = "{part.path}" has no document; use files with documents'
+                )
             for piece in {piece.format: piece for piece in reversed(pieces)}.values():
                 for place, raw in itertools.islice(read_piece(piece, part), 1):
                     if isinstance(text := text_of(raw, piece, place, part), BadDocument):
@@ -219,10 +229,19 @@ def _fingerprint(data: Data) -> str:
         case "stdlib":
             topics = {f"topics/{name}": len(text) for name, text in _topics().items()}
             return _sha256(
-                [(name, topics[name] if name in topics else os.path.getsize(_STDLIB / name)) for name in _stdlib_names()]
+                [
+                    (name, topics[name] if name in topics else os.path.getsize(_STDLIB / name))
+                    for name in _stdlib_names()
+                ]
             )
         case "local":
-            return _sha256(["by pieces", data.text_field, *((name, size) for _, name, size in local_files(data))])
+            return _sha256(
+                [
+                    "by pieces",
+                    data.text_field,
+                    *((name, size) for _, name, size in local_files(data)),
+                ]
+            )
         case name:
             return _sha256([name, data.subset, data.split, data.text_field])
 
@@ -244,7 +263,11 @@ class NoDocuments(ConfigError):
 def _empty(data: Data, split: Split) -> NoDocuments:
     where = f' at {data.key("path")} = "{data.path}"' if data.path else ""
     other = 0.5 if split == "validation" else 0.05
-    helps = data.validation_fraction < other if split == "validation" else data.validation_fraction > other
+    helps = (
+        data.validation_fraction < other
+        if split == "validation"
+        else data.validation_fraction > other
+    )
     instead = f" or validation_fraction = {other}" if helps else ""
     return NoDocuments(
         f'{data.key("dataset")} = "{data.dataset}"{where} has no {split} document with data.validation_fraction = '
@@ -284,7 +307,9 @@ def _stdlib_text(name: str) -> str:
 def _topics() -> dict[str, str]:
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions have it in another package; most of the text is sources
+    except (
+        ImportError
+    ):  # some distributions have it in another package; most of the text is sources
         return {}
     return topics
 

@@ -24,7 +24,16 @@ from typing import Any
 from titan_lite.config import ConfigError, Data
 from titan_lite.config.row import one_line
 from titan_lite.data.bad_documents import BadDocument
-from titan_lite.data.readers import NoText, TooLarge, elements, is_array, lines, open_bytes, records, shown
+from titan_lite.data.readers import (
+    NoText,
+    TooLarge,
+    elements,
+    is_array,
+    lines,
+    open_bytes,
+    records,
+    shown,
+)
 from titan_lite.logging import logger
 
 FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet", ".arrow")
@@ -63,24 +72,42 @@ def local_files(data: Data) -> list[tuple[str, str, int]]:
         if len(files) < len(found):
             logger.info(f"{wrong}: {len(found) - len(files)} files of other formats are left out")
         if not files:
-            raise ConfigError(f"{wrong}: none of the {len(found)} files in this folder can be read; {_FIX}")
+            raise ConfigError(
+                f"{wrong}: none of the {len(found)} files in this folder can be read; {_FIX}"
+            )
     else:
-        files = [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob(path, recursive=True)))
+        files = (
+            [path]
+            if os.path.isfile(path)
+            else sorted(filter(os.path.isfile, glob(path, recursive=True)))
+        )
         if not files and os.path.exists(path):
-            raise ConfigError(f"{wrong} is {kind_of_file(path)}, not a file that can be read again; {_FIX}")
+            raise ConfigError(
+                f"{wrong} is {kind_of_file(path)}, not a file that can be read again; {_FIX}"
+            )
         if not files:
             raise ConfigError(f"{wrong}: no such file, and no file matches; {_FIX}")
         for file in files:
             if not _format(file)[0]:
-                raise ConfigError(f'{wrong}: {file}: unknown format "{"".join(Path(file).suffixes)}"; {_FIX}')
+                raise ConfigError(
+                    f'{wrong}: {file}: unknown format "{"".join(Path(file).suffixes)}"; {_FIX}'
+                )
         root = os.path.commonpath([os.path.dirname(file) for file in files])
-    return [(file, os.path.relpath(file, root).replace(os.sep, "/"), os.path.getsize(file)) for file in files]
+    return [
+        (file, os.path.relpath(file, root).replace(os.sep, "/"), os.path.getsize(file))
+        for file in files
+    ]
 
 
 def kind_of_file(path: str | os.PathLike) -> str:
     """Return the kind of a file system entry, such as "a folder"."""
     mode = os.stat(path).st_mode
-    kinds = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket", stat.S_ISREG: "a file"}
+    kinds = {
+        stat.S_ISDIR: "a folder",
+        stat.S_ISFIFO: "a pipe",
+        stat.S_ISSOCK: "a socket",
+        stat.S_ISREG: "a file",
+    }
     return next((words for is_kind, words in kinds.items() if is_kind(mode)), "a device")
 
 
@@ -104,11 +131,16 @@ def local_pieces(data: Data) -> list[Piece]:
     for file, name, size in files:
         match _format(file):
             case ".jsonl", "":
-                pieces += [Piece(file, name, min(step, size - at), at, min(at + step, size)) for at in range(0, size, step)]
+                pieces += [
+                    Piece(file, name, min(step, size - at), at, min(at + step, size))
+                    for at in range(0, size, step)
+                ]
             case ".parquet", _:
                 pieces += _row_groups(file, name, size, data)
             case _, compression:
-                pieces.append(Piece(file, name, size * 4 if compression else size))  # about its size as text
+                pieces.append(
+                    Piece(file, name, size * 4 if compression else size)
+                )  # about its size as text
     return pieces
 
 
@@ -119,7 +151,10 @@ def read_piece(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
         for place, raw in _documents(piece, data):
             yield place, raw
     except Exception as error:  # pyarrow alone raises ten kinds
-        yield place + 1, ValueError(f"cannot be read from here on ({_of_the_file(error, piece.file)})")
+        yield (
+            place + 1,
+            ValueError(f"cannot be read from here on ({_of_the_file(error, piece.file)})"),
+        )
 
 
 def _documents(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
@@ -166,7 +201,8 @@ def text_of(raw: Any, piece: Piece, place: int, data: Data) -> str | BadDocument
     except ValueError as error:
         # in a mixture the key has another name, which readers do not know
         why, instead = (
-            words.replace("data.text_field", data.key("text_field")) for words in (str(error), getattr(error, "instead", ""))
+            words.replace("data.text_field", data.key("text_field"))
+            for words in (str(error), getattr(error, "instead", ""))
         )
         return BadDocument(piece.file, _in_words(piece, place), why, instead)
 
@@ -191,13 +227,23 @@ def _parse(raw: Any, data: Data, is_json: bool) -> str:
         except ValueError as error:  # a number of thousands of digits
             raise ValueError(f"not JSON ({str(error).partition(';')[0]})") from None
         if is_json and not isinstance(raw, dict):
-            raise ValueError(f"not a JSON object, but {'null' if raw is None else f'of type {type(raw).__name__}'}")
+            raise ValueError(
+                f"not a JSON object, but {'null' if raw is None else f'of type {type(raw).__name__}'}"
+            )
     if isinstance(raw, dict):
         if raw.get(field) is None:
-            others = sorted((name for name, value in raw.items() if isinstance(value, str)), key=lambda name: -len(raw[name]))
+            others = sorted(
+                (name for name, value in raw.items() if isinstance(value, str)),
+                key=lambda name: -len(raw[name]),
+            )
             why = "is null in" if field in raw else "is not a field of"
-            instead = f'data.text_field = "{shown(others[:1])}"' if others and field not in raw else ""
-            raise NoText(f'data.text_field = "{field}" {why} it; its fields with text: {shown(others)}', instead)
+            instead = (
+                f'data.text_field = "{shown(others[:1])}"' if others and field not in raw else ""
+            )
+            raise NoText(
+                f'data.text_field = "{field}" {why} it; its fields with text: {shown(others)}',
+                instead,
+            )
         raw = raw[field]
     if not isinstance(raw, str):
         kind = "null" if raw is None else f"of type {type(raw).__name__}"
@@ -209,7 +255,9 @@ def _parse(raw: Any, data: Data, is_json: bool) -> str:
     if not raw:
         raise ValueError("empty")
     if size > limit:
-        raise ValueError(f"{size / 2**20:.1f} MiB, more than data.max_document_mib = {data.max_document_mib}")
+        raise ValueError(
+            f"{size / 2**20:.1f} MiB, more than data.max_document_mib = {data.max_document_mib}"
+        )
     return raw
 
 

@@ -55,12 +55,16 @@ from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.logging import logger
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-Place = tuple[int, int]  # position of a row in a source: (ordinal of its current document, tokens of it already used)
+Place = tuple[
+    int, int
+]  # position of a row in a source: (ordinal of its current document, tokens of it already used)
 Places = dict[tuple[int, int], Place]  # by (row, source)
 # (number, source, tokens, place after them). Tokens are int32 as bytes, which pass through a pipe faster than a tensor through
 # shared memory; empty if the window belongs to another rank.
 Window = tuple[int, int, bytes, Place]
-GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: its multiples modulo 2**64 are spread most evenly
+GOLDEN = (
+    0x9E3779B97F4A7C15  # 2**64 / golden ratio: its multiples modulo 2**64 are spread most evenly
+)
 USELESS = 1000  # this many consecutive documents without a token, over two epochs, are an error
 
 
@@ -71,15 +75,33 @@ class _PackedRows(IterableDataset):
     error in place of windows.
     """
 
-    def __init__(self, data: Data, sources: Sequence[Source], tokenizer: Tokenizer, *, batch_size: int, seq_len: int, seed: int):
+    def __init__(
+        self,
+        data: Data,
+        sources: Sequence[Source],
+        tokenizer: Tokenizer,
+        *,
+        batch_size: int,
+        seq_len: int,
+        seed: int,
+    ):
         self.data, self.sources, self.tokenizer = data, sources, tokenizer
         self.batch_size, self.seq_len = batch_size, seq_len
         self.shares = list(itertools.accumulate(share for share, _ in data.mixture()))
         self.phase = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:8], "big")
 
-    def begin(self, own: range, rows: int, windows: int, places: Places, rank: int, ranks: int) -> None:
+    def begin(
+        self, own: range, rows: int, windows: int, places: Places, rank: int, ranks: int
+    ) -> None:
         """Start with the rows `own` of all `rows`, at these places, after `windows` windows of the run."""
-        self.own, self.rows, self.windows, self.places, self.rank, self.ranks = own, rows, windows, places, rank, ranks
+        self.own, self.rows, self.windows, self.places, self.rank, self.ranks = (
+            own,
+            rows,
+            windows,
+            places,
+            rank,
+            ranks,
+        )
 
     def __iter__(self) -> Iterator[tuple[list[Window] | ConfigError, SkippedDocuments]]:
         if worker := get_worker_info():
@@ -97,7 +119,10 @@ class _PackedRows(IterableDataset):
         try:
             while True:
                 # The same number from every process, since all have the same number of rows: no process gets ahead.
-                windows = [self._window(number) for number in itertools.islice(numbers, min(self.batch_size, len(first)))]
+                windows = [
+                    self._window(number)
+                    for number in itertools.islice(numbers, min(self.batch_size, len(first)))
+                ]
                 yield windows, self.skipped
                 self.skipped = SkippedDocuments()
         except ConfigError as error:
@@ -127,7 +152,12 @@ class _PackedRows(IterableDataset):
                 del self.current[row, source]
                 ordinal, used = ordinal + 1, 0
         self.places[row, source] = ordinal, used
-        return number, source, window.tobytes() if number % self.ranks == self.rank else b"", (ordinal, used)
+        return (
+            number,
+            source,
+            window.tobytes() if number % self.ranks == self.rank else b"",
+            (ordinal, used),
+        )
 
     def _next_document(self, row: int, source: int, at: int, used: int) -> tuple[int, np.ndarray]:
         """Return (ordinal, tokens) of the row's next document with tokens, from ordinal `at` on; if `used`, of document `at`."""
@@ -141,7 +171,9 @@ class _PackedRows(IterableDataset):
             ordinal, document = pending.popleft()
             tokens = self._tokens(document, 0 if used else self.data.min_document_tokens)
             if used and (ordinal != at or tokens is None or used >= len(tokens)):
-                there = f"has {len(tokens)}" if ordinal == at and tokens is not None else "is not there"
+                there = (
+                    f"has {len(tokens)}" if ordinal == at and tokens is not None else "is not there"
+                )
                 raise ConfigError(
                     f"the loader's state is {used} tokens into document {at}, which {there}: documents, "
                     "[data], model.tokenizer_path or debug.seed changed since; use those of the saved run"
@@ -165,7 +197,9 @@ class _PackedRows(IterableDataset):
         """Yield this worker's documents of a source, from each row's current position."""
         rows, begins = self.rows, {row: self.places[row, source][0] for row in self.own}
         first = min(begins.values())
-        return self.sources[source].documents(first, lambda at: (begin := begins.get(at % rows)) is not None and at >= begin)
+        return self.sources[source].documents(
+            first, lambda at: (begin := begins.get(at % rows)) is not None and at >= begin
+        )
 
     def _tokens(self, document: str | np.ndarray | BadDocument, least: int) -> np.ndarray | None:
         """Return the tokens of a text or of a prepared document, or None for a document that is bad or shorter than `least`."""
@@ -188,8 +222,13 @@ def document_begins(tokens: torch.Tensor, bos_id: int) -> torch.Tensor:
 
 def document_counts(tokens: torch.Tensor, bos_id: int) -> torch.Tensor:
     """(B, T) tokens -> (B, 2) int64: how many documents a row has, cut ones too, and how many tokens of the longest."""
-    begins, positions = document_begins(tokens, bos_id), torch.arange(tokens.shape[1], device=tokens.device)
-    return torch.stack(((begins == positions).sum(dim=1), (positions - begins).amax(dim=1) + 1), dim=1)
+    begins, positions = (
+        document_begins(tokens, bos_id),
+        torch.arange(tokens.shape[1], device=tokens.device),
+    )
+    return torch.stack(
+        ((begins == positions).sum(dim=1), (positions - begins).amax(dim=1) + 1), dim=1
+    )
 
 
 class LoaderError(RuntimeError):
@@ -202,7 +241,9 @@ STOPPING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
 @contextmanager
 def _blocking_signals() -> Iterator[None]:
     """Return a context in which new processes, and the first threads of their libraries, block the signals of STOPPING."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING if hasattr(signal, "sigtimedwait") else ())  # not on macOS
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, STOPPING if hasattr(signal, "sigtimedwait") else ()
+    )  # not on macOS
     try:
         yield
     finally:
@@ -239,10 +280,17 @@ class Loader:
     """
 
     def __init__(self, dataset: _PackedRows, rows: int, dp_rank: int, dp_degree: int):
-        self._dataset, self._rank, self._ranks, self._sources = dataset, dp_rank, dp_degree, range(len(dataset.sources))
+        self._dataset, self._rank, self._ranks, self._sources = (
+            dataset,
+            dp_rank,
+            dp_degree,
+            range(len(dataset.sources)),
+        )
         self._skipped = SkippedDocuments()
         self._begin(rows, 0)
-        self._places: Places = {(row, source): (row, 0) for row in self._own for source in self._sources}
+        self._places: Places = {
+            (row, source): (row, 0) for row in self._own for source in self._sources
+        }
 
     def _begin(self, rows: int, windows: int) -> None:
         """Start after the run has taken `windows` windows of `rows` rows."""
@@ -270,8 +318,15 @@ class Loader:
             self._receive()
         windows = np.stack([self._ready[number][0] for number in numbers if self._is_own(number)])
         # numpy converts such small arrays in two thirds of torch's time
-        input, label = (torch.from_numpy(part.astype(np.int64, order="C")) for part in (windows[:, :-1], windows[:, 1:]))
-        return (input.pin_memory(), label.pin_memory()) if torch.cuda.is_available() else (input, label)
+        input, label = (
+            torch.from_numpy(part.astype(np.int64, order="C"))
+            for part in (windows[:, :-1], windows[:, 1:])
+        )
+        return (
+            (input.pin_memory(), label.pin_memory())
+            if torch.cuda.is_available()
+            else (input, label)
+        )
 
     def _upcoming(self) -> range:
         """Return the numbers of the windows from this rank's rows in the next microbatch of all ranks."""
@@ -293,11 +348,17 @@ class Loader:
         try:
             windows, skipped = next(self._iterator)
         except (RuntimeError, OSError) as error:
-            ended = [(process.pid, process.exitcode) for process in getattr(self._iterator, "_workers", ()) if process.exitcode]
+            ended = [
+                (process.pid, process.exitcode)
+                for process in getattr(self._iterator, "_workers", ())
+                if process.exitcode
+            ]
             if not ended:
                 raise
             raise LoaderError(_ended(*ended[0])) from error
-        if self._rank < self._apart:  # ranks that share rows skip the same documents; one of them counts
+        if (
+            self._rank < self._apart
+        ):  # ranks that share rows skip the same documents; one of them counts
             self._skipped.short += skipped.short
         self._skipped.bad += skipped.bad
         if isinstance(windows, ConfigError):
@@ -310,12 +371,18 @@ class Loader:
         asked = self._dataset.data.num_workers
         workers = max((n for n in range(1, asked + 1) if len(self._own) % n == 0), default=0)
         if workers < asked:
-            logger.info(f"data.num_workers = {asked}: a rank's {len(self._own)} streams of sequences are divided among {workers}")
-        self._dataset.begin(self._own, self._rows, self._windows, self._places, self._rank, self._ranks)
+            logger.info(
+                f"data.num_workers = {asked}: a rank's {len(self._own)} streams of sequences are divided among {workers}"
+            )
+        self._dataset.begin(
+            self._own, self._rows, self._windows, self._places, self._rank, self._ranks
+        )
         # torch's handler would raise anywhere in the training process; `next` detects the end of a worker, too
         on_child = signal.getsignal(signal.SIGCHLD)
         with _blocking_signals(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
+            warnings.filterwarnings(
+                "ignore", "'set_vital' is deprecated"
+            )  # torchdata 0.11 with torch 2.13
             loader = StatefulDataLoader(
                 self._dataset,
                 batch_size=None,
@@ -339,9 +406,14 @@ class Loader:
         """Describe each source: its share of a mixture, and its size as far as it is known."""
         data, sources = self._dataset.data, self._dataset.sources
         if not data.sources:
-            return [f"data: {data.dataset}{f' ({data.path})' if data.path else ''}, {amount(sources[0])}"]
+            return [
+                f"data: {data.dataset}{f' ({data.path})' if data.path else ''}, {amount(sources[0])}"
+            ]
         parts = zip(data.source_names(), data.mixture(), sources, strict=True)
-        return [f"source {name}: {100 * share:.3g}% of the tokens; {amount(source)}" for name, (share, _), source in parts]
+        return [
+            f"source {name}: {100 * share:.3g}% of the tokens; {amount(source)}"
+            for name, (share, _), source in parts
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch of `next`: {"windows": 40, "rows": {"3": [5, [17, 120]]}, "of": 8}.
@@ -362,11 +434,15 @@ class Loader:
         checkpoint/resume.py refuses the state of other sources before this is called.
         """
         # earlier versions saved only the number of windows of each row
-        self._begin(state["of"], state.get("windows", sum(given for given, *_ in state["rows"].values())))
+        self._begin(
+            state["of"], state.get("windows", sum(given for given, *_ in state["rows"].values()))
+        )
         self._places = {
             (row, source): (ordinal, used)
             for row in self._own
-            for source, (ordinal, used) in zip(self._sources, state["rows"][str(row)][1:], strict=True)
+            for source, (ordinal, used) in zip(
+                self._sources, state["rows"][str(row)][1:], strict=True
+            )
         }
 
 
@@ -383,7 +459,11 @@ def _not_started(workers: int, error: OSError) -> str:
 
 def _ended(pid: int, code: int) -> str:
     """Return the message about a loader process that has ended. code: its exit code, or minus the number of a signal."""
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    how = (
+        f"was killed by {signal.Signals(-code).name}"
+        if code < 0
+        else f"ended with exit code {code}"
+    )
     why = ", as the kernel does where memory is short" if code == -signal.SIGKILL else ""
     fix = "start again to resume; for less memory, use smaller data.num_workers and data.prefetch, or data.num_workers = 0"
     return f"loader process {pid} {how}{why}; {fix}"
@@ -410,5 +490,7 @@ def build_loader(
         here = all(part.dataset in ("stdlib", "local", "prepared") for _, part in data.mixture())
         data = dataclasses.replace(data, num_workers=0, shuffle=data.shuffle and here)
     sources = [build_source(part, split=split, seed=seed) for _, part in data.mixture()]
-    dataset = _PackedRows(data, sources, tokenizer, batch_size=batch_size, seq_len=seq_len, seed=seed)
+    dataset = _PackedRows(
+        data, sources, tokenizer, batch_size=batch_size, seq_len=seq_len, seed=seed
+    )
     return Loader(dataset, rows, dp_rank, dp_degree)

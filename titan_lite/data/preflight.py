@@ -20,7 +20,9 @@ SHOWN = 200  # characters in the logged sample
 FAR = 0.1  # fraction of ln(vocabulary); the loss of a new model is 1/32 nats above, with tied embeddings about half a nat
 
 
-def preflight(batch: tuple[Tensor, Tensor], tokenizer: Tokenizer, vocab_size: int, dp_rank: int) -> None:
+def preflight(
+    batch: tuple[Tensor, Tensor], tokenizer: Tokenizer, vocab_size: int, dp_rank: int
+) -> None:
     """Log a sample of the first batch. Raises ConfigError on all ranks if the batch of any rank is wrong."""
     input, label = batch
     digest = hash_of(input.numpy().tobytes() + label.numpy().tobytes())
@@ -28,7 +30,9 @@ def preflight(batch: tuple[Tensor, Tensor], tokenizer: Tokenizer, vocab_size: in
     check_batches(gather_numbers(dp_rank, digest, largest), vocab_size)
     if dist.get_rank() == 0:
         text = tokenizer.decode(input[0, : 2 * SHOWN].tolist())
-        logger.info(f"first sequence of {input.shape[1]} tokens: {text[:SHOWN]!r}{'...' if len(text) > SHOWN else ''}")
+        logger.info(
+            f"first sequence of {input.shape[1]} tokens: {text[:SHOWN]!r}{'...' if len(text) > SHOWN else ''}"
+        )
 
 
 def check_batches(everyone: Sequence[Sequence[int]], vocab_size: int) -> None:

@@ -43,7 +43,15 @@ from titan_lite.config.recipe import load_config
 from titan_lite.config.toml import in_toml
 from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy
 from titan_lite.data.dataset import NoDocuments, Split, build_source, fingerprint
-from titan_lite.data.prepared import DTYPE, FORMAT, SPLITS, WRITTEN, check_prepared, check_shards, read_manifest
+from titan_lite.data.prepared import (
+    DTYPE,
+    FORMAT,
+    SPLITS,
+    WRITTEN,
+    check_prepared,
+    check_shards,
+    read_manifest,
+)
 from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
 from titan_lite.logging import init_logging, logger
 from titan_lite.outside import ANY, COUNT, MOST, WORD, Damaged, one_of, read_json
@@ -51,8 +59,20 @@ from titan_lite.ranks import usable_cores
 
 PROGRESS = "progress.json"
 # keys of [data] without effect here; training leaves out documents that are too short
-_NO_MATTER = {"path", "sources", "number", "shuffle", "shuffle_buffer", "min_document_tokens", "num_workers", "prefetch"}
-_MAY_CHANGE = {"on_bad_document", "max_bad_documents"}  # from one start to the next, since whole shards stay valid
+_NO_MATTER = {
+    "path",
+    "sources",
+    "number",
+    "shuffle",
+    "shuffle_buffer",
+    "min_document_tokens",
+    "num_workers",
+    "prefetch",
+}
+_MAY_CHANGE = {
+    "on_bad_document",
+    "max_bad_documents",
+}  # from one start to the next, since whole shards stay valid
 _PORTION = 1 << 18  # characters that are encoded at once, in about 0.1 s
 _BEGUN: dict[Any, Any] = {
     **WRITTEN,
@@ -68,7 +88,9 @@ class Portion(NamedTuple):
     bad: list[BadDocument]  # skipped
 
 
-def prepare_mixture(data: Data, tokenizer: Tokenizer, folder: Path, **how: Any) -> list[tuple[Path, dict[str, Any] | None]]:
+def prepare_mixture(
+    data: Data, tokenizer: Tokenizer, folder: Path, **how: Any
+) -> list[tuple[Path, dict[str, Any] | None]]:
     """Prepare each of data.sources in a folder inside `folder`. Return (folder, manifest), or (path, None) if prepared before.
 
     Raises ConfigError.
@@ -79,8 +101,13 @@ def prepare_mixture(data: Data, tokenizer: Tokenizer, folder: Path, **how: Any) 
         raise ConfigError(f"{folder} exists, and nothing is overwritten; use a new folder")
     unfinished = folder.with_name(f"unfinished-{folder.name}")
     with _writing(folder, unfinished):
-        if foreign := {path.name for path in unfinished.iterdir()} - {*names, *(f"unfinished-{name}" for name in names)}:
-            raise ConfigError(f"{unfinished} has {min(foreign)}, which this command did not write; use another folder")
+        if foreign := {path.name for path in unfinished.iterdir()} - {
+            *names,
+            *(f"unfinished-{name}" for name in names),
+        }:
+            raise ConfigError(
+                f"{unfinished} has {min(foreign)}, which this command did not write; use another folder"
+            )
         done: list[tuple[Path, dict[str, Any] | None]] = []
         for name, part in zip(names, parts, strict=True):
             if part.dataset == "prepared":
@@ -90,7 +117,10 @@ def prepare_mixture(data: Data, tokenizer: Tokenizer, folder: Path, **how: Any) 
             if not (unfinished / name).exists():
                 prepare(part, tokenizer, unfinished / name, **how)
             described = read_manifest(unfinished / name)
-            before, now = _flat(described), _flat(json.loads(json.dumps(_about(part, tokenizer, how["shard_tokens"]))))
+            before, now = (
+                _flat(described),
+                _flat(json.loads(json.dumps(_about(part, tokenizer, how["shard_tokens"])))),
+            )
             if other := [key for key in now if before.get(key) != now[key]]:
                 made = f"{unfinished / name} was made with other {', '.join(other)}"
                 raise ConfigError(f"{made}; use the same to continue, or remove it to start again")
@@ -105,10 +135,14 @@ def _name(data: Data) -> str:
     return re.sub(r"[^\w.-]+", "-", Path(parts[-1]).name.split(".")[0] or data.dataset)[:40]
 
 
-def prepare(data: Data, tokenizer: Tokenizer, folder: Path, *, workers: int, shard_tokens: int = 1 << 28) -> dict[str, Any]:
+def prepare(
+    data: Data, tokenizer: Tokenizer, folder: Path, *, workers: int, shard_tokens: int = 1 << 28
+) -> dict[str, Any]:
     """Write the folder, or the rest of it, and return its manifest. Raises ConfigError."""
     if data.dataset == "prepared":
-        raise ConfigError(f'{data.key("dataset")} = "prepared": {data.path} is prepared already; use "local", "stdlib" or "c4"')
+        raise ConfigError(
+            f'{data.key("dataset")} = "prepared": {data.path} is prepared already; use "local", "stdlib" or "c4"'
+        )
     if folder.exists():
         raise ConfigError(f"{folder} exists, and nothing is overwritten; use a new folder")
     unfinished = folder.with_name(f"unfinished-{folder.name}")
@@ -132,7 +166,9 @@ def _about(data: Data, tokenizer: Tokenizer, shard_tokens: int) -> dict[str, Any
         "tokenizer": tokenizer.sha256,
         "vocab_size": tokenizer.vocab_size,
         "dtype": "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
-        "data": {key: value for key, value in dataclasses.asdict(data).items() if key not in _NO_MATTER},
+        "data": {
+            key: value for key, value in dataclasses.asdict(data).items() if key not in _NO_MATTER
+        },
         "documents": fingerprint(data),
         "shard_tokens": shard_tokens,
     }
@@ -150,9 +186,13 @@ def _writing(folder: Path, unfinished: Path) -> Iterator[None]:
         finally:
             os.close(lock)
     except BlockingIOError:
-        raise ConfigError(f"{unfinished} is being written by another process; wait for it, or use another folder") from None
+        raise ConfigError(
+            f"{unfinished} is being written by another process; wait for it, or use another folder"
+        ) from None
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error}; use the same command to continue") from None
+        raise ConfigError(
+            f"{folder} cannot be written: {error}; use the same command to continue"
+        ) from None
 
 
 def _begun(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
@@ -167,15 +207,28 @@ def _begun(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{folder}: {error}; remove {folder} to start again") from None
         before, now = _flat(progress["about"]), _flat(json.loads(json.dumps(about)))
         if other := [key for key in now if before.get(key) != now[key]]:
-            changed = ", ".join(f"{key} ({_short(now[key])}, was {_short(before.get(key))})" for key in other)
-            raise ConfigError(f"{folder} was begun with other {changed}; use the same to continue, or remove it to start again")
+            changed = ", ".join(
+                f"{key} ({_short(now[key])}, was {_short(before.get(key))})" for key in other
+            )
+            raise ConfigError(
+                f"{folder} was begun with other {changed}; use the same to continue, or remove it to start again"
+            )
         progress["about"] = about
         if progress["files"]:
-            logger.info(f"{folder} has {len(progress['files']) // 2} whole shards: continuing after them")
+            logger.info(
+                f"{folder} has {len(progress['files']) // 2} whole shards: continuing after them"
+            )
     elif any(file.name != f"{PROGRESS}.new" for file in folder.iterdir()):
-        raise ConfigError(f"{folder} exists, and this command did not write it; move it, or use another folder")
+        raise ConfigError(
+            f"{folder} exists, and this command did not write it; move it, or use another folder"
+        )
     else:
-        progress = {"about": about, "splits": {split: [] for split in SPLITS}, "bad": [], "files": {}}
+        progress = {
+            "about": about,
+            "splits": {split: [] for split in SPLITS},
+            "bad": [],
+            "files": {},
+        }
         progress |= {"left": list(SPLITS), "next": 0}  # splits to write; the next ordinal
         if not about["data"]["validation_fraction"] and about["data"]["dataset"] != "c4":
             progress["left"].remove("validation")
@@ -198,7 +251,14 @@ def _short(value: Any) -> str:
     return value[:12] if isinstance(value, str) and len(value) == 64 else f"{json.dumps(value):.60}"
 
 
-def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, progress: dict[str, Any], workers: int) -> None:
+def _write_split(
+    split: Split,
+    data: Data,
+    tokenizer: Tokenizer,
+    folder: Path,
+    progress: dict[str, Any],
+    workers: int,
+) -> None:
     """Write the remaining shards of a split. A shard ends with a portion, so that a resumed run cuts the same shards."""
     about, shards = progress["about"], progress["splits"][split]
     policy = BadDocumentPolicy(data, [(bad["file"], bad["place"]) for bad in progress["bad"]])
@@ -212,12 +272,16 @@ def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, p
         """Record all that was written as done, and the next ordinal. Raises ConfigError."""
         if shard is not None:
             progress["files"].update(shard.close())
-            shards.append({"name": shard.name, "documents": shard.documents, "tokens": shard.tokens})
+            shards.append(
+                {"name": shard.name, "documents": shard.documents, "tokens": shard.tokens}
+            )
             logger.info(f"{shard.name}: {shard.documents:,} documents, {shard.tokens:,} tokens")
         progress["bad"] += [document.listed() for document in bad]
         progress["next"] = next_ordinal
         bad.clear()
-        if len(text := json.dumps(progress)) > MOST * 2 // 3:  # the lines of a manifest are indented
+        if (
+            len(text := json.dumps(progress)) > MOST * 2 // 3
+        ):  # the lines of a manifest are indented
             raise ConfigError(
                 f"--shard-tokens {about['shard_tokens']}: {len(progress['files']):,} files are more than a manifest may list; "
                 "use a larger value"
@@ -225,7 +289,10 @@ def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, p
         manifest.write_whole(folder / PROGRESS, text)
 
     done = sum(shard["tokens"] for shard in shards)
-    with logging_redirect_tqdm([logger]), tqdm(desc=split, unit=" tokens", unit_scale=True, initial=done, disable=None) as bar:
+    with (
+        logging_redirect_tqdm([logger]),
+        tqdm(desc=split, unit=" tokens", unit_scale=True, initial=done, disable=None) as bar,
+    ):
         for portion, encoded in _encoded(portions, tokenizer, dtype, workers):
             bad += portion.bad
             if encoded:
@@ -236,7 +303,9 @@ def _write_split(split: Split, data: Data, tokenizer: Tokenizer, folder: Path, p
                 keep(portion.next_ordinal)
                 shard = None
     if shard is None and not shards and split == "train":
-        raise ConfigError(f'{data.key("path")} = "{data.path}" has no document that can be read; use other documents')
+        raise ConfigError(
+            f'{data.key("path")} = "{data.path}" has no document that can be read; use other documents'
+        )
     progress["left"].remove(split)
     keep(0)
 
@@ -246,7 +315,9 @@ class _Shard:
 
     def __init__(self, folder: Path, name: str):
         self.name, self.documents, self.tokens = name, 0, 0
-        self._files = {suffix: (folder / f"{name}.{suffix}").open("wb") for suffix in ("tokens", "documents")}
+        self._files = {
+            suffix: (folder / f"{name}.{suffix}").open("wb") for suffix in ("tokens", "documents")
+        }
         self._hashes = {suffix: hashlib.sha256() for suffix in self._files}
         self._append("documents", np.zeros(1, dtype="<u8"))
 
@@ -267,12 +338,17 @@ class _Shard:
         for suffix, file in self._files.items():
             file.flush()
             os.fsync(file.fileno())
-            written[f"{self.name}.{suffix}"] = {"sha256": self._hashes[suffix].hexdigest(), "size": file.tell()}
+            written[f"{self.name}.{suffix}"] = {
+                "sha256": self._hashes[suffix].hexdigest(),
+                "size": file.tell(),
+            }
             file.close()
         return written
 
 
-def _portions(data: Data, split: Split, start: int, most: int, policy: BadDocumentPolicy) -> Iterator[Portion]:
+def _portions(
+    data: Data, split: Split, start: int, most: int, policy: BadDocumentPolicy
+) -> Iterator[Portion]:
     """Yield the first epoch from ordinal `start` on, in portions that end with the document that reaches `most` characters."""
     portion, characters = Portion(start, [], []), 0
     try:
@@ -306,7 +382,9 @@ def _encoded(
         yield from ((portion, _encode(portion.texts)) for portion in portions)
         return
     # spawn: a fork would inherit the locks, but not the threads, of the libraries that read the corpus
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (tokenizer, dtype))
+    pool = ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), _start_worker, (tokenizer, dtype)
+    )
     ahead: deque[tuple[Portion, Future[list[np.ndarray]]]] = deque()
     try:
         for portion in portions:
@@ -339,7 +417,9 @@ def _encode(texts: list[str]) -> list[np.ndarray]:
 def _summary(described: dict[str, Any]) -> str:
     sums = []
     for split, shards in described["splits"].items():
-        documents, tokens = (sum(shard[what] for shard in shards) for what in ("documents", "tokens"))
+        documents, tokens = (
+            sum(shard[what] for shard in shards) for what in ("documents", "tokens")
+        )
         sums.append(f"{split}: {documents:,} documents, {tokens:,} tokens, shards: {len(shards)}")
     if described["bad"]:
         sums.append(f"skipped: {len(described['bad'])} bad documents, which manifest.json lists")
@@ -359,32 +439,48 @@ def main(arguments: Sequence[str]) -> None:
     init_logging()
     options, others = parser.parse_known_args(arguments)
     if options.verify and others:
-        raise ConfigError(f"--verify {options.verify}: expected nothing else, found {' '.join(others)}; leave that out")
+        raise ConfigError(
+            f"--verify {options.verify}: expected nothing else, found {' '.join(others)}; leave that out"
+        )
     if options.verify:
-        print(f"{options.verify}: every byte is as written; {_summary(read_manifest(options.verify, every_byte=True))}")
+        print(
+            f"{options.verify}: every byte is as written; {_summary(read_manifest(options.verify, every_byte=True))}"
+        )
         return
     if len(others) < 2 or others[0].startswith("-") or others[1].startswith("-"):
-        raise ConfigError(f"expected RECIPE FOLDER first, found {' '.join(others) or 'neither'}; use --help for an example")
+        raise ConfigError(
+            f"expected RECIPE FOLDER first, found {' '.join(others) or 'neither'}; use --help for an example"
+        )
     for name, least in (("workers", 0), ("shard_tokens", 1)):
         if getattr(options, name) < least:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: expected {least} or more")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {getattr(options, name)}: expected {least} or more"
+            )
     config, _ = load_config(others[0], others[2:])
     folder, tokenizer = Path(others[1]), load_tokenizer(config.model.tokenizer_path)
     how = {"workers": options.workers, "shard_tokens": options.shard_tokens}
     try:
         if not config.data.sources:
             described = prepare(config.data, tokenizer, folder, **how)
-            print(f"{folder}: {_summary(described)}; --data.dataset prepared --data.path {folder} trains on it")
+            print(
+                f"{folder}: {_summary(described)}; --data.dataset prepared --data.path {folder} trains on it"
+            )
             return
         done = prepare_mixture(config.data, tokenizer, folder, **how)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("stopped: use the same command to continue after the last whole shard") from None
+        raise KeyboardInterrupt(
+            "stopped: use the same command to continue after the last whole shard"
+        ) from None
     for path, part in done:
         print(f"{path}: {_summary(part) if part else 'was prepared before'}")
     print("\nto train on it, replace [[data.sources]] of the recipe by this:")
     for (path, _), source in zip(done, config.data.sources, strict=True):
         table = {"dataset": "prepared", "path": str(path.absolute()), "weight": source.weight}
-        print("\n[[data.sources]]", *(f"{key} = {in_toml(value)}" for key, value in table.items()), sep="\n")
+        print(
+            "\n[[data.sources]]",
+            *(f"{key} = {in_toml(value)}" for key, value in table.items()),
+            sep="\n",
+        )
 
 
 if __name__ == "__main__":

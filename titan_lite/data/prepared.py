@@ -22,7 +22,19 @@ import numpy as np
 
 from titan_lite import manifest
 from titan_lite.config import ConfigError, Data
-from titan_lite.outside import ANY, BYTES, FILE, HASH, NO_OTHER, NUMBER, SIZE, WORD, Damaged, check_form, one_of
+from titan_lite.outside import (
+    ANY,
+    BYTES,
+    FILE,
+    HASH,
+    NO_OTHER,
+    NUMBER,
+    SIZE,
+    WORD,
+    Damaged,
+    check_form,
+    one_of,
+)
 
 FORMAT = 1
 Split = Literal["train", "validation"]
@@ -30,7 +42,8 @@ SPLITS: tuple[Split, Split] = ("train", "validation")
 _AT_ONCE = 1024  # documents whose place in the order is computed at once
 DTYPE = one_of("uint16", "uint32")
 WRITTEN = {  # the form of the description of shards, in a manifest and in progress.json
-    "splits": {split: [{"name": FILE, "documents": BYTES, "tokens": BYTES}] for split in SPLITS} | {NO_OTHER: ANY},
+    "splits": {split: [{"name": FILE, "documents": BYTES, "tokens": BYTES}] for split in SPLITS}
+    | {NO_OTHER: ANY},
     "files": manifest.FILES,
     "bad": [{"file": WORD, "place": WORD, "reason": WORD}],
 }
@@ -48,11 +61,22 @@ class PreparedSource:
     """The documents of one split, as arrays of token ids with BOS and EOS."""
 
     def __init__(self, data: Data, split: Split, seed: int):
-        self.folder, self.shuffle, self.seed, self.key = Path(data.path), data.shuffle, seed, data.key("path")
+        self.folder, self.shuffle, self.seed, self.key = (
+            Path(data.path),
+            data.shuffle,
+            seed,
+            data.key("path"),
+        )
         described = read_manifest(self.folder, key=data.key("path"))
-        self.dtype, self.vocab_size = np.dtype(described["dtype"]).newbyteorder("<"), described["vocab_size"]
+        self.dtype, self.vocab_size = (
+            np.dtype(described["dtype"]).newbyteorder("<"),
+            described["vocab_size"],
+        )
         shards = described["splits"][split]
-        self.names, self.tokens = [shard["name"] for shard in shards], sum(shard["tokens"] for shard in shards)
+        self.names, self.tokens = (
+            [shard["name"] for shard in shards],
+            sum(shard["tokens"] for shard in shards),
+        )
         # firsts[i]: index of the first document of shard i; firsts[-1]: number of documents
         self.firsts = np.cumsum([0, *(shard["documents"] for shard in shards)])
         if not self.firsts[-1]:
@@ -64,24 +88,36 @@ class PreparedSource:
     def epoch(self, ordinal: int) -> int:
         return ordinal // int(self.firsts[-1])
 
-    def documents(self, start: int, wanted: Callable[[int], bool]) -> Iterator[tuple[int, np.ndarray]]:
+    def documents(
+        self, start: int, wanted: Callable[[int], bool]
+    ) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (ordinal, tokens) of the documents from `start` on whose ordinal is wanted; only these are read."""
         count = int(self.firsts[-1])
         shards: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for epoch in itertools.count(start // count):
             end = (epoch + 1) * count
             for begin in range(max(start, epoch * count), end, _AT_ONCE):
-                ordinals = [ordinal for ordinal in range(begin, min(begin + _AT_ONCE, end)) if wanted(ordinal)]
-                documents = np.array([ordinal - epoch * count for ordinal in ordinals], dtype=np.int64)
+                ordinals = [
+                    ordinal
+                    for ordinal in range(begin, min(begin + _AT_ONCE, end))
+                    if wanted(ordinal)
+                ]
+                documents = np.array(
+                    [ordinal - epoch * count for ordinal in ordinals], dtype=np.int64
+                )
                 if self.shuffle:
                     documents = shuffled(documents, count, f"{self.seed} {epoch}")
                 numbers = np.searchsorted(self.firsts, documents, side="right") - 1
                 within = documents - self.firsts[numbers]
-                for ordinal, number, at in zip(ordinals, numbers.tolist(), within.tolist(), strict=True):
+                for ordinal, number, at in zip(
+                    ordinals, numbers.tolist(), within.tolist(), strict=True
+                ):
                     if number not in shards:
                         shards[number] = self._open(number)
                     tokens, begins = shards[number]
-                    begin, end = begins[at : at + 2].tolist()  # numpy's own integers make slower slices
+                    begin, end = begins[
+                        at : at + 2
+                    ].tolist()  # numpy's own integers make slower slices
                     if not begin < end <= len(tokens) or tokens[begin:end].max() >= self.vocab_size:
                         raise ConfigError(
                             f'{self.key} = "{self.folder}": {self.names[number]}, document {at}: not of this tokenizer; '
@@ -129,14 +165,20 @@ def read_manifest(folder: Path, every_byte: bool = False, key: str = "data.path"
     try:
         described = manifest.read_sealed(folder, {WORD: ANY})
         if described.get("format") != FORMAT:
-            found = f"format {described['format']!r:.60}" if "format" in described else "no format of prepared data"
+            found = (
+                f"format {described['format']!r:.60}"
+                if "format" in described
+                else "no format of prepared data"
+            )
             raise Damaged(f"{manifest.NAME} is in {found}, and this version reads format {FORMAT}")
         check_shards(check_form(described, _DESCRIBED, manifest.NAME))
         manifest.check_sizes(folder, described["files"])
         if every_byte:
             manifest.check_bytes(folder, described["files"])
     except Damaged as why:
-        raise ConfigError(f'{key} = "{folder}": {why}; use `python -m titan_lite.data.prepare` to prepare it again') from None
+        raise ConfigError(
+            f'{key} = "{folder}": {why}; use `python -m titan_lite.data.prepare` to prepare it again'
+        ) from None
     return described
 
 
@@ -145,11 +187,18 @@ def check_shards(described: Mapping[str, Any]) -> None:
     names = set[str]()
     for shard in itertools.chain.from_iterable(described["splits"].values()):
         if shard["name"] in names:
-            raise Damaged(f"{manifest.NAME}: {shard['name']} is listed twice, whose documents would be read twice")
+            raise Damaged(
+                f"{manifest.NAME}: {shard['name']} is listed twice, whose documents would be read twice"
+            )
         names.add(shard["name"])
         name, documents, tokens = shard["name"], shard["documents"], shard["tokens"]
-        sizes = {"tokens": np.dtype(described["dtype"]).itemsize * tokens, "documents": 8 * (documents + 1)}
-        listed = {suffix: described["files"].get(f"{name}.{suffix}", {}).get("size") for suffix in sizes}
+        sizes = {
+            "tokens": np.dtype(described["dtype"]).itemsize * tokens,
+            "documents": 8 * (documents + 1),
+        }
+        listed = {
+            suffix: described["files"].get(f"{name}.{suffix}", {}).get("size") for suffix in sizes
+        }
         if listed != sizes or tokens < documents:
             raise Damaged(
                 f"{manifest.NAME}: {name} has {documents:,} documents and {tokens:,} tokens, and no files of such sizes"

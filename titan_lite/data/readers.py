@@ -17,7 +17,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 BLOCK = 2**20  # bytes that are decompressed at once
-MOST_BLANK = 2**20  # consecutive blank lines; more are no text, and a gigabyte of them takes a minute
+MOST_BLANK = (
+    2**20
+)  # consecutive blank lines; more are no text, and a gigabyte of them takes a minute
 MOST_TOKENS = 2**22  # brackets and quotes in an element of an array; they take some seconds
 
 
@@ -38,15 +40,25 @@ class TooLarge(ValueError):
 
 def shown(names: Sequence[str]) -> str:
     """Return names from a file in one line of some hundred characters."""
-    short = [name if len(name) <= 40 and name.isprintable() else ascii(name[:40]) for name in names[:20]]
+    short = [
+        name if len(name) <= 40 and name.isprintable() else ascii(name[:40]) for name in names[:20]
+    ]
     return ", ".join(short + ["..."] * (len(names) > 20)) or "none"
 
 
 def no_column(field: str, names: Sequence[str], texts: Sequence[str] | None = None) -> NoText:
     """Return the reason why a file has no usable column `field`. texts: the columns with text, if known."""
     what = "several columns" if field in names else "no column"
-    instead = "one of these as data.text_field" if texts is None else f'data.text_field = "{shown(texts[:1])}"' if texts else ""
-    return NoText(f'data.text_field = "{field}" is {what} of it; its columns: {shown(names)}', instead)
+    instead = (
+        "one of these as data.text_field"
+        if texts is None
+        else f'data.text_field = "{shown(texts[:1])}"'
+        if texts
+        else ""
+    )
+    return NoText(
+        f'data.text_field = "{field}" is {what} of it; its columns: {shown(names)}', instead
+    )
 
 
 class _Gunzipped(io.RawIOBase):
@@ -97,7 +109,9 @@ def open_bytes(file: str, compression: str) -> io.BufferedReader:
     return io.BufferedReader(io.FileIO(file), 2**17)  # some documents
 
 
-def lines(file: io.BufferedReader, limit: int, start: int = 0, end: int = -1) -> Iterator[tuple[int, bytes | ValueError]]:
+def lines(
+    file: io.BufferedReader, limit: int, start: int = 0, end: int = -1
+) -> Iterator[tuple[int, bytes | ValueError]]:
     """Yield (number, line) of lines that are not blank; with an end, (offset, line) of those that begin between start and end."""
     place, stop = (1, math.inf) if end < 0 else (_first_line(file, start, end), end)
     blank = 0
@@ -224,8 +238,17 @@ class _Lines:
 
     def __init__(self, file: io.BufferedReader, limit: int):
         self._text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
-        self._limit, self._count, self._left, self._quoted, self._cut = limit, 0, limit, False, False
-        self._ahead, self._at = "", 0  # text that was read ahead, and the position of the next line in it
+        self._limit, self._count, self._left, self._quoted, self._cut = (
+            limit,
+            0,
+            limit,
+            False,
+            False,
+        )
+        self._ahead, self._at = (
+            "",
+            0,
+        )  # text that was read ahead, and the position of the next line in it
 
     def begin(self) -> int:
         """Skip the rest of a record that was too large, and return the number of the first line of the next record."""
@@ -234,7 +257,11 @@ class _Lines:
             at = 0
             while self._cut and at < len(block):
                 found = _QUOTE_OR_LINE_END.search(block, at) if not self._quoted else None
-                at = (found.end() if found else len(block)) if not self._quoted else block.find('"', at) + 1 or len(block) + 1
+                at = (
+                    (found.end() if found else len(block))
+                    if not self._quoted
+                    else block.find('"', at) + 1 or len(block) + 1
+                )
                 if found and found[0] != '"':
                     self._cut = False
                 elif found or (self._quoted and at <= len(block)):
@@ -271,7 +298,9 @@ class _Lines:
         return line
 
 
-def records(file: io.BufferedReader, limit: int, field: str) -> Iterator[tuple[int, str | ValueError]]:
+def records(
+    file: io.BufferedReader, limit: int, field: str
+) -> Iterator[tuple[int, str | ValueError]]:
     """Yield (line, text) of the records of a csv file, whose first one names the columns. Raises ValueError if all is blank."""
     csv.field_size_limit(limit)
     fed = _Lines(file, limit)

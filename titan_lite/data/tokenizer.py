@@ -39,7 +39,9 @@ _NAMED = [
     "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag", "image",
 ]
 # fmt: on
-SPECIAL_TOKENS = [f"<|{name}|>" for name in _NAMED + [f"reserved_special_token_{i}" for i in range(2, 246)]]
+SPECIAL_TOKENS = [
+    f"<|{name}|>" for name in _NAMED + [f"reserved_special_token_{i}" for i in range(2, 246)]
+]
 
 # tiktoken's matcher recurses: it panics on very long texts, and its time is quadratic in the length of a run of one class
 # (https://github.com/openai/tiktoken/issues/195). Texts are cut where Llama 3's tokenizer cuts, so that the ids are the same.
@@ -57,7 +59,10 @@ class TiktokenTokenizer:
         special = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
         self.ranks, self.special_tokens = ranks, special
         self._encoding = tiktoken.Encoding(
-            name=f"titan_lite-{sha256}", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special
+            name=f"titan_lite-{sha256}",
+            pat_str=PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens=special,
         )
         self.vocab_size = len(ranks) + len(special)
         self.bos_id = special["<|begin_of_text|>"]
@@ -71,7 +76,9 @@ class TiktokenTokenizer:
     def encode_document(self, text: str) -> np.ndarray:
         """Return the ids between BOS and EOS, as uint32, which takes 10% less time and a ninth of the memory of a list."""
         parts = map(self._ids, _cut(text) if len(text) > _MAX_RUN else (text,))
-        return np.concatenate(([self.bos_id], *parts, [self.eos_id]), dtype=np.uint32, casting="unsafe")
+        return np.concatenate(
+            ([self.bos_id], *parts, [self.eos_id]), dtype=np.uint32, casting="unsafe"
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids in [0, vocab_size); invalid UTF-8 becomes U+FFFD, special tokens their names."""
@@ -90,7 +97,9 @@ class JsonTokenizer:
     def __init__(self, content: str, bos_id: int, eos_id: int):
         from tokenizers import Tokenizer as Theirs
 
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: threads gain nothing, and warn of forks
+        os.environ.setdefault(
+            "TOKENIZERS_PARALLELISM", "false"
+        )  # one text at a time: threads gain nothing, and warn of forks
         self._content, self.bos_id, self.eos_id = content, bos_id, eos_id
         self._theirs = Theirs.from_str(content)
         self._theirs.no_truncation()  # some files enable it
@@ -101,7 +110,9 @@ class JsonTokenizer:
         self.special_tokens = {token.content: id for id, token in added.items() if token.special}
         self.sha256 = hashlib.sha256(f"{content}\n{bos_id} {eos_id}".encode()).hexdigest()
         # A text may be encoded in pieces, unless the tokenizer adds a prefix to each piece, like Llama 2's.
-        self._cuts = self._theirs.decode(self._ids("a") + self._ids("a"), skip_special_tokens=False) == "aa"
+        self._cuts = (
+            self._theirs.decode(self._ids("a") + self._ids("a"), skip_special_tokens=False) == "aa"
+        )
 
     def __reduce__(self) -> Any:  # a pickle of theirs loses encode_special_tokens
         return JsonTokenizer, (self._content, self.bos_id, self.eos_id)
@@ -124,7 +135,9 @@ class JsonTokenizer:
         try:
             return self._theirs.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (UnicodeEncodeError, TypeError):
-            return self._theirs.encode_batch_fast([_without_halves(text)], add_special_tokens=False)[0].ids
+            return self._theirs.encode_batch_fast(
+                [_without_halves(text)], add_special_tokens=False
+            )[0].ids
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic is not an Exception; a pattern that backtracks for too long ends in one
@@ -149,15 +162,24 @@ def load_tokenizer(path: str | os.PathLike, key: str = "model.tokenizer_path =")
     key: the beginning of errors, which says how the user named the file. Raises ConfigError if the file cannot be read, is not a
     tokenizer, or does not say which tokens begin and end a document.
     """
-    return _load_json(Path(path), key) if os.fspath(path).endswith(".json") else load_tiktoken(path, key)
+    return (
+        _load_json(Path(path), key)
+        if os.fspath(path).endswith(".json")
+        else load_tiktoken(path, key)
+    )
 
 
-def load_tiktoken(path: str | os.PathLike, key: str = "model.tokenizer_path =") -> TiktokenTokenizer:
+def load_tiktoken(
+    path: str | os.PathLike, key: str = "model.tokenizer_path ="
+) -> TiktokenTokenizer:
     """Load a file in tiktoken's format. Raises ConfigError if it cannot be read, or has another format."""
     wrong = f'{key} "{os.fspath(path)}"'
     content = _read(path, wrong, MOST_TIKTOKEN)
     others = {  # files with such names
-        "a SentencePiece model, like Llama 2's; use the tokenizer.json of that tokenizer": content[:1] == b"\n"
+        "a SentencePiece model, like Llama 2's; use the tokenizer.json of that tokenizer": content[
+            :1
+        ]
+        == b"\n"
         and b"<unk>" in content,
         "a safetensors file, which has weights; use the tokenizer's file": content[8:10] == b'{"',
         "JSON, and its name does not end in .json; rename it": content[:200].lstrip()[:1] == b"{",
@@ -172,9 +194,13 @@ def load_tiktoken(path: str | os.PathLike, key: str = "model.tokenizer_path =") 
             token, rank = base64.b64decode(text, validate=True), int(rank_text)
         except ValueError:
             shown = line[:40].decode(errors="replace")
-            raise ConfigError(f"{wrong}, line {number}: {shown!r} is not a base64 token, a space and a rank; {_FIX}") from None
+            raise ConfigError(
+                f"{wrong}, line {number}: {shown!r} is not a base64 token, a space and a rank; {_FIX}"
+            ) from None
         if rank != len(ranks):
-            raise ConfigError(f"{wrong}, line {number}: rank {rank} where {len(ranks)} should follow; {_FIX}")
+            raise ConfigError(
+                f"{wrong}, line {number}: rank {rank} where {len(ranks)} should follow; {_FIX}"
+            )
         if token in ranks or not token:
             what = f"token {token!r} of rank {ranks[token]} again" if token else "an empty token"
             raise ConfigError(f"{wrong}, line {number}: {what}; {_FIX}")
@@ -201,10 +227,14 @@ def _load_json(path: Path, key: str) -> JsonTokenizer:
     try:
         content = raw.decode("utf-8")
         theirs = Theirs.from_str(content)
-        plain, whole = (theirs.encode("a", add_special_tokens=special).ids for special in (False, True))
+        plain, whole = (
+            theirs.encode("a", add_special_tokens=special).ids for special in (False, True)
+        )
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # theirs is Exception itself, and a panic is only a BaseException
+    except (
+        BaseException
+    ) as error:  # theirs is Exception itself, and a panic is only a BaseException
         raise _no_tokenizer(wrong, error) from None
     at = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
     beside = _tokens_beside(path, wrong)
@@ -233,7 +263,9 @@ def _load_json(path: Path, key: str) -> JsonTokenizer:
 
 
 def _no_tokenizer(wrong: str, error: BaseException) -> ConfigError:
-    return ConfigError(f"{wrong}: cannot be read as a tokenizer.json ({' '.join(str(error).split())[:300]}); {_FIX}")
+    return ConfigError(
+        f"{wrong}: cannot be read as a tokenizer.json ({' '.join(str(error).split())[:300]}); {_FIX}"
+    )
 
 
 def _tokens_beside(path: Path, wrong: str) -> dict[str, str]:
@@ -246,21 +278,32 @@ def _tokens_beside(path: Path, wrong: str) -> dict[str, str]:
         content = json.loads(raw)
         tokens = {key: content.get(key) for key in ("bos_token", "eos_token")}
     except (ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{wrong}: {config} cannot be read ({error}); repair or remove it") from None
-    contents = {key: token.get("content") if isinstance(token, dict) else token for key, token in tokens.items()}
-    return {key: name for key, name in contents.items() if isinstance(name, str) and name.isprintable()}
+        raise ConfigError(
+            f"{wrong}: {config} cannot be read ({error}); repair or remove it"
+        ) from None
+    contents = {
+        key: token.get("content") if isinstance(token, dict) else token
+        for key, token in tokens.items()
+    }
+    return {
+        key: name for key, name in contents.items() if isinstance(name, str) and name.isprintable()
+    }
 
 
 def _read(path: str | os.PathLike, wrong: str, most: int) -> bytes:
     """Return the content of a file of at most `most` bytes. Raises ConfigError."""
     try:
         # O_NONBLOCK: opening a pipe without a writer does not block
-        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+        with open(
+            path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)
+        ) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ConfigError(f"{wrong} is {kind_of_file(path)}, not a file; {_FIX}")
             content = file.read(most + 1)
         if len(content) > most:
-            raise ConfigError(f"{wrong} is larger than {most >> 20} MiB, the most that a tokenizer may have; {_FIX}")
+            raise ConfigError(
+                f"{wrong} is larger than {most >> 20} MiB, the most that a tokenizer may have; {_FIX}"
+            )
         return content
     except IsADirectoryError:
         names = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")

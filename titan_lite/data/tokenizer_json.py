@@ -11,24 +11,49 @@ from typing import Any
 
 from titan_lite.data.tokenizer import PATTERN, TiktokenTokenizer
 
-_PRINTABLE = [byte for byte in range(256) if 33 <= byte <= 126 or (161 <= byte <= 255 and byte != 173)]
+_PRINTABLE = [
+    byte for byte in range(256) if 33 <= byte <= 126 or (161 <= byte <= 255 and byte != 173)
+]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-CHARACTERS = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
+CHARACTERS = {byte: chr(byte) for byte in _PRINTABLE} | {
+    byte: chr(256 + i) for i, byte in enumerate(_OTHERS)
+}
 
 
 def to_json(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
     """Return a tokenizer.json that encodes like `encode(text, bos=True)`, except that names of special tokens become these."""
     pairs = (pair for token in tokenizer.ranks for pair in _pairs(token, tokenizer.ranks))
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": PATTERN},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     bos = next(name for name, id in tokenizer.special_tokens.items() if id == tokenizer.bos_id)
-    first, text = {"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    first, text = (
+        {"SpecialToken": {"id": bos, "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    )
+    plain = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": id, "content": name, **plain} for name, id in tokenizer.special_tokens.items()],
+        "added_tokens": [
+            {"id": id, "content": name, **plain} for name, id in tokenizer.special_tokens.items()
+        ],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "post_processor": {
@@ -67,7 +92,8 @@ def _pairs(token: bytes, ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
     """Return all pairs of tokens whose concatenation is this token: tiktoken merges any of them."""
     halves = ((token[:at], token[at:]) for at in range(1, len(token)))
     return sorted(
-        (pair for pair in halves if pair[0] in ranks and pair[1] in ranks), key=lambda pair: (ranks[pair[0]], ranks[pair[1]])
+        (pair for pair in halves if pair[0] in ranks and pair[1] in ranks),
+        key=lambda pair: (ranks[pair[0]], ranks[pair[1]]),
     )
 
 

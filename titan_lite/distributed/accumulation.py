@@ -57,9 +57,17 @@ def gathered_for_step(root: nn.Module, microbatches: int = 0) -> Iterator[None]:
         if model.step is not None:
             model.step.end()
         sums, model.sums, model.step = model.sums, {}, None
-        leaves, model.gathered, model.stand_ins, model.handles = model.gathered | model.stand_ins, {}, {}, {}
+        leaves, model.gathered, model.stand_ins, model.handles = (
+            model.gathered | model.stand_ins,
+            {},
+            {},
+            {},
+        )
     read = {parameter: plan for parameter, plan in model.plans.items() if plan.fqn in leaves}
-    found = ((parameter, sums.pop(plan.fqn, leaves.pop(plan.fqn).grad)) for parameter, plan in read.items())
+    found = (
+        (parameter, sums.pop(plan.fqn, leaves.pop(plan.fqn).grad))
+        for parameter, plan in read.items()
+    )
     _reduce({parameter: gradient for parameter, gradient in found if gradient is not None}, model)
 
 
@@ -87,32 +95,47 @@ class Step:
                 weight = eager.gather(local(parameter), plan, self.model.scales.of(plan.fqn))
                 hold(self.model, plan, weight.detach(), parameter.requires_grad)
                 if parameter.requires_grad:
-                    leaf_of(self.model, plan).register_post_accumulate_grad_hook(functools.partial(self.add, plan))
+                    leaf_of(self.model, plan).register_post_accumulate_grad_hook(
+                        functools.partial(self.add, plan)
+                    )
 
     @torch.no_grad()
     def hold_all(self, root: nn.Module) -> None:
         """Hold the weights of a compiled model in tensors that its graph waits for (arriving.py). Gather the first ones."""
-        reads = Counter(plan.fqn for module in root.modules() for plan in module.__dict__["_fsdp"].plans.values())
+        reads = Counter(
+            plan.fqn
+            for module in root.modules()
+            for plan in module.__dict__["_fsdp"].plans.values()
+        )
         for members, bucket in gather_buckets(self.model.plans):
             if bucket.plans[0].shard_degree > 1:
                 tables = bucket.tables(local(members[0]))
-                weights, finish = bucket.weights_of(tables), functools.partial(self.finish_gathers, len(self.later))
+                weights, finish = (
+                    bucket.weights_of(tables),
+                    functools.partial(self.finish_gathers, len(self.later)),
+                )
                 self.arrivals += [register(weight, finish) for weight in weights]
                 self.later.append((members, bucket, tables))
             else:
                 weights = bucket.finish_gather(_start_gather(self.model, members, bucket))
             for parameter, plan, weight in zip(members, bucket.plans, weights, strict=True):
                 hold(self.model, plan, weight.detach(), trains=False)
-                handle = weight.new_empty(0, dtype=plan.param_dtype).requires_grad_(parameter.requires_grad)
+                handle = weight.new_empty(0, dtype=plan.param_dtype).requires_grad_(
+                    parameter.requires_grad
+                )
                 self.model.handles[plan.fqn] = handle
                 assert plan.fqn not in takes, "two models with the same FQNs in a step"
-                takes[plan.fqn] = functools.partial(self.take_part if reads[plan.fqn] > 1 else self.take, plan, copy=True)
+                takes[plan.fqn] = functools.partial(
+                    self.take_part if reads[plan.fqn] > 1 else self.take, plan, copy=True
+                )
         self.start_next()
 
     def start_next(self) -> None:
         if self.later:
             members, bucket, tables = self.later.popleft()
-            self.in_flight.append((bucket, tables, _start_gather(self.model, members, bucket, tables)))
+            self.in_flight.append(
+                (bucket, tables, _start_gather(self.model, members, bucket, tables))
+            )
 
     @_disable_current_modes()
     @torch.no_grad()
@@ -142,7 +165,9 @@ class Step:
         self.added[plan.fqn] += 1
         if self.added[plan.fqn] == self.microbatches:
             parameter, gradient = self.parameters[plan.fqn], self.model.sums.pop(plan.fqn)
-            parameter.grad = as_shard_of(parameter, self.model.eager.reduce(gradient, plan, parameter.dtype))
+            parameter.grad = as_shard_of(
+                parameter, self.model.eager.reduce(gradient, plan, parameter.dtype)
+            )
             if self.model.added is not None:
                 self.model.added(parameter)
         assert self.added[plan.fqn] <= self.microbatches
@@ -160,15 +185,21 @@ class Step:
 def _gather(model: Any) -> None:
     """Gather the unsharded weights, which modules read from now on. They, or their stand-ins, are leaves of autograd."""
     buckets = gather_buckets(model.plans)
-    started = ((members, bucket, _start_gather(model, members, bucket)) for members, bucket in buckets)
+    started = (
+        (members, bucket, _start_gather(model, members, bucket)) for members, bucket in buckets
+    )
     for members, bucket, in_flight in _prefetch(started):
         for parameter, weight in zip(members, bucket.finish_gather(in_flight), strict=True):
             hold(model, model.plans[parameter], weight.detach(), parameter.requires_grad)
         del in_flight, weight  # before the next bucket needs memory
 
 
-def _start_gather(model: Any, members: Sequence[nn.Parameter], bucket: Bucket, tables: Sequence[Tensor] = ()) -> InFlight:
-    return bucket.start_gather([*map(local, members)], [model.scales.of(plan.fqn) for plan in bucket.plans], tables)
+def _start_gather(
+    model: Any, members: Sequence[nn.Parameter], bucket: Bucket, tables: Sequence[Tensor] = ()
+) -> InFlight:
+    return bucket.start_gather(
+        [*map(local, members)], [model.scales.of(plan.fqn) for plan in bucket.plans], tables
+    )
 
 
 def hold(model: Any, plan: GatherPlan, weight: Tensor, trains: bool = True) -> None:
@@ -186,7 +217,10 @@ def leaf_of(model: Any, plan: GatherPlan) -> Tensor:
 def _reduce(gradients: dict[nn.Parameter, Tensor], model: Any) -> None:
     """Reduce gradients of unsharded weights into `parameter.grad`. Empties `gradients`, to free each one early."""
     buckets = reduce_buckets({parameter: model.plans[parameter] for parameter in gradients})
-    started = ((members, bucket, bucket.start_reduce([*map(gradients.pop, members)])) for members, bucket in buckets)
+    started = (
+        (members, bucket, bucket.start_reduce([*map(gradients.pop, members)]))
+        for members, bucket in buckets
+    )
     for members, bucket, in_flight in _prefetch(started):
         for parameter, rows in zip(members, bucket.finish_reduce(in_flight), strict=True):
             rows = rows.to(parameter.dtype)
@@ -214,7 +248,9 @@ def gradient_leaves(root: nn.Module) -> list[Tensor]:
     what stands for those in host memory."""
     model = model_of(root)
     return [
-        leaf_of(model, plan) if plan.fqn in model.gathered else model.leaves.get(plan.fqn, parameter)
+        leaf_of(model, plan)
+        if plan.fqn in model.gathered
+        else model.leaves.get(plan.fqn, parameter)
         for parameter, plan in model.plans.items()
     ]
 
@@ -226,7 +262,9 @@ def fold_gradients(root: nn.Module) -> None:
     for (parameter, plan), leaf in zip(model.plans.items(), gradient_leaves(root), strict=True):
         if plan.fqn in model.gathered and leaf.grad is not None and model.step is not None:
             model.step.add(plan, leaf)
-        elif plan.fqn in model.gathered and leaf.grad is not None and leaf.dtype != plan.reduce_dtype:
+        elif (
+            plan.fqn in model.gathered and leaf.grad is not None and leaf.dtype != plan.reduce_dtype
+        ):
             _fold(model.sums, plan, leaf)
         elif not model.gathered and leaf.grad is not None and model.put is not None:
             model.put(parameter, leaf.grad)

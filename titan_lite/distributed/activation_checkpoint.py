@@ -11,7 +11,11 @@ import functools
 from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from titan_lite.attention import OPERATORS
 from titan_lite.compiler.collectives import aten, collectives
@@ -34,7 +38,9 @@ EXPENSIVE = frozenset(
 )
 
 
-def apply_activation_checkpoint(blocks: nn.ModuleDict, mode: str, option: str = "op", *, compiled: bool = False) -> None:
+def apply_activation_checkpoint(
+    blocks: nn.ModuleDict, mode: str, option: str = "op", *, compiled: bool = False
+) -> None:
     """Checkpoint `blocks` in place. A block's name is its number in the model.
 
     mode: "none"; "full": keep a block's input only; "selective": see option; "memory_budget": see compiler/stage.py.
@@ -45,7 +51,9 @@ def apply_activation_checkpoint(blocks: nn.ModuleDict, mode: str, option: str = 
     for name, block in blocks.items():
         if recomputes(int(name), mode, option):
             cls: Any = type(block)
-            last = 0 if compiled else sum(isinstance(module, nn.Linear) for module in block.modules())
+            last = (
+                0 if compiled else sum(isinstance(module, nn.Linear) for module in block.modules())
+            )
             block.__class__ = _checkpointed_class(cls, option if mode == "selective" else "", last)
 
 
@@ -59,12 +67,20 @@ def recomputes(block: int, mode: str, option: str) -> bool:
 @functools.cache
 def _checkpointed_class(cls: Any, option: str, last: int) -> Any:
     selective: dict[str, Any] = (
-        {"context_fn": functools.partial(_keep_expensive, option == "op/2", last)} if option.startswith("op") else {}
+        {"context_fn": functools.partial(_keep_expensive, option == "op/2", last)}
+        if option.startswith("op")
+        else {}
     )
 
     def forward(self: nn.Module, *args: Any) -> Any:
         # no dropout, so no random state to restore
-        return checkpoint(functools.partial(cls.forward, self), *args, use_reentrant=False, preserve_rng_state=False, **selective)
+        return checkpoint(
+            functools.partial(cls.forward, self),
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            **selective,
+        )
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
@@ -81,6 +97,10 @@ def _keep_expensive(every_second: bool, last: int) -> Any:
             products[context.is_recompute] += 1
         done = products[context.is_recompute]
         skipped = done == last or (every_second and operator in PRODUCTS and done % 2 == 0)
-        return CheckpointPolicy.MUST_SAVE if operator in EXPENSIVE and not skipped else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE
+            if operator in EXPENSIVE and not skipped
+            else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     return create_selective_checkpoint_contexts(policy)

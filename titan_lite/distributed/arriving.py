@@ -48,7 +48,9 @@ class Arriving(torch.autograd.Function):
     """(weight, its handle (0,)) -> the results of simple_fsdp._Gather. Backward gives their gradient to `takes`."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, handle: Tensor, plan: GatherPlan) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: Any, weight: Tensor, handle: Tensor, plan: GatherPlan
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         weight = collectives.wait_tensor(weight)

@@ -26,9 +26,15 @@ WORDS = {
 
 def axes_of(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
     """Return the axis of each of this rank's groups. The group that shards parameters over dp_shard and cp is dp_shard."""
-    groups = {tuple(dist.get_process_group_ranks(mesh.get_group(axis))): axis for axis in AXES if mesh[axis].size() > 1}
+    groups = {
+        tuple(dist.get_process_group_ranks(mesh.get_group(axis))): axis
+        for axis in AXES
+        if mesh[axis].size() > 1
+    }
     pipeline, copy, _, _, tensor = mesh.get_coordinate()  # type: ignore[misc]
-    shards = tuple(mesh.mesh[pipeline, copy, :, :, tensor].flatten().tolist())  # over dp_shard and cp
+    shards = tuple(
+        mesh.mesh[pipeline, copy, :, :, tensor].flatten().tolist()
+    )  # over dp_shard and cp
     return {shards: "dp_shard", **groups} if mesh["cp"].size() > 1 else groups
 
 
@@ -46,6 +52,10 @@ def by_axis(timeline: Timeline, axes: Axes) -> Timeline:
     """Return the timeline with the groups of its collectives named by axis."""
 
     def named(span: Span) -> Span:
-        return dataclasses.replace(span, group=axis_along(ranks_in(span.group), axes, span.lane == "communication"))
+        return dataclasses.replace(
+            span, group=axis_along(ranks_in(span.group), axes, span.lane == "communication")
+        )
 
-    return dataclasses.replace(timeline, spans=tuple(named(span) if span.group else span for span in timeline.spans))
+    return dataclasses.replace(
+        timeline, spans=tuple(named(span) if span.group else span for span in timeline.spans)
+    )

@@ -30,7 +30,12 @@ class Bucket:
 
     plans: tuple[GatherPlan, ...]
 
-    def start_gather(self, shards: Sequence[Tensor], scales: Sequence[Tensor | None], tables: Sequence[Tensor] = ()) -> InFlight:
+    def start_gather(
+        self,
+        shards: Sequence[Tensor],
+        scales: Sequence[Tensor | None],
+        tables: Sequence[Tensor] = (),
+    ) -> InFlight:
         """Start the gather. tables: those of `finish_gather`."""
         each = zip(self.plans, shards, scales, strict=True)
         rows = [pad_rows(plan.cast(shard, scale), plan.chunk) for plan, shard, scale in each]
@@ -49,7 +54,10 @@ class Bucket:
     def tables(self, like: Tensor) -> list[Tensor]:
         """Allocate the padded unsharded parameters, with a row per rank, on the device of `like`."""
         first = self.plans[0]
-        return [like.new_empty(first.shard_degree, numel, dtype=first.gather_dtype) for numel in self._numels]
+        return [
+            like.new_empty(first.shard_degree, numel, dtype=first.gather_dtype)
+            for numel in self._numels
+        ]
 
     def weights_of(self, tables: Sequence[Tensor]) -> list[Tensor]:
         """Return the unsharded parameters: views of `tables`."""
@@ -60,7 +68,9 @@ class Bucket:
 
     def start_reduce(self, gradients: Sequence[Tensor]) -> Tensor:
         tables = [
-            pad_rows(gradient.to(plan.reduce_dtype), plan.chunk * plan.shard_degree).reshape(plan.shard_degree, -1)
+            pad_rows(gradient.to(plan.reduce_dtype), plan.chunk * plan.shard_degree).reshape(
+                plan.shard_degree, -1
+            )
             for plan, gradient in zip(self.plans, gradients, strict=True)
         ]
         self.as_one.note()
@@ -73,7 +83,10 @@ class Bucket:
     def rows_of(self, flat: Tensor) -> list[Tensor]:
         """Return each parameter's rows in the result of a reduction."""
         parts = flat.split(self._numels)
-        return [part.view(-1, *plan.row_shape)[: plan.own_rows] for plan, part in zip(self.plans, parts, strict=True)]
+        return [
+            part.view(-1, *plan.row_shape)[: plan.own_rows]
+            for plan, part in zip(self.plans, parts, strict=True)
+        ]
 
     @functools.cached_property
     def _numels(self) -> list[int]:
@@ -97,7 +110,11 @@ def gather_buckets(plans: Plans) -> Buckets:
     last = last_block(plan.fqn for plan in plans.values())
 
     def key(plan: GatherPlan) -> Hashable:
-        return (block_of(plan.fqn, last), plan.shard_group, plan.gather_dtype) if plan.shard_degree > 1 else plan
+        return (
+            (block_of(plan.fqn, last), plan.shard_group, plan.gather_dtype)
+            if plan.shard_degree > 1
+            else plan
+        )
 
     return _buckets(plans, key)
 
@@ -113,7 +130,15 @@ def gather_blocks(plans: Plans) -> dict[str, Buckets]:
 def reduce_buckets(plans: Plans) -> Buckets:
     """Return the buckets that gradients are reduced in."""
     last = last_block(plan.fqn for plan in plans.values())
-    return _buckets(plans, lambda plan: (block_of(plan.fqn, last), plan.shard_group, plan.sum_groups, plan.reduce_dtype))
+    return _buckets(
+        plans,
+        lambda plan: (
+            block_of(plan.fqn, last),
+            plan.shard_group,
+            plan.sum_groups,
+            plan.reduce_dtype,
+        ),
+    )
 
 
 def _buckets(plans: Plans, key: Callable[[GatherPlan], Hashable]) -> Buckets:
@@ -121,7 +146,9 @@ def _buckets(plans: Plans, key: Callable[[GatherPlan], Hashable]) -> Buckets:
     together: dict[Hashable, list[nn.Parameter]] = defaultdict(list)
     for parameter, plan in plans.items():
         together[key(plan)].append(parameter)
-    return [(members, Bucket(tuple(map(plans.__getitem__, members)))) for members in together.values()]
+    return [
+        (members, Bucket(tuple(map(plans.__getitem__, members)))) for members in together.values()
+    ]
 
 
 def _cat(tensors: list[Tensor], dimension: int = 0) -> Tensor:

@@ -27,7 +27,12 @@ from titan_lite.compiler.stage import compile_model
 from titan_lite.config import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titan_lite.distributed.activation_checkpoint import apply_activation_checkpoint
 from titan_lite.distributed.axes import axes_of, by_axis
-from titan_lite.distributed.context_parallel import Attend, apply_context_parallel, attend_to_the_past, own_positions
+from titan_lite.distributed.context_parallel import (
+    Attend,
+    apply_context_parallel,
+    attend_to_the_past,
+    own_positions,
+)
 from titan_lite.distributed.degrees import AXES
 from titan_lite.distributed.mesh import parameter_mesh
 from titan_lite.distributed.peers import stage_peers
@@ -120,21 +125,33 @@ def compile_stages(
         must_merge = compile.bucketing != "measured"
         compile = replace(compile, bucketing=bucketing)
         dump = None
-        if dump_folder and compile.dump_graphs and all(mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp"):
-            dump = dump_folder / "graphs" / f"pp_{mesh['pp'].get_local_rank()}_{bucketing}"  # other ranks have the same graphs
+        if (
+            dump_folder
+            and compile.dump_graphs
+            and all(mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp")
+        ):
+            dump = (
+                dump_folder / "graphs" / f"pp_{mesh['pp'].get_local_rank()}_{bucketing}"
+            )  # other ranks have the same graphs
         fused = compile.backend == "inductor"
         fuses = parallelism.enable_async_tensor_parallel
-        schedule = Schedule(compile, machine, fused, stage_peers(mesh), dump, fuses, must_merge, fits)
+        schedule = Schedule(
+            compile, machine, fused, stage_peers(mesh), dump, fuses, must_merge, fits
+        )
     reshard, keep = _resharding(parallelism)
     for model in stages:
         # only blocks have matrix products to overlap with
-        overlaps = parallelism.enable_async_tensor_parallel and any(True for _ in model.get_submodule("layers").children())
+        overlaps = parallelism.enable_async_tensor_parallel and any(
+            True for _ in model.get_submodule("layers").children()
+        )
         compile_model(
             model,
             compile,
             reshard_after_forward=reshard,
             keep_gathered=keep,
-            memory_budget=activation_checkpoint.memory_budget if activation_checkpoint.mode == "memory_budget" else 1.0,
+            memory_budget=activation_checkpoint.memory_budget
+            if activation_checkpoint.mode == "memory_budget"
+            else 1.0,
             async_tensor_parallel=mesh.get_group("tp").group_name if overlaps else "",
             schedule=schedule,
             priced_as=priced_as,
@@ -174,7 +191,9 @@ def build_runner(
 def gather_receipts(receipts: list[Receipt], mesh: DeviceMesh) -> list[Receipt]:
     """Return the receipts of all pipeline ranks, with pp_rank and the axes of groups. Call it on all ranks."""
     axes = axes_of(mesh)
-    receipts = [replace(each, timeline=each.timeline and by_axis(each.timeline, axes)) for each in receipts]
+    receipts = [
+        replace(each, timeline=each.timeline and by_axis(each.timeline, axes)) for each in receipts
+    ]
     if mesh["pp"].size() == 1:
         return receipts
     mine = [replace(receipt, pp_rank=mesh["pp"].get_local_rank()) for receipt in receipts]

@@ -31,7 +31,11 @@ def own_positions(seq_len: int, rank: int, degree: int) -> list[int]:
     """Return the positions within a sequence of the tokens of rank `rank`, in its order."""
     chunk = seq_len // (2 * degree)
     head, tail = rank * chunk, (2 * degree - 1 - rank) * chunk
-    return [*range(head, head + chunk), *range(tail, tail + chunk)] if degree > 1 else [*range(seq_len)]
+    return (
+        [*range(head, head + chunk), *range(tail, tail + chunk)]
+        if degree > 1
+        else [*range(seq_len)]
+    )
 
 
 def apply_context_parallel(model: nn.Module, mesh: DeviceMesh, attend: Attend) -> None:
@@ -75,7 +79,9 @@ def in_order(gathered: Tensor, degree: int) -> Tensor:
     return torch.cat((heads, tails), dim=1)
 
 
-def attend_to_the_past(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, kernel: str = "auto") -> Tensor:
+def attend_to_the_past(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, kernel: str = "auto"
+) -> Tensor:
     """Attend causally from q (B, t, H, D), the last t of S positions, to k and v (B, S, K, D) -> (B, t, H, D).
 
     mask: (B, 1, t, S or more), True where a query attends; None: causal. kernel: "cudnn", or else FlashAttention in the version
@@ -86,7 +92,9 @@ def attend_to_the_past(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = No
     if fits and kernel == "cudnn":
         return attend_in_two_parts(q, k, v)
     flash = fits and torch.backends.cuda.is_flash_attention_available()
-    if mask is not None or (q.is_cuda and not flash):  # no CUDA kernel takes a mask and grouped heads
+    if mask is not None or (
+        q.is_cuda and not flash
+    ):  # no CUDA kernel takes a mask and grouped heads
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if flash:
@@ -96,5 +104,7 @@ def attend_to_the_past(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = No
     else:
         if mask is None:
             mask = torch.ones(tokens, past, dtype=torch.bool, device=q.device).tril(past - tokens)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[..., :past], enable_gqa=k.shape[1] < q.shape[1])
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask[..., :past], enable_gqa=k.shape[1] < q.shape[1]
+        )
     return out.transpose(1, 2)

@@ -21,7 +21,9 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
     """Return the ranks along each axis, with -1 resolved. Raises ConfigError unless their product is world_size."""
     degrees: dict[str, int] = {axis: getattr(parallelism, key) for axis, key in DEGREES.items()}
     others = math.prod(degree for degree in degrees.values() if degree != -1)
-    product = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "all 1"
+    product = (
+        " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "all 1"
+    )
     if degrees["dp_shard"] == -1:
         if world_size % others:
             raise ConfigError(
@@ -38,19 +40,31 @@ def resolve_degrees(parallelism: Parallelism, world_size: int) -> dict[str, int]
     return degrees
 
 
-def check_tensor_parallel(tp: int, *, n_heads: int, n_kv_heads: int, hidden_dim: int, vocab_size: int, seq_len: int) -> None:
+def check_tensor_parallel(
+    tp: int, *, n_heads: int, n_kv_heads: int, hidden_dim: int, vocab_size: int, seq_len: int
+) -> None:
     """Raise ConfigError unless tp divides heads and tokens, and each rank has some hidden units and some of the vocabulary.
 
     The last two are split unevenly where tp does not divide them.
     """
     wrong = f"parallelism.tensor_parallel_degree = {tp}"
-    for count, what in ((n_heads, "attention heads"), (n_kv_heads, "key/value heads"), (seq_len, "tokens of training.seq_len")):
+    for count, what in (
+        (n_heads, "attention heads"),
+        (n_kv_heads, "key/value heads"),
+        (seq_len, "tokens of training.seq_len"),
+    ):
         if count % tp:
-            fix = " or ".join(str(d) for d in range(1, n_kv_heads + 1) if not any(n % d for n in (n_heads, n_kv_heads, seq_len)))
+            fix = " or ".join(
+                str(d)
+                for d in range(1, n_kv_heads + 1)
+                if not any(n % d for n in (n_heads, n_kv_heads, seq_len))
+            )
             raise ConfigError(f"{wrong} does not divide the {count} {what}; use {fix}")
     for count, what in ((hidden_dim, "hidden units"), (vocab_size, "tokens of the vocabulary")):
         if (tp - 1) * -(-count // tp) >= count:
-            raise ConfigError(f"{wrong} leaves a rank without any of the {count} {what}; use a lower degree")
+            raise ConfigError(
+                f"{wrong} leaves a rank without any of the {count} {what}; use a lower degree"
+            )
 
 
 def check_context_parallel(cp: int, *, seq_len: int, tp: int) -> None:

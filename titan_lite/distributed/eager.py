@@ -68,7 +68,9 @@ class Reduction:
         self.flat = self.bucket.as_one.next_reduce(self.flat, len(self.groups) - self.left)
         self.left -= 1
         if not self.left:
-            for plan, rows in zip(self.bucket.plans, self.bucket.rows_of(self.flat.to(self.dtype)), strict=True):
+            for plan, rows in zip(
+                self.bucket.plans, self.bucket.rows_of(self.flat.to(self.dtype)), strict=True
+            ):
                 self.sums.pop(plan.fqn).add(rows)
             del self.flat
 
@@ -84,7 +86,9 @@ class Rows(AsyncCollectiveTensor):
     future: Sum
 
     @staticmethod
-    def __new__(cls, future: Sum, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> "Rows":
+    def __new__(
+        cls, future: Sum, size: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> "Rows":
         rows = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
         rows.future = future
         return rows
@@ -102,10 +106,17 @@ class Rows(AsyncCollectiveTensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         rows = args[0]
         same = func is aten.view.default and tuple(args[1]) == rows.shape
-        same |= func is aten.view_as.default and args[1].shape == rows.shape  # as dispatched within a custom operator
+        same |= (
+            func is aten.view_as.default and args[1].shape == rows.shape
+        )  # as dispatched within a custom operator
         if func is aten.detach.default or same:
             return Rows(rows.future, rows.shape, rows.dtype, rows.device)
-        if func is aten.add_.Tensor and not kwargs and isinstance(rows, Rows) and isinstance(args[1], Rows):
+        if (
+            func is aten.add_.Tensor
+            and not kwargs
+            and isinstance(rows, Rows)
+            and isinstance(args[1], Rows)
+        ):
             later = args[1].future
             if later.adding is not None and later.earlier is None:
                 rows.future.wait()
@@ -137,14 +148,18 @@ class Eager:
         self.plans, self.scales = plans, scales
         # gathered weights by storage address, only during a forward that reshards
         self.reads: dict[int, tuple[weakref.ref[Tensor], nn.Parameter, GatherPlan]] | None = None
-        self.gathers_again = False  # backward will: the last forward has read weights to be resharded
+        self.gathers_again = (
+            False  # backward will: the last forward has read weights to be resharded
+        )
         self.phase = ""  # forward, backward or weights; empty outside, where nothing stays gathered
         self.order: list[str] = []  # blocks gathered in this phase so far
         self.last_order: dict[str, list[str]] = defaultdict(list)  # in the last phase of each name
         self.gathered: dict[str, Tensor] = {}  # weights of the last block, by FQN
         self.gathering: dict[str, list[InFlight]] = {}  # the buckets of the next block
         self.collecting: dict[Bucket, Reduction] = {}  # buckets that lack gradients
-        self.reducing: dict[tuple[str, ...], list[Reduction]] = defaultdict(list)  # those in flight, by groups
+        self.reducing: dict[tuple[str, ...], list[Reduction]] = defaultdict(
+            list
+        )  # those in flight, by groups
 
     @functools.cached_property
     def blocks(self) -> dict[str, Buckets]:
@@ -152,7 +167,12 @@ class Eager:
 
     @functools.cached_property
     def block_of(self) -> dict[str, str]:
-        return {plan.fqn: name for name, each in self.blocks.items() for _, bucket in each for plan in bucket.plans}
+        return {
+            plan.fqn: name
+            for name, each in self.blocks.items()
+            for _, bucket in each
+            for plan in bucket.plans
+        }
 
     @functools.cached_property
     def reduced_with(self) -> dict[str, tuple[list[nn.Parameter], Bucket]]:
@@ -173,7 +193,9 @@ class Eager:
         self.gathered.clear()
         self._start(block)
         for (_, bucket), started in zip(self.blocks[block], self.gathering.pop(block), strict=True):
-            self.gathered |= zip((plan.fqn for plan in bucket.plans), bucket.finish_gather(started), strict=True)
+            self.gathered |= zip(
+                (plan.fqn for plan in bucket.plans), bucket.finish_gather(started), strict=True
+            )
         del started  # before the next block needs memory
         place, last = len(self.order), self.last_order[self.phase]
         self.order.append(block)
@@ -186,7 +208,9 @@ class Eager:
         for block in blocks:
             if block not in self.gathering:
                 self.gathering[block] = [
-                    bucket.start_gather([*map(local, members)], [self.scales.of(plan.fqn) for plan in bucket.plans])
+                    bucket.start_gather(
+                        [*map(local, members)], [self.scales.of(plan.fqn) for plan in bucket.plans]
+                    )
                     for members, bucket in self.blocks[block]
                 ]
 
@@ -197,11 +221,15 @@ class Eager:
         self._begun()
         members, bucket = self.reduced_with[plan.fqn]
         earlier = self.collecting.get(bucket)
-        if earlier is not None and (plan.fqn in earlier.sums or not earlier.gradients):  # read twice, or used already
+        if earlier is not None and (
+            plan.fqn in earlier.sums or not earlier.gradients
+        ):  # read twice, or used already
             self._start_reduction(bucket)
         reduction = self.collecting.setdefault(bucket, Reduction(bucket, dtype))
         reduction.gradients[plan.fqn], reduction.sums[plan.fqn] = gradient, Sum(reduction)
-        rows = Rows(reduction.sums[plan.fqn], (plan.own_rows, *plan.row_shape), dtype, gradient.device)
+        rows = Rows(
+            reduction.sums[plan.fqn], (plan.own_rows, *plan.row_shape), dtype, gradient.device
+        )
         if len(reduction.sums) == sum(member.requires_grad for member in members):
             self._start_reduction(bucket)
         return rows
@@ -220,7 +248,9 @@ class Eager:
         microbatch waits for them."""
         for bucket in [*self.collecting]:
             self._start_reduction(bucket)
-        while left := [each for in_flight in self.reducing.values() for each in in_flight if each.left > 1]:
+        while left := [
+            each for in_flight in self.reducing.values() for each in in_flight if each.left > 1
+        ]:
             for each in left:
                 each.advance()
         self._begin("")
@@ -231,7 +261,11 @@ class Eager:
         self._begin("forward")
         self.reads = {} if reshard else None
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if reshard else nullcontext():
+            with (
+                torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+                if reshard
+                else nullcontext()
+            ):
                 yield
         finally:
             self._begin("")
@@ -249,10 +283,20 @@ class Eager:
             self.reads[_storage_address(weight)] = (weakref.ref(weight), parameter, plan)
 
     def _pack(self, tensor: Tensor) -> Any:
-        read = self.reads.get(_storage_address(tensor)) if self.reads and type(tensor) is Tensor else None
+        read = (
+            self.reads.get(_storage_address(tensor))
+            if self.reads and type(tensor) is Tensor
+            else None
+        )
         if read is None or read[0]() is None:
             return tensor
-        return (*read[1:], read[1]._version, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return (
+            *read[1:],
+            read[1]._version,
+            tensor.size(),
+            tensor.stride(),
+            tensor.storage_offset(),
+        )
 
     def _unpack(self, packed: Any) -> Tensor:
         self._begun()
@@ -260,15 +304,21 @@ class Eager:
             return packed
         parameter, plan, version, size, stride, offset = packed
         if parameter._version != version:
-            raise RuntimeError(f"{plan.fqn} was changed between its forward and its backward; update it after backward")
-        return self.gather(local(parameter).detach(), plan, self.scales.of(plan.fqn)).as_strided(size, stride, offset)
+            raise RuntimeError(
+                f"{plan.fqn} was changed between its forward and its backward; update it after backward"
+            )
+        return self.gather(local(parameter).detach(), plan, self.scales.of(plan.fqn)).as_strided(
+            size, stride, offset
+        )
 
     def _begun(self) -> bool:
         """Begin a backward if autograd's engine runs. Return True in a forward or backward."""
         if not self.phase and torch._C._current_graph_task_id() != -1:
             self._begin("backward")
             if self.gathers_again:
-                self._start(*self.last_order["backward"][:1])  # under the backward of what is kept, such as the output
+                self._start(
+                    *self.last_order["backward"][:1]
+                )  # under the backward of what is kept, such as the output
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return bool(self.phase)
 

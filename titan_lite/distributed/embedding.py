@@ -98,4 +98,6 @@ class _Exchange(torch.autograd.Function):
         exchange: Exchange = ctx.exchange
         parts = gradient.unflatten(2, (exchange.degree, -1)).permute(2, 0, 1, 3)
         narrow = min(exchange.param_dtype, exchange.reduce_dtype, key=lambda dtype: dtype.itemsize)
-        return exchange.all_to_all(parts.to(narrow).contiguous()).flatten(0, 1).to(gradient.dtype), None
+        return exchange.all_to_all(parts.to(narrow).contiguous()).flatten(0, 1).to(
+            gradient.dtype
+        ), None

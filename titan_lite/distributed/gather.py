@@ -53,7 +53,9 @@ class GatherPlan:
     row_shape: tuple[int, ...]
     shard_degree: int
     shard_group: str
-    sum_groups: tuple[str, ...]  # groups of ranks with the same shard; its gradient is summed over them
+    sum_groups: tuple[
+        str, ...
+    ]  # groups of ranks with the same shard; its gradient is summed over them
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
     float8: bool = False  # gathered as float8: one byte per element
@@ -89,7 +91,9 @@ class GatherPlan:
         shard = self.cast(shard, scale)
         if self.shard_degree == 1:
             return shard
-        if self.rows % self.shard_degree:  # all ranks pad, if only by 0 rows, so that their graphs are the same
+        if (
+            self.rows % self.shard_degree
+        ):  # all ranks pad, if only by 0 rows, so that their graphs are the same
             shard = F.pad(shard, [0, 0] * (shard.dim() - 1) + [0, self.chunk - self.own_rows])
         weight = collectives.all_gather_into_tensor(shard, self.shard_degree, self.shard_group)
         return collectives.wait_tensor(weight)[: self.rows]
@@ -106,10 +110,16 @@ class GatherPlan:
         if self.shard_degree == 1:
             return InFlight(shard, None)
         shard = pad_rows(shard, self.chunk)
-        weight = shard.new_empty(self.chunk * self.shard_degree, *shard.shape[1:]) if out is None else out
+        weight = (
+            shard.new_empty(self.chunk * self.shard_degree, *shard.shape[1:])
+            if out is None
+            else out
+        )
         group = _resolve_process_group(self.shard_group)  # type: ignore[arg-type]
         self.note()
-        return InFlight(weight[: self.rows], all_gather_single(weight, shard, group=group, async_op=True))
+        return InFlight(
+            weight[: self.rows], all_gather_single(weight, shard, group=group, async_op=True)
+        )
 
     def note(self) -> None:
         """Record a collective that is about to start in eager mode, so that the watchdog can name it if it hangs."""
@@ -122,8 +132,14 @@ class GatherPlan:
         gradient = gradient.to(self.reduce_dtype)
         if self.shard_degree > 1:
             gradient = pad_rows(gradient, self.chunk * self.shard_degree).contiguous()
-            return collectives.reduce_scatter_tensor(gradient, "sum", self.shard_degree, self.shard_group)
-        return collectives.all_reduce(gradient.contiguous(), "sum", self.sum_groups[0]) if self.sum_groups else gradient
+            return collectives.reduce_scatter_tensor(
+                gradient, "sum", self.shard_degree, self.shard_group
+            )
+        return (
+            collectives.all_reduce(gradient.contiguous(), "sum", self.sum_groups[0])
+            if self.sum_groups
+            else gradient
+        )
 
     def finish_reduce(self, gradient: Tensor) -> Tensor:
         """Return the sum over all groups, given the result of `start_reduce`."""
@@ -138,7 +154,11 @@ class GatherPlan:
         if number == 0:  # drop the padding of the reduce-scatter before the all-reduce
             gradient = gradient[: self.own_rows]
         following = self.reduce_groups[number + 1 :]
-        return collectives.all_reduce(gradient.contiguous(), "sum", following[0]) if following else gradient
+        return (
+            collectives.all_reduce(gradient.contiguous(), "sum", following[0])
+            if following
+            else gradient
+        )
 
 
 def pad_rows(tensor: Tensor, rows: int) -> Tensor:

@@ -27,12 +27,21 @@ def gather_without_coalescing() -> None:
 
 def _all_gather_into_tensor(input: Tensor, group_size: int, group_name: str) -> Tensor:
     out = input.new_empty((input.shape[0] * group_size, *input.shape[1:]))
-    return torch.ops._c10d_functional.all_gather_into_tensor_out(input, group_size, group_name, out=out)
+    return torch.ops._c10d_functional.all_gather_into_tensor_out(
+        input, group_size, group_name, out=out
+    )
 
 
-def _all_gather_into_tensor_coalesced(inputs: list[Tensor], group_size: int, group_name: str) -> list[Tensor]:
+def _all_gather_into_tensor_coalesced(
+    inputs: list[Tensor], group_size: int, group_name: str
+) -> list[Tensor]:
     return [_all_gather_into_tensor(each, group_size, group_name) for each in inputs]
 
 
-def _reduce_scatter_tensor_coalesced(inputs: list[Tensor], reduce_op: str, group_size: int, group_name: str) -> list[Tensor]:
-    return [torch.ops._c10d_functional.reduce_scatter_tensor(each, reduce_op, group_size, group_name) for each in inputs]
+def _reduce_scatter_tensor_coalesced(
+    inputs: list[Tensor], reduce_op: str, group_size: int, group_name: str
+) -> list[Tensor]:
+    return [
+        torch.ops._c10d_functional.reduce_scatter_tensor(each, reduce_op, group_size, group_name)
+        for each in inputs
+    ]

@@ -18,7 +18,9 @@ def materialize(root: nn.Module, device: torch.device) -> None:
     for meta, plan in model.plans.items():
         if plan.device:
             shard = zeros_on_host(meta, meta.dtype, pinned=device.type == "cuda")
-            leaf = torch.empty((), dtype=meta.dtype, device=device).expand(local(meta).shape)  # takes no memory
+            leaf = torch.empty((), dtype=meta.dtype, device=device).expand(
+                local(meta).shape
+            )  # takes no memory
             model.leaves[plan.fqn] = leaf.requires_grad_(meta.requires_grad)
         else:
             shard = as_shard_of(meta, torch.empty_like(local(meta), device=device))
@@ -30,4 +32,6 @@ def materialize(root: nn.Module, device: torch.device) -> None:
         for name, parameter in module._parameters.items():
             module._parameters[name] = filled.get(parameter)
         for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
+            module._buffers[name] = (
+                None if buffer is None else torch.empty_like(buffer, device=device)
+            )

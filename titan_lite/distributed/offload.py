@@ -47,7 +47,9 @@ class Leaving:
 
     def _put_first(self) -> None:
         _, parameter, rows = self.queue.popleft()
-        self.put(parameter, rows.trigger_wait() if isinstance(rows, AsyncCollectiveTensor) else rows)
+        self.put(
+            parameter, rows.trigger_wait() if isinstance(rows, AsyncCollectiveTensor) else rows
+        )
 
 
 def offload_gradients(roots: Sequence[nn.Module], put: Put | None) -> None:
@@ -60,4 +62,6 @@ def offload_gradients(roots: Sequence[nn.Module], put: Put | None) -> None:
         last = last_block(plan.fqn for plan in model.plans.values())
         for parameter, plan in model.plans.items():
             block = block_of(plan.fqn, last)
-            model.leaves[plan.fqn].register_post_accumulate_grad_hook(functools.partial(leaving.take, parameter, block))
+            model.leaves[plan.fqn].register_post_accumulate_grad_hook(
+                functools.partial(leaving.take, parameter, block)
+            )

@@ -31,5 +31,7 @@ def stage_peers(mesh: DeviceMesh) -> StagePeers:
     stage = mesh.mesh.select(0, mesh["pp"].get_local_rank()).flatten()
     group = None
     if mesh["pp"].size() > 1:
-        group = DeviceMesh(mesh.device_type, mesh.mesh.flatten(1), mesh_dim_names=("pp", "stage"))["stage"].get_group()
+        group = DeviceMesh(mesh.device_type, mesh.mesh.flatten(1), mesh_dim_names=("pp", "stage"))[
+            "stage"
+        ].get_group()
     return StagePeers(stage.tolist(), group)

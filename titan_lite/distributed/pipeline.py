@@ -18,7 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineScheduleRuntime, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
 
 from titan_lite.config import Parallelism
 from titan_lite.distributed.accumulation import fold_gradients, gradient_leaves
@@ -47,7 +51,9 @@ class SingleStage:
     def __init__(self, model: nn.Module, loss_sum: Callable[[Tensor, Tensor], Tensor]):
         self.model, self.loss_sum = model, loss_sum
 
-    def forward_backward(self, input: Tensor, label: Tensor, documents: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    def forward_backward(
+        self, input: Tensor, label: Tensor, documents: dict[str, Tensor], tokens: Tensor
+    ) -> Tensor:
         """Run backward of the loss of a local batch (B, T), divided by the step's `tokens`; return that loss."""
         losses = self.loss_sum(self.model(input, **documents), label) / tokens
         losses.sum().backward()
@@ -91,7 +97,9 @@ class Pipeline:
         with torch.device("meta"):
             first = torch.empty(tokens, dtype=torch.int64)
             between = torch.empty(hidden, dtype=dtype, requires_grad=True)
-            last = torch.empty(output, dtype=dtype if len(output) == 3 else torch.float32, requires_grad=True)
+            last = torch.empty(
+                output, dtype=dtype if len(output) == 3 else torch.float32, requires_grad=True
+            )
         parts = [
             _Stage(
                 _Leaves(model),
@@ -104,7 +112,9 @@ class Pipeline:
             )
             for index, model in self.models.items()
         ]
-        options: dict[str, Any] = dict(n_microbatches=plan.microbatches, loss_fn=self._loss, scale_grads=False)
+        options: dict[str, Any] = dict(
+            n_microbatches=plan.microbatches, loss_fn=self._loss, scale_grads=False
+        )
         self.schedule: Any
         if plan.order:
             self.schedule = _PipelineScheduleRuntime(parts, **options)
@@ -112,9 +122,13 @@ class Pipeline:
             self.schedule._prepare_schedule_with_comms(self.schedule.pipeline_order)
         else:
             cls: Any = get_schedule_class(parallelism.pipeline_parallel_schedule)
-            self.schedule = cls(parts[0] if issubclass(cls, PipelineScheduleSingle) else parts, **options)
+            self.schedule = cls(
+                parts[0] if issubclass(cls, PipelineScheduleSingle) else parts, **options
+            )
 
-    def forward_backward(self, input: Tensor, label: Tensor, documents: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    def forward_backward(
+        self, input: Tensor, label: Tensor, documents: dict[str, Tensor], tokens: Tensor
+    ) -> Tensor:
         """Run backward of the loss of a local batch (B, T) / the step's `tokens`; return it, zero except on the last stage."""
         self.tokens = tokens
         self.losses: list[Tensor] = []  # in the order of microbatches
@@ -140,7 +154,9 @@ class Pipeline:
         losses: list[Tensor] = []
         sends = []
         number = self.plan.microbatches
-        for tokens, labels, *parts in zip(*(each.chunk(number) for each in (input, label, *documents.values())), strict=True):
+        for tokens, labels, *parts in zip(
+            *(each.chunk(number) for each in (input, label, *documents.values())), strict=True
+        ):
             theirs = dict(zip(documents, parts, strict=True))
             output = torch.empty(0)
             for stage, model in self.models.items():
@@ -152,12 +168,18 @@ class Pipeline:
                     losses.append(self.loss_sum(output, labels))
                 elif self.plan.rank_of[stage + 1] != self.rank:
                     output = output.contiguous()
-                    work = dist.isend(output, group=self.group, group_dst=self.plan.rank_of[stage + 1])
+                    work = dist.isend(
+                        output, group=self.group, group_dst=self.plan.rank_of[stage + 1]
+                    )
                     sends.append((work, output))  # keeps output alive until it is sent
         for work, _ in sends:
             assert work is not None
             work.wait()
-        return torch.cat(losses) if losses and losses[0].ndim else sum(losses, torch.zeros((), device=self.device))
+        return (
+            torch.cat(losses)
+            if losses and losses[0].ndim
+            else sum(losses, torch.zeros((), device=self.device))
+        )
 
 
 class _Leaves(nn.Module):
@@ -177,11 +199,17 @@ class _Leaves(nn.Module):
 class _Stage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Omit operations with a neighbour stage on the same rank: torch 2.11 makes them, and gloo does not support them."""
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+        return [
+            op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank
+        ]
 
-    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False
+    ) -> Any:
         """Run the second half of backward as one, and then `fold_gradients`: it sets `.grad` without running hooks."""
-        backward = functools.partial(super().backward_maybe_with_nosync, backward_type, bwd_kwargs, last_backward)
+        backward = functools.partial(
+            super().backward_maybe_with_nosync, backward_type, bwd_kwargs, last_backward
+        )
         if backward_type != "weight":
             return backward()
         assert isinstance(self.submod, _Leaves)

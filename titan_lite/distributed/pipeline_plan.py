@@ -21,8 +21,15 @@ from titan_lite.outside import Damaged, read_text, shown
 if TYPE_CHECKING:  # torch is imported late: most plans are checked without it
     from torch.distributed.pipelining.schedules import _Action
 
-Order: TypeAlias = "Mapping[int, Sequence[_Action | None]]"  # the actions of each pipeline rank, in order
-STAGES_PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}  # Interleaved1F1B: or more
+Order: TypeAlias = (
+    "Mapping[int, Sequence[_Action | None]]"  # the actions of each pipeline rank, in order
+)
+STAGES_PER_RANK = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "ZBVZeroBubble": 2,
+}  # Interleaved1F1B: or more
 # kind of action -> actions that must be done before it: (stage relative to its own, kind). I counts as B for the stage before.
 NEEDS = {"F": [(-1, "F")], "B": [(0, "F"), (1, "B")], "I": [(0, "F"), (1, "B")], "W": [(0, "B")]}
 
@@ -38,14 +45,22 @@ class PipelinePlan:
     modules: tuple[tuple[str, ...], ...]  # FQNs of each stage
     rank_of: tuple[int, ...]  # the pipeline rank of each stage
     microbatches: int  # of one local batch
-    order: tuple[tuple[str, ...], ...] = ()  # actions of each rank, such as "0F0", if they come from a file
+    order: tuple[
+        tuple[str, ...], ...
+    ] = ()  # actions of each rank, such as "0F0", if they come from a file
 
     def stages_of(self, rank: int) -> list[int]:
         return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
 
 
 def plan_pipeline(
-    parallelism: Parallelism, *, n_layers: int, tied: bool, local_batch_size: int, compiled: bool, checkpointed: bool
+    parallelism: Parallelism,
+    *,
+    n_layers: int,
+    tied: bool,
+    local_batch_size: int,
+    compiled: bool,
+    checkpointed: bool,
 ) -> PipelinePlan:
     """Return the modules and the rank of every stage. Raises ConfigError for a pipeline that cannot run.
 
@@ -63,7 +78,9 @@ def plan_pipeline(
         )
     size = parallelism.pipeline_parallel_microbatch_size
     if local_batch_size % size:
-        fix = " or ".join(str(n) for n in range(1, local_batch_size + 1) if local_batch_size % n == 0)
+        fix = " or ".join(
+            str(n) for n in range(1, local_batch_size + 1) if local_batch_size % n == 0
+        )
         raise ConfigError(
             f"parallelism.pipeline_parallel_microbatch_size = {size} does not divide training.local_batch_size = "
             f"{local_batch_size}; use {fix}"
@@ -73,12 +90,22 @@ def plan_pipeline(
     if parallelism.pipeline_parallel_schedule_csv:
         key = f'parallelism.pipeline_parallel_schedule_csv = "{parallelism.pipeline_parallel_schedule_csv}"'
         others = "B instead of I and W"
-        order = read_schedule(Path(parallelism.pipeline_parallel_schedule_csv), degree, microbatches)
-        owner = {action.stage_index: rank for rank, actions in order.items() for action in actions if action is not None}
+        order = read_schedule(
+            Path(parallelism.pipeline_parallel_schedule_csv), degree, microbatches
+        )
+        owner = {
+            action.stage_index: rank
+            for rank, actions in order.items()
+            for action in actions
+            if action is not None
+        }
         rank_of = tuple(owner[stage] for stage in range(len(owner)))
         halves = any("I" in str(action) for actions in order.values() for action in actions)
     else:
-        key, others = f'parallelism.pipeline_parallel_schedule = "{parallelism.pipeline_parallel_schedule}"', '"Interleaved1F1B"'
+        key, others = (
+            f'parallelism.pipeline_parallel_schedule = "{parallelism.pipeline_parallel_schedule}"',
+            '"Interleaved1F1B"',
+        )
         rank_of = _named_schedule(parallelism, microbatches)
         halves = parallelism.pipeline_parallel_schedule == "ZBVZeroBubble"
     if halves and compiled:
@@ -92,7 +119,12 @@ def plan_pipeline(
             f'use activation_checkpoint.mode = "none" or {others}'
         )
     written = tuple(tuple(map(str, actions)) for _, actions in sorted(order.items()))
-    return PipelinePlan(tuple(map(tuple, _split(modules, len(rank_of), parallelism))), rank_of, microbatches, written)
+    return PipelinePlan(
+        tuple(map(tuple, _split(modules, len(rank_of), parallelism))),
+        rank_of,
+        microbatches,
+        written,
+    )
 
 
 def module_fqns(n_layers: int) -> list[str]:
@@ -109,12 +141,20 @@ def _named_schedule(parallelism: Parallelism, microbatches: int) -> tuple[int, .
         raise ConfigError(
             f'parallelism.pipeline_parallel_stages_per_rank = {given}: pipeline_parallel_schedule = "{name}" has {usual}'
             f"{' or more' if name == 'Interleaved1F1B' else ''}; use -1 or {usual}"
-            + ("" if name == "Interleaved1F1B" else ', or "Interleaved1F1B"' if per_rank > 1 else ', or "1F1B"')
+            + (
+                ""
+                if name == "Interleaved1F1B"
+                else ', or "Interleaved1F1B"'
+                if per_rank > 1
+                else ', or "1F1B"'
+            )
         )
     key = f'parallelism.pipeline_parallel_schedule = "{name}"'
     batch = f"training.local_batch_size / pipeline_parallel_microbatch_size = {microbatches} microbatches"
     if name == "1F1B" and microbatches < degree:
-        raise ConfigError(f'{key} needs as many microbatches as stages, {degree}, but {batch}; use {degree} of them, or "GPipe"')
+        raise ConfigError(
+            f'{key} needs as many microbatches as stages, {degree}, but {batch}; use {degree} of them, or "GPipe"'
+        )
     rounds = max(1, microbatches // degree)
     if name == "Interleaved1F1B" and microbatches % rounds:
         raise ConfigError(
@@ -137,10 +177,14 @@ def _split(modules: list[str], stages: int, parallelism: Parallelism) -> list[li
                 f"{key}: there is no module {unknown[0]} to begin a stage with; use {modules[1]} to {modules[-3]}, norm or output"
             )
         if len(points) != stages - 1:
-            raise ConfigError(f"{key} makes {len(points) + 1} stages, but the schedule has {stages}; use {stages - 1} points")
+            raise ConfigError(
+                f"{key} makes {len(points) + 1} stages, but the schedule has {stages}; use {stages - 1} points"
+            )
         starts = [modules.index(point) for point in points]
         if starts != sorted(set(starts)):
-            raise ConfigError(f"{key} are not in the order of the model; use {', '.join(sorted(set(points), key=modules.index))}")
+            raise ConfigError(
+                f"{key} are not in the order of the model; use {', '.join(sorted(set(points), key=modules.index))}"
+            )
         return [modules[start:end] for start, end in itertools.pairwise([0, *starts, len(modules)])]
     layers = modules[1:-2]
     less = [0] * stages
@@ -155,7 +199,10 @@ def _split(modules: list[str], stages: int, parallelism: Parallelism) -> list[li
             f"layers give {', '.join(map(str, counts))}; use fewer stages, smaller pipeline_parallel_first_stage_less_layers and "
             "pipeline_parallel_last_stage_less_layers, or pipeline_parallel_split_points"
         )
-    parts = [layers[start:end] for start, end in itertools.pairwise(itertools.accumulate(counts, initial=0))]
+    parts = [
+        layers[start:end]
+        for start, end in itertools.pairwise(itertools.accumulate(counts, initial=0))
+    ]
     parts[0] = ["tok_embeddings", *parts[0]]
     parts[-1] = [*parts[-1], "norm", "output"]
     return parts
@@ -167,7 +214,9 @@ def read_schedule(path: Path, degree: int, microbatches: int) -> Order:
     try:
         rows = [row for row in csv.reader(read_text(path).splitlines()) if any(map(str.strip, row))]
     except (Damaged, csv.Error) as error:
-        raise ConfigError(f"{key} cannot be read ({error}); use a CSV file with {degree} rows") from None
+        raise ConfigError(
+            f"{key} cannot be read ({error}); use a CSV file with {degree} rows"
+        ) from None
     from torch.distributed.pipelining.schedules import _Action, _validate_schedule
 
     order: dict[int, list[_Action | None]] = {}
@@ -177,8 +226,14 @@ def read_schedule(path: Path, degree: int, microbatches: int) -> Order:
         for text in filter(None, map(str.strip, row)):
             known = re.fullmatch(r"[0-9]{1,6}[FBIW]([0-9]{1,6})", text)
             if known is None or int(known[1]) >= microbatches or text in seen:
-                why = "given twice" if text in seen else f"no action of microbatches 0 to {microbatches - 1}"
-                raise ConfigError(f"{key}, row {rank + 1}: {shown(text)} is {why}; use actions such as 0F0, 1B0, 1I0 or 1W0")
+                why = (
+                    "given twice"
+                    if text in seen
+                    else f"no action of microbatches 0 to {microbatches - 1}"
+                )
+                raise ConfigError(
+                    f"{key}, row {rank + 1}: {shown(text)} is {why}; use actions such as 0F0, 1B0, 1I0 or 1W0"
+                )
             seen.add(text)
             order[rank].append(_Action.from_str(text))
     if len(order) != degree:
@@ -187,7 +242,14 @@ def read_schedule(path: Path, degree: int, microbatches: int) -> Order:
             f"use {degree} rows or pipeline_parallel_degree = {len(order)}"
         )
     try:
-        stages = len({action.stage_index for actions in order.values() for action in actions if action is not None})
+        stages = len(
+            {
+                action.stage_index
+                for actions in order.values()
+                for action in actions
+                if action is not None
+            }
+        )
         _validate_schedule(order, degree, stages, microbatches)
         bubble_fraction(order)
     except (AssertionError, KeyError, IndexError) as error:
@@ -206,9 +268,13 @@ def one_stage_order(schedule: str, degree: int, microbatches: int) -> Order:
 
     order = {}
     for rank in range(degree):
-        ahead = microbatches if schedule == "GPipe" else min(microbatches, degree - rank)  # forwards before the first backward
+        ahead = (
+            microbatches if schedule == "GPipe" else min(microbatches, degree - rank)
+        )  # forwards before the first backward
         kinds = "F" * ahead + "BF" * (microbatches - ahead) + "B" * ahead
-        order[rank] = [_Action.from_str(f"{rank}{kind}{kinds[:i].count(kind)}") for i, kind in enumerate(kinds)]
+        order[rank] = [
+            _Action.from_str(f"{rank}{kind}{kinds[:i].count(kind)}") for i, kind in enumerate(kinds)
+        ]
     return order
 
 
@@ -218,11 +284,16 @@ def order_of(parallelism: Parallelism, plan: PipelinePlan) -> Order:
 
     degree, name = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     if plan.order:
-        return {rank: [_Action.from_str(action) for action in row] for rank, row in enumerate(plan.order)}
+        return {
+            rank: [_Action.from_str(action) for action in row]
+            for rank, row in enumerate(plan.order)
+        }
     # Torch's classes of one stage a rank miscount the last stage's microbatches (torch 2.13), and do not run by this order.
     if degree == 1 or STAGES_PER_RANK[name] == 1:
         return one_stage_order(name, degree, plan.microbatches)
-    counts = dict(num_stages=len(plan.rank_of), group_size=degree, group_rank=0, submod=None, is_last=False)
+    counts = dict(
+        num_stages=len(plan.rank_of), group_size=degree, group_rank=0, submod=None, is_last=False
+    )
     stages: Any = [SimpleNamespace(stage_index=stage, **counts) for stage in plan.stages_of(0)]
     schedule: Any = get_schedule_class(name)
     order: Order = schedule(stages, plan.microbatches).pipeline_order
@@ -233,7 +304,9 @@ def order_of(parallelism: Parallelism, plan: PipelinePlan) -> Order:
 class Timetable:
     """Times of the computations of a schedule, by rank."""
 
-    actions: Mapping[int, Sequence[tuple[str, int, int, float, float]]]  # (F, B, I or W; stage; microbatch; begin s; end s)
+    actions: Mapping[
+        int, Sequence[tuple[str, int, int, float, float]]
+    ]  # (F, B, I or W; stage; microbatch; begin s; end s)
 
     @property
     def seconds(self) -> float:
@@ -242,8 +315,12 @@ class Timetable:
 
 def computations(actions: "Sequence[_Action | None]") -> list[tuple[str, int, int | None]]:
     """Return (F, B, I or W; stage; microbatch) of each computation of one rank."""
-    each = [part for action in actions if action is not None for part in action.sub_actions or (action,)]
-    found = [(part.computation_type.value, part.stage_index, part.microbatch_index) for part in each]
+    each = [
+        part for action in actions if action is not None for part in action.sub_actions or (action,)
+    ]
+    found = [
+        (part.computation_type.value, part.stage_index, part.microbatch_index) for part in each
+    ]
     return [computation for computation in found if computation[0] in "FBIW"]
 
 
@@ -264,16 +341,32 @@ def run_order(order: Order, seconds: Callable[[str, int], float], travel: float 
         for rank, queue in queues.items():
             while queue:
                 kind, stage, microbatch = queue[0]
-                needs = [(stage + on, before, microbatch) for on, before in NEEDS[kind] if 0 <= stage + on <= last]
+                needs = [
+                    (stage + on, before, microbatch)
+                    for on, before in NEEDS[kind]
+                    if 0 <= stage + on <= last
+                ]
                 if any(need not in done for need in needs):
                     break
-                begin = max([free[rank], *(done[need] + (travel if owner[need[0]] != rank else 0.0) for need in needs)])
-                free[rank] = done[stage, "B" if kind == "I" else kind, microbatch] = begin + seconds(kind, stage)
+                begin = max(
+                    [
+                        free[rank],
+                        *(
+                            done[need] + (travel if owner[need[0]] != rank else 0.0)
+                            for need in needs
+                        ),
+                    ]
+                )
+                free[rank] = done[stage, "B" if kind == "I" else kind, microbatch] = (
+                    begin + seconds(kind, stage)
+                )
                 found[rank].append((kind, stage, microbatch, begin, free[rank]))
                 queue.pop(0)
                 progress = True
         waiting = [(rank, *queue[0]) for rank, queue in queues.items() if queue]
-        stuck = ", ".join(f"rank {rank} at {stage}{kind}{microbatch}" for rank, kind, stage, microbatch in waiting)
+        stuck = ", ".join(
+            f"rank {rank} at {stage}{kind}{microbatch}" for rank, kind, stage, microbatch in waiting
+        )
         assert progress or not stuck, f"actions wait for each other: {stuck}"
     return Timetable(found)
 

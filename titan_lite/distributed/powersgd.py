@@ -61,7 +61,11 @@ def as_matrix(rows: int, row_shape: Sequence[int], rank: int) -> tuple[int, int]
 def factors_of(plan: GatherPlan, parallelism: Parallelism) -> tuple[int, int] | None:
     """Return the numbers of P and Q of a parameter's largest shard, on which all ranks agree, or None if it travels as it is."""
     rank = parallelism.replicate_rank
-    matrix = as_matrix(plan.chunk, plan.row_shape, rank) if parallelism.replicate_compression != "none" else None
+    matrix = (
+        as_matrix(plan.chunk, plan.row_shape, rank)
+        if parallelism.replicate_compression != "none"
+        else None
+    )
     return matrix and (rank * matrix[0], rank * matrix[1])
 
 
@@ -117,8 +121,12 @@ class PowerSGD:
         self.qs: dict[str, Tensor] = {}  # float32, (m, r)
         self.pending: dict[str, tuple[Tensor, Tensor]] = {}  # (error, Q) after this step
         self.microbatches = 0  # of this step; 0 between steps
-        self.added: Counter[nn.Parameter] = Counter()  # backwards of this step that have added to a gradient
-        self.waiting: deque[tuple[Callable[[Sequence[Part]], Iterator[None]], list[Part]]] = deque()  # sums that have not started
+        self.added: Counter[nn.Parameter] = (
+            Counter()
+        )  # backwards of this step that have added to a gradient
+        self.waiting: deque[tuple[Callable[[Sequence[Part]], Iterator[None]], list[Part]]] = (
+            deque()
+        )  # sums that have not started
         self.under_way: deque[Iterator[None]] = deque()
         if parallelism.replicate_compression == "none":
             return
@@ -141,7 +149,9 @@ class PowerSGD:
             return
         large = [[part for part in block if part.fqn in self.qs] for block in reversed(blocks)]
         self.waiting.extend((self._factors, block) for block in large if block)
-        self.waiting.append((self._whole, [part for block in blocks for part in block if part.fqn not in self.qs]))
+        self.waiting.append(
+            (self._whole, [part for block in blocks for part in block if part.fqn not in self.qs])
+        )
 
     @torch.no_grad()
     def _add(self, parameter: nn.Parameter) -> None:
@@ -152,7 +162,11 @@ class PowerSGD:
 
     def _is_there(self, part: Part) -> bool:
         gradient = part.parameter.grad
-        return gradient is not None and self.added[part.parameter] == self.microbatches and not is_in_flight(local(gradient))
+        return (
+            gradient is not None
+            and self.added[part.parameter] == self.microbatches
+            and not is_in_flight(local(gradient))
+        )
 
     def _start_next(self) -> None:
         how, parts = self.waiting.popleft()
@@ -178,7 +192,12 @@ class PowerSGD:
     def _whole(self, parts: Sequence[Part]) -> Iterator[None]:
         """Sum gradients as they are, in one bucket. Yields while it is in flight."""
         rows = [part.gradient() for part in parts]
-        flat = torch.cat([each.reshape(-1).to(part.plan.reduce_dtype) for each, part in zip(rows, parts, strict=True)])
+        flat = torch.cat(
+            [
+                each.reshape(-1).to(part.plan.reduce_dtype)
+                for each, part in zip(rows, parts, strict=True)
+            ]
+        )
         work = self._start(flat, parts)
         yield
         work.wait()
@@ -189,13 +208,18 @@ class PowerSGD:
         """Sum gradients as factors. Yields while those of P, then those of Q are in flight."""
         rows = [part.gradient() for part in parts]
         qs = [self.qs[part.fqn] for part in parts]
-        errors = [self.errors[part.fqn] + each for part, each in zip(parts, rows, strict=True)]  # M, until it is an error
+        errors = [
+            self.errors[part.fqn] + each for part, each in zip(parts, rows, strict=True)
+        ]  # M, until it is an error
         matrices = [each.view(len(each), len(q)) for each, q in zip(errors, qs, strict=True)]
         flat = torch.cat([(matrix @ q).view(-1) for matrix, q in zip(matrices, qs, strict=True)])
         work = self._start(flat, parts)
         yield
         work.wait()
-        ps = [each.view(-1, qs[0].shape[1]) for each in flat.split([len(each) * qs[0].shape[1] for each in matrices])]
+        ps = [
+            each.view(-1, qs[0].shape[1])
+            for each in flat.split([len(each) * qs[0].shape[1] for each in matrices])
+        ]
         stacked = orthogonalize(pad_sequence(ps, batch_first=True))
         ps = [p[: len(matrix)] for p, matrix in zip(stacked, matrices, strict=True)]
         mine = [matrix.T @ p for matrix, p in zip(matrices, ps, strict=True)]
@@ -206,18 +230,25 @@ class PowerSGD:
         yield
         work.wait()
         sums = flat.split([q.numel() for q in qs])
-        for part, each, error, before, p, total in zip(parts, rows, errors, qs, ps, sums, strict=True):
+        for part, each, error, before, p, total in zip(
+            parts, rows, errors, qs, ps, sums, strict=True
+        ):
             q = total.view_as(before)
             each.copy_((p @ q.T).view_as(each))
             norm = torch.linalg.vector_norm(q, dim=0)
-            self.pending[part.fqn] = error, torch.where(norm > 0, q / norm.clamp(min=TINY), before)  # zero would stay zero
+            self.pending[part.fqn] = (
+                error,
+                torch.where(norm > 0, q / norm.clamp(min=TINY), before),
+            )  # zero would stay zero
 
     def _start(self, flat: Tensor, parts: Sequence[Part]) -> dist.Work:
         """Start to sum over copies, in place, and let the watchdog know of which parameters."""
         parameter = parts[0].parameter
         assert isinstance(parameter, DTensor)
         group = parameter.device_mesh.get_group("dp_replicate")
-        started_last.append((time.time_ns(), group.group_name, " ".join(part.fqn for part in parts)))
+        started_last.append(
+            (time.time_ns(), group.group_name, " ".join(part.fqn for part in parts))
+        )
         work = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None
         return work
@@ -234,16 +265,25 @@ class PowerSGD:
         """Return {"FQN.error": with a dimension for the copy before those of the parameter, "FQN.q": with dimensions for the rank
         along dp_shard and tp before (m, r)}, DTensors of the live tensors."""
         found: dict[str, Tensor] = {}
-        for part in (part for block in self.blocks.values() for part in block if part.fqn in self.qs):
+        for part in (
+            part for block in self.blocks.values() for part in block if part.fqn in self.qs
+        ):
             parameter = part.parameter.detach()
             assert isinstance(parameter, DTensor)
-            mesh, shape = parameter.device_mesh, torch.Size((parameter.device_mesh.size(0), *parameter.shape))
+            mesh, shape = (
+                parameter.device_mesh,
+                torch.Size((parameter.device_mesh.size(0), *parameter.shape)),
+            )
             placements = (Shard(0), *map(_one_further, parameter.placements[1:]))
             stride = torch.empty(shape, device="meta").stride()
             error = self.errors[part.fqn][None]
-            found[f"{part.fqn}.error"] = DTensor.from_local(error, mesh, placements, run_check=False, shape=shape, stride=stride)
+            found[f"{part.fqn}.error"] = DTensor.from_local(
+                error, mesh, placements, run_check=False, shape=shape, stride=stride
+            )
             by_rank = (Replicate(), Shard(0), Shard(1))
-            found[f"{part.fqn}.q"] = DTensor.from_local(self.qs[part.fqn][None, None], mesh, by_rank, run_check=False)
+            found[f"{part.fqn}.q"] = DTensor.from_local(
+                self.qs[part.fqn][None, None], mesh, by_rank, run_check=False
+            )
         return found
 
 

@@ -45,8 +45,12 @@ class Scales:
             return
         sharded = [parameters[fqn] for fqn in self.places]
         # One by one, as they may be in host memory.
-        shards = (local(parameter).to(self.values.device, non_blocking=True) for parameter in sharded)
-        largest = torch.stack([shard.abs().amax() if shard.numel() else shard.new_zeros(()) for shard in shards]).float()
+        shards = (
+            local(parameter).to(self.values.device, non_blocking=True) for parameter in sharded
+        )
+        largest = torch.stack(
+            [shard.abs().amax() if shard.numel() else shard.new_zeros(()) for shard in shards]
+        ).float()
         assert isinstance(sharded[0], DTensor)
         mesh = sharded[0].device_mesh
         for axis in ("dp_shard", "tp"):

@@ -52,17 +52,30 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, shard: Tensor, plan: GatherPlan, eager: Eager | None, scale: Tensor | None, leaf: Tensor | None
+        ctx: Any,
+        shard: Tensor,
+        plan: GatherPlan,
+        eager: Eager | None,
+        scale: Tensor | None,
+        leaf: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.plan, ctx.eager, ctx.shard_dtype = plan, eager, shard.dtype
-        ctx.parameter, shard = (shard, local(shard)) if isinstance(shard, DTensor) else (None, shard)
-        ctx.set_materialize_grads(False)  # for bytes, which have no gradient, autograd would make zeros
+        ctx.parameter, shard = (
+            (shard, local(shard)) if isinstance(shard, DTensor) else (None, shard)
+        )
+        ctx.set_materialize_grads(
+            False
+        )  # for bytes, which have no gradient, autograd would make zeros
         weight = plan.gather(shard, scale) if eager is None else eager.gather(shard, plan, scale)
-        weight = weight.view_as(weight)  # autograd needs a new tensor where nothing is gathered or cast
+        weight = weight.view_as(
+            weight
+        )  # autograd needs a new tensor where nothing is gathered or cast
         return weight, stand_in(weight, plan.param_dtype) if plan.float8 else None
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None, Tensor | None]:
+    def backward(
+        ctx: Any, *gradients: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None, Tensor | None]:
         gradient = gradients[1] if ctx.plan.float8 else gradients[0]
         assert gradient is not None
         if ctx.eager is None:
@@ -70,7 +83,11 @@ class _Gather(torch.autograd.Function):
         else:
             reduced = ctx.eager.reduce(gradient, ctx.plan, ctx.shard_dtype)
             reduced = reduced if ctx.parameter is None else as_shard_of(ctx.parameter, reduced)
-        return (None, None, None, None, reduced) if ctx.plan.device else (reduced, None, None, None, None)
+        return (
+            (None, None, None, None, reduced)
+            if ctx.plan.device
+            else (reduced, None, None, None, None)
+        )
 
 
 class _Model:
@@ -79,7 +96,9 @@ class _Model:
     def __init__(self, resharded: frozenset[str]):
         self.resharded = resharded  # FQNs of weights that are dropped after forward
         self.scales = Scales()
-        self.plans: dict[nn.Parameter, GatherPlan] = {}  # one entry for tied weights; parameters hash by identity
+        self.plans: dict[
+            nn.Parameter, GatherPlan
+        ] = {}  # one entry for tied weights; parameters hash by identity
         # For shards in host memory: stand-ins for them on the device, by FQN, and the function that takes gradients (offload.py).
         self.leaves: dict[str, Tensor] = {}
         self.put: Callable[[nn.Parameter, Tensor], None] | None = None
@@ -90,7 +109,9 @@ class _Model:
         # their gradients if these have another dtype.
         self.gathered: dict[str, Tensor] = {}
         self.stand_ins: dict[str, Tensor] = {}
-        self.handles: dict[str, Tensor] = {}  # of a compiled model's weights that may be in flight, instead (arriving.py)
+        self.handles: dict[
+            str, Tensor
+        ] = {}  # of a compiled model's weights that may be in flight, instead (arriving.py)
         self.sums: dict[str, Tensor] = {}
         self.step: Any = None  # gathers and reduces with overlap
 
@@ -135,11 +156,16 @@ def apply_simple_fsdp(
                 continue
             if parameter not in shards:
                 fqn = f"{prefix}.{name}".removeprefix(".")
-                shards[parameter], plan = _shard(parameter, mesh, fqn, param_dtype, reduce_dtype, int(prefix == by_columns))
+                shards[parameter], plan = _shard(
+                    parameter, mesh, fqn, param_dtype, reduce_dtype, int(prefix == by_columns)
+                )
                 if isinstance(module, Float8Linear) and module.recipe == "tensorwise":
                     shared.scales.add(fqn)
                     plan = replace(plan, float8=float8_gather)
-                away, groups = mesh.device_type if offload else "", plan.sum_groups[0 if sums_copies else 1 :]
+                away, groups = (
+                    mesh.device_type if offload else "",
+                    plan.sum_groups[0 if sums_copies else 1 :],
+                )
                 plan = replace(plan, device=away, sum_groups=groups)
                 shared.plans[shards[parameter]] = plan
             module._parameters[name] = shards[parameter]
@@ -149,20 +175,36 @@ def apply_simple_fsdp(
         module.__class__ = _sharded_class(cls, tuple(plans), module is model)
         if prefix == by_columns:
             group = mesh.get_group("dp_shard")
-            look_up_by_columns(module, Exchange(plans["weight"].fqn, group.group_name, group.size(), param_dtype, reduce_dtype))
+            look_up_by_columns(
+                module,
+                Exchange(
+                    plans["weight"].fqn, group.group_name, group.size(), param_dtype, reduce_dtype
+                ),
+            )
 
 
 def _shard(
-    parameter: nn.Parameter, mesh: DeviceMesh, fqn: str, param_dtype: torch.dtype, reduce_dtype: torch.dtype, dim: int
+    parameter: nn.Parameter,
+    mesh: DeviceMesh,
+    fqn: str,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    dim: int,
 ) -> tuple[nn.Parameter, GatherPlan]:
     """Return this rank's rows of a parameter as a DTensor, and the plan to gather it; its columns with dim 1, which stay."""
     tp_placement: Placement = Replicate()
     unsharded = parameter.detach()
     if isinstance(parameter, DTensor):
         (tp_placement,), unsharded = parameter.placements, parameter.to_local().detach()
-    size, degree, rank = unsharded.shape[dim], mesh["dp_shard"].size(), mesh["dp_shard"].get_local_rank()
+    size, degree, rank = (
+        unsharded.shape[dim],
+        mesh["dp_shard"].size(),
+        mesh["dp_shard"].get_local_rank(),
+    )
     start = min(rank * -(-size // degree), size)
-    rows = unsharded.narrow(dim, start, min(-(-size // degree), size - start)).clone(memory_format=torch.contiguous_format)
+    rows = unsharded.narrow(dim, start, min(-(-size // degree), size - start)).clone(
+        memory_format=torch.contiguous_format
+    )
     same_shard = ["dp_replicate"] if tp_placement.is_shard() else ["dp_replicate", "tp"]
     plan = GatherPlan(
         fqn=fqn,
@@ -171,15 +213,23 @@ def _shard(
         row_shape=tuple(rows.shape[1:]),
         shard_degree=1 if dim else degree,
         shard_group=mesh.get_group("dp_shard").group_name,
-        sum_groups=tuple(mesh.get_group(axis).group_name for axis in same_shard if mesh[axis].size() > 1),
+        sum_groups=tuple(
+            mesh.get_group(axis).group_name for axis in same_shard if mesh[axis].size() > 1
+        ),
         param_dtype=torch.float32 if dim else param_dtype,
         reduce_dtype=reduce_dtype,
     )
     # FSDP splits a rank's tensor-parallel part: the axis on the right, tp, is split first.
     strided = tp_placement.is_shard(dim) and mesh["tp"].size() > 1
-    placements = (Replicate(), _StridedShard(dim, split_factor=mesh["tp"].size()) if strided else Shard(dim), tp_placement)
+    placements = (
+        Replicate(),
+        _StridedShard(dim, split_factor=mesh["tp"].size()) if strided else Shard(dim),
+        tp_placement,
+    )
     # shape and stride are given: they cannot be inferred from uneven shards
-    sharded = DTensor.from_local(rows, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    sharded = DTensor.from_local(
+        rows, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad), plan
 
 
@@ -198,10 +248,14 @@ def _sharded_class(cls: Any, names: tuple[str, ...], is_root: bool) -> Any:
         if tracing():
             return cls.forward(self, *args, **kwargs)
         model = model_of(self)
-        with model.eager.forward(bool(model.resharded) and model.step is None and torch.is_grad_enabled()):
+        with model.eager.forward(
+            bool(model.resharded) and model.step is None and torch.is_grad_enabled()
+        ):
             return cls.forward(self, *args, **kwargs)
 
-    members: dict[str, Any] = {name: property(functools.partial(_read, name=name)) for name in names}
+    members: dict[str, Any] = {
+        name: property(functools.partial(_read, name=name)) for name in names
+    }
     if is_root:
         members["forward"] = forward
     return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__})
@@ -223,7 +277,9 @@ def _read(module: nn.Module, name: str) -> Tensor | Scaled:
         own, leaf = parameter.detach() if plan.device else parameter, model.leaves.get(plan.fqn)
         shard = local(own) if plan.device or tracing() else own
         if tracing():
-            with annotate({"fqn": plan.fqn}):  # names the nodes for graph passes, those of backward too
+            with annotate(
+                {"fqn": plan.fqn}
+            ):  # names the nodes for graph passes, those of backward too
                 weight, stands_in = _Gather.apply(shard, plan, None, scale, leaf)
         else:
             weight, stands_in = _Gather.apply(shard, plan, model.eager, scale, leaf)
@@ -245,5 +301,7 @@ def refresh_scales(roots: Sequence[nn.Module]) -> None:
 def shard_of(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return (this rank's rows, a view of the parameter; their offset in the unsharded parameter). Call it under no_grad."""
     assert isinstance(parameter, DTensor)
-    offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)[1]
+    offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )[1]
     return parameter.to_local(), tuple(int(start) for start in offset)

@@ -32,7 +32,9 @@ from titan_lite.float8 import E5M2, Float8Linear, Scaled, scale_of, stand_in, to
 class Style:
     """Parallel style of a module."""
 
-    weight: int | None = None  # dimension in which its weight is split; None: replicated, or no weight
+    weight: int | None = (
+        None  # dimension in which its weight is split; None: replicated, or no weight
+    )
     gathers: bool = False  # all-gather the tokens of its input
     scatters: bool = False  # reduce-scatter the tokens of its output
     vocabulary: bool = False  # look up this rank's rows of an embedding table
@@ -89,19 +91,33 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, compiled: bool 
     done: dict[nn.Parameter, nn.Parameter] = {}
     for fqn, module in model.named_modules():
         style = _style_of(fqn)
-        parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+        parameters = {
+            name: parameter
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
         if style is None:
             if parameters:
-                raise ValueError(f"{fqn}.{next(iter(parameters))}: the tensor-parallel plan has no style for {fqn}")
+                raise ValueError(
+                    f"{fqn}.{next(iter(parameters))}: the tensor-parallel plan has no style for {fqn}"
+                )
             continue
         for name, parameter in parameters.items():
             if parameter not in done:
                 done[parameter] = _split(parameter, mesh, style.weight)
             module._parameters[name] = done[parameter]
         if style.gathers or style.scatters:
-            children = [child for name, child in module.named_children() if _style_of(f"{fqn}.{name}") == COLUMN]
-            readers = [module] * compiled if style == ROW else children  # of the tokens, or of the gradients, that are gathered
-            if readers and all(isinstance(each, Float8Linear) and each.recipe == "tensorwise" for each in readers):
+            children = [
+                child
+                for name, child in module.named_children()
+                if _style_of(f"{fqn}.{name}") == COLUMN
+            ]
+            readers = (
+                [module] * compiled if style == ROW else children
+            )  # of the tokens, or of the gradients, that are gathered
+            if readers and all(
+                isinstance(each, Float8Linear) and each.recipe == "tensorwise" for each in readers
+            ):
                 style = replace(style, float8=True)
             module.__dict__["_tp"] = axis
             cls: Any = type(module)
@@ -115,7 +131,9 @@ def weight_dim(fqn: str) -> int | None:
 
 
 def _style_of(fqn: str) -> Style | None:
-    return next((style for pattern, style in PLAN.items() if fnmatch.fnmatchcase(fqn, pattern)), None)
+    return next(
+        (style for pattern, style in PLAN.items() if fnmatch.fnmatchcase(fqn, pattern)), None
+    )
 
 
 def _split(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> nn.Parameter:
@@ -124,7 +142,9 @@ def _split(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> nn.Par
     if dim is not None:
         shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
         local = local.narrow(dim, min(offset[dim], parameter.shape[dim]), shape[dim]).clone()
-    part = DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    part = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
     return nn.Parameter(part, parameter.requires_grad)
 
 
@@ -134,7 +154,12 @@ def _parallel_class(cls: Any, style: Style) -> Any:
         axis: Axis = self._tp  # type: ignore[assignment]
         if style.scatters and style.float8:
             return cls.forward(
-                self, x, (functools.partial(_reduce_scatter, axis=axis), functools.partial(_gather_gradient, axis=axis))
+                self,
+                x,
+                (
+                    functools.partial(_reduce_scatter, axis=axis),
+                    functools.partial(_gather_gradient, axis=axis),
+                ),
             )
         if style.gathers:
             x = gather_float8_tokens(x, axis) if style.float8 else gather_tokens(x, axis)
@@ -212,10 +237,14 @@ class _Tokens(torch.autograd.Function):
 
 # Inductor's pass for asynchronous tensor parallelism recognises cat and chunk.
 def _all_gather(x: Tensor, axis: Axis) -> Tensor:
-    parts = collectives.wait_tensor(collectives.all_gather_into_tensor(x.contiguous(), axis.degree, axis.group))
+    parts = collectives.wait_tensor(
+        collectives.all_gather_into_tensor(x.contiguous(), axis.degree, axis.group)
+    )
     return torch.cat(parts.chunk(axis.degree), dim=1)
 
 
 def _reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     parts = torch.cat(x.chunk(axis.degree, dim=1))
-    return collectives.wait_tensor(collectives.reduce_scatter_tensor(parts, "sum", axis.degree, axis.group))
+    return collectives.wait_tensor(
+        collectives.reduce_scatter_tensor(parts, "sum", axis.degree, axis.group)
+    )

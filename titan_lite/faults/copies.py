@@ -27,7 +27,10 @@ from torch.distributed.tensor import DTensor
 from titan_lite.faults import TrainingError
 from titan_lite.ranks import gather_objects
 
-CHUNK = {"cpu": 2**16, "cuda": 2**22}  # elements whose bits are summed at once: 8 bytes each fit a cache, or need few kernels
+CHUNK = {
+    "cpu": 2**16,
+    "cuda": 2**22,
+}  # elements whose bits are summed at once: 8 bytes each fit a cache, or need few kernels
 NAMED = 1000  # most tensors in one rank's findings
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 Place = tuple[str, tuple[int, ...]]  # (name of a tensor, the part of it that a rank has)
@@ -59,18 +62,26 @@ class Copies:
         found = find(tensors())
         if found is not None:
             raise TrainingError(
-                f"step {step}: {describe(found)}; so nothing was saved at this step; {self.describe_saved()}", everywhere=True
+                f"step {step}: {describe(found)}; so nothing was saved at this step; {self.describe_saved()}",
+                everywhere=True,
             )
 
 
 def find(tensors: Mapping[str, Tensor]) -> list[Wrong] | None:
     """Return the findings of all ranks, by rank, or None if nothing is wrong. A collective."""
     examined = [examine(tensor) for tensor in tensors.values()]
-    sums, finite = torch.stack([each for each, _ in examined]), torch.stack([each for _, each in examined])
+    sums, finite = (
+        torch.stack([each for each, _ in examined]),
+        torch.stack([each for _, each in examined]),
+    )
     differ = torch.zeros_like(finite)
-    mesh = next((tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)), None)
+    mesh = next(
+        (tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)), None
+    )
     for axis in range(mesh.ndim) if mesh is not None else ():
-        copied = [number for number, tensor in enumerate(tensors.values()) if _is_copied(tensor, axis)]
+        copied = [
+            number for number, tensor in enumerate(tensors.values()) if _is_copied(tensor, axis)
+        ]
         if mesh is None or mesh.size(axis) == 1 or not copied:
             continue
         places = torch.tensor(copied, device=sums.device)
@@ -83,10 +94,19 @@ def find(tensors: Mapping[str, Tensor]) -> list[Wrong] | None:
     if not wrong:
         return None
     marks = zip(tensors.items(), sums.tolist(), differ.tolist(), finite.tolist(), strict=True)
-    marked = [(name, tensor, value, is_other, is_finite) for (name, tensor), value, is_other, is_finite in marks]
+    marked = [
+        (name, tensor, value, is_other, is_finite)
+        for (name, tensor), value, is_other, is_finite in marks
+    ]
     mine = Wrong(
         socket.gethostname(),
-        dict([((name, _part(tensor)), value) for name, tensor, value, is_other, _ in marked if is_other][:NAMED]),
+        dict(
+            [
+                ((name, _part(tensor)), value)
+                for name, tensor, value, is_other, _ in marked
+                if is_other
+            ][:NAMED]
+        ),
         [name for name, _, _, _, is_finite in marked if not is_finite][:NAMED],
     )
     return gather_objects(mine)
@@ -101,7 +121,11 @@ def examine(tensor: Tensor) -> tuple[Tensor, Tensor]:
     that several changes do not cancel.
     """
     numbers = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
-    device = torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
+    device = (
+        torch.device(tensor.device_mesh.device_type)
+        if isinstance(tensor, DTensor)
+        else tensor.device
+    )
     total = torch.zeros((), dtype=torch.int64, device=device)
     finite = torch.ones((), dtype=torch.bool, device=device)
     weights = _weights(device)
@@ -130,7 +154,9 @@ def _part(tensor: Tensor) -> tuple[int, ...]:
     if not isinstance(tensor, DTensor):
         return ()
     coordinates = tensor.device_mesh.get_coordinate() or ()
-    return tuple(-1 if _is_copied(tensor, axis) else int(place) for axis, place in enumerate(coordinates))
+    return tuple(
+        -1 if _is_copied(tensor, axis) else int(place) for axis, place in enumerate(coordinates)
+    )
 
 
 def describe(found: Collection[Wrong]) -> str:
@@ -164,16 +190,31 @@ def describe(found: Collection[Wrong]) -> str:
 
     parts = []
     if blamed:
-        names = _names(place for place, by_value in holders.items() if blamed & {r for some in by_value.values() for r in some})
-        parts.append(f"{_ranks(blamed, hosts)} differ{'s' * (len(blamed) == 1)} from the other copies of {names}")
+        names = _names(
+            place
+            for place, by_value in holders.items()
+            if blamed & {r for some in by_value.values() for r in some}
+        )
+        parts.append(
+            f"{_ranks(blamed, hosts)} differ{'s' * (len(blamed) == 1)} from the other copies of {names}"
+        )
     if candidates:
         names = _names(place for place, ranks in parted.items() if candidates.intersection(ranks))
-        parts.append(f"{_ranks(candidates, hosts)} have different copies of {names}, and which is right is unknown")
+        parts.append(
+            f"{_ranks(candidates, hosts)} have different copies of {names}, and which is right is unknown"
+        )
     if not_finite:
-        verb, where = "are" if len(not_finite) > 1 else "is", {rank for some in not_finite.values() for rank in some}
-        parts.append(f"{_names((name, ()) for name in not_finite)} {verb} not finite on {_ranks(where, hosts)}")
+        verb, where = (
+            "are" if len(not_finite) > 1 else "is",
+            {rank for some in not_finite.values() for rank in some},
+        )
+        parts.append(
+            f"{_names((name, ()) for name in not_finite)} {verb} not finite on {_ranks(where, hosts)}"
+        )
     if holders:
-        parts.append(f"if it happens again, suspect the hardware of {_ranks(blamed | candidates, hosts)}, and exclude that node")
+        parts.append(
+            f"if it happens again, suspect the hardware of {_ranks(blamed | candidates, hosts)}, and exclude that node"
+        )
     return "; ".join(parts)
 
 

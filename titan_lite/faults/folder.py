@@ -12,7 +12,9 @@ from titan_lite.config import ConfigError
 from titan_lite.logging import logger
 
 
-def hold_folder(folder: Path, parts: Iterable[Callable[[], bool]], write_recipe: Callable[[], None]) -> None:
+def hold_folder(
+    folder: Path, parts: Iterable[Callable[[], bool]], write_recipe: Callable[[], None]
+) -> None:
     """Make removed files again, and log a warning if there were any. A collective.
 
     parts: each makes its files again if they are gone, and then returns True. write_recipe: makes config.toml again on the first

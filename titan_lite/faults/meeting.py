@@ -25,7 +25,9 @@ from titan_lite.logging import logger
 LINGER = 5.0  # seconds that an ending rank waits for others to read the verdict
 PAUSE = 0.05  # seconds between two checks
 
-_store: Any = None  # kept until the process ends: if this rank hosts it, the process group connects to it
+_store: Any = (
+    None  # kept until the process ends: if this rank hosts it, the process group connects to it
+)
 
 
 def meet(seconds: float) -> None:
@@ -46,7 +48,9 @@ def meet(seconds: float) -> None:
             _decide(signal=f"{signals.received()}, rank {os.environ['RANK']}")
         elif time.monotonic() > deadline:
             come = store.add("arrived", 0)
-            raise TrainingError(f"{come} of {world_size} ranks are ready after {seconds:g} s (comm.init_timeout_seconds)")
+            raise TrainingError(
+                f"{come} of {world_size} ranks are ready after {seconds:g} s (comm.init_timeout_seconds)"
+            )
         time.sleep(PAUSE * max(1, world_size // 64))
     verdict = json.loads(store.get("verdict"))
     if "error" in verdict:
@@ -55,7 +59,10 @@ def meet(seconds: float) -> None:
         raise kind(f"[rank {verdict['rank']}] {verdict['error']}")
     if "signal" in verdict:
         if os.environ["RANK"] == "0":
-            logger.warning(f"{verdict['signal']}: stopped at the start, with nothing to save", extra={"event": "stop"})
+            logger.warning(
+                f"{verdict['signal']}: stopped at the start, with nothing to save",
+                extra={"event": "stop"},
+            )
         signals.settle()
         _leave_together()
         sys.exit(signals.STOPPED)
@@ -64,7 +71,9 @@ def meet(seconds: float) -> None:
 def refuse(why: str, code: int) -> None:
     """Send an error to the ranks that are or will be in `meet`. code: the exit code."""
     if _store is None and os.environ["WORLD_SIZE"] != "1":
-        with contextlib.suppress(dist.DistError):  # the host of the store has ended, which ends the others, too
+        with contextlib.suppress(
+            dist.DistError
+        ):  # the host of the store has ended, which ends the others, too
             _connect(LINGER)
             _decide(error=why, rank=int(os.environ["RANK"]), code=code)
             _leave_together()
@@ -83,8 +92,14 @@ def _connect(seconds: float) -> dist.Store:
     """Connect to the store, which rank 0 hosts if torchrun does not."""
     global _store
     hosts = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=seconds)
-    store = dist.TCPStore(host, port, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+    host, port, timeout = (
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        timedelta(seconds=seconds),
+    )
+    store = dist.TCPStore(
+        host, port, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=True
+    )
     _store = dist.PrefixStore(f"meeting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return _store
 

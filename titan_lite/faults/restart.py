@@ -48,7 +48,11 @@ class Restarts:
             extra={"event": "restart", "step": last or 0},
         )
         # An attempt that did not begin a step says nothing about the fault.
-        begun = [self.steps[str(attempt)] for attempt in range(self.attempt) if str(attempt) in self.steps]
+        begun = [
+            self.steps[str(attempt)]
+            for attempt in range(self.attempt)
+            if str(attempt) in self.steps
+        ]
         if len(begun) > 1 and begun[-1] == begun[-2]:
             raise RepeatedFault(
                 f"step {begun[-1]} failed twice in a row, the second time after a restart, so there is no further one; "

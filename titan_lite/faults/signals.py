@@ -39,7 +39,9 @@ LOST = "the death of its launcher"
 
 _received: list[str] = []
 _starting = False
-_deciding = threading.Lock()  # protects _starting: after `started` has returned, a signal does not end the process
+_deciding = (
+    threading.Lock()
+)  # protects _starting: after `started` has returned, a signal does not end the process
 
 
 def listen(*, starting: bool = False) -> None:
@@ -49,7 +51,9 @@ def listen(*, starting: bool = False) -> None:
     """
     global _starting
     _starting = starting
-    wake, wakeup = os.pipe()  # written by Python's C handler, even while the main thread is in a library
+    wake, wakeup = (
+        os.pipe()
+    )  # written by Python's C handler, even while the main thread is in a library
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     # with torchrun the parent is a launcher, without it a shell, whose end does not matter
@@ -111,7 +115,9 @@ def announce() -> AbstractContextManager[Any]:
     name = f"titan_lite-{os.getpid()}-{os.urandom(8).hex()}"
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"\0{name}")  # in the abstract namespace, so that no file is left behind
-    listener.listen(4096)  # never accepted: when the listener is closed, the processes read an end of file
+    listener.listen(
+        4096
+    )  # never accepted: when the listener is closed, the processes read an end of file
     os.environ[LAUNCHER] = name
     return listener
 
@@ -138,13 +144,19 @@ def _watch(wake: int, parent: int) -> None:
     while True:
         watched: list[Any] = [wake, *([launcher] if launcher else [])]
         ready = select.select(watched, [], [], 0 if lost else 1 if parent else None)[0]
-        names = [signal.Signals(number).name for number in os.read(wake, 4096) if number in STOPPING] if wake in ready else []
+        names = (
+            [signal.Signals(number).name for number in os.read(wake, 4096) if number in STOPPING]
+            if wake in ready
+            else []
+        )
         if lost or launcher in ready or (parent and os.getppid() != parent):
             launcher, lost, parent = None, False, 0
             names.append(LOST)
         with _deciding:
             if names and _starting:
-                tell(f"[rank {os.environ.get('RANK', '0')}] {names[0]}: stopped at the start, with nothing to save")
+                tell(
+                    f"[rank {os.environ.get('RANK', '0')}] {names[0]}: stopped at the start, with nothing to save"
+                )
                 os._exit(STOPPED)
         if LOST in names:
             _received.append(LOST)

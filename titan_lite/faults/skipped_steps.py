@@ -30,8 +30,12 @@ class SkippedSteps:
         self.training, self.lr = training, lr
         self.count = self.in_a_row = 0
         self.spikes: list[dict[str, float]] = []  # step, loss and the limit that it exceeded
-        self.window = torch.zeros(training.spike_window, dtype=torch.float64, device=device)  # a ring of accepted losses
-        self.accepted = torch.zeros((), dtype=torch.int64, device=device)  # number of accepted losses
+        self.window = torch.zeros(
+            training.spike_window, dtype=torch.float64, device=device
+        )  # a ring of accepted losses
+        self.accepted = torch.zeros(
+            (), dtype=torch.int64, device=device
+        )  # number of accepted losses
         self.places = torch.arange(training.spike_window, device=device)
 
     def decide(self, loss: Tensor, grad_norm: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,8 +79,13 @@ class SkippedSteps:
             where = f"{sigmas:g} standard deviations above the mean of the last {window} (training.spike_sigmas)"
             why = f"loss {loss:.4f} is a spike, above {limit:.4f}, {where}"
         if dist.get_rank() == 0:
-            logger.warning(f"step {step} skipped: {why}; {self.in_a_row} in a row", extra={"event": "skip"})
-        most, spike = self.training.max_nonfinite_steps, ", or a spike," if self.training.spike_window else ""
+            logger.warning(
+                f"step {step} skipped: {why}; {self.in_a_row} in a row", extra={"event": "skip"}
+            )
+        most, spike = (
+            self.training.max_nonfinite_steps,
+            ", or a spike," if self.training.spike_window else "",
+        )
         if self.in_a_row >= most:
             raise TrainingError(
                 f"{most} steps in a row had a non-finite loss or gradient{spike} (training.max_nonfinite_steps), "

@@ -35,7 +35,9 @@ class Stopping:
             return
         self.asked = True
         name, rank = received(), dist.get_rank()
-        came = first_word(name and f"{name} {'noticed' if name == LOST else 'received'} by rank {rank}")
+        came = first_word(
+            name and f"{name} {'noticed' if name == LOST else 'received'} by rank {rank}"
+        )
         (others,) = reduce_numbers(int(bool(name)) - (rank == 0), total=True)
         if rank == 0:  # a warning, which is shown for any LOG_RANK
             also = f" and {others} other{'s' * (others > 1)}" if others else ""

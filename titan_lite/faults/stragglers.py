@@ -27,7 +27,9 @@ from titan_lite.ranks import reduce_numbers
 
 PERIOD = 0.05  # seconds between two checks
 LEAST = 2.0  # seconds of checks that a comparison needs
-LEAST_ON_GPU = 30.0  # seconds between two comparisons, since reading the flight recorder takes 0.1 s
+LEAST_ON_GPU = (
+    30.0  # seconds between two comparisons, since reading the flight recorder takes 0.1 s
+)
 SLOWER = 1.25  # times the work of the others
 BINS = 200  # of the share of time that a rank works
 IN_A_ROW = 3  # consecutive comparisons before a slow rank is named (again)
@@ -37,13 +39,21 @@ class Stragglers:
     """Compare ranks that do the same work. stages: the ranks of each pipeline stage; a stage of one rank is ignored."""
 
     def __init__(self, rank: int, stages: Sequence[Sequence[int]], device: torch.device):
-        self.rank, self.stages, self.device = rank, [stage for stage in stages if len(stage) > 1], device
+        self.rank, self.stages, self.device = (
+            rank,
+            [stage for stage in stages if len(stage) > 1],
+            device,
+        )
         self.looks = self.waits = 0
         self.since = time.perf_counter()
-        self.stage = next((number for number, stage in enumerate(self.stages) if rank in stage), None)
+        self.stage = next(
+            (number for number, stage in enumerate(self.stages) if rank in stage), None
+        )
         self.in_a_row = 0  # consecutive comparisons in which this rank was slower
         if self.stages and device.type == "cpu":
-            threading.Thread(target=self._look, args=(threading.get_ident(),), name="stragglers", daemon=True).start()
+            threading.Thread(
+                target=self._look, args=(threading.get_ident(),), name="stragglers", daemon=True
+            ).start()
 
     def warn(self, step: int) -> None:
         """Compare, and log a slow rank on the first rank. A collective."""
@@ -56,9 +66,13 @@ class Stragglers:
         if not self.stages:
             return ""
         cpu = self.device.type == "cpu"
-        seconds, waited = (self.looks * PERIOD, self.waits * PERIOD) if cpu else self._time_of_nccl()
+        seconds, waited = (
+            (self.looks * PERIOD, self.waits * PERIOD) if cpu else self._time_of_nccl()
+        )
         work = 1 - min(waited / max(seconds, PERIOD), 1)
-        working = torch.zeros(len(self.stages) + 1, BINS, device=self.device)  # ranks by share; last, ranks that cannot tell yet
+        working = torch.zeros(
+            len(self.stages) + 1, BINS, device=self.device
+        )  # ranks by share; last, ranks that cannot tell yet
         if self.stage is not None:
             working[self.stage, _bin(work)] = 1
             working[-1, 0] = seconds < (LEAST if cpu else PERIOD)
@@ -75,7 +89,9 @@ class Stragglers:
         (others,) = reduce_numbers(int(bool(named)), total=True)
         if not slowest:
             return ""
-        also = f"; {others - 1} more rank{'s are' if others > 2 else ' is'} slow" if others > 1 else ""
+        also = (
+            f"; {others - 1} more rank{'s are' if others > 2 else ' is'} slow" if others > 1 else ""
+        )
         return (
             f"rank {slowest & 0xFFFFFFFF} is slower than the others, which wait for it: "
             f"its steps take {(slowest >> 32) / 10:.1f} times theirs{also}"
@@ -96,7 +112,9 @@ class Stragglers:
         if len(done) < 2:
             return 0.0, 0.0
         started = [entry["time_created_ns"] for entry in done]
-        return (max(started) - min(started)) / 1e9, sum(entry["duration_ms"] for entry in done) / 1000
+        return (max(started) - min(started)) / 1e9, sum(
+            entry["duration_ms"] for entry in done
+        ) / 1000
 
 
 def times_slower(work: float, working: torch.Tensor) -> float:
@@ -107,7 +125,9 @@ def times_slower(work: float, working: torch.Tensor) -> float:
     others = working.clone()
     others[_bin(work)] -= 1
     counts = others.cumsum(0)
-    middle = [int(torch.searchsorted(counts, counts[-1] / 2, right=right)) for right in (False, True)]
+    middle = [
+        int(torch.searchsorted(counts, counts[-1] / 2, right=right)) for right in (False, True)
+    ]
     median = max((sum(middle) / 2 + 0.5) / BINS, 0.01)
     return work / median if work > SLOWER * median else 0.0
 

@@ -38,8 +38,12 @@ from titan_lite.logging import logger
 from titan_lite.ranks import is_communication
 
 GRACE = 10.0  # seconds to wait for the records of other ranks, or the limit if that is shorter
-PATIENCE = 3 * GRACE  # seconds by which a collective's time limit exceeds that of its phase, so that the verdict comes first
-GONE = 3.0  # seconds to wait for records after a lost connection, which all ranks have when one dies
+PATIENCE = (
+    3 * GRACE
+)  # seconds by which a collective's time limit exceeds that of its phase, so that the verdict comes first
+GONE = (
+    3.0  # seconds to wait for records after a lost connection, which all ranks have when one dies
+)
 HOST = 1.0  # seconds to live after the verdict: if this rank hosts the store, the others must read it, too
 RESTING = float("inf")
 
@@ -53,12 +57,17 @@ class Watchdog:
     notes: notes on collectives, appended by the code that starts them. apart: description of a process group with its own limit.
     """
 
-    def __init__(self, comm: Comm, rank: int, world_size: int, *, notes: Iterable[Note] = (), apart: str = ""):
+    def __init__(
+        self, comm: Comm, rank: int, world_size: int, *, notes: Iterable[Note] = (), apart: str = ""
+    ):
         self.comm, self.apart = comm, apart
         self.rank, self.world_size, self.notes = rank, world_size, notes
         self.phase, self.limit, self.key = "start", RESTING, ""
         self.last_progress = time.monotonic()
-        self.seen: tuple[str, int | None] = "", None  # (collectives, place in the compiler) at the last check
+        self.seen: tuple[str, int | None] = (
+            "",
+            None,
+        )  # (collectives, place in the compiler) at the last check
         self.thread = threading.get_ident()  # the thread whose place in the code is recorded
         self.failed_in: FrameType | None = None  # frame in which a collective failed
         self.store: Any = None
@@ -126,7 +135,9 @@ class Watchdog:
         if cause:
             return f"stopped, since {cause}"
         self.failed_in = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-        self._end(f"a collective of rank {self.rank} failed in {self.phase}: {_first_line(error)}", GONE)
+        self._end(
+            f"a collective of rank {self.rank} failed in {self.phase}: {_first_line(error)}", GONE
+        )
 
     def _watch(self) -> NoReturn:
         while True:
@@ -135,22 +146,34 @@ class Watchdog:
                 faulthandler.cancel_dump_traceback_later()
                 continue
             # In case this thread does not run again. It does not detect progress, which is detected here.
-            faulthandler.dump_traceback_later(self.limit + PATIENCE, exit=True, file=sys.__stderr__ or 2)
-            seen = json.dumps(self._trace(entries=False)["pg_status"]), compiling_at(sys._current_frames().get(self.thread))
+            faulthandler.dump_traceback_later(
+                self.limit + PATIENCE, exit=True, file=sys.__stderr__ or 2
+            )
+            seen = (
+                json.dumps(self._trace(entries=False)["pg_status"]),
+                compiling_at(sys._current_frames().get(self.thread)),
+            )
             if seen != self.seen:
                 self.seen = seen
                 self.beat()
             if self.hangs():
                 limit = f"{self.limit:g} s in {self.phase} (comm.{self.key} = {self.limit:g})"
-                self._end(f"hang: rank {self.rank} has made no progress for {limit}", min(GRACE, self.limit))
+                self._end(
+                    f"hang: rank {self.rank} has made no progress for {limit}",
+                    min(GRACE, self.limit),
+                )
 
     def _listen(self) -> None:
         """Wait for the call of another rank, in a thread of its own, since a lost store may never answer."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         try:
-            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(days=1), wait_for_workers=False)
+            store = dist.TCPStore(
+                host, port, is_master=False, timeout=timedelta(days=1), wait_for_workers=False
+            )
             # torchrun's store survives a restart of the ranks.
-            self.store = dist.PrefixStore(f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+            self.store = dist.PrefixStore(
+                f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store
+            )
             while self.limit == RESTING or not self.store.check(["call"]):
                 if self.limit != RESTING and self.store.check(["cause"]):
                     self._end_after(self.store.get("cause").decode())
@@ -200,7 +223,9 @@ class Watchdog:
         first = self.store.add("arrived", 1) == 1
         why = self.store.compare_set("call", "", why or "called").decode()
         if not first:
-            with contextlib.suppress(dist.DistError):  # the process that hosts the store has ended, after the verdict
+            with contextlib.suppress(
+                dist.DistError
+            ):  # the process that hosts the store has ended, after the verdict
                 self._wait_for("verdict", grace + GRACE / 2)
                 time.sleep(HOST)
             return ""
@@ -218,7 +243,9 @@ class Watchdog:
     def _wait_for(self, key: str, seconds: float) -> str:
         """Return the text that another rank writes under this key, or "" after this time."""
         deadline = time.monotonic() + seconds
-        while not self.store.check([key]):  # the store's own wait would print warnings at its time limit
+        while not self.store.check(
+            [key]
+        ):  # the store's own wait would print warnings at its time limit
             if time.monotonic() > deadline:
                 return ""
             time.sleep(0.1)
@@ -226,7 +253,9 @@ class Watchdog:
 
     def record(self) -> Record:
         groups = dist.distributed_c10d._world.pg_names if dist.is_initialized() else {}
-        members = {str(name): sorted(dist.get_process_group_ranks(group)) for group, name in groups.items()}
+        members = {
+            str(name): sorted(dist.get_process_group_ranks(group)) for group, name in groups.items()
+        }
         return {
             "phase": self.phase,
             "place": place(self.failed_in or sys._current_frames().get(self.thread)),
@@ -238,8 +267,15 @@ class Watchdog:
 
         On GPUs, saving and loading use gloo, too.
         """
-        names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # a build without CUDA lacks the second
-        traces = [json.loads(getattr(c10d, name)(entries, False) or "{}") for name in names if hasattr(c10d, name)]
+        names = (
+            "_dump_fr_trace_json",
+            "_dump_nccl_trace_json",
+        )  # a build without CUDA lacks the second
+        traces = [
+            json.loads(getattr(c10d, name)(entries, False) or "{}")
+            for name in names
+            if hasattr(c10d, name)
+        ]
         return {
             "pg_status": [trace.get("pg_status") for trace in traces],
             "entries": [entry for trace in traces for entry in trace.get("entries", [])],
@@ -261,7 +297,9 @@ def compiling_at(frame: FrameType | None) -> int | None:
 
 def _first_line(error: Exception) -> str:
     """Return the first line of a message, without the source location and the advice that gloo adds."""
-    return re.sub(r"^\[\S+:\d+\] |\. This is typically caused .*", "", str(error).partition("\n")[0])
+    return re.sub(
+        r"^\[\S+:\d+\] |\. This is typically caused .*", "", str(error).partition("\n")[0]
+    )
 
 
 def _within(seconds: float, function: Callable[[], Any]) -> Any:

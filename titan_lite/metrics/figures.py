@@ -58,7 +58,12 @@ FORMATS = {
     "memory_gib": "memory {:.2f} GiB",
     "data_wait": "data wait {:.1f}%",
 }
-HYPERPARAMETERS = ("model", "training", "optimizer", "lr_scheduler")  # sections that decide what is learned
+HYPERPARAMETERS = (
+    "model",
+    "training",
+    "optimizer",
+    "lr_scheduler",
+)  # sections that decide what is learned
 
 
 class MetricsWriter:
@@ -78,31 +83,49 @@ class MetricsWriter:
         first_step: int,
         total_steps: int,
     ):
-        self.config, self.dump_folder, self.path, self.writes = config, dump_folder, dump_folder / "metrics.jsonl", writes
+        self.config, self.dump_folder, self.path, self.writes = (
+            config,
+            dump_folder,
+            dump_folder / "metrics.jsonl",
+            writes,
+        )
         self.start, self.lost = time.perf_counter(), False
         self.colour = not os.environ.get("NO_COLOR") and sys.stdout.isatty()
         self.bar = self.tensorboard = self.wandb = None
         if not writes:
             return
-        self.recipe = json.loads(json.dumps(recipe, default=dataclasses.asdict))  # sources of documents are dataclasses
+        self.recipe = json.loads(
+            json.dumps(recipe, default=dataclasses.asdict)
+        )  # sources of documents are dataclasses
         resumes = self._open()
         if resumes:
             self._write({"resumed_from": first_step})
         if config.enable_tensorboard:
-            self.tensorboard = start_tensorboard(dump_folder / "tb", self.recipe, first_step + 1 if resumes else None)
+            self.tensorboard = start_tensorboard(
+                dump_folder / "tb", self.recipe, first_step + 1 if resumes else None
+            )
         if config.enable_wandb:
             self.wandb = start_wandb(dump_folder, self.recipe)
         if self.colour:
             from tqdm import tqdm
 
-            self.bar = tqdm(file=sys.stdout, total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, leave=False)
+            self.bar = tqdm(
+                file=sys.stdout,
+                total=total_steps,
+                initial=first_step,
+                unit="step",
+                dynamic_ncols=True,
+                leave=False,
+            )
             console.around = self.bar.external_write_mode
 
     def _open(self) -> bool:
         """Open the file to append to it, and return whether it has lines."""
         before = self.path.read_bytes() if self.path.exists() else b""
         self.file = open(self.path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the run
-        self.watched = is_open(self.file, self.path)  # False on a file system without stable file numbers
+        self.watched = is_open(
+            self.file, self.path
+        )  # False on a file system without stable file numbers
         if before and not before.endswith(b"\n"):  # a run that was killed may leave half a line
             self._put("\n")
         return bool(before)
@@ -148,7 +171,9 @@ class MetricsWriter:
         for name, text in FORMATS.items():
             if name in values:
                 part = text.format(values[name])
-                parts.append(f"{COLOURS[name]}{part}\033[0m" if self.colour and name in COLOURS else part)
+                parts.append(
+                    f"{COLOURS[name]}{part}\033[0m" if self.colour and name in COLOURS else part
+                )
         logger.info("  ".join(parts))
         if not self.writes:
             return
@@ -203,14 +228,18 @@ def start_tensorboard(folder: Path, recipe: Mapping[str, Any], purge_step: int |
 
     # `log` flushes: an error in the writer's thread would print a traceback.
     writer: Any = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10**6)
-    lines = [f"    {key} = {json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()]  # a Markdown code block
+    lines = [
+        f"    {key} = {json.dumps(value, ensure_ascii=False)}" for key, value in recipe.items()
+    ]  # a Markdown code block
     writer.add_text("recipe", "\n".join(lines), (purge_step or 1) - 1)
     chosen = {  # lists are not admitted as values
         key: json.dumps(value) if isinstance(value, list) else value
         for key, value in recipe.items()
         if key.partition(".")[0] in HYPERPARAMETERS
     }
-    for summary in hparams(chosen, dict.fromkeys(("loss", "validation_loss"), 0.0)):  # the writer's method would start a new run
+    for summary in hparams(
+        chosen, dict.fromkeys(("loss", "validation_loss"), 0.0)
+    ):  # the writer's method would start a new run
         writer.file_writer.add_summary(summary)
     return writer
 
@@ -229,7 +258,9 @@ def start_wandb(dump_folder: Path, recipe: dict[str, Any]) -> Any:
         config=recipe,
         resume="allow",
     )
-    run.define_metric("*", step_metric="step")  # a resumed run repeats steps, and its own count only grows
+    run.define_metric(
+        "*", step_metric="step"
+    )  # a resumed run repeats steps, and its own count only grows
     return run
 
 
@@ -249,7 +280,9 @@ def draw_loss(dump_folder: Path) -> Path:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for name, style in (("loss", "-"), ("validation_loss", "o--")):
-        points = [(step, values[name]) for step, values in entries.items() if values.get(name) is not None]
+        points = [
+            (step, values[name]) for step, values in entries.items() if values.get(name) is not None
+        ]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "), markersize=4)
     axes.set(xlabel="step", ylabel="loss (nats a token)")

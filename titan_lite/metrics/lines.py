@@ -8,7 +8,13 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_lite.compiler.receipt import Receipt, describe, milliseconds, rank_timelines, write_receipts
+from titan_lite.compiler.receipt import (
+    Receipt,
+    describe,
+    milliseconds,
+    rank_timelines,
+    write_receipts,
+)
 from titan_lite.logging import logger
 from titan_lite.metrics.records import last_start, read_metrics
 from titan_lite.metrics.timelines import write_timelines
@@ -52,10 +58,16 @@ def end_lines(
     }
     losses = ""
     for name in ("loss", "validation_loss"):
-        if latest := [(at, row[name]) for at, row in rows.items() if row.get(name) is not None][-1:]:
+        if latest := [(at, row[name]) for at, row in rows.items() if row.get(name) is not None][
+            -1:
+        ]:
             (at, loss), *_ = latest
-            losses += f"; {name.replace('_', ' ')} {loss:.4f}{f' at step {at}' if at != step else ''}"
-    lines = [f"{how}: step {step}, {tokens:,} tokens, {skipped} step{'s' * (skipped != 1)} skipped{bad_documents}{losses}"]
+            losses += (
+                f"; {name.replace('_', ' ')} {loss:.4f}{f' at step {at}' if at != step else ''}"
+            )
+    lines = [
+        f"{how}: step {step}, {tokens:,} tokens, {skipped} step{'s' * (skipped != 1)} skipped{bad_documents}{losses}"
+    ]
     if column["tps"]:
         mfu = f", MFU {statistics.median(column['mfu']):.1f}%" if column["mfu"] else ""
         if column["mfu_full_attention"]:
@@ -66,9 +78,14 @@ def end_lines(
         )
     if ranks := rank_timelines(receipts):
         times = [timeline for timelines in ranks.values() for timeline in timelines]
-        exposed, seconds = (milliseconds(sum(getattr(each, name) for each in times)) for name in ("waited", "seconds"))
+        exposed, seconds = (
+            milliseconds(sum(getattr(each, name) for each in times))
+            for name in ("waited", "seconds")
+        )
         over = f" over {len(ranks)} pipeline ranks" if len(ranks) > 1 else ""
-        lines.append(f"communication: {exposed} of {seconds} exposed{over}, estimated (compile.json)")
+        lines.append(
+            f"communication: {exposed} of {seconds} exposed{over}, estimated (compile.json)"
+        )
     lines.append(f"checkpoints: {', '.join(f'step-{step}' for step in steps_on_disk) or 'none'}")
     board = f"; tensorboard --logdir {dump_folder}" if tensorboard else ""
     lines.append(f"to look at: python -m titan_lite.report {dump_folder}{board}")

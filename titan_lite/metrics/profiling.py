@@ -52,7 +52,9 @@ class Profiler:
 
 
 @contextmanager
-def build_profiler(config: Profiling, dump_folder: Path, rank: int, first_step: int = 0) -> Iterator[Profiler]:
+def build_profiler(
+    config: Profiling, dump_folder: Path, rank: int, first_step: int = 0
+) -> Iterator[Profiler]:
     """Return a context with a Profiler; call its `step` after every step. first_step: steps done before."""
     profiler = Profiler(config, dump_folder, rank, first_step)
     if config.enable_memory_snapshot:
@@ -61,8 +63,12 @@ def build_profiler(config: Profiling, dump_folder: Path, rank: int, first_step: 
         if not config.enable_profiling:
             yield profiler
             return
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch 2.14 prints when each trace starts and stops
-        warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # each trace is of one step
+        os.environ.setdefault(
+            "KINETO_LOG_LEVEL", "6"
+        )  # else torch 2.14 prints when each trace starts and stops
+        warnings.filterwarnings(
+            "ignore", "Warning: Profiler clears events"
+        )  # each trace is of one step
         period = torch.profiler.schedule(wait=config.profile_freq - 2, warmup=1, active=1)
         with torch.profiler.profile(
             schedule=lambda done: period(first_step + done), on_trace_ready=profiler.save_trace
@@ -80,9 +86,14 @@ def set_flight_recorder(trace_buf_size: int, dump_folder: Path) -> None:
     NCCL also dumps them into `flight_recorder/rank-R` on its own timeout, and times them to find slow ranks (stragglers.py).
     """
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(trace_buf_size)
-    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = os.environ["TORCH_NCCL_ENABLE_TIMING"] = "1" if trace_buf_size else "0"
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = os.environ["TORCH_NCCL_ENABLE_TIMING"] = (
+        "1" if trace_buf_size else "0"
+    )
     if trace_buf_size:
         folder = dump_folder.resolve() / "flight_recorder"
         folder.mkdir(parents=True, exist_ok=True)
-        for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):  # the second before torch 2.12
+        for name in (
+            "TORCH_FR_DUMP_TEMP_FILE",
+            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+        ):  # the second before torch 2.12
             os.environ[name] = f"{folder}/rank-"

@@ -31,7 +31,10 @@ from titan_lite.outside import (
 
 ENDS = {"done", "stop", "failed", "error"}  # events that end an attempt
 LONGEST = 1 << 20  # bytes in a line
-_VALUE = Form("a number", lambda value: NUMBER.holds(value) or (type(value) is float and not math.isfinite(value)))
+_VALUE = Form(
+    "a number",
+    lambda value: NUMBER.holds(value) or (type(value) is float and not math.isfinite(value)),
+)
 _ROW = {"step": BYTES, WORD: maybe(_VALUE)}
 _RESUME = {"resumed_from": BYTES}
 _EVENT = {"step": BYTES, "event": WORD, "time": maybe(WORD), "text": maybe(WORD)}
@@ -39,11 +42,26 @@ _TIMES = {"communication": NUMBER, "exposed": NUMBER, "seconds": NUMBER, WORD: A
 _RECEIPT = {
     "graph": WORD,
     "before": {WORD: COUNT},
-    "after": [{"kind": WORD, "fqns": [WORD], "nbytes": COUNT, **dict.fromkeys(("seconds", "under", "exposed"), maybe(NUMBER))}],
+    "after": [
+        {
+            "kind": WORD,
+            "fqns": [WORD],
+            "nbytes": COUNT,
+            **dict.fromkeys(("seconds", "under", "exposed"), maybe(NUMBER)),
+        }
+    ],
     "timeline": maybe(_TIMES),
     "pp_rank": maybe(COUNT),
 }
-_SPAN = {"ph": one_of("X"), "name": WORD, "cat": WORD, "ts": NUMBER, "dur": NUMBER, "tid": COUNT, "args": {"exposed_us": NUMBER}}
+_SPAN = {
+    "ph": one_of("X"),
+    "name": WORD,
+    "cat": WORD,
+    "ts": NUMBER,
+    "dur": NUMBER,
+    "tid": COUNT,
+    "args": {"exposed_us": NUMBER},
+}
 _NAMED = {"ph": one_of("M"), "name": WORD, "args": {"name": WORD}}
 _TRACE = {"traceEvents": [(_SPAN | {"pid": optional(COUNT)}, _NAMED | {"pid": optional(COUNT)})]}
 
@@ -56,9 +74,13 @@ class RecordError(ValueError):
 class RunRecord:
     folder: Path
     name: str
-    rows: list[dict[str, float]]  # by step: the valid lines of metrics.jsonl, with "tokens" and "hours" of training so far
+    rows: list[
+        dict[str, float]
+    ]  # by step: the valid lines of metrics.jsonl, with "tokens" and "hours" of training so far
     events: list[dict[str, Any]]  # those of events.jsonl, and the resumes
-    recipe: dict[str, Any] = field(default_factory=dict)  # {"training.steps": 1000, ...}; empty without config.toml
+    recipe: dict[str, Any] = field(
+        default_factory=dict
+    )  # {"training.steps": 1000, ...}; empty without config.toml
     receipts: list[dict] = field(default_factory=list)  # compile.json
     timelines: list[dict[str, Any]] = field(default_factory=list)  # from `_timelines`
     notes: list[str] = field(default_factory=list)  # on lines that were skipped
@@ -97,7 +119,9 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     result: dict[int, dict[str, float]] = {}
     for entry in _entries(path):
         if "resumed_from" in entry:
-            result = {step: values for step, values in result.items() if step <= entry["resumed_from"]}
+            result = {
+                step: values for step, values in result.items() if step <= entry["resumed_from"]
+            }
         else:
             result.setdefault(entry["step"], {}).update(entry)
     return dict(sorted(result.items()))
@@ -105,7 +129,9 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
 
 def last_start(path: Path) -> int:
     """Return the step from which the last run in metrics.jsonl went on, 0 if it did not resume."""
-    return next((entry["resumed_from"] for entry in reversed(_entries(path)) if "resumed_from" in entry), 0)
+    return next(
+        (entry["resumed_from"] for entry in reversed(_entries(path)) if "resumed_from" in entry), 0
+    )
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
@@ -122,19 +148,31 @@ def step_seconds(path: Path, after: int = 0) -> list[float]:
     """Return step_time of each window of metrics.jsonl since the last start, without the first window, which compiles, and
     without windows that begin before step `after` is done."""
     entries = _entries(path)
-    since = max((place for place, entry in enumerate(entries) if "resumed_from" in entry), default=0)
+    since = max(
+        (place for place, entry in enumerate(entries) if "resumed_from" in entry), default=0
+    )
     windows = [entry for entry in entries[since:] if entry.get("step_time") is not None]
-    return [window["step_time"] for before, window in itertools.pairwise(windows) if before["step"] >= after]
+    return [
+        window["step_time"]
+        for before, window in itertools.pairwise(windows)
+        if before["step"] >= after
+    ]
 
 
 def read_run(folder: Path, name: str) -> RunRecord:
     """Read a run's folder. Raises RecordError, and ConfigError for a damaged config.toml."""
     if not folder.is_dir():
-        raise RecordError(f"{folder}: no such folder; use a run's job.dump_folder, such as outputs/debug_model")
+        raise RecordError(
+            f"{folder}: no such folder; use a run's job.dump_folder, such as outputs/debug_model"
+        )
     path = folder / "metrics.jsonl"
     if not path.is_file():
         inside = sorted(str(found.parent) for found in folder.glob("*/metrics.jsonl"))
-        hint = f"; use one of its runs: {', '.join(inside)}" if inside else "; use a run's job.dump_folder"
+        hint = (
+            f"; use one of its runs: {', '.join(inside)}"
+            if inside
+            else "; use a run's job.dump_folder"
+        )
         raise RecordError(f"{folder} has no metrics.jsonl{hint}")
     rows, resumes, notes = read_rows(path)
     if not rows:
@@ -146,13 +184,26 @@ def read_run(folder: Path, name: str) -> RunRecord:
         event.update(resume)
         if lost := event.get("lost"):
             lost["step"] = max(lost["step"], resume["reached"])
-    run = RunRecord(folder, name, rows, [*resumes[: max(0, len(resumes) - len(starts))], *events], notes=notes + more)
+    run = RunRecord(
+        folder,
+        name,
+        rows,
+        [*resumes[: max(0, len(resumes) - len(starts))], *events],
+        notes=notes + more,
+    )
     tables = read_toml(folder / "config.toml") if (folder / "config.toml").is_file() else {}
     sections = {section: keys for section, keys in tables.items() if isinstance(keys, dict)}
-    run.recipe = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    run.recipe = {
+        f"{section}.{key}": value
+        for section, keys in sections.items()
+        for key, value in keys.items()
+    }
     try:
         json.dumps(run.recipe, default=str)
-    except (ValueError, RecursionError) as error:  # a number of too many digits, or nested too deeply
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a number of too many digits, or nested too deeply
         raise RecordError(f"{folder / 'config.toml'}: not a run's recipe: {error}") from None
     run.receipts = _read_json(folder / "compile.json", [_RECEIPT], [])
     run.timelines = _timelines(_read_json(folder / "timeline.json", _TRACE, {"traceEvents": []}))
@@ -163,23 +214,35 @@ def read_rows(path: Path) -> tuple[list[dict[str, float]], list[dict[str, Any]],
     """Return (rows by step, a "resume" event for each resume, notes on torn lines) of metrics.jsonl. Raises RecordError."""
     rows: dict[int, dict[str, float]] = {}
     resumes, notes = [], []
-    for (number, entry), (_, after) in itertools.pairwise([*read_lines(path), (0, {"resumed_from": 0})]):
+    for (number, entry), (_, after) in itertools.pairwise(
+        [*read_lines(path), (0, {"resumed_from": 0})]
+    ):
         if entry is None:
             if after is None or "resumed_from" not in after:
-                raise RecordError(f"{path}, line {number}: not valid JSON, in the middle of the file; remove the line")
-            notes.append(f"{path.name}, line {number}, was cut off when the run was killed, and is skipped")
+                raise RecordError(
+                    f"{path}, line {number}: not valid JSON, in the middle of the file; remove the line"
+                )
+            notes.append(
+                f"{path.name}, line {number}, was cut off when the run was killed, and is skipped"
+            )
             continue
         if wrong := _wrong(entry):
-            raise RecordError(f"{path}, line {number}: neither a step nor a resume: {wrong}; remove the line")
+            raise RecordError(
+                f"{path}, line {number}: neither a step nor a resume: {wrong}; remove the line"
+            )
         if "resumed_from" in entry:
             since = entry["resumed_from"]
             again = [step for step in rows if step > since]
             text = f"resumed from step {since}" if since else "started again from the beginning"
             text += f"; the earlier steps {since + 1} to {max(again)} do not count" if again else ""
-            resumes.append({"event": "resume", "step": since, "text": text, "reached": max(rows, default=0)})
+            resumes.append(
+                {"event": "resume", "step": since, "text": text, "reached": max(rows, default=0)}
+            )
             rows = {step: values for step, values in rows.items() if step <= since}
             continue
-        finite = {name: value for name, value in entry.items() if value is None or math.isfinite(value)}
+        finite = {
+            name: value for name, value in entry.items() if value is None or math.isfinite(value)
+        }
         rows.setdefault(entry["step"], {}).update(finite)
     ordered = [rows[step] for step in sorted(rows)]
     tokens, hours, last = 0.0, 0.0, 0.0
@@ -204,7 +267,11 @@ def read_events(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         event = entry["event"]
         if going and event in ("start", "restart"):
             last = max(events[-1]["step"], entry["step"] if event == "restart" else 0)
-            entry["lost"] = {"event": "failed", "step": last, "text": "ended without a message, such as by SIGKILL"}
+            entry["lost"] = {
+                "event": "failed",
+                "step": last,
+                "text": "ended without a message, such as by SIGKILL",
+            }
             events.append(entry["lost"])
             going = False
         going = event == "start" or (going and event not in ENDS)
@@ -217,7 +284,9 @@ def _read_json(path: Path, form: Any, otherwise: Any) -> Any:
     try:
         return read_json(path, form) if path.exists() else otherwise
     except Damaged as damage:
-        raise RecordError(f"{path.parent}: {damage}; remove the file to make the page without it") from None
+        raise RecordError(
+            f"{path.parent}: {damage}; remove the file to make the page without it"
+        ) from None
 
 
 def _timelines(trace: dict) -> list[dict[str, Any]]:
@@ -226,7 +295,9 @@ def _timelines(trace: dict) -> list[dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
 
     def of(event: dict) -> dict[str, Any]:
-        return found.setdefault(event.get("pid", 0), {"title": "", "lanes": [], "graphs": [], "spans": []})
+        return found.setdefault(
+            event.get("pid", 0), {"title": "", "lanes": [], "graphs": [], "spans": []}
+        )
 
     events = trace.get("traceEvents", ())
     for event in events:
@@ -234,7 +305,9 @@ def _timelines(trace: dict) -> list[dict[str, Any]]:
             of(event)["title"] = event["args"]["name"]
         elif event.get("ph") == "M" and event["name"] == "thread_name":
             of(event)["lanes"].append(event["args"]["name"])
-    for bar in sorted((event for event in events if event.get("ph") == "X"), key=lambda bar: bar["ts"]):
+    for bar in sorted(
+        (event for event in events if event.get("ph") == "X"), key=lambda bar: bar["ts"]
+    ):
         start, length, graph, lane = bar["ts"] / 1e3, bar["dur"] / 1e3, bar["cat"], bar["tid"]
         spans, graphs = of(bar)["spans"], of(bar)["graphs"]
         if not graphs or graphs[-1]["name"] != graph:

@@ -29,7 +29,12 @@ class BySource:
         sum_losses: Callable[[Tensor], None],
         sum_tokens: Callable[[Tensor], None],
     ):
-        self.names, self.device, self.sum_losses, self.sum_tokens = names, device, sum_losses, sum_tokens
+        self.names, self.device, self.sum_losses, self.sum_tokens = (
+            names,
+            device,
+            sum_losses,
+            sum_tokens,
+        )
         # nats and tokens of each source: own: of this rank, since the last sum; window: of all ranks, since the last figures
         self.own = torch.zeros(2, len(names), dtype=torch.float64, device=device)
         self.window = torch.zeros(2, len(names), dtype=torch.float64)
@@ -59,7 +64,9 @@ class BySource:
         self.sum_tokens(self.own[1])
         both = self.own.cpu()
         self.window += both
-        self.seen = [before + int(more) for before, more in zip(self.seen, both[1].tolist(), strict=True)]
+        self.seen = [
+            before + int(more) for before, more in zip(self.seen, both[1].tolist(), strict=True)
+        ]
         self.own.zero_()
 
     def figures(self, prefix: str = "") -> dict[str, float]:
@@ -71,15 +78,24 @@ class BySource:
             return {}
         self._gather()
         window = zip(self.names, *self.window.tolist(), strict=True)
-        values = {f"{prefix}loss_by_source/{name}": nats / tokens for name, nats, tokens in window if tokens}
+        values = {
+            f"{prefix}loss_by_source/{name}": nats / tokens
+            for name, nats, tokens in window
+            if tokens
+        }
         self.window.zero_()
         if prefix:
             for key in (f"{prefix}loss_by_source/{name}" for name in self.names):
                 if key not in values and key not in self.missing:
                     self.missing.add(key)
-                    logger.warning(f"{key} is absent: no sequence of that source was read; use a larger validation.steps")
+                    logger.warning(
+                        f"{key} is absent: no sequence of that source was read; use a larger validation.steps"
+                    )
         else:
-            values |= {f"tokens_by_source/{name}": seen for name, seen in zip(self.names, self.seen, strict=True)}
+            values |= {
+                f"tokens_by_source/{name}": seen
+                for name, seen in zip(self.names, self.seen, strict=True)
+            }
         return values
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,7 +16,9 @@ from titan_lite.compiler.receipt import Receipt, rank_timelines
 from titan_lite.compiler.timeline import Span, Timeline
 from titan_lite.distributed.axes import WORDS
 
-TraceSpan = tuple[int, str, str, float, float, dict[str, Any]]  # lane, category, name, start and length in seconds, arguments
+TraceSpan = tuple[
+    int, str, str, float, float, dict[str, Any]
+]  # lane, category, name, start and length in seconds, arguments
 COLORS = {
     "computation": "tab:blue",
     "communication under computation": "tab:orange",
@@ -37,15 +39,22 @@ def write_timelines(receipts: Sequence[Receipt], folder: Path) -> None:
     figure = Figure(figsize=(14, 1 + len(ranks) * (0.8 + 0.5 * len(lanes))), layout="constrained")
     panels = figure.subplots(len(ranks), squeeze=False, sharex=True)[:, 0]
     for panel, title, timelines in zip(panels, titles, ranks.values(), strict=True):
-        captions = [f"{timeline.graph}: {1e3 * timeline.waited:.3g} ms exposed" for timeline in timelines]
+        captions = [
+            f"{timeline.graph}: {1e3 * timeline.waited:.3g} ms exposed" for timeline in timelines
+        ]
         draw_graphs(panel, timelines, lanes, captions)
         panel.set_title(title, loc="left")
         panel.label_outer()
-    panels[0].set_xlim(0, 1e3 * max(sum(timeline.seconds for timeline in timelines) for timelines in ranks.values()))
+    panels[0].set_xlim(
+        0,
+        1e3 * max(sum(timeline.seconds for timeline in timelines) for timelines in ranks.values()),
+    )
     add_legend(panels[0], COLORS)
     figure.savefig(folder / "timeline.png", dpi=120)
     spans = (graph_spans(timelines, lanes) for timelines in ranks.values())
-    write_trace(folder / "timeline.json", *zip(titles, itertools.repeat(lanes), spans, strict=False))
+    write_trace(
+        folder / "timeline.json", *zip(titles, itertools.repeat(lanes), spans, strict=False)
+    )
 
 
 def lane_of(span: Span) -> str:
@@ -59,7 +68,9 @@ def lanes_of(timelines: Iterable[Timeline]) -> list[str]:
     return ["computation", *(word for axis, word in WORDS.items() if axis in groups)]
 
 
-def draw_graphs(axes: Any, timelines: Sequence[Timeline], lanes: Sequence[str], captions: Sequence[str]) -> None:
+def draw_graphs(
+    axes: Any, timelines: Sequence[Timeline], lanes: Sequence[str], captions: Sequence[str]
+) -> None:
     """Draw one graph after another over milliseconds, each with its caption, in COLORS."""
     computing, hidden, waiting = COLORS.values()
     bars: dict[tuple[float, str], list[tuple[float, float]]] = defaultdict(list)
@@ -68,7 +79,9 @@ def draw_graphs(axes: Any, timelines: Sequence[Timeline], lanes: Sequence[str], 
             lane = lanes.index(lane_of(span))
             height, start = len(lanes) - 0.9 - lane, 1e3 * (offset + span.start)
             bars[height, hidden if lane else computing].append((start, 1e3 * span.seconds))
-            bars[height, waiting].append((start + 1e3 * (span.seconds - span.exposed), 1e3 * span.exposed))
+            bars[height, waiting].append(
+                (start + 1e3 * (span.seconds - span.exposed), 1e3 * span.exposed)
+            )
         middle = 1e3 * (offset + timeline.seconds / 2)
         axes.text(middle, len(lanes), caption, ha="center", va="bottom")
         axes.axvline(1e3 * (offset + timeline.seconds), color="black", linewidth=0.8)
@@ -82,10 +95,18 @@ def draw_graphs(axes: Any, timelines: Sequence[Timeline], lanes: Sequence[str], 
     )
 
 
-def draw_bars(axes: Any, bars: Mapping[tuple[float, str], Sequence[tuple[float, float]]], edge: str = "none") -> None:
+def draw_bars(
+    axes: Any, bars: Mapping[tuple[float, str], Sequence[tuple[float, float]]], edge: str = "none"
+) -> None:
     """Draw bars {(height, color): [(start, length), ...]}; a later one covers those before it."""
     for (height, color), spans in bars.items():
-        axes.broken_barh([span for span in spans if span[1]], (height, 0.8), facecolors=color, edgecolors=edge, linewidth=0.2)
+        axes.broken_barh(
+            [span for span in spans if span[1]],
+            (height, 0.8),
+            facecolors=color,
+            edgecolors=edge,
+            linewidth=0.2,
+        )
 
 
 def add_legend(axes: Any, colors: Mapping[str, str]) -> None:
@@ -101,7 +122,14 @@ def graph_spans(timelines: Sequence[Timeline], lanes: Sequence[str]) -> Iterator
     for timeline, offset in _one_after_another(timelines):
         for span in timeline.spans:
             args = {"graph": timeline.graph, "exposed_us": 1e6 * span.exposed}
-            yield lanes.index(lane_of(span)), timeline.graph, span.name, offset + span.start, span.seconds, args
+            yield (
+                lanes.index(lane_of(span)),
+                timeline.graph,
+                span.name,
+                offset + span.start,
+                span.seconds,
+                args,
+            )
 
 
 def write_trace(path: Path, *processes: tuple[str, Sequence[str], Iterable[TraceSpan]]) -> None:
@@ -110,13 +138,31 @@ def write_trace(path: Path, *processes: tuple[str, Sequence[str], Iterable[Trace
     for pid, (title, lanes, spans) in enumerate(processes):
         events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": title}})
         for tid, lane in enumerate(lanes):
-            events.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": lane}})
+            events.append(
+                {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": lane}}
+            )
         for tid, category, name, start, seconds, args in spans:
             times = {"ts": 1e6 * start, "dur": 1e6 * seconds}
-            events.append({"name": name, "cat": category, "ph": "X", "pid": pid, "tid": tid, **times, "args": args})
-    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n", encoding="utf-8")
+            events.append(
+                {
+                    "name": name,
+                    "cat": category,
+                    "ph": "X",
+                    "pid": pid,
+                    "tid": tid,
+                    **times,
+                    "args": args,
+                }
+            )
+    path.write_text(
+        json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n", encoding="utf-8"
+    )
 
 
 def _one_after_another(timelines: Sequence[Timeline]) -> Iterator[tuple[Timeline, float]]:
     """Yield (timeline, seconds before it)."""
-    return zip(timelines, itertools.accumulate((timeline.seconds for timeline in timelines), initial=0.0), strict=False)
+    return zip(
+        timelines,
+        itertools.accumulate((timeline.seconds for timeline in timelines), initial=0.0),
+        strict=False,
+    )

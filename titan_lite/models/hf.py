@@ -48,7 +48,10 @@ _CONFIG = {
     **dict.fromkeys(_SIZES.values(), SIZE),
     "rms_norm_eps": POSITIVE,
     "tie_word_embeddings": maybe(FLAG),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), maybe(Form("an object or null", lambda v: not v or OBJECT.holds(v)))),
+    **dict.fromkeys(
+        ("rope_scaling", "rope_parameters"),
+        maybe(Form("an object or null", lambda v: not v or OBJECT.holds(v))),
+    ),
     **{name: optional(one_of(value)) for name, value in _FIXED.items()},
 }
 
@@ -57,8 +60,15 @@ def hf_names(config: ModelConfig) -> dict[str, str]:
     """Return {name in titan_lite: name in transformers} of every parameter, in the model's order."""
     modules = {"tok_embeddings": "model.embed_tokens"}
     for i in range(config.n_layers):
-        modules |= {f"layers.{i}.{ours}": f"model.layers.{i}.{theirs}" for ours, theirs in _IN_A_LAYER.items()}
-    modules |= {"norm": "model.norm"} if config.tied_embeddings else {"norm": "model.norm", "output": "lm_head"}
+        modules |= {
+            f"layers.{i}.{ours}": f"model.layers.{i}.{theirs}"
+            for ours, theirs in _IN_A_LAYER.items()
+        }
+    modules |= (
+        {"norm": "model.norm"}
+        if config.tied_embeddings
+        else {"norm": "model.norm", "output": "lm_head"}
+    )
     return {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in modules.items()}
 
 
@@ -92,7 +102,10 @@ def config_to_hf(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling
-        and {"rope_type": "llama3", **{theirs: getattr(scaling, ours) for ours, theirs in _SCALING.items()}},
+        and {
+            "rope_type": "llama3",
+            **{theirs: getattr(scaling, ours) for ours, theirs in _SCALING.items()},
+        },
         "tie_word_embeddings": config.tied_embeddings,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
@@ -114,11 +127,19 @@ def config_from_hf(json: Mapping[str, Any]) -> ModelConfig:
             rope |= {"rope_type": said["type"]} if "type" in said else {}  # its earlier name
             rope |= said
     wrong += faults(rope, {"rope_theta": POSITIVE, "rope_type": one_of("default", "llama3")})
-    if not wrong and json.get("head_dim", None) not in (None, json["hidden_size"] // json["num_attention_heads"]):
-        wrong.append(f"head_dim = {json['head_dim']!r:.60}: expected hidden_size / num_attention_heads")
+    if not wrong and json.get("head_dim", None) not in (
+        None,
+        json["hidden_size"] // json["num_attention_heads"],
+    ):
+        wrong.append(
+            f"head_dim = {json['head_dim']!r:.60}: expected hidden_size / num_attention_heads"
+        )
     kind, scaling = rope["rope_type"], None
     if kind == "llama3":
-        wrong += [f"rope_scaling: {line}" for line in faults(rope, dict.fromkeys(_SCALING.values(), POSITIVE))]
+        wrong += [
+            f"rope_scaling: {line}"
+            for line in faults(rope, dict.fromkeys(_SCALING.values(), POSITIVE))
+        ]
     if json.get("quantization_config"):
         wrong.append("quantization_config: quantized weights cannot be read")
     if wrong:

@@ -24,13 +24,21 @@ from titan_lite.models.shapes import FLAVORS, ModelConfig, RopeScaling  # noqa: 
 Mask = Tensor | Documents | None  # of `attention_mask`, or what a kernel takes in its place
 
 
-def rope_tables(config: ModelConfig, positions: Sequence[int], device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+def rope_tables(
+    config: ModelConfig, positions: Sequence[int], device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of each (position, frequency): two float32 tensors (len(positions), D / 2)."""
-    frequencies = 1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim)
+    frequencies = 1.0 / config.rope_theta ** (
+        torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
+    )
     scaling = config.rope_scaling
     if scaling is not None:
-        turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)  # of each frequency within the original context
-        keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        turns = (
+            scaling.original_max_seq_len * frequencies / (2 * math.pi)
+        )  # of each frequency within the original context
+        keep = (turns - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
         frequencies = torch.lerp(frequencies / scaling.factor, frequencies, keep.clamp(0, 1))
     angles = torch.outer(torch.tensor(positions, device=device).float(), frequencies)
     return angles.cos(), angles.sin()
@@ -40,7 +48,9 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (2i, 2i+1) of x (B, T, H, D) by the angles of its positions; cos and sin: (T, D / 2)."""
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
+    return (
+        torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
+    )
 
 
 def attention_mask(begins: Tensor, positions: Tensor, tokens: int) -> Tensor:
@@ -99,7 +109,9 @@ class Attention(nn.Module):
             k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         grouped = k.shape[1] < q.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped).transpose(1, 2)
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, enable_gqa=grouped
+        ).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -137,7 +149,9 @@ class Output(nn.Linear):
     loss_sum: Callable[[Tensor, Tensor, Tensor], Tensor]
 
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
-        return super().forward(input) if labels is None else self.loss_sum(input, self.weight, labels)
+        return (
+            super().forward(input) if labels is None else self.loss_sum(input, self.weight, labels)
+        )
 
 
 class Transformer(nn.Module):
@@ -163,7 +177,9 @@ class Transformer(nn.Module):
         self.positions = range(config.max_seq_len) if positions is None else positions
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         # a ModuleDict, so that FQNs such as "layers.7" do not change in a pipeline stage
-        self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.n_layers)})
+        self.layers = nn.ModuleDict(
+            {str(i): TransformerBlock(config) for i in range(config.n_layers)}
+        )
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = Output(config.dim, config.vocab_size, bias=False)
         if config.tied_embeddings:
@@ -174,13 +190,24 @@ class Transformer(nn.Module):
         self.register_buffer("own_positions", torch.tensor(self.positions), persistent=False)
 
     def forward(
-        self, tokens: Tensor, begins: Tensor | None = None, counts: Tensor | None = None, labels: Tensor | None = None
+        self,
+        tokens: Tensor,
+        begins: Tensor | None = None,
+        counts: Tensor | None = None,
+        labels: Tensor | None = None,
     ) -> Tensor:
         mask: Mask = None
         if begins is not None:
             t = begins.shape[1]
-            positions, every = self.own_positions[:t], t * (self.config.max_seq_len // len(self.positions))
-            mask = attention_mask(begins, positions, every) if counts is None else documents_of(begins, positions, counts)
+            positions, every = (
+                self.own_positions[:t],
+                t * (self.config.max_seq_len // len(self.positions)),
+            )
+            mask = (
+                attention_mask(begins, positions, every)
+                if counts is None
+                else documents_of(begins, positions, counts)
+            )
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for layer in self.layers.values():
             x = layer(x, self.rope_cos, self.rope_sin, mask)
@@ -188,19 +215,33 @@ class Transformer(nn.Module):
         return x if self.output is None else self.output(x, labels)
 
     @torch.no_grad()
-    def init_weights(self, seed: int, shard_of: Callable[[Tensor], tuple[Tensor, tuple[int, ...]]] | None = None) -> None:
+    def init_weights(
+        self, seed: int, shard_of: Callable[[Tensor], tuple[Tensor, tuple[int, ...]]] | None = None
+    ) -> None:
         """Initialize every parameter and buffer in place. Values depend on seed and FQN, not on sharding.
 
         shard_of: parameter -> (this rank's shard, its offset in the unsharded parameter). Default: the parameter itself.
         """
         for fqn, parameter in self.named_parameters():
-            local, offset = (parameter, (0,) * parameter.dim()) if shard_of is None else shard_of(parameter)
+            local, offset = (
+                (parameter, (0,) * parameter.dim()) if shard_of is None else shard_of(parameter)
+            )
             std, cutoff = self._init_std(fqn)
             if std is None:
                 local.fill_(1.0)
             else:
-                _fill_normal(local, offset, parameter.shape, std, cutoff, f"{seed}/{fqn}", self.rope_cos.device)
-        self.rope_cos, self.rope_sin = rope_tables(self.config, self.positions, self.rope_cos.device)
+                _fill_normal(
+                    local,
+                    offset,
+                    parameter.shape,
+                    std,
+                    cutoff,
+                    f"{seed}/{fqn}",
+                    self.rope_cos.device,
+                )
+        self.rope_cos, self.rope_sin = rope_tables(
+            self.config, self.positions, self.rope_cos.device
+        )
         self.own_positions = torch.tensor(self.positions, device=self.own_positions.device)
 
     def _init_std(self, fqn: str) -> tuple[float | None, float]:
@@ -231,12 +272,21 @@ def flops_per_token(config: ModelConfig, seq_len: int, *, full_attention: bool =
     PaLM (arXiv 2204.02311, appendix B) and torchtitan count so.
     """
     attention = config.dim * config.head_dim * (2 * config.n_heads + 2 * config.n_kv_heads)
-    weights = config.n_layers * (attention + 3 * config.dim * config.hidden_dim) + config.dim * config.vocab_size
+    weights = (
+        config.n_layers * (attention + 3 * config.dim * config.hidden_dim)
+        + config.dim * config.vocab_size
+    )
     return 6 * weights + (12 if full_attention else 6) * config.n_layers * config.dim * seq_len
 
 
 def _fill_normal(
-    local: Tensor, offset: tuple[int, ...], shape: torch.Size, std: float, cutoff: float, key: str, device: torch.device
+    local: Tensor,
+    offset: tuple[int, ...],
+    shape: torch.Size,
+    std: float,
+    cutoff: float,
+    key: str,
+    device: torch.device,
 ) -> None:
     """Fill `local`, the part at `offset` of a (rows, columns) weight, with truncated normal numbers, drawn on `device`.
 
@@ -255,4 +305,6 @@ def _fill_normal(
         else:
             nn.init.trunc_normal_(numbers, 0.0, std, -cutoff, cutoff, generator)
         low, high = max(start, first), min(start + block, last)
-        local[low - first : high - first] = numbers[low - start : high - start, offset[1] : offset[1] + local.shape[1]]
+        local[low - first : high - first] = numbers[
+            low - start : high - start, offset[1] : offset[1] + local.shape[1]
+        ]

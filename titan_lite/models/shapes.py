@@ -38,9 +38,15 @@ class ModelConfig:
 
 
 FLAVORS = {
-    "debug": ModelConfig(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768, vocab_size=2048),
-    "1B": ModelConfig(2048, 16, 32, 8, 8192, tied_embeddings=True, rope_scaling=RopeScaling(factor=32.0)),
-    "3B": ModelConfig(3072, 28, 24, 8, 8192, tied_embeddings=True, rope_scaling=RopeScaling(factor=32.0)),
+    "debug": ModelConfig(
+        dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768, vocab_size=2048
+    ),
+    "1B": ModelConfig(
+        2048, 16, 32, 8, 8192, tied_embeddings=True, rope_scaling=RopeScaling(factor=32.0)
+    ),
+    "3B": ModelConfig(
+        3072, 28, 24, 8, 8192, tied_embeddings=True, rope_scaling=RopeScaling(factor=32.0)
+    ),
     "8B": ModelConfig(4096, 32, 32, 8, 14336, rope_scaling=RopeScaling(factor=8.0)),
     "70B": ModelConfig(8192, 80, 64, 8, 28672, rope_scaling=RopeScaling(factor=8.0)),
     "405B": ModelConfig(16384, 126, 128, 8, 53248, rope_scaling=RopeScaling(factor=8.0)),

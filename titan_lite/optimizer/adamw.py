@@ -15,7 +15,14 @@ from torch.optim.adamw import adamw
 
 from titan_lite.host_memory import device_of
 from titan_lite.optimizer.offload import HostState, local
-from titan_lite.optimizer.rounding import PIECE, TENSORS, at_step, keys_of, round_stochastically, row_numbers
+from titan_lite.optimizer.rounding import (
+    PIECE,
+    TENSORS,
+    at_step,
+    keys_of,
+    round_stochastically,
+    row_numbers,
+)
 
 Draw = tuple[Tensor, Tensor]  # for random bits: numbers of the rows, keys of TENSORS
 
@@ -50,7 +57,11 @@ class AdamW(torch.optim.AdamW):
             state["step"] = torch.zeros((), dtype=torch.float32, device=device_of(parameter))
             own = parameter.detach()
             for name in TENSORS[1:]:
-                state[name] = self.host.zeros_like(own) if self.host else torch.zeros_like(own, dtype=self.dtype)
+                state[name] = (
+                    self.host.zeros_like(own)
+                    if self.host
+                    else torch.zeros_like(own, dtype=self.dtype)
+                )
         return state
 
     @torch.no_grad()
@@ -62,32 +73,55 @@ class AdamW(torch.optim.AdamW):
                 continue
             states = [self.state_of(parameter) for parameter in parameters]
             steps = [state["step"] for state in states]
-            own, gradients = [*map(local, parameters)], [_waited(local(parameter.grad)) for parameter in parameters]
+            own, gradients = (
+                [*map(local, parameters)],
+                [_waited(local(parameter.grad)) for parameter in parameters],
+            )
             first, second = ([local(state[name]) for state in states] for name in TENSORS[1:])
             if self.compiled is None and torch.float32 == own[0].dtype == self.dtype:
                 if self.host is None:
                     _fused(own, gradients, first, second, steps, group, skip)
                     continue
-                for bucket, (rows, grads, means, squares) in self.host.stream((own, gradients, first, second)):
-                    counts = [steps[piece.number].clone() for piece in bucket]  # the kernel counts the steps of each piece
+                for bucket, (rows, grads, means, squares) in self.host.stream(
+                    (own, gradients, first, second)
+                ):
+                    counts = [
+                        steps[piece.number].clone() for piece in bucket
+                    ]  # the kernel counts the steps of each piece
                     _fused(rows, grads, means, squares, counts, group, skip)
                 torch._foreach_add_(steps, 1.0 if skip is None else 1 - skip)
                 continue
             skipped = torch.zeros_like(steps[0]) if skip is None else skip
             torch._foreach_add_(steps, 1 - skipped)
-            draws = self.draws(parameters, steps[0]) if torch.bfloat16 in (own[0].dtype, self.dtype) else []
+            draws = (
+                self.draws(parameters, steps[0])
+                if torch.bfloat16 in (own[0].dtype, self.dtype)
+                else []
+            )
             factors = _factors(steps[0], skipped, group)
             if self.host is None:
-                (self.compiled or _update_in_pieces)(own, gradients, first, second, draws, **factors)
+                (self.compiled or _update_in_pieces)(
+                    own, gradients, first, second, draws, **factors
+                )
                 continue
-            for bucket, (rows, grads, means, squares) in self.host.stream((own, gradients, first, second)):
-                its = [(draws[number][0][start:stop], draws[number][1]) for number, start, stop in bucket]
+            for bucket, (rows, grads, means, squares) in self.host.stream(
+                (own, gradients, first, second)
+            ):
+                its = [
+                    (draws[number][0][start:stop], draws[number][1])
+                    for number, start, stop in bucket
+                ]
                 _update_in_pieces(rows, grads, means, squares, its, **factors)
 
     def draws(self, parameters: list[nn.Parameter], step: Tensor) -> list[Draw]:
         for parameter in parameters:
-            if parameter not in self.places:  # copied to the device once: a copy waits for the work queued there
-                self.places[parameter] = row_numbers(parameter).to(step.device), self.keys[parameter].to(step.device)
+            if (
+                parameter not in self.places
+            ):  # copied to the device once: a copy waits for the work queued there
+                self.places[parameter] = (
+                    row_numbers(parameter).to(step.device),
+                    self.keys[parameter].to(step.device),
+                )
         rows, keys = zip(*map(self.places.__getitem__, parameters), strict=True)
         return [*zip(rows, at_step(torch.stack(keys), step), strict=True)]
 
@@ -107,8 +141,12 @@ def _fused(
     skip: Tensor | None,
 ) -> None:
     """Do one step by torch's fused kernel, which rounds to the nearest."""
-    settings: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
-    settings |= dict(beta1=group["betas"][0], beta2=group["betas"][1], max_exp_avg_sqs=[], fused=True)
+    settings: dict[str, Any] = {
+        name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")
+    }
+    settings |= dict(
+        beta1=group["betas"][0], beta2=group["betas"][1], max_exp_avg_sqs=[], fused=True
+    )
     adamw(own, gradients, first, second, state_steps=steps, found_inf=skip, **settings)
 
 
@@ -117,19 +155,36 @@ def _factors(step: Tensor, skip: Tensor, group: Mapping[str, Any]) -> dict[str, 
 
     Those that change are tensors, since the graph would have numbers as constants.
     """
-    (beta1, beta2), step = group["betas"], step.double() + skip  # nonzero even if the first step is skipped
-    decay, step_size = torch.full_like(step, 1 - group["lr"] * group["weight_decay"]), group["lr"] / (1 - beta1**step)
-    tensors = dict(decay=decay.float(), step_size=step_size.float(), correction=(1 - beta2**step).sqrt().float())
+    (beta1, beta2), step = (
+        group["betas"],
+        step.double() + skip,
+    )  # nonzero even if the first step is skipped
+    decay, step_size = (
+        torch.full_like(step, 1 - group["lr"] * group["weight_decay"]),
+        group["lr"] / (1 - beta1**step),
+    )
+    tensors = dict(
+        decay=decay.float(),
+        step_size=step_size.float(),
+        correction=(1 - beta2**step).sqrt().float(),
+    )
     return dict(**tensors, skip=skip.bool(), beta1=beta1, beta2=beta2, eps=group["eps"])
 
 
 def _update_in_pieces(
-    own: list[Tensor], gradients: list[Tensor], first: list[Tensor], second: list[Tensor], draws: list[Draw], **factors: Any
+    own: list[Tensor],
+    gradients: list[Tensor],
+    first: list[Tensor],
+    second: list[Tensor],
+    draws: list[Draw],
+    **factors: Any,
 ) -> None:
     """Do `_update` with PIECE elements at once, so that its temporaries are small."""
     for *tensors, (rows, key) in zip(own, gradients, first, second, draws, strict=True):
         length = max(1, PIECE[rows.device.type] // max(1, math.prod(tensors[0].shape[1:])))
-        for a, b, c, d, own_rows in zip(*(tensor.split(length) for tensor in (*tensors, rows)), strict=True):
+        for a, b, c, d, own_rows in zip(
+            *(tensor.split(length) for tensor in (*tensors, rows)), strict=True
+        ):
             _update([a], [b], [c], [d], [(own_rows, key)], **factors)
 
 
@@ -155,14 +210,24 @@ def _update(
     lists = (parameters, gradients, exp_avgs, exp_avg_sqs)
     before, gradients, first, second = ([tensor.float() for tensor in tensors] for tensors in lists)
     means = torch._foreach_lerp(first, gradients, 1 - beta1)
-    squares = torch._foreach_addcmul(torch._foreach_mul(second, beta2), gradients, gradients, 1 - beta2)
-    denominators = torch._foreach_add(torch._foreach_div(torch._foreach_sqrt(squares), correction), eps)
+    squares = torch._foreach_addcmul(
+        torch._foreach_mul(second, beta2), gradients, gradients, 1 - beta2
+    )
+    denominators = torch._foreach_add(
+        torch._foreach_div(torch._foreach_sqrt(squares), correction), eps
+    )
     steps = torch._foreach_div(torch._foreach_mul(means, step_size), denominators)
     after = torch._foreach_sub(torch._foreach_mul(before, decay), steps)
-    changes = ((parameters, before, after), (exp_avgs, first, means), (exp_avg_sqs, second, squares))
+    changes = (
+        (parameters, before, after),
+        (exp_avgs, first, means),
+        (exp_avg_sqs, second, squares),
+    )
     for place, (tensors, old, new) in enumerate(changes):
         exact = [torch.where(skip, *pair) for pair in zip(old, new, strict=True)]
-        if tensors[0].dtype == torch.bfloat16:  # a value that bfloat16 has, as of a skipped step, stays
+        if (
+            tensors[0].dtype == torch.bfloat16
+        ):  # a value that bfloat16 has, as of a skipped step, stays
             pairs = zip(exact, draws, strict=True)
             exact = [round_stochastically(value, rows, key[place]) for value, (rows, key) in pairs]
         torch._foreach_copy_(tensors, exact)

@@ -39,12 +39,20 @@ def build_optimizer(
     parameters: by FQN. seed: of stochastic rounding. head_dim: rows of a head in wq, wk and wv, for optimizer.ns_per_head.
     offload: that of [training]. Norm weights do not decay.
     """
-    matrices = {fqn: parameter for fqn, parameter in parameters.items() if config.name in OF_MATRICES and is_matrix(fqn)}
+    matrices = {
+        fqn: parameter
+        for fqn, parameter in parameters.items()
+        if config.name in OF_MATRICES and is_matrix(fqn)
+    }
     by_decay: dict[float, list[nn.Parameter]] = {config.weight_decay: [], 0.0: []}
     for parameter in (parameter for fqn, parameter in parameters.items() if fqn not in matrices):
         by_decay[config.weight_decay if parameter.dim() > 1 else 0.0].append(parameter)
-    groups: list[dict] = [{"params": found, "weight_decay": decay} for decay, found in by_decay.items() if found]
-    settings: dict[str, Any] = dict(lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    groups: list[dict] = [
+        {"params": found, "weight_decay": decay} for decay, found in by_decay.items() if found
+    ]
+    settings: dict[str, Any] = dict(
+        lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
+    )
     dtype, host = getattr(torch, config.state_dtype), None
     if offload != "none":
         assert compile is None, "an offloaded update is not compiled"
@@ -60,7 +68,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def optimizer_state(optimizer: AdamW | Matrices, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def optimizer_state(
+    optimizer: AdamW | Matrices, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor]:
     """Return the state as {"FQN.exp_avg": ..., "FQN.exp_avg_sq": ..., "FQN.step": ...}, the live tensors. The state of a
     matrix of Muon or Shampoo has the names in their files; some of it only its owner has.
 

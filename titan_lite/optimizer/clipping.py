@@ -16,7 +16,9 @@ from titan_lite.optimizer.offload import HostState, local
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, host: HostState | None = None) -> Tensor:
+def clip_grad_norm_(
+    parameters: Iterable[nn.Parameter], max_norm: float, host: HostState | None = None
+) -> Tensor:
     """Clip gradients to a global L2 norm of `max_norm`; return the norm before, a scalar that is equal on all ranks.
 
     A gradient that k ranks have copies of counts 1/k on each, so that one sum over all ranks is correct on every layout, also
@@ -55,5 +57,7 @@ def _copies(gradient: Tensor) -> int:
         return dist.get_world_size() if dist.is_initialized() else 1
     mesh, shards = gradient.device_mesh, 1
     for axis, placement in enumerate(gradient.placements):
-        shards *= 1 if placement.is_replicate() else mesh.size(axis)  # not is_shard(), False for _StridedShard
+        shards *= (
+            1 if placement.is_replicate() else mesh.size(axis)
+        )  # not is_shard(), False for _StridedShard
     return mesh.size() // shards

@@ -25,14 +25,23 @@ class Matrices(torch.optim.Optimizer):
     stochastically (rounding.py). State is not in host memory (`host`). A subclass has the methods that raise here.
     """
 
-    def __init__(self, matrices: Mapping[str, nn.Parameter], adamw: AdamW, config: Optimizer, head_dim: int):
+    def __init__(
+        self, matrices: Mapping[str, nn.Parameter], adamw: AdamW, config: Optimizer, head_dim: int
+    ):
         super().__init__([*matrices.values()], dict(lr=config.lr, weight_decay=config.weight_decay))
         self.matrices = self.param_groups[0]["params"]
         self.param_groups += adamw.param_groups
-        self.config, self.adamw, self.host, self.dtype = config, adamw, None, getattr(torch, config.state_dtype)
+        self.config, self.adamw, self.host, self.dtype = (
+            config,
+            adamw,
+            None,
+            getattr(torch, config.state_dtype),
+        )
         self.numbers = {matrix: number for number, matrix in enumerate(self.matrices)}
         kind = OF_MATRIX[config.name]
-        self.shapes = cut(config, {fqn: tuple(matrix.shape) for fqn, matrix in matrices.items()}, head_dim)
+        self.shapes = cut(
+            config, {fqn: tuple(matrix.shape) for fqn, matrix in matrices.items()}, head_dim
+        )
         costs = [kind.cost(config, shape) for shape in self.shapes]
         self.owners = Owners(self.matrices, costs, getattr(torch, kind.dtype(config)))
         self.stays = torch.zeros(())  # True in a step that is skipped
@@ -67,7 +76,10 @@ class Matrices(torch.optim.Optimizer):
     def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]
         """Update parameters. skip: a float32 scalar on their device, not read on the host; if it is 1, nothing changes."""
         self.adamw.step(skip)
-        group, steps = self.param_groups[0], [self.state_of(matrix)["step"] for matrix in self.matrices]
+        group, steps = (
+            self.param_groups[0],
+            [self.state_of(matrix)["step"] for matrix in self.matrices],
+        )
         skipped = torch.zeros_like(steps[0]) if skip is None else skip
         torch._foreach_add_(steps, 1 - skipped)
         self.stays = skipped.bool()
@@ -76,7 +88,9 @@ class Matrices(torch.optim.Optimizer):
         for number, update in self.owners.updates(self.part_of, self.update_of):
             own = local(self.matrices[number].detach())
             before = own.float()
-            after = before.mul(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * self.scale_of(number))
+            after = before.mul(1 - group["lr"] * group["weight_decay"]).add_(
+                update, alpha=-group["lr"] * self.scale_of(number)
+            )
             self.store(own, before, after, number, 0)
 
     def store(self, tensor: Tensor, before: Tensor, after: Tensor, number: int, place: int) -> None:

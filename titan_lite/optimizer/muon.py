@@ -14,7 +14,11 @@ from torch import Tensor
 from titan_lite.optimizer.matrices import Matrices
 from titan_lite.optimizer.offload import local
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial: steepest at zero, so small singular values grow fastest
+COEFFICIENTS = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # of the quintic polynomial: steepest at zero, so small singular values grow fastest
 EPS = 1e-7
 
 
@@ -34,7 +38,9 @@ class Muon(Matrices):
     """The momentum, which is rounded with the bits of AdamW's first moment, and the iteration."""
 
     def zeros_of(self, number: int) -> dict[str, Tensor]:
-        return dict(momentum_buffer=torch.zeros_like(self.matrices[number].detach(), dtype=self.dtype))
+        return dict(
+            momentum_buffer=torch.zeros_like(self.matrices[number].detach(), dtype=self.dtype)
+        )
 
     def part_of(self, number: int) -> Tensor:
         """Return this rank's part of the direction, and move the momentum on."""
@@ -47,7 +53,12 @@ class Muon(Matrices):
         return direction.to(self.owners.dtype)
 
     def update_of(self, number: int, whole: Tensor) -> Tensor:
-        return torch.cat([orthogonalize(head, self.config.ns_steps) for head in whole.split(self.shapes[number][-2])])
+        return torch.cat(
+            [
+                orthogonalize(head, self.config.ns_steps)
+                for head in whole.split(self.shapes[number][-2])
+            ]
+        )
 
     def scale_of(self, number: int) -> float:
         return 0.2 * math.sqrt(max(self.shapes[number][-2:]))

@@ -65,16 +65,25 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def state_bytes(training: Training, optimizer: Optimizer, own: float, matrices: float = 0.0) -> tuple[list[float], float]:
+def state_bytes(
+    training: Training, optimizer: Optimizer, own: float, matrices: float = 0.0
+) -> tuple[list[float], float]:
     """Return the bytes of each tensor of moments on the device, and of all that is in host memory, of `own` parameters.
 
     matrices: how many of them are in matrices within blocks. The first are those of buckets, if anything is in host memory. Step
     counts are left out, and what owners have.
     """
-    kept, moments = [getattr(torch, optimizer.state_dtype).itemsize] * 2, OF_MATRIX[optimizer.name].moments
+    kept, moments = (
+        [getattr(torch, optimizer.state_dtype).itemsize] * 2,
+        OF_MATRIX[optimizer.name].moments,
+    )
     if training.offload == "none":
-        return [size * (own - matrices * (moments < place)) for place, size in enumerate(kept, 1)], 0.0
-    away = [getattr(torch, training.dtype).itemsize] * 2 + kept if training.offload == "all" else kept
+        return [
+            size * (own - matrices * (moments < place)) for place, size in enumerate(kept, 1)
+        ], 0.0
+    away = (
+        [getattr(torch, training.dtype).itemsize] * 2 + kept if training.offload == "all" else kept
+    )
     return [size * min(BUCKET, own) for size in away] * SLOTS, sum(away) * own
 
 
@@ -84,15 +93,25 @@ class HostState:
     everything: parameters and gradients are there, too.
     """
 
-    def __init__(self, device: torch.device, elements: int, dtype: torch.dtype, everything: bool = False):
+    def __init__(
+        self, device: torch.device, elements: int, dtype: torch.dtype, everything: bool = False
+    ):
         self.device, self.dtype, self.everything = device, dtype, everything
         self.most = min(BUCKET, elements)  # elements of all parameters
         self.gradients: dict[nn.Parameter, Tensor] = {}  # in host memory, from the first one on
-        self.norms: dict[nn.Parameter, Tensor] = {}  # of gradients as they are now: scalars on the device
-        self.factor: Tensor | None = None  # on the device, of gradients, by which the next update multiplies them
+        self.norms: dict[
+            nn.Parameter, Tensor
+        ] = {}  # of gradients as they are now: scalars on the device
+        self.factor: Tensor | None = (
+            None  # on the device, of gradients, by which the next update multiplies them
+        )
         cuda = device.type == "cuda"
-        self.streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if cuda else None  # to the device, and back
-        self.slots: list[list[Tensor]] = []  # on the device, from the first step on: a bucket of each list in host memory
+        self.streams = (
+            (torch.cuda.Stream(device), torch.cuda.Stream(device)) if cuda else None
+        )  # to the device, and back
+        self.slots: list[
+            list[Tensor]
+        ] = []  # on the device, from the first step on: a bucket of each list in host memory
 
     def zeros_like(self, parameter: Tensor) -> Tensor:
         """Return zeros in pinned memory with the shape and placements of a parameter."""
@@ -102,13 +121,17 @@ class HostState:
     def put(self, parameter: nn.Parameter, rows: Tensor) -> None:
         """Add a microbatch's gradient, this rank's rows of it on the device, to `parameter.grad` in host memory."""
         if parameter not in self.gradients:
-            self.gradients[parameter] = zeros_on_host(parameter, parameter.dtype, pinned=self.streams is not None)
+            self.gradients[parameter] = zeros_on_host(
+                parameter, parameter.dtype, pinned=self.streams is not None
+            )
         kept = local(self.gradients[parameter])
         if parameter.grad is not None:
             rows = kept.to(self.device, non_blocking=True, copy=True).add_(rows)
         kept.copy_(rows, non_blocking=True)
         parameter.grad = self.gradients[parameter]
-        (self.norms[parameter],) = torch._foreach_norm([rows], dtype=torch.float64)  # as in clipping.py
+        (self.norms[parameter],) = torch._foreach_norm(
+            [rows], dtype=torch.float64
+        )  # as in clipping.py
 
     def stream(self, lists: Lists) -> Iterator[tuple[list[Piece], Lists]]:
         """Yield (bucket, its rows of parameters, gradients, first and second moments, on the device), until all have been there.
@@ -122,16 +145,25 @@ class HostState:
         if not self.slots:
             dtypes = [tensors[0].dtype for tensors in away]
             for _ in range(SLOTS):
-                self.slots.append([torch.empty(self.most, dtype=dtype, device=self.device) for dtype in dtypes])
+                self.slots.append(
+                    [torch.empty(self.most, dtype=dtype, device=self.device) for dtype in dtypes]
+                )
         buckets = buckets_of([tensor.shape for tensor in lists[0]], self.most)
         if self.streams is not None:
-            self.streams[0].wait_stream(self.streams[1])  # a bucket of the step before may still be on its way back
-        ahead = deque(self._load(number, bucket, away) for number, bucket in enumerate(buckets[:SLOTS]))
+            self.streams[0].wait_stream(
+                self.streams[1]
+            )  # a bucket of the step before may still be on its way back
+        ahead = deque(
+            self._load(number, bucket, away) for number, bucket in enumerate(buckets[:SLOTS])
+        )
         for number, bucket in enumerate(buckets):
             views, arrived = ahead.popleft()
             if arrived is not None:
                 torch.cuda.current_stream().wait_event(arrived)
-            here = [*(parts(bucket, tensors) for tensors in lists[: len(lists) - len(away)]), *views]
+            here = [
+                *(parts(bucket, tensors) for tensors in lists[: len(lists) - len(away)]),
+                *views,
+            ]
             if self.factor is not None:
                 torch._foreach_mul_(here[1], self.factor)
             yield bucket, here
@@ -144,27 +176,40 @@ class HostState:
                             rows.copy_(view, non_blocking=True)
             if number + SLOTS < len(buckets):
                 if self.streams is not None:
-                    self.streams[0].wait_stream(self.streams[1])  # its slot is that of the bucket which goes back
+                    self.streams[0].wait_stream(
+                        self.streams[1]
+                    )  # its slot is that of the bucket which goes back
                 ahead.append(self._load(number + SLOTS, buckets[number + SLOTS], away))
         if self.streams is not None and self.everything:
-            torch.cuda.current_stream().wait_stream(self.streams[1])  # the next step reads the parameters
+            torch.cuda.current_stream().wait_stream(
+                self.streams[1]
+            )  # the next step reads the parameters
 
     def wait(self) -> None:
         """Wait until the host can read what the last step has written."""
         if self.streams is not None:
             self.streams[1].synchronize()
 
-    def _load(self, number: int, bucket: list[Piece], away: Lists) -> tuple[Lists, "torch.cuda.Event | None"]:
+    def _load(
+        self, number: int, bucket: list[Piece], away: Lists
+    ) -> tuple[Lists, "torch.cuda.Event | None"]:
         """Start to copy a bucket into its slot; return its rows of each list there, and when they have arrived."""
         with self._on(0):
-            views = [*map(self._filled, self.slots[number % SLOTS], (parts(bucket, host) for host in away))]
+            views = [
+                *map(
+                    self._filled, self.slots[number % SLOTS], (parts(bucket, host) for host in away)
+                )
+            ]
         return views, None if self.streams is None else self.streams[0].record_event()
 
     def _filled(self, buffer: Tensor, rows: list[Tensor]) -> list[Tensor]:
         """Return views of the buffer that have been, or will be, filled with these rows."""
         sizes = [each.numel() for each in rows]
         places = buffer[: sum(sizes)].split(sizes)
-        return [place.view(each.shape).copy_(each, non_blocking=True) for place, each in zip(places, rows, strict=True)]
+        return [
+            place.view(each.shape).copy_(each, non_blocking=True)
+            for place, each in zip(places, rows, strict=True)
+        ]
 
     def _on(self, which: int) -> AbstractContextManager:
         return nullcontext() if self.streams is None else torch.cuda.stream(self.streams[which])

@@ -44,11 +44,17 @@ class Owners:
     """
 
     def __init__(self, matrices: Sequence[Tensor], costs: Iterable[float], dtype: torch.dtype):
-        self.shapes, self.dtype, self.device = [matrix.shape for matrix in matrices], dtype, matrices[0].device
+        self.shapes, self.dtype, self.device = (
+            [matrix.shape for matrix in matrices],
+            dtype,
+            matrices[0].device,
+        )
         self.group: dist.ProcessGroup | None = None
         self.rank, ranks = 0, 1
         self.parts: list[list[Part]] = []  # of each matrix, by rank
-        self.copies: list[list[int]] = []  # of each matrix, by rank: ranks with the same number have all parts together
+        self.copies: list[
+            list[int]
+        ] = []  # of each matrix, by rank: ranks with the same number have all parts together
         if isinstance(matrices[0], DTensor) and matrices[0].device_mesh.size() > 1:
             mesh = matrices[0].device_mesh
             self.group, ranks = _group_of(mesh), mesh.size()
@@ -58,9 +64,13 @@ class Owners:
                 assert isinstance(matrix, DTensor)
                 key = matrix.shape, matrix.placements
                 if key not in found:
-                    found[key] = [*zip(*(_part(matrix, place) for place in _places(mesh)), strict=True)]
+                    found[key] = [
+                        *zip(*(_part(matrix, place) for place in _places(mesh)), strict=True)
+                    ]
                 parts, copies = found[key]
-                assert _sizes(parts[self.rank]) == tuple(matrix.to_local().shape), "parts are not those of simple_fsdp.py"
+                assert _sizes(parts[self.rank]) == tuple(matrix.to_local().shape), (
+                    "parts are not those of simple_fsdp.py"
+                )
                 self.parts.append(parts)
                 self.copies.append(copies)
         self.buckets = share_out(costs, ranks)
@@ -73,7 +83,9 @@ class Owners:
             return tensor
         return DTensor.from_local(tensor, self.here, [Shard(0)] * self.here.ndim, run_check=False)
 
-    def updates(self, part_of: Callable[[int], Tensor], compute: Callable[[int, Tensor], Tensor]) -> Iterator[tuple[int, Tensor]]:
+    def updates(
+        self, part_of: Callable[[int], Tensor], compute: Callable[[int, Tensor], Tensor]
+    ) -> Iterator[tuple[int, Tensor]]:
         """Yield (number, this rank's part of the result) for every matrix, bucket by bucket.
 
         part_of: number -> this rank's part, in the dtype; called once a matrix. compute: number, whole matrix -> result of the
@@ -81,7 +93,9 @@ class Owners:
         """
         if self.group is None:
             for bucket in self.buckets:
-                yield from ((number, compute(number, part_of(number))) for number in bucket.values())
+                yield from (
+                    (number, compute(number, part_of(number))) for number in bucket.values()
+                )
             return
         going, returning = self._send(self.buckets[0], part_of), None
         for bucket, following in zip(self.buckets, [*self.buckets[1:], None], strict=True):
@@ -101,12 +115,22 @@ class Owners:
 
     def _send(self, bucket: dict[int, int], part_of: Callable[[int], Tensor]) -> Travel:
         """Send this rank's parts to the owners of a bucket."""
-        parts, mine = {owner: part_of(number) for owner, number in bucket.items()}, bucket.get(self.rank)
-        leaving = {owner: part for owner, part in parts.items() if self._sends(bucket[owner], self.rank, owner)}
+        parts, mine = (
+            {owner: part_of(number) for owner, number in bucket.items()},
+            bucket.get(self.rank),
+        )
+        leaving = {
+            owner: part
+            for owner, part in parts.items()
+            if self._sends(bucket[owner], self.rank, owner)
+        }
         sizes = [0] * len(self.parts[0])
         if mine is not None:
             of_ranks = enumerate(self.parts[mine])
-            sizes = [self._sends(mine, rank, self.rank) * math.prod(_sizes(part)) for rank, part in of_ranks]
+            sizes = [
+                self._sends(mine, rank, self.rank) * math.prod(_sizes(part))
+                for rank, part in of_ranks
+            ]
         return self._all_to_all(leaving, sizes)
 
     def _whole(self, number: int | None, travel: Travel) -> Tensor | None:
@@ -115,7 +139,9 @@ class Owners:
         if number is None:
             return None
         whole = torch.empty(self.shapes[number], dtype=self.dtype, device=self.device)
-        for part, elements in zip(self.parts[number], travel.arriving.split(travel.sizes), strict=True):
+        for part, elements in zip(
+            self.parts[number], travel.arriving.split(travel.sizes), strict=True
+        ):
             if elements.numel():
                 whole[part] = elements.view(_sizes(part))
         return whole
@@ -124,7 +150,9 @@ class Owners:
         """Send all ranks their parts of this rank's result."""
         leaving = {}
         if result is not None:
-            leaving = {rank: result[part] for rank, part in enumerate(self.parts[bucket[self.rank]])}
+            leaving = {
+                rank: result[part] for rank, part in enumerate(self.parts[bucket[self.rank]])
+            }
         sizes = [0] * len(self.parts[0])
         for owner, number in bucket.items():
             sizes[owner] = math.prod(_sizes(self.parts[number][self.rank]))
@@ -154,18 +182,25 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     if len(ranks) == dist.get_world_size():
         assert dist.group.WORLD is not None
         return dist.group.WORLD
-    return dist.new_group(ranks, use_local_synchronization=True)  # other pipeline stages make their own
+    return dist.new_group(
+        ranks, use_local_synchronization=True
+    )  # other pipeline stages make their own
 
 
 def _mesh_of_one(matrix: DTensor) -> DeviceMesh:
     """Return a mesh of this rank alone, with the axes of a matrix's mesh. It never communicates."""
     mesh = matrix.device_mesh
-    return DeviceMesh(mesh.device_type, torch.full([1] * mesh.ndim, dist.get_rank()), _init_backend=False)
+    return DeviceMesh(
+        mesh.device_type, torch.full([1] * mesh.ndim, dist.get_rank()), _init_backend=False
+    )
 
 
 def _places(mesh: DeviceMesh) -> list[tuple[int, ...]]:
     """Return the place along every axis of each rank of a mesh, in its order."""
-    return [tuple(place) for place in torch.cartesian_prod(*(torch.arange(size) for size in mesh.shape)).tolist()]
+    return [
+        tuple(place)
+        for place in torch.cartesian_prod(*(torch.arange(size) for size in mesh.shape)).tolist()
+    ]
 
 
 def _part(matrix: DTensor, place: Sequence[int]) -> tuple[Part, int]:
@@ -178,7 +213,9 @@ def _part(matrix: DTensor, place: Sequence[int]) -> tuple[Part, int]:
             continue
         dim = placement.dim  # type: ignore[attr-defined]
         chunk = -(-(ends[dim] - begins[dim]) // degree)
-        begins[dim], ends[dim] = (min(begins[dim] + chunk * (place[axis] + after), ends[dim]) for after in (0, 1))
+        begins[dim], ends[dim] = (
+            min(begins[dim] + chunk * (place[axis] + after), ends[dim]) for after in (0, 1)
+        )
     return (slice(begins[0], ends[0]), slice(begins[1], ends[1])), copy
 
 

@@ -22,7 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 TENSORS = ("parameter", "exp_avg", "exp_avg_sq")  # that are rounded, each with bits of its own
-PIECE = {"cpu": 2**16, "cuda": 2**22}  # elements that are updated at once, if the update is neither fused nor compiled
+PIECE = {
+    "cpu": 2**16,
+    "cuda": 2**22,
+}  # elements that are updated at once, if the update is neither fused nor compiled
 LOW = 0xFFFF  # the bits of a float32 that bfloat16 does not have
 
 
@@ -40,8 +43,14 @@ def _mix(word: Tensor) -> Tensor:
 
 def keys_of(seed: int, fqns: Iterable[str]) -> Tensor:
     """Return the keys of these parameters, int32 of shape (parameters, TENSORS, 2)."""
-    digests = [[hashlib.sha256(f"{seed} {fqn} {name}".encode()).digest() for name in TENSORS] for fqn in fqns]
-    words = [[[int.from_bytes(each[at : at + 4], "big", signed=True) for at in (0, 4)] for each in row] for row in digests]
+    digests = [
+        [hashlib.sha256(f"{seed} {fqn} {name}".encode()).digest() for name in TENSORS]
+        for fqn in fqns
+    ]
+    words = [
+        [[int.from_bytes(each[at : at + 4], "big", signed=True) for at in (0, 4)] for each in row]
+        for row in digests
+    ]
     return torch.tensor(words, dtype=torch.int32)
 
 
@@ -55,7 +64,9 @@ def row_numbers(parameter: Tensor) -> Tensor:
     start, rows = [0] * parameter.dim(), parameter.shape[0]
     if isinstance(parameter, DTensor):
         rows = parameter.to_local().shape[0]
-        offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)[1]
+        offsets = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )[1]
         start = [int(offset) for offset in offsets]
     first = (start[0] + torch.arange(rows)) * math.prod(parameter.shape[1:]) + sum(start[1:])
     return first.int().to(parameter.device)
@@ -65,7 +76,9 @@ def round_stochastically(exact: Tensor, rows: Tensor, key: Tensor) -> Tensor:
     """Return float32 values that bfloat16 has exactly. exact: (rows,) or (rows, columns), float32; key: two words."""
     numbers = rows
     if exact.dim() > 1:
-        numbers = rows[:, None] + torch.arange(exact.shape[1], dtype=torch.int32, device=exact.device)
+        numbers = rows[:, None] + torch.arange(
+            exact.shape[1], dtype=torch.int32, device=exact.device
+        )
     random = _mix(_mix(numbers ^ key[0]).add_(key[1])).bitwise_and_(LOW)
     rounded = random.add_(exact.view(torch.int32)).bitwise_and_(~LOW).view(torch.float32)
     return torch.where(exact.isfinite(), rounded, exact)

@@ -53,7 +53,9 @@ class Shampoo(Matrices):
 
     count = 0  # steps that were not skipped, with the present one
 
-    def __init__(self, matrices: Mapping[str, nn.Parameter], adamw: AdamW, config: Optimizer, head_dim: int):
+    def __init__(
+        self, matrices: Mapping[str, nn.Parameter], adamw: AdamW, config: Optimizer, head_dim: int
+    ):
         super().__init__(matrices, adamw, config, head_dim)
         self.turns = turns_of(config, dict(zip(matrices, self.shapes, strict=True)))
 
@@ -63,7 +65,10 @@ class Shampoo(Matrices):
         shape = self.shapes[number]
         flat = (factor_numbers(shape, self.config.max_preconditioner_dim),)
         sizes = zip(NAMES, (shape, shape, flat, flat), strict=True)
-        return {name: self.owners.kept_here(torch.zeros(size, device=self.owners.device)) for name, size in sizes}
+        return {
+            name: self.owners.kept_here(torch.zeros(size, device=self.owners.device))
+            for name, size in sizes
+        }
 
     def step(self, skip: Tensor | None = None) -> None:  # type: ignore[override]
         """Update parameters. skip: as in `Matrices`, but the host reads it, and the count of steps, and so waits for the device.
@@ -90,7 +95,14 @@ class Shampoo(Matrices):
             left.lerp_(block @ block.T, 1 - config.beta2)
             right.lerp_(block.T @ block, 1 - config.beta2)
         corrections = [1 - beta**self.count for beta in (config.beta1, config.beta2)]
-        grafted = second.sqrt().div_(math.sqrt(corrections[1])).add_(config.eps).reciprocal_().mul_(first).div_(corrections[0])
+        grafted = (
+            second.sqrt()
+            .div_(math.sqrt(corrections[1]))
+            .add_(config.eps)
+            .reciprocal_()
+            .mul_(first)
+            .div_(corrections[0])
+        )
         if age < 0:
             return grafted
         for turn, factor, root in zip(self.turns[number], factors, roots, strict=True):
@@ -104,8 +116,13 @@ class Shampoo(Matrices):
     def _squares(self, number: int, flat: Tensor) -> list[Tensor]:
         """Return flat factors or roots as views: L and then R of each block."""
         sides = sides_of(self.shapes[number], self.config.max_preconditioner_dim)
-        return [part.view(side, side) for part, side in zip(flat.split([side**2 for side in sides]), sides, strict=True)]
+        return [
+            part.view(side, side)
+            for part, side in zip(flat.split([side**2 for side in sides]), sides, strict=True)
+        ]
 
 
 def _norm(matrix: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(matrix, dtype=torch.float64).float()  # in float64 for a CPU, as in clipping.py
+    return torch.linalg.vector_norm(
+        matrix, dtype=torch.float64
+    ).float()  # in float64 for a CPU, as in clipping.py

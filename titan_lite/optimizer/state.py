@@ -34,7 +34,9 @@ def numbers_in(shapes: Shapes) -> int:
 
 def share_of_matrices(shapes: Shapes) -> float:
     """Return the share of these parameters that are in matrices within blocks."""
-    return numbers_in({fqn: shape for fqn, shape in shapes.items() if is_matrix(fqn)}) / numbers_in(shapes)
+    return numbers_in({fqn: shape for fqn, shape in shapes.items() if is_matrix(fqn)}) / numbers_in(
+        shapes
+    )
 
 
 def newton_schulz_flops(shape: Shape, steps: int = 1) -> float:
@@ -45,7 +47,9 @@ def newton_schulz_flops(shape: Shape, steps: int = 1) -> float:
 
 def blocks_of(shape: Shape, most: int) -> list[tuple[slice, slice]]:
     """Return the blocks of a matrix with at most so many rows and columns each, row by row of blocks."""
-    rows, columns = ([slice(start, min(start + most, size)) for start in range(0, size, most)] for size in shape)
+    rows, columns = (
+        [slice(start, min(start + most, size)) for start in range(0, size, most)] for size in shape
+    )
     return [*itertools.product(rows, columns)]
 
 
@@ -66,16 +70,26 @@ def turns_of(config: Optimizer, shapes: Shapes) -> list[list[int]]:
     different steps, by their places in the model: an owner of several has alike work in each step, and with other owners each
     root is computed in the same steps.
     """
-    period, found, alike = config.precondition_frequency, list[list[int]](), defaultdict[tuple, list[str]](list)
+    period, found, alike = (
+        config.precondition_frequency,
+        list[list[int]](),
+        defaultdict[tuple, list[str]](list),
+    )
     keys = {fqn: (int(fqn.split(".")[1]), *sorted(shape)) for fqn, shape in shapes.items()}
     for fqn, key in keys.items():
         alike[key].append(fqn)
     for fqn, shape in shapes.items():
         names, sides = alike[keys[fqn]], sides_of(shape, config.max_preconditioner_dim)
         place, steps = keys[fqn][0] * len(names) + names.index(fqn), min(period, len(sides))
-        step_of = {number: step for each in share_out([side**3 for side in sides], steps) for step, number in each.items()}
+        step_of = {
+            number: step
+            for each in share_out([side**3 for side in sides], steps)
+            for step, number in each.items()
+        }
         begin = place + place // period  # every second or tenth matrix begins at all steps, too
-        found.append([(begin + step_of[number] * period // steps) % period for number in range(len(sides))])
+        found.append(
+            [(begin + step_of[number] * period // steps) % period for number in range(len(sides))]
+        )
     return found
 
 
@@ -93,10 +107,18 @@ class OfMatrix(NamedTuple):
     moments: int  # tensors of its shape that are sharded as it is, in optimizer.state_dtype
     moved: float = 0.0  # bytes that are read and written for each element beside products, on its rank and its owner
     on_owner: tuple[str, ...] = ()  # tensors that only its owner has
-    kept: Callable[[Optimizer, Shape], float] = lambda config, shape: 0.0  # elements of them, in float32
-    flops: Callable[[Optimizer, Shape], float] = lambda config, shape: 0.0  # of the owner's products; 0: it has no owner
-    cubes: Callable[[Optimizer, Shape], float] = lambda config, shape: 0.0  # sum of n^3 of its eigendecompositions, a step
-    dtype: Callable[[Optimizer], str] = lambda config: "float32"  # of travelling matrices, and of products
+    kept: Callable[[Optimizer, Shape], float] = lambda config, shape: (
+        0.0
+    )  # elements of them, in float32
+    flops: Callable[[Optimizer, Shape], float] = lambda config, shape: (
+        0.0
+    )  # of the owner's products; 0: it has no owner
+    cubes: Callable[[Optimizer, Shape], float] = lambda config, shape: (
+        0.0
+    )  # sum of n^3 of its eigendecompositions, a step
+    dtype: Callable[[Optimizer], str] = lambda config: (
+        "float32"
+    )  # of travelling matrices, and of products
     per_head: Callable[[Optimizer], bool] = lambda config: False  # wq, wk and wv are cut into heads
 
     def cost(self, config: Optimizer, shape: Shape, device: str = "cuda") -> float:
@@ -117,28 +139,43 @@ OF_MATRIX = {  # by optimizer.name
         0,
         moved=190,
         on_owner=("exp_avg", "exp_avg_sq", "factor_matrices", "inv_factor_matrices"),
-        kept=lambda config, shape: 2.0 * (math.prod(shape) + factor_numbers(shape, config.max_preconditioner_dim)),
+        kept=lambda config, shape: (
+            2.0 * (math.prod(shape) + factor_numbers(shape, config.max_preconditioner_dim))
+        ),
         flops=_shampoo_flops,
-        cubes=lambda config, shape: factor_numbers(shape, config.max_preconditioner_dim, 3) / config.precondition_frequency,
+        cubes=lambda config, shape: (
+            factor_numbers(shape, config.max_preconditioner_dim, 3) / config.precondition_frequency
+        ),
     ),
 }
 
 
 def cut(config: Optimizer, shapes: Shapes, head_dim: int) -> list[Shape]:
     """Return the shapes of the matrices, in the order of their names; (heads, rows, columns) of one that is cut into heads."""
-    heads = ("wq.weight", "wk.weight", "wv.weight") if OF_MATRIX[config.name].per_head(config) else ()
+    heads = (
+        ("wq.weight", "wk.weight", "wv.weight") if OF_MATRIX[config.name].per_head(config) else ()
+    )
     matrices = [(fqn.endswith(heads), *shape) for fqn, shape in shapes.items() if is_matrix(fqn)]
-    return [(rows // head_dim, head_dim, columns) if by_head else (rows, columns) for by_head, rows, columns in matrices]
+    return [
+        (rows // head_dim, head_dim, columns) if by_head else (rows, columns)
+        for by_head, rows, columns in matrices
+    ]
 
 
 def owned(config: Optimizer, shapes: Shapes, head_dim: int, ranks: int) -> list[dict[int, Shape]]:
     """Return buckets of {owner: shape of its matrix, as of `cut`}; none for an optimizer without owners."""
     kind, matrices = OF_MATRIX[config.name], cut(config, shapes, head_dim)
-    shared = share_out([kind.cost(config, shape) for shape in matrices], ranks) if kind.moments < 2 else []
+    shared = (
+        share_out([kind.cost(config, shape) for shape in matrices], ranks)
+        if kind.moments < 2
+        else []
+    )
     return [{owner: matrices[number] for owner, number in bucket.items()} for bucket in shared]
 
 
-def by_owner(buckets: Iterable[Mapping[int, Shape]], ranks: int, figure: Callable[[Shape], float]) -> list[float]:
+def by_owner(
+    buckets: Iterable[Mapping[int, Shape]], ranks: int, figure: Callable[[Shape], float]
+) -> list[float]:
     """Return the sum of a figure over the matrices of each rank."""
     sums = [0.0] * ranks
     for owner, shape in itertools.chain.from_iterable(bucket.items() for bucket in buckets):
@@ -148,7 +185,11 @@ def by_owner(buckets: Iterable[Mapping[int, Shape]], ranks: int, figure: Callabl
 
 def kept_by_owners(config: Optimizer, shapes: Shapes, head_dim: int, ranks: int) -> list[float]:
     """Return the bytes that each rank keeps as an owner."""
-    return by_owner(owned(config, shapes, head_dim, ranks), ranks, lambda shape: 4 * OF_MATRIX[config.name].kept(config, shape))
+    return by_owner(
+        owned(config, shapes, head_dim, ranks),
+        ranks,
+        lambda shape: 4 * OF_MATRIX[config.name].kept(config, shape),
+    )
 
 
 def share_out(costs: Iterable[float], ranks: int) -> list[dict[int, int]]:

@@ -68,7 +68,9 @@ class CachingAllocator:
     def __init__(self, device: int, expandable: bool = False):
         self.device, self.expandable = device, expandable
         self.pools = {small: Pool(small) for small in (True, False)}
-        self.reserved = self.most_reserved = self.allocated = self.most_allocated = self.segments = 0
+        self.reserved = self.most_reserved = self.allocated = self.most_allocated = (
+            self.segments
+        ) = 0
         self._end = 0  # of all addresses so far
 
     def malloc(self, nbytes: int) -> Block | None:
@@ -87,7 +89,11 @@ class CachingAllocator:
         if block is None:
             raise OutOfDeviceMemory(f"{nbytes} bytes, {self.device - self.reserved} are left")
         # should_split: of a large block only what is worth it, except in an expandable segment
-        if block.size - size >= MIN_BLOCK if pool.small or self.expandable else block.size - size > SMALL_SIZE:
+        if (
+            block.size - size >= MIN_BLOCK
+            if pool.small or self.expandable
+            else block.size - size > SMALL_SIZE
+        ):
             _split(block, size)
             assert block.next is not None
             pool.add(block.next)
@@ -126,7 +132,13 @@ class CachingAllocator:
         if self.expandable:
             return self._expand(pool, size)
         # get_allocation_size
-        nbytes = SMALL_BUFFER if pool.small else LARGE_BUFFER if size < MIN_LARGE_ALLOC else _up(size, ROUND_LARGE)
+        nbytes = (
+            SMALL_BUFFER
+            if pool.small
+            else LARGE_BUFFER
+            if size < MIN_LARGE_ALLOC
+            else _up(size, ROUND_LARGE)
+        )
         if self.reserved + nbytes > self.device:
             return None
         self._reserve(nbytes)
@@ -244,7 +256,9 @@ def _with_room(block: Block, size: int) -> Block | None:
 
 def _split(block: Block, size: int) -> None:
     """Cut a block after `size` bytes. The rest is its next block, as mapped as the block is."""
-    rest = Block(block.small, block.address + size, block.size - size, False, block.mapped, block, block.next)
+    rest = Block(
+        block.small, block.address + size, block.size - size, False, block.mapped, block, block.next
+    )
     if block.next is not None:
         block.next.previous = rest
     block.next, block.size = rest, size
@@ -255,7 +269,11 @@ def _merge(block: Block, pool: Pool) -> None:
     before, after = block.previous, block.next
     if before is not None and not before.in_use and before.mapped == block.mapped:
         pool.remove(before)
-        block.address, block.size, block.previous = before.address, before.size + block.size, before.previous
+        block.address, block.size, block.previous = (
+            before.address,
+            before.size + block.size,
+            before.previous,
+        )
         if block.previous is not None:
             block.previous.next = block
     if after is not None and not after.in_use and after.mapped == block.mapped:

@@ -38,7 +38,9 @@ PACES = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.6, 2.0, 4.0, 10.0)  # compute-spe
 
 
 def calibrate_run(
-    folder: Path, lay_out: Callable[[Config, int, float], PlannedLayout], profile: Machine | None = None
+    folder: Path,
+    lay_out: Callable[[Config, int, float], PlannedLayout],
+    profile: Machine | None = None,
 ) -> list[str]:
     """Fit the profile of a run's plan, or another one, to its measurements, write it to the run's folder, and return lines on the
     change of each number. Raises ConfigError if the run has no measurements.
@@ -54,7 +56,9 @@ def calibrate_run(
     try:
         record = read_json(path, _RECORD)
     except Damaged as damage:
-        raise ConfigError(f"--calibrate {folder}: {damage}; use the folder of another run") from None
+        raise ConfigError(
+            f"--calibrate {folder}: {damage}; use the folder of another run"
+        ) from None
     config, _ = load_config(folder / "config.toml", [])
     stated = profile or machine_from(record["profile"], str(path))
     layout = lay_out(config, record["world_size"], stated.memory * GIB)
@@ -82,11 +86,16 @@ def paced(machine: Machine, pace: float) -> Machine:
     """Return the machine with its compute speed scaled by a factor, up to its peaks; on a CPU, which has none, without limit."""
     if machine.is_cpu:
         tflops = {name: value * pace for name, value in machine.tflops.items()}
-        changed: dict[str, Any] = {"tflops": tflops, "memory_bandwidth": machine.memory_bandwidth * pace}
+        changed: dict[str, Any] = {
+            "tflops": tflops,
+            "memory_bandwidth": machine.memory_bandwidth * pace,
+        }
     else:
         names = ("matmul_efficiency", "attention_efficiency", "memory_efficiency")
         changed = {name: min(1.0, getattr(machine, name) * pace) for name in names}
-    return dataclasses.replace(machine, **changed, launch=machine.launch / pace, host=machine.host / pace)
+    return dataclasses.replace(
+        machine, **changed, launch=machine.launch / pace, host=machine.host / pace
+    )
 
 
 def pace_of(measured: float, seconds: Sequence[float]) -> float:

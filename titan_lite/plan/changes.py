@@ -26,7 +26,11 @@ class Stopped(KeyboardInterrupt):
     """Ctrl-C or SIGTERM while planning. rows: the plans until then, ranked; said: lines about them, for stdout."""
 
     def __init__(self, rows: "Sequence[Row]", wanted: int):
-        self.rows, self.planned, self.wanted = rows, sum(isinstance(plan, Plan) for _, plan in rows), wanted
+        self.rows, self.planned, self.wanted = (
+            rows,
+            sum(isinstance(plan, Plan) for _, plan in rows),
+            wanted,
+        )
         super().__init__(f"stopped after {self.planned} of {wanted} plans")
         self.said: list[str] = [f"PARTIAL: {self}", *table(rows)] if self.planned else []
 
@@ -36,14 +40,21 @@ def candidates(layout: PlannedLayout, machine: Machine) -> list[Change]:
     config, degrees = layout.config, layout.degrees
     parallelism, compile = config.parallelism, config.compile
     found: list[Change] = [
-        {"activation_checkpoint.mode": mode} for mode in CHECKPOINTING if mode != config.activation_checkpoint.mode
+        {"activation_checkpoint.mode": mode}
+        for mode in CHECKPOINTING
+        if mode != config.activation_checkpoint.mode
     ]
     batch = config.training.local_batch_size
     found += [{"training.local_batch_size": str(size)} for size in (batch // 2, 2 * batch) if size]
     for axis, key in (("tp", "tensor_parallel_degree"), ("pp", "pipeline_parallel_degree")):
         for degree in (degrees[axis] // 2, 2 * degrees[axis]):
             if degree:
-                found.append({f"parallelism.{key}": str(degree), "parallelism.data_parallel_shard_degree": "-1"})
+                found.append(
+                    {
+                        f"parallelism.{key}": str(degree),
+                        "parallelism.data_parallel_shard_degree": "-1",
+                    }
+                )
     if degrees["pp"] > 1 and parallelism.pipeline_parallel_schedule == "1F1B":
         found.append({"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"})
     inside = degrees["cp"] * degrees["tp"]  # with HSDP, a copy of the model has the ranks of a node
@@ -60,7 +71,9 @@ def candidates(layout: PlannedLayout, machine: Machine) -> list[Change]:
     elif compile.bucketing == "block" and not layout.gathers_once:
         found.append({"compile.bucketing": "greedy"})
     if layout.microbatches > 1:
-        found.append({"parallelism.fsdp_communication": "microbatch" if layout.gathers_once else "step"})
+        found.append(
+            {"parallelism.fsdp_communication": "microbatch" if layout.gathers_once else "step"}
+        )
     if not layout.gathers_once and parallelism.fsdp_reshard_after_forward == "default":
         found.append({"parallelism.fsdp_reshard_after_forward": "never"})
     return found
@@ -73,11 +86,17 @@ def grid(sweeps: Sequence[str]) -> list[Change]:
         key, _, values = sweep.partition("=")
         words = [word.strip() for word in values.split(",") if word.strip()]
         if not key or not words:
-            raise ConfigError(f"--sweep {sweep}: use a key and values, such as parallelism.tensor_parallel_degree=1,2,4")
+            raise ConfigError(
+                f"--sweep {sweep}: use a key and values, such as parallelism.tensor_parallel_degree=1,2,4"
+            )
         if key not in KEYS:
-            raise ConfigError(f"--sweep {sweep}: unknown key {key}{nearest_key(*key.partition('.')[::2])}")
+            raise ConfigError(
+                f"--sweep {sweep}: unknown key {key}{nearest_key(*key.partition('.')[::2])}"
+            )
         if any(key == axis[0][0] for axis in axes):
-            raise ConfigError(f"--sweep {sweep}: {key} has values already; use one --sweep with all of them")
+            raise ConfigError(
+                f"--sweep {sweep}: {key} has values already; use one --sweep with all of them"
+            )
         axes.append([(key, word) for word in dict.fromkeys(words)])
     return [dict(combination) for combination in itertools.product(*axes)] if axes else []
 
@@ -132,7 +151,11 @@ def ranked(rows: Iterable[Row]) -> list[Row]:
 
     def place(row: Row) -> tuple[int, float]:
         plan = row[1]
-        return (2, 0.0) if isinstance(plan, str) else (not plan.fits, -plan.tokens_per_second(plan.steps[0]))
+        return (
+            (2, 0.0)
+            if isinstance(plan, str)
+            else (not plan.fits, -plan.tokens_per_second(plan.steps[0]))
+        )
 
     return sorted(rows, key=place)
 
@@ -155,7 +178,11 @@ def table(rows: Sequence[Row], name: Callable[[Change], str] = words_of) -> list
             _, slow, fast = plan.steps
             speed = f"{plan.tokens_per_second(slow):,.0f} to {plan.tokens_per_second(fast):,.0f}"
             mfu = f"{100 * plan.mfu(slow):.0f} to {100 * plan.mfu(fast):.0f}"
-            memory, fits, why = f"{plan.memory.total / GIB:.1f}", "yes" if plan.fits else "no", what_binds(plan)
+            memory, fits, why = (
+                f"{plan.memory.total / GIB:.1f}",
+                "yes" if plan.fits else "no",
+                what_binds(plan),
+            )
         lines.append(f"{speed:>18}  {mfu:>8}  {memory:>6}  {fits:<4}  {name(change)}; {why}")
     return lines
 
@@ -165,12 +192,24 @@ def best_changes(plan: Plan, rows: Sequence[Row]) -> list[str]:
     changed = [(change, other) for change, other in rows if change and isinstance(other, Plan)]
     fit = fitting(changed)
     base = plan.tokens_per_second(plan.steps[0])
-    gains = [(other.tokens_per_second(other.steps[0]) / base - 1, change, other) for change, other in fit]
+    gains = [
+        (other.tokens_per_second(other.steps[0]) / base - 1, change, other) for change, other in fit
+    ]
     gains = [each for each in gains if each[0] > 0.005 or not plan.fits][:3]
     lines = ["", f"best changes, of {len(changed)} planned"]
     for gain, change, other in gains:
         memory = (other.memory.total - plan.memory.total) / GIB
-        batch = f", {other.layout.tokens:,} tokens per step" if other.layout.tokens != plan.layout.tokens else ""
-        lines.append(f"  {100 * gain:+5.1f}% tokens/s, {memory:+6.1f} GiB{batch}: {words_of(change)}")
-    none = f"  none: of {len(fit)} that fit, none is faster" if plan.fits else "  none: none fits; use more ranks"
+        batch = (
+            f", {other.layout.tokens:,} tokens per step"
+            if other.layout.tokens != plan.layout.tokens
+            else ""
+        )
+        lines.append(
+            f"  {100 * gain:+5.1f}% tokens/s, {memory:+6.1f} GiB{batch}: {words_of(change)}"
+        )
+    none = (
+        f"  none: of {len(fit)} that fit, none is faster"
+        if plan.fits
+        else "  none: none fits; use more ranks"
+    )
     return lines if gains else [*lines, none]

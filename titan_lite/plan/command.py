@@ -33,16 +33,51 @@ def main(arguments: Sequence[str]) -> None:
     parser = Parser(__doc__, needs_arguments=False)
     add, either = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     add("recipe", nargs="?", help="a TOML file; options of the form --section.key value change it")
-    add("--world-size", type=at_least_one, help="ranks (default: N of the recipe's line `# world_size: N`)")
-    add("--hardware", help="a profile such as h100, or the path of a .toml file; default: compile.machine, or h100")
-    add("--tokens", type=above_zero, default=0.0, help="a token budget, such as 15e12, to print its days and GPU-hours")
-    add("--full", action="store_true", help="trace every block, instead of extrapolating from two depths")
+    add(
+        "--world-size",
+        type=at_least_one,
+        help="ranks (default: N of the recipe's line `# world_size: N`)",
+    )
+    add(
+        "--hardware",
+        help="a profile such as h100, or the path of a .toml file; default: compile.machine, or h100",
+    )
+    add(
+        "--tokens",
+        type=above_zero,
+        default=0.0,
+        help="a token budget, such as 15e12, to print its days and GPU-hours",
+    )
+    add(
+        "--full",
+        action="store_true",
+        help="trace every block, instead of extrapolating from two depths",
+    )
     add("--picture", type=Path, metavar="PNG", help="draw the step, and one microbatch's graphs")
-    add("--trace", type=Path, metavar="JSON", help="write the same for Perfetto and chrome://tracing")
+    add(
+        "--trace",
+        type=Path,
+        metavar="JSON",
+        help="write the same for Perfetto and chrome://tracing",
+    )
     either("--json", action="store_true", help="print JSON")
-    either("--changes", action="store_true", help="also plan single changes, and print the three that help most")
-    either("--sweep", action="append", default=[], metavar="SECTION.KEY=A,B,C", help="plan a grid (repeatable), and rank it")
-    either("--scale", action="store_true", help="also extend the plan to 512, 4,096, 16,384 and 100,000 ranks")
+    either(
+        "--changes",
+        action="store_true",
+        help="also plan single changes, and print the three that help most",
+    )
+    either(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=A,B,C",
+        help="plan a grid (repeatable), and rank it",
+    )
+    either(
+        "--scale",
+        action="store_true",
+        help="also extend the plan to 512, 4,096, 16,384 and 100,000 ranks",
+    )
     search = (
         "find the fastest degrees, local batch size, checkpointing, schedule and bucketing for this number of ranks and tokens "
         f"per step; PLANS: number of layouts to plan, of all that are estimated by formula (default {SEARCHED})"
@@ -54,7 +89,9 @@ def main(arguments: Sequence[str]) -> None:
     try:
         print(answer(options, overrides))
     except KeyboardInterrupt as stopped:
-        print(*getattr(stopped, "said", ()), sep="\n", end="\n" * hasattr(stopped, "said"), flush=True)
+        print(
+            *getattr(stopped, "said", ()), sep="\n", end="\n" * hasattr(stopped, "said"), flush=True
+        )
         raise KeyboardInterrupt(*stopped.args or ("stopped before anything was planned",)) from None
 
 
@@ -70,13 +107,19 @@ def above_zero(text: str) -> float:
 
 def refuse_idle(options: argparse.Namespace) -> None:
     """Raise ConfigError for an option without effect beside another one."""
-    several = {"sweep": options.sweep, "search": options.search is not None, "calibrate": options.calibrate}
+    several = {
+        "sweep": options.sweep,
+        "search": options.search is not None,
+        "calibrate": options.calibrate,
+    }
     idle = {"picture": several, "trace": several, "tokens": several | {"json": options.json}}
     idle |= {name: {"calibrate": options.calibrate} for name in ("world_size", "full")}
     for name, others in idle.items():
         other = next((other for other, given in others.items() if given), "")
         if other and getattr(options, name):
-            raise ConfigError(f"--{name.replace('_', '-')} has no effect with --{other}; leave one of them out")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect with --{other}; leave one of them out"
+            )
 
 
 def answer(options: argparse.Namespace, overrides: list[str]) -> str:
@@ -84,15 +127,22 @@ def answer(options: argparse.Namespace, overrides: list[str]) -> str:
     for name in (name for name in ("picture", "trace") if getattr(options, name)):
         folder = getattr(options, name).resolve().parent
         if not folder.is_dir():
-            raise ConfigError(f"--{name} {getattr(options, name)}: there is no folder {folder}; use one that exists")
+            raise ConfigError(
+                f"--{name} {getattr(options, name)}: there is no folder {folder}; use one that exists"
+            )
     if options.calibrate:
         if others := [*([options.recipe] if options.recipe else []), *overrides]:
-            raise ConfigError(f"{' '.join(others)}: --calibrate uses its run's recipe, RUN_FOLDER/config.toml; leave this out")
+            raise ConfigError(
+                f"{' '.join(others)}: --calibrate uses its run's recipe, RUN_FOLDER/config.toml; leave this out"
+            )
         from titan_lite.plan.calibrate import calibrate_run
 
         return "\n".join(
             calibrate_run(
-                options.calibrate, lay_out, options.hardware and find_hardware(options.hardware, f"--hardware {options.hardware}")
+                options.calibrate,
+                lay_out,
+                options.hardware
+                and find_hardware(options.hardware, f"--hardware {options.hardware}"),
             )
         )
     if not options.recipe:
@@ -105,7 +155,10 @@ def plan_recipe(options: argparse.Namespace, overrides: list[str]) -> str:
     world_size = options.world_size or world_size_of(find_recipe(Path(options.recipe)))
 
     def idle_async_tp(change: dict[str, str]) -> bool:
-        return config.parallelism.enable_async_tensor_parallel and change.get("parallelism.tensor_parallel_degree") == "1"
+        return (
+            config.parallelism.enable_async_tensor_parallel
+            and change.get("parallelism.tensor_parallel_degree") == "1"
+        )
 
     def lay_out_changed(change: dict[str, str]) -> Any:
         changes = [f"--{key}={value}" for key, value in change.items()]
@@ -114,7 +167,9 @@ def plan_recipe(options: argparse.Namespace, overrides: list[str]) -> str:
         changed = load_config(options.recipe, [*overrides, *changes])[0] if changes else config
         if changed.float8.enable and "float8_e4m3fn" not in machine.tflops:
             wrong = f"float8.enable = true: {machine.name} has no peak of float8"
-            raise ConfigError(f"{wrong}; use --no-float8.enable, another machine, or tflops.float8_e4m3fn in its file")
+            raise ConfigError(
+                f"{wrong}; use --no-float8.enable, another machine, or tflops.float8_e4m3fn in its file"
+            )
         if not machine.is_cpu:
             check_float8_results(changed)
         return lay_out(changed, world_size, machine.memory * 2**30)
@@ -127,12 +182,20 @@ def plan_recipe(options: argparse.Namespace, overrides: list[str]) -> str:
     from titan_lite.plan.search import lighter, search
     from titan_lite.plan.summary import as_json, describe
 
-    written = f"--hardware {options.hardware}" if options.hardware else f'compile.machine = "{config.compile.machine}"'
+    written = (
+        f"--hardware {options.hardware}"
+        if options.hardware
+        else f'compile.machine = "{config.compile.machine}"'
+    )
     machine = find_hardware(options.hardware or config.compile.machine or "h100", written)
     if options.search is not None:
-        return "\n".join(search(config, world_size, lay_out_changed, machine, options.search, options.full))
+        return "\n".join(
+            search(config, world_size, lay_out_changed, machine, options.search, options.full)
+        )
     if options.sweep:
-        return "\n".join(table(plan_changes(lay_out_changed, grid(options.sweep), machine, options.full)))
+        return "\n".join(
+            table(plan_changes(lay_out_changed, grid(options.sweep), machine, options.full))
+        )
     if options.scale:
         check_scale(lay_out_changed({}))
     others = candidates(lay_out_changed({}), machine) if options.changes else []
@@ -152,7 +215,13 @@ def plan_recipe(options: argparse.Namespace, overrides: list[str]) -> str:
     if options.changes:
         return "\n".join([*describe(base, options.tokens), *best_changes(base, rows)])
     less = plan_changes(lay_out_changed, lighter(base, lay_out_changed), machine, options.full)
-    return "\n".join(describe(base, options.tokens, next((plan for _, plan in less if not isinstance(plan, str)), None)))
+    return "\n".join(
+        describe(
+            base,
+            options.tokens,
+            next((plan for _, plan in less if not isinstance(plan, str)), None),
+        )
+    )
 
 
 def lay_out(config: Config, world_size: int, memory: float = math.inf) -> Any:
@@ -162,7 +231,9 @@ def lay_out(config: Config, world_size: int, memory: float = math.inf) -> Any:
 
     layout = make_layout(config, world_size, memory=memory)
     if config.compile.compiles("model") and config.compile.bucketing == "measured":
-        raise ConfigError('compile.bucketing = "measured" is decided during a run; use --compile.bucketing=greedy, or block')
+        raise ConfigError(
+            'compile.bucketing = "measured" is decided during a run; use --compile.bucketing=greedy, or block'
+        )
     return PlannedLayout(**vars(layout), config=config)
 
 
@@ -170,12 +241,16 @@ def find_hardware(name: str, written: str) -> Any:
     """Return a profile, by its name in upper or lower case, or that of a file. written: the user's words, for errors."""
     from titan_lite.compiler.profiles import PROFILES, load_machine
 
-    return load_machine(next((known for known in PROFILES if known.casefold() == name.casefold()), name), written)
+    return load_machine(
+        next((known for known in PROFILES if known.casefold() == name.casefold()), name), written
+    )
 
 
 def world_size_of(recipe: Path) -> int:
     """Return the number of ranks in a recipe's comment. Raises ConfigError if there is none."""
     found = re.search(r"^# world_size: (\d+)$", recipe.read_text(encoding="utf-8"), re.MULTILINE)
     if found is None:
-        raise ConfigError(f"{recipe} has no line `# world_size: N`; use --world-size 8, or another number of ranks")
+        raise ConfigError(
+            f"{recipe} has no line `# world_size: N`; use --world-size 8, or another number of ranks"
+        )
     return int(found[1])

@@ -12,7 +12,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import Graph
 
-from titan_lite.compiler.collectives import KINDS, collective_bytes, kind_of, parameters_of, ranks_of, tensors_of
+from titan_lite.compiler.collectives import (
+    KINDS,
+    collective_bytes,
+    kind_of,
+    parameters_of,
+    ranks_of,
+    tensors_of,
+)
 from titan_lite.compiler.fqns import block_of, last_block
 from titan_lite.compiler.hardware import Machine, flops_of, is_from_host
 from titan_lite.compiler.timeline import simulate
@@ -55,7 +62,16 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figur
         if len(ranks) > 1:
             exposed = span.seconds if machine.is_cpu else span.exposed
             axis = axis_along(ranks, axes, bool(parameters_of(node)))
-            _add_collective(result, axis, kind_of(node), collective_bytes(node), ranks, machine, exposed, tensors_of(node))
+            _add_collective(
+                result,
+                axis,
+                kind_of(node),
+                collective_bytes(node),
+                ranks,
+                machine,
+                exposed,
+                tensors_of(node),
+            )
     return dict(result)
 
 
@@ -73,14 +89,20 @@ def _add_collective(
     seconds = machine.collective(kind, nbytes, ranks, tensors)
     nodes = len({rank // machine.ranks_per_node for rank in ranks})
     sent = (2 if kind == "all_reduce" else 1) * nbytes * (len(ranks) - 1) / len(ranks)
-    share = (len(ranks) - len(ranks) / nodes) / (len(ranks) - 1) if kind == "all_to_all" else nodes / len(ranks)
+    share = (
+        (len(ranks) - len(ranks) / nodes) / (len(ranks) - 1)
+        if kind == "all_to_all"
+        else nodes / len(ranks)
+    )
     result[f"communication.{axis}"] += seconds
     result[f"exposed.{axis}"] += seconds if exposed is None else exposed
     result[f"bytes.{axis}"] += sent
     result[f"across.{axis}"] += sent * share if nodes > 1 else 0.0  # in a ring, one hop per node
 
 
-def round_figures(plans: Plans, machine: Machine, axes: Axes, under: Mapping[str, float]) -> Figures:
+def round_figures(
+    plans: Plans, machine: Machine, axes: Axes, under: Mapping[str, float]
+) -> Figures:
     """Return `gather.` and `reduce.` figures for the collectives of `gathered_for_step`, by bucket.
 
     under: the seconds of `forward` and `backward` that they overlap with: the collectives of a block with the computation of the
@@ -102,18 +124,31 @@ def round_figures(plans: Plans, machine: Machine, axes: Axes, under: Mapping[str
         spare = {block: under.get(phase, 0.0) * share for block, share in before.items()}
         for _, bucket in buckets:
             one, block = bucket.as_one, block_of(bucket.plans[0].fqn, last)
-            nbytes = one.rows * (one.gather_dtype if what == "gather" else one.reduce_dtype).itemsize
+            nbytes = (
+                one.rows * (one.gather_dtype if what == "gather" else one.reduce_dtype).itemsize
+            )
             sent = [(kind, float(nbytes), one.shard_group)] if one.shard_degree > 1 else []
             if what == "reduce":
-                sent += [("all_reduce", nbytes / one.shard_degree, group) for group in one.sum_groups]
+                sent += [
+                    ("all_reduce", nbytes / one.shard_degree, group) for group in one.sum_groups
+                ]
             for each, size, group in sent:
                 ranks = ranks_in(group)
                 seconds = machine.collective(each, size, ranks)
-                exposed, spare[block] = max(0.0, seconds - spare[block]), max(0.0, spare[block] - seconds)
-                _add_collective(figures, axis_along(ranks, axes, True), each, size, ranks, machine, exposed)
+                exposed, spare[block] = (
+                    max(0.0, seconds - spare[block]),
+                    max(0.0, spare[block] - seconds),
+                )
+                _add_collective(
+                    figures, axis_along(ranks, axes, True), each, size, ranks, machine, exposed
+                )
                 hidden += seconds - exposed
             copied += 2 * nbytes  # read and written, into the bucket or out of it
-        travels = 0.0 if under else sum(value for key, value in figures.items() if key.startswith("exposed."))
+        travels = (
+            0.0
+            if under
+            else sum(value for key, value in figures.items() if key.startswith("exposed."))
+        )
         figures["compute"] = max(0.0, machine.memory_traffic(copied) - travels) + hidden * slowed
         if away:
             figures["exposed.link"] = machine.host_link(away)
@@ -126,11 +161,15 @@ def shares_of_blocks(plans: Plans) -> dict[str, float]:
     last, sizes = last_block(plan.fqn for plan in plans.values()), dict[str, int]()
     for plan in plans.values():
         block = block_of(plan.fqn, last)
-        sizes[block] = sizes.get(block, 0) + (plan.rows * math.prod(plan.row_shape) if block != "tok_embeddings" else 0)
+        sizes[block] = sizes.get(block, 0) + (
+            plan.rows * math.prod(plan.row_shape) if block != "tok_embeddings" else 0
+        )
     return {block: size / (sum(sizes.values()) or 1) for block, size in sizes.items()}
 
 
-def copies_figures(plans: Plans, machine: Machine, axes: Axes, parallelism: Parallelism, under: float) -> Figures:
+def copies_figures(
+    plans: Plans, machine: Machine, axes: Axes, parallelism: Parallelism, under: float
+) -> Figures:
     """Return `copies.` figures of sums over copies (distributed/powersgd.py): two collectives of a block's factors, one of all
     other gradients, and the products, which read and write shards more than they compute.
 
@@ -142,7 +181,11 @@ def copies_figures(plans: Plans, machine: Machine, axes: Axes, parallelism: Para
     if parallelism.replicate_compression == "none":
         return figures
     ranks = next(ranks for ranks, axis in axes.items() if axis == "dp_replicate")
-    last, blocks, whole = last_block(plan.fqn for plan in plans.values()), defaultdict[str, list[tuple[int, int]]](list), 0
+    last, blocks, whole = (
+        last_block(plan.fqn for plan in plans.values()),
+        defaultdict[str, list[tuple[int, int]]](list),
+        0,
+    )
     for plan in plans.values():
         numbers = plan.chunk * math.prod(plan.row_shape)
         if (factors := factors_of(plan, parallelism)) is None:
@@ -151,13 +194,26 @@ def copies_figures(plans: Plans, machine: Machine, axes: Axes, parallelism: Para
         blocks[block_of(plan.fqn, last)].append(factors)
         operations = 8.0 * parallelism.replicate_rank * numbers
         figures["matmul"] += operations
-        figures["compute"] += max(machine.memory_traffic(4 * PASSES * numbers), operations / machine.flops(torch.float32))
+        figures["compute"] += max(
+            machine.memory_traffic(4 * PASSES * numbers), operations / machine.flops(torch.float32)
+        )
     shares = shares_of_blocks(plans)
     spare = [under * share for share in reversed(shares.values())] + [0.0] * 3
-    arriving = 2 if any(plan.shard_degree > 1 for plan in plans.values()) else 1  # blocks from its own until its gradients arrive
-    add = functools.partial(_add_collective, figures, axis_along(ranks, axes, True), "all_reduce", ranks=ranks, machine=machine)
+    arriving = (
+        2 if any(plan.shard_degree > 1 for plan in plans.values()) else 1
+    )  # blocks from its own until its gradients arrive
+    add = functools.partial(
+        _add_collective,
+        figures,
+        axis_along(ranks, axes, True),
+        "all_reduce",
+        ranks=ranks,
+        machine=machine,
+    )
     for place, block in enumerate(reversed(shares)):
-        for at, sizes in enumerate(zip(*blocks[block], strict=True), place + arriving):  # of P, then of Q
+        for at, sizes in enumerate(
+            zip(*blocks[block], strict=True), place + arriving
+        ):  # of P, then of Q
             seconds = machine.collective("all_reduce", 4.0 * sum(sizes), ranks)
             add(4.0 * sum(sizes), exposed=max(0.0, seconds - spare[at]))
             spare[at] = max(0.0, spare[at] - seconds)

@@ -46,7 +46,9 @@ class Shapes:
     dtype: torch.dtype
 
 
-def peak_flops(configured: Machine | None, device: torch.device, dtype: torch.dtype) -> float | None:
+def peak_flops(
+    configured: Machine | None, device: torch.device, dtype: torch.dtype
+) -> float | None:
     """Return the peak FLOP/s of dense matrix products of one device, by its datasheet, else by the recipe's machine, or None.
 
     A CPU's peak is not measured, since other work on it would change the result.
@@ -66,16 +68,22 @@ def find_machine(name: str, device: torch.device) -> Machine | None:
     if device.type == "cuda":
         return profile_of(torch.cuda.get_device_name(device))
     source, target = (torch.empty(2**24, dtype=torch.uint8) for _ in range(2))
-    copy = 2 * source.nbytes / _time(lambda: target.copy_(source), device, 0.05, min)  # bytes per second, read and written
+    copy = (
+        2 * source.nbytes / _time(lambda: target.copy_(source), device, 0.05, min)
+    )  # bytes per second, read and written
     link = {"latency": 1e-6, "bandwidth": GB}
     if dist.is_initialized() and dist.get_world_size() > 1:
         link = _fit_link(_times_of(all_gather_single, device, rounds=1, best_of=5))
     measured = [_cpu_flops(torch.float32) / 1e12, _cpu_flops(torch.bfloat16) / 1e12, copy / GB]
-    figures = torch.tensor([*measured, link["bandwidth"] / GB, 1e6 * link["latency"]], dtype=torch.float64)
+    figures = torch.tensor(
+        [*measured, link["bandwidth"] / GB, 1e6 * link["latency"]], dtype=torch.float64
+    )
     if dist.is_initialized():
         dist.broadcast(figures, src=0)
     # Rounded to one digit, so that another run on this machine gets the same schedule, and finds its code in Inductor's cache.
-    float32, bfloat16, copy, bandwidth, latency = (float(f"{figure:.0e}") for figure in figures.tolist())
+    float32, bfloat16, copy, bandwidth, latency = (
+        float(f"{figure:.0e}") for figure in figures.tolist()
+    )
     return Machine(
         name="CPU, measured",
         tflops={"float32": float32, "bfloat16": bfloat16},
@@ -118,11 +126,20 @@ def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> dict
     x, w, gradient = random(rows, model.dim), random(hidden, model.dim), random(rows, hidden)
     products = _time(lambda: (x @ w.T, gradient @ w, gradient.T @ x), device, seconds)
     q = random(shapes.sequences, max(1, model.n_heads // tp), shapes.tokens, head).requires_grad_()
-    k, v = (random(shapes.sequences, max(1, model.n_kv_heads // tp), shapes.tokens, head).requires_grad_() for _ in range(2))
+    k, v = (
+        random(
+            shapes.sequences, max(1, model.n_kv_heads // tp), shapes.tokens, head
+        ).requires_grad_()
+        for _ in range(2)
+    )
     upstream = torch.ones_like(q)
 
     def attend() -> None:
-        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), (q, k, v), upstream)
+        torch.autograd.grad(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),
+            (q, k, v),
+            upstream,
+        )
 
     attention = _time(attend, device, seconds)
     gradients = [gradient, *(random(rows, hidden) for _ in range(CACHES // gradient.nbytes))]
@@ -137,10 +154,18 @@ def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> dict
     one = torch.ones(1, dtype=dtype, device=device)
     found = {
         "matmul": 3 * 2 * rows * model.dim * hidden / products,
-        "attention": 7 * 2 * q.numel() * shapes.tokens / 2 / attention,  # two products forward, five backward, each half (causal)
+        "attention": 7
+        * 2
+        * q.numel()
+        * shapes.tokens
+        / 2
+        / attention,  # two products forward, five backward, each half (causal)
         "memory": 5 * gradient.nbytes / pointwise,
         # negative: the largest counts
-        "launch": -_time(lambda: [(one.view(1, 1) + one).view(1) for _ in range(100)], device, seconds / 5) / 100,
+        "launch": -_time(
+            lambda: [(one.view(1, 1) + one).view(1) for _ in range(100)], device, seconds / 5
+        )
+        / 100,
     }
     figures = torch.tensor(list(found.values()), dtype=torch.float64, device=device)
     if dist.get_world_size() > 1:
@@ -157,11 +182,17 @@ def measure(shapes: Shapes, device: torch.device, seconds: float = 0.15) -> dict
 def _fit_link(gathers: Sequence[float]) -> dict[str, float]:
     """Fit latency and bandwidth to the all-gather's seconds at SMALL and LARGE. A launch counts as one more hop."""
     ranks, (small, large) = dist.get_world_size(), gathers
-    return {"latency": small / ranks, "bandwidth": (ranks - 1) * (LARGE - SMALL) / max(large - small, 1e-7)}
+    return {
+        "latency": small / ranks,
+        "bandwidth": (ranks - 1) * (LARGE - SMALL) / max(large - small, 1e-7),
+    }
 
 
 def _times_of(
-    collective: Callable[[Tensor, Tensor], Any], device: torch.device, rounds: int = 15, best_of: int = 1
+    collective: Callable[[Tensor, Tensor], Any],
+    device: torch.device,
+    rounds: int = 15,
+    best_of: int = 1,
 ) -> list[float]:
     """Return seconds at SMALL and at LARGE: the slowest rank's mean over `rounds`, and the best of `best_of` such means."""
 
@@ -172,17 +203,25 @@ def _times_of(
         for _ in range(rounds):
             collective(full, shard)
         _synchronize(device)
-        mean = torch.tensor((time.perf_counter() - start) / rounds, dtype=torch.float64, device=device)
+        mean = torch.tensor(
+            (time.perf_counter() - start) / rounds, dtype=torch.float64, device=device
+        )
         dist.all_reduce(mean, dist.ReduceOp.MAX)
         return float(mean)
 
     counts = (dist.get_world_size(), 1)
-    pairs = [[torch.zeros(count * size // 4, device=device) for count in counts] for size in (SMALL, LARGE)]
+    pairs = [
+        [torch.zeros(count * size // 4, device=device) for count in counts]
+        for size in (SMALL, LARGE)
+    ]
     return [min(mean_seconds(*pair) for _ in range(best_of)) for pair in pairs]
 
 
 def _time(
-    work: Callable[[], Any], device: torch.device, seconds: float, reduce: Callable[[list[float]], float] = statistics.fmean
+    work: Callable[[], Any],
+    device: torch.device,
+    seconds: float,
+    reduce: Callable[[list[float]], float] = statistics.fmean,
 ) -> float:
     """Return the seconds of one call, by default the mean of all calls in `seconds`, which includes disturbances like a step."""
     work()
@@ -202,7 +241,9 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def calibrated(machine: Machine, reached: Mapping[str, float], dtype: torch.dtype, nodes: int = 1) -> Machine:
+def calibrated(
+    machine: Machine, reached: Mapping[str, float], dtype: torch.dtype, nodes: int = 1
+) -> Machine:
     """Return the machine with the measured efficiencies in `dtype`. nodes: number of nodes of the run.
 
     A CPU has no datasheet: its peaks are measured, too.
@@ -213,24 +254,41 @@ def calibrated(machine: Machine, reached: Mapping[str, float], dtype: torch.dtyp
             tflops={**machine.tflops, str(dtype).removeprefix("torch."): reached["matmul"] / 1e12},
             memory_bandwidth=reached["memory"] / GB,
         )
-    peaks = {"matmul": machine.flops(dtype), "attention": machine.flops(dtype), "memory": machine.memory_bandwidth * GB}
-    found: dict[str, Any] = {f"{name}_efficiency": min(1.0, reached[name] / peak) for name, peak in peaks.items()}
-    found |= {"launch": 1e6 * reached["launch"], "multiprocessors": 0, "like": ""}  # products were measured in their shapes
+    peaks = {
+        "matmul": machine.flops(dtype),
+        "attention": machine.flops(dtype),
+        "memory": machine.memory_bandwidth * GB,
+    }
+    found: dict[str, Any] = {
+        f"{name}_efficiency": min(1.0, reached[name] / peak) for name, peak in peaks.items()
+    }
+    found |= {
+        "launch": 1e6 * reached["launch"],
+        "multiprocessors": 0,
+        "like": "",
+    }  # products were measured in their shapes
     if "bandwidth" in reached:
         bandwidth, latency = reached["bandwidth"] / GB, 1e6 * reached["latency"]
         found["reduction"] = reached["reduction"]
         if machine.is_cpu:
-            found["intra_node"] = found["inter_node"] = Link(bandwidth / machine.link_efficiency, latency)
+            found["intra_node"] = found["inter_node"] = Link(
+                bandwidth / machine.link_efficiency, latency
+            )
             found["collective_launch"] = latency
         else:  # a ring across nodes uses all network cards of a node
             cards = machine.ranks_per_node * machine.inter_node.bandwidth if nodes > 1 else math.inf
-            found["link_efficiency"] = min(1.0, bandwidth / min(cards, machine.intra_node.bandwidth))
+            found["link_efficiency"] = min(
+                1.0, bandwidth / min(cards, machine.intra_node.bandwidth)
+            )
     return dataclasses.replace(machine, **found)
 
 
 def machine_to_toml(machine: Machine) -> str:
     """Return a TOML file that load_machine reads."""
-    lines = [f"name = {in_toml(machine.name)}", *(f"{key} = {value!r}" for key, value in numbers_of(machine).items())]
+    lines = [
+        f"name = {in_toml(machine.name)}",
+        *(f"{key} = {value!r}" for key, value in numbers_of(machine).items()),
+    ]
     return "\n".join(lines) + "\n"
 
 

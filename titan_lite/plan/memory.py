@@ -39,7 +39,12 @@ WORKSPACE, HOPPER_WORKSPACE, THREADS = 4096 * 2048 + 16 * 8192, 32 * MIB, 2
 TEMPORARIES = 55  # bytes per element of a piece that is updated with stochastic rounding, operator by operator
 WHOLES = "weights gathered for the step"
 ERRORS = "errors between copies"
-WORDS = {"forward": "forward", "loss_forward": "loss", "loss_backward": "backward of the loss", "backward": "backward"}
+WORDS = {
+    "forward": "forward",
+    "loss_forward": "loss",
+    "loss_backward": "backward of the loss",
+    "backward": "backward",
+}
 
 
 @dataclass(frozen=True)
@@ -84,26 +89,40 @@ def memory_of(layout: PlannedLayout, stages: Sequence[Stage], machine: Machine) 
             allocator = CachingAllocator(device, expandable=True)  # as start.py sets it
             with suppress(OutOfDeviceMemory):
                 run = replay(layout, stages, -rank, machine, allocator)
-                found.append(Memory(-rank, run.moment, run.rows, allocator.most_reserved, outside, run.host))
+                found.append(
+                    Memory(-rank, run.moment, run.rows, allocator.most_reserved, outside, run.host)
+                )
                 break
     return max(found, key=lambda memory: memory.reserved)
 
 
 def outside_of_tensors(layout: PlannedLayout) -> float:
     """Return the bytes that a rank has outside of the allocator. A communicator joins all ranks, or those along an axis."""
-    communicators = 1 + sum(degree > 1 for degree in layout.degrees.values()) if layout.world_size > 1 else 0
+    communicators = (
+        1 + sum(degree > 1 for degree in layout.degrees.values()) if layout.world_size > 1 else 0
+    )
     return CONTEXT + communicators * CHANNELS * CHANNEL_BUFFERS
 
 
-def replay(layout: PlannedLayout, stages: Sequence[Stage], rank: int, machine: Machine, allocator: CachingAllocator) -> "Replay":
+def replay(
+    layout: PlannedLayout,
+    stages: Sequence[Stage],
+    rank: int,
+    machine: Machine,
+    allocator: CachingAllocator,
+) -> "Replay":
     """Replay two steps of pipeline rank `rank`, with at most two local batches each."""
-    run = Replay(layout, {stage: stages[stage] for stage in layout.pipeline.stages_of(rank)}, allocator)
+    run = Replay(
+        layout, {stage: stages[stage] for stage in layout.pipeline.stages_of(rank)}, allocator
+    )
     actions = computations(order_of(layout.config.parallelism, layout.pipeline)[rank])
     run.start(machine)
     eager = not layout.config.compile.compiles("model")
     for _ in range(2):
         run.gather()
-        for left in reversed(range(min(2, layout.accumulation))):  # in a second local batch, gradients of the first exist
+        for left in reversed(
+            range(min(2, layout.accumulation))
+        ):  # in a second local batch, gradients of the first exist
             for kind, stage, microbatch in actions:
                 ends = eager and not left and microbatch in (None, layout.pipeline.microbatches - 1)
                 for graph in GRAPHS[:2] if kind == "F" else GRAPHS[2:] if kind in "BI" else ():
@@ -119,13 +138,17 @@ def replay(layout: PlannedLayout, stages: Sequence[Stage], rank: int, machine: M
 class Replay:
     """A rank's allocations. moment, rows: of the most bytes allocated so far, and their parts."""
 
-    def __init__(self, layout: PlannedLayout, stages: Mapping[int, Stage], allocator: CachingAllocator):
+    def __init__(
+        self, layout: PlannedLayout, stages: Mapping[int, Stage], allocator: CachingAllocator
+    ):
         self.layout, self.stages, self.allocator = layout, stages, allocator
         self.held, self.computed, self.summed = itemsizes(layout.config.training)
         self.moment, self.rows = "start", dict[str, float]()
         self.now, self._rows = "start", Counter[str]()
         self.tensors: dict[tuple[int, int | None], list[Held]] = {}  # by stage and microbatch
-        self.gradients: dict[int, dict[int, Held]] = defaultdict(dict)  # by stage: by number on its tape
+        self.gradients: dict[int, dict[int, Held]] = defaultdict(
+            dict
+        )  # by stage: by number on its tape
         self.shards: list[Held] = []  # of reduced gradients
         self.wholes: list[Held] = []
         self.has_state, self.all_away = False, layout.config.training.offload == "all"
@@ -134,14 +157,21 @@ class Replay:
         self.weights = [weight for stage in stages.values() for weight in stage.weights]
         self.errors: list[Held] = []  # of this step
         self.lacking: dict[int, list[Weight]] = {}  # weights without such an error yet, by stage
-        self.host = state_bytes(layout.config.training, layout.config.optimizer, sum(weight.held for weight in self.weights))[1]
+        self.host = state_bytes(
+            layout.config.training,
+            layout.config.optimizer,
+            sum(weight.held for weight in self.weights),
+        )[1]
 
     def make(self, row: str, nbytes: float) -> Held:
         block = self.allocator.malloc(int(nbytes))
         if block is not None:
             self._rows[row] += block.size
             if self.allocator.allocated == self.allocator.most_allocated:
-                self.moment, self.rows = self.now, {name: float(size) for name, size in self._rows.items() if size}
+                self.moment, self.rows = (
+                    self.now,
+                    {name: float(size) for name, size in self._rows.items() if size},
+                )
         return row, block
 
     def end(self, held: Held) -> None:
@@ -166,7 +196,10 @@ class Replay:
                 self.make("received by the pipeline", stage.between)
         if not machine.is_cpu:
             for _ in range(THREADS):
-                self.make("workspaces of cuBLAS", HOPPER_WORKSPACE if machine.name.startswith("H") else WORKSPACE)
+                self.make(
+                    "workspaces of cuBLAS",
+                    HOPPER_WORKSPACE if machine.name.startswith("H") else WORKSPACE,
+                )
 
     def graph(self, number: int, name: str, microbatch: int | None, compresses: bool) -> None:
         """Run a graph of a microbatch. compresses: errors between copies are made in its backward."""
@@ -191,7 +224,9 @@ class Replay:
             if gradient in sums:
                 self.end(self.make("gradients", tape.sizes[gradient]))
             sums[gradient] = "", None
-        elif gradient not in sums and (not self.layout.gathers_once or (summed == tape.sizes[gradient] and not self.copies)):
+        elif gradient not in sums and (
+            not self.layout.gathers_once or (summed == tape.sizes[gradient] and not self.copies)
+        ):
             sums[gradient] = held
             return
         elif gradient not in sums:
@@ -201,26 +236,46 @@ class Replay:
     def gather(self) -> None:
         """Gather the weights for the step, IN_FLIGHT buckets at once (distributed/accumulation.py)."""
         self.now = "gathering weights"
-        self.lacking = {key: [weight for weight in stage.weights if any(weight.factors)] for key, stage in self.stages.items()}
+        self.lacking = {
+            key: [weight for weight in stage.weights if any(weight.factors)]
+            for key, stage in self.stages.items()
+        }
         for stage in self.stages.values() if self.layout.gathers_once else ():
             under_way: list[tuple[Held, Held, list[Weight]]] = []
             # a weight on the device that is not sharded, of the same dtype, is no copy
-            kept = [not (_sharded([weight]) or self.all_away or self.held != self.itemsize(weight)) for weight in stage.weights]
-            weights = [weight for weight, stays in zip(stage.weights, kept, strict=True) if not stays]
+            kept = [
+                not (_sharded([weight]) or self.all_away or self.held != self.itemsize(weight))
+                for weight in stage.weights
+            ]
+            weights = [
+                weight for weight, stays in zip(stage.weights, kept, strict=True) if not stays
+            ]
             buckets = buckets_of(weights, "gathered_with")
             for place, bucket in enumerate(buckets):
                 itemsize = self.itemsize(bucket[0])  # a bucket has one dtype
                 if self.all_away:
-                    self.end(self.make("working", self.held * max(weight.held for weight in bucket)))
-                shard = self.make("working", _sharded(bucket) * itemsize * sum(weight.held for weight in bucket))
+                    self.end(
+                        self.make("working", self.held * max(weight.held for weight in bucket))
+                    )
+                shard = self.make(
+                    "working", _sharded(bucket) * itemsize * sum(weight.held for weight in bucket)
+                )
                 row = "working" if len(bucket) > 1 else WHOLES
-                under_way.append((shard, self.make(row, itemsize * sum(weight.whole for weight in bucket)), bucket))
+                under_way.append(
+                    (
+                        shard,
+                        self.make(row, itemsize * sum(weight.whole for weight in bucket)),
+                        bucket,
+                    )
+                )
                 while len(under_way) == IN_FLIGHT or (under_way and place == len(buckets) - 1):
                     shard, table, bucket = under_way.pop(0)
                     self.end(shard)
                     if len(bucket) > 1:
                         itemsize = self.itemsize(bucket[0])
-                        self.wholes += [self.make(WHOLES, itemsize * weight.whole) for weight in bucket]
+                        self.wholes += [
+                            self.make(WHOLES, itemsize * weight.whole) for weight in bucket
+                        ]
                         self.end(table)
                     else:
                         self.wholes.append(table)
@@ -250,7 +305,9 @@ class Replay:
                 done = []  # when the bucket has been reduced
                 if _sharded(bucket):
                     done.append(table)
-                    table = self.make("gradients", self.summed * sum(weight.held for weight in bucket))
+                    table = self.make(
+                        "gradients", self.summed * sum(weight.held for weight in bucket)
+                    )
                 (done if self.all_away else self.shards).append(table)
                 under_way.append(done)
                 while len(under_way) == IN_FLIGHT or (under_way and place == len(buckets) - 1):
@@ -262,7 +319,9 @@ class Replay:
     def compress(self, number: int, elements: int = 0) -> None:
         """Make errors of this step, which the update chooses or drops (distributed/powersgd.py): that of a gradient of so many
         elements, or all that are left."""
-        weights = [weight for weight in self.lacking[number] if elements in (0, weight.held, weight.whole)]
+        weights = [
+            weight for weight in self.lacking[number] if elements in (0, weight.held, weight.whole)
+        ]
         for weight in weights[: 1 if elements else None]:
             self.lacking[number].remove(weight)
             self.errors.append(self.make(ERRORS, 4 * weight.held))
@@ -272,22 +331,38 @@ class Replay:
         memory."""
         while self.errors:
             self.end(self.errors.pop())
-        self.now, config, own = "optimizer step", self.layout.config, [weight.held for weight in self.weights]
+        self.now, config, own = (
+            "optimizer step",
+            self.layout.config,
+            [weight.held for weight in self.weights],
+        )
         moments = functools.partial(state_bytes, config.training, config.optimizer)
-        kind, matrices = OF_MATRIX[config.optimizer.name], [weight.held * weight.matrix for weight in self.weights]
-        state: list[list[float]] = [[4, *moments(*each)[0]] for each in zip(own, matrices, strict=True)]  # with a step count
+        kind, matrices = (
+            OF_MATRIX[config.optimizer.name],
+            [weight.held * weight.matrix for weight in self.weights],
+        )
+        state: list[list[float]] = [
+            [4, *moments(*each)[0]] for each in zip(own, matrices, strict=True)
+        ]  # with a step count
         state.append([self.layout.owner_bytes(config)])
         if config.training.offload != "none":
             state = [*([4.0] for _ in own), moments(sum(own))[0]]
         for nbytes in () if self.has_state else (nbytes for each in state for nbytes in each):
             self.make("optimizer state", nbytes)
         self.has_state = True
-        if 2 in (self.held, SIZES[config.optimizer.state_dtype]) and not config.compile.compiles("optimizer"):
+        if 2 in (self.held, SIZES[config.optimizer.state_dtype]) and not config.compile.compiles(
+            "optimizer"
+        ):
             self.end(self.make("working", TEMPORARIES * min(PIECE["cuda"], max(own))))
         if kind.moments < 2:
-            whole = self.layout.degrees["tp"] * max(weight.whole * weight.matrix for weight in self.weights)
+            whole = self.layout.degrees["tp"] * max(
+                weight.whole * weight.matrix for weight in self.weights
+            )
             self.end(self.make("working", AT_ONCE * SIZES[kind.dtype(config.optimizer)] * whole))
-        for held in (*self.shards, *(held for sums in self.gradients.values() for held in sums.values())):
+        for held in (
+            *self.shards,
+            *(held for sums in self.gradients.values() for held in sums.values()),
+        ):
             self.end(held)
         self.shards.clear()
         self.gradients.clear()

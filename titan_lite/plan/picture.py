@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_lite.compiler.timeline import Timeline
-from titan_lite.metrics.timelines import COLORS, TraceSpan, add_legend, draw_bars, draw_graphs, graph_spans, lanes_of, write_trace
+from titan_lite.metrics.timelines import (
+    COLORS,
+    TraceSpan,
+    add_legend,
+    draw_bars,
+    draw_graphs,
+    graph_spans,
+    lanes_of,
+    write_trace,
+)
 from titan_lite.plan.summary import Plan
 
 NAMES = {"F": "forward", "B": "backward", "I": "backward, of inputs", "W": "backward, of weights"}
@@ -82,13 +91,18 @@ def draw_plan(plan: Plan, path: Path) -> None:
     step.set(
         title=f"the step (nominal): {plan.steps[0].seconds:.3g} s",
         yticks=[degree - 0.5 - rank for rank in range(degree)],
-        yticklabels=[f"pipeline rank {rank}" if degree > 1 else "every rank" for rank in range(degree)],
+        yticklabels=[
+            f"pipeline rank {rank}" if degree > 1 else "every rank" for rank in range(degree)
+        ],
         xlim=(0, 1e3 * plan.steps[0].seconds),
         ylim=(0, degree),
     )
     add_legend(step, drawn)
     room = 0.08 * sum(each.seconds for each in timelines)  # needed for a name
-    names = [timeline.graph.replace("_", ": ") if timeline.seconds > room else "" for timeline in timelines]
+    names = [
+        timeline.graph.replace("_", ": ") if timeline.seconds > room else ""
+        for timeline in timelines
+    ]
     draw_graphs(graphs, timelines, lanes, names)
     add_legend(graphs, COLORS)
     graphs.set_title(title, pad=12)
@@ -100,4 +114,6 @@ def write_plan_trace(plan: Plan, path: Path) -> None:
     title, timelines, lanes = deepest(plan)
     ranks = [f"pipeline rank {rank}" for rank in range(plan.layout.degrees["pp"])]
     step: list[TraceSpan] = [(*span, {}) for span in step_spans(plan)]
-    write_trace(path, ("the step (nominal)", ranks, step), (title, lanes, graph_spans(timelines, lanes)))
+    write_trace(
+        path, ("the step (nominal)", ranks, step), (title, lanes, graph_spans(timelines, lanes))
+    )

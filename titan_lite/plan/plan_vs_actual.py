@@ -25,10 +25,21 @@ import torch.distributed as dist
 from titan_lite.compiler.hardware import GIB, Machine
 from titan_lite.metrics.records import step_seconds
 from titan_lite.outside import POSITIVE, Damaged, read_json
-from titan_lite.plan.measure import RECORD, Shapes, against, calibrated, find_machine, machine_to_toml, measure
+from titan_lite.plan.measure import (
+    RECORD,
+    Shapes,
+    against,
+    calibrated,
+    find_machine,
+    machine_to_toml,
+    measure,
+)
 
 LONGEST = 180  # seconds that the end of a run waits for its plan
-_PLAN = {"step_seconds": dict.fromkeys(("stated", "fast", "slow"), POSITIVE), "memory": {"reserved": POSITIVE}}
+_PLAN = {
+    "step_seconds": dict.fromkeys(("stated", "fast", "slow"), POSITIVE),
+    "memory": {"reserved": POSITIVE},
+}
 
 
 class PlanVsActual:
@@ -38,7 +49,15 @@ class PlanVsActual:
     step with another global batch than the planned one.
     """
 
-    def __init__(self, mode: str, folder: Path, device: torch.device, machine: Machine | None, shapes: Shapes, after: int = 0):
+    def __init__(
+        self,
+        mode: str,
+        folder: Path,
+        device: torch.device,
+        machine: Machine | None,
+        shapes: Shapes,
+        after: int = 0,
+    ):
         self.after = after
         self.folder, self.device, self.machine, self.shapes = folder, device, machine, shapes
         self.wanted = mode == "always" or (mode == "auto" and device.type == "cuda")
@@ -55,12 +74,20 @@ class PlanVsActual:
             return
         profile = self.folder / "profile.toml"
         profile.write_text(machine_to_toml(machine), encoding="utf-8")
-        command = [sys.executable, "-m", "titan_lite.plan", str(self.folder / "config.toml"), "--json"]
+        command = [
+            sys.executable,
+            "-m",
+            "titan_lite.plan",
+            str(self.folder / "config.toml"),
+            "--json",
+        ]
         command += ["--world-size", str(dist.get_world_size()), "--hardware", str(profile)]
         # without a GPU, to take no memory of it
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
         with open(self.folder / "plan.json", "w", encoding="utf-8") as out:
-            self.planning = subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True, env=environment)
+            self.planning = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.PIPE, text=True, env=environment
+            )
         os.setpriority(os.PRIO_PROCESS, self.planning.pid, 10)
 
     def close(self, peak: float) -> list[str]:
@@ -86,7 +113,9 @@ class PlanVsActual:
         dist.all_reduce(most, dist.ReduceOp.MAX)
         if dist.get_rank():
             return []
-        nodes = -(-dist.get_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
+        nodes = -(
+            -dist.get_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        )
         windows = step_seconds(self.folder / "metrics.jsonl", self.after)
         if not windows:
             ramp = " or before the end of training.global_batch_ramp" if self.after else ""

@@ -27,7 +27,12 @@ class Progress:
         if best:
             words += f"; best so far {best}"
         if self.terminal:
-            print(f"\r\033[K{words[: shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r\033[K{words[: shutil.get_terminal_size().columns - 1]}",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
         elif time.monotonic() - self.shown >= EVERY:
             self.shown = time.monotonic()
             print(words, file=sys.stderr, flush=True)

@@ -42,14 +42,21 @@ HOP = 0.44e-3  # one of the 2 (N - 1) hops of gloo's ring all-reduce
 RECEIVE = 8.8e-3  # the first rank's for the message of one other rank
 ENTRY_BYTES, WRITE_ENTRY, READ_ENTRY = 179, 7.4e-5, 9.2e-5  # of .metadata: one part of one tensor
 SENT_ENTRY_BYTES = 157  # what a rank sends to the first one for it
-FILE_BYTES, CHECK_FILE = 122, 1.2e-4  # of manifest.json; the first rank looks at the size of every file after a save
+FILE_BYTES, CHECK_FILE = (
+    122,
+    1.2e-4,
+)  # of manifest.json; the first rank looks at the size of every file after a save
 ROW_BYTES = 72  # of state.json: a row of one source
 HASH_BYTE = 1.9e-9
 
 # Published.
-MTBF = 54 * 24 * 3600 * 16_384 / 419  # s, of one GPU: 419 unexpected interruptions in 54 days (arXiv 2407.21783, section 3.3.4)
+MTBF = (
+    54 * 24 * 3600 * 16_384 / 419
+)  # s, of one GPU: 419 unexpected interruptions in 54 days (arXiv 2407.21783, section 3.3.4)
 HARDWARE = 0.78  # of these interruptions (there)
-STORAGE = 2e12 / 16_384  # B/s of a GPU: 2 TB/s sustained (there, section 3.3.1), growing with the GPUs
+STORAGE = (
+    2e12 / 16_384
+)  # B/s of a GPU: 2 TB/s sustained (there, section 3.3.1), growing with the GPUs
 
 # Assumed.
 COMPILING = 60.0  # s, the same at any number of ranks
@@ -119,7 +126,11 @@ class Scale:
     @property
     def spares(self) -> int:
         """Return the largest number of spare nodes of which the last one adds more than its own GPUs."""
-        worth = [spare for spare in range(1, int(self.in_repair) + 100) if self.gain(spare) > self.machine.ranks_per_node]
+        worth = [
+            spare
+            for spare in range(1, int(self.in_repair) + 100)
+            if self.gain(spare) > self.machine.ranks_per_node
+        ]
         return max(worth, default=0)
 
     @property
@@ -150,23 +161,37 @@ def best_interval(blocked: float, mtbf: float) -> float:
 
 
 def poisson(count: int, mean: float) -> float:
-    return math.exp(count * math.log(mean) - mean - math.lgamma(count + 1)) if mean else float(count == 0)
+    return (
+        math.exp(count * math.log(mean) - mean - math.lgamma(count + 1))
+        if mean
+        else float(count == 0)
+    )
 
 
 def at_scale(layout: PlannedLayout, ranks: int) -> PlannedLayout:
     """Return the layout with as many FSDP ranks as at most `ranks` ranks allow. Raises ConfigError if not even one does."""
     others = layout.world_size // layout.degrees["dp_shard"]
     if ranks < others:
-        product = " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items() if degree > 1 and axis != "dp_shard")
-        raise ConfigError(f"--scale starts at {RANKS[0]} ranks, and {product} needs {others}; use lower degrees")
+        product = " x ".join(
+            f"{axis} {degree}"
+            for axis, degree in layout.degrees.items()
+            if degree > 1 and axis != "dp_shard"
+        )
+        raise ConfigError(
+            f"--scale starts at {RANKS[0]} ranks, and {product} needs {others}; use lower degrees"
+        )
     degrees = {**layout.degrees, "dp_shard": ranks // others}
-    return dataclasses.replace(layout, degrees=degrees, by_columns=False)  # there may be fewer columns than ranks
+    return dataclasses.replace(
+        layout, degrees=degrees, by_columns=False
+    )  # there may be fewer columns than ranks
 
 
 def check_scale(layout: PlannedLayout) -> None:
     """Raise ConfigError if the recipe saves nothing, or needs more ranks besides those of FSDP than the table begins with."""
     if not layout.config.checkpoint.enable:
-        raise ConfigError("checkpoint.enable = false: --scale weighs saves against failures; use --checkpoint.enable")
+        raise ConfigError(
+            "checkpoint.enable = false: --scale weighs saves against failures; use --checkpoint.enable"
+        )
     at_scale(layout, RANKS[0])
 
 
@@ -180,16 +205,24 @@ def step_seconds(plan: Plan, layout: PlannedLayout) -> float:
     seconds = stated.seconds - stated.parts.get("exposed.slowest", 0.0)
     if not machine.multiprocessors:  # figures that a run measured are those of its slowest rank
         seconds /= slowest_of(plan.layout.world_size)
-    seconds -= sum(stated.parts.get(part, 0.0) for part in ("optimizer", "offload", "exposed.link")) * (1 - before / after)
+    seconds -= sum(
+        stated.parts.get(part, 0.0) for part in ("optimizer", "offload", "exposed.link")
+    ) * (1 - before / after)
     few, many = (owned_matrices(each, machine) for each in (plan.layout, layout))
     seconds += many.computing + many.waiting - few.computing - few.waiting
-    modules = max(len(layout.pipeline.modules[stage]) for stage in range(len(layout.pipeline.modules)))
+    modules = max(
+        len(layout.pipeline.modules[stage]) for stage in range(len(layout.pipeline.modules))
+    )
     rounds = 1 if layout.gathers_once else layout.microbatches
-    count = (2 if layout.gathers_once else 3) * modules * rounds  # gathered for forward and backward, and reduced
+    count = (
+        (2 if layout.gathers_once else 3) * modules * rounds
+    )  # gathered for forward and backward, and reduced
     nbytes = stated.sent.get("dp_shard", 0.0) / count
 
     def ring(degree: int) -> float:
-        return machine.collective("all_gather", nbytes, range(0, degree * degrees["tp"], degrees["tp"]))
+        return machine.collective(
+            "all_gather", nbytes, range(0, degree * degrees["tp"], degrees["tp"])
+        )
 
     return seconds + count * (ring(after) - ring(before)) if nbytes else seconds
 
@@ -208,11 +241,17 @@ def parts_of(layout: PlannedLayout) -> int:
     found = 0
     for fqn, parameter in on_meta_device(layout.model).named_parameters():
         rows, *others = shard = largest_shard(layout, fqn, parameter.shape)
-        parts = math.prod(math.ceil(size / part) for size, part in zip(parameter.shape, shard, strict=True))
+        parts = math.prod(
+            math.ceil(size / part) for size, part in zip(parameter.shape, shard, strict=True)
+        )
         kind = OF_MATRIX[layout.config.optimizer.name if is_matrix(fqn) else "AdamW"]
         found += (1 + kind.moments) * parts + 1 + len(kind.on_owner)
-        if parallelism.replicate_compression != "none" and as_matrix(rows, others, parallelism.replicate_rank):
-            found += (layout.degrees["dp_replicate"] + 1) * parts  # errors, and one Q for all copies
+        if parallelism.replicate_compression != "none" and as_matrix(
+            rows, others, parallelism.replicate_rank
+        ):
+            found += (
+                layout.degrees["dp_replicate"] + 1
+            ) * parts  # errors, and one Q for all copies
     return found
 
 
@@ -220,9 +259,14 @@ def scale_of(plan: Plan, ranks: int) -> Scale:
     """Return the figures of a plan's recipe on at most so many ranks. Raises ConfigError."""
     layout, config, machine = at_scale(plan.layout, ranks), plan.layout.config, plan.machine
     world, parts = layout.world_size, parts_of(layout)
-    moments = 2 - (2 - OF_MATRIX[config.optimizer.name].moments) * share_of_matrices(layout.shapes_of_rank)
+    moments = 2 - (2 - OF_MATRIX[config.optimizer.name].moments) * share_of_matrices(
+        layout.shapes_of_rank
+    )
     each = itemsizes(config.training)[0] + moments * SIZES[config.optimizer.state_dtype]
-    state, once = each * layout.parameters_of_rank / shards(layout), layout.owner_bytes(config)  # an owner's is saved once
+    state, once = (
+        each * layout.parameters_of_rank / shards(layout),
+        layout.owner_bytes(config),
+    )  # an owner's is saved once
     once += error_bytes(config, layout)  # as is the error of each copy
     state, saved = state + once, state / layout.degrees["dp_replicate"] + once
     agreement = COLLECTIVES_OF_SAVE * 2 * (world - 1) * HOP + (world - 1) * RECEIVE
@@ -230,12 +274,15 @@ def scale_of(plan: Plan, ranks: int) -> Scale:
     copying = state / HOST_COPY
     wait = config.checkpoint.async_mode == "disabled"
     step = step_seconds(plan, layout)
-    groups = 2 + sum(degree > 1 for degree in layout.degrees.values())  # of all ranks: those of the run and of saves
+    groups = 2 + sum(
+        degree > 1 for degree in layout.degrees.values()
+    )  # of all ranks: those of the run and of saves
     return Scale(
         layout=layout,
         planned_step=step,
         slowest=slowest_of(world),
-        meeting=world * (2 * CONNECT + MEET),  # the meeting and the watchdog have connections of their own
+        meeting=world
+        * (2 * CONNECT + MEET),  # the meeting and the watchdog have connections of their own
         groups=world * groups * GROUP,
         reading=parts * READ_ENTRY + state / STORAGE + saved / STORAGE + saved * HASH_BYTE,
         parts=parts,
@@ -254,12 +301,16 @@ def describe_scale(plan: Plan) -> list[str]:
     scales = [scale_of(plan, ranks) for ranks in RANKS]
 
     def row(name: str, *values: Any) -> str:
-        return f"  {name:<46}" + "".join(f"{each if isinstance(each, str) else rounded(each):>11}" for each in values)
+        return f"  {name:<46}" + "".join(
+            f"{each if isinstance(each, str) else rounded(each):>11}" for each in values
+        )
 
     def rows(*named: tuple[str, Any]) -> list[str]:
         return [row(name, *map(figure, scales)) for name, figure in named]
 
-    graphs = 2 * len(plan.layout.pipeline.modules) // plan.layout.degrees["pp"]  # forward and backward of a rank's stages
+    graphs = (
+        2 * len(plan.layout.pipeline.modules) // plan.layout.degrees["pp"]
+    )  # forward and backward of a rank's stages
     mode = "waits for it" if config.checkpoint.async_mode == "disabled" else "waits for the copy"
     tokens = plan.layout.tokens // plan.layout.dp_degree
     return [
@@ -300,12 +351,21 @@ def describe_scale(plan: Plan) -> list[str]:
         *rows(
             ("mean time between failures, hours", lambda at: at.mtbf / 3600),
             ("a failure costs besides lost steps, s", lambda at: at.again),
-            ("goodput with the recipe's interval, %", lambda at: 100 * at.goodput(at.recipe_interval)),
-            (f"  checkpoint.interval = {config.checkpoint.interval}, minutes", lambda at: at.recipe_interval / 60),
+            (
+                "goodput with the recipe's interval, %",
+                lambda at: 100 * at.goodput(at.recipe_interval),
+            ),
+            (
+                f"  checkpoint.interval = {config.checkpoint.interval}, minutes",
+                lambda at: at.recipe_interval / 60,
+            ),
             ("best interval, steps", lambda at: at.best_interval / at.step),
             ("  minutes", lambda at: at.best_interval / 60),
             ("goodput with it, %", lambda at: 100 * at.goodput(at.best_interval)),
-            ("without spare nodes the run waits, %", lambda at: 100 * (1 - poisson(0, at.in_repair))),
+            (
+                "without spare nodes the run waits, %",
+                lambda at: 100 * (1 - poisson(0, at.in_repair)),
+            ),
             ("spare nodes that add more than their GPUs", lambda at: f"{at.spares:,}"),
             ("  each adds on average, GPU-hours a day", lambda at: 24 * at.worth),
         ),

@@ -19,7 +19,16 @@ from titan_lite.distributed.degrees import DEGREES
 from titan_lite.layout import itemsizes
 from titan_lite.layout_checks import error_bytes
 from titan_lite.optimizer.offload import state_bytes
-from titan_lite.plan.changes import CHECKPOINTING, Change, Row, Stopped, fitting, plan_changes, ranked, table
+from titan_lite.plan.changes import (
+    CHECKPOINTING,
+    Change,
+    Row,
+    Stopped,
+    fitting,
+    plan_changes,
+    ranked,
+    table,
+)
 from titan_lite.plan.memory import outside_of_tensors
 from titan_lite.plan.progress import Progress
 from titan_lite.plan.summary import Plan, name_of
@@ -30,7 +39,12 @@ LONG = 32768  # tokens; shorter sequences are not split
 
 
 def search(
-    config: Config, world_size: int, lay_out: Callable[[Change], PlannedLayout], machine: Machine, count: int, full: bool
+    config: Config,
+    world_size: int,
+    lay_out: Callable[[Change], PlannedLayout],
+    machine: Machine,
+    count: int,
+    full: bool,
 ) -> list[str]:
     """Return lines: the number of layouts, a ranked table, and why others are slower. count: number of layouts to plan.
 
@@ -41,14 +55,18 @@ def search(
         try:
             sequences = lay_out({}).rows
         except ConfigError as error:
-            raise ConfigError(f"--search needs the tokens of a step; use --training.global_batch_size=N: {error}") from error
+            raise ConfigError(
+                f"--search needs the tokens of a step; use --training.global_batch_size=N: {error}"
+            ) from error
     found: list[tuple[float, Change]] = []
     refused = large = 0
     tried = list(space(config, world_size, machine, sequences))
     progress = Progress()
     for number, change in enumerate(tried):
         if number % 50 == 0:
-            progress.show(f"estimated {number:,} of {len(tried):,} layouts by formula", number / len(tried))
+            progress.show(
+                f"estimated {number:,} of {len(tried):,} layouts by formula", number / len(tried)
+            )
         try:
             seconds, nbytes = guess(lay_out(change), machine)
         except ConfigError:
@@ -71,10 +89,22 @@ def search(
         rows = plan_changes(lay_out, [change for _, change in found[:count]], machine, full, label)
         if fit := fitting(rows):
             change, best = fit[0]
-            rows = ranked([*rows, *plan_changes(lay_out, other_buckets(change, best.layout), machine, full, label)])
+            rows = ranked(
+                [
+                    *rows,
+                    *plan_changes(
+                        lay_out, other_buckets(change, best.layout), machine, full, label
+                    ),
+                ]
+            )
     except Stopped as stopped:
         stopped = Stopped(ranked([*rows, *stopped.rows]), len(rows) + stopped.wanted)
-        stopped.said = [*lines, f"PARTIAL: {stopped}", *table(stopped.rows, label), *outcome(config, stopped.rows)]
+        stopped.said = [
+            *lines,
+            f"PARTIAL: {stopped}",
+            *table(stopped.rows, label),
+            *outcome(config, stopped.rows),
+        ]
         raise stopped from None
     return [*lines, *table(rows, label), *outcome(config, rows)]
 
@@ -86,7 +116,11 @@ def outcome(config: Config, rows: Sequence[Row]) -> list[str]:
     if not (fit := fitting(rows)):
         return ["", "no layout fits; use more ranks, fewer sequences per step, or shorter ones"]
     (change, best), *_ = fit
-    lost = [f"  {why_lost(plan, best)}: {label(its)}" for its, plan in rows if isinstance(plan, Plan) and plan is not best]
+    lost = [
+        f"  {why_lost(plan, best)}: {label(its)}"
+        for its, plan in rows
+        if isinstance(plan, Plan) and plan is not best
+    ]
     keys = " ".join(f"--{key}={value}" for key, value in differing(config, change).items())
     return ["", "why the others lost", *lost, "", f"best: {keys}"]
 
@@ -97,7 +131,10 @@ def lighter(plan: Plan, lay_out: Callable[[Change], PlannedLayout]) -> list[Chan
     lower_bound = guess(plan.layout, plan.machine)[1]
     for less in CHECKPOINTING[: CHECKPOINTING.index(mode)] if mode in CHECKPOINTING else ():
         change = {"activation_checkpoint.mode": less}
-        if plan.memory.total * guess(lay_out(change), plan.machine)[1] / lower_bound <= plan.capacity:
+        if (
+            plan.memory.total * guess(lay_out(change), plan.machine)[1] / lower_bound
+            <= plan.capacity
+        ):
             return [change]
     return []
 
@@ -106,7 +143,11 @@ def other_buckets(change: Change, layout: PlannedLayout) -> list[Change]:
     """Return other bucketings than the recipe's; none if weights are gathered once per step, with buckets of its own."""
     if not layout.config.compile.compiles("model") or layout.gathers_once:
         return []
-    return [change | {"compile.bucketing": way} for way in ("block", "greedy") if way != layout.config.compile.bucketing]
+    return [
+        change | {"compile.bucketing": way}
+        for way in ("block", "greedy")
+        if way != layout.config.compile.bucketing
+    ]
 
 
 def powers_of_two(most: int) -> list[int]:
@@ -121,7 +162,9 @@ def space(config: Config, world_size: int, machine: Machine, sequences: int) -> 
     if config.training.seq_len >= LONG:
         contexts |= {2, 4, 8, 16}
     pipelines = [1] if flavor.tied_embeddings else powers_of_two(flavor.n_layers)
-    for tp, pp, cp in itertools.product(powers_of_two(machine.ranks_per_node), pipelines, sorted(contexts)):
+    for tp, pp, cp in itertools.product(
+        powers_of_two(machine.ranks_per_node), pipelines, sorted(contexts)
+    ):
         dp, rest = divmod(world_size, tp * pp * cp)
         if rest or not dp:
             continue
@@ -133,10 +176,19 @@ def space(config: Config, world_size: int, machine: Machine, sequences: int) -> 
             degrees = {"tp": tp, "pp": pp, "cp": cp, "dp_shard": shard, "dp_replicate": dp // shard}
             for batch, mode in itertools.product(_local_batches(rows, pp), CHECKPOINTING):
                 several = batch < rows or pp > 1
-                schedules = ("1F1B", "Interleaved1F1B") if pp > 1 else (config.parallelism.pipeline_parallel_schedule,)
-                for schedule, when in itertools.product(schedules, ("step", "microbatch") if several else ("step",)):
+                schedules = (
+                    ("1F1B", "Interleaved1F1B")
+                    if pp > 1
+                    else (config.parallelism.pipeline_parallel_schedule,)
+                )
+                for schedule, when in itertools.product(
+                    schedules, ("step", "microbatch") if several else ("step",)
+                ):
                     yield {
-                        **{f"parallelism.{DEGREES[axis]}": str(degree) for axis, degree in degrees.items()},
+                        **{
+                            f"parallelism.{DEGREES[axis]}": str(degree)
+                            for axis, degree in degrees.items()
+                        },
                         "training.local_batch_size": str(batch),
                         "training.global_batch_size": str(sequences),
                         "activation_checkpoint.mode": mode,
@@ -150,11 +202,21 @@ def space(config: Config, world_size: int, machine: Machine, sequences: int) -> 
 def label(change: Change) -> str:
     """Describe a layout of `space` in a few words."""
     degrees = {axis: int(change[f"parallelism.{key}"]) for axis, key in DEGREES.items()}
-    words = [" x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one rank"]
-    words += [f"batch {change['training.local_batch_size']}", f"checkpointing {change['activation_checkpoint.mode']}"]
+    words = [
+        " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+        or "one rank"
+    ]
+    words += [
+        f"batch {change['training.local_batch_size']}",
+        f"checkpointing {change['activation_checkpoint.mode']}",
+    ]
     words += [change["parallelism.pipeline_parallel_schedule"]] if degrees["pp"] > 1 else []
     return ", ".join(
-        [*words, f"FSDP once per {change['parallelism.fsdp_communication']}", f"{change['compile.bucketing']} buckets"]
+        [
+            *words,
+            f"FSDP once per {change['parallelism.fsdp_communication']}",
+            f"{change['compile.bucketing']} buckets",
+        ]
     )
 
 
@@ -178,16 +240,30 @@ def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
     held, computed, summed = itemsizes(config.training)
     tokens = layout.sequences * layout.seq_len // degrees["cp"]
     table = model.vocab_size * model.dim / tp
-    block = (2 * model.dim * model.head_dim * (model.n_heads + model.n_kv_heads) + 3 * model.dim * model.hidden_dim) / tp
-    mode, option = config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option
+    block = (
+        2 * model.dim * model.head_dim * (model.n_heads + model.n_kv_heads)
+        + 3 * model.dim * model.hidden_dim
+    ) / tp
+    mode, option = (
+        config.activation_checkpoint.mode,
+        config.activation_checkpoint.selective_ac_option,
+    )
     by_operator = mode == "selective" and option in ("op", "op/2")
     # fraction of blocks that run twice
-    again = 1.0 if mode == "full" else 1 / int(option) if mode == "selective" and not by_operator else 0.0
+    again = (
+        1.0
+        if mode == "full"
+        else 1 / int(option)
+        if mode == "selective" and not by_operator
+        else 0.0
+    )
     # Inputs of products, which selective checkpointing recomputes: the results of two norms and of the feed-forward.
     inputs = 0.0 if by_operator else 2 * model.dim + model.hidden_dim
     # At least queries, keys, values, attention's result and its product, and both halves of the feed-forward.
     every = 0.5 if by_operator and option == "op/2" else 1.0
-    of_block = every * (3 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * model.hidden_dim)
+    of_block = every * (
+        3 * model.dim + 2 * model.n_kv_heads * model.head_dim + 2 * model.hidden_dim
+    )
     keeps = computed * tokens / tp * (again * model.dim + (1 - again) * (of_block + inputs))
     shards = degrees["dp_shard"] * degrees["cp"]
     once = layout.gathers_once
@@ -201,7 +277,10 @@ def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
     backward = 2 * products + 2.5 * attention + again * forward
     group = range(tp)  # tensor parallelism: neighbouring ranks
     hidden = computed * tokens * model.dim
-    exchange = 2 * (machine.collective("all_gather", hidden, group) + machine.collective("reduce_scatter", hidden, group))
+    exchange = 2 * (
+        machine.collective("all_gather", hidden, group)
+        + machine.collective("reduce_scatter", hidden, group)
+    )
     around = range(0, shards * tp, tp)  # FSDP, inside a pipeline rank
     gather = machine.collective("all_gather", computed * block, around)
     reduce = machine.collective("reduce_scatter", summed * block, around)
@@ -214,13 +293,21 @@ def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
         mine = layout.pipeline.stages_of(rank)
         blocks = sum(layers_of(layout.pipeline.modules[stage]) for stage in mine)
         names = {name for stage in mine for name in layout.pipeline.modules[stage]}
-        numbers = blocks * block + table * (("tok_embeddings" in names) + ("output" in names and not model.tied_embeddings))
+        numbers = blocks * block + table * (
+            ("tok_embeddings" in names) + ("output" in names and not model.tied_embeddings)
+        )
         seconds = blocks * (forward + backward)
         if "output" in names:
             seconds += 6 * table * tokens / (peak * machine.matmul_efficiency)
         slowest, largest = max(slowest, seconds), max(largest, numbers)
-        kept = 0 if config.training.offload == "all" else held * numbers / shards  # of weights, and of gradients
-        state = kept + sum(state_bytes(config.training, config.optimizer, numbers / shards, blocks * block / shards)[0])
+        kept = (
+            0 if config.training.offload == "all" else held * numbers / shards
+        )  # of weights, and of gradients
+        state = kept + sum(
+            state_bytes(
+                config.training, config.optimizer, numbers / shards, blocks * block / shards
+            )[0]
+        )
         state += (computed + summed) * numbers if once else kept
         logits = computed * tokens * model.vocab_size / tp if "output" in names else 0.0
         most = max(most, state + min(pp - rank, m) * blocks * keeps + logits)
@@ -228,7 +315,9 @@ def guess(layout: PlannedLayout, machine: Machine) -> tuple[float, float]:
     step = layout.accumulation * slowest * (m + (pp - 1) / stages_a_rank)
     if once:
         step += largest / block * (gather + reduce)
-    return step, most + layout.owner_bytes(config) + 2 * error_bytes(config, layout) + outside_of_tensors(layout)
+    return step, most + layout.owner_bytes(config) + 2 * error_bytes(
+        config, layout
+    ) + outside_of_tensors(layout)
 
 
 def why_lost(plan: Plan, best: Plan) -> str:

@@ -47,7 +47,9 @@ class StepTimes:
     matmul: float  # floating-point operations of a rank, on average
     attention: float  # the same
     run: Timetable  # of the pipeline, for one local batch
-    ends: Sequence[Mapping[str, float]] = ()  # seconds once per step by pipeline rank: gather before; others after
+    ends: Sequence[
+        Mapping[str, float]
+    ] = ()  # seconds once per step by pipeline rank: gather before; others after
 
 
 def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Machine) -> StepTimes:
@@ -57,7 +59,10 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
     accumulating = [accumulate(layout, figures, machine) for figures in stages]
     leaving = [leave(layout, figures, machine) for figures in stages]
     forward = [seconds_of(figures, FORWARD) for figures in stages]
-    backward = [seconds_of(figures, BACKWARD) + sum(extra) for figures, *extra in zip(stages, accumulating, leaving, strict=True)]
+    backward = [
+        seconds_of(figures, BACKWARD) + sum(extra)
+        for figures, *extra in zip(stages, accumulating, leaving, strict=True)
+    ]
 
     def seconds(kind: str, stage: int) -> float:
         return {"F": forward[stage], "B": backward[stage]}.get(kind, backward[stage] / 2)
@@ -91,7 +96,9 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
             # Both directions at once, and under the update; the last bucket goes back alone.
             last = host * min(1.0, BUCKET / own)
             parts["offload"] = max(0.0, machine.host_link(host) - traffic) + machine.host_link(last)
-        parts |= {"owners": owned.computing, "exposed.owners": owned.waiting} if owned.computing else {}
+        parts |= (
+            {"owners": owned.computing, "exposed.owners": owned.waiting} if owned.computing else {}
+        )
         for part, value in parts.items():
             mean[part] += value / degree
         end = {graph: sum(seconds_of(stages[stage], (graph,)) for stage in mine) for graph in ROUND}
@@ -120,12 +127,16 @@ def simulate_step(layout: PlannedLayout, stages: Sequence[Figures], machine: Mac
 
     operations = of_step(range(len(stages)), "matmul", "attention")
     matmul, attention = (operations[what] / degree for what in ("matmul", "attention"))
-    return StepTimes(total, dict(mean), largest("bytes."), largest("across."), matmul, attention, run, ends)
+    return StepTimes(
+        total, dict(mean), largest("bytes."), largest("across."), matmul, attention, run, ends
+    )
 
 
 def slowest_of(ranks: int) -> float:
     """Return the expected maximum of so many normal step times, relative to the mean (Blom, Statistical Estimates, 1958)."""
-    return 1 + DEVIATION * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 1.0
+    return (
+        1 + DEVIATION * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 1.0
+    )
 
 
 def updated_bytes(config: Config, matrices: float = 0.0) -> float:
@@ -139,7 +150,11 @@ def updated_bytes(config: Config, matrices: float = 0.0) -> float:
     eager = rounded and not config.compile.compiles("optimizer")
     by_adamw = PLAIN + ROUNDED * rounded if eager else 3 * held + 4 * kept
     kind = OF_MATRIX[config.optimizer.name]
-    by_owners = kind.moved + ROUNDED * ((held == 2) + kind.moments * (kept == 2)) if kind.moments < 2 else by_adamw
+    by_owners = (
+        kind.moved + ROUNDED * ((held == 2) + kind.moments * (kept == 2))
+        if kind.moments < 2
+        else by_adamw
+    )
     return 3 * held + (1 - matrices) * by_adamw + matrices * by_owners
 
 
@@ -172,4 +187,6 @@ def leave(layout: PlannedLayout, figures: Figures, machine: Machine) -> float:
     first one of a step, the sum of those before comes back first."""
     if layout.config.training.offload != "all" or layout.gathers_once:
         return 0.0
-    return (2 - 1 / layout.microbatches) * machine.host_link(itemsizes(layout.config.training)[0] * figures["held"])
+    return (2 - 1 / layout.microbatches) * machine.host_link(
+        itemsizes(layout.config.training)[0] * figures["held"]
+    )

@@ -64,7 +64,9 @@ class Plan:
     memory: Memory
     depths: dict[Kind, tuple[int, ...]]  # traced numbers of blocks
     seconds: float  # of planning
-    timelines: Mapping[Kind, Sequence[Timeline]] = field(default_factory=dict)  # graphs with most blocks
+    timelines: Mapping[Kind, Sequence[Timeline]] = field(
+        default_factory=dict
+    )  # graphs with most blocks
 
     @property
     def capacity(self) -> float:
@@ -80,7 +82,9 @@ class Plan:
 
     def model_flops(self, step: StepTimes) -> float:
         """Return the model FLOP/s of a rank, without recomputation."""
-        return self.tokens_per_second(step) * flops_per_token(self.layout.model, self.layout.seq_len)
+        return self.tokens_per_second(step) * flops_per_token(
+            self.layout.model, self.layout.seq_len
+        )
 
     def mfu(self, step: StepTimes) -> float:
         return self.model_flops(step) / self.peak_flops
@@ -108,7 +112,10 @@ def make_plan(layout: PlannedLayout, machines: Sequence[Machine]) -> Plan:
 
 
 def make_plans(
-    layouts: Sequence[PlannedLayout], machines: Sequence[Machine], full: bool, watch: Callable[[float], None] = lambda share: None
+    layouts: Sequence[PlannedLayout],
+    machines: Sequence[Machine],
+    full: bool,
+    watch: Callable[[float], None] = lambda share: None,
 ) -> Iterator[Plan | CompileError]:
     """Yield the plans of layouts of one world size, in order, with a step for each machine. Raises ConfigError.
 
@@ -125,7 +132,10 @@ def make_plans(
             while wait(mine, timeout=1).not_done:
                 watch(sum(each.done() for each in shared.values()) / len(shared))
             try:
-                traced = {kind: {depth: each.result() for depth, each in depths.items()} for kind, depths in task.items()}
+                traced = {
+                    kind: {depth: each.result() for depth, each in depths.items()}
+                    for kind, depths in task.items()
+                }
             except CompileError as error:
                 yield error
                 continue
@@ -135,10 +145,16 @@ def make_plans(
                     "or leave --full out"
                 ) from None
             stages = [
-                [figures_at(traced[kind_of_stage(modules)], layers_of(modules), number) for modules in layout.pipeline.modules]
+                [
+                    figures_at(traced[kind_of_stage(modules)], layers_of(modules), number)
+                    for modules in layout.pipeline.modules
+                ]
                 for number in range(len(machines))
             ]
-            steps = tuple(simulate_step(layout, each, machine) for each, machine in zip(stages, machines, strict=True))
+            steps = tuple(
+                simulate_step(layout, each, machine)
+                for each, machine in zip(stages, machines, strict=True)
+            )
             depths = {kind: tuple(sorted(each)) for kind, each in traced.items()}
             timelines = {kind: each[max(each)].timelines for kind, each in traced.items()}
             memory = memory_of(layout, stages_of(layout, traced), machines[0])
@@ -153,7 +169,9 @@ def stages_of(layout: PlannedLayout, traced: Mapping[Kind, Mapping[int, Traced]]
     for kind, n_layers in keys:
         if (kind, n_layers) not in found:
             depths = traced[kind]
-            found[kind, n_layers] = stage_of(depths.get(n_layers, depths[max(depths)]).tensors, n_layers, pipelined)
+            found[kind, n_layers] = stage_of(
+                depths.get(n_layers, depths[max(depths)]).tensors, n_layers, pipelined
+            )
     return [found[key] for key in keys]
 
 
@@ -162,8 +180,15 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
     lighter: the plan of the same recipe with less activation checkpointing."""
     layout, machine, memory = plan.layout, plan.machine, plan.memory
     config, (stated, slow, fast) = layout.config, plan.steps
-    axes = " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items() if degree > 1) or "one rank"
-    compiled = f"{config.compile.backend}, {config.compile.bucketing} buckets" if config.compile.compiles("model") else "eager"
+    axes = (
+        " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items() if degree > 1)
+        or "one rank"
+    )
+    compiled = (
+        f"{config.compile.backend}, {config.compile.bucketing} buckets"
+        if config.compile.compiles("model")
+        else "eager"
+    )
     compiled += ", coalesced" if config.compile.bucket_mode == "coalesced" else ""
 
     def slow_to_fast(figure: Callable[[StepTimes], float], scale: float = 1.0) -> str:
@@ -179,7 +204,13 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
         f"activation checkpointing {config.activation_checkpoint.mode}",
         f"batch: {layout.rows:,} sequences of {layout.seq_len:,} tokens per step = {layout.tokens:,} "
         f"tokens, {layout.microbatches} microbatch{'es' * (layout.microbatches > 1)} of {layout.sequences} per rank",
-        *([f"planned for the end of the ramp: {layout.ramp_in_words} (training.global_batch_ramp)"] if layout.ramp else []),
+        *(
+            [
+                f"planned for the end of the ramp: {layout.ramp_in_words} (training.global_batch_ramp)"
+            ]
+            if layout.ramp
+            else []
+        ),
         "",
         f"  step time        {fast.seconds:.3g} to {slow.seconds:.3g} s",
         f"  tokens/s per GPU {slow_to_fast(plan.tokens_per_second)}{bias and f'; {bias}'}",
@@ -190,12 +221,19 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
         "",
         "nominal breakdown of the step",
     ]
-    shares = {part: seconds / stated.seconds for part, seconds in sorted(stated.parts.items(), key=lambda item: -item[1])}
-    lines += [f"  {100 * share:5.1f}%  {name_of(part)}" for part, share in shares.items() if share >= 5e-4]
+    shares = {
+        part: seconds / stated.seconds
+        for part, seconds in sorted(stated.parts.items(), key=lambda item: -item[1])
+    }
+    lines += [
+        f"  {100 * share:5.1f}%  {name_of(part)}" for part, share in shares.items() if share >= 5e-4
+    ]
     lines += ["", "sent per rank and step, GB            total   to other nodes"]
     for axis, nbytes in stated.sent.items():
         if nbytes:
-            lines.append(f"  {WORDS[axis]:<28} {nbytes / 1e9:12,.1f} {stated.across.get(axis, 0.0) / 1e9:16,.1f}")
+            lines.append(
+                f"  {WORDS[axis]:<28} {nbytes / 1e9:12,.1f} {stated.across.get(axis, 0.0) / 1e9:16,.1f}"
+            )
 
     where = f" of pipeline rank {memory.rank}" if layout.degrees["pp"] > 1 else ""
     lines += ["", f"peak memory{where} ({memory.moment}), GiB"]
@@ -207,15 +245,22 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
     lines += [f"  {name:<40} {nbytes / GIB:8.2f}" for name, nbytes in rows.items()]
     margin = (plan.capacity - memory.total) / GIB
     verdict = f"fits, {margin:.1f} free" if plan.fits else f"does not fit: {-margin:.1f} too many"
-    lines.append(f"  {'of ' + format(machine.memory, 'g') + ' on the device':<40} {memory.total / GIB:8.2f}  {verdict}")
+    lines.append(
+        f"  {'of ' + format(machine.memory, 'g') + ' on the device':<40} {memory.total / GIB:8.2f}  {verdict}"
+    )
     if memory.host:
         lines.append(f"  {'beside that, in host memory':<40} {memory.host / GIB:8.2f}")
-    uncertain = ", ".join(f"{name.removesuffix('_efficiency')} {100 * share:.0f}%" for name, share in UNCERTAINTY.items())
+    uncertain = ", ".join(
+        f"{name.removesuffix('_efficiency')} {100 * share:.0f}%"
+        for name, share in UNCERTAINTY.items()
+    )
     uncertain += ", clock at the power limit" if machine.power else ""
     optimizer = plan.layout.config.optimizer
     guessed = machine.multiprocessors and OF_MATRIX[optimizer.name].cubes(optimizer, (1, 1))
     uncertain += ", eigendecompositions by a guess without a range" if guessed else ""
-    traced = " and ".join(map(str, sorted({depth for depths in plan.depths.values() for depth in depths})))
+    traced = " and ".join(
+        map(str, sorted({depth for depths in plan.depths.values() for depth in depths}))
+    )
     several = len(plan.layout.pipeline.modules) > 1 and names_blocks(plan.layout.config)
     numbered = "; keys that name blocks count them from each stage's first" if several else ""
     return [
@@ -300,7 +345,9 @@ def as_json(plan: Plan) -> str:
         },
         "what_binds": what_binds(plan),
         "uncertainty": {name: round(JOINT * share, 4) for name, share in UNCERTAINTY.items()},
-        "traced_blocks": {" ".join(kind) or "blocks": depths for kind, depths in plan.depths.items()},
+        "traced_blocks": {
+            " ".join(kind) or "blocks": depths for kind, depths in plan.depths.items()
+        },
         "planning_seconds": round(plan.seconds, 1),
     }
     return json.dumps(found, indent=1)

@@ -75,7 +75,10 @@ class Weight:
     float8: bool = False  # gathered as float8
     float32: bool = False  # read as float32, whatever mixed_precision_param is
     matrix: bool = False  # within a block, and no norm (optimizer/state.py)
-    factors: tuple[int, int] = (0, 0)  # numbers of P and Q, if its gradient is compressed between copies (powersgd.py)
+    factors: tuple[int, int] = (
+        0,
+        0,
+    )  # numbers of P and Q, if its gradient is compressed between copies (powersgd.py)
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,9 @@ class Tape:
     sizes: list[int]  # bytes, of each tensor
     elements: list[int]  # of each gradient
     rows: list[str]  # part of the memory of each tensor
-    events: dict[str, list[int]] = field(default_factory=dict)  # by graph: i allocates tensor i, ~i frees it
+    events: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # by graph: i allocates tensor i, ~i frees it
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,9 @@ class Stage:
 def stage_of(tensors: Tensors, n_layers: int, pipelined: bool) -> Stage:
     """Return a stage of `n_layers` blocks, as traced or with repeated blocks. pipelined: as in tape_of."""
     weights = weights_at(tensors.weights, tensors.lives.blocks, n_layers)
-    return Stage(tape_of(tensors.lives, n_layers, pipelined), weights, tensors.buffers, tensors.between)
+    return Stage(
+        tape_of(tensors.lives, n_layers, pipelined), weights, tensors.buffers, tensors.between
+    )
 
 
 def lives_of(graphs: Mapping[str, ScheduledGraph], blocks: int, period: int) -> Lives:
@@ -127,11 +134,17 @@ def lives_of(graphs: Mapping[str, ScheduledGraph], blocks: int, period: int) -> 
         storage = storages(scheduled.graph)
         inputs = [node for node in nodes if node.op == "placeholder"]
         numbers: dict[Node, int | None] = dict(zip(inputs, received.get(name, ()), strict=False))
-        uses = last_uses(scheduled.graph, fused=scheduled.fused, keeps_inputs=scheduled.keeps_inputs, sends=True)
+        uses = last_uses(
+            scheduled.graph, fused=scheduled.fused, keeps_inputs=scheduled.keeps_inputs, sends=True
+        )
         for node, last in uses.items():
             number = numbers.get(node)
             if number is not None:
-                latest = max(found[number].died[1], 2 * last + 1) if found[number].died[0] == name else 2 * last + 1
+                latest = (
+                    max(found[number].died[1], 2 * last + 1)
+                    if found[number].died[0] == name
+                    else 2 * last + 1
+                )
                 found[number] = replace(found[number], died=(name, latest))
             elif node.op != "placeholder" and own_bytes(node):
                 numbers[node] = len(found)
@@ -159,7 +172,9 @@ def lives_of(graphs: Mapping[str, ScheduledGraph], blocks: int, period: int) -> 
                 if number is not None and isinstance(each, Node) and _is_weight(weight):
                     moment = 2 * added[storage[each]] + 1 if scheduled.at_once else ends[name]
                     itemsize = each.meta["val"].element_size()
-                    found[number] = replace(found[number], died=(name, moment), kind="gradient", itemsize=itemsize)
+                    found[number] = replace(
+                        found[number], died=(name, moment), kind="gradient", itemsize=itemsize
+                    )
     return Lives(blocks, period, tuple(found), ends, _sections(attention, ends, blocks, period))
 
 
@@ -170,12 +185,18 @@ def _is_weight(node: Node) -> bool:
 
 def _attention(nodes: Sequence[Node]) -> list[int]:
     """Return the places of attention, in a backward graph without those of recomputed forwards."""
-    found = [(place, "backward" in str(node.target)) for place, node in enumerate(nodes) if flops_of(node)[1]]
+    found = [
+        (place, "backward" in str(node.target))
+        for place, node in enumerate(nodes)
+        if flops_of(node)[1]
+    ]
     is_backward = any(backward for _, backward in found)
     return [place for place, backward in found if backward == is_backward]
 
 
-def _sections(attention: Mapping[str, Sequence[int]], ends: Mapping[str, int], blocks: int, period: int) -> dict[str, Section]:
+def _sections(
+    attention: Mapping[str, Sequence[int]], ends: Mapping[str, int], blocks: int, period: int
+) -> dict[str, Section]:
     """Return the sections that more blocks repeat, from the middle, since the first and the last blocks are not like others."""
     if blocks <= period or "backward" not in ends:
         return {}
@@ -184,9 +205,14 @@ def _sections(attention: Mapping[str, Sequence[int]], ends: Mapping[str, int], b
     for name in ("forward", "backward"):
         each = len(attention[name]) // blocks  # context parallelism has two per block
         if name == "forward":
-            begin, end = (2 * attention[name][each * block - 1] + 1 for block in (first, first + period))
+            begin, end = (
+                2 * attention[name][each * block - 1] + 1 for block in (first, first + period)
+            )
         else:
-            begin, end = (2 * attention[name][each * (blocks - block)] - 1 for block in (first + period, first))
+            begin, end = (
+                2 * attention[name][each * (blocks - block)] - 1
+                for block in (first + period, first)
+            )
         found[name] = Section(begin, end, ends[name])
     return found
 
@@ -195,10 +221,14 @@ def tape_of(lives: Lives, n_layers: int, pipelined: bool) -> Tape:
     """Return the tape of a stage of `n_layers` blocks. pipelined: torch's stages keep their output until backward is done."""
     more = -(-(n_layers - lives.blocks) // lives.period)
     assert more == 0 or (more > 0 and lives.sections), "a stage of fewer blocks is traced itself"
-    last = "backward" if pipelined else "loss_forward" if "loss_forward" in lives.ends else "forward"
+    last = (
+        "backward" if pipelined else "loss_forward" if "loss_forward" in lives.ends else "forward"
+    )
     tensors: list[Life] = []
     for life in lives.tensors:
-        if life.kind == "output" and GRAPHS.index(life.died[0]) <= GRAPHS.index(last):  # the caller has it, too
+        if life.kind == "output" and GRAPHS.index(life.died[0]) <= GRAPHS.index(
+            last
+        ):  # the caller has it, too
             life = replace(life, died=(last, lives.ends[last]))
         tensors += _repeated(life, lives, more)
     tensors.sort(key=lambda life: life.kind != "gradient")
@@ -208,8 +238,12 @@ def tape_of(lives: Lives, n_layers: int, pipelined: bool) -> Tape:
         [_row(life) for life in tensors],
     )
     for name in lives.ends:
-        moments = [(life.born[1], number) for number, life in enumerate(tensors) if life.born[0] == name]
-        moments += [(life.died[1], ~number) for number, life in enumerate(tensors) if life.died[0] == name]
+        moments = [
+            (life.born[1], number) for number, life in enumerate(tensors) if life.born[0] == name
+        ]
+        moments += [
+            (life.died[1], ~number) for number, life in enumerate(tensors) if life.died[0] == name
+        ]
         tape.events[name] = [event for _, event in sorted(moments, key=lambda entry: entry[0])]
     return tape
 
@@ -217,7 +251,11 @@ def tape_of(lives: Lives, n_layers: int, pipelined: bool) -> Tape:
 def _row(life: Life) -> str:
     if life.kind == "gradient":
         return "gradients"
-    return "activations" if life.born[0].endswith("forward") and life.died[0].endswith("backward") else "working"
+    return (
+        "activations"
+        if life.born[0].endswith("forward") and life.died[0].endswith("backward")
+        else "working"
+    )
 
 
 def _repeated(life: Life, lives: Lives, more: int) -> Iterator[Life]:
@@ -239,13 +277,21 @@ def _repeated(life: Life, lives: Lives, more: int) -> Iterator[Life]:
             times = more - copy
         elif ended:
             times = more * (ended.side(died) > (-1 if side < 0 else 0))
-        yield replace(life, born=(born_in, start), died=(died_in, died + times * (ended.end - ended.begin) if ended else died))
+        yield replace(
+            life,
+            born=(born_in, start),
+            died=(died_in, died + times * (ended.end - ended.begin) if ended else died),
+        )
 
 
 def weights_at(weights: Sequence[Weight], blocks: int, n_layers: int) -> list[Weight]:
     """Return the weights of a stage of `n_layers` blocks, from those of one of `blocks`."""
     middle = [place for place, weight in enumerate(weights) if weight.block == blocks // 2]
-    more = [replace(weights[place], copy=copy) for copy in range(1, n_layers - blocks + 1) for place in middle]
+    more = [
+        replace(weights[place], copy=copy)
+        for copy in range(1, n_layers - blocks + 1)
+        for place in middle
+    ]
     behind = middle[-1] + 1 if more else 0
     return [*weights[:behind], *more, *weights[behind:]]
 

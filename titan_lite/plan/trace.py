@@ -41,7 +41,13 @@ from titan_lite.attention import fits_flash
 from titan_lite.chunked_loss import build_chunked_loss
 from titan_lite.command import end_with_parent
 from titan_lite.compiler.bucketing import merge
-from titan_lite.compiler.collectives import merge_waits, moves_tokens, parameter_all_gathers, parameters_of, wait_of
+from titan_lite.compiler.collectives import (
+    merge_waits,
+    moves_tokens,
+    parameter_all_gathers,
+    parameters_of,
+    wait_of,
+)
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.reordering import move_gather_before, wait_for_reductions_late
 from titan_lite.compiler.schedule import Schedule
@@ -83,7 +89,9 @@ class Traced:
     """The costs of a stage at one depth, and its tensors."""
 
     figures: Sequence[Figures]  # on each machine (costs.py)
-    timelines: Sequence[Timeline]  # of its graphs on the first machine, in the order they run, with groups named by axis
+    timelines: Sequence[
+        Timeline
+    ]  # of its graphs on the first machine, in the order they run, with groups named by axis
     tensors: Tensors
 
 
@@ -91,10 +99,15 @@ def figures_at(depths: Mapping[int, Traced], n_layers: int, machine: int) -> Fig
     """Return the figures of a stage with `n_layers` blocks, traced or extrapolated from the two deepest ones."""
     if n_layers in depths:
         return dict(depths[n_layers].figures[machine])
-    (low, at_low), (high, at_high) = ((depth, traced.figures[machine]) for depth, traced in sorted(depths.items())[-2:])
+    (low, at_low), (high, at_high) = (
+        (depth, traced.figures[machine]) for depth, traced in sorted(depths.items())[-2:]
+    )
     share = (n_layers - low) / (high - low)
     keys = {**at_low, **at_high}
-    return {key: at_low.get(key, 0.0) + share * (at_high.get(key, 0.0) - at_low.get(key, 0.0)) for key in keys}
+    return {
+        key: at_low.get(key, 0.0) + share * (at_high.get(key, 0.0) - at_low.get(key, 0.0))
+        for key in keys
+    }
 
 
 @contextmanager
@@ -105,13 +118,17 @@ def start_tracing(world_size: int) -> Iterator[ProcessPoolExecutor]:
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    here = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the server: Ctrl-C in its imports prints no traceback
+    here = signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # inherited by the server: Ctrl-C in its imports prints no traceback
     try:
         forkserver.ensure_running()
     finally:
         signal.signal(signal.SIGINT, here)
     others = set(mp.active_children())
-    with ProcessPoolExecutor(PROCESSES, context, initializer=start_fake_world, initargs=(world_size,)) as processes:
+    with ProcessPoolExecutor(
+        PROCESSES, context, initializer=start_fake_world, initargs=(world_size,)
+    ) as processes:
         try:
             yield processes
         except BaseException:
@@ -123,7 +140,9 @@ def start_tracing(world_size: int) -> Iterator[ProcessPoolExecutor]:
 
 def start_fake_world(world_size: int) -> None:
     end_with_parent()
-    tqdm.set_lock(threading.RLock())  # torch uses tqdm; the semaphore of its default lock would outlive a killed process
+    tqdm.set_lock(
+        threading.RLock()
+    )  # torch uses tqdm; the semaphore of its default lock would outlive a killed process
     torch.set_num_threads(1)
     torch._logging.set_logs(all=logging.ERROR)  # warnings are for runs, not for plans
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -158,7 +177,9 @@ def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
     """Return all that a stage's graphs depend on besides its modules: not the number or order of microbatches."""
     config = layout.config
     of_pipeline: dict[str, Any] = {
-        field.name: field.default for field in dataclasses.fields(Parallelism) if field.name.startswith("pipeline_parallel")
+        field.name: field.default
+        for field in dataclasses.fields(Parallelism)
+        if field.name.startswith("pipeline_parallel")
     }
     degrees = tuple(degree for axis, degree in layout.degrees.items() if axis != "pp")
     return (
@@ -171,24 +192,36 @@ def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
         config.float8,
         config.activation_checkpoint,
         dataclasses.replace(config.parallelism, **of_pipeline),
-        dataclasses.replace(config.training, local_batch_size=1, global_batch_size=-1, global_batch_ramp=()),
+        dataclasses.replace(
+            config.training, local_batch_size=1, global_batch_size=-1, global_batch_ramp=()
+        ),
     )
 
 
 def depths_to_trace(config: Config) -> tuple[int, int] | None:
     """Return two depths to extrapolate from, or None if blocks differ."""
-    if names_blocks(config) or (config.compile.compiles("model") and config.compile.bucketing == "auto"):
+    if names_blocks(config) or (
+        config.compile.compiles("model") and config.compile.bucketing == "auto"
+    ):
         return None
     checkpointing = config.activation_checkpoint
     option = checkpointing.selective_ac_option
     period = int(option) if checkpointing.mode == "selective" and option.isdigit() else 1
-    first = -(-3 // period) * period  # of two blocks, the first has the embedding's all-gather and the second the output's
+    first = (
+        -(-3 // period) * period
+    )  # of two blocks, the first has the embedding's all-gather and the second the output's
     return first, first + period
 
 
 def names_blocks(config: Config) -> bool:
     """Return True if a key names single blocks, as in "layers.31"."""
-    named = " ".join((*config.parallelism.fsdp_keep_gathered, *config.compile.buckets, *config.float8.filter_fqns))
+    named = " ".join(
+        (
+            *config.parallelism.fsdp_keep_gathered,
+            *config.compile.buckets,
+            *config.float8.filter_fqns,
+        )
+    )
     return any(map(str.isdigit, re.split("[ .]", named)))
 
 
@@ -200,7 +233,9 @@ def layers_of(modules: Sequence[str]) -> int:
     return len(modules) - len(kind_of_stage(modules))
 
 
-def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequence[Machine]) -> Traced:
+def trace_stage(
+    layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequence[Machine]
+) -> Traced:
     """Trace a stage of `kind` with `n_layers` blocks in a fake world, and price it on each machine."""
     torch._dynamo.reset()
     gc.collect()  # graphs of earlier traces
@@ -231,21 +266,38 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
         )
         ids, between = stage_inputs(layout, model)
         labels = {"labels": ids} if layout.loss_chunk else {}
-        model(ids if "tok_embeddings" in kind else between, **labels, **documents_for(layout, ids, machines[0]))
+        model(
+            ids if "tok_embeddings" in kind else between,
+            **labels,
+            **documents_for(layout, ids, machines[0]),
+        )
         if "output" in kind and not layout.loss_chunk:
             loss = _Loss(build_loss(layout.model.vocab_size, tp.rank, tp.degree, tp.group))
             compile_model(
-                loss, without_passes(compile), reshard_after_forward=False, schedule=loss_passes, priced_as=loss_passes.priced_as
+                loss,
+                without_passes(compile),
+                reshard_after_forward=False,
+                schedule=loss_passes,
+                priced_as=loss_passes.priced_as,
             )
             vocabulary = len(own_vocabulary(layout.model.vocab_size, tp.rank, tp.degree))
-            logits = torch.zeros(layout.sequences, tokens, vocabulary, dtype=dtype, requires_grad=True)
+            logits = torch.zeros(
+                layout.sequences, tokens, vocabulary, dtype=dtype, requires_grad=True
+            )
             loss(logits, torch.zeros(layout.sequences, tokens, dtype=torch.long))
     held = {
-        "held": float(sum(local(parameter).numel() for parameter in plans)),  # elements of this rank's shards
-        "whole": float(sum(plan.rows * math.prod(plan.row_shape) for plan in plans.values())),  # elements when all are gathered
+        "held": float(
+            sum(local(parameter).numel() for parameter in plans)
+        ),  # elements of this rank's shards
+        "whole": float(
+            sum(plan.rows * math.prod(plan.row_shape) for plan in plans.values())
+        ),  # elements when all are gathered
         "activations.between": float(between.nbytes),
     }
-    graphs = {**passes.graphs, **{f"loss_{name}": graph for name, graph in loss_passes.graphs.items()}}
+    graphs = {
+        **passes.graphs,
+        **{f"loss_{name}": graph for name, graph in loss_passes.graphs.items()},
+    }
     found = []
     for number, machine in enumerate(machines):
         computing = {name: each[number]["compute"] for name, (each, _) in passes.graphs.items()}
@@ -254,17 +306,28 @@ def trace_stage(layout: PlannedLayout, kind: Kind, n_layers: int, machines: Sequ
         for name, (each, _) in graphs.items():
             figures |= {f"{name}.{key}": value for key, value in each[number].items()}
         travels = ("backward.communication.", "reduce.communication.")
-        alone = under.get("backward", 0.0) - sum(value for key, value in figures.items() if key.startswith(travels))
-        copies_under = max(0.0, alone) if passes.priced_as == "eager" or passes.gathers_once else 0.0
+        alone = under.get("backward", 0.0) - sum(
+            value for key, value in figures.items() if key.startswith(travels)
+        )
+        copies_under = (
+            max(0.0, alone) if passes.priced_as == "eager" or passes.gathers_once else 0.0
+        )
         figures |= copies_figures(plans, machine, axes, config.parallelism, copies_under)
         found.append(figures)
     in_order = sorted(graphs, key=GRAPHS.index)
     timelines = [dataclasses.replace(graphs[name][1], graph=name) for name in in_order]
-    scheduled = {**passes.scheduled, **{f"loss_{name}": graph for name, graph in loss_passes.scheduled.items()}}
+    scheduled = {
+        **passes.scheduled,
+        **{f"loss_{name}": graph for name, graph in loss_passes.scheduled.items()},
+    }
     pair = depths_to_trace(config)
     lives = lives_of(scheduled, n_layers, pair[1] - pair[0] if pair else n_layers)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    return Traced(found, timelines, Tensors(lives, weights_of(plans, config.parallelism), buffers, between.nbytes))
+    return Traced(
+        found,
+        timelines,
+        Tensors(lives, weights_of(plans, config.parallelism), buffers, between.nbytes),
+    )
 
 
 def weights_of(plans: Plans, parallelism: Parallelism) -> list[Weight]:
@@ -278,7 +341,11 @@ def weights_of(plans: Plans, parallelism: Parallelism) -> list[Weight]:
         block = int(plan.fqn.split(".")[1]) if plan.fqn.startswith("layers.") else -1
         whole = plan.rows * math.prod(plan.row_shape)
         buckets = gathered[parameter], reduced[parameter]
-        kind: dict[str, Any] = dict(float8=plan.float8, float32=plan.param_dtype == torch.float32, matrix=is_matrix(plan.fqn))
+        kind: dict[str, Any] = dict(
+            float8=plan.float8,
+            float32=plan.param_dtype == torch.float32,
+            matrix=is_matrix(plan.fqn),
+        )
         kind |= dict(factors=factors_of(plan, parallelism) or (0, 0))
         found.append(Weight(local(parameter).numel(), whole, block, *buckets, **kind))
     return found
@@ -288,7 +355,9 @@ def build_stage(layout: PlannedLayout, mesh: DeviceMesh, kind: Kind, n_layers: i
     """Return a stage of `kind` with `n_layers` blocks, on the meta device."""
     config, shape = layout.config, dataclasses.replace(layout.model, n_layers=max(n_layers, 1))
     tp = axis_of(mesh["tp"])
-    loss = build_chunked_loss(shape.vocab_size, tp.rank, tp.degree, tp.group, chunk=layout.loss_chunk)
+    loss = build_chunked_loss(
+        shape.vocab_size, tp.rank, tp.degree, tp.group, chunk=layout.loss_chunk
+    )
     (model,) = build_stages(
         functools.partial(Transformer, shape),
         [[*kind, *(f"layers.{number}" for number in range(n_layers))]],
@@ -310,7 +379,11 @@ def materialize_stage(layout: PlannedLayout, model: Transformer) -> None:
     materialize(model, torch.device("cpu"))
     if layout.gathers_once:
         for plan in model_of(model).plans.values():
-            hold(model_of(model), plan, torch.zeros(plan.rows, *plan.row_shape, dtype=plan.gather_dtype))
+            hold(
+                model_of(model),
+                plan,
+                torch.zeros(plan.rows, *plan.row_shape, dtype=plan.gather_dtype),
+            )
 
 
 def stage_inputs(layout: PlannedLayout, model: Transformer) -> tuple[Tensor, Tensor]:
@@ -318,7 +391,9 @@ def stage_inputs(layout: PlannedLayout, model: Transformer) -> tuple[Tensor, Ten
     tokens, tp = len(model.positions), layout.degrees["tp"]
     dtype = getattr(torch, layout.config.training.mixed_precision_param)
     ids = torch.zeros(layout.sequences, tokens, dtype=torch.long)
-    return ids, torch.zeros(layout.sequences, tokens // tp, layout.model.dim, dtype=dtype, requires_grad=True)
+    return ids, torch.zeros(
+        layout.sequences, tokens // tp, layout.model.dim, dtype=dtype, requires_grad=True
+    )
 
 
 def documents_for(layout: PlannedLayout, ids: Tensor, machine: Machine) -> dict[str, Tensor]:
@@ -353,7 +428,9 @@ class _Loss(nn.Module):
 
 
 def without_passes(compile: Compile) -> Compile:
-    return dataclasses.replace(compile, bucketing="none", reordering=False, defer_products=False, tensor_parallel_chunks=1)
+    return dataclasses.replace(
+        compile, bucketing="none", reordering=False, defer_products=False, tensor_parallel_chunks=1
+    )
 
 
 @dataclass
@@ -365,17 +442,36 @@ class _Priced(Schedule):
     priced_as: str = ""  # as in compile_model
     keeps_inputs: bool = False  # as in last_uses
     gathers_once: bool = False  # gradients leave the backward at once
-    graphs: dict[str, tuple[list[Figures], Timeline]] = field(default_factory=dict)  # on each machine; on the first one
+    graphs: dict[str, tuple[list[Figures], Timeline]] = field(
+        default_factory=dict
+    )  # on each machine; on the first one
     scheduled: dict[str, ScheduledGraph] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, component: str, compile: Compile, machines: Sequence[Machine], axes: Axes) -> "_Priced":
-        how = "eager" if not compile.compiles(component) else "inductor" if compile.backend == "inductor" else ""
+    def of(
+        cls, component: str, compile: Compile, machines: Sequence[Machine], axes: Axes
+    ) -> "_Priced":
+        how = (
+            "eager"
+            if not compile.compiles(component)
+            else "inductor"
+            if compile.backend == "inductor"
+            else ""
+        )
         passes = without_passes(compile) if how == "eager" or component == "loss" else compile
         fused = how == "inductor"
         # The caller of a graph of aot_eager keeps its inputs until it returns, and so does an eager autograd.Function.
         keeps = not how or (how == "eager" and component == "loss")
-        return cls(passes, machines[0], fused, must_merge=False, machines=machines, axes=axes, priced_as=how, keeps_inputs=keeps)
+        return cls(
+            passes,
+            machines[0],
+            fused,
+            must_merge=False,
+            machines=machines,
+            axes=axes,
+            priced_as=how,
+            keeps_inputs=keeps,
+        )
 
     def __call__(self, module: GraphModule, name: str) -> None:
         if self.priced_as == "eager":
@@ -383,7 +479,9 @@ class _Priced(Schedule):
         super().__call__(module, name)
         at_once = self.priced_as == "eager" or self.gathers_once
         self.scheduled[name] = ScheduledGraph(module.graph, self.fused, self.keeps_inputs, at_once)
-        each = [figures_of(module.graph, machine, self.fused, self.axes) for machine in self.machines]
+        each = [
+            figures_of(module.graph, machine, self.fused, self.axes) for machine in self.machines
+        ]
         timeline = self.receipts[-1].timeline
         assert timeline is not None
         self.graphs[name] = each, by_axis(timeline, self.axes)
@@ -395,10 +493,16 @@ def as_in_eager_mode(graph: Graph) -> None:
     merge_waits(graph)
     merge(graph, by_block(graph))
     place = next(node for node in graph.nodes if node.op != "placeholder")
-    for gather in [node for node in parameter_all_gathers(graph) if parameters_of(node) and not moves_tokens(node)]:
+    for gather in [
+        node
+        for node in parameter_all_gathers(graph)
+        if parameters_of(node) and not moves_tokens(node)
+    ]:
         move_gather_before(gather, place)
         wait = wait_of(gather)
         columns = [part for rows in wait.users for part in rows.users]
-        place = max([wait, *(node for part in columns for node in part.users if node.meta.get("copies"))]).next
+        place = max(
+            [wait, *(node for part in columns for node in part.users if node.meta.get("copies"))]
+        ).next
     wait_for_reductions_late(graph)
     graph.lint()

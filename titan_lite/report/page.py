@@ -46,7 +46,9 @@ def name_runs(folders: Sequence[Path]) -> list[str]:
     for folder, own in zip(folders, parts, strict=True):
         if parts.count(own) > 1:
             raise RecordError(f"{folder} is given twice; use each run once")
-    named = (["/".join(own[-depth:]) for own in parts] for depth in range(1, max(map(len, parts)) + 1))
+    named = (
+        ["/".join(own[-depth:]) for own in parts] for depth in range(1, max(map(len, parts)) + 1)
+    )
     return next(names for names in named if len(set(names)) == len(names))
 
 
@@ -61,11 +63,15 @@ def thin(rows: list[dict[str, float]]) -> list[dict[str, float]]:
     kept = {0, len(rows) - 1}
     for begin in range(0, len(rows), width):
         window = range(begin, min(begin + width, len(rows)))
-        kept |= {place for place in window if rows[place].get("validation_loss") is not None} | {window[-1]}
+        kept |= {place for place in window if rows[place].get("validation_loss") is not None} | {
+            window[-1]
+        }
         for name in EXTREMES:
             there = [place for place in window if rows[place].get(name) is not None]
             if there:
-                kept |= {choose(there, key=lambda place: rows[place][name]) for choose in (min, max)}
+                kept |= {
+                    choose(there, key=lambda place: rows[place][name]) for choose in (min, max)
+                }
     return [rows[place] for place in sorted(kept)]
 
 
@@ -83,9 +89,13 @@ def drawn(run: RunRecord, number: int) -> dict[str, Any]:
         "marks": [
             {"kind": kind, "step": event["step"], "text": str(event.get("text", ""))}
             for event in run.events
-            if (kind := "failed" if event["event"] == "error" else event["event"]) not in ("start", "done", "restart")
+            if (kind := "failed" if event["event"] == "error" else event["event"])
+            not in ("start", "done", "restart")
         ],
-        "timelines": [{**each, "spans": [[*map(_round, span)] for span in each["spans"]]} for each in run.timelines],
+        "timelines": [
+            {**each, "spans": [[*map(_round, span)] for span in each["spans"]]}
+            for each in run.timelines
+        ],
     }
 
 
@@ -102,7 +112,11 @@ def page(runs: Sequence[RunRecord]) -> str:
     parts = [
         f"<h1>{_text(', '.join(run.name for run in runs))}</h1>",
         f'<div class="muted">titan_lite report, written {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}</div>',
-        *(f'<p class="note">{_text(run.name)}: {_text(note)}</p>' for run in runs for note in run.notes),
+        *(
+            f'<p class="note">{_text(run.name)}: {_text(note)}</p>'
+            for run in runs
+            for note in run.notes
+        ),
         f'<div class="cards">{"".join(_card(run, number) for number, run in enumerate(runs))}</div>',
         "<noscript><p class='note'>The curves are drawn by a script, which is turned off here.</p></noscript>",
         '<h2>Curves</h2><p class="muted">Point at one to read all of them; drag to look closer.</p>',
@@ -112,7 +126,9 @@ def page(runs: Sequence[RunRecord]) -> str:
         _buckets(runs),
         _recipes(runs),
     ]
-    data = json.dumps([drawn(run, number) for number, run in enumerate(runs)], separators=(",", ":"))
+    data = json.dumps(
+        [drawn(run, number) for number, run in enumerate(runs)], separators=(",", ":")
+    )
     title = "titan_lite: " + ", ".join(run.name for run in runs)
     # Only "<" could end the script element.
     filled = {"title": _text(title), "body": "\n".join(parts), "data": data.replace("<", "\\u003c")}
@@ -129,7 +145,11 @@ def _card(run: RunRecord, number: int) -> str:
     newest = operator.itemgetter(-1)
     last, steps = run.rows[-1], run.recipe.get("training.steps")
     validation = run.column("validation_loss") or [math.nan]
-    starts = [time for event in run.events if event["event"] in ("start", "resume") and (time := _when(event))]
+    starts = [
+        time
+        for event in run.events
+        if event["event"] in ("start", "resume") and (time := _when(event))
+    ]
     resumed = sum(event["event"] == "resume" for event in run.events)
     lines = {
         "steps": f"{last['step']:,}" + (f" of {steps:,}" if type(steps) is int else ""),
@@ -143,11 +163,15 @@ def _card(run: RunRecord, number: int) -> str:
         "peak memory": figure("memory_gib", max, "{:.2f} GiB"),
         "exposed (estimated)": exposed_share(run.receipts),
         "steps skipped": figure("skipped_steps", max, "{:,.0f}"),
-        "training time": f"{last['hours']:.2f} h" if last["hours"] > 2 else f"{60 * last['hours']:.1f} min",
+        "training time": f"{last['hours']:.2f} h"
+        if last["hours"] > 2
+        else f"{60 * last['hours']:.1f} min",
         "started": starts[0][:16] if starts else "",
         "resumed": f"{resumed} time{'s' * (resumed > 1)}" if resumed else "",
     }
-    listed = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in lines.items() if value)
+    listed = "".join(
+        f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in lines.items() if value
+    )
     return (
         f'<section class="card" style="--run: var(--c{number % 6})"><h3>{_text(run.name)}</h3>'
         f'<div class="muted">{_text(run.recipe.get("job.description", ""))}</div><dl>{listed}</dl></section>'
@@ -159,7 +183,9 @@ def exposed_share(receipts: Iterable[Mapping[str, Any]]) -> str:
     there is no communication."""
     times = [r["timeline"] for r in receipts if r.get("timeline") and r.get("graph") != "inference"]
     exposed = sum(time.get("waited", time["exposed"]) for time in times)
-    seconds, communication = (sum(time[name] for time in times) for name in ("seconds", "communication"))
+    seconds, communication = (
+        sum(time[name] for time in times) for name in ("seconds", "communication")
+    )
     return f"{1e3 * exposed:.3g} of {1e3 * seconds:.3g} ms" if communication or exposed else ""
 
 
@@ -175,8 +201,15 @@ def _sources(runs: Sequence[RunRecord]) -> str:
         for key, count in tokens.items():
             name, share = key.partition("/")[2], count / (sum(tokens.values()) or 1)
             losses = [run.column(f"{what}loss_by_source/{name}") for what in ("", "validation_")]
-            cells = [name, _large(count), f"{100 * share:.1f}%", *(f"{each[-1]:.4f}" if each else "" for each in losses)]
-            rows.append(_row("td", [run.name] * several + cells, ["name"] * several + ["", *["figure"] * 4]))
+            cells = [
+                name,
+                _large(count),
+                f"{100 * share:.1f}%",
+                *(f"{each[-1]:.4f}" if each else "" for each in losses),
+            ]
+            rows.append(
+                _row("td", [run.name] * several + cells, ["name"] * several + ["", *["figure"] * 4])
+            )
     head = ["run"] * several + ["source", "tokens", "share", "loss", "validation loss"]
     return f"<h2>Sources</h2>{_table(_row('th', head), rows)}" if rows else ""
 
@@ -193,12 +226,22 @@ def _events(runs: Sequence[RunRecord]) -> str:
     saved = [
         f"{_text(run.name)}: checkpoints of steps {', '.join(f'{step:,}' for step in steps)}"
         for run in runs
-        if (steps := sorted({event["step"] for event in run.events if event["event"] == "checkpoint"}))
+        if (
+            steps := sorted(
+                {event["step"] for event in run.events if event["event"] == "checkpoint"}
+            )
+        )
     ]
     if not rows and not saved:
         return ""
-    head = _row("th", ["run"] * several + ["step", "what", "when", ""], [""] * several + ["figure", "", "wide", ""])
-    return f"<h2>Starts, faults and resumes</h2>{_table(head, rows)}" + "".join(f'<p class="muted">{line}</p>' for line in saved)
+    head = _row(
+        "th",
+        ["run"] * several + ["step", "what", "when", ""],
+        [""] * several + ["figure", "", "wide", ""],
+    )
+    return f"<h2>Starts, faults and resumes</h2>{_table(head, rows)}" + "".join(
+        f'<p class="muted">{line}</p>' for line in saved
+    )
 
 
 def _buckets(runs: Sequence[RunRecord]) -> str:
@@ -228,14 +271,20 @@ def _buckets(runs: Sequence[RunRecord]) -> str:
 def _receipt(receipt: Mapping[str, Any]) -> str:
     left = receipt["after"]
     counts = Counter(each["kind"] for each in left)
-    merged = ", ".join(f"{before} {kind} → {counts[kind]}" for kind, before in receipt["before"].items())
+    merged = ", ".join(
+        f"{before} {kind} → {counts[kind]}" for kind, before in receipt["before"].items()
+    )
     where = "" if receipt.get("pp_rank") is None else f"pipeline rank {receipt['pp_rank']}, "
     rows = [
         (
             each["kind"],
-            "".join(each["fqns"][:1]) + (f" and {len(each['fqns']) - 1} more" if len(each["fqns"]) > 1 else ""),
+            "".join(each["fqns"][:1])
+            + (f" and {len(each['fqns']) - 1} more" if len(each["fqns"]) > 1 else ""),
             f"{each['nbytes'] / 2**20:,.2f}",
-            *("" if each.get(name) is None else f"{1e3 * each[name]:.3g}" for name in ("seconds", "under", "exposed")),
+            *(
+                "" if each.get(name) is None else f"{1e3 * each[name]:.3g}"
+                for name in ("seconds", "under", "exposed")
+            ),
         )
         for each in left
     ]
@@ -259,17 +308,25 @@ def _recipes(runs: Sequence[RunRecord]) -> str:
         return list(value) if isinstance(value, tuple) else value
 
     if len(given) > 1:
-        own = [key for key in keys if key != "job.dump_folder" and len({_value(run.recipe.get(key)) for run in given}) > 1]
+        own = [
+            key
+            for key in keys
+            if key != "job.dump_folder" and len({_value(run.recipe.get(key)) for run in given}) > 1
+        ]
         title = "Differences of the recipes" if own else "The recipes are the same"
     else:
         own = [key for key in keys if given[0].recipe[key] != defaults(key)]
         title = "The recipe, without defaults"
 
     def table(chosen: Sequence[str]) -> str:
-        rows = [_row("td", [key, *(_value(run.recipe.get(key)) for run in given)]) for key in chosen]
+        rows = [
+            _row("td", [key, *(_value(run.recipe.get(key)) for run in given)]) for key in chosen
+        ]
         return _table(_row("th", ["key", *(run.name for run in given)]), rows)
 
-    return f"<h2>{title}</h2>{table(own)}<details><summary>every key</summary>{table(keys)}</details>"
+    return (
+        f"<h2>{title}</h2>{table(own)}<details><summary>every key</summary>{table(keys)}</details>"
+    )
 
 
 def _table(head: str, rows: Sequence[str]) -> str:
@@ -292,14 +349,22 @@ def _large(number: float) -> str:
 
 
 def _value(value: Any) -> str:
-    return "" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)  # TOML has dates
+    return (
+        "" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+    )  # TOML has dates
 
 
 def _when(event: Mapping[str, Any]) -> str:
     """Return an event's time in the reader's zone, or "" without a time."""
     try:
         return f"{datetime.fromisoformat(event['time']).astimezone():%Y-%m-%d %H:%M:%S}"
-    except (KeyError, TypeError, ValueError, OverflowError, OSError):  # the last two: years out of range
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        OSError,
+    ):  # the last two: years out of range
         return ""
 
 
@@ -310,14 +375,26 @@ def _text(text: Any) -> str:
 @command
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(__doc__)
-    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="job.dump_folder of a run")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the page (default: report.html in the first folder)")
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="job.dump_folder of a run"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the page (default: report.html in the first folder)",
+    )
     options = parser.parse_args(arguments)
     try:
-        runs = [read_run(folder, name) for folder, name in zip(options.folders, name_runs(options.folders), strict=True)]
+        runs = [
+            read_run(folder, name)
+            for folder, name in zip(options.folders, name_runs(options.folders), strict=True)
+        ]
         text = page(runs)
         path = options.output or options.folders[0] / "report.html"
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")  # JSON may have halves of a surrogate pair
+        path.write_text(
+            text, encoding="utf-8", errors="backslashreplace"
+        )  # JSON may have halves of a surrogate pair
     except (RecordError, ConfigError, OSError) as error:
         wrong = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
         raise ConfigError(wrong) from None

@@ -24,7 +24,10 @@ ANOTHER = (
 def another(folder):
     """Within: another process that tries to take the folder; how that went."""
     with subprocess.Popen(
-        [sys.executable, "-c", ANOTHER, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", ANOTHER, folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         yield process.stdout.readline().strip()
         process.kill()
@@ -83,7 +86,11 @@ def test_a_lock_that_is_removed_while_it_is_taken_is_taken_again(tmp_path, monke
             lock.path.unlink()
         fcntl.lockf(file, how)
 
-    monkeypatch.setattr(module, "fcntl", type("Fcntl", (), {**vars(fcntl), "lockf": staticmethod(removed_meanwhile)}))
+    monkeypatch.setattr(
+        module,
+        "fcntl",
+        type("Fcntl", (), {**vars(fcntl), "lockf": staticmethod(removed_meanwhile)}),
+    )
     assert lock.take()
     assert len(times) == 2
     assert lock.is_held()
@@ -96,7 +103,9 @@ def test_who_has_not_taken_it_has_nothing_to_lose(tmp_path):
     assert not lock.folder.exists()
 
 
-def test_on_a_file_system_that_numbers_one_file_twice_nothing_is_taken_for_removed(tmp_path, monkeypatch):
+def test_on_a_file_system_that_numbers_one_file_twice_nothing_is_taken_for_removed(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(module, "is_open", lambda file, path: False)
     lock = FolderLock(tmp_path, "key")
     assert lock.take()

@@ -114,7 +114,9 @@ def test_a_step_is_loaded_as_it_was_saved(mode, tmp_path, log):
 @pytest.mark.parametrize("mode", MODES)
 def test_writing_hashing_and_loading_are_progress(mode, tmp_path):
     beats = []
-    steps_of = Checkpointer(Checkpoint(enable=True, async_mode=mode), tmp_path, lambda: beats.append(phase))
+    steps_of = Checkpointer(
+        Checkpoint(enable=True, async_mode=mode), tmp_path, lambda: beats.append(phase)
+    )
     phase = "save"
     steps_of.save(1, tensors(1), {"step": 1})
     steps_of.wait()
@@ -141,7 +143,9 @@ def test_the_saving_thread_uses_its_ranks_gpu(tmp_path, monkeypatch):
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_what_the_optimizer_does_meanwhile_is_not_in_a_step(mode, tmp_path, monkeypatch):
     begin, write = threading.Event(), tensor_files.write
-    monkeypatch.setattr(tensor_files, "write", lambda *args, **named: begin.wait(30) and write(*args, **named))
+    monkeypatch.setattr(
+        tensor_files, "write", lambda *args, **named: begin.wait(30) and write(*args, **named)
+    )
     steps_of, live = of(tmp_path, async_mode=mode), tensors(1)
     steps_of.save(1, live, {"step": 1})
     for tensor in live.values():
@@ -161,19 +165,31 @@ def test_the_model_alone_where_the_last_step_is_asked_for_so(mode, tmp_path):
     steps_of.save(2, tensors(2), {"step": 2}, last=True)
     steps_of.wait()
     assert_step(steps_of, 1)
-    model = {name: torch.zeros_like(tensor) for name, tensor in tensors(2).items() if name.startswith("model.")}
+    model = {
+        name: torch.zeros_like(tensor)
+        for name, tensor in tensors(2).items()
+        if name.startswith("model.")
+    }
     steps_of.load(2, model)
     assert torch.equal(model["model.w"], tensors(2)["model.w"])
-    with pytest.raises(ConfigError, match=r"step-2 cannot be loaded: it has only the model \(checkpoint.last_save_model_only"):
+    with pytest.raises(
+        ConfigError,
+        match=r"step-2 cannot be loaded: it has only the model \(checkpoint.last_save_model_only",
+    ):
         loaded(steps_of, 2)
 
 
 def test_a_step_that_is_there_is_not_overwritten(tmp_path):
     steps_of = save(tmp_path, 1)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoint").rglob("*")}
-    with pytest.raises(CheckpointError, match=r"step 1 was not saved in .*step-1 exists, and no step is overwritten"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step 1 was not saved in .*step-1 exists, and no step is overwritten",
+    ):
         steps_of.save(1, tensors(3), {"step": 3})
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoint").rglob("*")} == before
+    assert {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoint").rglob("*")
+    } == before
     assert_step(steps_of, 1)
 
 
@@ -184,7 +200,9 @@ def test_nothing_is_written_where_there_is_no_room(mode, tmp_path, monkeypatch):
     size = sum(tensor.numel() * tensor.itemsize for tensor in tensors(2).values())
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage(size - 1))
     monkeypatch.setattr(tensor_files, "write", lambda *args, **named: pytest.fail("it was begun"))
-    with pytest.raises(CheckpointError, match=r"step 2 was not saved.*it needs 0.000 GiB, and 0.000 GiB are free"):
+    with pytest.raises(
+        CheckpointError, match=r"step 2 was not saved.*it needs 0.000 GiB, and 0.000 GiB are free"
+    ):
         save(tmp_path, 2, async_mode=mode)
     assert names(tmp_path) == ["step-1"]
     monkeypatch.undo()
@@ -209,7 +227,9 @@ def save_and_poll(steps_of):
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("mode", MODES[:2])
-def test_a_save_that_fails_leaves_the_one_before_and_by_recipe_stops_or_goes_on(phase, mode, tmp_path, monkeypatch, log):
+def test_a_save_that_fails_leaves_the_one_before_and_by_recipe_stops_or_goes_on(
+    phase, mode, tmp_path, monkeypatch, log
+):
     def broken(*args, **named):
         raise OSError(28, "No space left on device")
 
@@ -217,14 +237,20 @@ def test_a_save_that_fails_leaves_the_one_before_and_by_recipe_stops_or_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(*PHASES[phase], broken)
         steps_of = of(tmp_path, async_mode=mode)
-        with pytest.raises(CheckpointError, match=r"step 2 was not saved in .*rank 0: OSError: \[Errno 28\] No space left"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"step 2 was not saved in .*rank 0: OSError: \[Errno 28\] No space left",
+        ):
             save_and_poll(steps_of)
         steps_of.wait()  # told once
         assert names(tmp_path) == ["step-1"]
         goes_on = of(tmp_path, async_mode=mode, on_failure="continue")
         goes_on.save(2, tensors(2), {"step": 2})
         goes_on.wait()
-        assert any(line.startswith("NOTHING WAS SAVED: step 2") and line.endswith('"continue")') for line in log)
+        assert any(
+            line.startswith("NOTHING WAS SAVED: step 2") and line.endswith('"continue")')
+            for line in log
+        )
         assert (goes_on.tried, goes_on.newest) == (2, 0)
     assert_step(steps_of, 1)
     steps_of = save(tmp_path, 3)
@@ -242,8 +268,15 @@ def test_a_failure_in_the_background_is_not_lost(then, tmp_path, monkeypatch):
 
 def test_a_file_that_rank_0_does_not_see_is_told(tmp_path, monkeypatch):
     write = manifest.write
-    monkeypatch.setattr(manifest, "write", lambda folder, *args: ((folder / "__0_0.distcp").unlink(), write(folder, *args)))
-    with pytest.raises(CheckpointError, match=r"rank 0: __0_0.distcp is missing, seen from rank 0; use a .* on a file"):
+    monkeypatch.setattr(
+        manifest,
+        "write",
+        lambda folder, *args: ((folder / "__0_0.distcp").unlink(), write(folder, *args)),
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"rank 0: __0_0.distcp is missing, seen from rank 0; use a .* on a file",
+    ):
         save(tmp_path, 1)
     assert names(tmp_path) == []
 
@@ -255,12 +288,18 @@ def test_old_steps_go_whole_and_invalid_ones_do_not_count(tmp_path, monkeypatch,
     save(tmp_path, 4, keep_latest_k=2)
     assert names(tmp_path) == ["step-2", "step-3", "step-4"]
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.shutil, "rmtree", lambda path, **named: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        patch.setattr(
+            checkpoint.shutil,
+            "rmtree",
+            lambda path, **named: (_ for _ in ()).throw(OSError(5, "Input/output error")),
+        )
         save(tmp_path, 5, keep_latest_k=2)
         assert names(tmp_path) == ["deleting-step-2", "step-3", "step-4", "step-5"]
         save(tmp_path, 6, keep_latest_k=0)
     assert "an old step was not deleted: [Errno 5] Input/output error" in log
-    assert any("deleting-step-2, left by a killed run, was not removed: [Errno 5]" in line for line in log)
+    assert any(
+        "deleting-step-2, left by a killed run, was not removed: [Errno 5]" in line for line in log
+    )
     save(tmp_path, 7, keep_latest_k=0)
     assert names(tmp_path) == ["step-3", "step-4", "step-5", "step-6", "step-7"]
     assert of(tmp_path).verified_step() == 7
@@ -309,7 +348,10 @@ DAMAGES = {
     "missing": lambda path, mark: path.unlink(),
     "a pickle": lambda path, mark: path.write_bytes(pickle.dumps(Payload(mark))),
     "a folder": lambda path, mark: (path.unlink(), path.mkdir()),
-    "a link": lambda path, mark: (path.rename(mark.parent / "moved"), path.symlink_to(mark.parent / "moved")),
+    "a link": lambda path, mark: (
+        path.rename(mark.parent / "moved"),
+        path.symlink_to(mark.parent / "moved"),
+    ),
 }
 
 
@@ -334,7 +376,10 @@ def test_a_foreign_file_is_named(tmp_path, log):
     (tmp_path / "checkpoint/step-2/__1_0.distcp").write_bytes(b"x")
     assert steps_of.step_to_load() == 1
     assert steps_of.verified_step() == 1
-    assert "step-2 is not loaded: __1_0.distcp is foreign: manifest.json does not list it; set aside as invalid-step-2" in log
+    assert (
+        "step-2 is not loaded: __1_0.distcp is foreign: manifest.json does not list it; set aside as invalid-step-2"
+        in log
+    )
 
 
 def test_a_step_under_another_steps_name_is_named(tmp_path):
@@ -358,7 +403,11 @@ def test_every_bit_of_a_manifest_counts(tmp_path):
 
 def seal(folder, step):
     """A manifest for whatever is there, as one would make who wants it to be loaded."""
-    files = {path.name: manifest.digest(path) for path in folder.iterdir() if path.name != "manifest.json"}
+    files = {
+        path.name: manifest.digest(path)
+        for path in folder.iterdir()
+        if path.name != "manifest.json"
+    }
     manifest.write(folder, step, files)
 
 
@@ -369,11 +418,16 @@ def test_metadata_that_would_run_code_are_named_though_the_manifest_fits(tmp_pat
     seal(step, 2)
     assert steps_of.step_to_load() == 2
     assert steps_of.verified_step() == 1
-    assert any("step-2 is not loaded: .metadata asks for posix.system, which may run code" in line for line in log)
+    assert any(
+        "step-2 is not loaded: .metadata asks for posix.system, which may run code" in line
+        for line in log
+    )
     assert not (tmp_path / "mark").exists()
     (tmp_path / "checkpoint/invalid-step-2").rename(tmp_path / "checkpoint/step-3")
     seal(tmp_path / "checkpoint/step-3", 3)
-    with pytest.raises(ConfigError, match=r"step-3 cannot be loaded: .metadata asks for posix.system"):
+    with pytest.raises(
+        ConfigError, match=r"step-3 cannot be loaded: .metadata asks for posix.system"
+    ):
         steps_of.load(3, tensors(3))
     assert not (tmp_path / "mark").exists()
 
@@ -392,11 +446,16 @@ def test_of_metadata_of_python_3_11_2_getattr_names_a_memory_format_and_nothing_
     metadata = pickle.loads(path.read_bytes())
     metadata.planner_data = Attribute(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")
     path.write_bytes(pickle.dumps(metadata))
-    assert tensor_files.read_metadata(path.parent, FILES).planner_data == _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    assert (
+        tensor_files.read_metadata(path.parent, FILES).planner_data
+        == _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    )
     for of, name in ((torch.Size, "count"), (_MEM_FORMAT_ENCODING, "mro")):
         metadata.planner_data = Attribute(of, name)
         path.write_bytes(pickle.dumps(metadata))
-        with pytest.raises(Damaged, match=r"asks for builtins.getattr of|cannot be read: KeyError: 'mro'"):
+        with pytest.raises(
+            Damaged, match=r"asks for builtins.getattr of|cannot be read: KeyError: 'mro'"
+        ):
             tensor_files.read_metadata(path.parent, FILES)
 
 
@@ -411,14 +470,22 @@ def test_metadata_that_would_change_a_class_change_none(tmp_path):
     for kind in (*CLASSES, getattr):
         name = f"c{kind.__module__}\n{kind.__qualname__}\n".encode()
         path = b"cpathlib\nPosixPath\n"
-        (step / ".metadata").write_bytes(b"\x80\x02" + name + b"N}X\x06\0\0\0rename" + path + b"s\x86b.")
+        (step / ".metadata").write_bytes(
+            b"\x80\x02" + name + b"N}X\x06\0\0\0rename" + path + b"s\x86b."
+        )
         with pytest.raises(Damaged):
             tensor_files.read_metadata(step, FILES)
     assert before == {kind: dict(vars(kind)) for kind in CLASSES}
 
 
 @pytest.mark.parametrize(
-    "entry", [["a\0b", {"sha256": "", "size": 1}], ["\ud800", {"sha256": "", "size": 1}], ["a", {}], ["a", 5]]
+    "entry",
+    [
+        ["a\0b", {"sha256": "", "size": 1}],
+        ["\ud800", {"sha256": "", "size": 1}],
+        ["a", {}],
+        ["a", 5],
+    ],
 )
 def test_a_manifest_that_lists_no_files_is_named(entry, tmp_path):
     steps_of = save(tmp_path, 1)
@@ -446,14 +513,19 @@ def test_the_command_that_named_a_step_goes_on_from_a_newer_one_of_its_own(tmp_p
 def test_tensors_that_would_run_code_are_named_though_everything_fits(zipped, tmp_path):
     steps_of = save(tmp_path, 1)
     step = tmp_path / "checkpoint/step-1"
-    torch.save(Payload(tmp_path / "mark"), step / "__0_0.distcp", _use_new_zipfile_serialization=zipped)
+    torch.save(
+        Payload(tmp_path / "mark"), step / "__0_0.distcp", _use_new_zipfile_serialization=zipped
+    )
     metadata = pickle.loads((step / ".metadata").read_bytes())
     for place in metadata.storage_data.values():
         place.offset, place.length = 0, (step / "__0_0.distcp").stat().st_size
     (step / ".metadata").write_bytes(pickle.dumps(metadata))
     seal(step, 1)
     assert steps_of.verified_step() == 1
-    with pytest.raises(ConfigError, match=r"step-1 cannot be loaded: rank 0: __0_0.distcp asks for (posix|os).system"):
+    with pytest.raises(
+        ConfigError,
+        match=r"step-1 cannot be loaded: rank 0: __0_0.distcp asks for (posix|os).system",
+    ):
         loaded(steps_of, 1)
     assert not (tmp_path / "mark").exists()
 
@@ -488,7 +560,10 @@ def complex_numbers(metadata):
         (chunks_missing, r".*the parts of model.w do not cover it"),
         (chunk_too_small, r".*the parts of model.w do not cover it"),
         (complex_numbers, r"asks for torch.complex128"),
-        (entry_that_is_no_tensor, r"asks for torch.distributed.checkpoint.metadata.BytesStorageMetadata"),
+        (
+            entry_that_is_no_tensor,
+            r"asks for torch.distributed.checkpoint.metadata.BytesStorageMetadata",
+        ),
         (file_elsewhere, r"has a tensor in \.\./step-1/__0_0\.distcp, which is not of this step"),
         (transformed, r"has a tensor in __0_0\.distcp, which is not of this step"),
     ],
@@ -503,7 +578,10 @@ def test_metadata_of_anything_but_tensors_in_this_folder_are_named(change, words
         tensor_files.read_metadata(step, FILES)
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80\x04.", b"no pickle", pickle.dumps({"a": 1}), pickle.dumps(torch.float32)])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x80\x04.", b"no pickle", pickle.dumps({"a": 1}), pickle.dumps(torch.float32)],
+)
 def test_bytes_that_are_no_metadata_are_named(content, tmp_path):
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(Damaged, match=r"^\.metadata cannot be read: "):
@@ -513,24 +591,41 @@ def test_bytes_that_are_no_metadata_are_named(content, tmp_path):
 def test_which_step_is_loaded(tmp_path):
     assert of(tmp_path).step_to_load() is None
     assert Checkpointer(Checkpoint(), tmp_path).step_to_load() is None
-    with pytest.raises(ConfigError, match=r"must_resume = true: there is no step in .*checkpoint; use false to start a new run"):
+    with pytest.raises(
+        ConfigError,
+        match=r"must_resume = true: there is no step in .*checkpoint; use false to start a new run",
+    ):
         of(tmp_path, must_resume=True).step_to_load()
-    with pytest.raises(ConfigError, match=r"load_step = 4: there is no such step in .*checkpoint; it has none; use -1"):
+    with pytest.raises(
+        ConfigError,
+        match=r"load_step = 4: there is no such step in .*checkpoint; it has none; use -1",
+    ):
         of(tmp_path, load_step=4).verified_step()
     save(tmp_path, 2, 10)
     assert of(tmp_path, must_resume=True).step_to_load() == 10  # and not 2, which sorts after it
     assert of(tmp_path, load_step=10).verified_step() == 10
-    with pytest.raises(ConfigError, match=r"load_step = 4: there is no such step in .*; it has 2, 10; use -1 for the newest"):
+    with pytest.raises(
+        ConfigError,
+        match=r"load_step = 4: there is no such step in .*; it has 2, 10; use -1 for the newest",
+    ):
         of(tmp_path, load_step=4).step_to_load()
-    with pytest.raises(ConfigError, match=r"load_step = 2: .* has newer steps, up to 10, which this run would save"):
+    with pytest.raises(
+        ConfigError, match=r"load_step = 2: .* has newer steps, up to 10, which this run would save"
+    ):
         of(tmp_path, load_step=2).step_to_load()
     (tmp_path / "checkpoint/step-10/manifest.json").unlink()
-    with pytest.raises(ConfigError, match=r"load_step = 10: the step is damaged: manifest.json is missing; it has 2; use -1"):
+    with pytest.raises(
+        ConfigError,
+        match=r"load_step = 10: the step is damaged: manifest.json is missing; it has 2; use -1",
+    ):
         of(tmp_path, load_step=10).step_to_load()
     assert of(tmp_path, load_step=2).step_to_load() == 2
     flip(tmp_path / "checkpoint/step-2/__0_0.distcp")
     for must_resume in (True, False):  # never a new run in silence
-        with pytest.raises(ConfigError, match=r"all steps in .* are damaged \(step-2: __0_0.*step-10: manifest.*move them away"):
+        with pytest.raises(
+            ConfigError,
+            match=r"all steps in .* are damaged \(step-2: __0_0.*step-10: manifest.*move them away",
+        ):
             of(tmp_path, must_resume=must_resume).verified_step()
 
 
@@ -574,11 +669,14 @@ time.sleep(60)
 
 def test_a_second_run_in_a_folder_is_told_of_the_first_and_a_killed_one_is_forgotten(tmp_path):
     command = [sys.executable, "-c", HOLDER, tmp_path]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}) as holder:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    ) as holder:
         lines = {holder.stdout.readline().strip(), holder.stdout.readline().strip()}
         (child,) = lines - {""}
         with pytest.raises(
-            ConfigError, match=rf"checkpoint is in use by process {holder.pid} on \S+; end that run, or use another"
+            ConfigError,
+            match=rf"checkpoint is in use by process {holder.pid} on \S+; end that run, or use another",
         ):
             of(tmp_path).lock()
         holder.kill()
@@ -589,7 +687,10 @@ def test_a_second_run_in_a_folder_is_told_of_the_first_and_a_killed_one_is_forgo
 
 def test_a_folder_that_cannot_be_is_told(tmp_path):
     (tmp_path / "checkpoint").write_text("")
-    with pytest.raises(ConfigError, match=r'checkpoint.folder = "checkpoint": .*/checkpoint: File exists; use a job.dump_folder'):
+    with pytest.raises(
+        ConfigError,
+        match=r'checkpoint.folder = "checkpoint": .*/checkpoint: File exists; use a job.dump_folder',
+    ):
         of(tmp_path).lock()
 
 
@@ -610,7 +711,9 @@ def two_ranks(folder, mode):
 
     resolve = tensor_files.FromHost.resolve_data
     if rank == 1:
-        tensor_files.FromHost.resolve_data = lambda *args: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+        tensor_files.FromHost.resolve_data = lambda *args: (_ for _ in ()).throw(
+            OSError(5, "Input/output error")
+        )
     told = ""
     try:
         steps_of.save(2, live, {"step": 2})
@@ -694,7 +797,9 @@ def test_nothing_is_saved_in_a_folder_that_is_another_runs(tmp_path):
     steps_of.lock()
     steps_of.locked.path.unlink()
     steps_of.locked.path.write_text("process 7 on x")
-    with pytest.raises(CheckpointError, match="the folder was removed, or replaced, in the middle of the save"):
+    with pytest.raises(
+        CheckpointError, match="the folder was removed, or replaced, in the middle of the save"
+    ):
         steps_of.save(1, tensors(1), {"step": 1})
     with pytest.raises(FolderTaken, match="now belongs to process 7 on x"):
         steps_of.hold()

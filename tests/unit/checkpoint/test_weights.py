@@ -37,9 +37,20 @@ from titan_lite.models.shape_files import config_from_meta
 from titan_lite.shape import shape_of
 
 TOKENIZER = Path(__file__).parents[3] / "assets/tokenizer/debug.model"
-TINY = ModelConfig(dim=48, n_layers=2, n_heads=6, n_kv_heads=2, hidden_dim=64, vocab_size=320, max_seq_len=8192)
-TIED = dataclasses.replace(TINY, tied_embeddings=True, rope_scaling=RopeScaling(factor=8.0), max_seq_len=131_072)
-PARAMS = {"dim": 48, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "vocab_size": 320, "multiple_of": 32}
+TINY = ModelConfig(
+    dim=48, n_layers=2, n_heads=6, n_kv_heads=2, hidden_dim=64, vocab_size=320, max_seq_len=8192
+)
+TIED = dataclasses.replace(
+    TINY, tied_embeddings=True, rope_scaling=RopeScaling(factor=8.0), max_seq_len=131_072
+)
+PARAMS = {
+    "dim": 48,
+    "n_layers": 2,
+    "n_heads": 6,
+    "n_kv_heads": 2,
+    "vocab_size": 320,
+    "multiple_of": 32,
+}
 PARAMS |= {"ffn_dim_multiplier": 0.5, "norm_eps": 1e-5, "rope_theta": 500_000.0}
 
 
@@ -56,13 +67,19 @@ def save_meta(folder, config, ranks):
         part = {"rope.freqs": torch.zeros(4)}
         for fqn, weight in model_of(config).state_dict().items():  # a tied output, too
             column = fqn.endswith(("wo.weight", "w2.weight"))
-            part[fqn] = weight if weight.dim() == 1 else weight.chunk(ranks, int(column))[rank].clone()
+            part[fqn] = (
+                weight if weight.dim() == 1 else weight.chunk(ranks, int(column))[rank].clone()
+            )
         torch.save(part, folder / f"consolidated.{rank:02d}.pth")
-    (folder / "params.json").write_text(json.dumps(PARAMS | {"use_scaled_rope": config.rope_scaling is not None}))
+    (folder / "params.json").write_text(
+        json.dumps(PARAMS | {"use_scaled_rope": config.rope_scaling is not None})
+    )
     return folder
 
 
-UNTIED_ONLY = pytest.mark.parametrize("config", [TINY], indirect=True, ids=["untied"], scope="module")
+UNTIED_ONLY = pytest.mark.parametrize(
+    "config", [TINY], indirect=True, ids=["untied"], scope="module"
+)
 TIED_ONLY = pytest.mark.parametrize("config", [TIED], indirect=True, ids=["tied"], scope="module")
 
 
@@ -102,7 +119,11 @@ def same(weights, config, expected):
 
 
 def tensors_of(folder):
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 # From one kind to the other
@@ -118,7 +139,12 @@ def test_a_step_has_what_was_imported(step, config, expected):
     weights = open_weights(step, every_byte=True)
     assert isinstance(weights, StepFolder)
     same(weights, config, expected)
-    assert {path.name for path in step.iterdir()} == {".metadata", "__0_0.distcp", "state.json", "manifest.json"}
+    assert {path.name for path in step.iterdir()} == {
+        ".metadata",
+        "__0_0.distcp",
+        "state.json",
+        "manifest.json",
+    }
     assert weights.special_tokens == {"bos_token_id": 64, "eos_token_id": 65}
 
 
@@ -127,7 +153,9 @@ def test_a_hugging_face_folder_has_it_in_files_of_the_size_asked_for(folder, con
     assert isinstance(weights, HuggingFaceFolder)
     same(weights, config, expected)
     files = sorted(path.name for path in folder.glob("*.safetensors"))
-    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    assert files == [
+        f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
+    ]
     assert len(files) > 1
     assert all(sum(t.nbytes for t in load_file(folder / name).values()) <= 40e3 for name in files)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -138,17 +166,23 @@ def test_a_hugging_face_folder_has_it_in_files_of_the_size_asked_for(folder, con
 def test_exported_again_it_is_the_same_to_the_bit(folder, tmp_path):
     write_step(tmp_path / "step", open_weights(folder))
     write_hf(tmp_path / "again", open_weights(tmp_path / "step"), shard_bytes=40e3)
-    assert {path.name for path in folder.iterdir()} == {path.name for path in (tmp_path / "again").iterdir()}
+    assert {path.name for path in folder.iterdir()} == {
+        path.name for path in (tmp_path / "again").iterdir()
+    }
     for path in folder.iterdir():
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 @torch.no_grad()
-def test_transformers_opens_what_is_exported_and_what_it_saves_comes_back_to_the_bit(folder, config, tmp_path):
+def test_transformers_opens_what_is_exported_and_what_it_saves_comes_back_to_the_bit(
+    folder, config, tmp_path
+):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert theirs.dtype is torch.bfloat16
-    tokens = torch.randint(0, config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(0)
+    )
     model = Transformer(dataclasses.replace(config, max_seq_len=24))
     load(open_weights(folder), dict(model.named_parameters()))
     torch.testing.assert_close(model(tokens), theirs.float()(tokens).logits, rtol=1e-4, atol=1e-4)
@@ -159,7 +193,10 @@ def test_transformers_opens_what_is_exported_and_what_it_saves_comes_back_to_the
     found, saved = tensors_of(tmp_path / "again"), tensors_of(tmp_path / "theirs")
     assert found.keys() == saved.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in saved.items())
-    models = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).float() for name in ("theirs", "again")]
+    models = [
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).float()
+        for name in ("theirs", "again")
+    ]
     assert torch.equal(models[0](tokens).logits, models[1](tokens).logits)
 
 
@@ -207,7 +244,9 @@ def test_a_tensor_or_one_files_tensors_are_held_at_a_time(step, config, tmp_path
 @UNTIED_ONLY
 def test_special_tokens_and_tokenizer_go_along(folder, tmp_path):
     source = shutil.copytree(folder, tmp_path / "source")
-    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9], "temperature": 0.6}))
+    (source / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [7, 9], "temperature": 0.6})
+    )
     (source / "tokenizer.json").write_text("{}")
     assert convert.main([str(source), str(tmp_path / "copy"), "--to", "hf"]) == 0
     assert convert.main([str(source), str(tmp_path / "step")]) == 0
@@ -225,11 +264,16 @@ def test_a_tokenizer_that_is_named_must_be_understood(step, tmp_path, capsys):
     path, out = tmp_path / "mine.json", tmp_path / "out"
     path.write_text("{}")
     assert convert.main([str(step), str(out), "--tokenizer", str(path)]) == 2
-    assert f'error: --tokenizer "{path}": cannot be read as a tokenizer.json' in capsys.readouterr().err
+    assert (
+        f'error: --tokenizer "{path}": cannot be read as a tokenizer.json'
+        in capsys.readouterr().err
+    )
     assert os.listdir(tmp_path) == ["mine.json"]
     small = {"type": "BPE", "vocab": {"a": 0, "<s>": 1, "</s>": 2}, "merges": []}
     path.write_text(json.dumps({"version": "1.0", "model": small, "added_tokens": []}))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')  # which has a say in what ends a text
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"eos_token": "a"}'
+    )  # which has a say in what ends a text
     assert convert.main([str(step), str(out), "--tokenizer", str(path)]) == 0
     assert (out / "tokenizer.json").read_text() == path.read_text()
     assert (out / "tokenizer_config.json").read_text() == '{"eos_token": "a"}'
@@ -243,18 +287,70 @@ def test_tied_weights_that_are_stored_twice_must_be_the_same(tmp_path, meta, con
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path)
     assert open_weights(tmp_path / "hf").dtypes.keys() == shapes(config).keys()
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, path)
-    with pytest.raises(ConfigError, match=r"tie_word_embeddings = true, but lm_head\.weight is not"):
+    with pytest.raises(
+        ConfigError, match=r"tie_word_embeddings = true, but lm_head\.weight is not"
+    ):
         open_weights(tmp_path / "hf")
 
 
 @pytest.mark.parametrize(
     ("flavor", "params"),
     [
-        ("1B", dict(dim=2048, ffn_dim_multiplier=1.5, multiple_of=256, n_heads=32, n_kv_heads=8, n_layers=16)),
-        ("3B", dict(dim=3072, ffn_dim_multiplier=1.0, multiple_of=256, n_heads=24, n_kv_heads=8, n_layers=28)),
-        ("8B", dict(dim=4096, ffn_dim_multiplier=1.3, multiple_of=1024, n_heads=32, n_kv_heads=8, n_layers=32)),
-        ("70B", dict(dim=8192, ffn_dim_multiplier=1.3, multiple_of=4096, n_heads=64, n_kv_heads=8, n_layers=80)),
-        ("405B", dict(dim=16384, ffn_dim_multiplier=1.2, multiple_of=4096, n_heads=128, n_kv_heads=8, n_layers=126)),
+        (
+            "1B",
+            dict(
+                dim=2048,
+                ffn_dim_multiplier=1.5,
+                multiple_of=256,
+                n_heads=32,
+                n_kv_heads=8,
+                n_layers=16,
+            ),
+        ),
+        (
+            "3B",
+            dict(
+                dim=3072,
+                ffn_dim_multiplier=1.0,
+                multiple_of=256,
+                n_heads=24,
+                n_kv_heads=8,
+                n_layers=28,
+            ),
+        ),
+        (
+            "8B",
+            dict(
+                dim=4096,
+                ffn_dim_multiplier=1.3,
+                multiple_of=1024,
+                n_heads=32,
+                n_kv_heads=8,
+                n_layers=32,
+            ),
+        ),
+        (
+            "70B",
+            dict(
+                dim=8192,
+                ffn_dim_multiplier=1.3,
+                multiple_of=4096,
+                n_heads=64,
+                n_kv_heads=8,
+                n_layers=80,
+            ),
+        ),
+        (
+            "405B",
+            dict(
+                dim=16384,
+                ffn_dim_multiplier=1.2,
+                multiple_of=4096,
+                n_heads=128,
+                n_kv_heads=8,
+                n_layers=126,
+            ),
+        ),
     ],
 )
 def test_metas_params_are_those_of_the_flavors(flavor, params):
@@ -282,7 +378,10 @@ def test_names_and_shapes_that_do_not_fit_are_all_told_at_once(folder, tmp_path)
             tensors.pop("model.layers.1.mlp.up_proj.weight", None)
             tensors.pop("model.norm.weight", None)
             if "model.layers.0.mlp.down_proj.weight" in tensors:
-                tensors |= {"model.layers.0.mlp.down_proj.weight": torch.zeros(3, 5), "model.layers.7.bias": torch.zeros(1)}
+                tensors |= {
+                    "model.layers.0.mlp.down_proj.weight": torch.zeros(3, 5),
+                    "model.layers.7.bias": torch.zeros(1),
+                }
             save_file(tensors, path)
 
     text = damaged(folder, tmp_path, change)
@@ -308,11 +407,20 @@ def first(copy, pattern):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda copy: first(copy, "*.safetensors").unlink(), "model-00001-of-.* is missing, which model.safetensors.index.json"),
+        (
+            lambda copy: first(copy, "*.safetensors").unlink(),
+            "model-00001-of-.* is missing, which model.safetensors.index.json",
+        ),
         (lambda copy: cut_short(first(copy, "*.safetensors")), "model-00001-of-.* cannot be read"),
         (lambda copy: (copy / "config.json").write_text("{"), "config.json is not JSON"),
-        (lambda copy: (copy / "config.json").write_text("[]"), r"config.json: its content = \[\]: expected an object"),
-        (lambda copy: (copy / "config.json").write_text('{"model_type": "gpt2"}'), "config.json: hidden_size = None.*gpt2"),
+        (
+            lambda copy: (copy / "config.json").write_text("[]"),
+            r"config.json: its content = \[\]: expected an object",
+        ),
+        (
+            lambda copy: (copy / "config.json").write_text('{"model_type": "gpt2"}'),
+            "config.json: hidden_size = None.*gpt2",
+        ),
         *(
             (
                 lambda copy, change=change: (copy / "config.json").write_text(
@@ -321,29 +429,52 @@ def first(copy, pattern):
                 f"config.json: {words}$",
             )
             for change, words in (
-                ({"rope_theta": None}, "rope_theta = None: expected a number above 0 and below 1e18"),
-                ({"rope_theta": "1e4"}, "rope_theta = '1e4': expected a number above 0 and below 1e18"),
+                (
+                    {"rope_theta": None},
+                    "rope_theta = None: expected a number above 0 and below 1e18",
+                ),
+                (
+                    {"rope_theta": "1e4"},
+                    "rope_theta = '1e4': expected a number above 0 and below 1e18",
+                ),
                 ({"rope_scaling": "llama3"}, "rope_scaling = 'llama3': expected an object or null"),
                 ({"rope_parameters": [8]}, r"rope_parameters = \[8\]: expected an object or null"),
                 (
-                    {"rope_scaling": config_to_hf(TIED, torch.bfloat16)["rope_scaling"] | {"factor": "8"}},
+                    {
+                        "rope_scaling": config_to_hf(TIED, torch.bfloat16)["rope_scaling"]
+                        | {"factor": "8"}
+                    },
                     "rope_scaling: factor = '8': expected a number above 0 and below 1e18",
                 ),
-                ({"rms_norm_eps": None}, "rms_norm_eps = None: expected a number above 0 and below 1e18"),
+                (
+                    {"rms_norm_eps": None},
+                    "rms_norm_eps = None: expected a number above 0 and below 1e18",
+                ),
                 (
                     {"max_position_embeddings": None},
                     r"max_position_embeddings = None: expected a whole number above 0 and below 2\*\*30",
                 ),
-                ({"vocab_size": True}, r"vocab_size = True: expected a whole number above 0 and below 2\*\*30"),
+                (
+                    {"vocab_size": True},
+                    r"vocab_size = True: expected a whole number above 0 and below 2\*\*30",
+                ),
             )
         ),
         (
-            lambda copy: (copy / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}'),
+            lambda copy: (copy / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "../b.safetensors"}}'
+            ),
             "weight_map.a = .*: expected the name of a file in this folder",
         ),
-        (lambda copy: [path.unlink() for path in copy.glob("model*")], "there is no .safetensors file"),
         (
-            lambda copy: save_file({"model.norm.weight": torch.zeros(48, dtype=torch.int8)}, first(copy, "*.safetensors")),
+            lambda copy: [path.unlink() for path in copy.glob("model*")],
+            "there is no .safetensors file",
+        ),
+        (
+            lambda copy: save_file(
+                {"model.norm.weight": torch.zeros(48, dtype=torch.int8)},
+                first(copy, "*.safetensors"),
+            ),
             "is missing",
         ),
     ],
@@ -358,8 +489,14 @@ def test_a_hugging_face_folder_that_is_not_whole(folder, tmp_path, change, words
     [
         (lambda copy: cut_short(copy / "__0_0.distcp"), "__0_0.distcp has .* bytes of"),
         (lambda copy: flip(copy / "__0_0.distcp"), "__0_0.distcp was altered"),
-        (lambda copy: rewrite(copy, {"run": {"model": dataclasses.asdict(FLAVORS["debug"])}}), "things do not fit"),
-        (lambda copy: rewrite(copy, {}), r"state.json does not say which model this is \(run.model\)"),
+        (
+            lambda copy: rewrite(copy, {"run": {"model": dataclasses.asdict(FLAVORS["debug"])}}),
+            "things do not fit",
+        ),
+        (
+            lambda copy: rewrite(copy, {}),
+            r"state.json does not say which model this is \(run.model\)",
+        ),
     ],
 )
 def test_a_step_that_is_not_whole(step, tmp_path, change, words):
@@ -375,7 +512,11 @@ def flip(path):
 def rewrite(step, state):
     """Another state.json, under a manifest that fits."""
     (step / "state.json").write_text(json.dumps({"step": 0, **state}))
-    manifest.write(step, 0, {path.name: manifest.digest(path) for path in step.iterdir() if path.name != manifest.NAME})
+    manifest.write(
+        step,
+        0,
+        {path.name: manifest.digest(path) for path in step.iterdir() if path.name != manifest.NAME},
+    )
 
 
 class Payload:
@@ -399,23 +540,41 @@ def change_part(path, change):
     ("change", "words"),
     [
         (
-            lambda copy: torch.save({"norm.weight": Payload(copy / "ran")}, copy / "consolidated.01.pth"),
+            lambda copy: torch.save(
+                {"norm.weight": Payload(copy / "ran")}, copy / "consolidated.01.pth"
+            ),
             "consolidated.01.pth has something other than tensors, which may run code",
         ),
         (
-            lambda copy: (copy / "consolidated.01.pth").write_bytes(pickle.dumps(Payload(copy / "ran"))),
+            lambda copy: (copy / "consolidated.01.pth").write_bytes(
+                pickle.dumps(Payload(copy / "ran"))
+            ),
             "consolidated.01.pth cannot be read",
         ),
-        (lambda copy: cut_short(copy / "consolidated.00.pth"), "consolidated.00.pth cannot be read"),
-        (lambda copy: torch.save([torch.zeros(1)], copy / "consolidated.00.pth"), "consolidated.00.pth has no tensors by name"),
-        (lambda copy: (copy / "params.json").unlink(), "params.json is missing"),
-        (lambda copy: (copy / "params.json").write_text('{"dim": 48}'), "params.json does not describe a Llama 3"),
         (
-            lambda copy: change_part(copy / "consolidated.01.pth", lambda part: part.pop("norm.weight")),
+            lambda copy: cut_short(copy / "consolidated.00.pth"),
+            "consolidated.00.pth cannot be read",
+        ),
+        (
+            lambda copy: torch.save([torch.zeros(1)], copy / "consolidated.00.pth"),
+            "consolidated.00.pth has no tensors by name",
+        ),
+        (lambda copy: (copy / "params.json").unlink(), "params.json is missing"),
+        (
+            lambda copy: (copy / "params.json").write_text('{"dim": 48}'),
+            "params.json does not describe a Llama 3",
+        ),
+        (
+            lambda copy: change_part(
+                copy / "consolidated.01.pth", lambda part: part.pop("norm.weight")
+            ),
             "consolidated.01.pth: norm.weight is missing",
         ),
         (
-            lambda copy: change_part(copy / "consolidated.00.pth", lambda part: part.update({"norm.weight": torch.zeros(5)})),
+            lambda copy: change_part(
+                copy / "consolidated.00.pth",
+                lambda part: part.update({"norm.weight": torch.zeros(5)}),
+            ),
             r"consolidated.00.pth: norm.weight is \[5\], where \[48\] is expected",
         ),
         (
@@ -427,12 +586,16 @@ def change_part(path, change):
             "consolidated.01.pth is missing, and consolidated.02.pth exists$",
         ),
         (
-            lambda copy: change_part(copy / "consolidated.01.pth", lambda part: part.update(a=torch.ones(4).char())),
+            lambda copy: change_part(
+                copy / "consolidated.01.pth", lambda part: part.update(a=torch.ones(4).char())
+            ),
             "consolidated.01.pth: a has dtype torch.int8$",
         ),
         *(
             (
-                lambda copy, change=change: (copy / "params.json").write_text(json.dumps(PARAMS | change)),
+                lambda copy, change=change: (copy / "params.json").write_text(
+                    json.dumps(PARAMS | change)
+                ),
                 f"params.json does not describe a Llama 3: {words} above 0 and below .*$",
             )
             for change, words in (
@@ -447,7 +610,9 @@ def change_part(path, change):
             )
         ),
         (
-            lambda copy: (copy / "params.json").write_text(json.dumps(PARAMS | {"ffn_dim_multiplier": 1e17})),
+            lambda copy: (copy / "params.json").write_text(
+                json.dumps(PARAMS | {"ffn_dim_multiplier": 1e17})
+            ),
             r"params.json: ffn_dim_multiplier = 1e\+17 makes a feed_forward of \d+ rows",
         ),
     ],
@@ -480,18 +645,28 @@ def test_the_newest_whole_step_of_a_run_is_taken(step, tmp_path):
 
 
 @UNTIED_ONLY
-def test_weights_of_another_model_are_refused_and_of_another_computation_told(step, config, caplog, monkeypatch):
+def test_weights_of_another_model_are_refused_and_of_another_computation_told(
+    step, config, caplog, monkeypatch
+):
     weights = open_weights(step)
     check_fit(weights, dataclasses.replace(config, max_seq_len=16), "checkpoint.initial_load_path")
     with pytest.raises(ConfigError) as error:
         check_fit(weights, FLAVORS["debug"], "checkpoint.initial_load_path")
-    for words in ("dim is 48 there, 256 here", "n_layers is 2 there, 6 here", "vocab_size is 320 there, 2048 here"):
+    for words in (
+        "dim is 48 there, 256 here",
+        "n_layers is 2 there, 6 here",
+        "vocab_size is 320 there, 2048 here",
+    ):
         assert words in str(error.value)
     keys = re.findall(r"model\.(\w+) = (\d+)", str(error.value))
     fitting = shape_of(Model(**{name: int(value) for name, value in keys}))
     check_fit(weights, fitting, "checkpoint.initial_load_path")
     with pytest.raises(ConfigError, match=r'use model.tied_embeddings = "no"'):
-        check_fit(weights, dataclasses.replace(fitting, tied_embeddings=True), "checkpoint.initial_load_path")
+        check_fit(
+            weights,
+            dataclasses.replace(fitting, tied_embeddings=True),
+            "checkpoint.initial_load_path",
+        )
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level("INFO", "titan_lite")
     check_fit(weights, dataclasses.replace(config, rope_theta=1e4), "checkpoint.initial_load_path")
@@ -524,7 +699,9 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(step, tmp_path,
         write_hf(tmp_path / "new", weights)
     assert sorted(os.listdir(tmp_path)) == ["there", "unfinished-new"]
 
-    monkeypatch.setattr(convert.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 0))
+    monkeypatch.setattr(
+        convert.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 100, 0)
+    )
     with pytest.raises(ConfigError, match=r"0\.00 GB are free"):
         write_hf(tmp_path / "new", weights)
 
@@ -537,14 +714,26 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_a_failure(step, tmp_path,
         (["STEP", "STEP"], "nothing is overwritten"),
         (["STEP", "out", "--max-shard-size", "0"], "--max-shard-size 0.0: use GB above 0"),
         (["STEP", "out", "--max-shard-size", "nan"], "--max-shard-size nan: use GB above 0"),
-        (["STEP", "out", "--to", "step", "--max-shard-size", "1"], "--max-shard-size 1.0: a step has one file"),
-        (["STEP", "out", "--max-shard-size", "big"], "argument --max-shard-size: invalid float value: 'big'"),
+        (
+            ["STEP", "out", "--to", "step", "--max-shard-size", "1"],
+            "--max-shard-size 1.0: a step has one file",
+        ),
+        (
+            ["STEP", "out", "--max-shard-size", "big"],
+            "argument --max-shard-size: invalid float value: 'big'",
+        ),
         (["STEP", "out", "--to", "gguf"], "argument --to: invalid choice: 'gguf'"),
         (["STEP"], "the following arguments are required: target"),
         (["STEP", "out", "--tokenizer", "nowhere"], "--tokenizer nowhere: no such file"),
-        (["STEP", "out", "--tokenizer", "STEP"], "no such file; use a file, or a folder with tokenizer.json or tokenizer.model"),
+        (
+            ["STEP", "out", "--tokenizer", "STEP"],
+            "no such file; use a file, or a folder with tokenizer.json or tokenizer.model",
+        ),
         (["STEP", "out", "--tokenizer", "README.md"], '--tokenizer "README.md", line 1: '),
-        (["STEP", "out", "--tokenizer", str(TOKENIZER)], "debug.model has 2048 tokens, and the model 320"),
+        (
+            ["STEP", "out", "--tokenizer", str(TOKENIZER)],
+            "debug.model has 2048 tokens, and the model 320",
+        ),
         (["STEP", "out", "--to", "step", "--tokenizer", "STEP"], "--tokenizer: a step has none"),
     ],
 )
@@ -561,7 +750,9 @@ def test_wrong_options_are_one_line(options, words, step, tmp_path, monkeypatch,
 
 
 @UNTIED_ONLY
-def test_two_that_write_one_folder_do_not_touch_each_others_work(step, expected, tmp_path, monkeypatch):
+def test_two_that_write_one_folder_do_not_touch_each_others_work(
+    step, expected, tmp_path, monkeypatch
+):
     weights, save = open_weights(step), convert.save_file
 
     def save_and_be_overtaken(*arguments, **options):
@@ -573,7 +764,10 @@ def test_two_that_write_one_folder_do_not_touch_each_others_work(step, expected,
     with pytest.raises(ConfigError, match="new cannot be written: "):
         write_hf(tmp_path / "new", weights)
     assert os.listdir(tmp_path) == ["new"]
-    assert all(torch.equal(open_weights(tmp_path / "new").read(fqn), tensor) for fqn, tensor in expected.items())
+    assert all(
+        torch.equal(open_weights(tmp_path / "new").read(fqn), tensor)
+        for fqn, tensor in expected.items()
+    )
 
 
 # Into a run
@@ -585,7 +779,11 @@ def initial_weights(paths):
     for by_rank in paths:
         parameters = {fqn: torch.zeros(shape) for fqn, shape in shapes(TINY).items()}
         try:
-            load_initial(str(by_rank[dist.get_rank()]), parameters, lambda parameter: (parameter, (0,) * parameter.dim()))
+            load_initial(
+                str(by_rank[dist.get_rank()]),
+                parameters,
+                lambda parameter: (parameter, (0,) * parameter.dim()),
+            )
             found.append(parameters)
         except ConfigError as error:
             found.append(str(error))
@@ -603,5 +801,10 @@ def test_all_ranks_start_from_the_same_weights_or_none_does(step, folder, expect
     for loaded, exported, altered, differing in run_ranks(2, initial_weights, paths):
         assert all(torch.equal(loaded[fqn], tensor.float()) for fqn, tensor in expected.items())
         assert all(torch.equal(exported[fqn], tensor.float()) for fqn, tensor in expected.items())
-        assert "damaged: __0_0.distcp was altered: its SHA-256 is not the one in manifest.json" in altered
-        assert f"ranks see different newest steps in it, {run}/step-1 and {later}/step-2" in differing
+        assert (
+            "damaged: __0_0.distcp was altered: its SHA-256 is not the one in manifest.json"
+            in altered
+        )
+        assert (
+            f"ranks see different newest steps in it, {run}/step-1 and {later}/step-2" in differing
+        )

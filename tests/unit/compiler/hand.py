@@ -9,7 +9,13 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from titan_lite.compiler import hardware, receipt, schedule, wrapping
-from titan_lite.compiler.collectives import collective_bytes, kind_of, parameter_collectives, parameters_of, start_of
+from titan_lite.compiler.collectives import (
+    collective_bytes,
+    kind_of,
+    parameter_collectives,
+    parameters_of,
+    start_of,
+)
 from titan_lite.compiler.hardware import Link, Machine
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
@@ -24,7 +30,9 @@ class Hand:
 
     def input(self, *shape, dtype=torch.float32):
         node = self.graph.placeholder(f"x{len(self.inputs)}")
-        value = torch.randn(shape, generator=torch.Generator().manual_seed(len(self.inputs))).to(dtype)
+        value = torch.randn(shape, generator=torch.Generator().manual_seed(len(self.inputs))).to(
+            dtype
+        )
         self.inputs.append(value)
         node.meta["val"] = self.mode.from_tensor(value)
         return node
@@ -50,21 +58,30 @@ class Hand:
 
     def compute(self, name, seconds, *args):
         """Something of the first argument's shape that takes so long."""
-        node = self.call(aten.add.Tensor, args[0], 1.0) if len(args) == 1 else self.call(aten.stack.default, list(args))
+        node = (
+            self.call(aten.add.Tensor, args[0], 1.0)
+            if len(args) == 1
+            else self.call(aten.stack.default, list(args))
+        )
         node.meta |= {"seconds": seconds, "called": name}
         return node
 
     def gather(self, shard, fqn, group="dp"):
-        gathered = self.call(collectives.all_gather_into_tensor.default, shard, RANKS, group, fqn=fqn)
+        gathered = self.call(
+            collectives.all_gather_into_tensor.default, shard, RANKS, group, fqn=fqn
+        )
         return self.call(collectives.wait_tensor.default, gathered, fqn=fqn)
 
     def reduce(self, gradient, fqn, group="dp", operation="sum"):
-        reduced = self.call(collectives.reduce_scatter_tensor.default, gradient, operation, RANKS, group, fqn=fqn)
+        reduced = self.call(
+            collectives.reduce_scatter_tensor.default, gradient, operation, RANKS, group, fqn=fqn
+        )
         return self.call(collectives.wait_tensor.default, reduced, fqn=fqn)
 
     def all_reduce(self, gradient, fqn, group="replicate"):
         return self.call(
-            collectives.wait_tensor.default, self.call(collectives.all_reduce.default, gradient, "sum", group, fqn=fqn)
+            collectives.wait_tensor.default,
+            self.call(collectives.all_reduce.default, gradient, "sum", group, fqn=fqn),
         )
 
     def output(self, *nodes):
@@ -81,7 +98,10 @@ def run_one(target, args, kwargs):
         return torch.cat([args[0] + rank for rank in range(args[1])])
     if target is collectives.reduce_scatter_tensor.default:
         return args[0].chunk(args[2])[0] * args[2]
-    if target in (collectives.all_gather_into_tensor_coalesced.default, collectives.reduce_scatter_tensor_coalesced.default):
+    if target in (
+        collectives.all_gather_into_tensor_coalesced.default,
+        collectives.reduce_scatter_tensor_coalesced.default,
+    ):
         single = GATHER if "gather" in str(target) else REDUCE
         return [run_one(single, (each, *args[1:]), kwargs) for each in args[0]]
     if target is collectives.all_reduce.default:
@@ -97,14 +117,21 @@ class Pretend(Interpreter):
 
 
 def collectives_of(graph):
-    return [(node.target, node.args[-1]) for node in graph.nodes if node.op == "call_function" and "c10d" in str(node.target)]
+    return [
+        (node.target, node.args[-1])
+        for node in graph.nodes
+        if node.op == "call_function" and "c10d" in str(node.target)
+    ]
 
 
 def count(graph, target):
     return sum(node.target is target for node in graph.nodes)
 
 
-GATHER, REDUCE = collectives.all_gather_into_tensor.default, collectives.reduce_scatter_tensor.default
+GATHER, REDUCE = (
+    collectives.all_gather_into_tensor.default,
+    collectives.reduce_scatter_tensor.default,
+)
 
 
 @dataclass(frozen=True)
@@ -117,7 +144,9 @@ class Priced(Machine):
 
 def priced(latency=0.0):
     link = Link(bandwidth=0.5e-9, latency=latency * 1e6)
-    return Priced("by hand", {"float32": 1.0}, 1, 1, link, link, collective_launch=0.0, link_efficiency=1.0)
+    return Priced(
+        "by hand", {"float32": 1.0}, 1, 1, link, link, collective_launch=0.0, link_efficiency=1.0
+    )
 
 
 @pytest.fixture
@@ -129,7 +158,10 @@ def two_ranks(monkeypatch):
 
 def left(graph):
     """[(kind, parameters, bytes)] in the graph's order."""
-    return [(kind_of(node), parameters_of(node), collective_bytes(node)) for node in parameter_collectives(graph)]
+    return [
+        (kind_of(node), parameters_of(node), collective_bytes(node))
+        for node in parameter_collectives(graph)
+    ]
 
 
 def places(graph):
@@ -137,7 +169,9 @@ def places(graph):
     words, names = [], {}
     for node in graph.nodes:
         if parameters_of(node):
-            names[node] = f"{kind_of(node).replace('all_', '').replace('_scatter', '')} {'+'.join(parameters_of(node))}"
+            names[node] = (
+                f"{kind_of(node).replace('all_', '').replace('_scatter', '')} {'+'.join(parameters_of(node))}"
+            )
             words.append(names[node])
         elif node.target is collectives.wait_tensor.default and start_of(node) in names:
             words.append(f"wait {names[start_of(node)]}")

@@ -38,7 +38,9 @@ def run(clock, seconds, compiles=5.0, share=lambda step: 1.0):
     def compile_as(way, fits):
         compiled.append(way)
         model._compiled_call_impl = way
-        return [Receipt("forward", {"all_gather": 6}, (Collective("all_gather", ("a",), 8, 2),), 0, "")]
+        return [
+            Receipt("forward", {"all_gather": 6}, (Collective("all_gather", ("a",), 8, 2),), 0, "")
+        ]
 
     autotune = Autotuner([model], compile_as, MEASURED, torch.device("cpu"))
     steps = 0
@@ -58,19 +60,25 @@ def test_the_fastest_stays(fastest, clock):
     assert steps == STEPS * len(METHODS)
     lines = autotune.describe()
     assert [line.endswith("; it stays") for line in lines] == [way == fastest for way in METHODS]
-    assert lines[METHODS.index(fastest)].startswith(f'bucketing "{fastest}": 1.000 s a step, 6 collectives -> 1')
+    assert lines[METHODS.index(fastest)].startswith(
+        f'bucketing "{fastest}": 1.000 s a step, 6 collectives -> 1'
+    )
 
 
 def test_steps_of_a_smaller_batch_are_not_taken_for_faster_ones(clock):
     autotune, *_ = run(
-        clock, {"none": 2.0, "block": 2.0, "greedy": 1.5, "auto": 2.0}, share=lambda step: 0.5 if step < 5 else 1.0
+        clock,
+        {"none": 2.0, "block": 2.0, "greedy": 1.5, "auto": 2.0},
+        share=lambda step: 0.5 if step < 5 else 1.0,
     )
     assert autotune.chosen == "greedy"
     assert autotune.seconds["none"] == 2.0
 
 
 def test_what_takes_longest_to_compile_may_still_be_fastest(clock):
-    autotune, *_ = run(clock, {"none": 2.0, "block": 2.0, "greedy": 1.0, "auto": 2.0}, compiles=100.0)
+    autotune, *_ = run(
+        clock, {"none": 2.0, "block": 2.0, "greedy": 1.0, "auto": 2.0}, compiles=100.0
+    )
     assert autotune.chosen == "greedy"
 
 
@@ -88,7 +96,12 @@ def test_ranks_decide_on_the_slowest(clock, monkeypatch):
 
 
 GIB = 2**30
-BYTES = {"none": (1, 5), "block": (2, 5), "greedy": (1, 9), "auto": (1, 6)}  # GiB that each way's graphs hold at once
+BYTES = {
+    "none": (1, 5),
+    "block": (2, 5),
+    "greedy": (1, 9),
+    "auto": (1, 6),
+}  # GiB that each way's graphs hold at once
 
 
 class Compiled(nn.Module):
@@ -102,8 +115,12 @@ class Compiled(nn.Module):
         receipts = []
 
         def call():
-            for graph, held in zip(("forward", "backward"), BYTES[way] if not receipts else (), strict=False):
-                receipts.append(Receipt(graph, {}, (), 0, "", Timeline(graph, (), *[0.0] * 5, held * GIB)))
+            for graph, held in zip(
+                ("forward", "backward"), BYTES[way] if not receipts else (), strict=False
+            ):
+                receipts.append(
+                    Receipt(graph, {}, (), 0, "", Timeline(graph, (), *[0.0] * 5, held * GIB))
+                )
                 if fits is not None and not fits(receipts[-1]):
                     raise DoesNotFit
             self.ran.append(way)
@@ -180,7 +197,10 @@ def test_a_step_that_fails_decides_nothing(clock):
 def test_any_other_way_is_compiled_at_once_and_decided_after_one_step():
     receipts = [Receipt("forward", {}, (), 0, "")]
     autotune = Autotuner(
-        [], lambda way, fits: {"block": receipts}[way], Compile(enable=True, bucketing="block"), torch.device("cpu")
+        [],
+        lambda way, fits: {"block": receipts}[way],
+        Compile(enable=True, bucketing="block"),
+        torch.device("cpu"),
     )
     assert autotune.receipts is receipts
     decided = []
@@ -207,5 +227,8 @@ def test_every_way_needs_its_steps():
     check_steps(MEASURED, done=5, steps=5)  # nothing to do
     check_steps(Compile(enable=True), done=5, steps=6)
     check_steps(Compile(bucketing="measured"), done=5, steps=6)
-    with pytest.raises(ConfigError, match=f"from step 5 on training.steps = {4 + most} .* training.steps = {5 + most} or more"):
+    with pytest.raises(
+        ConfigError,
+        match=f"from step 5 on training.steps = {4 + most} .* training.steps = {5 + most} or more",
+    ):
         check_steps(MEASURED, done=5, steps=4 + most)

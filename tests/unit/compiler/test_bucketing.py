@@ -54,10 +54,14 @@ def test_the_gathers_of_a_block_become_one_where_the_first_one_was():
         ("layers.1.a.weight", "layers.1.b.weight", "norm.weight"),
         ("output.weight",),
     ]
-    assert [nbytes for *_, nbytes in left(hand.graph)] == [4 * 2 * numbers for numbers in (18, 60, 26, 7)]
+    assert [nbytes for *_, nbytes in left(hand.graph)] == [
+        4 * 2 * numbers for numbers in (18, 60, 26, 7)
+    ]
     assert count(hand.graph, GATHER) == 4
     order = [node.target for node in hand.graph.nodes if node.target in (GATHER, aten.mm.default)]
-    assert order == [token for products in (1, 2, 3, 1) for token in [GATHER, *[aten.mm.default] * products]]
+    assert order == [
+        token for products in (1, 2, 3, 1) for token in [GATHER, *[aten.mm.default] * products]
+    ]
 
 
 def test_overlap_starts_each_gather_before_the_wait_of_the_one_in_use():
@@ -75,7 +79,9 @@ def gradients(dtype=torch.float32, groups=("dp",) * 4, operations=("sum",) * 4):
     x, results = hand.input(4, 4, dtype=dtype), []
     for number, (group, operation) in enumerate(zip(groups, operations, strict=True)):
         x = hand.call(aten.mul.Tensor, x, 1.5)
-        reduced = hand.reduce(x, f"layers.{1 - number // 2}.{'ba'[number % 2]}.weight", group, operation)
+        reduced = hand.reduce(
+            x, f"layers.{1 - number // 2}.{'ba'[number % 2]}.weight", group, operation
+        )
         results.append(hand.call(aten.neg.default, reduced))
     hand.output(x, *results)
     return hand
@@ -97,7 +103,9 @@ def test_overlap_waits_for_a_reduction_when_the_next_one_starts_and_for_the_last
     hand = gradients()
     assert unchanged(hand, wait_for_reductions_late) >= 3
     wait = collectives.wait_tensor.default
-    order = [node.target for node in hand.graph.nodes if node.target in (REDUCE, wait, aten.mul.Tensor)]
+    order = [
+        node.target for node in hand.graph.nodes if node.target in (REDUCE, wait, aten.mul.Tensor)
+    ]
     mul = aten.mul.Tensor
     assert order == [mul, REDUCE, *[mul, wait, REDUCE] * 3, wait]
 
@@ -126,16 +134,32 @@ def test_only_one_dtype_goes_into_a_bucket():
 
 def test_copies_are_reduced_in_buckets_too():
     hand = Hand()
-    results = [hand.all_reduce(hand.reduce(hand.input(4, n), f"layers.0.{n}.weight"), f"layers.0.{n}.weight") for n in (2, 3, 5)]
+    results = [
+        hand.all_reduce(
+            hand.reduce(hand.input(4, n), f"layers.0.{n}.weight"), f"layers.0.{n}.weight"
+        )
+        for n in (2, 3, 5)
+    ]
     hand.output(*results)
     unchanged(hand, bucket_by_block)
-    assert [(kind, len(fqns)) for kind, fqns, _ in left(hand.graph)] == [("reduce_scatter", 3), ("all_reduce", 3)]
+    assert [(kind, len(fqns)) for kind, fqns, _ in left(hand.graph)] == [
+        ("reduce_scatter", 3),
+        ("all_reduce", 3),
+    ]
     unchanged(hand, overlap)
 
 
 def test_a_recipe_names_its_buckets():
     hand = two_layers()
-    assert unchanged(hand, lambda graph: merge(graph, by_names(graph, ["tok_embeddings layers.0", "layers.1.b norm"]))) == 3
+    assert (
+        unchanged(
+            hand,
+            lambda graph: merge(
+                graph, by_names(graph, ["tok_embeddings layers.0", "layers.1.b norm"])
+            ),
+        )
+        == 3
+    )
     assert [fqns for _, fqns, _ in left(hand.graph)] == [
         ("tok_embeddings.weight", "layers.0.a.weight", "layers.0.b.weight"),
         ("layers.1.a.weight",),
@@ -149,7 +173,13 @@ def test_padding_goes_along():
     x, one, other = hand.input(4, 4), hand.input(2, 4), hand.input(1, 4)
     first = hand.call(aten.mm.default, x, hand.gather(one, "layers.0.a.weight"))
     shard = hand.call(aten.cat.default, [other, hand.call(aten.new_zeros.default, other, [1, 4])])
-    hand.output(hand.call(aten.mm.default, first, hand.gather(hand.call(aten.alias.default, shard), "layers.0.b.weight")))
+    hand.output(
+        hand.call(
+            aten.mm.default,
+            first,
+            hand.gather(hand.call(aten.alias.default, shard), "layers.0.b.weight"),
+        )
+    )
     assert unchanged(hand, bucket_by_block) == 1
     assert count(hand.graph, GATHER) == 1
 
@@ -161,7 +191,10 @@ def test_the_collectives_of_others_are_left_alone():
     a, b = hand.gather(one, "layers.0.a.weight"), hand.gather(other, "layers.0.b.weight")
     hand.output(tokens, a, b)
     assert unchanged(hand, bucket_by_block) == 1
-    assert [group for target, group in collectives_of(hand.graph) if target is GATHER] == ["tp", "dp"]
+    assert [group for target, group in collectives_of(hand.graph) if target is GATHER] == [
+        "tp",
+        "dp",
+    ]
 
 
 @pytest.mark.parametrize("change", [bucket_by_block, overlap, start_gathers_early])
@@ -187,13 +220,38 @@ def test_coalesced_gathers_start_and_are_waited_for_together_and_copy_nothing():
     bucket_by_block(copied.graph)
     assert left(hand.graph) == left(copied.graph)
     assert not {aten.cat.default, aten.clone.default} & {node.target for node in hand.graph.nodes}
-    first, second = "gather layers.0.a.weight+layers.0.b.weight", "gather layers.1.a.weight+layers.1.b.weight+norm.weight"
+    first, second = (
+        "gather layers.0.a.weight+layers.0.b.weight",
+        "gather layers.1.a.weight+layers.1.b.weight+norm.weight",
+    )
     alone = ["gather tok_embeddings.weight", "gather output.weight"]
-    one_by_one = [[gather, *[f"wait {gather}"] * tensors] for gather, tensors in zip([first, second], (2, 3), strict=True)]
-    assert places(hand.graph) == [alone[0], f"wait {alone[0]}", *one_by_one[0], *one_by_one[1], alone[1], f"wait {alone[1]}"]
+    one_by_one = [
+        [gather, *[f"wait {gather}"] * tensors]
+        for gather, tensors in zip([first, second], (2, 3), strict=True)
+    ]
+    assert places(hand.graph) == [
+        alone[0],
+        f"wait {alone[0]}",
+        *one_by_one[0],
+        *one_by_one[1],
+        alone[1],
+        f"wait {alone[1]}",
+    ]
     assert unchanged(hand, overlap) == 3
-    waits = [[f"wait {each}"] * tensors for each, tensors in ((alone[0], 1), (first, 2), (second, 3), (alone[1], 1))]
-    assert places(hand.graph) == [alone[0], first, *waits[0], second, *waits[1], alone[1], *waits[2], *waits[3]]
+    waits = [
+        [f"wait {each}"] * tensors
+        for each, tensors in ((alone[0], 1), (first, 2), (second, 3), (alone[1], 1))
+    ]
+    assert places(hand.graph) == [
+        alone[0],
+        first,
+        *waits[0],
+        second,
+        *waits[1],
+        alone[1],
+        *waits[2],
+        *waits[3],
+    ]
     for gather in parameter_collectives(hand.graph):
         results = results_of(gather)
         assert [node for node in hand.graph.nodes if gather < node][: len(results)] == results
@@ -205,7 +263,10 @@ def test_coalesced_reductions_start_with_the_last_gradient_and_are_waited_for_wh
     unchanged(hand, wait_for_reductions_late)
     one, other = (f"reduce layers.{layer}.b.weight+layers.{layer}.a.weight" for layer in "10")
     assert places(hand.graph) == [one, *[f"wait {one}"] * 2, other, *[f"wait {other}"] * 2]
-    start, wait = collectives.reduce_scatter_tensor_coalesced.default, collectives.wait_tensor.default
+    start, wait = (
+        collectives.reduce_scatter_tensor_coalesced.default,
+        collectives.wait_tensor.default,
+    )
     mul, neg = aten.mul.Tensor, aten.neg.default
     order = [node.target for node in hand.graph.nodes if node.target in (start, wait, mul, neg)]
     assert order == [mul, mul, start, mul, mul, wait, wait, neg, neg, start, wait, wait, neg, neg]
@@ -213,10 +274,18 @@ def test_coalesced_reductions_start_with_the_last_gradient_and_are_waited_for_wh
 
 def test_what_is_summed_over_copies_is_copied_into_a_bucket_still():
     hand = Hand()
-    results = [hand.all_reduce(hand.reduce(hand.input(4, n), f"layers.0.{n}.weight"), f"layers.0.{n}.weight") for n in (2, 3, 5)]
+    results = [
+        hand.all_reduce(
+            hand.reduce(hand.input(4, n), f"layers.0.{n}.weight"), f"layers.0.{n}.weight"
+        )
+        for n in (2, 3, 5)
+    ]
     hand.output(*results)
     unchanged(hand, coalesce_by_block)
-    assert [(kind, len(fqns)) for kind, fqns, _ in left(hand.graph)] == [("reduce_scatter", 3), ("all_reduce", 3)]
+    assert [(kind, len(fqns)) for kind, fqns, _ in left(hand.graph)] == [
+        ("reduce_scatter", 3),
+        ("all_reduce", 3),
+    ]
     assert count(hand.graph, aten.cat.default) == 1
     unchanged(hand, overlap)
 
@@ -226,19 +295,31 @@ def test_the_bytes_that_buckets_copy(fused):
     """A cast is made in the bucket where there are kernels; a small weight is copied out by the kernel that reads it."""
     hand = Hand()
     x = hand.input(6, 6, dtype=torch.bfloat16)
-    shards = [hand.call(aten._to_copy.default, hand.input(3, 6), dtype=torch.bfloat16), hand.input(3, 6, dtype=torch.bfloat16)]
-    whole, scale = (hand.gather(shard, f"layers.0.{name}.weight") for shard, name in zip(shards, "ab", strict=True))
+    shards = [
+        hand.call(aten._to_copy.default, hand.input(3, 6), dtype=torch.bfloat16),
+        hand.input(3, 6, dtype=torch.bfloat16),
+    ]
+    whole, scale = (
+        hand.gather(shard, f"layers.0.{name}.weight")
+        for shard, name in zip(shards, "ab", strict=True)
+    )
     hand.output(hand.call(aten.mul.Tensor, hand.call(aten.mm.default, x, whole), scale))
     unchanged(hand, bucket_by_block)
     shard, weight = 2 * 3 * 6, 2 * 6 * 6
-    assert copied_by_buckets(hand.graph, fused) == (shard + weight if fused else 2 * shard + 2 * weight)
+    assert copied_by_buckets(hand.graph, fused) == (
+        shard + weight if fused else 2 * shard + 2 * weight
+    )
 
 
 def test_a_plan_of_eager_mode_has_its_buckets_and_overlap():
     """Of HSDP: the next bucket is in flight once one is copied out; each sum is waited for when the next of its kind starts."""
     hand = two_layers()
     unchanged(hand, as_in_eager_mode)
-    order = [node for node in hand.graph.nodes if node.target in (GATHER, aten.clone.default, aten.mm.default)]
+    order = [
+        node
+        for node in hand.graph.nodes
+        if node.target in (GATHER, aten.clone.default, aten.mm.default)
+    ]
     names = {GATHER: "gather", aten.clone.default: "copy", aten.mm.default: "product"}
     words = [names[node.target] for node in order]
     assert words == [
@@ -256,7 +337,10 @@ def test_a_plan_of_eager_mode_has_its_buckets_and_overlap():
     for node in hand.graph.nodes:
         of = node.args[0] if node.target is collectives.wait_tensor.default else node
         if of.target in (REDUCE, collectives.all_reduce.default):
-            kind = ("wait" if of is not node else "start", "scatter" if of.target is REDUCE else "all")
+            kind = (
+                "wait" if of is not node else "start",
+                "scatter" if of.target is REDUCE else "all",
+            )
             found.append((*kind, len(parameters_of(of))))
     assert found == [
         ("start", "scatter", 1),

@@ -14,7 +14,9 @@ T, C = 16, 4  # tokens of all ranks, width
 def reduced(hand, batch):
     """A product whose tokens are reduce-scattered: (B, t, C)."""
     product = hand.call(aten.mm.default, hand.input(batch * T, C), hand.input(C, C))
-    parts = hand.call(aten.split.Tensor, hand.call(aten.view.default, product, [batch, T, C]), T // RANKS, 1)
+    parts = hand.call(
+        aten.split.Tensor, hand.call(aten.view.default, product, [batch, T, C]), T // RANKS, 1
+    )
     joined = hand.call(aten.cat.default, [hand.part(parts, rank) for rank in range(RANKS)])
     return hand.call(collectives.wait_tensor.default, hand.call(REDUCE, joined, "sum", RANKS, "tp"))
 
@@ -36,7 +38,10 @@ def gathered_product(hand, x, batch):
 def boundary(batch=1, late_weight=False, between=norm):
     """Two products, with a residual sum and a norm between them. late_weight: the norm's weight is gathered just before it."""
     hand = Hand()
-    residual, weight = hand.input(batch, T // RANKS, C), hand.input(C // RANKS if late_weight else C)
+    residual, weight = (
+        hand.input(batch, T // RANKS, C),
+        hand.input(C // RANKS if late_weight else C),
+    )
     total = hand.call(aten.add.Tensor, residual, reduced(hand, batch))
     if late_weight:
         weight = hand.gather(weight, "layers.0.ffn_norm.weight")
@@ -100,7 +105,21 @@ def test_a_chunk_is_gathered_while_others_are_computed():
     _, graph = boundary()
     chained(graph, 4)
     start = ["p", "r0", "p", "r1", "wr0", "g0", "p", "r2", "wr1", "g1", "p", "r3"]
-    assert order(graph) == [*start, "wg0", "p", "wr2", "g2", "wr3", "g3", "wg1", "p", "wg2", "p", "wg3", "p"]
+    assert order(graph) == [
+        *start,
+        "wg0",
+        "p",
+        "wr2",
+        "g2",
+        "wr3",
+        "g3",
+        "wg1",
+        "p",
+        "wg2",
+        "p",
+        "wg3",
+        "p",
+    ]
 
 
 def test_with_long_products_only_the_last_chunk_is_gathered_behind_the_next_product():
@@ -122,7 +141,11 @@ def test_nothing_waits_between_long_products_of_several_chunks(chunks, left):
 
 def test_what_mixes_tokens_is_not_chained():
     def mixing(hand, x, weight):
-        return hand.call(aten.mul.Tensor, hand.call(aten.sub.Tensor, x, hand.call(aten.mean.dim, x, [1], True)), weight)
+        return hand.call(
+            aten.mul.Tensor,
+            hand.call(aten.sub.Tensor, x, hand.call(aten.mean.dim, x, [1], True)),
+            weight,
+        )
 
     hand, graph = boundary(between=mixing)
     before = hand.run()
@@ -158,9 +181,16 @@ def a_norm_of_the_recomputed_block(hand):
     """As in the backward of a block: the next gather has tokens that depend on the first reduction and on the first product."""
     x = reduced(hand, 1)
     product, _ = gathered_product(hand, norm(hand, x, hand.input(C)), 1)
-    parts = hand.call(aten.split.Tensor, hand.call(aten.view.default, product, [1, T, C]), T // RANKS, 1)
-    both = hand.call(aten.neg.default, hand.call(aten.cat.default, [hand.part(parts, rank) for rank in range(RANKS)]))
-    again = hand.call(collectives.wait_tensor.default, hand.call(REDUCE, both, "sum", RANKS, "tp"))  # whole: no product before it
+    parts = hand.call(
+        aten.split.Tensor, hand.call(aten.view.default, product, [1, T, C]), T // RANKS, 1
+    )
+    both = hand.call(
+        aten.neg.default,
+        hand.call(aten.cat.default, [hand.part(parts, rank) for rank in range(RANKS)]),
+    )
+    again = hand.call(
+        collectives.wait_tensor.default, hand.call(REDUCE, both, "sum", RANKS, "tp")
+    )  # whole: no product before it
     return [product, gathered_product(hand, hand.call(aten.mul.Tensor, again, x), 1)[0]], 3, 1
 
 
@@ -181,7 +211,12 @@ def a_factor_that_depends_on_the_reduction(hand):
 
 @pytest.mark.parametrize(
     "make",
-    [two_gathers_of_one_reduction, a_norm_of_the_recomputed_block, several_results, a_factor_that_depends_on_the_reduction],
+    [
+        two_gathers_of_one_reduction,
+        a_norm_of_the_recomputed_block,
+        several_results,
+        a_factor_that_depends_on_the_reduction,
+    ],
 )
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_other_graphs_stay_right(make, chunks):

@@ -25,8 +25,14 @@ def cut(graph, chunks, machine=None):
 def gathered(hand, x):
     """Tokens (B, T / RANKS, C) -> (B, T, C), as in tensor_parallel.py."""
     started = hand.call(GATHER, x, RANKS, "tp")
-    parts = hand.call(aten.split.Tensor, hand.call(collectives.wait_tensor.default, started), x.meta["val"].shape[0])
-    return started, hand.call(aten.cat.default, [hand.part(parts, rank) for rank in range(RANKS)], 1)
+    parts = hand.call(
+        aten.split.Tensor,
+        hand.call(collectives.wait_tensor.default, started),
+        x.meta["val"].shape[0],
+    )
+    return started, hand.call(
+        aten.cat.default, [hand.part(parts, rank) for rank in range(RANKS)], 1
+    )
 
 
 def forward(products=2, batch=B):
@@ -45,7 +51,9 @@ def forward(products=2, batch=B):
 def reduction(batch=B):
     hand = Hand()
     product = hand.call(aten.mm.default, hand.input(batch * T, C), hand.input(C, N))
-    parts = hand.call(aten.split.Tensor, hand.call(aten.view.default, product, [batch, T, N]), T // RANKS, 1)
+    parts = hand.call(
+        aten.split.Tensor, hand.call(aten.view.default, product, [batch, T, N]), T // RANKS, 1
+    )
     joined = hand.call(aten.cat.default, [hand.part(parts, rank) for rank in range(RANKS)])
     reduced = hand.call(REDUCE, joined, "sum", RANKS, "tp")
     return hand, hand.output(hand.call(collectives.wait_tensor.default, reduced))
@@ -63,17 +71,27 @@ def float8_product(hand, rows):
 
 def float8_forward(batch=4):
     hand = Hand()
-    _, whole = gathered(hand, hand.call(aten.view.dtype, in_float8(hand, batch, 32, 16), torch.uint8))
-    rows = hand.call(aten.view.dtype, hand.call(aten.view.default, whole, [batch * 64, 16]), torch.float8_e4m3fn)
-    return hand, hand.output(*(float8_product(hand, hand.call(aten.alias.default, rows)) for _ in range(2)))
+    _, whole = gathered(
+        hand, hand.call(aten.view.dtype, in_float8(hand, batch, 32, 16), torch.uint8)
+    )
+    rows = hand.call(
+        aten.view.dtype, hand.call(aten.view.default, whole, [batch * 64, 16]), torch.float8_e4m3fn
+    )
+    return hand, hand.output(
+        *(float8_product(hand, hand.call(aten.alias.default, rows)) for _ in range(2))
+    )
 
 
 def float8_reduction(batch=4):
     hand = Hand()
     product = float8_product(hand, in_float8(hand, batch * 64, 16))
-    parts = hand.call(aten.split.Tensor, hand.call(aten.view.default, product, [batch, 64, 32]), 32, 1)
+    parts = hand.call(
+        aten.split.Tensor, hand.call(aten.view.default, product, [batch, 64, 32]), 32, 1
+    )
     joined = hand.call(aten.cat.default, [hand.part(parts, rank) for rank in range(RANKS)])
-    return hand, hand.output(hand.call(collectives.wait_tensor.default, hand.call(REDUCE, joined, "sum", RANKS, "tp")))
+    return hand, hand.output(
+        hand.call(collectives.wait_tensor.default, hand.call(REDUCE, joined, "sum", RANKS, "tp"))
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -97,8 +115,12 @@ def test_chunks_give_the_same_numbers(make, kind, chunks, batch):
     before = hand.run()
     assert cut(graph, chunks) == 1
     assert count(graph, kind) == count(graph, collectives.wait_tensor.default) == chunks
-    assert count(graph, aten.mm.default) == chunks + (make is forward)  # a second product reads all tokens
-    assert {node.target for node in graph.nodes if node.op == "call_function"} <= lowerings.keys() | {operator.getitem}
+    assert count(graph, aten.mm.default) == chunks + (
+        make is forward
+    )  # a second product reads all tokens
+    assert {
+        node.target for node in graph.nodes if node.op == "call_function"
+    } <= lowerings.keys() | {operator.getitem}
     for old, new in zip(before, hand.run(), strict=True):
         assert old.shape == new.shape
         torch.testing.assert_close(old, new, rtol=1e-6, atol=1e-6)
@@ -107,15 +129,29 @@ def test_chunks_give_the_same_numbers(make, kind, chunks, batch):
 def test_all_gathers_start_at_once_and_each_product_waits_for_its_own():
     _, graph = forward(products=1)
     cut(graph, 2)
-    order = [node.target for node in graph.nodes if node.target in (GATHER, collectives.wait_tensor.default, aten.mm.default)]
+    order = [
+        node.target
+        for node in graph.nodes
+        if node.target in (GATHER, collectives.wait_tensor.default, aten.mm.default)
+    ]
     assert order == [GATHER, GATHER, *[collectives.wait_tensor.default, aten.mm.default] * 2]
 
 
 def test_a_reduction_starts_before_the_next_product():
     _, graph = reduction()
     cut(graph, 2)
-    order = [node.target for node in graph.nodes if node.target in (REDUCE, collectives.wait_tensor.default, aten.mm.default)]
-    assert order == [aten.mm.default, REDUCE, aten.mm.default, REDUCE, *[collectives.wait_tensor.default] * 2]
+    order = [
+        node.target
+        for node in graph.nodes
+        if node.target in (REDUCE, collectives.wait_tensor.default, aten.mm.default)
+    ]
+    assert order == [
+        aten.mm.default,
+        REDUCE,
+        aten.mm.default,
+        REDUCE,
+        *[collectives.wait_tensor.default] * 2,
+    ]
 
 
 class Halves:
@@ -125,7 +161,9 @@ class Halves:
         self.share = share
 
     def cost(self, node, fused=True):
-        seconds, whole = {GATHER: (8.0, T * C), aten.mm.default: (10.0, T * N)}.get(node.target, (0.0, 0))
+        seconds, whole = {GATHER: (8.0, T * C), aten.mm.default: (10.0, T * N)}.get(
+            node.target, (0.0, 0)
+        )
         return seconds * (1.0 if nbytes_of(node) == 4 * whole else self.share)
 
 
@@ -155,7 +193,9 @@ def test_other_collectives_stay_whole():
 # asynchronous tensor parallelism
 
 
-@pytest.mark.parametrize(("make", "kind", "products"), [(forward, GATHER, 2), (reduction, REDUCE, 1)])
+@pytest.mark.parametrize(
+    ("make", "kind", "products"), [(forward, GATHER, 2), (reduction, REDUCE, 1)]
+)
 def test_collectives_that_inductor_fuses_are_marked_with_all_their_products(make, kind, products):
     _, graph = make()
     assert mark_fused(graph) == 1
@@ -170,8 +210,13 @@ def test_a_sum_of_products_and_a_product_with_tokens_on_the_right_are_not_fused(
     _, whole = gathered(hand, hand.input(B, T // RANKS, C))
     rows = hand.call(aten.view.default, whole, [B * T, C])
     right = hand.call(aten.mm.default, hand.input(N, B * T), rows)
-    both = hand.call(aten.add.Tensor, *(hand.call(aten.mm.default, hand.input(B * T, C), hand.input(C, N)) for _ in range(2)))
-    parts = hand.call(aten.split.Tensor, hand.call(aten.view.default, both, [B, T, N]), T // RANKS, 1)
+    both = hand.call(
+        aten.add.Tensor,
+        *(hand.call(aten.mm.default, hand.input(B * T, C), hand.input(C, N)) for _ in range(2)),
+    )
+    parts = hand.call(
+        aten.split.Tensor, hand.call(aten.view.default, both, [B, T, N]), T // RANKS, 1
+    )
     joined = hand.call(aten.cat.default, [hand.part(parts, rank) for rank in range(RANKS)])
     reduced = hand.call(REDUCE, joined, "sum", RANKS, "tp")
     assert mark_fused(hand.output(right, hand.call(collectives.wait_tensor.default, reduced))) == 0
@@ -193,10 +238,18 @@ def test_a_fused_collective_costs_what_its_products_do_not_hide(make, kind):
     mark_fused(graph)
     (node,) = [node for node in graph.nodes if node.target is kind]
     nbytes, launches = 4 * B * T * (C if kind is GATHER else N), 2e-6 * machine.collective_launch
-    moved = machine.memory_traffic(nbytes if kind is GATHER else 1.5 * nbytes)  # a copy of the shard; or two parts and their sum
-    assert machine.cost(node) == pytest.approx(launches + moved)  # its copy takes less than half of a product, launched twice
+    moved = machine.memory_traffic(
+        nbytes if kind is GATHER else 1.5 * nbytes
+    )  # a copy of the shard; or two parts and their sum
+    assert machine.cost(node) == pytest.approx(
+        launches + moved
+    )  # its copy takes less than half of a product, launched twice
     node.meta["fused_with"] = ()
     apart = dataclasses.replace(machine, ranks_per_node=1)  # where no rank reads another's memory
-    assert apart.cost(node) == apart.collective("all_gather" if kind is GATHER else "reduce_scatter", nbytes, [0, 1])
-    copy = machine.launch * 1e-6 + nbytes / 2 / (machine.intra_node.bandwidth * machine.link_efficiency * 1e9)
+    assert apart.cost(node) == apart.collective(
+        "all_gather" if kind is GATHER else "reduce_scatter", nbytes, [0, 1]
+    )
+    copy = machine.launch * 1e-6 + nbytes / 2 / (
+        machine.intra_node.bandwidth * machine.link_efficiency * 1e9
+    )
     assert machine.cost(node) == pytest.approx(launches + moved + copy)

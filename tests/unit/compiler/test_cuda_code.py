@@ -33,7 +33,11 @@ LAYOUTS = {  # recipe, world size, options, pipeline stage
     "8B on 128, greedy": ("llama3_8b.toml", 128, GREEDY),
     "8B on 128, auto": ("llama3_8b.toml", 128, AUTO),
     "8B, float8": ("llama3_8b_float8.toml", 8, []),
-    "8B, float8 by rows": ("llama3_8b_float8.toml", 8, ["--float8.recipe=rowwise", "--no-float8.all_gather"]),
+    "8B, float8 by rows": (
+        "llama3_8b_float8.toml",
+        8,
+        ["--float8.recipe=rowwise", "--no-float8.all_gather"],
+    ),
     "8B, float8, TP 2 x FSDP 4": ("llama3_8b_float8.toml", 8, TP),
     "70B, float8": ("llama3_70b_float8.toml", 256, []),
     "70B": ("llama3_70b.toml", 256, []),
@@ -43,8 +47,13 @@ LAYOUTS = {  # recipe, world size, options, pipeline stage
 
 @functools.cache
 def lowered(recipe, world_size, options=(), stage=0):
-    pytest.importorskip("triton", reason="needs triton, which writes kernels without a GPU: pip install 'titan_lite[cuda-code]'")
-    (graphs,) = run_ranks(1, _lower, recipe, world_size, list(options), stage, init=False, seconds=SECONDS)
+    pytest.importorskip(
+        "triton",
+        reason="needs triton, which writes kernels without a GPU: pip install 'titan_lite[cuda-code]'",
+    )
+    (graphs,) = run_ranks(
+        1, _lower, recipe, world_size, list(options), stage, init=False, seconds=SECONDS
+    )
     return graphs
 
 
@@ -61,7 +70,10 @@ def check(graphs, fused=False):
         assert graph.replay.faults == [], name
         left = [event for event in graph.asked if event in graph.fused]
         assert (left == graph.asked) != fused
-        communication = [[event for event in each if event[0] in ("start", "wait")] for each in (left, graph.fused)]
+        communication = [
+            [event for event in each if event[0] in ("start", "wait")]
+            for each in (left, graph.fused)
+        ]
         assert communication[0] == [event for event in communication[1] if event in left], name
 
 
@@ -69,18 +81,34 @@ def test_the_code_has_the_order_of_the_graph():
     check(lowered(*EIGHT))
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the numbers are those of torch 2.13")
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.13"), reason="the numbers are those of torch 2.13"
+)
 def test_kernels_of_three_blocks_and_of_one():
     """A change of these numbers is a change of what a GPU launches in every block: look at it before writing it down."""
     whole = {
         "forward": {"triton": 69, "product": 22, "attention": 3, "start": 6, "wait": 6},
         "inference": {"triton": 68, "product": 22, "attention": 3, "start": 6, "wait": 6},
-        "backward": {"triton": 109, "product": 44, "attention": 3, "start": 8, "wait": 8, "operator": 7},
+        "backward": {
+            "triton": 109,
+            "product": 44,
+            "attention": 3,
+            "start": 8,
+            "wait": 8,
+            "operator": 7,
+        },
     }
     one = {  # from the first attention to the second; shards are cast before, as early as they may
         "forward": {"triton": 12, "product": 7, "attention": 1, "start": 1, "wait": 1},
         "inference": {"triton": 12, "product": 7, "attention": 1, "start": 1, "wait": 1},
-        "backward": {"triton": 35, "product": 14, "attention": 1, "start": 2, "wait": 2, "operator": 3},
+        "backward": {
+            "triton": 35,
+            "product": 14,
+            "attention": 1,
+            "start": 2,
+            "wait": 2,
+            "operator": 3,
+        },
     }
     for name, graph in lowered(*EIGHT).items():
         assert Counter(kind for kind, _ in graph.replay.launches) == whole[name], name
@@ -94,18 +122,26 @@ def test_the_output_weight_is_read_where_it_was_gathered():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the numbers are those of torch 2.13")
+@pytest.mark.skipif(
+    not torch.__version__.startswith("2.13"), reason="the numbers are those of torch 2.13"
+)
 def test_coalesced_collectives_copy_no_weight():
     """Seven weights of each gathered block are not copied out, nor is the last norm in forward; casts are per block."""
     copying, coalesced = lowered(*EIGHT), lowered(*EIGHT, tuple(COALESCED))
     triton = {
-        name: [Counter(kind for kind, _ in graphs[name].replay.launches)["triton"] for graphs in (copying, coalesced)]
+        name: [
+            Counter(kind for kind, _ in graphs[name].replay.launches)["triton"]
+            for graphs in (copying, coalesced)
+        ]
         for name in copying
     }
     assert triton == {"forward": [69, 47], "inference": [68, 47], "backward": [109, 91]}
     weight = 14336 * 4096 * 2
     for name in ("forward", "inference"):  # backward has gradients of that size
-        assert [weight in graphs[name].replay.allocated for graphs in (copying, coalesced)] == [True, False]
+        assert [weight in graphs[name].replay.allocated for graphs in (copying, coalesced)] == [
+            True,
+            False,
+        ]
 
 
 @pytest.mark.slow
@@ -121,7 +157,11 @@ def test_attention_within_documents_is_a_kernel_and_no_mask():
     check(graphs)
     for name, graph in graphs.items():
         operator = "flash_attention_within_documents" + "_backward" * (name == "backward")
-        assert [kernel.startswith(operator) for kind, kernel in graph.replay.launches if kind == "attention"] == [True] * 3
+        assert [
+            kernel.startswith(operator)
+            for kind, kernel in graph.replay.launches
+            if kind == "attention"
+        ] == [True] * 3
         assert "8192, 8192" not in graph.source  # no tensor of all pairs
 
 
@@ -129,8 +169,12 @@ def test_attention_within_documents_is_a_kernel_and_no_mask():
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("name", ["forward", "backward"])
 def test_all_kernels_compile(name, capability):
-    (compiled,) = run_ranks(1, _compile, lowered(*EIGHT)[name], capability, init=False, seconds=SECONDS)
-    assert set(compiled) == {kernel for kind, kernel in lowered(*EIGHT)[name].replay.launches if kind == "triton"}
+    (compiled,) = run_ranks(
+        1, _compile, lowered(*EIGHT)[name], capability, init=False, seconds=SECONDS
+    )
+    assert set(compiled) == {
+        kernel for kind, kernel in lowered(*EIGHT)[name].replay.launches if kind == "triton"
+    }
     assert all(compiled.values())
 
 
@@ -173,7 +217,10 @@ class Runner:
 WAIT = "torch.ops._c10d_functional.wait_tensor.default(buf1)\n"
 PLANTED = {
     "freed": ("            del x\n", "            del x, buf0\n", "            del buf0\n", ""),
-    "written": ("out=buf2)\n            del x", "out=buf2)\n            triton_poi_fused_0.run(x, buf0, 32)\n            del x"),
+    "written": (
+        "out=buf2)\n            del x",
+        "out=buf2)\n            triton_poi_fused_0.run(x, buf0, 32)\n            del x",
+    ),
     "reused": ("buf2 = empty_strided_cuda((4, 8), (8, 1), torch.bfloat16)", "buf2 = buf0"),
     "used": ("extern_kernels.mm(x, ", "extern_kernels.mm(buf1, "),
     "never waited for": (WAIT, "args.clear()\n"),
@@ -181,12 +228,19 @@ PLANTED = {
 
 
 def replayed(code):
-    return Replay(code, {"buf1": ["gather"], "buf2": ["mm"], "buf3": ["mm_1"]}, {"buf1": 512, "x": 64})
+    return Replay(
+        code, {"buf1": ["gather"], "buf2": ["mm"], "buf3": ["mm_1"]}, {"buf1": 512, "x": 64}
+    )
 
 
 def test_the_checker_reads_order_lifetimes_and_memory():
     replay = replayed(CODE)
-    assert replay.order == [("start", "gather"), ("product", "mm"), ("wait", "gather"), ("product", "mm_1")]
+    assert replay.order == [
+        ("start", "gather"),
+        ("product", "mm"),
+        ("wait", "gather"),
+        ("product", "mm_1"),
+    ]
     assert replay.launches[0] == replay.launches[-1] == ("triton", "triton_poi_fused_0")
     assert replay.faults == []
     assert replay.peak == 512 + 64 + 256  # buf1 to buf3: buf0 and x are freed before buf3 is made
@@ -232,10 +286,14 @@ def test_the_checker_follows_each_result_of_a_coalesced_collective(planted, faul
 
 def test_the_checker_finds_a_fault_planted_in_real_code():
     graph = lowered(*EIGHT)["backward"]
-    first, *_ = re.findall(r"^ +torch\.ops\._c10d_functional\.wait_tensor\.default\(\w+\)\n", graph.source, re.M)
+    first, *_ = re.findall(
+        r"^ +torch\.ops\._c10d_functional\.wait_tensor\.default\(\w+\)\n", graph.source, re.M
+    )
     late = graph.source.replace(first, "", 1)
     late = re.sub(r"^( +)return \(", lambda end: first + end[0], late, count=0, flags=re.M)
-    assert any("is used in flight" in fault for fault in Replay(late, graph.kernels, graph.nbytes).faults)
+    assert any(
+        "is used in flight" in fault for fault in Replay(late, graph.kernels, graph.nbytes).faults
+    )
 
 
 def test_a_statement_that_is_not_understood_is_an_error():

@@ -4,7 +4,13 @@ import pytest
 import torch
 from hand import GATHER, Hand, aten, collectives, priced, two_ranks  # noqa: F401
 
-from titan_lite.compiler.deferring import RECENT, choose_order, choose_products, defer_products, start_behind
+from titan_lite.compiler.deferring import (
+    RECENT,
+    choose_order,
+    choose_products,
+    defer_products,
+    start_behind,
+)
 from titan_lite.compiler.timeline import lower_bound, simulate
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
@@ -20,7 +26,9 @@ def exchange(hand, x, seconds):
     """Gather tokens on the path from block to block, and keep this rank's."""
     gathered = hand.call(GATHER, x, 2, "tp")
     gathered.meta["seconds"] = seconds
-    return hand.call(aten.slice.Tensor, hand.call(collectives.wait_tensor.default, gathered), 0, 0, 2)
+    return hand.call(
+        aten.slice.Tensor, hand.call(collectives.wait_tensor.default, gathered), 0, 0, 2
+    )
 
 
 def backward(blocks, exchanged=4.0, weight=(1.0, 5.0), reduces=True):
@@ -29,8 +37,12 @@ def backward(blocks, exchanged=4.0, weight=(1.0, 5.0), reduces=True):
     x = hand.input(2, 2)
     for block in range(blocks):
         for number, seconds in enumerate(weight):
-            gradient = product(hand, f"dw{block}.{number}", seconds, hand.call(aten.t.default, x), x)
-            results.append(hand.reduce(gradient, f"layers.{block}.{number}") if reduces else gradient)
+            gradient = product(
+                hand, f"dw{block}.{number}", seconds, hand.call(aten.t.default, x), x
+            )
+            results.append(
+                hand.reduce(gradient, f"layers.{block}.{number}") if reduces else gradient
+            )
         x = exchange(hand, product(hand, f"dx{block}", 2.0, x, hand.input(2, 2)), exchanged)
     return hand, hand.output(x, *results)
 
@@ -55,7 +67,18 @@ def test_a_collective_gets_the_shortest_product_that_hides_it():
     hand, graph = backward(2)
     before, numbers = simulate(graph, priced()), hand.run()
     assert deferred(graph, priced()) == 2
-    assert words(graph) == ["dw0.0", "dx0", "start", "dw0.1", "wait", "dw1.0", "dx1", "start", "dw1.1", "wait"]
+    assert words(graph) == [
+        "dw0.0",
+        "dx0",
+        "start",
+        "dw0.1",
+        "wait",
+        "dw1.0",
+        "dx1",
+        "start",
+        "dw1.1",
+        "wait",
+    ]
     after = simulate(graph, priced())
     assert before.compute == 2 * (1 + 5 + 2 + 4)
     assert after.compute == 2 * (1 + 5 + 2)
@@ -119,9 +142,12 @@ def two_gathers(group="tp", between=0.0, after=9.0):
 
 
 @pytest.mark.parametrize(
-    ("options", "saved"), [({}, 4.0), (dict(group="cp"), 0.0), (dict(between=5.0), 0.0), (dict(after=0.0), 0.0)]
+    ("options", "saved"),
+    [({}, 4.0), (dict(group="cp"), 0.0), (dict(between=5.0), 0.0), (dict(after=0.0), 0.0)],
 )
-def test_a_collective_that_delays_one_that_is_needed_earlier_starts_behind_it_if_that_is_faster(options, saved):
+def test_a_collective_that_delays_one_that_is_needed_earlier_starts_behind_it_if_that_is_faster(
+    options, saved
+):
     starts, graph = two_gathers(**options)
     before = simulate(graph, priced()).seconds
     start_behind(graph, choose_order(graph, priced()))
@@ -136,7 +162,9 @@ def test_collectives_that_start_behind_the_same_one_keep_their_order():
     for start in starts:
         start.meta["seconds"] = 4.0
     first = hand.compute("next", 9.0, hand.call(collectives.wait_tensor.default, starts[2]))
-    graph = hand.output(first, *(hand.call(collectives.wait_tensor.default, start) for start in starts[:2]))
+    graph = hand.output(
+        first, *(hand.call(collectives.wait_tensor.default, start) for start in starts[:2])
+    )
     assert simulate(graph, priced()).waited == 12.0
     start_behind(graph, choose_order(graph, priced()))
     assert starts[2] < starts[0] < starts[1]

@@ -40,16 +40,27 @@ OTHERS = """
 """
 
 # m, n, k, TFLOP/s in bfloat16 and in float8 of an H100 at 500 W (pytorch/FBGEMM pull request 2546; float8 by a kernel in Triton)
-AT_500_WATTS = ((8192, 8192, 8192, 585, 1126), (65536, 8192, 7168, 575, 1083), (65536, 3584, 8192, 546, 1141))
+AT_500_WATTS = (
+    (8192, 8192, 8192, 585, 1126),
+    (65536, 8192, 7168, 575, 1083),
+    (65536, 3584, 8192, 546, 1141),
+)
 # The same in float8 on an H800 SXM, which computes as an H100, with sums in float32 (deepseek-ai/DeepGEMM pull request 73)
-FLOAT8 = ((4096, 24576, 1536, 1166), (4096, 32768, 512, 748), (4096, 7168, 16384, 1470), (4096, 7168, 2048, 1204))
+FLOAT8 = (
+    (4096, 24576, 1536, 1166),
+    (4096, 32768, 512, 748),
+    (4096, 7168, 16384, 1470),
+    (4096, 7168, 2048, 1204),
+)
 
 
 def seconds_of(batch, m, n, k, machine=H100):
     shape = ([batch] if batch > 1 else []) + [m, k]
     graph = Graph()
     a, b = graph.placeholder("a"), graph.placeholder("b")
-    product = graph.call_function((torch.ops.aten.bmm if batch > 1 else torch.ops.aten.mm).default, (a, b))
+    product = graph.call_function(
+        (torch.ops.aten.bmm if batch > 1 else torch.ops.aten.mm).default, (a, b)
+    )
     a.meta["val"] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     b.meta["val"] = torch.empty(*shape[:-2], k, n, dtype=torch.bfloat16, device="meta")
     product.meta["val"] = a.meta["val"] @ b.meta["val"]
@@ -73,12 +84,17 @@ def test_products_are_as_fast_as_published_also_those_that_the_fit_has_not_seen(
 def test_larger_products_of_normal_numbers():
     """cuBLAS on an H100 SXM (pranjalssh/fast.cu, README)."""
     for size, published in ((6144, 741.1), (8192, 797.8)):
-        assert 2 * size**3 / seconds_of(1, size, size, size) / 1e12 == pytest.approx(published, rel=0.1)
+        assert 2 * size**3 / seconds_of(1, size, size, size) / 1e12 == pytest.approx(
+            published, rel=0.1
+        )
 
 
 def test_float8_products_that_sum_in_float32():
     speed = H100.flops(torch.float8_e4m3fn) * H100.matmul_efficiency / SLOW_ACCUMULATION
-    found = [2e-12 * m * n * k / product_seconds(1, m, n, k, speed=speed, multiprocessors=132) / each for m, n, k, each in FLOAT8]
+    found = [
+        2e-12 * m * n * k / product_seconds(1, m, n, k, speed=speed, multiprocessors=132) / each
+        for m, n, k, each in FLOAT8
+    ]
     assert statistics.median(found) == pytest.approx(1, abs=0.05)
     assert max(abs(ratio - 1) for ratio in found) < 0.25
 
@@ -99,14 +115,26 @@ def test_few_tiles_are_split_along_the_inner_dimension():
 
 
 def test_a_machine_without_multiprocessors_has_one_efficiency():
-    plain = Machine("CPU", {"float32": 1.0, "bfloat16": 1.0}, 1, 1e9, H100.intra_node, H100.inter_node, launch=0.0)
+    plain = Machine(
+        "CPU",
+        {"float32": 1.0, "bfloat16": 1.0},
+        1,
+        1e9,
+        H100.intra_node,
+        H100.inter_node,
+        launch=0.0,
+    )
     assert seconds_of(1, 300, 300, 300, plain) == pytest.approx(2 * 300**3 / 0.7e12)
 
 
 def test_attention_by_kernel_and_length():
     assert attention_share(500) == 0.5
     assert attention_share(8192) > 0.94
-    assert H100.attending("FA2").attention_efficiency == ATTENTION["H100"]["FA2"] < H100.attention_efficiency
+    assert (
+        H100.attending("FA2").attention_efficiency
+        == ATTENTION["H100"]["FA2"]
+        < H100.attention_efficiency
+    )
     assert H100.attending("auto") == H100
     cluster = dataclasses.replace(H100, name="cluster", like="H100")
     assert cluster.attending("FA2").attention_efficiency == ATTENTION["H100"]["FA2"]
@@ -118,12 +146,18 @@ def test_a_power_limit_lowers_the_clock():
     assert clock_share(500, 700) == pytest.approx((400 / 600) ** CLOCK_EXPONENT)
     limited = dataclasses.replace(H100, power=500)
     _, slow, fast = limited.spread()
-    shares = [each.flops(torch.bfloat16) / H100.flops(torch.bfloat16) for each in (slow, limited, fast)]
+    shares = [
+        each.flops(torch.bfloat16) / H100.flops(torch.bfloat16) for each in (slow, limited, fast)
+    ]
     # 0.6 of the way to 1 and to 0.46
-    assert shares == pytest.approx([(400 / 600) ** 0.936, (400 / 600) ** CLOCK_EXPONENT, (400 / 600) ** 0.612])
+    assert shares == pytest.approx(
+        [(400 / 600) ** 0.936, (400 / 600) ** CLOCK_EXPONENT, (400 / 600) ** 0.612]
+    )
     assert H100.spread()[1].flops(torch.bfloat16) == H100.flops(torch.bfloat16)
 
-    own = dataclasses.replace(limited, clock_exponent=1 / 3)  # the law of a machine's file, below that of the fast end
+    own = dataclasses.replace(
+        limited, clock_exponent=1 / 3
+    )  # the law of a machine's file, below that of the fast end
     slow, fast = (each.clock_exponent for each in own.spread()[1:])
     assert fast == 1 / 3 < slow
 

@@ -57,7 +57,12 @@ def order_in_code(function, *inputs, **settings):
     ):
         compile_fx_inner(graph, inputs)
     words = [line.partition("(")[0].split(".") for line in found[0].splitlines() if "(" in line]
-    return [word for each in words for word in each if word in ("all_gather_into_tensor", "wait_tensor", "mm")]
+    return [
+        word
+        for each in words
+        for word in each
+        if word in ("all_gather_into_tensor", "wait_tensor", "mm")
+    ]
 
 
 def test_a_gather_that_starts_early_in_the_graph_starts_early_in_the_code(group):

@@ -24,7 +24,9 @@ def layers(count=2, name="layers.{}.{}.weight", seconds=0.0):
 
 
 def scheduled(graph_module, machine=None, **options):
-    schedule = Schedule(Compile(**{key: value for key, value in options.items() if key in KEYS}), machine)
+    schedule = Schedule(
+        Compile(**{key: value for key, value in options.items() if key in KEYS}), machine
+    )
     schedule.peers, schedule.dump = options.get("peers", schedule.peers), options.get("dump")
     schedule(graph_module, "forward")
     return schedule.receipts[0]
@@ -77,7 +79,10 @@ def test_without_reordering_everything_stays_where_it_is_needed():
 
 
 def test_buckets_that_merge_nothing_are_an_error():
-    with pytest.raises(ConfigError, match=r'compile.bucketing = "greedy" merged none of the 4 collectives of the forward graph'):
+    with pytest.raises(
+        ConfigError,
+        match=r'compile.bucketing = "greedy" merged none of the 4 collectives of the forward graph',
+    ):
         scheduled(layers(seconds=0.1), priced(), bucketing="greedy")  # too short to hide anything
     with pytest.raises(ConfigError, match=r"needs a cost model; use compile.machine"):
         scheduled(layers(), bucketing="greedy")
@@ -89,10 +94,14 @@ def test_a_plan_may_be_for_another_stage_of_a_pipeline():
 
 def test_one_collective_or_none_cannot_be_merged_and_that_is_no_error():
     hand = Hand()
-    only = GraphModule(torch.nn.Module(), hand.output(hand.gather(hand.input(4), "layers.0.a.weight")))
+    only = GraphModule(
+        torch.nn.Module(), hand.output(hand.gather(hand.input(4), "layers.0.a.weight"))
+    )
     assert len(scheduled(only, bucketing="block").after) == 1
     hand = Hand()
-    nothing = GraphModule(torch.nn.Module(), hand.output(hand.call(aten.neg.default, hand.input(4))))
+    nothing = GraphModule(
+        torch.nn.Module(), hand.output(hand.call(aten.neg.default, hand.input(4)))
+    )
     assert scheduled(nothing, bucketing="block").after == ()
 
 
@@ -101,17 +110,22 @@ def test_ranks_that_would_hang_are_named():
         return {0: mine, 1: mine.replace('": "', '": "f'), 6: mine.replace("0, 1", "6, 7")}
 
     with pytest.raises(
-        ConfigError, match=r"ranks 1 would communicate in another order than rank 0 among 0, 1 in the forward graph"
+        ConfigError,
+        match=r"ranks 1 would communicate in another order than rank 0 among 0, 1 in the forward graph",
     ):
         scheduled(layers(), bucketing="block", peers=Told(exchange))
-    assert scheduled(layers(), bucketing="block", peers=Told(lambda mine: {0: mine, 1: mine})).schedule
+    assert scheduled(
+        layers(), bucketing="block", peers=Told(lambda mine: {0: mine, 1: mine})
+    ).schedule
 
 
 def test_a_rank_without_what_its_group_does_is_named():
     def exchange(mine):
         return {0: mine, 1: "{}"}
 
-    with pytest.raises(ConfigError, match=r"ranks 1 would communicate in another order than rank 0"):
+    with pytest.raises(
+        ConfigError, match=r"ranks 1 would communicate in another order than rank 0"
+    ):
         scheduled(layers(), bucketing="block", peers=Told(exchange))
 
 
@@ -124,7 +138,9 @@ def test_strings_of_all_ranks_are_asked_for_only_where_they_differ():
 def test_other_groups_may_do_other_things():
     """Ranks of another tensor-parallel rank have other sizes, and other ranks to gather them from."""
     assert scheduled(
-        layers(), bucketing="block", peers=Told(lambda mine: {2: mine.replace("0, 1", "2, 3").replace('": "', '": "f')})
+        layers(),
+        bucketing="block",
+        peers=Told(lambda mine: {2: mine.replace("0, 1", "2, 3").replace('": "', '": "f')}),
     )
 
 
@@ -146,7 +162,11 @@ def test_the_hash_is_of_what_travels_and_in_which_order():
 def test_graphs_are_written_before_and_after_each_pass(tmp_path):
     scheduled(layers(), bucketing="block", dump=tmp_path / "graphs")
     files = sorted(path.name for path in (tmp_path / "graphs").iterdir())
-    assert files == ["0_forward_0_traced.txt", "0_forward_1_bucketed.txt", "0_forward_2_reordered.txt"]
+    assert files == [
+        "0_forward_0_traced.txt",
+        "0_forward_1_bucketed.txt",
+        "0_forward_2_reordered.txt",
+    ]
     texts = [(tmp_path / "graphs" / file).read_text() for file in files]
     assert [text.count("all_gather_into_tensor.default(") for text in texts] == [4, 2, 2]
     assert "# layers.1.a.weight, layers.1.b.weight" in texts[1]

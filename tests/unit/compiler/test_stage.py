@@ -12,7 +12,9 @@ from titan_lite.config import Compile, ConfigError
 from titan_lite.loss import IGNORE_INDEX, cross_entropy_sum
 from titan_lite.models.llama3 import ModelConfig, Transformer
 
-CONFIG = ModelConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=64, max_seq_len=16)
+CONFIG = ModelConfig(
+    dim=32, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=64, max_seq_len=16
+)
 
 
 def trained(budget):
@@ -20,11 +22,22 @@ def trained(budget):
     torch._dynamo.reset()
     model = Transformer(CONFIG)
     model.init_weights(0)
-    compile_model(model, Compile(enable=True, backend="aot_eager"), reshard_after_forward=False, memory_budget=budget)
-    own = {parameter.data_ptr() for parameter in model.parameters()} | {buffer.data_ptr() for buffer in model.buffers()}
+    compile_model(
+        model,
+        Compile(enable=True, backend="aot_eager"),
+        reshard_after_forward=False,
+        memory_budget=budget,
+    )
+    own = {parameter.data_ptr() for parameter in model.parameters()} | {
+        buffer.data_ptr() for buffer in model.buffers()
+    }
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     logits = model(tokens)
-    saved = {t.data_ptr(): t.untyped_storage().nbytes() for t in logits.grad_fn.saved_tensors if t.data_ptr() not in own}
+    saved = {
+        t.data_ptr(): t.untyped_storage().nbytes()
+        for t in logits.grad_fn.saved_tensors
+        if t.data_ptr() not in own
+    }
     loss = logits.square().mean()
     loss.backward()
     return sum(saved.values()), loss.detach(), [parameter.grad for parameter in model.parameters()]
@@ -56,13 +69,22 @@ def test_two_models_of_one_code_have_static_shapes_each():
 
     @contextmanager
     def compiling(graph, name):
-        yield sizes.update(type(size) for node in graph.graph.find_nodes(op="placeholder") for size in node.meta["val"].shape)
+        yield sizes.update(
+            type(size)
+            for node in graph.graph.find_nodes(op="placeholder")
+            for size in node.meta["val"].shape
+        )
 
     for length in (16, 8):
         model = Transformer(CONFIG)
         model.init_weights(0)
         schedule = SimpleNamespace(compiling=compiling)
-        compile_model(model, Compile(enable=True, backend="aot_eager"), reshard_after_forward=False, schedule=schedule)
+        compile_model(
+            model,
+            Compile(enable=True, backend="aot_eager"),
+            reshard_after_forward=False,
+            schedule=schedule,
+        )
         model(torch.zeros(2, length, dtype=torch.long)).sum().backward()
     assert sizes == {int}
 
@@ -76,7 +98,9 @@ def graphs():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_the_loss_compiled_is_the_loss_and_compiled_once_with_gradients_and_once_without(backend, dtype):
+def test_the_loss_compiled_is_the_loss_and_compiled_once_with_gradients_and_once_without(
+    backend, dtype
+):
     torch._dynamo.reset()
     compiled = compile_function(cross_entropy_sum, Compile(enable=True, backend=backend), "loss")
     before = graphs()
@@ -110,7 +134,11 @@ def failing(name, graph, wanted):
 
 @pytest.mark.parametrize("wanted", ["forward", "backward"])
 def test_a_pass_that_fails_on_the_model_is_told_with_the_keys_to_change(wanted, monkeypatch):
-    monkeypatch.setattr(stage.Schedule, "compiling", lambda schedule, graph, name: failing(name, graph, wanted) or nullcontext())
+    monkeypatch.setattr(
+        stage.Schedule,
+        "compiling",
+        lambda schedule, graph, name: failing(name, graph, wanted) or nullcontext(),
+    )
     with pytest.raises(CompileError) as failure:
         trained(1.0)
     assert str(failure.value) == (
@@ -135,7 +163,9 @@ def test_what_inductor_cannot_compile_aot_eager_may(monkeypatch):
 
     monkeypatch.setattr(stage, "compile_fx_inner", broken)
     torch._dynamo.reset()
-    compiled = compile_function(torch.square, Compile(enable=True, components=("model", "loss", "optimizer")), "optimizer")
+    compiled = compile_function(
+        torch.square, Compile(enable=True, components=("model", "loss", "optimizer")), "optimizer"
+    )
     with pytest.raises(CompileError) as failure:
         compiled(torch.ones(3))
     assert str(failure.value) == (
@@ -161,7 +191,9 @@ def test_a_graph_that_breaks_is_told_and_no_other_backend_named():
 
 def test_an_error_of_the_run_is_none_of_the_compiler():
     torch._dynamo.reset()
-    compiled = compile_function(cross_entropy_sum, Compile(enable=True, backend="aot_eager"), "loss")
+    compiled = compile_function(
+        cross_entropy_sum, Compile(enable=True, backend="aot_eager"), "loss"
+    )
     logits, labels = torch.zeros(1, 2, 5), torch.zeros(1, 2, dtype=torch.int64)
     compiled(logits, labels)
     with pytest.raises(IndexError):
@@ -169,9 +201,15 @@ def test_an_error_of_the_run_is_none_of_the_compiler():
 
 
 def test_settings_of_the_compiler_are_what_they_were():
-    before = torch._dynamo.config.recompile_limit, torch._functorch.config.force_non_lazy_backward_lowering
+    before = (
+        torch._dynamo.config.recompile_limit,
+        torch._functorch.config.force_non_lazy_backward_lowering,
+    )
     trained(1.0)
-    assert (torch._dynamo.config.recompile_limit, torch._functorch.config.force_non_lazy_backward_lowering) == before
+    assert (
+        torch._dynamo.config.recompile_limit,
+        torch._functorch.config.force_non_lazy_backward_lowering,
+    ) == before
     assert before[0] < stage.RECOMPILE_LIMIT  # or nothing was set
 
 
@@ -184,7 +222,9 @@ def test_what_triton_needs_of_a_machine_is_asked_before_a_start(monkeypatch, tmp
         stage.check_backend(inductor, "cuda")
     monkeypatch.setattr(stage.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(stage.sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(ConfigError, match=r"triton needs \S+/Python.h \(python3\.\d+-dev on Debian\)"):
+    with pytest.raises(
+        ConfigError, match=r"triton needs \S+/Python.h \(python3\.\d+-dev on Debian\)"
+    ):
         stage.check_backend(inductor, "cuda")
     (tmp_path / "Python.h").touch()
     stage.check_backend(inductor, "cuda")

@@ -29,8 +29,15 @@ def two_products():
 
 def test_a_collective_that_is_waited_for_at_once_is_exposed():
     timeline = simulate(two_products(), priced(), name="forward")
-    assert (timeline.exposed, timeline.seconds, timeline.compute, timeline.communication) == (16.0, 26.0, 10.0, 16.0)
-    assert [(span.name, span.start, span.exposed, span.under) for span in timeline.collectives()] == [
+    assert (timeline.exposed, timeline.seconds, timeline.compute, timeline.communication) == (
+        16.0,
+        26.0,
+        10.0,
+        16.0,
+    )
+    assert [
+        (span.name, span.start, span.exposed, span.under) for span in timeline.collectives()
+    ] == [
         ("all_gather a", 0.0, 8.0, 0.0),
         ("all_gather b", 13.0, 8.0, 0.0),
     ]
@@ -41,7 +48,10 @@ def test_one_that_is_started_early_travels_under_computation():
     overlap(graph)
     timeline = simulate(graph, priced())
     assert (timeline.exposed, timeline.seconds) == (11.0, 21.0)
-    assert [(span.start, span.exposed, span.under) for span in timeline.collectives()] == [(0.0, 8.0, 0.0), (8.0, 3.0, 5.0)]
+    assert [(span.start, span.exposed, span.under) for span in timeline.collectives()] == [
+        (0.0, 8.0, 0.0),
+        (8.0, 3.0, 5.0),
+    ]
 
 
 def test_under_computation_on_a_cpu_it_hides_nothing(monkeypatch):
@@ -49,9 +59,17 @@ def test_under_computation_on_a_cpu_it_hides_nothing(monkeypatch):
     graph = two_products()
     overlap(graph)
     gpu, cpu = (
-        costs.figures_of(graph, dataclasses.replace(priced(), name=name), False, {(0, 1): "dp_shard"}) for name in ("GPU", "CPU")
+        costs.figures_of(
+            graph, dataclasses.replace(priced(), name=name), False, {(0, 1): "dp_shard"}
+        )
+        for name in ("GPU", "CPU")
     )
-    assert (gpu["exposed.dp_shard"], cpu["exposed.dp_shard"], gpu["compute"], cpu["compute"]) == (11.0, 16.0, 10.0, 10.0)
+    assert (gpu["exposed.dp_shard"], cpu["exposed.dp_shard"], gpu["compute"], cpu["compute"]) == (
+        11.0,
+        16.0,
+        10.0,
+        10.0,
+    )
 
 
 class Shared(Priced):
@@ -72,7 +90,9 @@ def test_computation_beside_a_collective_has_the_multiprocessors_that_are_left()
 
 
 def test_no_operator_starts_before_the_host_has_issued_it():
-    machine = dataclasses.replace(priced(), host=1e7)  # gathers at 10 and 40, waits at 20 and 50, f and g at 30 and 60
+    machine = dataclasses.replace(
+        priced(), host=1e7
+    )  # gathers at 10 and 40, waits at 20 and 50, f and g at 30 and 60
     timeline = simulate(two_products(), machine, fused=False)
     assert timeline.idle == 10 + (30 - 18) + (40 - 35) + (60 - 48)
     assert timeline.seconds == timeline.idle + 16 + 10
@@ -82,7 +102,10 @@ def test_no_operator_starts_before_the_host_has_issued_it():
 @pytest.mark.parametrize("coalesced", [False, True])
 def test_a_bucket_holds_computation_up_once(coalesced):
     hand = Hand()
-    a, b = (hand.gather(shard, f"layers.0.{name}") for name, shard in {name: hand.input(1) for name in "ab"}.items())
+    a, b = (
+        hand.gather(shard, f"layers.0.{name}")
+        for name, shard in {name: hand.input(1) for name in "ab"}.items()
+    )
     graph = hand.output(hand.compute("f", 5.0, a, b))
     merge(graph, by_block(graph), coalesced)
     timeline = simulate(graph, dataclasses.replace(priced(latency=10.0), coalesced_latency=0.1))
@@ -98,7 +121,9 @@ def test_the_bound_is_the_first_gather_and_what_computation_is_too_short_for():
     assert lower_bound(graph, priced()) == 16.0 - 5.0  # g comes after both gathers
     assert lower_bound(graph, priced(latency=1.0)) == 18.0 - 5.0
     overlap(graph)
-    assert simulate(graph, priced()).exposed == lower_bound(graph, priced()) == 11.0  # there is none better
+    assert (
+        simulate(graph, priced()).exposed == lower_bound(graph, priced()) == 11.0
+    )  # there is none better
     hand = Hand()
     gathered = [hand.compute(name, 2.0, hand.gather(hand.input(1), name)) for name in "abc"]
     assert lower_bound(hand.output(*gathered), priced()) == 24.0 - 4.0
@@ -130,7 +155,9 @@ NODE = st.tuples(
 
 
 @given(st.lists(NODE, min_size=1, max_size=12), st.sampled_from([0.0, 2.0]), st.booleans())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_no_schedule_exposes_less_than_the_bound(nodes, latency, merged):
     """Random graphs, with and without buckets: as they are, and with their collectives moved in both ways."""
     hand, machine = Hand(), priced(latency)
@@ -146,11 +173,17 @@ def test_no_schedule_exposes_less_than_the_bound(nodes, latency, merged):
         elif kind == "tensor parallel":
             gathered = hand.call(GATHER, x, 2, "tp")
             gathered.meta["seconds"] = float(seconds)
-            x = hand.call(aten.slice.Tensor, hand.call(collectives.wait_tensor.default, gathered), 0, 0, 2)
+            x = hand.call(
+                aten.slice.Tensor, hand.call(collectives.wait_tensor.default, gathered), 0, 0, 2
+            )
         elif kind == "compute":
             x = hand.compute(name, float(seconds), x)
         else:
-            gradient = hand.compute(name, float(seconds), hand.call(aten.mul.Tensor, own, hand.call(aten.sum.default, x)))
+            gradient = hand.compute(
+                name,
+                float(seconds),
+                hand.call(aten.mul.Tensor, own, hand.call(aten.sum.default, x)),
+            )
             reduced = hand.reduce(gradient, name, group)
             results.append(hand.all_reduce(reduced, name) if kind == "reduce twice" else reduced)
     graph = hand.output(x, *results)
@@ -169,10 +202,17 @@ def test_no_schedule_exposes_less_than_the_bound(nodes, latency, merged):
 def test_groups_do_not_wait_for_each_other():
     hand = Hand()
     a, b, c = hand.input(1), hand.input(1), hand.input(1)
-    started = [hand.call(GATHER, shard, 2, group, fqn=group) for shard, group in ((a, "dp"), (b, "dp"), (c, "tp"))]
+    started = [
+        hand.call(GATHER, shard, 2, group, fqn=group)
+        for shard, group in ((a, "dp"), (b, "dp"), (c, "tp"))
+    ]
     hand.output(*(hand.call(collectives.wait_tensor.default, each) for each in started))
     timeline = simulate(hand.graph, priced())
-    assert [(span.group, span.start) for span in timeline.collectives()] == [("dp", 0.0), ("dp", 8.0), ("tp", 0.0)]
+    assert [(span.group, span.start) for span in timeline.collectives()] == [
+        ("dp", 0.0),
+        ("dp", 8.0),
+        ("tp", 0.0),
+    ]
     assert (timeline.seconds, timeline.exposed, timeline.communication) == (16.0, 16.0, 24.0)
 
 
@@ -187,15 +227,28 @@ def test_tensor_parallel_collectives_count_as_computation():
 def reductions(*seconds):
     hand, results = Hand(), []
     for number, computes in enumerate(seconds):
-        results.append(hand.reduce(hand.compute(f"make {number}", computes, hand.input(2)), f"p{number}"))
+        results.append(
+            hand.reduce(hand.compute(f"make {number}", computes, hand.input(2)), f"p{number}")
+        )
     return hand.output(*results)
 
 
 def test_a_reduction_is_waited_for_when_a_later_one_starts_by_which_it_is_done():
-    graph = reductions(1.0, 3.0, 5.0, 1.0)  # each is reduced in 8 seconds; the first is done 9 seconds from the start
+    graph = reductions(
+        1.0, 3.0, 5.0, 1.0
+    )  # each is reduced in 8 seconds; the first is done 9 seconds from the start
     wait_for_reductions_late(graph, priced())
     assert places(graph) == [
-        *("make 0", "reduce p0", "make 1", "reduce p1", "make 2", "wait reduce p0", "reduce p2", "make 3"),
+        *(
+            "make 0",
+            "reduce p0",
+            "make 1",
+            "reduce p1",
+            "make 2",
+            "wait reduce p0",
+            "reduce p2",
+            "make 3",
+        ),
         *("wait reduce p1", "reduce p3", "wait reduce p2", "wait reduce p3"),
     ]
 
@@ -204,7 +257,12 @@ def test_no_more_is_reduced_at_once_than_two_of_the_largest():
     graph = reductions(*[0.0] * 4)
     wait_for_reductions_late(graph, priced())
     order = places(graph)
-    assert order.index("wait reduce p0") < order.index("reduce p2") < order.index("wait reduce p1") < order.index("reduce p3")
+    assert (
+        order.index("wait reduce p0")
+        < order.index("reduce p2")
+        < order.index("wait reduce p1")
+        < order.index("reduce p3")
+    )
 
 
 def test_memory_is_what_is_alive_at_once():
@@ -225,12 +283,16 @@ def test_no_gather_overtakes_the_one_before_it(machine):
     hand = Hand()
     shards = [hand.input(8 - number) for number in range(4)]
     results = [
-        hand.compute(f"f{number}", 1.0, hand.gather(hand.call(aten.alias.default, shard), f"p{number}"))
+        hand.compute(
+            f"f{number}", 1.0, hand.gather(hand.call(aten.alias.default, shard), f"p{number}")
+        )
         for number, shard in enumerate(shards)
     ]
     graph = hand.output(*results)
     overlap(graph, machine)
-    assert [word for word in places(graph) if word.startswith("gather")] == [f"gather p{number}" for number in range(4)]
+    assert [word for word in places(graph) if word.startswith("gather")] == [
+        f"gather p{number}" for number in range(4)
+    ]
 
 
 def gathers_around(nbytes):

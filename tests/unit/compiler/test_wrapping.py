@@ -50,30 +50,43 @@ def test_a_bucket_grows_while_it_hides_under_the_computation_of_the_one_before(c
 
 
 @pytest.mark.parametrize(
-    ("block", "expected"), [(1, ["layers.0.a", "layers.1.b layers.1.c"]), (2, [A, "layers.1.b", "layers.2.c"])]
+    ("block", "expected"),
+    [(1, ["layers.0.a", "layers.1.b layers.1.c"]), (2, [A, "layers.1.b", "layers.2.c"])],
 )
 def test_two_buckets_have_no_more_bytes_than_two_blocks(block, expected):
-    assert buckets(forward((A, 8, 99.0), ("layers.1.b", 8, 1.0), (f"layers.{block}.c", 8, 1.0))) == expected
+    assert (
+        buckets(forward((A, 8, 99.0), ("layers.1.b", 8, 1.0), (f"layers.{block}.c", 8, 1.0)))
+        == expected
+    )
 
 
 def test_of_equal_blocks_two_are_the_limit():
     names = [f"layers.{layer}.{name}" for layer in range(3) for name in "pq"]
-    assert buckets(forward(*((name, 8, 999.0) for name in names))) == [names[0], " ".join(names[1:4]), names[4], names[5]]
+    assert buckets(forward(*((name, 8, 999.0) for name in names))) == [
+        names[0],
+        " ".join(names[1:4]),
+        names[4],
+        names[5],
+    ]
 
 
 @pytest.mark.parametrize(("latency", "expected"), [(2.0, ["a b", "c"]), (0.9, ["a", "b", "c"])])
 def test_a_parameter_joins_where_the_latency_saved_is_more_than_could_hide(latency, expected):
     """Gathered alone, b would hide under the one second that a computes."""
-    assert buckets(forward((A, 8, 1.0), (B, 8, 50.0), (C, 8, 1.0)), latency) == in_one_block(expected)
+    assert buckets(forward((A, 8, 1.0), (B, 8, 50.0), (C, 8, 1.0)), latency) == in_one_block(
+        expected
+    )
 
 
 @pytest.mark.parametrize(("latency", "expected"), [(1.0, ["a", "b c"]), (0.0, ["a", "b", "c"])])
 @pytest.mark.parametrize("large", ["b", "c"])
-def test_a_weight_larger_than_the_rest_of_its_bucket_is_not_copied_to_save_less_than_that_takes(latency, expected, large):
+def test_a_weight_larger_than_the_rest_of_its_bucket_is_not_copied_to_save_less_than_that_takes(
+    latency, expected, large
+):
     sizes = {"a": 8, "b": 8, "c": 8, large: 24}
-    assert buckets(forward(*((f"layers.0.{name}", size, 99.0) for name, size in sizes.items())), latency) == in_one_block(
-        expected
-    )
+    assert buckets(
+        forward(*((f"layers.0.{name}", size, 99.0) for name, size in sizes.items())), latency
+    ) == in_one_block(expected)
 
 
 @pytest.mark.parametrize(("computes", "expected"), [(16.0, ["a b", "c"]), (15.9, ["a", "b", "c"])])
@@ -85,7 +98,9 @@ def test_gradients_are_grouped_from_the_last_one_backwards(computes, expected):
 def test_what_is_reduced_meanwhile_leaves_less_time_to_gather(computes, expected):
     graph = backward((A, 8, computes), (B, 8, 1.0), (C, 8, 1.0), gather=True)
     merge(graph, greedy(graph, priced()))
-    assert [" ".join(fqns) for kind, fqns, _ in left(graph) if kind == "all_gather"] == in_one_block(expected)
+    assert [
+        " ".join(fqns) for kind, fqns, _ in left(graph) if kind == "all_gather"
+    ] == in_one_block(expected)
 
 
 def test_what_is_reduced_over_copies_goes_along():
@@ -111,6 +126,8 @@ def test_a_graph_without_collectives_has_no_buckets():
 def test_both_parts_of_a_tied_gradient_are_reduced_for_themselves():
     """The output's at the beginning of backward and the embedding's at its end, of one parameter."""
     for plan in (by_block, lambda graph: greedy(graph, priced())):
-        graph = backward(("tok_embeddings.weight", 8, 1.0), ("a", 8, 1.0), ("tok_embeddings.weight", 8, 1.0))
+        graph = backward(
+            ("tok_embeddings.weight", 8, 1.0), ("a", 8, 1.0), ("tok_embeddings.weight", 8, 1.0)
+        )
         assert merge(graph, plan(graph)) == 0
         assert len(left(graph)) == 3

@@ -20,12 +20,24 @@ def test_no_name_hides_a_key_of_that_name():
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--optimizer.learning_rate", "1e-3"], "unknown option --optimizer.learning_rate; use optimizer.lr: peak"),
-        (["--learning-rate=1e-3"], "unknown option --learning-rate=1e-3; use optimizer.lr: peak learning rate"),
+        (
+            ["--optimizer.learning_rate", "1e-3"],
+            "unknown option --optimizer.learning_rate; use optimizer.lr: peak",
+        ),
+        (
+            ["--learning-rate=1e-3"],
+            "unknown option --learning-rate=1e-3; use optimizer.lr: peak learning rate",
+        ),
         (["--training.compile"], "unknown option --training.compile; use compile.enable"),
-        (["--max_steps", "5"], "unknown option --max_steps; use training.steps: optimizer steps of the run"),
+        (
+            ["--max_steps", "5"],
+            "unknown option --max_steps; use training.steps: optimizer steps of the run",
+        ),
         (["--trainer.n_embd=5"], "unknown option --trainer.n_embd=5; use model.dim"),
-        (["--model.converters=float8"], "unknown option --model.converters=float8; use float8.enable"),
+        (
+            ["--model.converters=float8"],
+            "unknown option --model.converters=float8; use float8.enable",
+        ),
         (["--powersgd"], "unknown option --powersgd; use parallelism.replicate_compression"),
         (["--enable_cpu_offload"], "unknown option --enable_cpu_offload; use training.offload"),
     ],
@@ -43,7 +55,10 @@ def test_an_option_of_another_framework_is_told_the_key(arguments, line, tmp_pat
     ("text", "words"),
     [
         ("learning_rate = 1e-3", "unknown section [learning_rate]; use optimizer.lr"),
-        ("[training]\nclip_grad = 1.0", "unknown key clip_grad = 1.0 in [training]; use training.max_norm"),
+        (
+            "[training]\nclip_grad = 1.0",
+            "unknown key clip_grad = 1.0 in [training]; use training.max_norm",
+        ),
         ("[model]\nNUM_LAYERS = 2", "unknown key NUM_LAYERS = 2 in [model]; use model.n_layers"),
     ],
 )

@@ -60,8 +60,33 @@ def config_or_lines(path, overrides=()):
 
 # What is in a recipe
 
-NUMBERS = ["9" * 400, "0x" + "f" * 600, "1" * 5000, "1e999", "-1e999", "nan", "inf", "-1", "0", "-0", "2024-01-01", "07:32:00"]
-SIGNS = [*"[]{}=,.#\"'\n\\\0 -+_:", '"""', "'''", "[[", "]]", "\r\n", "\ufeff", "0x", "true", "extends", "[data.sources]"]
+NUMBERS = [
+    "9" * 400,
+    "0x" + "f" * 600,
+    "1" * 5000,
+    "1e999",
+    "-1e999",
+    "nan",
+    "inf",
+    "-1",
+    "0",
+    "-0",
+    "2024-01-01",
+    "07:32:00",
+]
+SIGNS = [
+    *"[]{}=,.#\"'\n\\\0 -+_:",
+    '"""',
+    "'''",
+    "[[",
+    "]]",
+    "\r\n",
+    "\ufeff",
+    "0x",
+    "true",
+    "extends",
+    "[data.sources]",
+]
 NAMES = [*KEYS, *SECTIONS, *_KEYS, *(key.partition(".")[2] for key in KEYS)]
 CHOICES = sorted({word for field in KEYS.values() for word in field.metadata["choices"]})
 PIECES = st.sampled_from([*NUMBERS, *SIGNS, *NAMES])
@@ -73,11 +98,15 @@ VALUES = st.recursive(
         st.floats().map(repr),
         st.text(max_size=8).map(lambda text: f"'{text}'"),
         st.sampled_from(CHOICES).map(lambda word: f'"{word}"'),
-        st.sampled_from(["/", "a" * 5000, "nowhere/*", "/dev/zero", "\\u0000", "\\uFFFF"]).map(lambda word: f'"{word}"'),
+        st.sampled_from(["/", "a" * 5000, "nowhere/*", "/dev/zero", "\\u0000", "\\uFFFF"]).map(
+            lambda word: f'"{word}"'
+        ),
     ),
     lambda inner: (
         st.lists(inner, max_size=3).map(lambda many: f"[{', '.join(many)}]")
-        | st.dictionaries(st.sampled_from(["dataset", "path", "weight", "split", "x"]), inner, max_size=4).map(
+        | st.dictionaries(
+            st.sampled_from(["dataset", "path", "weight", "split", "x"]), inner, max_size=4
+        ).map(
             lambda table: "{" + ", ".join(f"{key} = {value}" for key, value in table.items()) + "}"
         )
     ),
@@ -86,18 +115,33 @@ VALUES = st.recursive(
 
 
 NUMERIC = [key for key, field in KEYS.items() if field.type in (int, float)]
-ADMITTED = {name: in_toml(field.default) for key, field in KEYS.items() for name in (key, key.partition(".")[2])}
+ADMITTED = {
+    name: in_toml(field.default)
+    for key, field in KEYS.items()
+    for name in (key, key.partition(".")[2])
+}
 
 
 @st.composite
 def recipes(draw):
     """Sections and keys that there are, mostly, with any values, and some that are admitted."""
-    lines = [draw(st.sampled_from(["", "extends = 'base.toml'\n", "extends = " + draw(VALUES) + "\n"]))]
-    for section in draw(st.lists(st.sampled_from([*SECTIONS, "x", "data.sources"]), unique=True, max_size=4)):
-        names = list(getattr(SECTIONS.get(section), "__dataclass_fields__", ["weight", "path", "dataset"]))
-        chosen = draw(st.lists(st.sampled_from([*names, "learning_rate", "zz"]), unique=True, max_size=4))
+    lines = [
+        draw(st.sampled_from(["", "extends = 'base.toml'\n", "extends = " + draw(VALUES) + "\n"]))
+    ]
+    for section in draw(
+        st.lists(st.sampled_from([*SECTIONS, "x", "data.sources"]), unique=True, max_size=4)
+    ):
+        names = list(
+            getattr(SECTIONS.get(section), "__dataclass_fields__", ["weight", "path", "dataset"])
+        )
+        chosen = draw(
+            st.lists(st.sampled_from([*names, "learning_rate", "zz"]), unique=True, max_size=4)
+        )
         lines.append(f"[{section}]" if section != "data.sources" else "[[data.sources]]")
-        lines += [f"{name} = {draw(VALUES | st.just(ADMITTED.get(name, 'true')) | st.sampled_from(NUMBERS))}" for name in chosen]
+        lines += [
+            f"{name} = {draw(VALUES | st.just(ADMITTED.get(name, 'true')) | st.sampled_from(NUMBERS))}"
+            for name in chosen
+        ]
     return "\n".join(lines)
 
 
@@ -113,7 +157,9 @@ def damaged(draw):
 
 ENCODED = st.sampled_from(["utf-8", "utf-8-sig", "utf-16", "latin-1"])
 FILES = st.one_of(
-    st.binary(max_size=300), st.builds(lambda text, how: text.encode(how, "replace"), TEXTS | recipes(), ENCODED), damaged()
+    st.binary(max_size=300),
+    st.builds(lambda text, how: text.encode(how, "replace"), TEXTS | recipes(), ENCODED),
+    damaged(),
 )
 
 
@@ -142,12 +188,29 @@ test_any_file_is_a_recipe_or_a_few_lines, test_many_files_are = _any_file
 
 WORDS = st.one_of(
     TEXTS,
-    st.text(st.characters(), max_size=10),  # surrogates, too, as which bytes come that are not UTF-8
+    st.text(
+        st.characters(), max_size=10
+    ),  # surrogates, too, as which bytes come that are not UTF-8
     st.builds(
-        lambda key, value: f"--{key}={value}", st.sampled_from([*KEYS, *_KEYS, "x.y"]), VALUES | TEXTS | st.text(max_size=8)
+        lambda key, value: f"--{key}={value}",
+        st.sampled_from([*KEYS, *_KEYS, "x.y"]),
+        VALUES | TEXTS | st.text(max_size=8),
     ),
-    st.sampled_from([*(f"--{key}" for key in KEYS), *(f"--no-{key}" for key in KEYS), "--", "-", "--=", "--no-", "--no_", "--."]),
-    st.builds(lambda key, value: f"--{key}={value}", st.sampled_from(NUMERIC), st.sampled_from(NUMBERS)),
+    st.sampled_from(
+        [
+            *(f"--{key}" for key in KEYS),
+            *(f"--no-{key}" for key in KEYS),
+            "--",
+            "-",
+            "--=",
+            "--no-",
+            "--no_",
+            "--.",
+        ]
+    ),
+    st.builds(
+        lambda key, value: f"--{key}={value}", st.sampled_from(NUMERIC), st.sampled_from(NUMBERS)
+    ),
     st.sampled_from([f"--{key}={ADMITTED[key]}" for key in NUMERIC]),
 )
 
@@ -174,7 +237,9 @@ test_any_command_line_is_a_config_or_a_few_lines, test_many_command_lines_are = 
 @often(
     50,
     500,
-    words=st.lists(WORDS | st.sampled_from(["--help", "-h", "--print-config", DEBUG, *SECTIONS]), max_size=5),
+    words=st.lists(
+        WORDS | st.sampled_from(["--help", "-h", "--print-config", DEBUG, *SECTIONS]), max_size=5
+    ),
 )
 def _any_command(words):
     out, err = io.StringIO(), io.StringIO()
@@ -190,13 +255,27 @@ test_the_command_ends_with_0_or_2, test_the_command_ends_so_very_often = _any_co
 
 # What is in the environment
 
-VARIABLES = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "CONFIG_FILE", "NGPU", "LOG_RANK", "NO_COLOR", "COLUMNS", "HOME", "TERM", "LANG"]
+VARIABLES = [
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "CONFIG_FILE",
+    "NGPU",
+    "LOG_RANK",
+    "NO_COLOR",
+    "COLUMNS",
+    "HOME",
+    "TERM",
+    "LANG",
+]
 
 
 @often(
     50,
     500,
-    environment=st.dictionaries(st.sampled_from(VARIABLES), st.text(st.characters(exclude_characters="\0", codec="utf-8"))),
+    environment=st.dictionaries(
+        st.sampled_from(VARIABLES), st.text(st.characters(exclude_characters="\0", codec="utf-8"))
+    ),
 )
 def _any_environment(environment):
     with mock.patch.dict(os.environ, environment):
@@ -208,10 +287,19 @@ test_no_environment_changes_a_config, test_none_of_many_environments_does = _any
 
 
 @pytest.mark.parametrize(
-    ("environment", "code"), [({"PYTHONIOENCODING": "ascii"}, 2), ({"PYTHONIOENCODING": "utf-8"}, 0), ({"LC_ALL": "C"}, 0)]
+    ("environment", "code"),
+    [({"PYTHONIOENCODING": "ascii"}, 2), ({"PYTHONIOENCODING": "utf-8"}, 0), ({"LC_ALL": "C"}, 0)],
 )
 def test_a_console_that_cannot_show_a_recipe_is_told(environment, code, tmp_path):
-    command = [sys.executable, "-m", "titan_lite.recipe", DEBUG, "--job.description", "é", "--print-config"]
+    command = [
+        sys.executable,
+        "-m",
+        "titan_lite.recipe",
+        DEBUG,
+        "--job.description",
+        "é",
+        "--print-config",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     result = subprocess.run(command, env=environment, capture_output=True, cwd=tmp_path)
     assert result.returncode == code

@@ -58,7 +58,11 @@ def python_m_recipe(*arguments, cwd=ROOT):
 
 
 def test_command_line_beats_recipe_beats_base_beats_default(tmp_path):
-    base = write(tmp_path, TOKENIZER + "[training]\nsteps = 2\nseq_len = 2\nlocal_batch_size = 2\n", "base.toml")
+    base = write(
+        tmp_path,
+        TOKENIZER + "[training]\nsteps = 2\nseq_len = 2\nlocal_batch_size = 2\n",
+        "base.toml",
+    )
     recipe = write(tmp_path, 'extends = "base.toml"\n[training]\nsteps = 3\nseq_len = 3\n')
     config, origins = load_config(recipe, ["--training.steps", "4"])
     training = config.training
@@ -80,7 +84,11 @@ def test_the_last_of_two_options_wins(tmp_path):
 def test_extends_goes_through_a_chain_each_path_relative_to_its_file(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     write(tmp_path, TOKENIZER + "[optimizer]\nlr = 1\nbeta1 = 0.1\n", "a/bottom.toml")
-    write(tmp_path, 'extends = "../bottom.toml"\n[optimizer]\nbeta1 = 0.2\nbeta2 = 0.2\n', "a/b/middle.toml")
+    write(
+        tmp_path,
+        'extends = "../bottom.toml"\n[optimizer]\nbeta1 = 0.2\nbeta2 = 0.2\n',
+        "a/b/middle.toml",
+    )
     top = write(tmp_path, 'extends = "a/b/middle.toml"\n[optimizer]\nbeta2 = 0.3\n')
     config, origins = load_config(top)
     assert (config.optimizer.lr, config.optimizer.beta1, config.optimizer.beta2) == (1.0, 0.2, 0.3)
@@ -132,14 +140,27 @@ def test_a_saved_recipe_of_an_earlier_version_loads_where_its_dropped_keys_say_w
 
 
 def test_a_word_of_the_command_line_becomes_the_type_of_its_key(tmp_path):
-    arguments = ["--optimizer.lr", "1e-3", "--debug.seed=0", "--training.global_batch_size", "-1", "--job.description=a = b"]
+    arguments = [
+        "--optimizer.lr",
+        "1e-3",
+        "--debug.seed=0",
+        "--training.global_batch_size",
+        "-1",
+        "--job.description=a = b",
+    ]
     config, _ = load_config(write(tmp_path, TOKENIZER), arguments)
-    assert (config.optimizer.lr, config.debug.seed, config.training.global_batch_size) == (0.001, 0, -1)
+    assert (config.optimizer.lr, config.debug.seed, config.training.global_batch_size) == (
+        0.001,
+        0,
+        -1,
+    )
     assert config.job.description == "a = b"
 
 
 def test_hyphens_serve_for_underscores(tmp_path):
-    config, _ = load_config(write(tmp_path, TOKENIZER), ["--training.seq-len=16", "--no-data.shuffle"])
+    config, _ = load_config(
+        write(tmp_path, TOKENIZER), ["--training.seq-len=16", "--no-data.shuffle"]
+    )
     assert config.training.seq_len == 16
     assert config.data.shuffle is False
 
@@ -152,8 +173,14 @@ def test_the_saved_recipe_is_the_same_one_in_another_folder(tmp_path, monkeypatc
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "here")
     write(tmp_path, '[model]\ntokenizer_path = "t.model"\n', "here/base.toml")
-    write(tmp_path, 'extends = "base.toml"\n[data]\ndataset = "local"\npath = "../text/*.jsonl"\n', "here/recipe.toml")
-    config, _ = load_config("recipe.toml", ["--model.tokenizer_path", "other.model", "--optimizer.lr=0.1"])
+    write(
+        tmp_path,
+        'extends = "base.toml"\n[data]\ndataset = "local"\npath = "../text/*.jsonl"\n',
+        "here/recipe.toml",
+    )
+    config, _ = load_config(
+        "recipe.toml", ["--model.tokenizer_path", "other.model", "--optimizer.lr=0.1"]
+    )
     assert config.model.tokenizer_path == str(tmp_path / "here" / "other.model")
     assert config.data.path == str(tmp_path / "text" / "*.jsonl")
 
@@ -185,17 +212,30 @@ def values_of(key):
         return TEXT
     if rule["table"] is DataSource:
         return st.sampled_from(
-            [(), (DataSource(), DataSource("local", path='/a "b"', weight=0.1), DataSource("o/n", subset="x"))]
+            [
+                (),
+                (
+                    DataSource(),
+                    DataSource("local", path='/a "b"', weight=0.1),
+                    DataSource("o/n", subset="x"),
+                ),
+            ]
         )
     if field.type is tuple:
         return st.lists(TEXT).map(tuple)
     low = rule["least"] if rule["least"] is not None else rule["above"]
-    high = next((rule[bound] for bound in ("most", "below") if rule[bound] is not None), reading.MOST)
+    high = next(
+        (rule[bound] for bound in ("most", "below") if rule[bound] is not None), reading.MOST
+    )
     if field.type is int:
-        return st.integers(low, high) | st.sampled_from((field.default, field.default if rule["also"] is None else rule["also"]))
+        return st.integers(low, high) | st.sampled_from(
+            (field.default, field.default if rule["also"] is None else rule["also"])
+        )
     open_ends = {"exclude_min": rule["above"] is not None, "exclude_max": rule["below"] is not None}
     also = [] if rule["also"] is None else [float(rule["also"])]
-    return st.floats(low, high, allow_nan=False, **open_ends) | st.sampled_from([field.default, *also])
+    return st.floats(low, high, allow_nan=False, **open_ends) | st.sampled_from(
+        [field.default, *also]
+    )
 
 
 # Keys that mean something together are left as they are, so that every draw is a possible recipe.
@@ -230,7 +270,11 @@ TOGETHER = {
 }
 
 
-@given(values=st.fixed_dictionaries({}, optional={key: values_of(key) for key in KEYS.keys() - TOGETHER}))
+@given(
+    values=st.fixed_dictionaries(
+        {}, optional={key: values_of(key) for key in KEYS.keys() - TOGETHER}
+    )
+)
 def test_any_recipe_survives_a_round_trip(values, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     config, origins = load_config(write(folder, TOKENIZER))
@@ -279,7 +323,9 @@ def a_name(about, recipe, names, fix, section, line):
 
 def an_option(about, arguments, names, fix, *fixed_arguments):
     """A mistake on the command line. fixed_arguments: the right ones; none: they are the fix."""
-    return Mistake(about, TOKENIZER, names, fix, TOKENIZER, tuple(arguments.split()), fixed_arguments or (fix,))
+    return Mistake(
+        about, TOKENIZER, names, fix, TOKENIZER, tuple(arguments.split()), fixed_arguments or (fix,)
+    )
 
 
 def together(about, recipe, names, fix, fixed):
@@ -289,19 +335,91 @@ def together(about, recipe, names, fix, fixed):
 
 MISTAKES = [
     # names
-    a_name("misspelt section", "[trainig]\nsteps = 5", ("[trainig]",), "did you mean training?", "training", "steps = 5"),
-    a_name("section in capitals", "[Training]\nsteps = 5", ("[Training]",), "did you mean training?", "training", "steps = 5"),
-    a_name("unknown section", "[zzz]\nsteps = 5", ("[zzz]",), "known sections: job, model, training,", "training", "steps = 5"),
-    a_name("key as a section", "[beta1]\nx = 0.5", ("[beta1]",), "beta1 is a key: optimizer.beta1", "optimizer", "beta1 = 0.5"),
-    a_name("misspelt key", "[training]\nstepz = 5", ("stepz = 5 in [training]",), "training.steps?", "training", "steps = 5"),
-    a_name("unknown key", "[compile]\nzzz = 5", ("zzz = 5 in [compile]",), "[compile] has enable,", "compile", "enable = true"),
-    a_name("other section's key", "[training]\nlr = 0.1", ("lr = 0.1 in [training]",), "optimizer.lr?", "optimizer", "lr = 0.1"),
     a_name(
-        "section as a value", "[job]\ntraining = 5", ("training = 5 in [job]",), "[job] has dump_folder", "training", "steps = 5"
+        "misspelt section",
+        "[trainig]\nsteps = 5",
+        ("[trainig]",),
+        "did you mean training?",
+        "training",
+        "steps = 5",
     ),
-    Mistake("key without a section", "steps = 5", ("steps",), "training.steps", TOKENIZER + "[training]\nsteps = 5"),
-    Mistake("section without keys", "training = 5", ("training = 5",), "write [training]", TOKENIZER + "[training]\nsteps = 5"),
-    Mistake("array of sections", "[[training]]\nsteps = 5", ("training", "5"), "[training]", TOKENIZER + "[training]\nsteps = 5"),
+    a_name(
+        "section in capitals",
+        "[Training]\nsteps = 5",
+        ("[Training]",),
+        "did you mean training?",
+        "training",
+        "steps = 5",
+    ),
+    a_name(
+        "unknown section",
+        "[zzz]\nsteps = 5",
+        ("[zzz]",),
+        "known sections: job, model, training,",
+        "training",
+        "steps = 5",
+    ),
+    a_name(
+        "key as a section",
+        "[beta1]\nx = 0.5",
+        ("[beta1]",),
+        "beta1 is a key: optimizer.beta1",
+        "optimizer",
+        "beta1 = 0.5",
+    ),
+    a_name(
+        "misspelt key",
+        "[training]\nstepz = 5",
+        ("stepz = 5 in [training]",),
+        "training.steps?",
+        "training",
+        "steps = 5",
+    ),
+    a_name(
+        "unknown key",
+        "[compile]\nzzz = 5",
+        ("zzz = 5 in [compile]",),
+        "[compile] has enable,",
+        "compile",
+        "enable = true",
+    ),
+    a_name(
+        "other section's key",
+        "[training]\nlr = 0.1",
+        ("lr = 0.1 in [training]",),
+        "optimizer.lr?",
+        "optimizer",
+        "lr = 0.1",
+    ),
+    a_name(
+        "section as a value",
+        "[job]\ntraining = 5",
+        ("training = 5 in [job]",),
+        "[job] has dump_folder",
+        "training",
+        "steps = 5",
+    ),
+    Mistake(
+        "key without a section",
+        "steps = 5",
+        ("steps",),
+        "training.steps",
+        TOKENIZER + "[training]\nsteps = 5",
+    ),
+    Mistake(
+        "section without keys",
+        "training = 5",
+        ("training = 5",),
+        "write [training]",
+        TOKENIZER + "[training]\nsteps = 5",
+    ),
+    Mistake(
+        "array of sections",
+        "[[training]]\nsteps = 5",
+        ("training", "5"),
+        "[training]",
+        TOKENIZER + "[training]\nsteps = 5",
+    ),
     a_name(
         "flag in a recipe",
         "[checkpoint]\nexplain = true",
@@ -330,7 +448,12 @@ MISTAKES = [
     a_line("integer for boolean", "compile", "enable = 1", "enable = false"),
     a_line("string for boolean", "compile", 'enable = "yes"', "true or false", "enable = true"),
     a_line("integer for string", "job", "description = 5", 'description = ""'),
-    a_line("string for list", "parallelism", 'pipeline_parallel_split_points = "norm"', "pipeline_parallel_split_points = []"),
+    a_line(
+        "string for list",
+        "parallelism",
+        'pipeline_parallel_split_points = "norm"',
+        "pipeline_parallel_split_points = []",
+    ),
     a_line(
         "list of numbers",
         "parallelism",
@@ -341,13 +464,32 @@ MISTAKES = [
     a_line("boolean for choice", "compile", "backend = true", '"inductor"', 'backend = "inductor"'),
     # ranges and choices
     a_line("zero", "training", "steps = 0", "at least 1", "steps = 1"),
-    a_line("below, but not -1", "training", "global_batch_size = -2", "or -1", "global_batch_size = -1"),
+    a_line(
+        "below, but not -1", "training", "global_batch_size = -2", "or -1", "global_batch_size = -1"
+    ),
     a_line("open end", "optimizer", "beta2 = 1.0", "beta2 = 0.95"),
-    a_line("above the most", "activation_checkpoint", "memory_budget = 2.0", "at most 1", "memory_budget = 0.5"),
+    a_line(
+        "above the most",
+        "activation_checkpoint",
+        "memory_budget = 2.0",
+        "at most 1",
+        "memory_budget = 0.5",
+    ),
     a_line("not a number", "optimizer", "lr = nan", "lr = 0.0003"),
     a_line("infinite", "training", "max_norm = inf", "max_norm = 1.0"),
-    Mistake("no float is that large", f"[optimizer]\nlr = 1{'0' * 400}", ("[optimizer] lr = inf",), "such as lr = 0.0003"),
-    a_line("no blocks", "activation_checkpoint", 'selective_ac_option = "0"', '"op"', 'selective_ac_option = "op"'),
+    Mistake(
+        "no float is that large",
+        f"[optimizer]\nlr = 1{'0' * 400}",
+        ("[optimizer] lr = inf",),
+        "such as lr = 0.0003",
+    ),
+    a_line(
+        "no blocks",
+        "activation_checkpoint",
+        'selective_ac_option = "0"',
+        '"op"',
+        'selective_ac_option = "op"',
+    ),
     a_line(
         "not a word for blocks",
         "activation_checkpoint",
@@ -355,44 +497,189 @@ MISTAKES = [
         'such as "2"',
         'selective_ac_option = "2"',
     ),
-    a_line("misspelt choice", "compile", 'backend = "induktor"', "did you mean inductor?", 'backend = "inductor"'),
     a_line(
-        "misspelt choice in a list", "compile", 'components = ["model", "los"]', "did you mean loss?", 'components = ["loss"]'
+        "misspelt choice",
+        "compile",
+        'backend = "induktor"',
+        "did you mean inductor?",
+        'backend = "inductor"',
     ),
-    a_line("unknown choice in a list", "compile", 'components = ["data"]', '"optimizer"', 'components = ["optimizer"]'),
+    a_line(
+        "misspelt choice in a list",
+        "compile",
+        'components = ["model", "los"]',
+        "did you mean loss?",
+        'components = ["loss"]',
+    ),
+    a_line(
+        "unknown choice in a list",
+        "compile",
+        'components = ["data"]',
+        '"optimizer"',
+        'components = ["optimizer"]',
+    ),
     a_line("unknown choice", "training", 'dtype = "fp8"', '"bfloat16"', 'dtype = "bfloat16"'),
     # files
-    Mistake("invalid TOML", "[training\n", ("recipe.toml", "line 1"), "`key = value` under a `[section]`"),
-    Mistake("string without quotes", "[model]\nname = llama3\n", ("recipe.toml", "line 2"), "`key = value`"),
+    Mistake(
+        "invalid TOML",
+        "[training\n",
+        ("recipe.toml", "line 1"),
+        "`key = value` under a `[section]`",
+    ),
+    Mistake(
+        "string without quotes",
+        "[model]\nname = llama3\n",
+        ("recipe.toml", "line 2"),
+        "`key = value`",
+    ),
     Mistake("section given twice", TOKENIZER * 2, ("recipe.toml", "model"), "`key = value`"),
-    Mistake("integer of 5000 digits", f"[training]\nsteps = {'9' * 5000}\n", ("recipe.toml", "line 2", "5000"), "`key = value`"),
-    Mistake("not UTF-8", b'[job]\ndescription = "\xff"\n', ("recipe.toml", "0xff"), "not valid TOML"),
-    Mistake("extends nothing there", 'extends = "x/y.toml"', ("extends", "x/y.toml"), "no such file (looked for"),
-    Mistake("extends a near miss", 'extends = "bace.toml"', ('extends = "bace.toml"',), "base.toml?", 'extends = "base.toml"'),
+    Mistake(
+        "integer of 5000 digits",
+        f"[training]\nsteps = {'9' * 5000}\n",
+        ("recipe.toml", "line 2", "5000"),
+        "`key = value`",
+    ),
+    Mistake(
+        "not UTF-8", b'[job]\ndescription = "\xff"\n', ("recipe.toml", "0xff"), "not valid TOML"
+    ),
+    Mistake(
+        "extends nothing there",
+        'extends = "x/y.toml"',
+        ("extends", "x/y.toml"),
+        "no such file (looked for",
+    ),
+    Mistake(
+        "extends a near miss",
+        'extends = "bace.toml"',
+        ('extends = "bace.toml"',),
+        "base.toml?",
+        'extends = "base.toml"',
+    ),
     Mistake("extends a number", "extends = 5", ("extends = 5",), 'extends = "debug_model.toml"'),
-    Mistake("extends a list", 'extends = ["base.toml"]', ("extends = ['base.toml']",), 'extends = "', 'extends = "base.toml"'),
-    Mistake("extends itself", 'extends = "recipe.toml"', ("extends", "recipe.toml"), "remove one of these"),
+    Mistake(
+        "extends a list",
+        'extends = ["base.toml"]',
+        ("extends = ['base.toml']",),
+        'extends = "',
+        'extends = "base.toml"',
+    ),
+    Mistake(
+        "extends itself",
+        'extends = "recipe.toml"',
+        ("extends", "recipe.toml"),
+        "remove one of these",
+    ),
     # the command line
-    an_option("misspelt key", "--training.stepz 5", ("--training.stepz",), "training.steps?", "--training.steps", "5"),
     an_option(
-        "key alone", "--steps 5", ("--steps",), "steps is a key: training.steps or validation.steps", "--training.steps", "5"
+        "misspelt key",
+        "--training.stepz 5",
+        ("--training.stepz",),
+        "training.steps?",
+        "--training.steps",
+        "5",
+    ),
+    an_option(
+        "key alone",
+        "--steps 5",
+        ("--steps",),
+        "steps is a key: training.steps or validation.steps",
+        "--training.steps",
+        "5",
     ),
     an_option("section alone", "--training 5", ("--training",), "steps", "--training.steps", "5"),
-    an_option("misspelt section", "--trainig.steps=5", ("--trainig.steps=5",), "mean training.steps?", "--training.steps=5"),
-    an_option("no value", "--training.steps", ("--training.steps has no value",), "--training.steps=1000"),
-    an_option("an option for a value", "--optimizer.lr --compile.enable", ("--optimizer.lr has",), "--optimizer.lr=0.0003"),
-    an_option("no option", "steps=5", ("'steps=5'",), "--training.steps 100", "--training.steps", "100"),
-    an_option("one value too many", "--training.steps 5 6", ("'6'",), "--section.key value", "--training.steps", "5"),
-    an_option("one hyphen", "-training.steps=5", ("'-training.steps=5'",), "--section.key value", "--training.steps=5"),
-    an_option("--no- of a number", "--no-training.steps", ("--no-training.steps",), "=VALUE", "--training.steps=5"),
-    an_option("--no- and a value", "--no-compile.enable=true", ("--no-compile.enable=true",), "=VALUE", "--compile.enable=true"),
-    an_option("word for integer", "--training.steps=ten", ("--training.steps=ten",), "such as 1000", "--training.steps=1000"),
-    an_option("Arabic digits", "--training.steps=٣", ("--training.steps=",), "such as 1000", "--training.steps=1000"),
-    an_option("float for integer", "--training.steps=1e3", ("--training.steps=1e3",), "such as 1000", "--training.steps=1000"),
-    an_option("word for boolean", "--compile.enable=on", ("--compile.enable=on",), "true or false", "--compile.enable=true"),
-    an_option("out of range", "--debug.seed=-1", ("[debug] seed = -1",), "at least 0", "--debug.seed=0"),
-    an_option("infinite", "--optimizer.lr=inf", ("[optimizer] lr = inf",), "lr = 0.0003", "--optimizer.lr=0.0003"),
-    an_option("unknown choice", "--data.dataset=c5", ('[data] dataset = "c5"',), '"c4"', "--data.dataset=c4"),
+    an_option(
+        "misspelt section",
+        "--trainig.steps=5",
+        ("--trainig.steps=5",),
+        "mean training.steps?",
+        "--training.steps=5",
+    ),
+    an_option(
+        "no value", "--training.steps", ("--training.steps has no value",), "--training.steps=1000"
+    ),
+    an_option(
+        "an option for a value",
+        "--optimizer.lr --compile.enable",
+        ("--optimizer.lr has",),
+        "--optimizer.lr=0.0003",
+    ),
+    an_option(
+        "no option", "steps=5", ("'steps=5'",), "--training.steps 100", "--training.steps", "100"
+    ),
+    an_option(
+        "one value too many",
+        "--training.steps 5 6",
+        ("'6'",),
+        "--section.key value",
+        "--training.steps",
+        "5",
+    ),
+    an_option(
+        "one hyphen",
+        "-training.steps=5",
+        ("'-training.steps=5'",),
+        "--section.key value",
+        "--training.steps=5",
+    ),
+    an_option(
+        "--no- of a number",
+        "--no-training.steps",
+        ("--no-training.steps",),
+        "=VALUE",
+        "--training.steps=5",
+    ),
+    an_option(
+        "--no- and a value",
+        "--no-compile.enable=true",
+        ("--no-compile.enable=true",),
+        "=VALUE",
+        "--compile.enable=true",
+    ),
+    an_option(
+        "word for integer",
+        "--training.steps=ten",
+        ("--training.steps=ten",),
+        "such as 1000",
+        "--training.steps=1000",
+    ),
+    an_option(
+        "Arabic digits",
+        "--training.steps=٣",
+        ("--training.steps=",),
+        "such as 1000",
+        "--training.steps=1000",
+    ),
+    an_option(
+        "float for integer",
+        "--training.steps=1e3",
+        ("--training.steps=1e3",),
+        "such as 1000",
+        "--training.steps=1000",
+    ),
+    an_option(
+        "word for boolean",
+        "--compile.enable=on",
+        ("--compile.enable=on",),
+        "true or false",
+        "--compile.enable=true",
+    ),
+    an_option(
+        "out of range", "--debug.seed=-1", ("[debug] seed = -1",), "at least 0", "--debug.seed=0"
+    ),
+    an_option(
+        "infinite",
+        "--optimizer.lr=inf",
+        ("[optimizer] lr = inf",),
+        "lr = 0.0003",
+        "--optimizer.lr=0.0003",
+    ),
+    an_option(
+        "unknown choice",
+        "--data.dataset=c5",
+        ('[data] dataset = "c5"',),
+        '"c4"',
+        "--data.dataset=c4",
+    ),
     an_option(
         "unknown component",
         "--compile.components=model,data",
@@ -401,9 +688,19 @@ MISTAKES = [
         "--compile.components=model,loss",
     ),
     an_option(
-        "a value for a flag", "--checkpoint.explain=true", ("--checkpoint.explain=true",), "a flag", "--checkpoint.enable=true"
+        "a value for a flag",
+        "--checkpoint.explain=true",
+        ("--checkpoint.explain=true",),
+        "a flag",
+        "--checkpoint.enable=true",
     ),
-    an_option("--no- of a flag", "--no-checkpoint.explain", ("--no-checkpoint.explain",), "a flag", "--no-checkpoint.enable"),
+    an_option(
+        "--no- of a flag",
+        "--no-checkpoint.explain",
+        ("--no-checkpoint.explain",),
+        "a flag",
+        "--no-checkpoint.enable",
+    ),
     an_option(
         "no steps between roots",
         "--optimizer.precondition_frequency=0",
@@ -411,7 +708,13 @@ MISTAKES = [
         "precondition_frequency = 10",
         "--optimizer.precondition_frequency=10",
     ),
-    an_option("not UTF-8", "--job.description=\udcff", (r'[job] description = "\udcff"',), "UTF-8", "--job.description="),
+    an_option(
+        "not UTF-8",
+        "--job.description=\udcff",
+        (r'[job] description = "\udcff"',),
+        "UTF-8",
+        "--job.description=",
+    ),
     # combinations
     together(
         "local text from nowhere",
@@ -557,7 +860,9 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=[f"{'option, ' if m.arguments else ''}{m.about}" for m in MISTAKES])
+@pytest.mark.parametrize(
+    "mistake", MISTAKES, ids=[f"{'option, ' if m.arguments else ''}{m.about}" for m in MISTAKES]
+)
 def test_a_mistake_is_named_with_its_fix(mistake, tmp_path):
     write(tmp_path, TOKENIZER, "base.toml")
     recipe = write(tmp_path, mistake.recipe)
@@ -567,7 +872,10 @@ def test_a_mistake_is_named_with_its_fix(mistake, tmp_path):
     for part in (*mistake.names, mistake.fix):
         assert part in message
     assert "\n" not in message
-    if mistake.about not in ("global batch that cannot be split", "no tokenizer"):  # these are no single line's fault
+    if mistake.about not in (
+        "global batch that cannot be split",
+        "no tokenizer",
+    ):  # these are no single line's fault
         assert ("command line: " if mistake.arguments else str(recipe)) in message
 
     load_config(write(tmp_path, mistake.fixed), mistake.fixed_arguments)
@@ -590,16 +898,25 @@ def test_a_circle_of_recipes_is_shown(tmp_path):
 
 @pytest.mark.parametrize("name", ["none.toml", "./none.toml", "none"])
 def test_a_recipe_that_is_not_there_is_called_as_it_was_written(name):
-    with pytest.raises(ConfigError, match=f"^{Path(name)}: no such recipe; use the path of a TOML file, or one of debug_model"):
+    with pytest.raises(
+        ConfigError,
+        match=f"^{Path(name)}: no such recipe; use the path of a TOML file, or one of debug_model",
+    ):
         load_config(name)
 
 
 def test_a_second_recipe_is_no_option():
-    with pytest.raises(ConfigError, match=r"'b.toml' is a second recipe; use one, with ./run_train.sh as CONFIG_FILE=b.toml"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'b.toml' is a second recipe; use one, with ./run_train.sh as CONFIG_FILE=b.toml",
+    ):
         load_config(ROOT / "train_configs/debug_model.toml", ["b.toml"])
 
 
-@pytest.mark.parametrize(("name", "fix"), [("debug_modle.toml", "debug_model.toml?"), ("zzz", "has debug_model.toml, llama3_")])
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [("debug_modle.toml", "debug_model.toml?"), ("zzz", "has debug_model.toml, llama3_")],
+)
 def test_a_recipe_that_is_not_there(name, fix):
     with pytest.raises(ConfigError) as caught:
         load_config(ROOT / "train_configs" / name)
@@ -608,18 +925,25 @@ def test_a_recipe_that_is_not_there(name, fix):
 
 
 def test_a_recipe_in_a_folder_that_is_not_there():
-    with pytest.raises(ConfigError, match=r"nowhere/x.toml: no such recipe; the shipped recipes are in train_configs/"):
+    with pytest.raises(
+        ConfigError,
+        match=r"nowhere/x.toml: no such recipe; the shipped recipes are in train_configs/",
+    ):
         load_config("nowhere/x.toml")
 
 
 def test_a_folder_is_no_recipe(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot be read \(Is a directory\); use a TOML file such as"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be read \(Is a directory\); use a TOML file such as"
+    ):
         load_config(tmp_path)
 
 
 @pytest.mark.parametrize(("size", "ranks", "steps"), [(-1, 3, 1), (8, 2, 1), (24, 2, 3)])
 def test_gradient_accumulation_steps(size, ranks, steps):
-    training = dataclasses.replace(SECTIONS["training"](), local_batch_size=4, global_batch_size=size)
+    training = dataclasses.replace(
+        SECTIONS["training"](), local_batch_size=4, global_batch_size=size
+    )
     assert gradient_accumulation_steps(training, ranks) == [(steps, math.inf)]
 
 
@@ -632,14 +956,30 @@ def test_a_global_batch_smaller_than_one_microbatch_a_rank():
 @pytest.mark.parametrize(
     ("sources", "names"),
     [
-        ([DataSource("local", path="/a/web/*.jsonl.zst"), DataSource("local", path="/a/code")], ["web", "code"]),
-        ([DataSource("local", path="/a/x y.jsonl"), DataSource("prepared", path="/b/x/y")], ["x_y", "y"]),
-        ([DataSource("local", path="/a/web"), DataSource("local", path="/b/web/**/*"), DataSource("c4")], ["web", "web_2", "c4"]),
+        (
+            [DataSource("local", path="/a/web/*.jsonl.zst"), DataSource("local", path="/a/code")],
+            ["web", "code"],
+        ),
+        (
+            [DataSource("local", path="/a/x y.jsonl"), DataSource("prepared", path="/b/x/y")],
+            ["x_y", "y"],
+        ),
+        (
+            [
+                DataSource("local", path="/a/web"),
+                DataSource("local", path="/b/web/**/*"),
+                DataSource("c4"),
+            ],
+            ["web", "web_2", "c4"],
+        ),
         (
             [DataSource("o/fine", subset="s-1"), DataSource(), DataSource("local", path="/")],
             ["o_fine_s-1", "stdlib", "local"],
         ),
-        ([DataSource("local", path="/a/.hidden"), DataSource("local", path="*.txt")], ["local", "local_2"]),
+        (
+            [DataSource("local", path="/a/.hidden"), DataSource("local", path="*.txt")],
+            ["local", "local_2"],
+        ),
         ([], []),
     ],
 )
@@ -649,25 +989,51 @@ def test_each_source_has_a_short_name_of_its_own(sources, names):
 
 def test_a_ramp_is_the_batches_before_the_global_one():
     ramp = ("16 until 10", "8 until 1000", "24 until 1001")
-    training = dataclasses.replace(SECTIONS["training"](), local_batch_size=4, global_batch_size=32, global_batch_ramp=ramp)
+    training = dataclasses.replace(
+        SECTIONS["training"](), local_batch_size=4, global_batch_size=32, global_batch_ramp=ramp
+    )
     assert batch_ramp(ramp) == [(16, 10), (8, 1000), (24, 1001)]
-    assert gradient_accumulation_steps(training, 2) == [(2, 10), (1, 1000), (3, 1001), (4, math.inf)]
+    assert gradient_accumulation_steps(training, 2) == [
+        (2, 10),
+        (1, 1000),
+        (3, 1001),
+        (4, math.inf),
+    ]
 
 
 @pytest.mark.parametrize(
     ("entry", "told"),
     [
         ("64:1000", 'is not of the form "SEQUENCES until STEP"; use one such as "64 until 1000"'),
-        ("0 until 1000", 'is not of the form "SEQUENCES until STEP"; use one such as "64 until 1000"'),
-        ("64 until -1", 'is not of the form "SEQUENCES until STEP"; use one such as "64 until 1000"'),
-        ("8 until 10", "does not come after step 20, where the entry before it ends; use a later step"),
-        ("12 until 30", "is not a multiple of training.local_batch_size x data-parallel degree = 2 x 4 = 8; use 8 or 16"),
+        (
+            "0 until 1000",
+            'is not of the form "SEQUENCES until STEP"; use one such as "64 until 1000"',
+        ),
+        (
+            "64 until -1",
+            'is not of the form "SEQUENCES until STEP"; use one such as "64 until 1000"',
+        ),
+        (
+            "8 until 10",
+            "does not come after step 20, where the entry before it ends; use a later step",
+        ),
+        (
+            "12 until 30",
+            "is not a multiple of training.local_batch_size x data-parallel degree = 2 x 4 = 8; use 8 or 16",
+        ),
     ],
 )
 def test_a_wrong_ramp_names_its_entry(entry, told):
-    options = ["--training.global_batch_ramp", f"8 until 20, {entry}", "--training.global_batch_size=16"]
+    options = [
+        "--training.global_batch_ramp",
+        f"8 until 20, {entry}",
+        "--training.global_batch_size=16",
+    ]
     with pytest.raises(ConfigError) as error:
-        load_config(ROOT / "train_configs/debug_model.toml", [*options, "--parallelism.data_parallel_shard_degree=4"])
+        load_config(
+            ROOT / "train_configs/debug_model.toml",
+            [*options, "--parallelism.data_parallel_shard_degree=4"],
+        )
     assert str(error.value) == f'training.global_batch_ramp: "{entry}" {told}'
 
 
@@ -690,11 +1056,19 @@ def test_every_key_is_described(key):
 def test_a_need_is_of_a_key_and_where_it_is_refused_says_what_would_meet_it():
     rows = [field.metadata for field in KEYS.values()]
     needs = {need for row in rows for need in (*row["needs"], *row["resume_needs"])}
-    assert {need.key for need in needs} - KEYS.keys() == {"parallelism.microbatches_gathered_once"}  # which a layout says
+    assert {need.key for need in needs} - KEYS.keys() == {
+        "parallelism.microbatches_gathered_once"
+    }  # which a layout says
     assert all(need.fix for row in rows if row["refused"] for need in row["needs"])
     nothing = without_need(dataclasses.asdict(load_config(SHIPPED[0])[0]))
-    assert {key for key, (why, _) in nothing.items() if why == "parallelism.pipeline_parallel_degree = 1"} == {
-        key for key in KEYS if key.startswith("parallelism.pipeline_parallel_") and not key.endswith("_degree")
+    assert {
+        key
+        for key, (why, _) in nothing.items()
+        if why == "parallelism.pipeline_parallel_degree = 1"
+    } == {
+        key
+        for key in KEYS
+        if key.startswith("parallelism.pipeline_parallel_") and not key.endswith("_degree")
     }
 
 
@@ -722,9 +1096,15 @@ def test_a_shipped_recipe_fits_the_cluster_that_it_is_for(recipe):
     model = degrees.pipeline_parallel_degree * degrees.tensor_parallel_degree
     for size in map(int, sizes):
         others = model * degrees.context_parallel_degree * degrees.data_parallel_replicate_degree
-        shard = degrees.data_parallel_shard_degree if degrees.data_parallel_shard_degree != -1 else size // others
+        shard = (
+            degrees.data_parallel_shard_degree
+            if degrees.data_parallel_shard_degree != -1
+            else size // others
+        )
         assert others * shard == size
-        assert gradient_accumulation_steps(config.training, degrees.data_parallel_replicate_degree * shard)
+        assert gradient_accumulation_steps(
+            config.training, degrees.data_parallel_replicate_degree * shard
+        )
     assert config.lr_scheduler.warmup_steps < config.training.steps
 
 
@@ -735,13 +1115,22 @@ def test_all_recipes_are_here():
 
 def test_only_the_standard_library_is_imported():
     modules = (aliases, command, keys, learning, logging, recipe, reading, row, system, toml)
-    nodes = [node for module in modules for node in ast.walk(ast.parse(Path(module.__file__).read_text()))]
+    nodes = [
+        node
+        for module in modules
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text()))
+    ]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)}
     # layout and inputs: torch where they must, below
     names -= {f"titan_lite.{name}" for name in ("command", "config", "inputs", "layout", "logging")}
-    names -= {f"titan_lite.config.{name}" for name in ("aliases", "keys", "learning", "recipe", "row", "system", "toml")}
-    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names | {"tomli"}  # tomli: before Python 3.11
+    names -= {
+        f"titan_lite.config.{name}"
+        for name in ("aliases", "keys", "learning", "recipe", "row", "system", "toml")
+    }
+    assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names | {
+        "tomli"
+    }  # tomli: before Python 3.11
 
 
 def test_checking_a_recipe_imports_no_torch():
@@ -782,15 +1171,23 @@ def test_exit_code_2_and_one_line_for_a_wrong_one(tmp_path):
         ("4", ["--model.flavor=7B"], 'model.flavor = "7B"'),
         ("4", ["--training.global_batch_size=6"], "is not a multiple"),
         ("4", ["--model.tokenizer_path=/nowhere/tokenizer.model"], "/nowhere/tokenizer.model"),
-        ("4", ["--data.dataset=local", "--data.path=/nowhere/*.jsonl"], 'data.path = "/nowhere/*.jsonl"'),
+        (
+            "4",
+            ["--data.dataset=local", "--data.path=/nowhere/*.jsonl"],
+            'data.path = "/nowhere/*.jsonl"',
+        ),
         ("0", [], "--world-size 0: use"),
         ("two", [], "--world-size two: use"),
     ],
 )
-def test_what_files_and_the_number_of_ranks_decide_is_told_without_torch(ranks, options, words, tmp_path):
+def test_what_files_and_the_number_of_ranks_decide_is_told_without_torch(
+    ranks, options, words, tmp_path
+):
     code = "import sys; from titan_lite.recipe import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     arguments = ["--world-size", ranks, str(SHIPPED[0]), *options]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.stdout == "2 False\n"
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
@@ -810,7 +1207,9 @@ def test_print_config_prints_a_recipe(tmp_path, capsys):
     assert config == load_config(SHIPPED[0], ["--training.steps=5"])[0]
 
 
-@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["recipe.toml", "-h"], 0), (["-h", "--x"], 0)])
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["--help"], 0), (["recipe.toml", "-h"], 0), (["-h", "--x"], 0)]
+)
 def test_help(arguments, code, capsys):
     assert main(arguments) == code
     text = capsys.readouterr().out
@@ -828,15 +1227,25 @@ def test_without_arguments_the_usage_is_short(capsys):
 
 
 def test_the_command_has_every_program_and_help_names_them():
-    commands = {path.relative_to(ROOT) for path in (ROOT / "titan_lite").rglob("*.py") if RUN in path.read_text()}
+    commands = {
+        path.relative_to(ROOT)
+        for path in (ROOT / "titan_lite").rglob("*.py")
+        if RUN in path.read_text()
+    }
     names = {".".join(path.with_suffix("").parts[1:]) for path in commands}
     folders = {path.parent.name for path in (ROOT / "titan_lite").glob("*/__main__.py")}
-    assert {module for module, _ in PROGRAMS.values()} == (names | folders) - {"__main__", "launch", "train"}  # start has both
+    assert {module for module, _ in PROGRAMS.values()} == (names | folders) - {
+        "__main__",
+        "launch",
+        "train",
+    }  # start has both
     assert [name for name in PROGRAMS if not re.search(rf"\b{name} ", HELP)] == []
     assert [name for name in start.VARIABLES if name not in HELP] == ["OMP_NUM_THREADS"]
 
 
-@pytest.mark.parametrize("arguments", [["recipe.toml", "--help", "optimizer"], ["-h", "[optimizer]"]])
+@pytest.mark.parametrize(
+    "arguments", [["recipe.toml", "--help", "optimizer"], ["-h", "[optimizer]"]]
+)
 def test_help_on_one_section(arguments, capsys):
     assert main(arguments) == 0
     text = capsys.readouterr().out
@@ -855,7 +1264,10 @@ def test_help_on_a_section_that_there_is_not(capsys):
 
 def test_a_pager_that_is_left_is_no_failure():
     with subprocess.Popen(
-        [sys.executable, "-m", "titan_lite.recipe", "--help"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "titan_lite.recipe", "--help"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as process:
         process.stdout.close()
         assert process.stderr.read() == b""
@@ -872,12 +1284,24 @@ def test_numbers_that_are_not_finite_are_never_admitted():
 
 
 def test_sources_in_a_recipe_on_the_command_line_and_of_one(tmp_path):
-    recipe = write(tmp_path, TOKENIZER + '[[data.sources]]\ndataset = "local"\npath = "a"\nweight = 3\n[[data.sources]]\n')
+    recipe = write(
+        tmp_path,
+        TOKENIZER
+        + '[[data.sources]]\ndataset = "local"\npath = "a"\nweight = 3\n[[data.sources]]\n',
+    )
     config, _ = load_config(recipe, ["--data.text_field", "text", "--data.shuffle_buffer=7"])
-    assert config.data.sources == (DataSource("local", path=str(tmp_path / "a"), weight=3.0), DataSource())
+    assert config.data.sources == (
+        DataSource("local", path=str(tmp_path / "a"), weight=3.0),
+        DataSource(),
+    )
     (share, first), (other_share, other) = config.data.mixture()
     assert (share, other_share) == (0.75, 0.25)
-    assert (first.dataset, first.path, first.shuffle_buffer, first.sources) == ("local", str(tmp_path / "a"), 7, ())
+    assert (first.dataset, first.path, first.shuffle_buffer, first.sources) == (
+        "local",
+        str(tmp_path / "a"),
+        7,
+        (),
+    )
     assert (other.dataset, other.path) == ("stdlib", "")
     config, _ = load_config(recipe, ["--data.sources", '[{dataset = "local", path = "b c"}]'])
     assert config.data.sources == (DataSource("local", path=os.path.abspath("b c")),)
@@ -895,7 +1319,10 @@ def test_a_machine_is_a_name_or_the_path_of_a_file(tmp_path):
     ("keys", "message"),
     [
         ('bucketing = "plan"', r'bucketing = "plan" needs compile.buckets; use buckets ='),
-        ('bucketing = "auto"\nreordering = false', r'reordering = false: compile.bucketing = "auto" orders what it buckets'),
+        (
+            'bucketing = "auto"\nreordering = false',
+            r'reordering = false: compile.bucketing = "auto" orders what it buckets',
+        ),
         ('bucketing = "measured"\nreordering = false', r"reordering = true or bucketing"),
         (
             'bucketing = "none"\nbucket_mode = "coalesced"',
@@ -918,12 +1345,24 @@ def lines_of(*arguments):
     return list(error.value.args)
 
 
-def test_all_mistakes_of_a_recipe_of_what_it_extends_and_of_the_command_line_are_told_at_once(tmp_path):
+def test_all_mistakes_of_a_recipe_of_what_it_extends_and_of_the_command_line_are_told_at_once(
+    tmp_path,
+):
     base = write(tmp_path, "[training]\nsteps = 0\n", "base.toml")
     text = 'extends = "base.toml"\n[training]\nseq_len = "x"\nstepz = 1\n[optimizr]\nlr = 1\n'
     text += "[data]\nsources = [{weight = 0, x = 1}, 5]"
     recipe = write(tmp_path, text)
-    found = lines_of(recipe, ["--optimizer.lr=high", "--nonsense", "5", "--optimizer.eps", "--compile.enable", "--debug.seed=-1"])
+    found = lines_of(
+        recipe,
+        [
+            "--optimizer.lr=high",
+            "--nonsense",
+            "5",
+            "--optimizer.eps",
+            "--compile.enable",
+            "--debug.seed=-1",
+        ],
+    )
     begins = [
         f"{base}: [training] steps = 0: ",
         f'{recipe}: [training] seq_len = "x": ',
@@ -945,7 +1384,12 @@ def test_all_mistakes_of_a_recipe_of_what_it_extends_and_of_the_command_line_are
 def test_impossible_combinations_are_told_together_and_only_where_all_values_are_possible(tmp_path):
     text = "[lr_scheduler]\nwarmup_steps = 3000\ntotal_steps = 2000\n[data]\npath = 'x'\n[checkpoint]\nmust_resume = true\n"
     found = lines_of(write(tmp_path, text))
-    keys = ("[checkpoint] must_resume", "[lr_scheduler] warmup_steps", "[model] tokenizer_path", "[data] path")
+    keys = (
+        "[checkpoint] must_resume",
+        "[lr_scheduler] warmup_steps",
+        "[model] tokenizer_path",
+        "[data] path",
+    )
     assert [line.partition(": ")[2].partition(" = ")[0] for line in found] == list(keys)
     assert len(lines_of(write(tmp_path, text + "[training]\nsteps = 0"))) == 1
 
@@ -960,7 +1404,9 @@ def test_the_command_prints_a_line_for_each_mistake(tmp_path, capsys):
 
 def test_of_very_many_mistakes_the_first_are_told(tmp_path):
     found = lines_of(write(tmp_path, "".join(f"[x{number}]\n" for number in range(100))))
-    assert [line.partition("[")[2].partition("]")[0] for line in found[:-1]] == [f"x{number}" for number in range(12)]
+    assert [line.partition("[")[2].partition("]")[0] for line in found[:-1]] == [
+        f"x{number}" for number in range(12)
+    ]
     assert found[-1] == "and more; correct these first"
 
 
@@ -982,7 +1428,9 @@ def test_a_recipe_with_sources_drops_the_dataset_of_the_one_it_extends(tmp_path)
     write(tmp_path, TOKENIZER + '[data]\ndataset = "c4"\n', "base.toml")
     found = lines_of(write(tmp_path, 'extends = "base.toml"\n[[data.sources]]\n'))
     assert '; if an extended recipe has it, use dataset = "stdlib"' in found[0]
-    config, _ = load_config(write(tmp_path, 'extends = "base.toml"\n[data]\ndataset = "stdlib"\n' + MIXED))
+    config, _ = load_config(
+        write(tmp_path, 'extends = "base.toml"\n[data]\ndataset = "stdlib"\n' + MIXED)
+    )
     assert [source.dataset for source in config.data.sources] == ["stdlib", "c4"]
 
 
@@ -990,7 +1438,9 @@ def test_a_chain_of_recipes_has_an_end(tmp_path):
     write(tmp_path, TOKENIZER, "r0.toml")
     for number in range(1, 3000):
         write(tmp_path, f'extends = "r{number - 1}.toml"', f"r{number}.toml")
-    assert lines_of(tmp_path / "r2999.toml")[0].endswith("extended through more than 16 recipes; extend one of the first")
+    assert lines_of(tmp_path / "r2999.toml")[0].endswith(
+        "extended through more than 16 recipes; extend one of the first"
+    )
     load_config(tmp_path / "r16.toml")
 
 
@@ -1002,9 +1452,17 @@ def test_a_recipe_extends_files_alone(base, tmp_path):
     assert "no such file" in line or "cannot be read (" in line
 
 
-@pytest.mark.parametrize("number", ["9" * 400, "-" + "9" * 400, "0x" + "f" * 900, "1000000000000001"])
+@pytest.mark.parametrize(
+    "number", ["9" * 400, "-" + "9" * 400, "0x" + "f" * 900, "1000000000000001"]
+)
 def test_an_integer_that_no_machine_counts_to_is_out_of_range(number, tmp_path):
-    for key in ("training.steps", "data.shuffle_buffer", "model.n_layers", "comm.init_timeout_seconds", "debug.seed"):
+    for key in (
+        "training.steps",
+        "data.shuffle_buffer",
+        "model.n_layers",
+        "comm.init_timeout_seconds",
+        "debug.seed",
+    ):
         if (key, number) != ("debug.seed", "1000000000000001"):
             section, _, name = key.partition(".")
             (line,) = lines_of(write(tmp_path, f"[{section}]\n{name} = {number}\n"))
@@ -1012,7 +1470,10 @@ def test_an_integer_that_no_machine_counts_to_is_out_of_range(number, tmp_path):
             assert "out of range: expected an integer" in line
             assert len(line) < 500
             if not number.startswith("0x"):
-                assert f"[{section}] {name} = " in lines_of(write(tmp_path, TOKENIZER), [f"--{key}={number}"])[0]
+                assert (
+                    f"[{section}] {name} = "
+                    in lines_of(write(tmp_path, TOKENIZER), [f"--{key}={number}"])[0]
+                )
 
 
 def test_a_word_longer_than_a_path_is_refused(tmp_path):
@@ -1043,7 +1504,9 @@ def test_a_folder_whose_name_is_not_utf_8_is_told(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("text", ["4 until 5,8 until 9", '["4 until 5", "8 until 9"]'])
 def test_a_list_on_the_command_line_may_stand_as_in_a_recipe(text):
-    assert load_config(SHIPPED[0], [f"--training.global_batch_ramp={text}"])[0].training.global_batch_ramp == (
+    assert load_config(SHIPPED[0], [f"--training.global_batch_ramp={text}"])[
+        0
+    ].training.global_batch_ramp == (
         "4 until 5",
         "8 until 9",
     )
@@ -1057,7 +1520,9 @@ def test_the_needs_of_keys_take_any_value_that_a_saved_recipe_may_have(value):
 
 
 def test_a_ramp_has_the_bound_of_a_global_batch():
-    with pytest.raises(ConfigError, match=r'"9999996 until 10" is too large; use at most 1048576 sequences'):
+    with pytest.raises(
+        ConfigError, match=r'"9999996 until 10" is too large; use at most 1048576 sequences'
+    ):
         batch_ramp(["9999996 until 10"])
 
 

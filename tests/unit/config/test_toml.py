@@ -42,13 +42,28 @@ BOMBS = {  # content -> what is said of it
     "inline tables": ("x = " + "{a = " * 5_000, "more than 32 levels deep (at line 1)"),
     "a dotted key": (f"[x]\n\n{LONG}a = 1", "more than 32 levels deep (at line 3)"),
     "a dotted header": (f"[{LONG}a]", "more than 32 levels deep (at line 1)"),
-    "a dotted key with quotes": ('"a b" . ' * 20_000 + "a = 1", "more than 32 levels deep (at line 1)"),
-    "a dotted key with quotes and escapes": ('"\\"" . ' * 20_000 + "a = 1", "more than 32 levels deep (at line 1)"),
-    "a dotted key in an array": ('x = [\n"a.b", {' + LONG + "a = 1}]", "more than 32 levels deep (at line 2)"),
+    "a dotted key with quotes": (
+        '"a b" . ' * 20_000 + "a = 1",
+        "more than 32 levels deep (at line 1)",
+    ),
+    "a dotted key with quotes and escapes": (
+        '"\\"" . ' * 20_000 + "a = 1",
+        "more than 32 levels deep (at line 1)",
+    ),
+    "a dotted key in an array": (
+        'x = [\n"a.b", {' + LONG + "a = 1}]",
+        "more than 32 levels deep (at line 2)",
+    ),
     "digits": ("\nx = " + "9" * 5_000, "a number or key of 5000 characters (at line 2)"),
-    "digits apart": ("\nx = " + "9_" * 5_000 + "9", "a number or key of 10001 characters (at line 2)"),
+    "digits apart": (
+        "\nx = " + "9_" * 5_000 + "9",
+        "a number or key of 10001 characters (at line 2)",
+    ),
     "hexadecimal": ("x = 0x" + "f" * 500_000, "a number or key of 500002 characters (at line 1)"),
-    "quotes that are not closed": ('x = "' + '\\"' * 400_000, "not valid TOML: Unterminated string"),
+    "quotes that are not closed": (
+        'x = "' + '\\"' * 400_000,
+        "not valid TOML: Unterminated string",
+    ),
     "escaped quotes of several lines": ('x = """' + '\\"""' * 200_000 + "\\", "not valid TOML"),
     "quotes that begin and end": ("x = " + "'\"" * 400_000, "not valid TOML"),
     "NUL": ("x = 1\n\0 = 2", "not valid TOML: Invalid statement (at line 2, column 1)"),
@@ -70,7 +85,16 @@ def test_a_text_that_would_cost_much_is_one_line_that_names_the_line(case, tmp_p
 
 
 @pytest.mark.parametrize(
-    "text", ["[[[", "[" * 100_000, '[{path = "' + "x" * 100_000, "[{a" + ".a" * 50_000 + "=1}]", "9" * 5_000, "[\n]\nb = 1", "\0"]
+    "text",
+    [
+        "[[[",
+        "[" * 100_000,
+        '[{path = "' + "x" * 100_000,
+        "[{a" + ".a" * 50_000 + "=1}]",
+        "9" * 5_000,
+        "[\n]\nb = 1",
+        "\0",
+    ],
 )
 def test_sources_on_the_command_line_are_as_bounded(text, capsys):
     from titan_lite.recipe import main
@@ -84,7 +108,9 @@ def test_sources_on_the_command_line_are_as_bounded(text, capsys):
 
 def test_what_is_no_file_is_named_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    assert refused(tmp_path / "pipe").startswith("cannot be read (not a regular file); use a TOML file")
+    assert refused(tmp_path / "pipe").startswith(
+        "cannot be read (not a regular file); use a TOML file"
+    )
     assert refused(Path("/dev/zero")).startswith("cannot be read (not a regular file)")
     assert refused(tmp_path).startswith("cannot be read (Is a directory)")
     (tmp_path / "loop.toml").symlink_to("loop.toml")
@@ -113,17 +139,30 @@ def test_a_byte_order_mark_is_read_over(newline, tmp_path):
     assert read_toml(path) == {"a": {"b": "é"}}
 
 
-@pytest.mark.parametrize(("content", "words"), [("é".encode("utf-16"), "byte 0xff"), (b"a = 1\nb = '\xe9'\n", "byte 0xe9")])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("é".encode("utf-16"), "byte 0xff"), (b"a = 1\nb = '\xe9'\n", "byte 0xe9")],
+)
 def test_another_encoding_is_told_with_its_line(content, words, tmp_path):
     path = tmp_path / "a.toml"
     path.write_bytes(content)
     line = content.count(b"\n") or 1
-    assert refused(path) == f"not valid TOML: {words} is not UTF-8 (at line {line}); save it as UTF-8"
+    assert (
+        refused(path) == f"not valid TOML: {words} is not UTF-8 (at line {line}); save it as UTF-8"
+    )
 
 
 def test_what_looks_deep_and_is_not_is_read():
     dots = ".".join("a" * 100)
-    quotes = '""', "''", '"\\"."', "'''a\n\"'''", f'"{dots}"', f"'''{dots}'''", f'"""{dots}\n{"[" * 100}"""'
+    quotes = (
+        '""',
+        "''",
+        '"\\"."',
+        "'''a\n\"'''",
+        f'"{dots}"',
+        f"'''{dots}'''",
+        f'"""{dots}\n{"[" * 100}"""',
+    )
     text = f"# {'[' * 100} {dots} {'9' * 2000}\nx = [{', '.join(quotes)}]\n" + "".join(
         f"[a.b{n}]\nc.d = 1.5\n" for n in range(100)
     )

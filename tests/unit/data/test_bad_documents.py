@@ -8,7 +8,12 @@ import torch.distributed as dist
 
 from titan_lite import ranks
 from titan_lite.config import ConfigError, Data
-from titan_lite.data.bad_documents import BadDocument, BadDocumentPolicy, BadDocumentsLog, SkippedDocuments
+from titan_lite.data.bad_documents import (
+    BadDocument,
+    BadDocumentPolicy,
+    BadDocumentsLog,
+    SkippedDocuments,
+)
 
 SKIP = Data(on_bad_document="skip", min_document_tokens=5, max_bad_documents=3)
 
@@ -32,7 +37,14 @@ def others(monkeypatch):
     monkeypatch.setattr(ranks, "gather_on_first", lambda own: [own, *(bad for _, bad in told)])
 
     def reduce_numbers(*own, total=False):
-        return [sum(each) for each in zip(own, *((short, len(bad)) for short, bad in told), strict=True)] if total else own
+        return (
+            [
+                sum(each)
+                for each in zip(own, *((short, len(bad)) for short, bad in told), strict=True)
+            ]
+            if total
+            else own
+        )
 
     monkeypatch.setattr(ranks, "reduce_numbers", reduce_numbers)
     return told
@@ -50,13 +62,19 @@ def test_skipped_documents_are_counted_over_ranks_and_listed_once(tmp_path, othe
     }
     assert "2 bad documents left out, 2 in all; a.jsonl, line 3: empty" in caplog.text
     others.clear()
-    assert documents.gather([SkippedDocuments([bad(3)], 1)]) == {"bad_documents": 2, "short_documents": 7}  # another epoch
+    assert documents.gather([SkippedDocuments([bad(3)], 1)]) == {
+        "bad_documents": 2,
+        "short_documents": 7,
+    }  # another epoch
     assert listed(tmp_path) == [bad(3), bad(3, "b.jsonl")]
     assert ", 2 bad documents left out, listed in " in documents.summary()
     assert "7 times a document left out that is shorter than 5 tokens" in documents.summary()
     again = BadDocumentsLog(SKIP, tmp_path, reads_alone=True)  # a run that goes on
     assert again.gather([SkippedDocuments([bad(3), bad(9)])])["bad_documents"] == 3
-    with pytest.raises(ConfigError, match=r"data.max_bad_documents = 3: there are 4, listed in .*bad_documents.jsonl"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data.max_bad_documents = 3: there are 4, listed in .*bad_documents.jsonl",
+    ):
         again.gather([SkippedDocuments([bad(10)])])
 
 
@@ -70,24 +88,32 @@ def test_a_rank_that_cannot_go_on_lists_alone_what_is_not_listed_yet(tmp_path, o
     loader = SimpleNamespace(take_skipped=lambda: SkippedDocuments([bad(3), bad(9)]))
     with (
         pytest.raises(ConfigError),
-        BadDocumentsLog(SKIP, tmp_path, reads_alone=True).listing([loader], unless=FileNotFoundError),
+        BadDocumentsLog(SKIP, tmp_path, reads_alone=True).listing(
+            [loader], unless=FileNotFoundError
+        ),
     ):
         raise ConfigError("too many")
     assert listed(tmp_path) == [bad(3), bad(9)]
     loader = SimpleNamespace(take_skipped=lambda: SkippedDocuments([bad(11)]))
-    with pytest.raises(ConfigError), BadDocumentsLog(SKIP, tmp_path, reads_alone=True).listing([loader], unless=ConfigError):
+    with (
+        pytest.raises(ConfigError),
+        BadDocumentsLog(SKIP, tmp_path, reads_alone=True).listing([loader], unless=ConfigError),
+    ):
         raise ConfigError("the folder is another run's")
     assert listed(tmp_path) == [bad(3), bad(9)]
 
 
 def test_a_bad_document_is_an_error_or_skipped_up_to_a_number_of_different_ones():
-    with pytest.raises(ConfigError, match=r'^a.jsonl, line 3: empty; .* data.on_bad_document = "skip"'):
+    with pytest.raises(
+        ConfigError, match=r'^a.jsonl, line 3: empty; .* data.on_bad_document = "skip"'
+    ):
         BadDocumentPolicy(Data()).skip(bad(3))
     policy = BadDocumentPolicy(SKIP)
     for line in (1, 2, 3, 3, 1):
         policy.skip(bad(line))
     with pytest.raises(
-        ConfigError, match=r"data.max_bad_documents = 3: there are 4, the last one a.jsonl, line 4: empty; use a higher"
+        ConfigError,
+        match=r"data.max_bad_documents = 3: there are 4, the last one a.jsonl, line 4: empty; use a higher",
     ):
         policy.skip(bad(4))
 

@@ -9,7 +9,14 @@ import pytest
 
 from titan_lite.config import ConfigError, Data, DataSource
 from titan_lite.data import files
-from titan_lite.data.dataset import EPOCH, GROUP, StdlibSource, build_source, check_data, fingerprint
+from titan_lite.data.dataset import (
+    EPOCH,
+    GROUP,
+    StdlibSource,
+    build_source,
+    check_data,
+    fingerprint,
+)
 
 datasets = pytest.importorskip("datasets")
 
@@ -29,18 +36,24 @@ def texts_of(source, start, count):
 
 
 def local(path, **more):
-    return Data(dataset="local", path=str(path), **{"validation_fraction": 0.0, "shuffle": False, **more})
+    return Data(
+        dataset="local", path=str(path), **{"validation_fraction": 0.0, "shuffle": False, **more}
+    )
 
 
 def write_jsonl(path, texts, field="text"):
-    path.write_text("".join(json.dumps({field: text, "id": i}) + "\n" for i, text in enumerate(texts)))
+    path.write_text(
+        "".join(json.dumps({field: text, "id": i}) + "\n" for i, text in enumerate(texts))
+    )
 
 
 # The standard library
 
 
 def test_stdlib_is_split_without_overlap_and_by_name():
-    train, held_out = (StdlibSource(Data(), split, seed=0).names for split in ("train", "validation"))
+    train, held_out = (
+        StdlibSource(Data(), split, seed=0).names for split in ("train", "validation")
+    )
     everything = StdlibSource(Data(validation_fraction=0.0), "train", seed=0).names
     assert sorted(train + held_out) == everything
     assert not set(train) & set(held_out)
@@ -154,7 +167,10 @@ def test_folders_that_are_linked_are_read_once(tmp_path):
     for name in ("one", "two"):
         (tmp_path / "corpus" / name).symlink_to(tmp_path / "elsewhere")
     (tmp_path / "corpus/round").symlink_to(tmp_path / "corpus")
-    assert [name for _, name, _ in files.local_files(local(tmp_path / "corpus"))] == ["b.jsonl", "one/a.jsonl"]
+    assert [name for _, name, _ in files.local_files(local(tmp_path / "corpus"))] == [
+        "b.jsonl",
+        "one/a.jsonl",
+    ]
 
 
 def test_other_formats_in_a_folder_are_left_out_and_said(corpus, caplog):
@@ -180,8 +196,18 @@ def test_local_shuffle_is_a_new_order_every_epoch_and_the_same_everywhere(tmp_pa
     epochs = [[text for _, text in stream[i : i + 60]] for i in (0, 60, 120)]
     assert all(sorted(epoch) == sorted(texts) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs} | {tuple(texts)}) == 4
-    for start in (0, 7, 59, 60, 61, 130):  # a later start gives the same documents the same ordinals
-        assert read(build_source(data, split="train", seed=3), stream[start][0], 20) == stream[start : start + 20]
+    for start in (
+        0,
+        7,
+        59,
+        60,
+        61,
+        130,
+    ):  # a later start gives the same documents the same ordinals
+        assert (
+            read(build_source(data, split="train", seed=3), stream[start][0], 20)
+            == stream[start : start + 20]
+        )
     assert read(build_source(data, split="train", seed=4), 0, 60) != stream[:60]
 
 
@@ -226,11 +252,23 @@ def test_an_empty_split_is_an_error_and_no_hang(tmp_path, split, fraction):
         (
             "a.jsonl",
             '{"body": "x", "id": 1}\n',
-            ["a.jsonl, line 1: ", 'data.text_field = "text"', 'fields with text: body; use data.text_field = "body",'],
+            [
+                "a.jsonl, line 1: ",
+                'data.text_field = "text"',
+                'fields with text: body; use data.text_field = "body",',
+            ],
         ),
-        ("a.jsonl", '{"text": 5}\n', ["a.jsonl, line 1: ", 'data.text_field = "text" is of type int']),
+        (
+            "a.jsonl",
+            '{"text": 5}\n',
+            ["a.jsonl, line 1: ", 'data.text_field = "text" is of type int'],
+        ),
         ("a.jsonl", '{"text": "x"\n', ["a.jsonl, line 1: not JSON"]),
-        ("a.csv", "body,id\nx,1\n", ["a.csv, line 1: ", "its columns: body, id; use one of these as data.text_field"]),
+        (
+            "a.csv",
+            "body,id\nx,1\n",
+            ["a.csv, line 1: ", "its columns: body, id; use one of these as data.text_field"],
+        ),
         ("a.parquet", "PAR1", ["a.parquet, row 0: cannot be read"]),
         ("a.txt", b"\xff\xfe\xff", ["a.txt, whole: not UTF-8 (byte 0"]),
         ("a.txt", b"", ["a.txt, whole: empty"]),
@@ -256,7 +294,9 @@ def test_what_is_wrong_further_on_is_given_with_its_place(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["x", "y", None])
     check_data(local(tmp_path))  # which reads no further than the first document
     *_, (_, bad) = read(build_source(local(tmp_path), split="train", seed=0), 0, 3)
-    assert str(bad).startswith(f'{tmp_path}/a.jsonl, line 3: data.text_field = "text" is null in it')
+    assert str(bad).startswith(
+        f'{tmp_path}/a.jsonl, line 3: data.text_field = "text" is null in it'
+    )
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -279,8 +319,12 @@ def test_pieces_of_a_file_hold_each_document_once(tmp_path, monkeypatch, shuffle
 @pytest.mark.parametrize("compression", ["", ".gz"])
 def test_a_group_is_small_and_going_on_opens_no_file_before_it(tmp_path, monkeypatch, compression):
     for number in range(12):
-        lines = "".join(json.dumps({"text": f"{number} {i} {'x' * 400}"}) + "\n" for i in range(20)).encode()
-        (tmp_path / f"{number:02}.jsonl{compression}").write_bytes(gzip.compress(lines, mtime=0) if compression else lines)
+        lines = "".join(
+            json.dumps({"text": f"{number} {i} {'x' * 400}"}) + "\n" for i in range(20)
+        ).encode()
+        (tmp_path / f"{number:02}.jsonl{compression}").write_bytes(
+            gzip.compress(lines, mtime=0) if compression else lines
+        )
     data = local(tmp_path, shuffle=True, shuffle_buffer=6)  # 24 KiB
     source = build_source(data, split="train", seed=0)
     epoch = read(source, 0, 240)
@@ -289,7 +333,11 @@ def test_a_group_is_small_and_going_on_opens_no_file_before_it(tmp_path, monkeyp
     assert len(groups) >= 4 if not compression else groups == {0}  # compressed all are one group
     opened = []
     open_file = files.open_bytes
-    monkeypatch.setattr(files, "open_bytes", lambda file, compression: opened.append(file) or open_file(file, compression))
+    monkeypatch.setattr(
+        files,
+        "open_bytes",
+        lambda file, compression: opened.append(file) or open_file(file, compression),
+    )
     assert read(source, epoch[-1][0], 1) == epoch[-1:]
     assert len(opened) <= (3 if not compression else 12)
 
@@ -299,7 +347,11 @@ def test_of_txt_files_only_those_wanted_are_read(tmp_path, monkeypatch):
         (tmp_path / f"{number}.txt").write_text(f"{number}")
     opened = []
     open_file = files.open_bytes
-    monkeypatch.setattr(files, "open_bytes", lambda file, compression: opened.append(file) or open_file(file, compression))
+    monkeypatch.setattr(
+        files,
+        "open_bytes",
+        lambda file, compression: opened.append(file) or open_file(file, compression),
+    )
     source = build_source(local(tmp_path, shuffle=True), split="train", seed=0)
     some = list(islice(source.documents(0, lambda ordinal: ordinal % 8 == 3), 5))
     assert [Path(file).stem for file in opened] == [text for _, text in some]
@@ -311,7 +363,10 @@ def test_documents_are_shuffled_among_files(tmp_path):
         write_jsonl(tmp_path / f"{number}.jsonl", [f"{number} {i}" for i in range(50)])
     texts = texts_of(build_source(local(tmp_path, shuffle=True), split="train", seed=0), 0, 1000)
     assert len({text.split()[0] for text in texts[:100]}) >= 15
-    beside = sum(a.split()[0] == b.split()[0] and int(a.split()[1]) + 1 == int(b.split()[1]) for a, b in pairwise(texts))
+    beside = sum(
+        a.split()[0] == b.split()[0] and int(a.split()[1]) + 1 == int(b.split()[1])
+        for a, b in pairwise(texts)
+    )
     assert beside < 10
 
 
@@ -319,8 +374,12 @@ def test_pieces_are_in_another_order_every_epoch(tmp_path):
     """Also where a file is as much as is shuffled at once."""
     for number in range(10):
         write_jsonl(tmp_path / f"{number}.jsonl", [f"{number} {'x' * 1000}"] * 20)
-    texts = texts_of(build_source(local(tmp_path, shuffle=True, shuffle_buffer=5), split="train", seed=0), 0, 400)
-    first, second = (list(dict.fromkeys(text[0] for text in texts[at : at + 200])) for at in (0, 200))
+    texts = texts_of(
+        build_source(local(tmp_path, shuffle=True, shuffle_buffer=5), split="train", seed=0), 0, 400
+    )
+    first, second = (
+        list(dict.fromkeys(text[0] for text in texts[at : at + 200])) for at in (0, 200)
+    )
     assert sorted(first) == sorted(second) == list("0123456789")
     assert len({tuple(order) for order in (first, second, sorted(first))}) == 3
 
@@ -349,7 +408,9 @@ def test_c4_streams_the_split_of_the_hub(monkeypatch):
 
     def load_dataset(*arguments, split, streaming):
         calls.append((*arguments, split, streaming))
-        return datasets.IterableDataset.from_generator(lambda: ({"text": f"{split} {i}", "url": "u"} for i in range(5)))
+        return datasets.IterableDataset.from_generator(
+            lambda: ({"text": f"{split} {i}", "url": "u"} for i in range(5))
+        )
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     check_data(Data(dataset="c4"))
@@ -360,7 +421,9 @@ def test_c4_streams_the_split_of_the_hub(monkeypatch):
     shuffled = read(build_source(Data(dataset="c4"), split="train", seed=0), 0, 10)
     assert sorted(text for _, text in shuffled[:5]) == [f"train {i}" for i in range(5)]
     assert [text for _, text in shuffled[:5]] != [text for _, text in shuffled[5:]]
-    assert calls == [("allenai/c4", "en", split, True) for split in ("train", "validation", "train")]
+    assert calls == [
+        ("allenai/c4", "en", split, True) for split in ("train", "validation", "train")
+    ]
 
 
 def test_a_dataset_of_the_hub_is_read_by_shards(monkeypatch):
@@ -375,23 +438,35 @@ def test_a_dataset_of_the_hub_is_read_by_shards(monkeypatch):
 
     def load_dataset(name, subset, *, split, streaming):
         assert (name, subset, split, streaming) == ("owner/name", "part", "all", True)
-        return datasets.IterableDataset.from_generator(generate, gen_kwargs={"shards": ["a", "b", "c"]})
+        return datasets.IterableDataset.from_generator(
+            generate, gen_kwargs={"shards": ["a", "b", "c"]}
+        )
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    data = Data("owner/name", subset="part", split="all", text_field="body", validation_fraction=0.0)
+    data = Data(
+        "owner/name", subset="part", split="all", text_field="body", validation_fraction=0.0
+    )
     check_data(data)
     source = build_source(data, split="train", seed=0)
     epoch = read(source, 0, 15)
     good = [text for _, text in epoch if isinstance(text, str)]
     assert sorted(good) == sorted(f"{shard} {i}" for shard in "abc" for i in range(4))
-    assert [text[0] for text in good] != sorted(text[0] for text in good) or opened == ["a", "b", "c"]
-    assert next(str(bad) for _, bad in epoch if not isinstance(bad, str)).startswith("owner/name shard ")
+    assert [text[0] for text in good] != sorted(text[0] for text in good) or opened == [
+        "a",
+        "b",
+        "c",
+    ]
+    assert next(str(bad) for _, bad in epoch if not isinstance(bad, str)).startswith(
+        "owner/name shard "
+    )
     last = opened[-1]
     opened.clear()
     assert read(source, epoch[-1][0], 1)[0][0] == epoch[-1][0]
     assert opened == [last]
     held_out = build_source(
-        Data("owner/name", subset="part", split="all", text_field="body", validation_fraction=0.3), split="validation", seed=0
+        Data("owner/name", subset="part", split="all", text_field="body", validation_fraction=0.3),
+        split="validation",
+        seed=0,
     )
     assert {str(text) for _, text in read(held_out, 0, 30)} < {str(text) for _, text in epoch}
 
@@ -438,9 +513,18 @@ def test_the_fingerprint_of_the_standard_library_is_of_all_its_documents():
 def test_the_fingerprint_of_several_sources_is_of_all_but_not_of_their_weights(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["x"])
     one, other = DataSource("local", path=str(tmp_path)), DataSource("stdlib")
-    seen = {fingerprint(Data(sources=sources)) for sources in ((one, other), (other, one), (one,), (other,))}
+    seen = {
+        fingerprint(Data(sources=sources))
+        for sources in ((one, other), (other, one), (one,), (other,))
+    }
     assert len(seen) == 4
-    assert fingerprint(Data(sources=(one, DataSource("stdlib", weight=9.0)))) == fingerprint(Data(sources=(one, other)))
-    assert fingerprint(Data("c4")) != fingerprint(Data("owner/name")) != fingerprint(Data("owner/name", subset="x"))
+    assert fingerprint(Data(sources=(one, DataSource("stdlib", weight=9.0)))) == fingerprint(
+        Data(sources=(one, other))
+    )
+    assert (
+        fingerprint(Data("c4"))
+        != fingerprint(Data("owner/name"))
+        != fingerprint(Data("owner/name", subset="x"))
+    )
     other_field = DataSource("local", path=str(tmp_path), text_field="body")
     assert fingerprint(Data(sources=(other_field,))) != fingerprint(Data(sources=(one,)))

@@ -15,7 +15,13 @@ from titan_lite.data.readers import TooLarge
 
 pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
-TEXTS = ["first", 'second, with "quotes"\nand lines\r\n', " third \u6f22\U0001f600", "\x00\x1f fourth", "5"]
+TEXTS = [
+    "first",
+    'second, with "quotes"\nand lines\r\n',
+    " third \u6f22\U0001f600",
+    "\x00\x1f fourth",
+    "5",
+]
 
 
 def local(path, **more):
@@ -25,11 +31,17 @@ def local(path, **more):
 def documents(data):
     """Texts and errors of all documents, in order."""
     pieces = local_pieces(data)
-    return [text_of(raw, piece, place, data) for piece in pieces for place, raw in read_piece(piece, data)]
+    return [
+        text_of(raw, piece, place, data)
+        for piece in pieces
+        for place, raw in read_piece(piece, data)
+    ]
 
 
 def as_jsonl(texts, field="text"):
-    return "".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)).encode()
+    return "".join(
+        json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)
+    ).encode()
 
 
 def as_json(texts):
@@ -43,7 +55,9 @@ def as_csv(texts):
 
 
 def table(texts, kind=None):
-    return pyarrow.table({"id": list(range(len(texts))), "text": pyarrow.array(texts, kind or pyarrow.string())})
+    return pyarrow.table(
+        {"id": list(range(len(texts))), "text": pyarrow.array(texts, kind or pyarrow.string())}
+    )
 
 
 def as_parquet(texts, kind=None):
@@ -61,28 +75,48 @@ def as_arrow(texts, opened=pyarrow.ipc.new_file, kind=None):
 
 def compressed(content, suffix):
     if suffix == ".gz":
-        return gzip.compress(content[: len(content) // 2]) + gzip.compress(content[len(content) // 2 :])  # as of pigz and cat
+        return gzip.compress(content[: len(content) // 2]) + gzip.compress(
+            content[len(content) // 2 :]
+        )  # as of pigz and cat
     if suffix == ".zst":
         halves = content[: len(content) // 2], content[len(content) // 2 :]
         return b"".join(pyarrow.compress(half, codec="zstd", asbytes=True) for half in halves)
     return content
 
 
-WRITERS = {".jsonl": as_jsonl, ".json": as_json, ".csv": as_csv, ".parquet": as_parquet, ".arrow": as_arrow}
-PLAIN_OR_NOT = [(suffix, compression) for suffix in (".jsonl", ".json", ".csv") for compression in ("", ".gz", ".zst")]
+WRITERS = {
+    ".jsonl": as_jsonl,
+    ".json": as_json,
+    ".csv": as_csv,
+    ".parquet": as_parquet,
+    ".arrow": as_arrow,
+}
+PLAIN_OR_NOT = [
+    (suffix, compression)
+    for suffix in (".jsonl", ".json", ".csv")
+    for compression in ("", ".gz", ".zst")
+]
 
 
-@pytest.mark.parametrize(("suffix", "compression"), [*PLAIN_OR_NOT, (".parquet", ""), (".arrow", "")])
+@pytest.mark.parametrize(
+    ("suffix", "compression"), [*PLAIN_OR_NOT, (".parquet", ""), (".arrow", "")]
+)
 def test_texts_arrive_as_they_were_written(tmp_path, suffix, compression):
-    texts = TEXTS if suffix != ".csv" else [text.replace("\x00", "") for text in TEXTS]  # a csv of Python 3.10 has no NUL
-    (tmp_path / f"a{suffix}{compression}").write_bytes(compressed(WRITERS[suffix](texts), compression))
+    texts = (
+        TEXTS if suffix != ".csv" else [text.replace("\x00", "") for text in TEXTS]
+    )  # a csv of Python 3.10 has no NUL
+    (tmp_path / f"a{suffix}{compression}").write_bytes(
+        compressed(WRITERS[suffix](texts), compression)
+    )
     assert documents(local(tmp_path)) == texts
     check_data(local(tmp_path))
 
 
 @pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
 def test_a_txt_file_is_one_document(tmp_path, compression):
-    (tmp_path / f"a.txt{compression}").write_bytes(compressed("\n".join(TEXTS).encode(), compression))
+    (tmp_path / f"a.txt{compression}").write_bytes(
+        compressed("\n".join(TEXTS).encode(), compression)
+    )
     assert documents(local(tmp_path)) == ["\n".join(TEXTS)]
 
 
@@ -93,15 +127,23 @@ def test_lines_of_json_go_by_the_name_of_json_as_well(tmp_path):
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
-    for name, content in (("a.json", as_json(GOOD)), ("b.jsonl", as_jsonl(GOOD)), ("c.csv", b"text\ngood one\ngood two\n")):
+    for name, content in (
+        ("a.json", as_json(GOOD)),
+        ("b.jsonl", as_jsonl(GOOD)),
+        ("c.csv", b"text\ngood one\ngood two\n"),
+    ):
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
     assert documents(local(tmp_path)) == GOOD * 3
 
 
-@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string(), pyarrow.binary()], ids=str)
+@pytest.mark.parametrize(
+    "kind", [pyarrow.string(), pyarrow.large_string(), pyarrow.binary()], ids=str
+)
 def test_kinds_of_columns(tmp_path, kind):
     (tmp_path / "a.parquet").write_bytes(as_parquet([text.encode() for text in TEXTS], kind))
-    (tmp_path / "b.arrow").write_bytes(as_arrow([text.encode() for text in TEXTS], pyarrow.ipc.new_stream, kind))
+    (tmp_path / "b.arrow").write_bytes(
+        as_arrow([text.encode() for text in TEXTS], pyarrow.ipc.new_stream, kind)
+    )
     assert documents(local(tmp_path)) == TEXTS * 2
 
 
@@ -109,7 +151,10 @@ def test_a_parquet_file_is_read_by_row_groups(tmp_path):
     (tmp_path / "a.parquet").write_bytes(as_parquet(TEXTS))
     pieces = local_pieces(local(tmp_path))
     assert [(piece.start, piece.first) for piece in pieces] == [(0, 0), (1, 2), (2, 4)]
-    assert list(read_piece(pieces[1], local(tmp_path))) == [(2, TEXTS[2].encode()), (3, TEXTS[3].encode())]
+    assert list(read_piece(pieces[1], local(tmp_path))) == [
+        (2, TEXTS[2].encode()),
+        (3, TEXTS[3].encode()),
+    ]
 
 
 # Bad data
@@ -169,9 +214,13 @@ CASES = [  # what is wrong; file; its bytes; where, and what is said; how many o
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "place", "reason", "left"), [case[1:] for case in CASES], ids=[" ".join(case[:2]) for case in CASES]
+    ("name", "content", "place", "reason", "left"),
+    [case[1:] for case in CASES],
+    ids=[" ".join(case[:2]) for case in CASES],
 )
-def test_bad_data_is_named_with_its_place_and_nothing_else_is_lost(tmp_path, name, content, place, reason, left):
+def test_bad_data_is_named_with_its_place_and_nothing_else_is_lost(
+    tmp_path, name, content, place, reason, left
+):
     (tmp_path / name).write_bytes(content)
     (tmp_path / "b.jsonl").write_bytes(as_jsonl(["of another file"]))
     data = local(tmp_path, max_document_mib=1)
@@ -181,7 +230,10 @@ def test_bad_data_is_named_with_its_place_and_nothing_else_is_lost(tmp_path, nam
     assert reason in bad.reason
     assert str(bad) == f"{tmp_path / name}, {place}: {bad.reason}"
     assert "\n" not in str(bad)
-    assert [document for document in found if document is not bad] == [*GOOD[:left], "of another file"]
+    assert [document for document in found if document is not bad] == [
+        *GOOD[:left],
+        "of another file",
+    ]
 
 
 def test_bad_utf8_in_a_column_is_one_document(tmp_path):

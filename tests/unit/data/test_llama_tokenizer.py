@@ -15,7 +15,9 @@ from titan_lite.data.tokenizer import load_tokenizer
 from titan_lite.data.tokenizer_json import to_json, tokenizer_config
 from titan_lite.models.llama3 import FLAVORS
 
-reference = pytest.importorskip("llama_models.llama3.tokenizer", reason="needs the package llama-models (extra test)")
+reference = pytest.importorskip(
+    "llama_models.llama3.tokenizer", reason="needs the package llama-models (extra test)"
+)
 FILE = Path(reference.__file__).with_name("tokenizer.model")
 
 
@@ -34,7 +36,9 @@ def as_json(ours, tmp_path_factory):
     pytest.importorskip("tokenizers")
     path = tmp_path_factory.mktemp("exported") / "tokenizer.json"
     path.write_text(json.dumps(to_json(ours)), encoding="utf-8")
-    path.with_name("tokenizer_config.json").write_text(json.dumps(tokenizer_config()), encoding="utf-8")
+    path.with_name("tokenizer_config.json").write_text(
+        json.dumps(tokenizer_config()), encoding="utf-8"
+    )
     return load_tokenizer(path)
 
 
@@ -120,7 +124,9 @@ def diverse(count):
             low, high = draw.choice(RANGES)
             yield "".join(chr(draw.randint(low, high)) for _ in range(draw.randint(0, 30)))
         elif i % 4 == 2:
-            yield "".join(chr(draw.randint(*draw.choice(RANGES))) for _ in range(draw.randint(0, 40)))
+            yield "".join(
+                chr(draw.randint(*draw.choice(RANGES))) for _ in range(draw.randint(0, 40))
+            )
         else:
             yield "".join(draw.choice(PIECES) for _ in range(draw.randint(0, 20)))
 
@@ -130,18 +136,26 @@ STRINGS = list(diverse(12_000))
 
 def test_the_strings_are_diverse():
     assert len(set(STRINGS)) >= 10_000
-    assert sum(low <= ord(c) <= high for low, high in RANGES for c in "".join(set(STRINGS))) > 100_000
+    assert (
+        sum(low <= ord(c) <= high for low, high in RANGES for c in "".join(set(STRINGS))) > 100_000
+    )
 
 
 def test_vocabulary_and_special_tokens_are_theirs(theirs, ours, as_json):
     for tokenizer in (ours, as_json):
         assert tokenizer.vocab_size == theirs.n_words == FLAVORS["8B"].vocab_size == 128_256
         assert tokenizer.special_tokens == theirs.special_tokens
-        assert (tokenizer.bos_id, tokenizer.eos_id) == (theirs.bos_id, theirs.eos_id) == (128_000, 128_001)
+        assert (
+            (tokenizer.bos_id, tokenizer.eos_id)
+            == (theirs.bos_id, theirs.eos_id)
+            == (128_000, 128_001)
+        )
 
 
 def test_every_string_has_the_ids_that_theirs_gives_it_and_comes_back(theirs, ours, as_json):
-    of_tokens = [theirs.decode(range(at, at + 16)) for at in range(0, 128_000, 16)]  # all that are text, in unlikely company
+    of_tokens = [
+        theirs.decode(range(at, at + 16)) for at in range(0, 128_000, 16)
+    ]  # all that are text, in unlikely company
     used = set()
     for string in STRINGS + of_tokens:
         ids = theirs.encode(string, bos=True, eos=True)
@@ -163,10 +177,16 @@ def test_text_with_special_tokens_has_the_ids_that_theirs_gives_it(theirs, ours,
         ids = theirs.encode(string, bos=False, eos=False, allowed_special="all")
         for tokenizer in (ours, as_json):
             parts = re.split(f"({'|'.join(map(re.escape, names))})", string)
-            mine = [id for p in parts for id in ([tokenizer.special_tokens[p]] if p in names else tokenizer.encode(p))]
+            mine = [
+                id
+                for p in parts
+                for id in ([tokenizer.special_tokens[p]] if p in names else tokenizer.encode(p))
+            ]
             assert mine == ids, repr(string)
             assert tokenizer.decode(ids) == string
-            assert tokenizer.encode(string) == theirs.encode(string, bos=False, eos=False), repr(string)
+            assert tokenizer.encode(string) == theirs.encode(string, bos=False, eos=False), repr(
+                string
+            )
 
 
 def test_bytes_that_are_no_text_decode_as_theirs(theirs, ours, as_json):
@@ -176,7 +196,9 @@ def test_bytes_that_are_no_text_decode_as_theirs(theirs, ours, as_json):
         assert ours.decode(ids) == as_json.decode(ids) == theirs.decode(ids), ids
 
 
-@pytest.mark.parametrize("unit", ["a", " ", "漢", "\n", "ab ", "x" * 24_999 + " ", "words and words. "])
+@pytest.mark.parametrize(
+    "unit", ["a", " ", "漢", "\n", "ab ", "x" * 24_999 + " ", "words and words. "]
+)
 def test_long_texts_are_cut_as_theirs(theirs, ours, as_json, unit):
     text = (unit * (430_000 // len(unit) + 1))[:430_000] + "end"
     ids = theirs.encode(text, bos=False, eos=False)

@@ -28,7 +28,27 @@ from titan_lite.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[3]
 ROWS, SEQ_LEN = 8, 16
-LENGTHS = [5, 2, 300, 17, 41, 1, 90, 33, 12, 64, 7, 150, 28, 3, 55, 20, 9, 110, 38]  # characters of 19 documents
+LENGTHS = [
+    5,
+    2,
+    300,
+    17,
+    41,
+    1,
+    90,
+    33,
+    12,
+    64,
+    7,
+    150,
+    28,
+    3,
+    55,
+    20,
+    9,
+    110,
+    38,
+]  # characters of 19 documents
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +60,10 @@ def tokenizer():
 def corpus(tmp_path_factory):
     """19 documents in two files, some shorter than a window, some many windows long, all different."""
     folder = tmp_path_factory.mktemp("corpus")
-    texts = ["".join(chr(33 + (i * 7 + j * (i + 1)) % 90) for j in range(length)) for i, length in enumerate(LENGTHS)]
+    texts = [
+        "".join(chr(33 + (i * 7 + j * (i + 1)) % 90) for j in range(length))
+        for i, length in enumerate(LENGTHS)
+    ]
     for name, some in (("a.jsonl", texts[:8]), ("b.jsonl", texts[8:])):
         (folder / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in some))
     return folder
@@ -51,14 +74,23 @@ def data(request, corpus):
     if request.param == "stdlib":
         return Data(num_workers=0)
     shuffle = request.param == "local shuffled"
-    return Data("local", path=str(corpus), validation_fraction=0.0, shuffle=shuffle, shuffle_buffer=5, num_workers=0)
+    return Data(
+        "local",
+        path=str(corpus),
+        validation_fraction=0.0,
+        shuffle=shuffle,
+        shuffle_buffer=5,
+        num_workers=0,
+    )
 
 
 def loaders(data, tokenizer, dp_degree=1, batch_size=ROWS, state=None, seed=0, rows=ROWS):
     result = []
     for rank in range(dp_degree):
         shape = dict(rows=rows, batch_size=batch_size, seq_len=SEQ_LEN)
-        loader = build_loader(data, tokenizer, split="train", dp_rank=rank, dp_degree=dp_degree, seed=seed, **shape)
+        loader = build_loader(
+            data, tokenizer, split="train", dp_rank=rank, dp_degree=dp_degree, seed=seed, **shape
+        )
         if state is not None:
             loader.load_state_dict(state)
         result.append(loader)
@@ -81,15 +113,21 @@ def global_batch(ranks, batch_size, size=ROWS):
             windows.append(torch.cat([input, label[:, -1:]], dim=1))
         shares.append(torch.cat(windows))
     # window n is that of rank n modulo their number
-    return torch.stack(shares[first % len(ranks) :] + shares[: first % len(ranks)], dim=1).flatten(0, 1)
+    return torch.stack(shares[first % len(ranks) :] + shares[: first % len(ranks)], dim=1).flatten(
+        0, 1
+    )
 
 
 def test_every_token_is_in_one_window_in_order(data, tokenizer):
     steps = 12
     [loader] = loaders(data, tokenizer)
-    streams = torch.stack([global_batch([loader], ROWS) for _ in range(steps)], dim=1).flatten(1).tolist()
+    streams = (
+        torch.stack([global_batch([loader], ROWS) for _ in range(steps)], dim=1).flatten(1).tolist()
+    )
     expected: dict[int, list[int]] = defaultdict(list)
-    for ordinal, text in build_source(data, split="train", seed=0).documents(0, lambda ordinal: True):
+    for ordinal, text in build_source(data, split="train", seed=0).documents(
+        0, lambda ordinal: True
+    ):
         expected[ordinal % ROWS] += tokenizer.encode_document(text).tolist()
         if len(expected) == ROWS and min(map(len, expected.values())) >= steps * (SEQ_LEN + 1):
             break
@@ -101,7 +139,9 @@ def test_every_token_is_in_one_window_in_order(data, tokenizer):
         assert used < len(expected[row])
 
 
-@pytest.mark.parametrize(("dp_degree", "batch_size"), [(1, 2), (1, 1), (2, 4), (2, 1), (4, 2), (8, 1)])
+@pytest.mark.parametrize(
+    ("dp_degree", "batch_size"), [(1, 2), (1, 1), (2, 4), (2, 1), (4, 2), (8, 1)]
+)
 def test_the_global_batch_does_not_depend_on_the_layout(data, tokenizer, dp_degree, batch_size):
     one, many = loaders(data, tokenizer), loaders(data, tokenizer, dp_degree, batch_size)
     seen = [(global_batch(one, ROWS), global_batch(many, batch_size)) for _ in range(10)]
@@ -113,7 +153,13 @@ def test_the_global_batch_does_not_depend_on_the_layout(data, tokenizer, dp_degr
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_resumed_equals_uninterrupted(corpus, tokenizer, num_workers):
     others = set(multiprocessing.active_children())
-    data = Data("local", path=str(corpus), validation_fraction=0.0, shuffle_buffer=5, num_workers=num_workers)
+    data = Data(
+        "local",
+        path=str(corpus),
+        validation_fraction=0.0,
+        shuffle_buffer=5,
+        num_workers=num_workers,
+    )
     [loader] = loaders(data, tokenizer, batch_size=2)
     states, batches = [loader.state_dict()], []
     for _ in range(161):
@@ -132,14 +178,18 @@ def test_resumed_equals_uninterrupted(corpus, tokenizer, num_workers):
     loader.load_state_dict(states[5])  # and the very loader can go back
     assert all(map(torch.equal, next(loader), batches[5]))
     del resumed
-    assert len(set(multiprocessing.active_children()) - others) == num_workers  # without leaving its old process behind
+    assert (
+        len(set(multiprocessing.active_children()) - others) == num_workers
+    )  # without leaving its old process behind
 
 
 def test_state_is_of_the_batch_given_not_of_the_one_prefetched(corpus, tokenizer):
     data = Data("local", path=str(corpus), validation_fraction=0.0, num_workers=0)
     for workers in (1, 2):
         [plain] = loaders(data, tokenizer, batch_size=4)
-        [ahead] = loaders(dataclasses.replace(data, num_workers=workers, prefetch=8), tokenizer, batch_size=4)
+        [ahead] = loaders(
+            dataclasses.replace(data, num_workers=workers, prefetch=8), tokenizer, batch_size=4
+        )
         for _ in range(5):
             assert all(map(torch.equal, next(ahead), next(plain)))
             assert ahead.state_dict() == plain.state_dict()
@@ -153,7 +203,9 @@ def test_any_number_of_processes_gives_the_same_batches_and_reads_each_document_
     data = Data("local", path=str(corpus), validation_fraction=0.0, shuffle_buffer=5, num_workers=0)
     [plain] = loaders(data, tokenizer, batch_size=batch_size)
     with caplog.at_level("INFO", logger="titan_lite"):
-        [many] = loaders(dataclasses.replace(data, num_workers=workers), tokenizer, batch_size=batch_size)
+        [many] = loaders(
+            dataclasses.replace(data, num_workers=workers), tokenizer, batch_size=batch_size
+        )
         many.peek()
     for _ in range(20):
         assert all(map(torch.equal, next(many), next(plain)))
@@ -167,7 +219,9 @@ def test_any_number_of_processes_gives_the_same_batches_and_reads_each_document_
         assert max(Counter(number % ROWS for number in many._ready).values(), default=0) <= 2
 
 
-@pytest.mark.parametrize(("before", "after"), [((1, 2), (4, 1)), ((4, 2), (2, 4)), ((8, 1), (1, 8)), ((2, 2), (2, 4))])
+@pytest.mark.parametrize(
+    ("before", "after"), [((1, 2), (4, 1)), ((4, 2), (2, 4)), ((8, 1), (1, 8)), ((2, 2), (2, 4))]
+)
 def test_resume_on_another_layout(data, tokenizer, before, after):
     one = loaders(data, tokenizer)
     ranks = loaders(data, tokenizer, before[0], before[1])
@@ -212,10 +266,17 @@ def test_dp_4_to_2_to_8_sees_the_samples_of_an_uninterrupted_run(data, tokenizer
 
 def test_a_resume_at_any_step_goes_on_with_its_samples(data, tokenizer, uninterrupted):
     """So also at an epoch's edge, and at the steps before and after it."""
-    epochs = [{ordinal // EPOCH for _, (ordinal, _) in state["rows"].values()} for state, _ in uninterrupted]
-    assert data.dataset == "stdlib" or (max(epochs[-1]) >= 2 and any(len(rows) > 1 for rows in epochs))
+    epochs = [
+        {ordinal // EPOCH for _, (ordinal, _) in state["rows"].values()}
+        for state, _ in uninterrupted
+    ]
+    assert data.dataset == "stdlib" or (
+        max(epochs[-1]) >= 2 and any(len(rows) > 1 for rows in epochs)
+    )
     for at in range(22):
-        dp_degree, batch_size = ((1, 8), (2, 1), (8, 1), (4, 1))[at % 4]  # accumulating 1, 4, 1 and 2 microbatches
+        dp_degree, batch_size = ((1, 8), (2, 1), (8, 1), (4, 1))[
+            at % 4
+        ]  # accumulating 1, 4, 1 and 2 microbatches
         ranks = loaders(data, tokenizer, dp_degree, batch_size, state=uninterrupted[at][0])
         for _, samples in uninterrupted[at : at + 2]:
             assert hashes(global_batch(ranks, batch_size)) == samples
@@ -239,10 +300,21 @@ def test_another_length_of_sequence_goes_on_at_the_next_token(data, tokenizer):
     state = state_of(ranks)
     after = torch.stack([global_batch(ranks, ROWS) for _ in range(4)], dim=1).flatten(1)
     longer = build_loader(
-        data, tokenizer, split="train", rows=ROWS, batch_size=ROWS, seq_len=2 * SEQ_LEN + 1, dp_rank=0, dp_degree=1, seed=0
+        data,
+        tokenizer,
+        split="train",
+        rows=ROWS,
+        batch_size=ROWS,
+        seq_len=2 * SEQ_LEN + 1,
+        dp_rank=0,
+        dp_degree=1,
+        seed=0,
     )
     longer.load_state_dict(state)
-    windows = torch.cat([torch.cat((input, label[:, -1:]), dim=1) for input, label in (next(longer), next(longer))], dim=1)
+    windows = torch.cat(
+        [torch.cat((input, label[:, -1:]), dim=1) for input, label in (next(longer), next(longer))],
+        dim=1,
+    )
     assert torch.equal(windows, after)
     assert not torch.equal(windows, before[:, : windows.shape[1]])
 
@@ -260,7 +332,11 @@ class Listening:
 
 def test_ranks_tokenize_only_documents_of_their_rows_and_each_once(data, tokenizer):
     ears = [Listening(tokenizer) for _ in range(3)]
-    ranks = [loaders(data, ears[0], 2, 4)[0], loaders(data, ears[1], 2, 4)[1], *loaders(data, ears[2])]
+    ranks = [
+        loaders(data, ears[0], 2, 4)[0],
+        loaders(data, ears[1], 2, 4)[1],
+        *loaders(data, ears[2]),
+    ]
     for _ in range(6):
         for loader in ranks:
             next(loader)
@@ -286,7 +362,10 @@ def test_resuming_does_not_tokenize_what_is_behind(data, tokenizer):
 
 def test_the_validation_split_is_another_stream(tokenizer):
     shape = dict(rows=2, batch_size=2, seq_len=64, dp_rank=0, dp_degree=1, seed=0)
-    batches = [next(build_loader(Data(num_workers=0), tokenizer, split=split, **shape))[0] for split in ("train", "validation")]
+    batches = [
+        next(build_loader(Data(num_workers=0), tokenizer, split=split, **shape))[0]
+        for split in ("train", "validation")
+    ]
     assert not torch.equal(*batches)
 
 
@@ -300,7 +379,13 @@ def test_a_mistake_in_the_data_arrives_as_itself(tmp_path, tokenizer, num_worker
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": null}\n')
     (tmp_path / "b.jsonl").write_text('{"text": "fine"}\n')
     for shuffle in (False, True):
-        data = Data("local", path=str(tmp_path), validation_fraction=0.0, num_workers=num_workers, shuffle=shuffle)
+        data = Data(
+            "local",
+            path=str(tmp_path),
+            validation_fraction=0.0,
+            num_workers=num_workers,
+            shuffle=shuffle,
+        )
         [loader] = loaders(data, tokenizer)
         with pytest.raises(ConfigError) as error:
             next(loader)
@@ -337,7 +422,9 @@ def test_a_state_goes_on_with_its_own_rows_whatever_the_run_would_have(data, tok
     found.append(global_batch([other], 24, size=24))
     assert torch.equal(torch.cat(found), torch.cat(expected))
     with pytest.raises(KeyError, match="1"):
-        loaders(data, tokenizer, state=ranks[0].state_dict())  # which is not merged with the other's
+        loaders(
+            data, tokenizer, state=ranks[0].state_dict()
+        )  # which is not merged with the other's
 
 
 def test_a_state_of_an_earlier_version_goes_on_with_its_windows(data, tokenizer, uninterrupted):
@@ -355,19 +442,32 @@ class Letters:
         return np.array([0, *map(ord, text), 1])
 
 
-LAYOUTS = st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2), (3, 1), (4, 2), (6, 1), (5, 3)])  # ranks, local batch size
+LAYOUTS = st.sampled_from(
+    [(1, 1), (1, 3), (2, 1), (2, 2), (3, 1), (4, 2), (6, 1), (5, 3)]
+)  # ranks, local batch size
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(legs=st.lists(st.tuples(LAYOUTS, st.lists(st.integers(1, 5), max_size=5)), min_size=1, max_size=4), rows=st.integers(1, 9))
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    legs=st.lists(
+        st.tuples(LAYOUTS, st.lists(st.integers(1, 5), max_size=5)), min_size=1, max_size=4
+    ),
+    rows=st.integers(1, 9),
+)
 def test_whatever_batches_become_each_window_is_taken_once_in_order(corpus, legs, rows):
     """legs: parts of a run, each resumed on other ranks; local batches of each step. Also where ranks do not divide the rows."""
     data = Data("local", path=str(corpus), validation_fraction=0.0, shuffle_buffer=5, num_workers=0)
     state, steps = None, []
     for (dp_degree, batch_size), accumulations in legs:
-        ranks = loaders(data, Letters(), dp_degree, batch_size, state=state, rows=rows if state is None else 7)
+        ranks = loaders(
+            data, Letters(), dp_degree, batch_size, state=state, rows=rows if state is None else 7
+        )
         for accumulation in accumulations:
-            steps.append(global_batch(ranks, batch_size, size=accumulation * batch_size * dp_degree))
+            steps.append(
+                global_batch(ranks, batch_size, size=accumulation * batch_size * dp_degree)
+            )
         state = state_of(ranks)
     taken = sum(map(len, steps))
     assert state["windows"] == taken
@@ -390,9 +490,13 @@ def test_processes_follow_batches_that_change_without_piling_up(corpus, tokenize
     [plain] = loaders(data, tokenizer, batch_size=1)
     state = None
     for dp_degree, batch_size, sizes in ((2, 2, (4, 8, 12, 4)), (3, 1, (3, 9, 6, 3))):
-        ranks = loaders(dataclasses.replace(data, num_workers=2), tokenizer, dp_degree, batch_size, state=state)
+        ranks = loaders(
+            dataclasses.replace(data, num_workers=2), tokenizer, dp_degree, batch_size, state=state
+        )
         for size in sizes:
-            assert torch.equal(global_batch(ranks, batch_size, size=size), global_batch([plain], 1, size=size))
+            assert torch.equal(
+                global_batch(ranks, batch_size, size=size), global_batch([plain], 1, size=size)
+            )
             most = {len(loader._own): len(loader._ready) for loader in ranks}
             assert all(count <= 2 * own for own, count in most.items())
         state = state_of(ranks)
@@ -400,7 +504,14 @@ def test_processes_follow_batches_that_change_without_piling_up(corpus, tokenize
 
 
 def test_ranks_that_share_rows_count_short_documents_once(corpus, tokenizer):
-    data = Data("local", path=str(corpus), validation_fraction=0.0, shuffle=False, num_workers=0, min_document_tokens=20)
+    data = Data(
+        "local",
+        path=str(corpus),
+        validation_fraction=0.0,
+        shuffle=False,
+        num_workers=0,
+        min_document_tokens=20,
+    )
     [one], three = loaders(data, tokenizer, batch_size=6), loaders(data, tokenizer, 3, 2)
     for loader in (one, *three):
         next(loader)
@@ -417,13 +528,21 @@ def test_a_state_of_other_documents_is_refused(data, tokenizer):
         next(loader)
 
 
-def test_processes_that_cannot_be_started_are_told_in_a_line_with_what_is_full(corpus, tokenizer, monkeypatch, capfd):
+def test_processes_that_cannot_be_started_are_told_in_a_line_with_what_is_full(
+    corpus, tokenizer, monkeypatch, capfd
+):
     def no_semaphore(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", no_semaphore)
-    [loader] = loaders(Data("local", path=str(corpus), validation_fraction=0.0, num_workers=2), tokenizer, batch_size=4)
-    with pytest.raises(LoaderError, match=r"^data.num_workers = 2: .* No space left on device: /dev/shm, .* has") as error:
+    [loader] = loaders(
+        Data("local", path=str(corpus), validation_fraction=0.0, num_workers=2),
+        tokenizer,
+        batch_size=4,
+    )
+    with pytest.raises(
+        LoaderError, match=r"^data.num_workers = 2: .* No space left on device: /dev/shm, .* has"
+    ) as error:
         next(loader)
     assert "or use data.num_workers = 0" in str(error.value)
     assert "\n" not in str(error.value)
@@ -441,7 +560,10 @@ def test_a_loader_process_that_was_killed_is_told_in_a_line(corpus, tokenizer):
     process.kill()
     process.join()
     time.sleep(0.2)  # in which a handler of SIGCHLD would raise
-    with pytest.raises(LoaderError, match=rf"^loader process {process.pid} was killed by SIGKILL, .*num_workers = 0") as error:
+    with pytest.raises(
+        LoaderError,
+        match=rf"^loader process {process.pid} was killed by SIGKILL, .*num_workers = 0",
+    ) as error:
         list(itertools.islice(loader, 200))
     assert "\n" not in str(error.value)
 
@@ -463,13 +585,21 @@ def test_the_loader_process_runs_torch_on_one_thread():
         torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="needs Linux: who sent a signal is not told here")
-def test_a_signal_to_all_processes_leaves_the_loader_process_to_the_training_process(corpus, tokenizer):
+@pytest.mark.skipif(
+    not hasattr(signal, "sigwaitinfo"), reason="needs Linux: who sent a signal is not told here"
+)
+def test_a_signal_to_all_processes_leaves_the_loader_process_to_the_training_process(
+    corpus, tokenizer
+):
     """Which still wants batches; of its own SIGTERM it ends."""
     data = Data("local", path=str(corpus), validation_fraction=0.0, num_workers=0)
     [expected] = loaders(data, tokenizer, batch_size=1)
-    [loader] = loaders(dataclasses.replace(data, num_workers=1, prefetch=1), tokenizer, batch_size=1)
-    others = set(multiprocessing.active_children())  # of loaders that no garbage collection has met yet
+    [loader] = loaders(
+        dataclasses.replace(data, num_workers=1, prefetch=1), tokenizer, batch_size=1
+    )
+    others = set(
+        multiprocessing.active_children()
+    )  # of loaders that no garbage collection has met yet
     assert all(map(torch.equal, next(loader), next(expected)))
     (process,) = set(multiprocessing.active_children()) - others
     for name in ("TERM", "USR1", "INT"):
@@ -489,7 +619,9 @@ def test_what_the_loader_process_gets_can_be_pickled(data, tokenizer):
     copy = iter(pickle.loads(pickle.dumps(windows)))
     for _ in range(3):
         given, _ = next(copy)
-        assert [np.frombuffer(tokens, dtype=np.int32)[1:].tolist() for _, _, tokens, _ in given] == next(loader)[1].tolist()
+        assert [
+            np.frombuffer(tokens, dtype=np.int32)[1:].tolist() for _, _, tokens, _ in given
+        ] == next(loader)[1].tolist()
 
 
 SCRIPT = """
@@ -521,7 +653,9 @@ def test_a_program_ends_with_its_loader_open_and_takes_it_along():
 
 
 def test_a_document_begins_where_its_first_token_is():
-    begins = document_begins(torch.tensor([[5, 9, 5, 5, 9, 9, 5], [9, 5, 5, 5, 5, 5, 5], [5] * 7]), bos_id=9)
+    begins = document_begins(
+        torch.tensor([[5, 9, 5, 5, 9, 9, 5], [9, 5, 5, 5, 5, 5, 5], [5] * 7]), bos_id=9
+    )
     assert begins.tolist() == [[0, 1, 1, 1, 4, 5, 5], [0] * 7, [0] * 7]
 
 
@@ -531,7 +665,13 @@ def test_a_program_that_is_killed_takes_its_loader_along(tmp_path):
     script = SCRIPT.strip().replace("seq_len=8", "seq_len=20_000") + die
     with (tmp_path / "out").open("w") as out:  # no pipe, which the loader process would hold open
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, stdout=out, stderr=subprocess.DEVNULL)
+        run = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=ROOT,
+            env=environment,
+            stdout=out,
+            stderr=subprocess.DEVNULL,
+        )
     assert run.returncode == -signal.SIGKILL
     worker = int((tmp_path / "out").read_text())
     for _ in range(200):

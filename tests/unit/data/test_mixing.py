@@ -40,7 +40,14 @@ def write(path, texts):
 def loaders(data, rows, dp_degree, batch_size, seq_len, state=None, seed=0):
     result = []
     for rank in range(dp_degree):
-        shape = dict(rows=rows, batch_size=batch_size, seq_len=seq_len, dp_rank=rank, dp_degree=dp_degree, seed=seed)
+        shape = dict(
+            rows=rows,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            dp_rank=rank,
+            dp_degree=dp_degree,
+            seed=seed,
+        )
         result.append(build_loader(data, Letters(), split="train", **shape))
         if state is not None:
             result[-1].load_state_dict(state)
@@ -52,8 +59,12 @@ def global_batch(ranks, rows, batch_size):
     shares = []
     for loader in ranks:
         batches = [next(loader) for _ in range(rows // len(ranks) // batch_size)]
-        shares.append(torch.cat([torch.cat([input, label[:, -1:]], dim=1) for input, label in batches]))
-    return torch.stack(shares, dim=1).flatten(0, 1)  # window n is that of rank n modulo their number
+        shares.append(
+            torch.cat([torch.cat([input, label[:, -1:]], dim=1) for input, label in batches])
+        )
+    return torch.stack(shares, dim=1).flatten(
+        0, 1
+    )  # window n is that of rank n modulo their number
 
 
 def state_of(ranks):
@@ -74,7 +85,9 @@ def two(tmp_path_factory):
 
 
 @pytest.mark.parametrize("seq_len", [511, 2047])
-def test_70_to_30_is_so_in_tokens_on_any_number_of_ranks_and_after_a_resume_on_another(two, seq_len):
+def test_70_to_30_is_so_in_tokens_on_any_number_of_ranks_and_after_a_resume_on_another(
+    two, seq_len
+):
     rows, state, seen = 8, None, Counter()
     steps = 2**20 // (rows * (seq_len + 1)) // 4
     alone, expected = loaders(two, rows, 1, 8, seq_len), []
@@ -116,10 +129,16 @@ def test_the_loader_tells_the_source_of_each_sequence(two, dp_degree, rows, work
 def test_no_step_and_no_row_is_far_from_the_shares(two, dp_degree, batch_size):
     rows, seq_len = 8, 63
     ranks = loaders(two, rows, dp_degree, batch_size, seq_len)
-    is_a = torch.stack([(global_batch(ranks, rows, batch_size) == ord("a")).any(dim=1) for _ in range(300)])
-    assert ((is_a.float().sum(1) >= 4) & (is_a.float().sum(1) <= 7)).all()  # of 8, where 5.6 are meant
+    is_a = torch.stack(
+        [(global_batch(ranks, rows, batch_size) == ord("a")).any(dim=1) for _ in range(300)]
+    )
+    assert (
+        (is_a.float().sum(1) >= 4) & (is_a.float().sum(1) <= 7)
+    ).all()  # of 8, where 5.6 are meant
     assert (is_a.float().mean(0) - 0.7).abs().max() < 0.05
-    assert (is_a.float().cumsum(0).sum(1) / rows / torch.arange(1, 301) - 0.7)[20:].abs().max() < 0.01
+    assert (is_a.float().cumsum(0).sum(1) / rows / torch.arange(1, 301) - 0.7)[
+        20:
+    ].abs().max() < 0.01
 
 
 @pytest.mark.parametrize("weights", [(1, 1, 1), (0.001, 1, 1), (5, 3, 1, 1, 0.5), (1,)])
@@ -188,9 +207,15 @@ def test_bad_and_short_documents_are_skipped_counted_and_listed(tmp_path, num_wo
     read = Counter(text for row in texts for text in row[1:-1])
     assert set(read) == {f"long enough {i}" for i in range(40) if i not in (3, 17, 30)}
     skipped = [loader.take_skipped() for loader in ranks]
-    bad = {(document.place, document.reason.partition(" ")[0]) for some in skipped for document in some.bad}
+    bad = {
+        (document.place, document.reason.partition(" ")[0])
+        for some in skipped
+        for document in some.bad
+    }
     assert bad == {("line 4", "data.text_field"), ("line 18", "not")}
-    assert {document.file for some in skipped for document in some.bad} == {str(tmp_path / "a.jsonl")}
+    assert {document.file for some in skipped for document in some.bad} == {
+        str(tmp_path / "a.jsonl")
+    }
     short = sum(some.short for some in skipped)
     assert abs(short - read["long enough 1"]) <= 2 + num_workers
     assert loaders(data, 4, 2, 2, 15)[0].take_skipped().bad == []
@@ -198,14 +223,17 @@ def test_bad_and_short_documents_are_skipped_counted_and_listed(tmp_path, num_wo
 
 def test_more_bad_documents_than_the_recipe_allows_are_an_error(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + "bad\n" * 5)
-    data = Data("local", path=str(tmp_path), validation_fraction=0.0, num_workers=0, on_bad_document="skip")
+    data = Data(
+        "local", path=str(tmp_path), validation_fraction=0.0, num_workers=0, on_bad_document="skip"
+    )
     for most in (4, 5):
         [loader] = loaders(dataclasses.replace(data, max_bad_documents=most), 1, 1, 1, 15)
         if most == 5:
             next(loader)  # however many epochs that takes
             continue
         with pytest.raises(
-            ConfigError, match=r"data.max_bad_documents = 4: there are 5, the last one .*a.jsonl, line \d: not JSON"
+            ConfigError,
+            match=r"data.max_bad_documents = 4: there are 5, the last one .*a.jsonl, line \d: not JSON",
         ):
             next(loader)
 
@@ -218,13 +246,18 @@ def test_a_dataset_that_yields_nothing_is_an_error_and_no_hang(tmp_path, content
     data = dataclasses.replace(data, min_document_tokens=3, on_bad_document="skip")
     for rows in (1, 8):
         [loader] = loaders(data, rows, 1, 1, 15)
-        with pytest.raises(ConfigError, match=r"source 1: \d+ consecutive documents, .* are bad or shorter than .*tokens = 3"):
+        with pytest.raises(
+            ConfigError,
+            match=r"source 1: \d+ consecutive documents, .* are bad or shorter than .*tokens = 3",
+        ):
             next(loader)
 
 
 def test_one_good_document_is_found_among_many(tmp_path):
     write(tmp_path / "a.jsonl", ["x"] * 150 + ["good one"] + ["y"] * 150)
-    data = Data("local", path=str(tmp_path), validation_fraction=0.0, num_workers=0, min_document_tokens=3)
+    data = Data(
+        "local", path=str(tmp_path), validation_fraction=0.0, num_workers=0, min_document_tokens=3
+    )
     [loader] = loaders(data, 2, 1, 2, 15)
     assert set(next(loader)[0].unique().tolist()) == {BOS, EOS, *map(ord, "good one")}
 
@@ -232,9 +265,13 @@ def test_one_good_document_is_found_among_many(tmp_path):
 # Any documents
 
 texts = st.lists(
-    st.text(st.characters(codec="utf-8", exclude_categories=["Cs"], min_codepoint=2), max_size=40), min_size=1, max_size=14
+    st.text(st.characters(codec="utf-8", exclude_categories=["Cs"], min_codepoint=2), max_size=40),
+    min_size=1,
+    max_size=14,
 )
-layouts = st.sampled_from([(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)])  # ranks, microbatch, of 4 rows
+layouts = st.sampled_from(
+    [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
+)  # ranks, microbatch, of 4 rows
 
 
 class Processes:
@@ -244,7 +281,10 @@ class Processes:
         self.dataset, self.num_workers = dataset, num_workers
 
     def __iter__(self):
-        workers = [SimpleNamespace(id=number, num_workers=self.num_workers) for number in range(self.num_workers)]
+        workers = [
+            SimpleNamespace(id=number, num_workers=self.num_workers)
+            for number in range(self.num_workers)
+        ]
         with pytest.MonkeyPatch.context() as patch:
             started = []
             for worker in workers or [None]:
@@ -259,7 +299,11 @@ def in_one_process(monkeypatch):
     monkeypatch.setattr(loader_module, "StatefulDataLoader", Processes)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(
     corpora=st.lists(st.tuples(texts, st.sampled_from([0.2, 1.0, 3.0])), min_size=1, max_size=3),
     seq_len=st.integers(1, 40),
@@ -280,7 +324,11 @@ def test_every_token_is_in_one_window_in_order(
     for index, (some, weight) in enumerate(corpora):
         # each document says who it is, so that none can be taken for another
         write(
-            folder / f"{index}.jsonl", [text and f"{index}.{number} {text}" for number, text in enumerate([*some, "never empty"])]
+            folder / f"{index}.jsonl",
+            [
+                text and f"{index}.{number} {text}"
+                for number, text in enumerate([*some, "never empty"])
+            ],
         )
         sources.append(DataSource("local", path=str(folder / f"{index}.jsonl"), weight=weight))
     data = Data(
@@ -299,12 +347,20 @@ def test_every_token_is_in_one_window_in_order(
             for _ in range(microbatches):
                 before = loader.state_dict()["rows"]
                 input, label = next(loader)
-                moved = [row for row, now in loader.state_dict()["rows"].items() if now != before[row]]
-                moved.sort(key=lambda row: (before[row][0], int(row)))  # those that are furthest behind come first
+                moved = [
+                    row for row, now in loader.state_dict()["rows"].items() if now != before[row]
+                ]
+                moved.sort(
+                    key=lambda row: (before[row][0], int(row))
+                )  # those that are furthest behind come first
                 assert len(moved) == batch_size
-                for row, window in zip(moved, torch.cat([input, label[:, -1:]], dim=1).tolist(), strict=True):
+                for row, window in zip(
+                    moved, torch.cat([input, label[:, -1:]], dim=1).tolist(), strict=True
+                ):
                     after = loader.state_dict()["rows"][row]
-                    [source] = [s for s in range(len(sources)) if after[1 + s] != before[row][1 + s]]
+                    [source] = [
+                        s for s in range(len(sources)) if after[1 + s] != before[row][1 + s]
+                    ]
                     assert after[0] == before[row][0] + 1
                     streams[source, int(row)] += window
         state = state_of(ranks)
@@ -321,21 +377,37 @@ def test_every_token_is_in_one_window_in_order(
 
 
 @settings(max_examples=25, deadline=None)
-@given(texts=texts, shuffle=st.booleans(), buffer=st.integers(1, 20), seed=st.integers(0, 3), piece=st.integers(1, 200))
-def test_every_epoch_has_every_document_once_wherever_it_is_begun(tmp_path_factory, texts, shuffle, buffer, seed, piece):
+@given(
+    texts=texts,
+    shuffle=st.booleans(),
+    buffer=st.integers(1, 20),
+    seed=st.integers(0, 3),
+    piece=st.integers(1, 200),
+)
+def test_every_epoch_has_every_document_once_wherever_it_is_begun(
+    tmp_path_factory, texts, shuffle, buffer, seed, piece
+):
     folder = tmp_path_factory.mktemp("any")
     texts = [f"{number} {text}" for number, text in enumerate(texts)]
     write(folder / "a.jsonl", texts[::2])
     write(folder / "b.jsonl", texts[1::2])
-    data = Data("local", path=str(folder), validation_fraction=0.0, shuffle=shuffle, shuffle_buffer=buffer)
+    data = Data(
+        "local", path=str(folder), validation_fraction=0.0, shuffle=shuffle, shuffle_buffer=buffer
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("titan_lite.data.files.PIECE", piece)
         source = build_source(data, split="train", seed=seed)
     three = list(itertools.islice(source.documents(0, lambda ordinal: True), 3 * len(texts)))
     for epoch in range(3):
-        assert sorted(text for _, text in three[epoch * len(texts) : (epoch + 1) * len(texts)]) == sorted(texts)
+        assert sorted(
+            text for _, text in three[epoch * len(texts) : (epoch + 1) * len(texts)]
+        ) == sorted(texts)
     for place, (ordinal, _) in enumerate(three):
-        rest = list(itertools.islice(source.documents(ordinal, lambda ordinal: True), min(3, len(three) - place)))
+        rest = list(
+            itertools.islice(
+                source.documents(ordinal, lambda ordinal: True), min(3, len(three) - place)
+            )
+        )
         assert rest == three[place : place + 3]
 
 
@@ -379,7 +451,12 @@ def test_an_error_names_the_key_that_was_written(wrong, keys, tmp_path):
 
     (tmp_path / "empty").mkdir()
     write(tmp_path / "a.jsonl", ["a"])
-    for name, text in {"a.xyz": "a", "none.jsonl": "", "number.jsonl": '{"text": 5}', "a.csv": "text\na\n"}.items():
+    for name, text in {
+        "a.xyz": "a",
+        "none.jsonl": "",
+        "number.jsonl": '{"text": 5}',
+        "a.csv": "text\na\n",
+    }.items():
         (tmp_path / name).write_text(text)
     parquet.write_table(pyarrow.table({"text": ["a"], "n": [[1]]}), tmp_path / "a.parquet")
     wrong = {name: value.replace("FOLDER", str(tmp_path)) for name, value in wrong.items()}
@@ -397,5 +474,10 @@ def test_a_source_of_a_mixture_knows_its_place_and_stays_itself():
     assert second.key("max_document_mib") == "data.max_document_mib"
     assert dataclasses.replace(second, shuffle=False).key("path") == "data.sources[2].path"
     assert pickle.loads(pickle.dumps(second)).key("path") == "data.sources[2].path"
-    assert (second.dataset, second.path, second.max_document_mib, second.sources) == ("local", "a", 7, ())
+    assert (second.dataset, second.path, second.max_document_mib, second.sources) == (
+        "local",
+        "a",
+        7,
+        (),
+    )
     assert "data.number" not in KEYS

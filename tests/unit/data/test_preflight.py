@@ -17,15 +17,26 @@ ROOT = Path(__file__).parents[3]
 
 def test_ranks_that_read_as_they_should():
     preflight.check_batches([(0, 10, 5), (1, 11, 6)], vocab_size=7)
-    preflight.check_batches([(0, 10, 5), (0, 10, 5), (1, 11, 6), (1, 11, 6)], vocab_size=7)  # tensor parallel ones share theirs
+    preflight.check_batches(
+        [(0, 10, 5), (0, 10, 5), (1, 11, 6), (1, 11, 6)], vocab_size=7
+    )  # tensor parallel ones share theirs
 
 
 @pytest.mark.parametrize(
     ("everyone", "message"),
     [
-        ([(0, 10, 1), (1, 11, 1), (2, 10, 1)], r"ranks 0, 2 have read the same first batch: .* or fewer ranks"),
-        ([(0, 10, 1), (0, 11, 1), (1, 12, 1)], r"ranks 0, 1 need the same sequences, but have read different ones"),
-        ([(0, 10, 1), (1, 11, 7)], r"rank 1 has read token 7, and the model has room for 7: model.tokenizer_path"),
+        (
+            [(0, 10, 1), (1, 11, 1), (2, 10, 1)],
+            r"ranks 0, 2 have read the same first batch: .* or fewer ranks",
+        ),
+        (
+            [(0, 10, 1), (0, 11, 1), (1, 12, 1)],
+            r"ranks 0, 1 need the same sequences, but have read different ones",
+        ),
+        (
+            [(0, 10, 1), (1, 11, 7)],
+            r"rank 1 has read token 7, and the model has room for 7: model.tokenizer_path",
+        ),
     ],
 )
 def test_ranks_that_do_not_are_named(everyone, message):
@@ -49,7 +60,9 @@ def test_a_sample_is_shown_in_one_line_and_shortened(other_rank, caplog):
     batch = torch.tensor([ids, ids])
     other_rank((1, 13, 5))
     with caplog.at_level(logging.INFO, logger="titan_lite"):
-        preflight.preflight((batch[:, :-1], batch[:, 1:]), tokenizer, tokenizer.vocab_size, dp_rank=0)
+        preflight.preflight(
+            (batch[:, :-1], batch[:, 1:]), tokenizer, tokenizer.vocab_size, dp_rank=0
+        )
     [record] = caplog.records
     assert "first sequence of" in record.message
     assert r"<|begin_of_text|>def f():\n\treturn 1\n" in record.message
@@ -64,7 +77,9 @@ def test_hashes_tell_batches_apart(other_rank, monkeypatch, same):
     batches = [torch.arange(34).view(2, 17) + (0 if same else number) for number in range(2)]
     seen = []
     with monkeypatch.context() as patch:
-        patch.setattr(preflight, "check_batches", lambda everyone, vocab_size: seen.append(everyone[0]))
+        patch.setattr(
+            preflight, "check_batches", lambda everyone, vocab_size: seen.append(everyone[0])
+        )
         preflight.preflight((batches[0][:, :-1], batches[0][:, 1:]), tokenizer, 2048, dp_rank=0)
     other_rank((1, *seen[0][1:]))
     arguments = (batches[1][:, :-1], batches[1][:, 1:]), tokenizer, 2048, 0

@@ -47,7 +47,9 @@ def _cache_of_its_own(tmp_path_factory, monkeypatch):
 
 
 def text(i):
-    return f"document {i} " + "".join(chr(33 + (i * 7 + j * (i + 1)) % 90) for j in range(i * 13 % 97))
+    return f"document {i} " + "".join(
+        chr(33 + (i * 7 + j * (i + 1)) % 90) for j in range(i * 13 % 97)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +58,16 @@ def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     for number in range(3):
         some = range(number * 50, number * 50 + 50)
-        (folder / f"{number}.jsonl").write_text("".join(json.dumps({"text": text(i)}) + "\n" for i in some))
+        (folder / f"{number}.jsonl").write_text(
+            "".join(json.dumps({"text": text(i)}) + "\n" for i in some)
+        )
     return folder
 
 
 def local(corpus, **more):
-    return Data(dataset="local", path=str(corpus), **{"validation_fraction": 0.2, "num_workers": 0, **more})
+    return Data(
+        dataset="local", path=str(corpus), **{"validation_fraction": 0.2, "num_workers": 0, **more}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +85,10 @@ def prepared(folder, **more):
 
 
 def read(source, start, count, wanted=lambda ordinal: True):
-    return [(ordinal, document.tolist()) for ordinal, document in islice(source.documents(start, wanted), count)]
+    return [
+        (ordinal, document.tolist())
+        for ordinal, document in islice(source.documents(start, wanted), count)
+    ]
 
 
 def contents(folder):
@@ -91,7 +100,9 @@ def contents(folder):
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_in_order_it_is_what_reading_the_text_gives(corpus, folder, split):
-    texts = build_source(local(corpus, shuffle=False), split=split, seed=0).documents(0, lambda ordinal: True)
+    texts = build_source(local(corpus, shuffle=False), split=split, seed=0).documents(
+        0, lambda ordinal: True
+    )
     source = PreparedSource(prepared(folder, shuffle=False), split, seed=0)
     count = sum(shard["documents"] for shard in read_manifest(folder)["splits"][split])
     assert 10 < count < 140
@@ -110,7 +121,10 @@ def test_a_large_vocabulary_has_larger_tokens(corpus, folder, tmp_path, monkeypa
     monkeypatch.setattr(TOKENIZER, "vocab_size", 1 << 16 | 1)
     prepare(local(corpus), TOKENIZER, tmp_path / "p", workers=0)
     assert read_manifest(tmp_path / "p")["dtype"] == "uint32"
-    documents = [read(PreparedSource(prepared(f, shuffle=False), "train", 0), 0, 300) for f in (folder, tmp_path / "p")]
+    documents = [
+        read(PreparedSource(prepared(f, shuffle=False), "train", 0), 0, 300)
+        for f in (folder, tmp_path / "p")
+    ]
     assert documents[0] == documents[1]
 
 
@@ -118,8 +132,15 @@ def test_killed_it_goes_on_after_the_last_whole_shard(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": text(i) * 20}) + "\n" for i in range(700)))
     command = [sys.executable, "-m", "titan_lite.data.prepare", RECIPE, str(tmp_path / "p")]
-    command += ["--data.dataset=local", f"--data.path={corpus}", "--shard-tokens=30000", "--workers=2"]
-    first = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command += [
+        "--data.dataset=local",
+        f"--data.path={corpus}",
+        "--shard-tokens=30000",
+        "--workers=2",
+    ]
+    first = subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     unfinished, progress = tmp_path / "unfinished-p", tmp_path / "unfinished-p/progress.json"
     while not progress.exists() or not json.loads(progress.read_text())["files"]:
         assert first.poll() is None
@@ -134,25 +155,45 @@ def test_killed_it_goes_on_after_the_last_whole_shard(tmp_path):
         time.sleep(0.01)
     else:
         pytest.fail("worker processes outlived their parent")
-    before = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in unfinished.iterdir()}
+    before = {
+        path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in unfinished.iterdir()
+    }
     whole = json.loads(progress.read_text())["files"]
     assert not (tmp_path / "p").exists()
     (unfinished / "train-99999.tokens").write_bytes(b"left over")
     with pytest.raises(ConfigError, match="was begun with other shard_tokens"):
-        prepare(local(corpus, validation_fraction=0.05), TOKENIZER, tmp_path / "p", workers=0, shard_tokens=99)
+        prepare(
+            local(corpus, validation_fraction=0.05),
+            TOKENIZER,
+            tmp_path / "p",
+            workers=0,
+            shard_tokens=99,
+        )
     second = subprocess.run(command, capture_output=True, text=True)
     assert second.returncode == 0, second.stderr
     assert f"has {len(whole) // 2} whole shards: continuing after them" in second.stdout
     assert all(
-        ((tmp_path / "p" / name).stat().st_ino, (tmp_path / "p" / name).stat().st_mtime_ns) == before[name] for name in whole
+        ((tmp_path / "p" / name).stat().st_ino, (tmp_path / "p" / name).stat().st_mtime_ns)
+        == before[name]
+        for name in whole
     )
-    prepare(local(corpus, validation_fraction=0.05), TOKENIZER, tmp_path / "at once", workers=0, shard_tokens=30000)
+    prepare(
+        local(corpus, validation_fraction=0.05),
+        TOKENIZER,
+        tmp_path / "at once",
+        workers=0,
+        shard_tokens=30000,
+    )
     assert contents(tmp_path / "p") == contents(tmp_path / "at once")
     assert len(contents(tmp_path / "p")) - 1 > len(whole)
 
 
 def children(pid):
-    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
 
 
 def runs(pid):
@@ -194,14 +235,25 @@ def test_a_full_disk_is_told_and_gone_on_from(corpus, tmp_path, monkeypatch, fol
         write(shard, documents)
 
     monkeypatch.setattr(command._Shard, "write", full)
-    with pytest.raises(ConfigError, match=r"No space left on device; use the same command to continue"):
+    with pytest.raises(
+        ConfigError, match=r"No space left on device; use the same command to continue"
+    ):
         prepare(local(corpus), TOKENIZER, tmp_path / "p", workers=0, shard_tokens=500)
     prepare(local(corpus), TOKENIZER, tmp_path / "p", workers=0, shard_tokens=500)
     assert contents(tmp_path / "p") == contents(folder)
 
 
 def test_the_command_prepares_says_what_and_verifies(corpus, tmp_path, capsys):
-    options = [RECIPE, str(tmp_path / "p"), "--workers", "0", "--data.dataset", "local", "--data.path", str(corpus)]
+    options = [
+        RECIPE,
+        str(tmp_path / "p"),
+        "--workers",
+        "0",
+        "--data.dataset",
+        "local",
+        "--data.path",
+        str(corpus),
+    ]
     assert command.main(options) == 0
     out = capsys.readouterr().out
     assert f"--data.dataset prepared --data.path {tmp_path}/p trains on it" in out
@@ -223,7 +275,10 @@ def test_the_command_prepares_says_what_and_verifies(corpus, tmp_path, capsys):
         ([RECIPE, "--workers", "1"], "expected RECIPE FOLDER first"),
         ([RECIPE, "HERE"], "exists, and nothing is overwritten"),
         ([RECIPE, "new", "--workers", "-1"], "--workers -1: expected 0 or more"),
-        ([RECIPE, "precious", "--workers", "0"], "unfinished-precious exists, and this command did not write it"),
+        (
+            [RECIPE, "precious", "--workers", "0"],
+            "unfinished-precious exists, and this command did not write it",
+        ),
         (
             [RECIPE, "foreign", "--workers", "0"],
             "unfinished-foreign: progress.json: splits = None: expected an object",
@@ -254,13 +309,30 @@ def test_a_corpus_with_nothing_to_train_on_is_an_error(tmp_path):
     (tmp_path / "bad.jsonl").write_text("bad\n")
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"has no (document that can be read|train document)"):
-            prepare(local(tmp_path / "bad.jsonl", on_bad_document="skip"), TOKENIZER, tmp_path / "p", workers=0)
+            prepare(
+                local(tmp_path / "bad.jsonl", on_bad_document="skip"),
+                TOKENIZER,
+                tmp_path / "p",
+                workers=0,
+            )
     with pytest.raises(ConfigError, match="has no train document"):
-        prepare(local(tmp_path / "a.jsonl", validation_fraction=0.999999), TOKENIZER, tmp_path / "s", workers=0)
-    prepare(local(tmp_path / "a.jsonl", validation_fraction=0.1), TOKENIZER, tmp_path / "q", workers=0)
-    assert read(PreparedSource(prepared(tmp_path / "q"), "train", 0), 0, 1) == [(0, TOKENIZER.encode_document("x").tolist())]
+        prepare(
+            local(tmp_path / "a.jsonl", validation_fraction=0.999999),
+            TOKENIZER,
+            tmp_path / "s",
+            workers=0,
+        )
+    prepare(
+        local(tmp_path / "a.jsonl", validation_fraction=0.1), TOKENIZER, tmp_path / "q", workers=0
+    )
+    assert read(PreparedSource(prepared(tmp_path / "q"), "train", 0), 0, 1) == [
+        (0, TOKENIZER.encode_document("x").tolist())
+    ]
     more = ["--data.dataset=prepared", f"--data.path={tmp_path}/q", f"--job.dump_folder={tmp_path}"]
-    with pytest.raises(ConfigError, match=r"has no validation document; prepare it again with another .*\(it was 0.1\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has no validation document; prepare it again with another .*\(it was 0.1\)",
+    ):
         checked(load_config(RECIPE, more)[0])
     checked(load_config(RECIPE, [*more, "--no-validation.enable"])[0])
 
@@ -272,11 +344,22 @@ def test_bad_documents_are_an_error_or_skipped_and_listed(tmp_path):
     with pytest.raises(ConfigError, match=r"a.jsonl, line 8: .*on_bad_document"):
         prepare(local(tmp_path / "a.jsonl"), TOKENIZER, tmp_path / "p", workers=0, shard_tokens=99)
     skip = local(tmp_path / "a.jsonl", on_bad_document="skip")
-    with pytest.raises(ConfigError, match=r"data.max_bad_documents = 2: there are 3, the last one .*a.jsonl, line"):
-        prepare(dataclasses.replace(skip, max_bad_documents=2), TOKENIZER, tmp_path / "q", workers=0, shard_tokens=99)
+    with pytest.raises(
+        ConfigError, match=r"data.max_bad_documents = 2: there are 3, the last one .*a.jsonl, line"
+    ):
+        prepare(
+            dataclasses.replace(skip, max_bad_documents=2),
+            TOKENIZER,
+            tmp_path / "q",
+            workers=0,
+            shard_tokens=99,
+        )
     # what was advised goes on from there
     described = prepare(skip, TOKENIZER, tmp_path / "q", workers=0, shard_tokens=99)
-    assert described["files"] == prepare(skip, TOKENIZER, tmp_path / "r", workers=0, shard_tokens=99)["files"]
+    assert (
+        described["files"]
+        == prepare(skip, TOKENIZER, tmp_path / "r", workers=0, shard_tokens=99)["files"]
+    )
     assert {(bad["file"], bad["place"]) for bad in described["bad"]} == {
         (str(tmp_path / "a.jsonl"), f"line {n}") for n in (8, 21, 34)
     }
@@ -285,22 +368,38 @@ def test_bad_documents_are_an_error_or_skipped_and_listed(tmp_path):
     assert "skipped: 3 bad documents" in command._summary(described)
 
 
-def test_more_shards_than_a_manifest_may_list_are_refused_while_they_are_made(corpus, tmp_path, monkeypatch):
+def test_more_shards_than_a_manifest_may_list_are_refused_while_they_are_made(
+    corpus, tmp_path, monkeypatch
+):
     monkeypatch.setattr(command, "MOST", 8000)
-    with pytest.raises(ConfigError, match=r"--shard-tokens 9: \d+ files are more than a manifest may list; use a larger value"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--shard-tokens 9: \d+ files are more than a manifest may list; use a larger value",
+    ):
         prepare(local(corpus), TOKENIZER, tmp_path / "p", workers=0, shard_tokens=9)
 
 
 def mixture(corpus, folder, tmp_path):
     """A recipe's options: two folders of text, one prepared before."""
     (tmp_path / "books").mkdir()
-    (tmp_path / "books/a.jsonl").write_text("".join(json.dumps({"text": text(i)}) + "\n" for i in range(200, 240)))
-    sources = [("local", corpus, 2), ("local", tmp_path / "books/*.jsonl", 1), ("prepared", folder, 1)]
-    tables = ", ".join(f'{{dataset = "{name}", path = "{path}", weight = {weight}}}' for name, path, weight in sources)
+    (tmp_path / "books/a.jsonl").write_text(
+        "".join(json.dumps({"text": text(i)}) + "\n" for i in range(200, 240))
+    )
+    sources = [
+        ("local", corpus, 2),
+        ("local", tmp_path / "books/*.jsonl", 1),
+        ("prepared", folder, 1),
+    ]
+    tables = ", ".join(
+        f'{{dataset = "{name}", path = "{path}", weight = {weight}}}'
+        for name, path, weight in sources
+    )
     return [RECIPE, str(tmp_path / "mix"), "--workers=0", f"--data.sources=[{tables}]"]
 
 
-def test_a_mixture_becomes_a_folder_for_each_source_and_a_part_of_a_recipe(corpus, folder, tmp_path, capsys):
+def test_a_mixture_becomes_a_folder_for_each_source_and_a_part_of_a_recipe(
+    corpus, folder, tmp_path, capsys
+):
     options = mixture(corpus, folder, tmp_path)
     assert command.main(options) == 0
     out = capsys.readouterr().out
@@ -309,23 +408,35 @@ def test_a_mixture_becomes_a_folder_for_each_source_and_a_part_of_a_recipe(corpu
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(f'extends = "{RECIPE}"\n' + out[out.index("\n[[data.sources]]") :])
     data = load_config(recipe)[0].data
-    assert [source.path for source in data.sources] == [*(f"{tmp_path}/mix/{name}" for name in names), str(folder)]
+    assert [source.path for source in data.sources] == [
+        *(f"{tmp_path}/mix/{name}" for name in names),
+        str(folder),
+    ]
     assert [(share, part.dataset) for share, part in data.mixture()] == [
         (0.5, "prepared"),
         (0.25, "prepared"),
         (0.25, "prepared"),
     ]
     fraction = load_config(RECIPE)[0].data.validation_fraction
-    prepare(local(tmp_path / "books", validation_fraction=fraction), TOKENIZER, tmp_path / "alone", workers=0)
+    prepare(
+        local(tmp_path / "books", validation_fraction=fraction),
+        TOKENIZER,
+        tmp_path / "alone",
+        workers=0,
+    )
     alone, part = contents(tmp_path / "alone"), contents(tmp_path / "mix/2-books")
-    assert {name: content for name, content in alone.items() if "manifest" not in name}.items() <= part.items()
+    assert {
+        name: content for name, content in alone.items() if "manifest" not in name
+    }.items() <= part.items()
     [loader] = loaders(data, 1, 4, 4, 16)
     next(loader)
     assert command.main(options) == 2  # nothing is overwritten
     assert "mix exists, and nothing is overwritten" in capsys.readouterr().err
 
 
-def test_a_mixture_goes_on_after_the_sources_that_are_whole(corpus, folder, tmp_path, capsys, monkeypatch):
+def test_a_mixture_goes_on_after_the_sources_that_are_whole(
+    corpus, folder, tmp_path, capsys, monkeypatch
+):
     options, each = mixture(corpus, folder, tmp_path), []
 
     def stopped(data, tokenizer, path, *, prepare=command.prepare, **how):
@@ -339,13 +450,19 @@ def test_a_mixture_goes_on_after_the_sources_that_are_whole(corpus, folder, tmp_
     assert "use the same command to continue" in capsys.readouterr().err
     assert not (tmp_path / "mix").exists()
     assert command.main([*options, "--shard-tokens=99"]) == 2
-    assert f"unfinished-mix/1-{corpus.name} was made with other shard_tokens; use the same to continue" in capsys.readouterr().err
+    assert (
+        f"unfinished-mix/1-{corpus.name} was made with other shard_tokens; use the same to continue"
+        in capsys.readouterr().err
+    )
     assert command.main(options) == 0
     assert each == [f"1-{corpus.name}", "2-books", "2-books"]
     (tmp_path / "unfinished-other").mkdir()
     (tmp_path / "unfinished-other/notes.txt").touch()
     assert command.main([RECIPE, str(tmp_path / "other"), *options[2:]]) == 2
-    assert "unfinished-other has notes.txt, which this command did not write" in capsys.readouterr().err
+    assert (
+        "unfinished-other has notes.txt, which this command did not write"
+        in capsys.readouterr().err
+    )
 
 
 # What is read
@@ -360,15 +477,29 @@ def alter(folder, change):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing; use `python -m titan_lite.data.prepare` to"),
+        (
+            lambda f: (f / "manifest.json").unlink(),
+            "manifest.json is missing; use `python -m titan_lite.data.prepare` to",
+        ),
         (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json was altered"),
         (lambda f: (f / "manifest.json").write_text("[" * 9), "manifest.json is not JSON"),
-        (lambda f: manifest.write(f, step=1, files={}), "manifest.json is in no format of prepared data"),
-        (lambda f: (f / "train-00001.tokens").unlink(), "train-00001.tokens is missing"),
-        (lambda f: os.truncate(f / "train-00001.documents", 8), "train-00001.documents has 8 bytes of "),
-        (lambda f: alter(f, lambda d: d.update(format=2)), "is in format 2, and this version reads format 1"),
         (
-            lambda f: (f / "manifest.json").write_text((f / "manifest.json").read_text().replace('"size": ', '"size":  ', 1)),
+            lambda f: manifest.write(f, step=1, files={}),
+            "manifest.json is in no format of prepared data",
+        ),
+        (lambda f: (f / "train-00001.tokens").unlink(), "train-00001.tokens is missing"),
+        (
+            lambda f: os.truncate(f / "train-00001.documents", 8),
+            "train-00001.documents has 8 bytes of ",
+        ),
+        (
+            lambda f: alter(f, lambda d: d.update(format=2)),
+            "is in format 2, and this version reads format 1",
+        ),
+        (
+            lambda f: (f / "manifest.json").write_text(
+                (f / "manifest.json").read_text().replace('"size": ', '"size":  ', 1)
+            ),
             "manifest.json was altered",
         ),
     ],
@@ -386,7 +517,9 @@ def test_what_is_not_whole_is_named_before_a_run_starts(folder, tmp_path, damage
     assert words in str(error.value)
 
 
-def test_links_of_a_cache_of_the_hub_are_followed_and_no_others_that_leave_the_folder(folder, tmp_path):
+def test_links_of_a_cache_of_the_hub_are_followed_and_no_others_that_leave_the_folder(
+    folder, tmp_path
+):
     cache = tmp_path / "datasets--a--b"
     snapshot, blobs = cache / "snapshots/0123/corpus", cache / "blobs"
     snapshot.mkdir(parents=True)
@@ -406,7 +539,8 @@ def test_links_of_a_cache_of_the_hub_are_followed_and_no_others_that_leave_the_f
 
 def test_another_tokenizer_is_an_error(folder):
     with pytest.raises(
-        ConfigError, match=r"was made by another tokenizer \(SHA-256 865699d1d602, \d+ tokens\) than model.tokenizer_path \(ffff"
+        ConfigError,
+        match=r"was made by another tokenizer \(SHA-256 865699d1d602, \d+ tokens\) than model.tokenizer_path \(ffff",
     ):
         check_prepared(prepared(folder), "f" * 64, TOKENIZER.vocab_size)
 
@@ -418,7 +552,9 @@ def checked(config):
 def test_check_finds_it_before_anything_starts(folder, tmp_path):
     more = ["--data.dataset=prepared", f"--data.path={folder}", f"--job.dump_folder={tmp_path}"]
     checked(load_config(RECIPE, more)[0])
-    (tmp_path / "other.model").write_text("".join(f"{b64encode(bytes([i])).decode()} {i}\n" for i in range(256)))
+    (tmp_path / "other.model").write_text(
+        "".join(f"{b64encode(bytes([i])).decode()} {i}\n" for i in range(256))
+    )
     with pytest.raises(ConfigError, match="was made by another tokenizer"):
         checked(load_config(RECIPE, [*more, f"--model.tokenizer_path={tmp_path}/other.model"])[0])
     with pytest.raises(ConfigError, match=r"manifest.json is missing"):
@@ -429,7 +565,9 @@ def test_it_is_told_by_its_bytes_wherever_it_lies(folder, tmp_path):
     for name, content in contents(folder).items():
         (tmp_path / name).write_bytes(content)
     assert fingerprint(prepared(folder)) == fingerprint(prepared(tmp_path))
-    alter(tmp_path, lambda described: described["files"]["train-00000.tokens"].update(sha256="0" * 64))
+    alter(
+        tmp_path, lambda described: described["files"]["train-00000.tokens"].update(sha256="0" * 64)
+    )
     assert fingerprint(prepared(folder)) != fingerprint(prepared(tmp_path))
 
 
@@ -441,7 +579,14 @@ def test_an_epoch_has_every_document_once_in_an_order_of_its_own(folder):
     assert [ordinal for ordinal, _ in stream] == list(range(3 * count))
     epochs = [[document for _, document in stream[i * count : (i + 1) * count]] for i in range(3)]
     assert all(sorted(epoch) == sorted(in_order) for epoch in epochs)
-    orders = [in_order, *epochs, [document for _, document in read(PreparedSource(prepared(folder), "train", seed=2), 0, count)]]
+    orders = [
+        in_order,
+        *epochs,
+        [
+            document
+            for _, document in read(PreparedSource(prepared(folder), "train", seed=2), 0, count)
+        ],
+    ]
     assert len({json.dumps(order) for order in orders}) == 5
 
 
@@ -454,7 +599,9 @@ def test_it_starts_anywhere_and_opens_only_what_is_wanted(folder, monkeypatch):
         assert read(source, start, len(expected), lambda ordinal: ordinal % 4 == 1) == expected
     opened = []
     monkeypatch.setattr(
-        PreparedSource, "_open", lambda self, number, open=PreparedSource._open: opened.append(number) or open(self, number)
+        PreparedSource,
+        "_open",
+        lambda self, number, open=PreparedSource._open: opened.append(number) or open(self, number),
     )
     read(source, 10**12, 1)  # deep in the data, at once
     assert len(opened) == 1
@@ -476,7 +623,9 @@ def test_a_shuffled_range_is_a_permutation(count, key):
     order = shuffled(np.arange(count), count, key)
     assert sorted(order.tolist()) == list(range(count))
     some = np.array([0, count // 2, count - 1])
-    assert shuffled(some, count, key).tolist() == order[some].tolist()  # each place alone gives the same
+    assert (
+        shuffled(some, count, key).tolist() == order[some].tolist()
+    )  # each place alone gives the same
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 16])
@@ -499,7 +648,13 @@ def test_neighbours_are_not_kept_together():
     assert shuffled(np.arange(5), 10**12, "0 0").tolist() == EVER_SAME
 
 
-EVER_SAME = [340457459576, 136063862342, 551914329791, 786562039936, 379612133931]  # a run goes on with it under any version
+EVER_SAME = [
+    340457459576,
+    136063862342,
+    551914329791,
+    786562039936,
+    379612133931,
+]  # a run goes on with it under any version
 
 
 # Through the loader
@@ -508,7 +663,9 @@ EVER_SAME = [340457459576, 136063862342, 551914329791, 786562039936, 37961213393
 def loaders(data, dp_degree, batch_size, rows, seq_len, state=None):
     ranks = []
     for rank in range(dp_degree):
-        shape = dict(rows=rows, batch_size=batch_size, seq_len=seq_len, dp_rank=rank, dp_degree=dp_degree)
+        shape = dict(
+            rows=rows, batch_size=batch_size, seq_len=seq_len, dp_rank=rank, dp_degree=dp_degree
+        )
         ranks.append(build_loader(data, TOKENIZER, split="train", seed=0, **shape))
         if state is not None:
             ranks[-1].load_state_dict(state)
@@ -520,16 +677,28 @@ def step(ranks, batch_size, rows):
     shares = []
     for loader in ranks:
         batches = [next(loader) for _ in range(rows // len(ranks) // batch_size)]
-        shares.append(torch.cat([torch.cat([input, label[:, -1:]], dim=1) for input, label in batches]))
-    return torch.stack(shares, dim=1).flatten(0, 1)  # window n is that of rank n modulo their number
+        shares.append(
+            torch.cat([torch.cat([input, label[:, -1:]], dim=1) for input, label in batches])
+        )
+    return torch.stack(shares, dim=1).flatten(
+        0, 1
+    )  # window n is that of rank n modulo their number
 
 
 def test_batches_are_those_of_the_text_itself(corpus, tmp_path):
     """In the first epoch, where nothing is held out: later the text's ordinals have gaps."""
-    prepare(local(corpus, validation_fraction=0.0), TOKENIZER, tmp_path / "p", workers=0, shard_tokens=500)
+    prepare(
+        local(corpus, validation_fraction=0.0),
+        TOKENIZER,
+        tmp_path / "p",
+        workers=0,
+        shard_tokens=500,
+    )
     for num_workers in (0, 1, 2):
         text = loaders(local(corpus, shuffle=False, validation_fraction=0.0), 1, 4, 4, 32)
-        tokens = loaders(prepared(tmp_path / "p", shuffle=False, num_workers=num_workers), 1, 4, 4, 32)
+        tokens = loaders(
+            prepared(tmp_path / "p", shuffle=False, num_workers=num_workers), 1, 4, 4, 32
+        )
         for _ in range(40):
             assert torch.equal(step(tokens, 4, 4), step(text, 4, 4))
             assert tokens[0].state_dict() == text[0].state_dict()
@@ -543,7 +712,9 @@ def test_batches_are_those_of_the_text_itself(corpus, tmp_path):
     degrees=st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=4),
     steps=st.integers(1, 6),
 )
-def test_every_token_once_in_order_on_any_ranks_resumed_anywhere(folder, seq_len, share, degrees, steps):
+def test_every_token_once_in_order_on_any_ranks_resumed_anywhere(
+    folder, seq_len, share, degrees, steps
+):
     rows, data = 4 * share, prepared(folder)
     windows, state = [], None
     for degree in degrees:  # resumed on each
@@ -580,6 +751,8 @@ def test_documents_are_chosen_without_regard_to_length(folder):
 
 
 def test_settings_that_matter_to_no_prepared_byte_are_left_out(corpus, folder, tmp_path):
-    data = dataclasses.replace(local(corpus), shuffle=False, shuffle_buffer=3, num_workers=1, prefetch=9)
+    data = dataclasses.replace(
+        local(corpus), shuffle=False, shuffle_buffer=3, num_workers=1, prefetch=9
+    )
     prepare(data, TOKENIZER, tmp_path / "p", workers=0, shard_tokens=500)
     assert contents(tmp_path / "p") == contents(folder)

@@ -24,17 +24,29 @@ MIB = 1
 
 
 def local(path, **more):
-    return Data("local", path=str(path), **{"validation_fraction": 0.0, "shuffle": False, "max_document_mib": 1, **more})
+    return Data(
+        "local",
+        path=str(path),
+        **{"validation_fraction": 0.0, "shuffle": False, "max_document_mib": 1, **more},
+    )
 
 
 def documents(data):
     pieces = local_pieces(data)
-    return [text_of(raw, piece, place, data) for piece in pieces for place, raw in read_piece(piece, data)]
+    return [
+        text_of(raw, piece, place, data)
+        for piece in pieces
+        for place, raw in read_piece(piece, data)
+    ]
 
 
 # Bombs
 
-BOMBS = {name: what for name, what in contents(MIB * 2**20).items() if not name.endswith((".parquet", ".arrow"))}
+BOMBS = {
+    name: what
+    for name, what in contents(MIB * 2**20).items()
+    if not name.endswith((".parquet", ".arrow"))
+}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +81,9 @@ def test_reading_over_a_line_costs_little_more_than_decompressing(tmp_path):
 def test_where_nothing_can_be_read_one_epoch_tells(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"a" * 2**21))
     source = build_source(local(tmp_path, on_bad_document="skip"), split="train", seed=0)
-    with pytest.raises(ConfigError, match=r"a.jsonl.gz, line 1: more than .* no other document can be read"):
+    with pytest.raises(
+        ConfigError, match=r"a.jsonl.gz, line 1: more than .* no other document can be read"
+    ):
         for _ in source.documents(0, lambda ordinal: True):
             pass
 
@@ -83,7 +97,9 @@ def read(function, content, *arguments):
 
 @given(st.lists(st.text('ab"\\\n[]{},\u6f22', max_size=12)), st.integers(1, 9))
 def test_elements_are_those_of_the_array_wherever_a_block_ends(texts, size):
-    content = json.dumps([{"text": text, "more": [[], {"a": texts}]} for text in texts], ensure_ascii=False).encode()
+    content = json.dumps(
+        [{"text": text, "more": [[], {"a": texts}]} for text in texts], ensure_ascii=False
+    ).encode()
 
     class Slow(io.BytesIO):
         def read1(self, count=-1, /):
@@ -98,7 +114,9 @@ def test_an_element_that_is_too_large_is_one_bad_document():
     content = b'[{"a": "' + b'x\\"' * 30 + b'"}, {"b": 1}, ' + b"[" * 60 + b"]" * 60 + b", 5]"
     found = read(elements, content, 50)
     assert [number for number, _ in found] == [1, 2, 3, 4]
-    assert [str(raw) for number, raw in found if number in (1, 3)] == ["more than data.max_document_mib = 0"] * 2
+    assert [str(raw) for number, raw in found if number in (1, 3)] == [
+        "more than data.max_document_mib = 0"
+    ] * 2
     assert [raw.strip() for number, raw in found if number in (2, 4)] == [b'{"b": 1}', b"5"]
 
 
@@ -126,7 +144,12 @@ def test_after_a_record_that_is_too_large_the_next_one_is_read(quote):
     large = "\n".join(["xy" * 5 + quote * 2] * 20) if quote else "xy" * 100
     content = f"id,text\n1,one\n2,{quote}{large}{quote}\n3,three\n4,four\n"
     found = read(records, content.encode(), 50, "text")
-    assert [str(raw) for _, raw in found] == ["one", "more than data.max_document_mib = 0", "three", "four"]
+    assert [str(raw) for _, raw in found] == [
+        "one",
+        "more than data.max_document_mib = 0",
+        "three",
+        "four",
+    ]
     assert [line for line, _ in found] == [2, 3, 23 if quote else 4, 24 if quote else 5]
 
 
@@ -183,7 +206,9 @@ REAL = {
 def packed(content, name):
     if name.endswith(".gz"):
         return gzip.compress(content, mtime=0)
-    return pyarrow.compress(content, codec="zstd", asbytes=True) if name.endswith(".zst") else content
+    return (
+        pyarrow.compress(content, codec="zstd", asbytes=True) if name.endswith(".zst") else content
+    )
 
 
 def mutated(content):
@@ -197,7 +222,9 @@ def mutated(content):
             yield out[: len(out) - cut]
 
     return st.builds(
-        lambda changes, cut: b"".join(apply(changes[:1], cut)) if changes else content[: len(content) - cut],
+        lambda changes, cut: (
+            b"".join(apply(changes[:1], cut)) if changes else content[: len(content) - cut]
+        ),
         st.lists(change, max_size=1),
         st.integers(0, 20),
     )
@@ -205,7 +232,23 @@ def mutated(content):
 
 SPECIAL = st.lists(
     st.sampled_from(
-        [b"[", b"]", b"{", b"}", b'"', b"\\", b",", b"\n", b"\r", b"text", b'{"text": "', b"\xff", b"\0", b" ", b"1e999"]
+        [
+            b"[",
+            b"]",
+            b"{",
+            b"}",
+            b'"',
+            b"\\",
+            b",",
+            b"\n",
+            b"\r",
+            b"text",
+            b'{"text": "',
+            b"\xff",
+            b"\0",
+            b" ",
+            b"1e999",
+        ]
     )
 ).map(b"".join)
 
@@ -230,7 +273,9 @@ def told(path, **more):
 def test_any_bytes_are_documents_or_told(tmp_path_factory, name, data):
     suffix = f".{name.split('.')[1]}"
     plain = data.draw(mutated(REAL[suffix]) | SPECIAL | st.binary(max_size=200), label="content")
-    content = data.draw(st.sampled_from([packed(plain, name)]) | mutated(packed(REAL[suffix], name)), label="file")
+    content = data.draw(
+        st.sampled_from([packed(plain, name)]) | mutated(packed(REAL[suffix], name)), label="file"
+    )
     folder = tmp_path_factory.getbasetemp() / "fuzz"
     folder.mkdir(exist_ok=True)
     (folder / name).write_bytes(content)

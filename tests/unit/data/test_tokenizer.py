@@ -59,12 +59,19 @@ def test_any_text_round_trips_and_is_the_same_as_a_document(tokenizer, text):
     assert tokenizer.decode(ids) == text.replace("\ud800", "\ufffd")
     document = tokenizer.encode_document(text)
     assert document.dtype == "uint32"
-    assert document.tolist() == [1792, *tokenizer._encoding.encode_ordinary(text), 1793] == [1792, *ids, 1793]
+    assert (
+        document.tolist()
+        == [1792, *tokenizer._encoding.encode_ordinary(text), 1793]
+        == [1792, *ids, 1793]
+    )
 
 
 def test_pattern_splits_as_llama_3_does(tmp_path):
     # A file whose merges would join across the pattern's borders: three digits at most, no letter with a digit.
-    extra = [b"%s %d" % (base64.b64encode(t), 256 + i) for i, t in enumerate([b"12", b"34", b"1234", b"a1", b"'s", b" a"])]
+    extra = [
+        b"%s %d" % (base64.b64encode(t), 256 + i)
+        for i, t in enumerate([b"12", b"34", b"1234", b"a1", b"'s", b" a"])
+    ]
     (tmp_path / "some.model").write_bytes(b"\n".join(BYTES + extra))
     tokenizer = load_tokenizer(tmp_path / "some.model")
     assert tokenizer.encode("1234") == [256, ord("3"), ord("4")]
@@ -114,7 +121,9 @@ def test_very_long_runs_are_encoded(tokenizer):
 
 def test_pickles_and_is_told_by_its_hash(tokenizer, tmp_path):
     copy = pickle.loads(pickle.dumps(tokenizer))
-    assert copy.encode("def f(x): return x", bos=True) == tokenizer.encode("def f(x): return x", bos=True)
+    assert copy.encode("def f(x): return x", bos=True) == tokenizer.encode(
+        "def f(x): return x", bos=True
+    )
     assert (copy.vocab_size, copy.sha256) == (2048, tokenizer.sha256)
     (tmp_path / "other.model").write_bytes(b"\n".join(BYTES))
     assert load_tokenizer(tmp_path / "other.model").sha256 != tokenizer.sha256
@@ -148,7 +157,12 @@ def test_a_malformed_file_is_named_with_its_line(tmp_path, lines, place, what):
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
     with pytest.raises(ConfigError) as error:
         load_tokenizer(tmp_path / name)
-    for part in ("model.tokenizer_path", str(tmp_path / name), "cannot be read", "assets/tokenizer/debug.model"):
+    for part in (
+        "model.tokenizer_path",
+        str(tmp_path / name),
+        "cannot be read",
+        "assets/tokenizer/debug.model",
+    ):
         assert part in str(error.value)
 
 
@@ -156,7 +170,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
     ("content", "words"),
     [
         (b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n\n\n\x03<s>", "a SentencePiece model"),
-        (b"@\x00\x00\x00\x00\x00\x00\x00" + b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', "a safetensors file"),
+        (
+            b"@\x00\x00\x00\x00\x00\x00\x00"
+            + b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+            "a safetensors file",
+        ),
         (b' {"version": "1.0", "model": {}}', "its name does not end in .json"),
     ],
 )
@@ -186,7 +204,9 @@ def test_what_is_no_file_or_too_large_is_not_read(tmp_path):
         assert "\n" not in str(error.value)
 
 
-PIECES = st.sampled_from([b"\n", b" ", b"AA==", b"!", b"0", b"1", b"999999999999999999999", b"\xff", b"{", b"=", b"\0"])
+PIECES = st.sampled_from(
+    [b"\n", b" ", b"AA==", b"!", b"0", b"1", b"999999999999999999999", b"\xff", b"{", b"=", b"\0"]
+)
 
 
 def told(path, content):
@@ -208,7 +228,10 @@ def test_any_bytes_are_a_tokenizer_or_told(tmp_path_factory, data):
     at = data.draw(st.integers(0, len(real)))
     put = data.draw(st.lists(PIECES, max_size=5).map(b"".join) | st.binary(max_size=20))
     content = real[:at] + put + real[at + data.draw(st.integers(0, 9)) :]
-    told(tmp_path_factory.getbasetemp() / "fuzz.model", data.draw(st.sampled_from([content, content[:at], put])))
+    told(
+        tmp_path_factory.getbasetemp() / "fuzz.model",
+        data.draw(st.sampled_from([content, content[:at], put])),
+    )
 
 
 def test_of_a_folder_its_tokenizer_is_named(tmp_path):

@@ -15,7 +15,9 @@ from titan_lite.config import ConfigError
 from titan_lite.data.tokenizer import SPECIAL_TOKENS, TiktokenTokenizer, load_tokenizer
 from titan_lite.data.tokenizer_json import CHARACTERS, to_json, tokenizer_config
 
-SMALL = TiktokenTokenizer({bytes([byte]): byte for byte in range(256)} | {b"so": 256, b"me": 257}, "0" * 64)
+SMALL = TiktokenTokenizer(
+    {bytes([byte]): byte for byte in range(256)} | {b"so": 256, b"me": 257}, "0" * 64
+)
 TREE = json.dumps(to_json(SMALL))
 OURS = load_tokenizer(Path(__file__).parents[3] / "assets/tokenizer/debug.model")
 
@@ -108,7 +110,11 @@ def loaded(cache=[]):  # noqa: B006 - once for all examples
 
 def test_it_has_what_ours_has_and_pickles(path):
     for read in (load_tokenizer(path), pickle.loads(pickle.dumps(load_tokenizer(path)))):
-        assert (read.vocab_size, read.bos_id, read.eos_id) == (OURS.vocab_size, OURS.bos_id, OURS.eos_id)
+        assert (read.vocab_size, read.bos_id, read.eos_id) == (
+            OURS.vocab_size,
+            OURS.bos_id,
+            OURS.eos_id,
+        )
         assert read.special_tokens == OURS.special_tokens
         text = "a <|end_of_text|> b"
         assert read.encode(text) == OURS.encode(text)
@@ -128,7 +134,9 @@ def test_a_limit_of_length_and_padding_in_the_file_are_left_out(path):
             "pad_token": "!",
         },
     )
-    assert load_tokenizer(path).encode("one two three four five six") == OURS.encode("one two three four five six")
+    assert load_tokenizer(path).encode("one two three four five six") == OURS.encode(
+        "one two three four five six"
+    )
     assert load_tokenizer(path).encode("a") == OURS.encode("a")
 
 
@@ -169,19 +177,31 @@ def test_what_begins_and_ends_a_document_is_said_beside_it_or_in_it_or_by_llamas
             {"SpecialToken": {"id": "y", "type_id": 0}},
         ],
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {"x": {"id": "x", "ids": [1800], "tokens": ["x"]}, "y": {"id": "y", "ids": [1801], "tokens": ["y"]}},
+        "special_tokens": {
+            "x": {"id": "x", "ids": [1800], "tokens": ["x"]},
+            "y": {"id": "y", "ids": [1801], "tokens": ["y"]},
+        },
     }
     change(path, post_processor=template)
     assert ids() == (1800, 1801)
     change(path, post_processor=None)
     assert ids() == (1792, 1793)  # by their names
     config = path.with_name("tokenizer_config.json")
-    config.write_text(json.dumps({"bos_token": None, "eos_token": {"content": "<|eot_id|>", "special": True}}))
+    config.write_text(
+        json.dumps({"bos_token": None, "eos_token": {"content": "<|eot_id|>", "special": True}})
+    )
     assert ids() == (1792, 1801)
     content = path.read_text()
-    assert load_tokenizer(path).sha256 == hashlib.sha256(f"{content}\n1792 1801".encode()).hexdigest() != before
+    assert (
+        load_tokenizer(path).sha256
+        == hashlib.sha256(f"{content}\n1792 1801".encode()).hexdigest()
+        != before
+    )
     config.write_text(json.dumps({"bos_token": "<|nowhere|>"}))
-    with pytest.raises(ConfigError, match=r"has no token '<\|nowhere\|>', which tokenizer_config.json beside it calls bos_token"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has no token '<\|nowhere\|>', which tokenizer_config.json beside it calls bos_token",
+    ):
         load_tokenizer(path)
     config.write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer_config.json cannot be read"):
@@ -189,31 +209,51 @@ def test_what_begins_and_ends_a_document_is_said_beside_it_or_in_it_or_by_llamas
 
 
 def test_a_file_without_an_end_of_document_is_an_error(path):
-    tokens = [token for token in json.loads(path.read_text())["added_tokens"] if token["content"] != "<|end_of_text|>"]
+    tokens = [
+        token
+        for token in json.loads(path.read_text())["added_tokens"]
+        if token["content"] != "<|end_of_text|>"
+    ]
     change(path, added_tokens=tokens)
-    with pytest.raises(ConfigError, match=r'does not say what ends a document.*with "eos_token", or a token called'):
+    with pytest.raises(
+        ConfigError, match=r'does not say what ends a document.*with "eos_token", or a token called'
+    ):
         load_tokenizer(path)
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"model_type": "llama"}', "aaa 1\n", "\ud800"])
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[1]", '{"model_type": "llama"}', "aaa 1\n", "\ud800"]
+)
 def test_a_file_of_another_kind_is_an_error(tmp_path, content):
     pytest.importorskip("tokenizers")
     (tmp_path / "some.json").write_text(content, errors="surrogatepass")
     with pytest.raises(ConfigError) as error:
         load_tokenizer(tmp_path / "some.json")
-    assert str(error.value).startswith(f'model.tokenizer_path = "{tmp_path}/some.json": cannot be read as a tokenizer.json')
+    assert str(error.value).startswith(
+        f'model.tokenizer_path = "{tmp_path}/some.json": cannot be read as a tokenizer.json'
+    )
 
 
 def test_a_pattern_that_would_look_for_hours_is_told(path):
     content = json.loads(path.read_text())
     content["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": "(a+)+$"}
     path.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"a text of 31 characters cannot be encoded \(Onig: Regex search error: retry-limit"):
+    with pytest.raises(
+        ConfigError,
+        match=r"a text of 31 characters cannot be encoded \(Onig: Regex search error: retry-limit",
+    ):
         load_tokenizer(path).encode("a" * 30 + "!")
 
 
 @pytest.mark.parametrize(
-    "content", ["[" * 100_000, '{"a": ' * 100_000, '"\\ud800"', "5", '{"bos_token": "\\ud800", "eos_token": 5}']
+    "content",
+    [
+        "[" * 100_000,
+        '{"a": ' * 100_000,
+        '"\\ud800"',
+        "5",
+        '{"bos_token": "\\ud800", "eos_token": 5}',
+    ],
 )
 def test_any_tokenizer_config_beside_it_is_read_or_told(path, content):
     path.with_name("tokenizer_config.json").write_text(content)
@@ -224,7 +264,21 @@ def test_any_tokenizer_config_beside_it_is_read_or_told(path, content):
         assert str(error).isprintable()  # noqa: PT017
 
 
-VALUES = [None, -1, 2**32, 2**64, 1e400, "", "\ud800", [], {}, [[]], {"type": "BPE"}, "<|end_of_text|>", True]
+VALUES = [
+    None,
+    -1,
+    2**32,
+    2**64,
+    1e400,
+    "",
+    "\ud800",
+    [],
+    {},
+    [[]],
+    {"type": "BPE"},
+    "<|end_of_text|>",
+    True,
+]
 
 
 def nodes(tree, path=()):

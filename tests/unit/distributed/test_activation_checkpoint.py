@@ -11,7 +11,9 @@ from titan_lite.distributed.activation_checkpoint import apply_activation_checkp
 from titan_lite.models.llama3 import ModelConfig, Transformer, TransformerBlock
 
 LAYERS = 3
-CONFIG = ModelConfig(dim=32, n_layers=LAYERS, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=64, max_seq_len=16)
+CONFIG = ModelConfig(
+    dim=32, n_layers=LAYERS, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=64, max_seq_len=16
+)
 MODES = ("none", "selective", "full")
 
 
@@ -51,14 +53,18 @@ def operators(mode, option="op"):
     return forward.calls, backward.calls
 
 
-@pytest.mark.parametrize(("mode", "option"), [("selective", "op"), ("selective", "op/2"), ("full", "op")])
+@pytest.mark.parametrize(
+    ("mode", "option"), [("selective", "op"), ("selective", "op/2"), ("full", "op")]
+)
 def test_gradients_are_bitwise_those_without_it(mode, option):
     expected, model = build_model("none"), build_model(mode, option)
     losses = [loss_of(each) for each in (expected, model)]
     assert torch.equal(*losses)
     for loss in losses:
         loss.backward()
-    for (name, ours), theirs in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+    for (name, ours), theirs in zip(
+        model.named_parameters(), expected.named_parameters(), strict=True
+    ):
         assert theirs[1].grad.any(), name
         assert torch.equal(ours.grad, theirs[1].grad), name
 
@@ -75,8 +81,14 @@ def test_gradients_are_bitwise_those_without_it(mode, option):
 )
 def test_what_a_block_computes_again_in_backward(mode, option, recomputed):
     forward, backward = operators(mode, option)
-    assert (forward["mm"], forward["attention"], forward["silu"]) == (7 * LAYERS + 1, LAYERS, LAYERS)
-    own = dict(mm=2 * forward["mm"], attention=0, silu=0)  # two products for the gradients of each one
+    assert (forward["mm"], forward["attention"], forward["silu"]) == (
+        7 * LAYERS + 1,
+        LAYERS,
+        LAYERS,
+    )
+    own = dict(
+        mm=2 * forward["mm"], attention=0, silu=0
+    )  # two products for the gradients of each one
     assert {name: (backward[name] - own[name]) / LAYERS for name in recomputed} == recomputed
 
 
@@ -84,7 +96,10 @@ def test_what_a_block_computes_again_in_backward(mode, option, recomputed):
 def test_every_so_many_blocks_is_recomputed(option, blocks):
     _, backward = operators("selective", option)
     assert backward["silu"] == blocks
-    checkpointed = [type(block) is not TransformerBlock for block in build_model("selective", option).layers.values()]
+    checkpointed = [
+        type(block) is not TransformerBlock
+        for block in build_model("selective", option).layers.values()
+    ]
     assert checkpointed == [i % int(option) == 0 for i in range(LAYERS)]
 
 
@@ -130,7 +145,13 @@ def test_the_result_of_a_block_is_kept_once(option, kept):
     gc.collect()
     others = {id(each) for each in gc.get_objects() if issubclass(type(each), torch.Tensor)}
     loss = loss_of(model)
-    rows = 2 * CONFIG.max_seq_len  # results of products have two dimensions; those that autograd saves have three
-    found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and id(each) not in others]
+    rows = (
+        2 * CONFIG.max_seq_len
+    )  # results of products have two dimensions; those that autograd saves have three
+    found = [
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), torch.Tensor) and id(each) not in others
+    ]
     assert sum(each.dim() == 2 and len(each) == rows for each in found) == kept * LAYERS
     loss.backward()

@@ -37,14 +37,18 @@ def graphs_of(mesh):
     model = Transformer(HEADS)
     model.init_weights(0)
     apply_tensor_parallel(model, mesh["tp"])
-    apply_simple_fsdp(model, parameter_mesh(mesh), param_dtype=F32, reduce_dtype=F32, reshard_after_forward=True)
+    apply_simple_fsdp(
+        model, parameter_mesh(mesh), param_dtype=F32, reduce_dtype=F32, reshard_after_forward=True
+    )
     graphs = []
 
     def capture(graph, inputs):
         graphs.append(graph)
         return make_boxed_func(graph.forward)
 
-    backend = aot_autograd(fw_compiler=capture, bw_compiler=capture, decompositions=select_decomp_table())
+    backend = aot_autograd(
+        fw_compiler=capture, bw_compiler=capture, decompositions=select_decomp_table()
+    )
     model.compile(backend=backend, fullgraph=True)
     model(torch.zeros(4, 16, dtype=torch.int64)).sum().backward()
     return graphs
@@ -52,10 +56,15 @@ def graphs_of(mesh):
 
 def test_the_matrix_products_of_every_block_overlap_with_their_collectives(mesh):
     forward, backward = graphs_of(mesh)
-    with pytest.raises(ConfigError, match=r"enable_async_tensor_parallel = true: Inductor found no collective"):
+    with pytest.raises(
+        ConfigError, match=r"enable_async_tensor_parallel = true: Inductor found no collective"
+    ):
         expect_fused_products(forward.graph)
     group = mesh.get_group("tp").group_name
-    with _symmetric_memory._test_mode({group}), mock.patch("torch.distributed.is_nccl_available", return_value=True):
+    with (
+        _symmetric_memory._test_mode({group}),
+        mock.patch("torch.distributed.is_nccl_available", return_value=True),
+    ):
         for graph in (forward, backward):
             view_to_reshape(graph)  # as Inductor does before
             micro_pipeline_tp_pass(graph.graph)

@@ -22,9 +22,13 @@ def test_the_first_and_the_last_chunk_are_on_the_first_rank():
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_what_ranks_give_is_put_in_order(degree):
-    by_rank = torch.tensor([position for rank in range(degree) for position in own_positions(16, rank, degree)])
+    by_rank = torch.tensor(
+        [position for rank in range(degree) for position in own_positions(16, rank, degree)]
+    )
     gathered = by_rank.view(1, 16, 1, 1).expand(3, 16, 2, 5)
-    assert torch.equal(in_order(gathered, degree), torch.arange(16).view(1, 16, 1, 1).expand(3, 16, 2, 5))
+    assert torch.equal(
+        in_order(gathered, degree), torch.arange(16).view(1, 16, 1, 1).expand(3, 16, 2, 5)
+    )
 
 
 @pytest.mark.parametrize("queries", [1, 5, 16])
@@ -32,13 +36,17 @@ def test_the_last_queries_attend_as_in_the_whole(queries):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 16, 4, 8, generator=generator)
     k, v = (torch.randn(2, 16, 2, 8, generator=generator) for _ in range(2))
-    whole = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True)
+    whole = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+    )
     found = attend_to_the_past(q[:, -queries:], k, v)
     torch.testing.assert_close(found, whole.transpose(1, 2)[:, -queries:])
 
 
 def test_rope_is_by_position_and_not_by_place():
-    config = ModelConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=8, vocab_size=11, max_seq_len=12)
+    config = ModelConfig(
+        dim=16, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=8, vocab_size=11, max_seq_len=12
+    )
     whole, part = Transformer(config), Transformer(config, positions=[9, 2, 5])
     part.init_weights(0)
     assert torch.equal(part.rope_cos, whole.rope_cos[[9, 2, 5]])
@@ -51,7 +59,8 @@ def test_flash_attention_on_a_gpu_ends_its_mask_at_the_lower_right():
     q = torch.randn(2, 48, 8, 64, generator=generator)
     k, v = (torch.randn(2, 128, 2, 64, generator=generator) for _ in range(2))
     leaves = [
-        [x.to(device, dtype).requires_grad_() for x in (q, k, v)] for device, dtype in (("cuda", torch.bfloat16), ("cpu", None))
+        [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
+        for device, dtype in (("cuda", torch.bfloat16), ("cpu", None))
     ]
     found, expected = (attend_to_the_past(*inputs) for inputs in leaves)
     torch.testing.assert_close(found.cpu().float(), expected, atol=2e-2, rtol=2e-2)

@@ -28,7 +28,13 @@ from titan_lite.distributed.mesh import build_mesh
 def test_degrees_that_fit(replicate, shard, world_size, expected):
     recipe = Parallelism(data_parallel_replicate_degree=replicate, data_parallel_shard_degree=shard)
     degrees = resolve_degrees(recipe, world_size)
-    assert degrees == {"pp": 1, "dp_replicate": expected[0], "dp_shard": expected[1], "cp": 1, "tp": 1}
+    assert degrees == {
+        "pp": 1,
+        "dp_replicate": expected[0],
+        "dp_shard": expected[1],
+        "cp": 1,
+        "tp": 1,
+    }
     assert math.prod(degrees.values()) == world_size
 
 
@@ -38,36 +44,63 @@ def test_degrees_that_fit(replicate, shard, world_size, expected):
         pytest.param(
             dict(data_parallel_replicate_degree=3),
             8,
-            ["data_parallel_shard_degree = -1", "not divide 8 ranks", "start 9 ranks", "(dp_replicate 3)", "a divisor of 8"],
+            [
+                "data_parallel_shard_degree = -1",
+                "not divide 8 ranks",
+                "start 9 ranks",
+                "(dp_replicate 3)",
+                "a divisor of 8",
+            ],
             id="copies do not divide the ranks",
         ),
         pytest.param(
             dict(data_parallel_replicate_degree=4),
             2,
-            ["data_parallel_shard_degree = -1", "multiply to 4", "start 4 ranks", "(dp_replicate 4)", "a divisor of 2"],
+            [
+                "data_parallel_shard_degree = -1",
+                "multiply to 4",
+                "start 4 ranks",
+                "(dp_replicate 4)",
+                "a divisor of 2",
+            ],
             id="more copies than ranks",
         ),
         pytest.param(
             dict(data_parallel_shard_degree=4),
             8,
-            ["data_parallel_shard_degree = 4", "(dp_shard 4) need 4 ranks, but 8", "NGPU=4", "data_parallel_shard_degree = -1"],
+            [
+                "data_parallel_shard_degree = 4",
+                "(dp_shard 4) need 4 ranks, but 8",
+                "NGPU=4",
+                "data_parallel_shard_degree = -1",
+            ],
             id="too many ranks",
         ),
         pytest.param(
             dict(data_parallel_replicate_degree=2, data_parallel_shard_degree=4),
             4,
-            ["data_parallel_shard_degree = 4", "(dp_replicate 2 x dp_shard 4) need 8 ranks, but 4", "NGPU=8"],
+            [
+                "data_parallel_shard_degree = 4",
+                "(dp_replicate 2 x dp_shard 4) need 8 ranks, but 4",
+                "NGPU=8",
+            ],
             id="too few ranks",
         ),
         pytest.param(
             dict(data_parallel_shard_degree=1),
             2,
-            ["data_parallel_shard_degree = 1", "(all 1) need 1 ranks, but 2", "data_parallel_shard_degree = -1"],
+            [
+                "data_parallel_shard_degree = 1",
+                "(all 1) need 1 ranks, but 2",
+                "data_parallel_shard_degree = -1",
+            ],
             id="one rank asked for",
         ),
     ],
 )
-def test_degrees_that_do_not_fit_are_refused_with_key_value_and_a_way_out(settings, world_size, words):
+def test_degrees_that_do_not_fit_are_refused_with_key_value_and_a_way_out(
+    settings, world_size, words
+):
     with pytest.raises(ConfigError) as error:
         resolve_degrees(Parallelism(**settings), world_size)
     for word in words:
@@ -80,7 +113,9 @@ LLAMA = dict(n_heads=32, n_kv_heads=8, hidden_dim=14336, vocab_size=128_256, seq
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_tensor_parallel_degrees_that_fit(tp):
     check_tensor_parallel(tp, **LLAMA)
-    check_tensor_parallel(tp, **{**LLAMA, "vocab_size": 128_257, "hidden_dim": 14335})  # these need not be divisible
+    check_tensor_parallel(
+        tp, **{**LLAMA, "vocab_size": 128_257, "hidden_dim": 14335}
+    )  # these need not be divisible
 
 
 @pytest.mark.parametrize(
@@ -90,8 +125,16 @@ def test_tensor_parallel_degrees_that_fit(tp):
         (16, {}, ["does not divide the 8 key/value heads; use 1 or 2 or 4 or 8"]),
         (8, dict(seq_len=4), ["does not divide the 4 tokens of training.seq_len; use 1 or 2 or 4"]),
         (2, dict(seq_len=4095), ["does not divide the 4095 tokens of training.seq_len; use 1"]),
-        (8, dict(vocab_size=9), ["leaves a rank without any of the 9 tokens of the vocabulary", "a lower degree"]),
-        (4, dict(hidden_dim=5), ["leaves a rank without any of the 5 hidden units", "a lower degree"]),
+        (
+            8,
+            dict(vocab_size=9),
+            ["leaves a rank without any of the 9 tokens of the vocabulary", "a lower degree"],
+        ),
+        (
+            4,
+            dict(hidden_dim=5),
+            ["leaves a rank without any of the 5 hidden units", "a lower degree"],
+        ),
     ],
 )
 def test_tensor_parallel_degrees_that_do_not(tp, model, words):
@@ -109,13 +152,20 @@ def test_tensor_parallel_degrees_that_do_not(tp, model, words):
         (dict(data_parallel_replicate_degree=3), 8, dict(data_parallel_replicate_degree=2), 8),
         (dict(data_parallel_replicate_degree=4), 2, {}, 4),
         (dict(data_parallel_replicate_degree=2, data_parallel_shard_degree=4), 4, {}, 8),
-        (dict(data_parallel_replicate_degree=2, data_parallel_shard_degree=4), 4, dict(data_parallel_shard_degree=-1), 4),
+        (
+            dict(data_parallel_replicate_degree=2, data_parallel_shard_degree=4),
+            4,
+            dict(data_parallel_shard_degree=-1),
+            4,
+        ),
     ],
 )
 def test_the_way_out_works(settings, world_size, mended, ranks):
     with pytest.raises(ConfigError):
         resolve_degrees(Parallelism(**settings), world_size)
-    assert math.prod(resolve_degrees(Parallelism(**{**settings, **mended}), ranks).values()) == ranks
+    assert (
+        math.prod(resolve_degrees(Parallelism(**{**settings, **mended}), ranks).values()) == ranks
+    )
 
 
 @pytest.fixture
@@ -126,7 +176,9 @@ def rank_5_of_8():
 
 
 def test_the_mesh_has_every_axis_with_shards_on_neighbouring_ranks(rank_5_of_8):
-    mesh = build_mesh({"tp": 1, "dp_shard": 4, "cp": 1, "dp_replicate": 2, "pp": 1}, "cpu")  # in whatever order
+    mesh = build_mesh(
+        {"tp": 1, "dp_shard": 4, "cp": 1, "dp_replicate": 2, "pp": 1}, "cpu"
+    )  # in whatever order
     assert mesh.mesh_dim_names == AXES == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     assert mesh.shape == (1, 2, 4, 1, 1)
     assert mesh["dp_shard"].mesh.tolist() == [4, 5, 6, 7]

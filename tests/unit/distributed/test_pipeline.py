@@ -9,7 +9,9 @@ from titan_lite.distributed.pipeline import SingleStage, keep_modules
 from titan_lite.loss import cross_entropy_sum
 from titan_lite.models.llama3 import ModelConfig, Transformer
 
-CONFIG = ModelConfig(dim=16, n_layers=4, n_heads=2, n_kv_heads=1, hidden_dim=8, vocab_size=11, max_seq_len=12)
+CONFIG = ModelConfig(
+    dim=16, n_layers=4, n_heads=2, n_kv_heads=1, hidden_dim=8, vocab_size=11, max_seq_len=12
+)
 
 
 def test_a_stage_keeps_its_modules_under_their_names():
@@ -18,7 +20,12 @@ def test_a_stage_keeps_its_modules_under_their_names():
     x = torch.arange(5).unsqueeze(0)
     expected = whole(x)
     names = []
-    for modules in (["tok_embeddings"], ["layers.0", "layers.1"], ["layers.2", "layers.3"], ["norm", "output"]):
+    for modules in (
+        ["tok_embeddings"],
+        ["layers.0", "layers.1"],
+        ["layers.2", "layers.3"],
+        ["norm", "output"],
+    ):
         stage = Transformer(CONFIG)
         keep_modules(stage, modules)
         stage.init_weights(0)
@@ -40,8 +47,12 @@ def test_a_single_stage_gives_the_loss_and_gradients_of_the_model():
     assert not loss.requires_grad
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
     by_sequence = SingleStage(model, functools.partial(cross_entropy_sum, by_sequence=True))
-    assert by_sequence.forward_backward(input, label, {}, torch.tensor(10)).sum() == pytest.approx(loss.item())
-    assert all(torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), gradients, strict=True))
+    assert by_sequence.forward_backward(input, label, {}, torch.tensor(10)).sum() == pytest.approx(
+        loss.item()
+    )
+    assert all(
+        torch.equal(p.grad, 2 * g) for p, g in zip(model.parameters(), gradients, strict=True)
+    )
     assert by_sequence.evaluate(input, label, {}).shape == (2,)
     summed = stage.evaluate(input, label, {})
     assert torch.equal(summed / 10, expected)

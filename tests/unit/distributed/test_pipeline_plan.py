@@ -18,7 +18,12 @@ from titan_lite.distributed.pipeline_plan import (
 def plan(n_layers=6, local_batch_size=8, **keys):
     parallelism = Parallelism(**{f"pipeline_parallel_{key}": value for key, value in keys.items()})
     return plan_pipeline(
-        parallelism, n_layers=n_layers, tied=False, local_batch_size=local_batch_size, compiled=False, checkpointed=False
+        parallelism,
+        n_layers=n_layers,
+        tied=False,
+        local_batch_size=local_batch_size,
+        compiled=False,
+        checkpointed=False,
     )
 
 
@@ -35,7 +40,11 @@ def layers_of(modules):
         (126, dict(degree=16, microbatch_size=1), [7, *[8] * 14, 7]),
         (6, dict(degree=2, schedule="Interleaved1F1B"), [1, 2, 2, 1]),
         (5, dict(degree=2, schedule="Interleaved1F1B"), [0, 2, 2, 1]),
-        (6, dict(degree=2, schedule="Interleaved1F1B", stages_per_rank=4), [0, 1, 1, 1, 1, 1, 1, 0]),
+        (
+            6,
+            dict(degree=2, schedule="Interleaved1F1B", stages_per_rank=4),
+            [0, 1, 1, 1, 1, 1, 1, 0],
+        ),
         (8, dict(degree=4, first_stage_less_layers=0, last_stage_less_layers=0), [2, 2, 2, 2]),
         (10, dict(degree=4, first_stage_less_layers=0, last_stage_less_layers=2), [3, 3, 3, 1]),
         (6, dict(degree=2, split_points=("layers.5",)), [5, 1]),
@@ -59,7 +68,9 @@ def test_layers_are_shared_out(n_layers, keys, layers):
 def test_stages_go_to_ranks_as_the_schedule_wants(keys, rank_of):
     found = plan(**keys)
     assert found.rank_of == rank_of
-    assert [found.stages_of(rank) for rank in range(2)] == [[s for s, r in enumerate(rank_of) if r == rank] for rank in range(2)]
+    assert [found.stages_of(rank) for rank in range(2)] == [
+        [s for s, r in enumerate(rank_of) if r == rank] for rank in range(2)
+    ]
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
@@ -71,7 +82,9 @@ def test_the_bubble_of_one_stage_a_rank_is_the_published_one(schedule, degree, m
     for rank, actions in order.items():
         for kind in "FB":
             own = [action for action in actions if action.computation_type.value == kind]
-            assert [(action.stage_index, action.microbatch_index) for action in own] == [(rank, m) for m in range(microbatches)]
+            assert [(action.stage_index, action.microbatch_index) for action in own] == [
+                (rank, m) for m in range(microbatches)
+            ]
 
 
 def test_one_forward_one_backward_has_few_microbatches_in_flight():
@@ -81,12 +94,25 @@ def test_one_forward_one_backward_has_few_microbatches_in_flight():
             alive.append(alive[-1] + (1 if action.computation_type.value == "F" else -1))
         return max(alive)
 
-    assert [most_in_flight(actions) for actions in one_stage_order("1F1B", 4, 8).values()] == [4, 3, 2, 1]
-    assert [most_in_flight(actions) for actions in one_stage_order("GPipe", 4, 8).values()] == [8, 8, 8, 8]
+    assert [most_in_flight(actions) for actions in one_stage_order("1F1B", 4, 8).values()] == [
+        4,
+        3,
+        2,
+        1,
+    ]
+    assert [most_in_flight(actions) for actions in one_stage_order("GPipe", 4, 8).values()] == [
+        8,
+        8,
+        8,
+        8,
+    ]
 
 
 def order_of(text):
-    return {rank: [_Action.from_str(word) for word in row.split(",")] for rank, row in enumerate(text.split("\n"))}
+    return {
+        rank: [_Action.from_str(word) for word in row.split(",")]
+        for rank, row in enumerate(text.split("\n"))
+    }
 
 
 def test_backward_in_halves_fills_the_bubble():
@@ -123,16 +149,25 @@ def test_a_schedule_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (GOOD.replace("0B1", "0X1"), ["row 1", "'0X1' is no action of microbatches 0 to 1", "such as 0F0"]),
+        (
+            GOOD.replace("0B1", "0X1"),
+            ["row 1", "'0X1' is no action of microbatches 0 to 1", "such as 0F0"],
+        ),
         (GOOD.replace("1B1", "1B2"), ["row 2", "'1B2' is no action"]),
         (GOOD.replace("1B1", "1B"), ["row 2", "'1B' is no action"]),
         (GOOD.replace("1B1", "1SEND_B1"), ["row 2", "'1SEND_B1' is no action"]),
         (GOOD.replace("0B1", "0B0"), ["row 1", "'0B0' is given twice"]),
         (GOOD.split("\n")[0], ["has 1 rows, but parallelism.pipeline_parallel_degree = 2"]),
-        (GOOD.replace(",0B1", ""), ["no schedule for 2 microbatches", "expected 2 total backwards", "stage 0"]),
+        (
+            GOOD.replace(",0B1", ""),
+            ["no schedule for 2 microbatches", "expected 2 total backwards", "stage 0"],
+        ),
         ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,0I1", ["Stage 0 is assigned to both", "on one rank"]),
         ("0B0,0B1,0F0,0F1\n1F0,1B0,1F1,1B1", ["without first running Forward"]),
-        ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0", ["actions wait for each other: rank 0 at 0B0, rank 1 at 1F1"]),
+        (
+            "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0",
+            ["actions wait for each other: rank 0 at 0B0, rank 1 at 1F1"],
+        ),
         (GOOD.replace("1F", "2F").replace("1B", "2B"), ["no schedule"]),
         ("", ["has 0 rows"]),
         (" , ,\n,\n", ["has 0 rows"]),
@@ -141,7 +176,10 @@ def test_a_schedule_from_a_file(tmp_path):
 def test_a_wrong_schedule_is_refused_with_row_and_action(text, words, tmp_path):
     with pytest.raises(ConfigError) as error:
         read_schedule(write(tmp_path, text), 2, 2)
-    for word in [f'parallelism.pipeline_parallel_schedule_csv = "{tmp_path / "schedule.csv"}"', *words]:
+    for word in [
+        f'parallelism.pipeline_parallel_schedule_csv = "{tmp_path / "schedule.csv"}"',
+        *words,
+    ]:
         assert word in str(error.value)
 
 
@@ -149,7 +187,9 @@ def test_a_schedule_that_is_not_text_is_refused(tmp_path):
     path = tmp_path / "schedule.csv"
     path.write_bytes(b"\xff\xfe\x00")
     for wrong in (path, tmp_path / "nowhere.csv", tmp_path):
-        with pytest.raises(ConfigError, match=r"pipeline_parallel_schedule_csv = .* cannot be read"):
+        with pytest.raises(
+            ConfigError, match=r"pipeline_parallel_schedule_csv = .* cannot be read"
+        ):
             read_schedule(wrong, 2, 2)
 
 

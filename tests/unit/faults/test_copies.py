@@ -66,7 +66,9 @@ def test_the_sign_of_zero_counts():
     assert checksum(torch.tensor([0.0, 1.0])) != checksum(torch.tensor([-0.0, 1.0]))
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, torch.int32), (torch.bfloat16, torch.int16)])
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [(torch.float32, torch.int32), (torch.bfloat16, torch.int16)]
+)
 def test_equal_bits_of_what_is_no_number_are_equal_and_others_are_not(dtype, bits):
     nan = torch.tensor([math.nan, 1.0], dtype=dtype)
     assert checksum(nan) == checksum(nan.clone())
@@ -92,7 +94,12 @@ def test_several_changes_do_not_cancel():
 
 
 def told(*found):
-    return describe([Wrong(f"node-{rank}", dict(differing), list(names)) for rank, (differing, names) in enumerate(found)])
+    return describe(
+        [
+            Wrong(f"node-{rank}", dict(differing), list(names))
+            for rank, (differing, names) in enumerate(found)
+        ]
+    )
 
 
 W, V, STEP = ("model.w", (-1, 0, 0)), ("model.v", (-1, 1, 0)), ("optimizer.w.step", ())
@@ -106,7 +113,9 @@ def test_of_three_copies_the_one_that_is_alone_is_named():
 
 def test_of_two_copies_both_are_named():
     text = told(({W: 1, STEP: 1}, ()), ({W: 2, STEP: 2}, ()))
-    assert text.startswith("ranks 0 (node-0) and 1 (node-1) have different copies of w and 1 other, and which is right is")
+    assert text.startswith(
+        "ranks 0 (node-0) and 1 (node-1) have different copies of w and 1 other, and which is right is"
+    )
 
 
 def test_the_rank_that_is_outvoted_elsewhere_is_the_one_of_two():
@@ -116,7 +125,9 @@ def test_the_rank_that_is_outvoted_elsewhere_is_the_one_of_two():
 
 def test_the_one_of_two_that_is_not_finite_is_the_one():
     text = told(({W: 1}, ()), ({W: 2}, ("model.w",)))
-    assert text.startswith("rank 1 (node-1) differs from the other copies of w; w is not finite on rank 1 (node-1); ")
+    assert text.startswith(
+        "rank 1 (node-1) differs from the other copies of w; w is not finite on rank 1 (node-1); "
+    )
 
 
 def test_what_is_not_finite_on_all_copies_is_no_difference():
@@ -130,13 +141,19 @@ def test_what_is_not_finite_on_all_copies_is_no_difference():
 def changed(function):
     """Return the error of `check` after function(rank, tensors) has changed equal tensors on a mesh of 2 x 2."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    shard = torch.randn(3, 4, generator=torch.Generator().manual_seed(mesh["dp_shard"].get_local_rank()))
+    shard = torch.randn(
+        3, 4, generator=torch.Generator().manual_seed(mesh["dp_shard"].get_local_rank())
+    )
     whole = torch.randn(4, generator=torch.Generator().manual_seed(2))
     tensors = {
         "model.w": DTensor.from_local(shard, mesh, [Replicate(), Shard(0)], run_check=False),
-        "model.half": DTensor.from_local(shard.bfloat16(), mesh, [Replicate(), Shard(0)], run_check=False),
+        "model.half": DTensor.from_local(
+            shard.bfloat16(), mesh, [Replicate(), Shard(0)], run_check=False
+        ),
         "model.norm": DTensor.from_local(whole, mesh, [Replicate(), Replicate()], run_check=False),
-        "model.empty": DTensor.from_local(torch.empty(0, 4), mesh, [Replicate(), Shard(0)], run_check=False),
+        "model.empty": DTensor.from_local(
+            torch.empty(0, 4), mesh, [Replicate(), Shard(0)], run_check=False
+        ),
         "optimizer.w.step": torch.tensor(3.0),
     }
     check = Copies(2, lambda: "step-2 is whole")

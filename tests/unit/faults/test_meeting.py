@@ -47,7 +47,9 @@ def one_refuses(refusing, code, folder):
 
 
 @pytest.mark.parametrize("refusing", ["0", "2"])  # rank 0 hosts the store
-@pytest.mark.parametrize(("code", "kind"), [(signals.WRONG_INPUT, "ConfigError"), (signals.FAILED, "TrainingError")])
+@pytest.mark.parametrize(
+    ("code", "kind"), [(signals.WRONG_INPUT, "ConfigError"), (signals.FAILED, "TrainingError")]
+)
 def test_a_rank_that_refuses_is_not_waited_for(refusing, code, kind, tmp_path):
     began = time.monotonic()
     assert end_ranks(start_ranks(3, one_refuses, refusing, code, tmp_path), 60) == [0, 0, 0]
@@ -59,7 +61,9 @@ def test_a_rank_that_refuses_is_not_waited_for(refusing, code, kind, tmp_path):
 
 def one_never_comes():
     if os.environ["RANK"] == "0":
-        with pytest.raises(TrainingError, match=r"1 of 2 ranks are ready after 2 s \(comm.init_timeout_seconds\)"):
+        with pytest.raises(
+            TrainingError, match=r"1 of 2 ranks are ready after 2 s \(comm.init_timeout_seconds\)"
+        ):
             meet(2)
 
 

@@ -24,7 +24,9 @@ def attempt(tmp_path, monkeypatch):
 def test_the_same_step_twice_is_enough(attempt):
     attempt(0, 1, 2, 3)
     attempt(1, 1, 2, 3)
-    with pytest.raises(RepeatedFault, match="step 3 failed twice in a row, the second time after a restart"):
+    with pytest.raises(
+        RepeatedFault, match="step 3 failed twice in a row, the second time after a restart"
+    ):
         attempt(2)
 
 
@@ -65,7 +67,9 @@ def test_without_restarts_nothing_is_written(attempt, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("text", ["", '{"0": 3, "1"', "[3, 3]", '{"0": null, "1": 3}', '{"0": Infinity}', "[" * 10**5])
+@pytest.mark.parametrize(
+    "text", ["", '{"0": 3, "1"', "[3, 3]", '{"0": null, "1": 3}', '{"0": Infinity}', "[" * 10**5]
+)
 def test_a_torn_file_says_nothing(text, attempt, tmp_path):
     (tmp_path / "restarts.json").write_text(text)
     attempt(2)
@@ -90,7 +94,10 @@ def test_the_file_of_another_run_that_has_the_folder_since_is_left_alone(tmp_pat
         ({}, "python -u -m titan_lite.train 'a recipe.toml'"),
         ({"TITAN_LITE_COMMAND": "NGPU=2 ./run_train.sh"}, "NGPU=2 ./run_train.sh"),
         ({"WORLD_SIZE": "2"}, "torchrun --nproc-per-node 2 -m titan_lite.train 'a recipe.toml'"),
-        ({"WORLD_SIZE": "8"}, "torchrun --nnodes 4 ... --nproc-per-node 2 -m titan_lite.train 'a recipe.toml'"),
+        (
+            {"WORLD_SIZE": "8"},
+            "torchrun --nnodes 4 ... --nproc-per-node 2 -m titan_lite.train 'a recipe.toml'",
+        ),
     ],
 )
 def test_the_command_that_goes_on(variables, command, monkeypatch):
@@ -100,5 +107,7 @@ def test_the_command_that_goes_on(variables, command, monkeypatch):
         variables = {**variables, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "run"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "-m", "titan_lite.train", "a recipe.toml"])
+    monkeypatch.setattr(
+        sys, "orig_argv", ["python", "-u", "-m", "titan_lite.train", "a recipe.toml"]
+    )
     assert again() == command

@@ -70,7 +70,9 @@ signals.end_with(main)
 """
 
 
-@pytest.mark.parametrize("names", [["SIGTERM"], ["SIGUSR1"], ["SIGUSR1", "SIGTERM", "SIGINT"]], ids="-".join)
+@pytest.mark.parametrize(
+    "names", [["SIGTERM"], ["SIGUSR1"], ["SIGUSR1", "SIGTERM", "SIGINT"]], ids="-".join
+)
 def test_a_storm_until_the_interpreter_has_ended_leaves_the_exit_code(names):
     process = start(ENDING)
     assert process.stdout.readline() == "up\n"
@@ -138,10 +140,15 @@ with signals.announce() if sys.argv[2] == "ours" else nullcontext():
 @pytest.mark.parametrize("phase", ["starting", "training"])
 @pytest.mark.parametrize("whose", ["ours", "torchrun's"])
 def test_a_rank_notices_that_its_launcher_was_killed(whose, phase):
-    launcher = start(LAUNCHER, phase, whose, **({} if whose == "ours" else {"TORCHELASTIC_RUN_ID": "run"}))
+    launcher = start(
+        LAUNCHER, phase, whose, **({} if whose == "ours" else {"TORCHELASTIC_RUN_ID": "run"})
+    )
     launcher.stdout.readline()
     launcher.kill()
-    told = {"starting": f"[rank 3] {signals.LOST}: stopped at the start, with nothing to save\n", "training": f"{signals.LOST}\n"}
+    told = {
+        "starting": f"[rank 3] {signals.LOST}: stopped at the start, with nothing to save\n",
+        "training": f"{signals.LOST}\n",
+    }
     assert launcher.stdout.read() == told[phase]  # to its end, which is the rank's
 
 

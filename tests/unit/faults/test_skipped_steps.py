@@ -68,7 +68,9 @@ def test_one_that_another_rank_finds_is_one(monkeypatch):
     assert made.skips(5, 3.0, 1.0)
 
 
-@pytest.mark.parametrize(("loss", "grad_norm"), [(math.nan, 1.0), (1.0, math.inf), (math.inf, math.nan)])
+@pytest.mark.parametrize(
+    ("loss", "grad_norm"), [(math.nan, 1.0), (1.0, math.inf), (math.inf, math.nan)]
+)
 def test_what_is_not_finite_is_skipped_counted_and_told(loss, grad_norm, caplog):
     caplog.set_level(logging.WARNING, logger="titan_lite")
     made = guard()
@@ -77,7 +79,10 @@ def test_what_is_not_finite_is_skipped_counted_and_told(loss, grad_norm, caplog)
     assert (made.count, made.in_a_row) == (2, 2)
     assert not made.skips(7, 1.0, 1.0)
     assert (made.count, made.in_a_row) == (2, 0)
-    assert caplog.messages == [f"step {5 + i} skipped: loss {loss}, gradient norm {grad_norm}; {1 + i} in a row" for i in (0, 1)]
+    assert caplog.messages == [
+        f"step {5 + i} skipped: loss {loss}, gradient norm {grad_norm}; {1 + i} in a row"
+        for i in (0, 1)
+    ]
     assert [record.event for record in caplog.records] == ["skip", "skip"]
 
 
@@ -100,7 +105,10 @@ def test_it_goes_on_from_its_state_as_json():
     assert state == {
         "skipped_steps": 1,
         "skipped_in_a_row": 1,
-        "spikes": {"accepted": [2.0, 1.25, 2.5, 0.5], "skipped": [{"step": 6, "loss": 50.0, "limit": made.limit()}]},
+        "spikes": {
+            "accepted": [2.0, 1.25, 2.5, 0.5],
+            "skipped": [{"step": 6, "loss": 50.0, "limit": made.limit()}],
+        },
     }
     after = guard(losses=())
     after.load_state_dict(json.loads(json.dumps(state)))

@@ -17,8 +17,12 @@ def ranks(monkeypatch):
     def received(*names):
         monkeypatch.setattr(stopping, "received", lambda: names[0])
         monkeypatch.setattr(stopping.dist, "get_rank", lambda: 0)
-        monkeypatch.setattr(stopping.dist, "all_reduce", lambda tensor: tensor.fill_(sum(map(bool, names))))
-        monkeypatch.setattr(stopping, "first_word", lambda own: own or f"{names[1]} received by rank 1")
+        monkeypatch.setattr(
+            stopping.dist, "all_reduce", lambda tensor: tensor.fill_(sum(map(bool, names)))
+        )
+        monkeypatch.setattr(
+            stopping, "first_word", lambda own: own or f"{names[1]} received by rank 1"
+        )
         monkeypatch.setattr(stopping, "reduce_numbers", lambda own, total: [own + bool(names[1])])
 
     return received

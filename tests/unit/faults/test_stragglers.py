@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from titan_lite.faults import stragglers
-from titan_lite.faults.stragglers import BINS, IN_A_ROW, LEAST, LEAST_ON_GPU, PERIOD, Stragglers, _bin, is_waiting, times_slower
+from titan_lite.faults.stragglers import (
+    BINS,
+    IN_A_ROW,
+    LEAST,
+    LEAST_ON_GPU,
+    PERIOD,
+    Stragglers,
+    _bin,
+    is_waiting,
+    times_slower,
+)
 
 CPU = torch.device("cpu")
 
@@ -28,7 +38,9 @@ def test_who_works_longer_than_most_is_slower(work, slower):
     working = torch.zeros(BINS)
     for share in work:
         working[_bin(share)] += 1
-    found = {rank: times for rank, share in enumerate(work) if (times := times_slower(share, working))}
+    found = {
+        rank: times for rank, share in enumerate(work) if (times := times_slower(share, working))
+    }
     assert found == pytest.approx(slower, rel=2 / BINS)
 
 
@@ -85,7 +97,12 @@ def test_a_rank_that_is_alone_in_its_stage_compares_with_nobody():
 
 def frame_in(path, function):
     """A frame that looks like one of another file."""
-    names = {"sys": sys, "WaitTensor": type("WaitTensor", (), {"__str__": lambda self: "_c10d_functional.wait_tensor"})}
+    names = {
+        "sys": sys,
+        "WaitTensor": type(
+            "WaitTensor", (), {"__str__": lambda self: "_c10d_functional.wait_tensor"}
+        ),
+    }
     exec(compile(f"def {function}(self=None):\n return sys._getframe()", path, "exec"), names)
     return names[function](names["WaitTensor"]())
 
@@ -109,10 +126,15 @@ def test_waiting_is_told_from_working(path, function, waits):
 
 def test_the_time_of_nccl_is_that_of_its_kernels_since_the_oldest_one(monkeypatch):
     made = Stragglers(0, [[0, 1]], torch.device("cuda"))
-    entries = [{"time_created_ns": 10**9, "duration_ms": 500.0}, {"time_created_ns": 3 * 10**9, "duration_ms": 250.0}]
+    entries = [
+        {"time_created_ns": 10**9, "duration_ms": 500.0},
+        {"time_created_ns": 3 * 10**9, "duration_ms": 250.0},
+    ]
     entries.append({"time_created_ns": 9 * 10**9})  # on its way
     dumps = iter([{}, {"entries": entries}])
-    monkeypatch.setattr(stragglers.c10d, "_dump_nccl_trace_json", lambda *_: json.dumps(next(dumps)), raising=False)
+    monkeypatch.setattr(
+        stragglers.c10d, "_dump_nccl_trace_json", lambda *_: json.dumps(next(dumps)), raising=False
+    )
     assert made._time_of_nccl() == (0.0, 0.0)  # and does not read yet
     made.since -= LEAST_ON_GPU
     assert made._time_of_nccl() == (0.0, 0.0)  # turned off

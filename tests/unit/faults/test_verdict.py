@@ -10,7 +10,16 @@ from titan_lite.faults.verdict import abbreviated, groups_of, place, ranks, verd
 SECOND = 10**9
 
 
-def entry(group, number, operation="gloo:all_gather", *, created=0, retired=False, state="scheduled", is_p2p=False):
+def entry(
+    group,
+    number,
+    operation="gloo:all_gather",
+    *,
+    created=0,
+    retired=False,
+    state="scheduled",
+    is_p2p=False,
+):
     """As torch's flight recorder has it, but for what is not read."""
     return {
         "process_group": [group, "mesh_dp_shard"],
@@ -27,7 +36,9 @@ def entry(group, number, operation="gloo:all_gather", *, created=0, retired=Fals
 def record(*entries, members=(0, 1, 2, 3), notes=(), phase="step 7", place="forward (model.py:3)"):
     names = {one["process_group"][0] for one in entries}
     groups = groups_of({"entries": entries}, dict.fromkeys(names, members), notes)
-    return json.loads(json.dumps({"phase": phase, "place": place, "groups": groups}))  # as it travels
+    return json.loads(
+        json.dumps({"phase": phase, "place": place, "groups": groups})
+    )  # as it travels
 
 
 def lines(records, world_size=4):
@@ -58,20 +69,33 @@ def test_who_waits_elsewhere_is_no_culprit():
     waits_for_3 = record(entry("dp", 5), members=(2, 3))
     waits_for_2 = record(entry("tp", 8), members=(0, 2))
     late = record(entry("dp", 4, retired=True), members=(2, 3), place="late (a.py:1)")
-    found = lines({0: waits_for_2, 1: record(entry("x", 3), members=(1, 0)), 2: waits_for_3, 3: late})
-    assert found == ["rank 3 did not enter all_gather #5; rank 2 waits there", "rank 3, in step 7: late (a.py:1)"]
+    found = lines(
+        {0: waits_for_2, 1: record(entry("x", 3), members=(1, 0)), 2: waits_for_3, 3: late}
+    )
+    assert found == [
+        "rank 3 did not enter all_gather #5; rank 2 waits there",
+        "rank 3, in step 7: late (a.py:1)",
+    ]
 
 
 def test_the_oldest_collective_in_flight_is_the_one_that_is_waited_for():
     ahead = record(entry("0", 6), entry("0", 5), entry("0", 4, state="completed"))
     late = record(entry("0", 4, retired=True))
-    assert lines({0: ahead, 1: late}, 2)[0] == "rank 1 did not enter all_gather #5; rank 0 waits there"
+    assert (
+        lines({0: ahead, 1: late}, 2)[0] == "rank 1 did not enter all_gather #5; rank 0 waits there"
+    )
 
 
 def test_a_collective_that_all_have_entered_hangs_itself():
-    left, inside = record(entry("0", 5, retired=True), members=(0, 1)), record(entry("0", 5), members=(0, 1))
+    left, inside = (
+        record(entry("0", 5, retired=True), members=(0, 1)),
+        record(entry("0", 5), members=(0, 1)),
+    )
     said = "in all_gather #5, which all have entered: suspect the network or a device"
-    assert lines({0: inside, 1: left}, 2) == [f"rank 0 waits {said}", "rank 1, in step 7: forward (model.py:3)"]
+    assert lines({0: inside, 1: left}, 2) == [
+        f"rank 0 waits {said}",
+        "rank 1, in step 7: forward (model.py:3)",
+    ]
     assert lines({0: inside, 1: inside}, 2)[0] == f"ranks 0-1 wait {said}"
 
 
@@ -87,14 +111,23 @@ def test_ranks_that_wait_for_each_other():
 def test_different_collectives_under_one_number():
     other = record(entry("a", 4, "gloo:all_reduce"), members=(0, 1))
     found = lines({0: record(entry("a", 4), members=(0, 1)), 1: other}, 2)
-    assert found[0] == "ranks entered different collectives as #4 of a group: rank 1 all_reduce, rank 0 all_gather"
+    assert (
+        found[0]
+        == "ranks entered different collectives as #4 of a group: rank 1 all_reduce, rank 0 all_gather"
+    )
     assert len(found) == 3  # and where both are
 
 
 def test_receiving_from_a_stage_that_does_not_send():
     waits = record(entry("pp", 3, "nccl:recv 1<-0", is_p2p=True), members=(0, 1))
-    found = lines({0: record(entry("pp", 7, retired=True), members=(0, 1), place="here (a.py:1)"), 1: waits}, 2)
-    assert found == ["rank 0 did not enter recv 1<-0; rank 1 waits there", "rank 0, in step 7: here (a.py:1)"]
+    found = lines(
+        {0: record(entry("pp", 7, retired=True), members=(0, 1), place="here (a.py:1)"), 1: waits},
+        2,
+    )
+    assert found == [
+        "rank 0 did not enter recv 1<-0; rank 1 waits there",
+        "rank 0, in step 7: here (a.py:1)",
+    ]
 
 
 def test_without_a_flight_recorder_there_are_the_places():
@@ -113,7 +146,11 @@ def test_many_that_are_missing_are_not_all_shown():
 
 
 def test_a_note_of_long_ago_or_of_another_group_is_of_something_else():
-    old, other, later = (SECOND, "0", "old"), (5 * SECOND - 1, "1", "other"), (5 * SECOND + 1, "0", "later")
+    old, other, later = (
+        (SECOND, "0", "old"),
+        (5 * SECOND - 1, "1", "other"),
+        (5 * SECOND + 1, "0", "later"),
+    )
     groups = groups_of({"entries": [entry("0", 5)]}, {"0": [0, 1]}, [old, other, later])
     assert groups["0"]["waiting"][0].parameters == ""
 
@@ -133,7 +170,11 @@ def test_a_bucket_is_called_by_what_its_parameters_share(parameters, short):
 
 
 def test_ranks_in_words():
-    assert [ranks([3]), ranks([0, 1, 2, 5]), ranks([4, 2])] == ["rank 3", "ranks 0-2, 5", "ranks 2, 4"]
+    assert [ranks([3]), ranks([0, 1, 2, 5]), ranks([4, 2])] == [
+        "rank 3",
+        "ranks 0-2, 5",
+        "ranks 2, 4",
+    ]
 
 
 def test_a_place_is_the_innermost_function_and_the_innermost_of_the_package():

@@ -29,7 +29,10 @@ def test_one_rank_alone_has_no_threads_and_tells_nobody():
 
 def test_of_an_error_the_line_that_tells_is_kept():
     assert watchdog._first_line(RuntimeError(GLOO)) == "Connection closed by peer [127.0.0.1]:10673"
-    assert watchdog._first_line(ValueError("[1, 2] is no list of three\nof numbers")) == "[1, 2] is no list of three"
+    assert (
+        watchdog._first_line(ValueError("[1, 2] is no list of three\nof numbers"))
+        == "[1, 2] is no list of three"
+    )
 
 
 def test_a_step_or_microbatch_is_progress_and_a_rest_no_hang(monkeypatch):
@@ -100,8 +103,12 @@ def raise_here():
 def test_collectives_over_gloo_count_beside_those_of_nccl(monkeypatch):
     traces = {"_dump_fr_trace_json": "gloo:barrier", "_dump_nccl_trace_json": "nccl:all_reduce"}
     for name, operation in traces.items():
-        trace = json.dumps({"pg_status": {"0": {"last_completed": operation}}, "entries": [operation]})
-        monkeypatch.setattr(watchdog.c10d, name, lambda entries, stacks, trace=trace: trace, raising=False)
+        trace = json.dumps(
+            {"pg_status": {"0": {"last_completed": operation}}, "entries": [operation]}
+        )
+        monkeypatch.setattr(
+            watchdog.c10d, name, lambda entries, stacks, trace=trace: trace, raising=False
+        )
     assert Watchdog(Comm(), 0, 1)._trace(entries=True) == {
         "pg_status": [{"0": {"last_completed": operation}} for operation in traces.values()],
         "entries": [*traces.values()],

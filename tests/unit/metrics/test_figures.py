@@ -47,7 +47,9 @@ def run(tmp_path):
     """run({step: values}, first_step=...): one process's life."""
 
     def run(logged, config=PLAIN, *, writes=True, first_step=0):
-        metrics = MetricsWriter(config, tmp_path, RECIPE, writes=writes, first_step=first_step, total_steps=100)
+        metrics = MetricsWriter(
+            config, tmp_path, RECIPE, writes=writes, first_step=first_step, total_steps=100
+        )
         for step, values in logged.items():
             metrics.log(step, values)
             metrics.advance()
@@ -87,7 +89,12 @@ def test_without_a_stated_peak_no_line_has_mfu(run, said):
 
 @pytest.mark.parametrize(
     ("terminal", "no_color", "writes", "coloured"),
-    [(True, "", True, True), (True, "", False, True), (True, "1", True, False), (False, "", True, False)],
+    [
+        (True, "", True, True),
+        (True, "", False, True),
+        (True, "1", True, False),
+        (False, "", True, False),
+    ],
 )
 def test_colours_only_on_a_terminal(terminal, no_color, writes, coloured, run, said, monkeypatch):
     monkeypatch.setenv("NO_COLOR", no_color)
@@ -98,8 +105,13 @@ def test_colours_only_on_a_terminal(terminal, no_color, writes, coloured, run, s
     assert line.count("\033[0m") == (4 if coloured else 0)
 
 
-@pytest.mark.parametrize(("terminal", "writes", "shown"), [(True, True, True), (True, False, False), (False, True, False)])
-def test_one_rank_shows_a_bar_on_a_terminal_that_starts_where_the_run_does(terminal, writes, shown, run, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("terminal", "writes", "shown"),
+    [(True, True, True), (True, False, False), (False, True, False)],
+)
+def test_one_rank_shows_a_bar_on_a_terminal_that_starts_where_the_run_does(
+    terminal, writes, shown, run, monkeypatch, capsys
+):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     run({8: VALUES}, writes=writes, first_step=7)
     assert ("7/100" in capsys.readouterr().out) is shown
@@ -108,7 +120,9 @@ def test_one_rank_shows_a_bar_on_a_terminal_that_starts_where_the_run_does(termi
 def test_lines_stand_above_the_bar_as_long_as_there_is_one(run, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     during = []
-    monkeypatch.setattr(MetricsWriter, "advance", lambda self: during.append(console.around.__func__.__qualname__))
+    monkeypatch.setattr(
+        MetricsWriter, "advance", lambda self: during.append(console.around.__func__.__qualname__)
+    )
     run({8: VALUES})
     assert during == ["tqdm.external_write_mode"]
     assert console.around is nullcontext
@@ -159,7 +173,12 @@ def test_a_resumed_run_goes_on_in_the_same_file_and_what_it_repeats_counts(run):
     folder = run({30: {"loss": 3.5}, 50: {"loss": 5.5}}, first_step=20)
     assert entries(folder)[4] == {"resumed_from": 20}
     found = read_metrics(folder / "metrics.jsonl")
-    assert {step: values["loss"] for step, values in found.items()} == {10: 10.0, 20: 20.0, 30: 3.5, 50: 5.5}
+    assert {step: values["loss"] for step, values in found.items()} == {
+        10: 10.0,
+        20: 20.0,
+        30: 3.5,
+        50: 5.5,
+    }
     assert "tps" in found[20]
     assert "tps" not in found[30]  # nothing of the run that was not gone on from
 
@@ -201,7 +220,11 @@ def writer(tmp_path):
 
     def writer(config=PLAIN, folder="out"):
         (tmp_path / folder).mkdir(exist_ok=True)
-        made.append(MetricsWriter(config, tmp_path / folder, RECIPE, writes=True, first_step=0, total_steps=9))
+        made.append(
+            MetricsWriter(
+                config, tmp_path / folder, RECIPE, writes=True, first_step=0, total_steps=9
+            )
+        )
         made[-1].log(1, {"loss": 1.0})
         return made[-1]
 
@@ -260,10 +283,17 @@ def test_a_file_that_may_be_another_runs_is_left_alone(writer, said):
         assert not metrics.hold(owned=False)
         metrics.log(step, {"loss": 2.0})
     assert metrics.path.read_text() == "another run's"
-    assert said.text.count("METRICS ARE LOST, the run goes on: metrics.jsonl was replaced by another file") == 1
+    assert (
+        said.text.count(
+            "METRICS ARE LOST, the run goes on: metrics.jsonl was replaced by another file"
+        )
+        == 1
+    )
 
 
-def test_on_a_file_system_that_numbers_one_file_twice_nothing_is_taken_for_removed(writer, said, monkeypatch):
+def test_on_a_file_system_that_numbers_one_file_twice_nothing_is_taken_for_removed(
+    writer, said, monkeypatch
+):
     monkeypatch.setattr(figures, "is_open", lambda file, path: False)
     metrics = writer()
     assert not metrics.hold(owned=False)
@@ -302,7 +332,10 @@ def test_a_run_from_the_beginning_in_the_folder_of_another_replaces_it(run):
 def scalars(folder):
     accumulator = EventAccumulator(str(folder / "tb"))
     accumulator.Reload()
-    return {name: {event.step: event.value for event in accumulator.Scalars(name)} for name in accumulator.Tags()["scalars"]}
+    return {
+        name: {event.step: event.value for event in accumulator.Scalars(name)}
+        for name in accumulator.Tags()["scalars"]
+    }
 
 
 def test_tensorboard_has_the_same_names_and_values(run):
@@ -316,7 +349,9 @@ def test_tensorboard_has_the_same_names_and_values(run):
 def test_tensorboard_forgets_the_steps_that_a_resumed_run_repeats(run):
     folder = run({10: {"loss": 1.0}, 20: {"loss": 2.0}, 30: {"loss": 3.0}}, Metrics())
     (events,) = (folder / "tb").iterdir()
-    events.rename(events.with_name("events.out.tfevents.0"))  # earlier by name, whatever the clock says
+    events.rename(
+        events.with_name("events.out.tfevents.0")
+    )  # earlier by name, whatever the clock says
     run({30: {"loss": 3.5}}, Metrics(), first_step=10)
     assert scalars(folder)["loss"] == {10: 1.0, 30: 3.5}
 
@@ -342,7 +377,9 @@ def test_tensorboard_has_the_recipe_as_text_and_as_hyperparameters(run):
     assert start.hparams["training.global_batch_ramp"].string_value == '["64 until 50"]'
     # and not those that change nothing of what is learned
     assert start.hparams.keys() == {"training.steps", "training.global_batch_ramp", "optimizer.lr"}
-    assert [path.is_file() for path in (folder / "tb").iterdir()] == [True]  # one run, and none beside it
+    assert [path.is_file() for path in (folder / "tb").iterdir()] == [
+        True
+    ]  # one run, and none beside it
 
 
 # Weights & Biases
@@ -375,17 +412,26 @@ def wandb(monkeypatch):
     return module
 
 
-def test_weights_and_biases_has_the_same_names_and_a_resumed_run_is_the_same_one(run, wandb, tmp_path):
+def test_weights_and_biases_has_the_same_names_and_a_resumed_run_is_the_same_one(
+    run, wandb, tmp_path
+):
     config = Metrics(enable_tensorboard=False, enable_wandb=True)
     run({10: VALUES, 20: {"validation_loss": 2.5}}, config)
     run({20: {"loss": 2.0}}, config, first_step=10)
-    assert wandb.logged == [{"step": 10, **VALUES}, {"step": 20, "validation_loss": 2.5}, {"step": 20, "loss": 2.0}]
+    assert wandb.logged == [
+        {"step": 10, **VALUES},
+        {"step": 20, "validation_loss": 2.5},
+        {"step": 20, "loss": 2.0},
+    ]
     assert (wandb.axis, wandb.finished) == (("*", "step"), 2)
     first, second = wandb.calls
     assert first == second
     assert (first["name"], first["resume"]) == (tmp_path.name, "allow")
     assert json.loads(json.dumps(first["config"])) == first["config"]
-    assert (first["config"]["optimizer.lr"], first["config"]["data.sources"][0]["path"]) == (3e-4, "a.jsonl")
+    assert (first["config"]["optimizer.lr"], first["config"]["data.sources"][0]["path"]) == (
+        3e-4,
+        "a.jsonl",
+    )
     assert len(first["id"]) == 32
 
 
@@ -417,7 +463,10 @@ def test_the_picture_shows_training_and_validation_loss(run):
 def test_a_picture_of_a_folder_that_is_gone_is_told_in_a_line(tmp_path, said):
     draw_loss(tmp_path / "gone")
     (line,) = said.messages
-    assert line == f"no loss curve: {tmp_path}/gone/loss.png cannot be written: No such file or directory"
+    assert (
+        line
+        == f"no loss curve: {tmp_path}/gone/loss.png cannot be written: No such file or directory"
+    )
 
 
 def test_lines_of_the_picture_go_on_over_steps_without_a_value(tmp_path):

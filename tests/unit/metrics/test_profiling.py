@@ -38,7 +38,10 @@ def traced(folder):
 
 def test_every_so_many_steps_the_last_one_is_traced(tmp_path):
     train(TRACES, tmp_path, 7, rank=2)
-    assert traced(tmp_path) == {"profile_traces/trace-step-3": [3], "profile_traces/trace-step-6": [6]}
+    assert traced(tmp_path) == {
+        "profile_traces/trace-step-3": [3],
+        "profile_traces/trace-step-6": [6],
+    }
 
 
 def test_a_run_that_ends_before_the_step_to_trace_writes_nothing(tmp_path):
@@ -48,7 +51,10 @@ def test_a_run_that_ends_before_the_step_to_trace_writes_nothing(tmp_path):
 
 def test_a_resumed_run_traces_the_same_steps(tmp_path):
     train(TRACES, tmp_path, 7, first_step=1, rank=2)
-    assert traced(tmp_path) == {"profile_traces/trace-step-3": [3], "profile_traces/trace-step-6": [6]}
+    assert traced(tmp_path) == {
+        "profile_traces/trace-step-3": [3],
+        "profile_traces/trace-step-6": [6],
+    }
 
 
 def test_turned_off_it_writes_nothing(tmp_path):
@@ -61,7 +67,9 @@ def cuda_memory(monkeypatch):
     """CUDA's recorder of memory, replaced; returns the calls of it."""
     calls = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **kwargs: calls.append("record"))
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda **kwargs: calls.append("record")
+    )
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(path))
     return calls
 
@@ -69,7 +77,10 @@ def cuda_memory(monkeypatch):
 def test_a_memory_snapshot_every_so_many_steps_of_the_run(tmp_path, cuda_memory):
     train(SNAPSHOTS, tmp_path, 7, first_step=2, rank=1)
     folder = tmp_path / "memory_snapshots"
-    assert cuda_memory == ["record", *(str(folder / f"memory-step-{step}" / "rank-1.pickle") for step in (3, 6))]
+    assert cuda_memory == [
+        "record",
+        *(str(folder / f"memory-step-{step}" / "rank-1.pickle") for step in (3, 6)),
+    ]
     assert (folder / "memory-step-6").is_dir()
 
 
@@ -80,7 +91,9 @@ def test_a_memory_snapshot_when_memory_is_out(tmp_path, cuda_memory):
     assert cuda_memory[1].startswith(str(tmp_path / "memory_snapshots"))
 
 
-def test_running_out_of_memory_is_passed_on_without_a_snapshot_nobody_asked_for(tmp_path, cuda_memory):
+def test_running_out_of_memory_is_passed_on_without_a_snapshot_nobody_asked_for(
+    tmp_path, cuda_memory
+):
     with pytest.raises(torch.OutOfMemoryError, match="in step 2"):
         train(Profiling(profile_freq=3), tmp_path, 7, fails_in=2)
     assert cuda_memory == []

@@ -13,7 +13,9 @@ def written(tmp_path):
 
     def write(*lines):
         path = tmp_path / "lines.jsonl"
-        path.write_text("".join(line if type(line) is str else json.dumps(line) + "\n" for line in lines))
+        path.write_text(
+            "".join(line if type(line) is str else json.dumps(line) + "\n" for line in lines)
+        )
         return path
 
     return write
@@ -33,18 +35,32 @@ def test_a_step_may_be_told_in_two_lines_and_steps_come_in_order(written):
 
 
 def test_rows_carry_tokens_and_hours_so_far(written):
-    rows, resumes, notes = read_rows(written({"step": 10, "step_time": 360.0, "tokens_seen": 50}, {"step": 15, "loss": 1.0}))
-    assert [(row["step"], row["tokens"], row["hours"]) for row in rows] == [(10, 50, 1.0), (15, 50, 1.0)]
+    rows, resumes, notes = read_rows(
+        written({"step": 10, "step_time": 360.0, "tokens_seen": 50}, {"step": 15, "loss": 1.0})
+    )
+    assert [(row["step"], row["tokens"], row["hours"]) for row in rows] == [
+        (10, 50, 1.0),
+        (15, 50, 1.0),
+    ]
     assert (resumes, notes) == ([], [])
 
 
 def test_step_times_are_those_of_the_last_start_without_its_first_window(written):
     windows = [{"step": step, "step_time": float(step)} for step in (10, 20, 30)]
     assert step_seconds(written(*windows)) == [20.0, 30.0]
-    assert step_seconds(written(*windows), after=15) == [30.0]  # the first one that begins there or later
+    assert step_seconds(written(*windows), after=15) == [
+        30.0
+    ]  # the first one that begins there or later
     assert step_seconds(written(*windows), after=20) == [30.0]
     assert step_seconds(written(*windows), after=21) == []
-    later = [{"resumed_from": 20}, *windows[1:], {"step": 30, "loss": 1.0}, "[1]\n", {"step": 40, "step_time": 4.0}, '{"st']
+    later = [
+        {"resumed_from": 20},
+        *windows[1:],
+        {"step": 30, "loss": 1.0},
+        "[1]\n",
+        {"step": 40, "step_time": 4.0},
+        '{"st',
+    ]
     assert step_seconds(written(*windows, *later)) == [30.0, 4.0]
 
 
@@ -53,8 +69,20 @@ def event(name, step):
 
 
 def test_an_attempt_that_ended_without_a_word_is_told(written):
-    lines = [event("start", 0), event("checkpoint", 20), event("start", 20), event("stop", 30), event("start", 30)]
-    lines += [event("slow", 33), event("restart", 37), event("restart", 37), event("start", 30), event("error", 38)]
+    lines = [
+        event("start", 0),
+        event("checkpoint", 20),
+        event("start", 20),
+        event("stop", 30),
+        event("start", 30),
+    ]
+    lines += [
+        event("slow", 33),
+        event("restart", 37),
+        event("restart", 37),
+        event("start", 30),
+        event("error", 38),
+    ]
     events, notes = read_events(written(*lines, event("start", 30), '{"torn\n'))
     assert [(each["event"], each["step"]) for each in events] == [
         ("start", 0),

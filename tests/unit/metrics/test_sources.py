@@ -23,7 +23,9 @@ def test_figures_are_of_the_window_and_tokens_of_the_run():
     by_source = made()
     by_source.read([0, 1], torch.tensor([4, 2]))
     by_source.read([1, 1], torch.tensor([4, 4]))
-    assert by_source.add(torch.tensor([0.8, 0.3]), torch.tensor(10)) == pytest.approx(1.1)  # losses divided by the step's tokens
+    assert by_source.add(torch.tensor([0.8, 0.3]), torch.tensor(10)) == pytest.approx(
+        1.1
+    )  # losses divided by the step's tokens
     assert by_source.add(torch.tensor([0.6, 0.1]), torch.tensor(10)) == pytest.approx(0.7)
     found = by_source.figures()
     assert found == {
@@ -38,7 +40,9 @@ def test_figures_are_of_the_window_and_tokens_of_the_run():
     state = by_source.state_dict()
     assert state == {"tokens_by_source": {"web": 8, "code": 20, "books": 6}}
     found = by_source.figures()  # a save between two lines takes nothing from them
-    assert {name: value for name, value in found.items() if "loss" in name} == {"loss_by_source/books": 2.0}
+    assert {name: value for name, value in found.items() if "loss" in name} == {
+        "loss_by_source/books": 2.0
+    }
     resumed = made(("books", "web", "new"))
     resumed.load_state_dict(state)
     assert resumed.state_dict() == {"tokens_by_source": {"books": 6, "web": 8, "new": 0}}
@@ -63,7 +67,10 @@ def test_a_source_without_a_held_out_sequence_is_named_once(caplog):
         by_source.add(torch.tensor([2.0]))
         assert by_source.figures("validation_").keys() == {"validation_loss_by_source/code"}
     (line,) = caplog.messages
-    assert "validation_loss_by_source/web is absent: no sequence of that source was read; use a larger validation.steps" in line
+    assert (
+        "validation_loss_by_source/web is absent: no sequence of that source was read; use a larger validation.steps"
+        in line
+    )
 
 
 def test_a_rank_without_the_last_stage_adds_zeros():

@@ -14,7 +14,9 @@ def clock(monkeypatch):
 
 
 def made(peak_flops=1e6):
-    return Throughput(lambda step: 4000 * step, ranks=2, flops_per_token=(500.0, 600.0), peak_flops=peak_flops)
+    return Throughput(
+        lambda step: 4000 * step, ranks=2, flops_per_token=(500.0, 600.0), peak_flops=peak_flops
+    )
 
 
 def test_a_window_is_of_its_steps_alone(clock):
@@ -27,7 +29,14 @@ def test_a_window_is_of_its_steps_alone(clock):
     with one.exclude():
         clock[0] += 30
     clock[0] += 3
-    expected = {"tps": 1000.0, "tflops": 5e-7, "data_wait": 12.5, "step_time": 2.0, "mfu": 50.0, "mfu_full_attention": 60.0}
+    expected = {
+        "tps": 1000.0,
+        "tflops": 5e-7,
+        "data_wait": 12.5,
+        "step_time": 2.0,
+        "mfu": 50.0,
+        "mfu_full_attention": 60.0,
+    }
     assert one.figures(14) == expected
     clock[0] += 7  # to log them
     one.start(14)

@@ -8,7 +8,9 @@ import torch
 from titan_lite.models.hf import config_from_hf, config_to_hf, from_hf, hf_names, to_hf
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, RopeScaling, Transformer
 
-TINY = ModelConfig(dim=48, n_layers=2, n_heads=6, n_kv_heads=2, hidden_dim=40, vocab_size=300, max_seq_len=64)
+TINY = ModelConfig(
+    dim=48, n_layers=2, n_heads=6, n_kv_heads=2, hidden_dim=40, vocab_size=300, max_seq_len=64
+)
 SCALED = RopeScaling(factor=4.0, low_freq_factor=1.5, high_freq_factor=5.0, original_max_seq_len=16)
 JSON = config_to_hf(TINY, torch.float32)
 
@@ -21,11 +23,17 @@ def test_transformers_computes_the_same_from_our_names_layout_and_config(tied, s
     config = dataclasses.replace(TINY, tied_embeddings=tied, rope_scaling=scaling)
     model = Transformer(config)
     model.init_weights(seed=0)
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(config_to_hf(config, torch.float32))).eval()
-    weights = {name: to_hf(fqn, model.get_parameter(fqn), config) for fqn, name in hf_names(config).items()}
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig.from_dict(config_to_hf(config, torch.float32))
+    ).eval()
+    weights = {
+        name: to_hf(fqn, model.get_parameter(fqn), config) for fqn, name in hf_names(config).items()
+    }
     found = theirs.load_state_dict(weights, strict=False)
     assert (found.missing_keys, found.unexpected_keys) == (["lm_head.weight"] if tied else [], [])
-    tokens = torch.randint(0, config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(0)
+    )
     torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
     assert config_from_hf(theirs.config.to_dict()) == config  # as transformers itself writes it
 
@@ -42,7 +50,10 @@ def test_only_rotary_weights_are_permuted_and_come_back_to_the_bit(name):
     # Within its head, row 2i goes to i and row 2i + 1 to i + D/2.
     if name in ("wq", "wk"):
         for row in range(TINY.head_dim):
-            assert torch.equal(theirs[TINY.head_dim + row // 2 + row % 2 * TINY.head_dim // 2], weight[TINY.head_dim + row])
+            assert torch.equal(
+                theirs[TINY.head_dim + row // 2 + row % 2 * TINY.head_dim // 2],
+                weight[TINY.head_dim + row],
+            )
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
@@ -60,7 +71,13 @@ def test_every_parameter_has_a_name_of_its_own(flavor):
 
 
 def test_what_is_left_out_is_as_transformers_has_it_by_default():
-    absent = ("num_key_value_heads", "tie_word_embeddings", "rope_theta", "rope_scaling", "head_dim")
+    absent = (
+        "num_key_value_heads",
+        "tie_word_embeddings",
+        "rope_theta",
+        "rope_scaling",
+        "head_dim",
+    )
     found = config_from_hf({key: value for key, value in JSON.items() if key not in absent})
     assert found == dataclasses.replace(TINY, n_kv_heads=6, rope_theta=10_000.0)
 
@@ -73,14 +90,23 @@ def test_what_is_left_out_is_as_transformers_has_it_by_default():
         ({"attention_bias": True}, "attention_bias = True"),
         ({"mlp_bias": True}, "mlp_bias = True"),
         ({"head_dim": 16}, "head_dim = 16: expected hidden_size / num_attention_heads"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers = 0: expected a whole number above 0 and below 2**30"),
+        (
+            {"num_hidden_layers": 0},
+            "num_hidden_layers = 0: expected a whole number above 0 and below 2**30",
+        ),
         (
             {"num_key_value_heads": "2"},
             "num_key_value_heads = '2': expected a whole number above 0 and below 2**30",
         ),
-        ({"vocab_size": None}, "vocab_size = None: expected a whole number above 0 and below 2**30"),
+        (
+            {"vocab_size": None},
+            "vocab_size = None: expected a whole number above 0 and below 2**30",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling: low_freq_factor = None: expected a number"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "rope_scaling: low_freq_factor = None: expected a number",
+        ),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type = 'yarn'"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
     ],

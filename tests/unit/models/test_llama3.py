@@ -10,13 +10,30 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from titan_lite.models.llama3 import FLAVORS, Attention, ModelConfig, RopeScaling, Transformer, flops_per_token, rope_tables
+from titan_lite.models.llama3 import (
+    FLAVORS,
+    Attention,
+    ModelConfig,
+    RopeScaling,
+    Transformer,
+    flops_per_token,
+    rope_tables,
+)
 
 TINY = ModelConfig(
-    dim=64, n_layers=3, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=160, rope_theta=10_000.0, max_seq_len=128
+    dim=64,
+    n_layers=3,
+    n_heads=4,
+    n_kv_heads=2,
+    hidden_dim=96,
+    vocab_size=160,
+    rope_theta=10_000.0,
+    max_seq_len=128,
 )
 # Frequencies of head dim 16 that make 5.1, 1.6 and fewer than 1 turns in 32 tokens: one is kept, one blended, the rest stretched.
-STRETCHED = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32)
+STRETCHED = RopeScaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32
+)
 
 
 def build(config, seed=0):
@@ -26,7 +43,9 @@ def build(config, seed=0):
 
 
 def random_tokens(config, rows=2, length=16, seed=0):
-    return torch.randint(config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 # Sizes and names
@@ -53,9 +72,17 @@ def test_a_flavor_has_the_published_number_of_parameters(flavor, parameters):
 def test_flavors_differ_from_the_published_models_in_nothing_that_counting_misses():
     for name, factor in {"1B": 32.0, "3B": 32.0, "8B": 8.0, "70B": 8.0, "405B": 8.0}.items():
         config = FLAVORS[name]
-        assert config.rope_scaling == RopeScaling(factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192)
-        assert (config.rope_theta, config.norm_eps, config.max_seq_len) == (500_000.0, 1e-5, 131_072)
-        heads = {"1B": (32, 8), "3B": (24, 8), "8B": (32, 8), "70B": (64, 8), "405B": (128, 8)}[name]
+        assert config.rope_scaling == RopeScaling(
+            factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192
+        )
+        assert (config.rope_theta, config.norm_eps, config.max_seq_len) == (
+            500_000.0,
+            1e-5,
+            131_072,
+        )
+        heads = {"1B": (32, 8), "3B": (24, 8), "8B": (32, 8), "70B": (64, 8), "405B": (128, 8)}[
+            name
+        ]
         assert (config.n_heads, config.n_kv_heads) == heads
 
 
@@ -72,7 +99,9 @@ def test_names_are_those_of_the_reference_implementation(tied):
     expected = {"tok_embeddings.weight", "norm.weight", "output.weight"}
     expected |= {f"layers.{i}.{name}" for i in (0, 1) for name in in_a_layer}
     assert model.state_dict().keys() == expected  # no rotary tables among them
-    assert dict(model.named_parameters()).keys() == expected - ({"output.weight"} if tied else set())
+    assert dict(model.named_parameters()).keys() == expected - (
+        {"output.weight"} if tied else set()
+    )
     assert (model.output.weight is model.tok_embeddings.weight) is tied
 
 
@@ -125,11 +154,17 @@ def as_huggingface(model):
         "attention_norm": "input_layernorm",
         "ffn_norm": "post_attention_layernorm",
     }
-    names |= {f"layers.{i}.{a}": f"model.layers.{i}.{b}" for i in range(config.n_layers) for a, b in in_a_layer.items()}
+    names |= {
+        f"layers.{i}.{a}": f"model.layers.{i}.{b}"
+        for i in range(config.n_layers)
+        for a, b in in_a_layer.items()
+    }
     for ours, name in names.items():
         weight = model.get_parameter(f"{ours}.weight")
         if ours.endswith(("wq", "wk")):
-            weight = rotary_halves(weight, config.n_heads if ours.endswith("wq") else config.n_kv_heads)
+            weight = rotary_halves(
+                weight, config.n_heads if ours.endswith("wq") else config.n_kv_heads
+            )
         state[f"{name}.weight"] = weight
     theirs.load_state_dict(state)
     return theirs.eval()
@@ -149,19 +184,30 @@ def test_logits_are_those_of_huggingface(scaling, tied):
     assert ours.std() > 0.5
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
-    other = Transformer(dataclasses.replace(model.config, rope_scaling=None if scaling else STRETCHED))
+    other = Transformer(
+        dataclasses.replace(model.config, rope_scaling=None if scaling else STRETCHED)
+    )
     other.load_state_dict(model.state_dict())
-    assert (other(tokens) - ours).abs().max() > 0.1  # so the comparison would have seen the wrong frequencies
+    assert (
+        other(tokens) - ours
+    ).abs().max() > 0.1  # so the comparison would have seen the wrong frequencies
 
 
 def test_scaling_keeps_high_frequencies_and_divides_low_ones_by_the_factor():
-    plain, scaled = (rope_tables(dataclasses.replace(TINY, rope_scaling=scaling), range(2)) for scaling in (None, STRETCHED))
-    before, after = (torch.atan2(sin, cos)[1].double() for cos, sin in (plain, scaled))  # angles at position 1 are frequencies
+    plain, scaled = (
+        rope_tables(dataclasses.replace(TINY, rope_scaling=scaling), range(2))
+        for scaling in (None, STRETCHED)
+    )
+    before, after = (
+        torch.atan2(sin, cos)[1].double() for cos, sin in (plain, scaled)
+    )  # angles at position 1 are frequencies
     expected = torch.tensor([10_000.0 ** (-2 * i / 16) for i in range(8)], dtype=torch.float64)
     torch.testing.assert_close(before, expected, rtol=1e-5, atol=0)
     assert (before / after)[0] == 1
     assert 1.5 < (before / after)[1] < 7
-    torch.testing.assert_close(before[2:] / after[2:], torch.full((6,), 8.0).double(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        before[2:] / after[2:], torch.full((6,), 8.0).double(), rtol=1e-5, atol=0
+    )
 
 
 # Attention
@@ -182,7 +228,10 @@ def test_a_token_does_not_change_logits_before_it():
 
 @torch.no_grad()
 def test_grouped_queries_equal_attention_with_repeated_key_and_value_heads():
-    grouped, repeated = Attention(TINY), Attention(dataclasses.replace(TINY, n_kv_heads=TINY.n_heads))
+    grouped, repeated = (
+        Attention(TINY),
+        Attention(dataclasses.replace(TINY, n_kv_heads=TINY.n_heads)),
+    )
     for name in ("wq", "wo"):
         getattr(repeated, name).weight.copy_(getattr(grouped, name).weight)
     for name in ("wk", "wv"):
@@ -196,10 +245,21 @@ def test_grouped_queries_equal_attention_with_repeated_key_and_value_heads():
 
 def test_groups_of_heads_are_copied_where_no_gpu_kernel_takes_them(monkeypatch):
     grouped = []
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, *_, enable_gqa, **__: grouped.append(enable_gqa) or q)
-    for device, dtype in [("cpu", torch.float32), ("cuda", torch.bfloat16), ("cuda", torch.float32)]:
+    monkeypatch.setattr(
+        F,
+        "scaled_dot_product_attention",
+        lambda q, k, v, *_, enable_gqa, **__: grouped.append(enable_gqa) or q,
+    )
+    for device, dtype in [
+        ("cpu", torch.float32),
+        ("cuda", torch.bfloat16),
+        ("cuda", torch.float32),
+    ]:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            q, k = (torch.empty(1, 8, heads, TINY.head_dim, device=device, dtype=dtype) for heads in (4, 2))
+            q, k = (
+                torch.empty(1, 8, heads, TINY.head_dim, device=device, dtype=dtype)
+                for heads in (4, 2)
+            )
             Attention(TINY).attend(q, k, k, None)
     assert grouped == [True, True, False]
 
@@ -220,15 +280,29 @@ def test_the_first_loss_is_that_of_an_almost_uniform_guess():
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_standard_deviations_by_name_and_depth(tied):
     config = ModelConfig(
-        dim=128, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=256, vocab_size=512, tied_embeddings=tied, max_seq_len=8
+        dim=128,
+        n_layers=4,
+        n_heads=4,
+        n_kv_heads=2,
+        hidden_dim=256,
+        vocab_size=512,
+        tied_embeddings=tied,
+        max_seq_len=8,
     )
-    truncated_at_3 = 0.98658  # of the standard deviation that a normal keeps when cut at three of them
+    truncated_at_3 = (
+        0.98658  # of the standard deviation that a normal keeps when cut at three of them
+    )
     table = {"output.weight": truncated_at_3 * 128**-0.5 / 4, "tok_embeddings.weight": 1.0}
     if tied:
         table = {"tok_embeddings.weight": truncated_at_3 * 128**-0.5}
-    for i, residual in enumerate((0.0141421, 0.01, 0.0081650, 0.0070711)):  # 0.02 / sqrt(2), sqrt(4), sqrt(6), sqrt(8)
+    for i, residual in enumerate(
+        (0.0141421, 0.01, 0.0081650, 0.0070711)
+    ):  # 0.02 / sqrt(2), sqrt(4), sqrt(6), sqrt(8)
         table |= {f"layers.{i}.attention.{name}.weight": 0.02 for name in ("wq", "wk", "wv")}
-        table |= {f"layers.{i}.feed_forward.w1.weight": 0.02, f"layers.{i}.attention.wo.weight": residual}
+        table |= {
+            f"layers.{i}.feed_forward.w1.weight": 0.02,
+            f"layers.{i}.attention.wo.weight": residual,
+        }
         table |= {f"layers.{i}.feed_forward.{name}.weight": residual for name in ("w2", "w3")}
     seen = set()
     for name, parameter in build(config).named_parameters():
@@ -247,7 +321,11 @@ def test_numbers_depend_on_seed_and_name_alone():
     def weights(config, seed):
         torch.manual_seed(len(calls))  # the global generator has no say
         calls.append(seed)
-        return {name: parameter.detach() for name, parameter in build(config, seed).named_parameters() if "norm" not in name}
+        return {
+            name: parameter.detach()
+            for name, parameter in build(config, seed).named_parameters()
+            if "norm" not in name
+        }
 
     calls = []
     first, again, other = (weights(TINY, seed) for seed in (7, 7, 8))
@@ -257,7 +335,9 @@ def test_numbers_depend_on_seed_and_name_alone():
         assert not torch.equal(weight, other[name]), name
         if name.startswith("layers"):
             assert torch.equal(weight, deeper[name]), name
-    same_shape = [weight for weight in first.values() if weight.shape == (32, 64)]  # wk and wv of every layer
+    same_shape = [
+        weight for weight in first.values() if weight.shape == (32, 64)
+    ]  # wk and wv of every layer
     assert len(same_shape) == 6
     assert len({tuple(weight[0].tolist()) for weight in same_shape}) == 6
 
@@ -295,7 +375,9 @@ def test_a_rank_draws_its_slice_of_the_whole():
 
         sharded.init_weights(0, shard_of)
         assert asked == [name for name, _ in sharded.named_parameters()]
-        for (name, expected), actual in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+        for (name, expected), actual in zip(
+            whole.named_parameters(), sharded.parameters(), strict=True
+        ):
             filled = ~actual.isnan()
             assert torch.equal(actual[filled], expected[filled]), (label, name)
             share = rows / config.vocab_size if actual.shape[0] == config.vocab_size else 0.5
@@ -305,7 +387,11 @@ def test_a_rank_draws_its_slice_of_the_whole():
 def test_rows_are_drawn_in_blocks_that_are_all_different_and_never_the_whole(monkeypatch):
     model = Transformer(dataclasses.replace(TINY, vocab_size=40_000, n_layers=1))
     drawn, normal = [], torch.nn.init.normal_
-    monkeypatch.setattr(torch.nn.init, "normal_", lambda tensor, *args: drawn.append(tensor.numel()) or normal(tensor, *args))
+    monkeypatch.setattr(
+        torch.nn.init,
+        "normal_",
+        lambda tensor, *args: drawn.append(tensor.numel()) or normal(tensor, *args),
+    )
     model.init_weights(0)
     table = model.tok_embeddings.weight
     assert drawn == [2**20, 2**20, (40_000 - 2 * 16_384) * 64]
@@ -320,7 +406,9 @@ def test_init_fills_rotary_tables_that_were_emptied():
         buffer.fill_(7)
     model.init_weights(0)
     expected = *rope_tables(TINY, range(TINY.max_seq_len)), torch.arange(TINY.max_seq_len)
-    for buffer, numbers in zip((model.rope_cos, model.rope_sin, model.own_positions), expected, strict=True):
+    for buffer, numbers in zip(
+        (model.rope_cos, model.rope_sin, model.own_positions), expected, strict=True
+    ):
         assert torch.equal(buffer, numbers)
 
 
@@ -330,9 +418,13 @@ def test_with_begins_a_document_is_what_it_is_alone():
     begins = torch.where(torch.arange(tokens.shape[1]) < cut, 0, cut).expand_as(tokens)
     logits = model(tokens, begins)
     torch.testing.assert_close(logits[:, :cut], model(tokens[:, :cut]), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(logits[:, cut:], model(tokens[:, cut:]), rtol=1e-4, atol=1e-5)  # rotation is relative
+    torch.testing.assert_close(
+        logits[:, cut:], model(tokens[:, cut:]), rtol=1e-4, atol=1e-5
+    )  # rotation is relative
     assert (logits - model(tokens))[:, cut:].abs().max() > 1e-3
-    torch.testing.assert_close(model(tokens, torch.zeros_like(tokens)), model(tokens), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        model(tokens, torch.zeros_like(tokens)), model(tokens), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_bfloat16_follows_float32_with_rotary_tables_in_float32():
@@ -348,7 +440,9 @@ def test_bfloat16_follows_float32_with_rotary_tables_in_float32():
     for output in (logits, expected):
         F.cross_entropy(output.flatten(0, 1).float(), tokens.flatten()).backward()
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert F.cosine_similarity(ours.grad.float().flatten(), theirs.grad.flatten(), dim=0) > 0.99, name
+        assert (
+            F.cosine_similarity(ours.grad.float().flatten(), theirs.grad.flatten(), dim=0) > 0.99
+        ), name
 
 
 # Operations
@@ -377,7 +471,9 @@ def test_flops_per_token_are_those_that_torch_counts():
     model = build(config)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
-    counts = {operator.__name__: count for operator, count in counter.get_flop_counts()["Global"].items()}
+    counts = {
+        operator.__name__: count for operator, count in counter.get_flop_counts()["Global"].items()
+    }
     assert counts.keys() == {"mm", "bmm"}
     assert flops_per_token(model.config, length) * rows * length == counts["mm"] + counts["bmm"] / 2
 
@@ -385,7 +481,11 @@ def test_flops_per_token_are_those_that_torch_counts():
 def test_any_length_up_to_the_longest():
     model = build(TINY)
     for length in (1, 2, TINY.max_seq_len):
-        assert model(random_tokens(TINY, rows=1, length=length)).shape == (1, length, TINY.vocab_size)
+        assert model(random_tokens(TINY, rows=1, length=length)).shape == (
+            1,
+            length,
+            TINY.vocab_size,
+        )
     with pytest.raises(RuntimeError):
         model(random_tokens(TINY, rows=1, length=TINY.max_seq_len + 1))
 
@@ -396,7 +496,9 @@ def test_layers_keep_their_names_when_the_first_ones_are_taken_out():
     model = build(TINY)
     tokens = random_tokens(TINY)
     del model.layers["0"]
-    assert {name.split(".")[1] for name, _ in model.named_parameters() if name.startswith("layers")} == {"1", "2"}
+    assert {
+        name.split(".")[1] for name, _ in model.named_parameters() if name.startswith("layers")
+    } == {"1", "2"}
     x, cos, sin = model.tok_embeddings(tokens), model.rope_cos[:16], model.rope_sin[:16]
     for name in ("1", "2"):
         x = model.get_submodule(f"layers.{name}")(x, cos, sin)

@@ -18,7 +18,16 @@ NORMS = {"layers.0.attention_norm.weight", "layers.0.ffn_norm.weight", "norm.wei
 
 def build_model(tied=False):
     model = Transformer(
-        ModelConfig(dim=8, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=12, vocab_size=20, tied_embeddings=tied, max_seq_len=4)
+        ModelConfig(
+            dim=8,
+            n_layers=1,
+            n_heads=2,
+            n_kv_heads=1,
+            hidden_dim=12,
+            vocab_size=20,
+            tied_embeddings=tied,
+            max_seq_len=4,
+        )
     )
     model.init_weights(0)
     return model
@@ -45,16 +54,25 @@ def test_norms_do_not_decay():
     model = build_model()
     optimizer = build_optimizer(Optimizer(weight_decay=0.3), dict(model.named_parameters()), seed=0)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    decay = {names[p]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    decay = {
+        names[p]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
+    }
     assert decay == {name: 0.0 if name in NORMS else 0.3 for name in names.values()}
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(names)  # none of them twice
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(
+        names
+    )  # none of them twice
 
 
 def test_settings_reach_every_group():
     optimizer = build_optimizer(CONFIG, dict(build_model().named_parameters()), seed=0)
     assert len(optimizer.param_groups) == 2
     for group in optimizer.param_groups:
-        assert (group["lr"], group["betas"], group["eps"], group["fused"]) == (0.02, (0.8, 0.9), 1e-6, True)
+        assert (group["lr"], group["betas"], group["eps"], group["fused"]) == (
+            0.02,
+            (0.8, 0.9),
+            1e-6,
+            True,
+        )
     set_learning_rate(optimizer, 0.125)
     assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
 
@@ -64,7 +82,12 @@ def test_steps_are_those_of_the_plain_algorithm():
     optimizer = build_optimizer(CONFIG, dict(model.named_parameters()), seed=0)
     theirs = [
         torch.optim.AdamW(
-            [parameter], lr=CONFIG.lr, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0 if name in NORMS else 0.5, foreach=False
+            [parameter],
+            lr=CONFIG.lr,
+            betas=(0.8, 0.9),
+            eps=1e-6,
+            weight_decay=0.0 if name in NORMS else 0.5,
+            foreach=False,
         )
         for name, parameter in oracle.named_parameters()
     ]
@@ -75,17 +98,23 @@ def test_steps_are_those_of_the_plain_algorithm():
             set_learning_rate(each, CONFIG.lr * step / 4)
             each.step()
     for (name, ours), expected in zip(model.named_parameters(), oracle.parameters(), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours, expected, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_in_float32_the_update_is_torchs_fused_kernel_to_the_bit():
     model, oracle = build_model(), build_model()
     optimizer = build_optimizer(CONFIG, dict(model.named_parameters()), seed=0)
-    theirs = torch.optim.AdamW(optimizer_groups(oracle), lr=CONFIG.lr, betas=(0.8, 0.9), eps=1e-6, fused=True)
+    theirs = torch.optim.AdamW(
+        optimizer_groups(oracle), lr=CONFIG.lr, betas=(0.8, 0.9), eps=1e-6, fused=True
+    )
     for step in (1, 2, 3):
         take_steps(model, optimizer, [step])
         take_steps(oracle, theirs, [step])
-    assert all(torch.equal(*pair) for pair in zip(model.parameters(), oracle.parameters(), strict=True))
+    assert all(
+        torch.equal(*pair) for pair in zip(model.parameters(), oracle.parameters(), strict=True)
+    )
 
 
 def optimizer_groups(model):
@@ -101,18 +130,26 @@ def optimizer_groups(model):
 def follow(dtype, state_dtype, steps=400):
     """The mean of 10,000 parameters that begin at 1, after steps of 1e-4 down, and of the moments of a constant gradient."""
     parameter = torch.nn.Parameter(torch.ones(100, 100, dtype=dtype))
-    config = Optimizer(lr=1e-4, beta1=0.999, beta2=0.999, eps=0.0, weight_decay=0.0, state_dtype=state_dtype)
+    config = Optimizer(
+        lr=1e-4, beta1=0.999, beta2=0.999, eps=0.0, weight_decay=0.0, state_dtype=state_dtype
+    )
     optimizer = build_optimizer(config, {"weight": parameter}, seed=0)
     for _ in range(steps):
         parameter.grad = torch.full_like(parameter, 0.75)
         optimizer.step()
     state = optimizer.state[parameter]
-    assert {state[name].dtype for name in ("exp_avg", "exp_avg_sq")} == {getattr(torch, state_dtype)}
-    return [tensor.double().mean().item() for tensor in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"])]
+    assert {state[name].dtype for name in ("exp_avg", "exp_avg_sq")} == {
+        getattr(torch, state_dtype)
+    }
+    return [
+        tensor.double().mean().item()
+        for tensor in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"])
+    ]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "state"), [(torch.bfloat16, "bfloat16"), (torch.float32, "bfloat16"), (torch.bfloat16, "float32")]
+    ("dtype", "state"),
+    [(torch.bfloat16, "bfloat16"), (torch.float32, "bfloat16"), (torch.bfloat16, "float32")],
 )
 def test_steps_too_small_for_bfloat16_are_taken_on_average(dtype, state):
     """To the nearest, a parameter of 1 loses every step below 1/512, and a moment stands still at an increment of 1/512 of it."""
@@ -125,7 +162,9 @@ def test_steps_too_small_for_bfloat16_are_taken_on_average(dtype, state):
 
 
 def compiling(backend):
-    return functools.partial(compile_function, config=Compile(enable=True, backend=backend), component="optimizer")
+    return functools.partial(
+        compile_function, config=Compile(enable=True, backend=backend), component="optimizer"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -134,7 +173,9 @@ def test_a_compiled_update_is_that_of_the_fused_kernel_and_compiled_once(backend
     """aot_eager: moments bitwise, parameters but for the rounding of one multiplication (torch 2.13, on a CPU)."""
     torch._dynamo.reset()
     model, oracle = build_model().to(dtype), build_model().to(dtype)
-    optimizer = build_optimizer(CONFIG, dict(model.named_parameters()), seed=0, compile=compiling(backend))
+    optimizer = build_optimizer(
+        CONFIG, dict(model.named_parameters()), seed=0, compile=compiling(backend)
+    )
     fused = build_optimizer(CONFIG, dict(oracle.named_parameters()), seed=0)
     graphs = []
     for step in range(1, 11):
@@ -145,14 +186,23 @@ def test_a_compiled_update_is_that_of_the_fused_kernel_and_compiled_once(backend
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert len(set(graphs)) == 1  # one a group, in the first step
 
-    ours, theirs = (optimizer_state(its, dict(each.named_parameters())) for each, its in ((model, optimizer), (oracle, fused)))
+    ours, theirs = (
+        optimizer_state(its, dict(each.named_parameters()))
+        for each, its in ((model, optimizer), (oracle, fused))
+    )
     assert ours.keys() == theirs.keys()
     rtol = 1e-5 if dtype == torch.float32 else 2**-7
     for name, tensor in ours.items():
         exact = backend == "aot_eager" or name.endswith(".step")
-        torch.testing.assert_close(tensor, theirs[name], rtol=0 if exact else rtol, atol=0 if exact else 1e-7)
-    for (name, parameter), expected in zip(model.named_parameters(), oracle.parameters(), strict=True):
-        torch.testing.assert_close(parameter, expected, rtol=rtol, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            tensor, theirs[name], rtol=0 if exact else rtol, atol=0 if exact else 1e-7
+        )
+    for (name, parameter), expected in zip(
+        model.named_parameters(), oracle.parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            parameter, expected, rtol=rtol, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_a_compiled_update_goes_on_from_the_state_of_the_fused_kernel():
@@ -161,7 +211,9 @@ def test_a_compiled_update_goes_on_from_the_state_of_the_fused_kernel():
     fused = build_optimizer(CONFIG, dict(model.named_parameters()), seed=0)
     take_steps(model, fused, [1, 2, 3])
     resumed.load_state_dict(model.state_dict())
-    new = build_optimizer(CONFIG, dict(resumed.named_parameters()), seed=0, compile=compiling("aot_eager"))
+    new = build_optimizer(
+        CONFIG, dict(resumed.named_parameters()), seed=0, compile=compiling("aot_eager")
+    )
     saved = optimizer_state(fused, dict(model.named_parameters()))
     for name, tensor in optimizer_state(new, dict(resumed.named_parameters())).items():
         assert tensor.dtype == saved[name].dtype
@@ -169,13 +221,17 @@ def test_a_compiled_update_goes_on_from_the_state_of_the_fused_kernel():
     take_steps(model, fused, [4, 5])
     take_steps(resumed, new, [4, 5])
     for (name, ours), theirs in zip(resumed.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours, theirs, rtol=1e-5, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 # Clipping
 
 
-@pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e3], ids=["far above", "above", "below the limit"])
+@pytest.mark.parametrize(
+    "max_norm", [1e-3, 1.0, 1e3], ids=["far above", "above", "below the limit"]
+)
 def test_clipping_is_that_of_torch(max_norm):
     model, oracle = build_model(), build_model()
     for each in (model, oracle):
@@ -195,14 +251,20 @@ def test_clipping_is_that_of_torch(max_norm):
 def test_the_norm_of_bfloat16_gradients_is_summed_in_float32():
     parameters = [torch.nn.Parameter(torch.zeros(300, 301, dtype=torch.bfloat16)) for _ in range(2)]
     for seed, parameter in enumerate(parameters):
-        parameter.grad = torch.randn(300, 301, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        parameter.grad = torch.randn(
+            300, 301, generator=torch.Generator().manual_seed(seed)
+        ).bfloat16()
     before = torch.stack([parameter.grad for parameter in parameters])
     norm = clip_grad_norm_(iter(parameters), max_norm=1.0)
     assert norm.dtype == torch.float32
-    assert norm.item() == pytest.approx(before.double().norm().item(), rel=1e-5)  # bfloat16 has 3 digits
+    assert norm.item() == pytest.approx(
+        before.double().norm().item(), rel=1e-5
+    )  # bfloat16 has 3 digits
     for parameter, gradient in zip(parameters, before, strict=True):
         assert parameter.grad.dtype == torch.bfloat16
-        torch.testing.assert_close(parameter.grad.float(), gradient.float() / norm, rtol=2**-8, atol=0)
+        torch.testing.assert_close(
+            parameter.grad.float(), gradient.float() / norm, rtol=2**-8, atol=0
+        )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -224,12 +286,16 @@ def test_state_is_named_after_parameters_and_is_the_live_one(tied):
     state = optimizer_state(optimizer, dict(model.named_parameters()))
     names = [name for name, _ in model.named_parameters()]
     assert ("output.weight" in names) is not tied
-    assert state.keys() == {f"{name}.{part}" for name in names for part in ("step", "exp_avg", "exp_avg_sq")}
+    assert state.keys() == {
+        f"{name}.{part}" for name in names for part in ("step", "exp_avg", "exp_avg_sq")
+    }
     assert not any(tensor.any() for tensor in state.values())
     take_steps(model, optimizer, [1, 2, 3])
     for name, parameter in model.named_parameters():
         assert state[f"{name}.step"] == 3
-        assert state[f"{name}.exp_avg"].shape == state[f"{name}.exp_avg_sq"].shape == parameter.shape
+        assert (
+            state[f"{name}.exp_avg"].shape == state[f"{name}.exp_avg_sq"].shape == parameter.shape
+        )
         assert state[f"{name}.exp_avg"].all()
         assert (state[f"{name}.exp_avg_sq"] > 0).all()
     again = optimizer_state(optimizer, dict(model.named_parameters()))
@@ -238,7 +304,10 @@ def test_state_is_named_after_parameters_and_is_the_live_one(tied):
 
 def test_asking_for_the_state_before_the_first_step_changes_nothing():
     model, untouched = build_model(), build_model()
-    optimizers = [build_optimizer(CONFIG, dict(each.named_parameters()), seed=0) for each in (model, untouched)]
+    optimizers = [
+        build_optimizer(CONFIG, dict(each.named_parameters()), seed=0)
+        for each in (model, untouched)
+    ]
     optimizer_state(optimizers[0], dict(model.named_parameters()))
     for each, optimizer in zip((model, untouched), optimizers, strict=True):
         take_steps(each, optimizer, [1, 2])
@@ -257,7 +326,10 @@ def test_steps_after_loading_are_those_without_interruption():
     model, resumed = build_model(), build_model()
     optimizer = build_optimizer(CONFIG, dict(model.named_parameters()), seed=0)
     take_steps(model, optimizer, [1, 2, 3])
-    saved = {name: tensor.clone() for name, tensor in optimizer_state(optimizer, dict(model.named_parameters())).items()}
+    saved = {
+        name: tensor.clone()
+        for name, tensor in optimizer_state(optimizer, dict(model.named_parameters())).items()
+    }
     resumed.load_state_dict(model.state_dict())
     new = build_optimizer(CONFIG, dict(resumed.named_parameters()), seed=0)
     for name, tensor in optimizer_state(new, dict(resumed.named_parameters())).items():
@@ -275,7 +347,10 @@ def test_steps_after_loading_are_those_without_interruption():
 def test_a_step_that_is_skipped_on_the_device_changes_nothing(compile):
     torch._dynamo.reset()
     model, oracle = build_model(), build_model()
-    ours, theirs = (build_optimizer(CONFIG, dict(each.named_parameters()), seed=0, compile=compile) for each in (model, oracle))
+    ours, theirs = (
+        build_optimizer(CONFIG, dict(each.named_parameters()), seed=0, compile=compile)
+        for each in (model, oracle)
+    )
     names = [dict(each.named_parameters()) for each in (model, oracle)]
     for step, skipped in enumerate([True, False, False, True, False], 1):
         set_gradients(model, step)
@@ -287,5 +362,8 @@ def test_a_step_that_is_skipped_on_the_device_changes_nothing(compile):
             theirs.step()
         for mine, other in zip(names[0].values(), names[1].values(), strict=True):
             assert torch.equal(mine, other)
-        states = [optimizer_state(its, its_names) for its, its_names in zip((ours, theirs), names, strict=True)]
+        states = [
+            optimizer_state(its, its_names)
+            for its, its_names in zip((ours, theirs), names, strict=True)
+        ]
         assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())

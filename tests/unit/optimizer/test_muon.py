@@ -27,7 +27,9 @@ def build(config=MUON, dtype=torch.float32, **how):
 def set_gradients(parameters, step, scale=1.0):
     generator = torch.Generator().manual_seed(step)
     for parameter in parameters.values():
-        parameter.grad = (scale * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype)
+        parameter.grad = (scale * torch.randn(parameter.shape, generator=generator)).to(
+            parameter.dtype
+        )
 
 
 def take_steps(parameters, optimizer, steps=range(1, 6)):
@@ -68,7 +70,9 @@ def test_with_heads_the_steps_are_those_of_torchs_muon_for_each_head(head_dim):
     for fqn in filter(is_matrix, parameters):
         rows = head_dim if fqn.split(".")[-2] in ("wq", "wk", "wv") else len(start[fqn])
         heads = [torch.nn.Parameter(head.clone()) for head in start[fqn].split(rows)]
-        oracle = torch.optim.Muon(heads, weight_decay=0.5, momentum=0.8, adjust_lr_fn="match_rms_adamw")
+        oracle = torch.optim.Muon(
+            heads, weight_decay=0.5, momentum=0.8, adjust_lr_fn="match_rms_adamw"
+        )
         for step in range(1, 6):
             set_gradients(parameters, step)
             for head, gradient in zip(heads, parameters[fqn].grad.split(rows), strict=True):
@@ -79,9 +83,16 @@ def test_with_heads_the_steps_are_those_of_torchs_muon_for_each_head(head_dim):
 
 
 def test_heads_are_priced_as_what_they_are():
-    config, shapes = dataclasses.replace(MUON, ns_per_head=True), {"layers.0.attention.wq.weight": (40, 24)}
+    config, shapes = (
+        dataclasses.replace(MUON, ns_per_head=True),
+        {"layers.0.attention.wq.weight": (40, 24)},
+    )
     assert cut(config, shapes, 10) == [(4, 10, 24)]
-    assert cut(MUON, shapes, 10) == cut(dataclasses.replace(config, name="AdamW"), shapes, 10) == [(40, 24)]
+    assert (
+        cut(MUON, shapes, 10)
+        == cut(dataclasses.replace(config, name="AdamW"), shapes, 10)
+        == [(40, 24)]
+    )
     assert newton_schulz_flops((4, 10, 24), 5) == 4 * newton_schulz_flops((10, 24), 5)
 
 
@@ -90,7 +101,10 @@ def test_one_learning_rate_serves_both_and_norms_do_not_decay():
     set_learning_rate(optimizer, 0.125)
     assert [group["lr"] for group in optimizer.param_groups] == [0.125] * 3
     names = {parameter: fqn for fqn, parameter in parameters.items()}
-    found = [sorted(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups]
+    found = [
+        sorted(names[parameter] for parameter in group["params"])
+        for group in optimizer.param_groups
+    ]
     assert found[0] == sorted(fqn for fqn in parameters if is_matrix(fqn))
     assert found[1] == ["output.weight", "tok_embeddings.weight"]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.5, 0.0]
@@ -117,9 +131,14 @@ def test_the_iteration_is_its_polynomial_of_the_singular_values(shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_skipped_step_changes_nothing(dtype):
-    parameters, optimizer = build(Optimizer(**{**vars(MUON), "state_dtype": str(dtype).removeprefix("torch.")}), dtype)
+    parameters, optimizer = build(
+        Optimizer(**{**vars(MUON), "state_dtype": str(dtype).removeprefix("torch.")}), dtype
+    )
     take_steps(parameters, optimizer, [1, 2])
-    before = {name: tensor.clone() for name, tensor in (parameters | optimizer_state(optimizer, parameters)).items()}
+    before = {
+        name: tensor.clone()
+        for name, tensor in (parameters | optimizer_state(optimizer, parameters)).items()
+    }
     set_gradients(parameters, 3, scale=float("nan"))
     optimizer.step(torch.ones(()))
     after = parameters | optimizer_state(optimizer, parameters)
@@ -133,7 +152,9 @@ def test_the_state_by_name_is_there_before_the_first_step_and_goes_on_where_it_w
     parameters, optimizer = build()
     other, resumed = build()
     state = optimizer_state(resumed, other)
-    expected = {f"{fqn}.{name}" for fqn in parameters for name in ("step", *MOMENTS[is_matrix(fqn)])}
+    expected = {
+        f"{fqn}.{name}" for fqn in parameters for name in ("step", *MOMENTS[is_matrix(fqn)])
+    }
     assert state.keys() == expected
     take_steps(parameters, optimizer, [1, 2])
     with torch.no_grad():
@@ -150,9 +171,13 @@ MOMENTS = {True: ("momentum_buffer",), False: ("exp_avg", "exp_avg_sq")}
 def test_a_momentum_in_bfloat16_is_kept_on_average():
     """To the nearest, a mean stands still at an increment of 1/512 of it."""
     parameter = torch.nn.Parameter(torch.zeros(100, 100))
-    config = Optimizer(**{**vars(MUON), "momentum": 0.999, "state_dtype": "bfloat16", "ns_steps": 1})
+    config = Optimizer(
+        **{**vars(MUON), "momentum": 0.999, "state_dtype": "bfloat16", "ns_steps": 1}
+    )
     norm = torch.nn.Parameter(torch.ones(100))
-    optimizer = build_optimizer(config, {"layers.0.wq.weight": parameter, "norm.weight": norm}, seed=0)
+    optimizer = build_optimizer(
+        config, {"layers.0.wq.weight": parameter, "norm.weight": norm}, seed=0
+    )
     for _ in range(400):
         parameter.grad = torch.full_like(parameter, 0.75)
         optimizer.step()
@@ -168,12 +193,18 @@ def test_a_momentum_in_bfloat16_is_kept_on_average():
 def test_owners_of_the_matrices_of_8b_have_alike_work(ranks, most):
     with torch.device("meta"):
         model = Transformer(FLAVORS["8B"])
-    shapes = [tuple(parameter.shape) for fqn, parameter in model.named_parameters() if is_matrix(fqn)]
+    shapes = [
+        tuple(parameter.shape) for fqn, parameter in model.named_parameters() if is_matrix(fqn)
+    ]
     assert len(shapes) == 32 * 7
     costs = [newton_schulz_flops(shape) for shape in shapes]
     buckets = share_out(costs, ranks)
-    assert sorted(number for bucket in buckets for number in bucket.values()) == list(range(len(shapes)))
-    loads = [sum(costs[bucket[rank]] for bucket in buckets if rank in bucket) for rank in range(ranks)]
+    assert sorted(number for bucket in buckets for number in bucket.values()) == list(
+        range(len(shapes))
+    )
+    loads = [
+        sum(costs[bucket[rank]] for bucket in buckets if rank in bucket) for rank in range(ranks)
+    ]
     assert max(loads) <= most * sum(loads) / ranks
     for bucket in buckets[:1]:
         assert {shapes[number] for number in bucket.values()} <= {(14336, 4096), (4096, 14336)}

@@ -55,9 +55,17 @@ def train(model, optimizer, steps):
 def test_buckets_have_every_row_once_in_order_and_are_full(most):
     shapes = [torch.Size(shape) for shape in [(9, 7), (0, 5), (3,), (20,), (1, 20), (30, 4)]]
     buckets = buckets_of(shapes, most)
-    rows = [(piece.number, row) for bucket in buckets for piece in bucket for row in range(piece.start, piece.stop)]
+    rows = [
+        (piece.number, row)
+        for bucket in buckets
+        for piece in bucket
+        for row in range(piece.start, piece.stop)
+    ]
     assert rows == [(number, row) for number, shape in enumerate(shapes) for row in range(shape[0])]
-    sizes = [sum((p.stop - p.start) * math.prod(shapes[p.number][1:]) for p in bucket) for bucket in buckets]
+    sizes = [
+        sum((p.stop - p.start) * math.prod(shapes[p.number][1:]) for p in bucket)
+        for bucket in buckets
+    ]
     assert max(sizes) <= most
     for size, following in zip(sizes, buckets[1:], strict=False):
         assert size + math.prod(shapes[following[0].number][1:]) > most  # its next row did not fit
@@ -72,8 +80,14 @@ def test_an_offloaded_update_is_the_one_on_the_device_to_the_bit(dtype, state, w
     norms = [train(model, optimizer, range(1, 6)) for model, optimizer in (found, expected)]
     assert norms[0] == norms[1]
     assert min(norms[0]) > 0.1  # so that all are clipped
-    assert all(torch.equal(*pair) for pair in zip(found[0].parameters(), expected[0].parameters(), strict=True))
-    states = [optimizer_state(optimizer, dict(model.named_parameters())) for model, optimizer in (found, expected)]
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(found[0].parameters(), expected[0].parameters(), strict=True)
+    )
+    states = [
+        optimizer_state(optimizer, dict(model.named_parameters()))
+        for model, optimizer in (found, expected)
+    ]
     assert states[0].keys() == states[1].keys()
     for name, tensor in states[0].items():
         assert tensor.dtype == states[1][name].dtype
@@ -82,7 +96,9 @@ def test_an_offloaded_update_is_the_one_on_the_device_to_the_bit(dtype, state, w
 
 def tensors_alive():
     gc.collect()
-    found = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]  # no fake ones of other tests
+    found = [
+        each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)
+    ]  # no fake ones of other tests
     return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in found}
 
 
@@ -99,17 +115,29 @@ def test_what_stays_on_the_device_is_what_the_planner_counts(state, bucket, wher
             optimizer.zero_grad()
         made = {place: nbytes for place, nbytes in tensors_alive().items() if place not in before}
         named = optimizer_state(optimizer, dict(model.named_parameters()))
-        host = {tensor.data_ptr(): tensor.nbytes for name, tensor in named.items() if "exp_avg" in name}
+        host = {
+            tensor.data_ptr(): tensor.nbytes for name, tensor in named.items() if "exp_avg" in name
+        }
         weights = 0
         if where == "all":
-            host |= {tensor.data_ptr(): tensor.nbytes for each in model.parameters() for tensor in (each.detach(), each.grad)}
+            host |= {
+                tensor.data_ptr(): tensor.nbytes
+                for each in model.parameters()
+                for tensor in (each.detach(), each.grad)
+            }
             weights = sum(parameter.nbytes for parameter in model.parameters())
         counts = sum(name.endswith(".step") for name in named)
         sections = Training(offload=where), Optimizer(state_dtype=state)
-        for_rounding = sum(rows.nbytes for rows, _ in optimizer.places.values())  # 4 bytes a row, which the planner leaves out
-        on_device, in_host = state_bytes(*sections, sum(parameter.numel() for parameter in model.parameters()))
+        for_rounding = sum(
+            rows.nbytes for rows, _ in optimizer.places.values()
+        )  # 4 bytes a row, which the planner leaves out
+        on_device, in_host = state_bytes(
+            *sections, sum(parameter.numel() for parameter in model.parameters())
+        )
     assert sum(host.values()) == in_host
-    numbers = 4 * counts + (8 * counts + 4 if where == "all" else 0)  # step counts; norms of gradients, and what clips them
+    numbers = 4 * counts + (
+        8 * counts + 4 if where == "all" else 0
+    )  # step counts; norms of gradients, and what clips them
     assert sum(made.values()) + weights - in_host == sum(on_device) + numbers + for_rounding
     assert bool(for_rounding) is (state == "bfloat16")
 
@@ -124,7 +152,9 @@ class Stream:
         self.name, self.clock = name, {}
 
     def wait_event(self, clock):
-        self.clock = {name: max(self.clock.get(name, 0), clock.get(name, 0)) for name in {*self.clock, *clock}}
+        self.clock = {
+            name: max(self.clock.get(name, 0), clock.get(name, 0)) for name in {*self.clock, *clock}
+        }
 
     def wait_stream(self, other):
         self.wait_event(other.clock)
@@ -172,8 +202,12 @@ class Races(TorchDispatchMode):
 
 @pytest.mark.parametrize("missing", ["", "wait_event", "wait_stream"])
 @pytest.mark.parametrize("bucket", [100, 2**24])
-@pytest.mark.parametrize(("where", "state"), [("optimizer", "float32"), ("optimizer", "bfloat16"), ("all", "float32")])
-def test_copies_on_streams_and_updates_wait_for_each_other(where, state, bucket, missing, monkeypatch):
+@pytest.mark.parametrize(
+    ("where", "state"), [("optimizer", "float32"), ("optimizer", "bfloat16"), ("all", "float32")]
+)
+def test_copies_on_streams_and_updates_wait_for_each_other(
+    where, state, bucket, missing, monkeypatch
+):
     """As on a GPU, whose streams are replaced by clocks. Without the waits, the races are found."""
     with mock.patch.object(offload, "BUCKET", bucket):
         model, optimizer = build(state=state, where=where)
@@ -187,7 +221,9 @@ def test_copies_on_streams_and_updates_wait_for_each_other(where, state, bucket,
             monkeypatch.setattr(Stream, missing, lambda self, other: None)
         with races:
             for step in (1, 2, 3):
-                weights = [parameter.detach().clone() for parameter in model.parameters()]  # as a gather reads them
+                weights = [
+                    parameter.detach().clone() for parameter in model.parameters()
+                ]  # as a gather reads them
                 give_gradients(model, optimizer, step)
                 optimizer.step()
     assert {("to the device", "main"), ("main", "back"), ("back", "to the device")} <= races.between

@@ -15,10 +15,19 @@ from titan_lite.models.shapes import FLAVORS
 from titan_lite.optimizer import shampoo
 from titan_lite.optimizer.build import build_optimizer, optimizer_state, set_learning_rate
 from titan_lite.optimizer.shampoo import inverse_fourth_root
-from titan_lite.optimizer.state import OF_MATRIX, blocks_of, is_matrix, share_out, sides_of, turns_of
+from titan_lite.optimizer.state import (
+    OF_MATRIX,
+    blocks_of,
+    is_matrix,
+    share_out,
+    sides_of,
+    turns_of,
+)
 
 SHAMPOO = Optimizer("Shampoo", lr=0.02, beta2=0.9, weight_decay=0.5)
-SHAMPOO = dataclasses.replace(SHAMPOO, max_preconditioner_dim=16, precondition_frequency=2, start_preconditioning_step=2)
+SHAMPOO = dataclasses.replace(
+    SHAMPOO, max_preconditioner_dim=16, precondition_frequency=2, start_preconditioning_step=2
+)
 
 
 def build(config=SHAMPOO, dtype=torch.float32):
@@ -45,7 +54,9 @@ def root_of(factor, eps):
 def equations(weight, gradients, config, turns):
     """The matrix after steps with these gradients, in float64, written out from the paper. turns: of each block's L and R, the
     rest of the division by 2 of the steps with their roots; the second step has them all."""
-    rows, columns = ([(at, min(at + 16, size)) for at in range(0, size, 16)] for size in weight.shape)
+    rows, columns = (
+        [(at, min(at + 16, size)) for at in range(0, size, 16)] for size in weight.shape
+    )
     places = [(slice(*a), slice(*b)) for a in rows for b in columns]
     mean, square = np.zeros_like(weight), np.zeros_like(weight)
     left, right = ([0.0] * len(places) for _ in range(2))
@@ -53,7 +64,11 @@ def equations(weight, gradients, config, turns):
     for step, gradient in enumerate(gradients, 1):
         mean = config.beta1 * mean + (1 - config.beta1) * gradient
         square = config.beta2 * square + (1 - config.beta2) * gradient**2
-        change = mean / (1 - config.beta1**step) / (np.sqrt(square / (1 - config.beta2**step)) + config.eps)
+        change = (
+            mean
+            / (1 - config.beta1**step)
+            / (np.sqrt(square / (1 - config.beta2**step)) + config.eps)
+        )
         preconditioned = np.zeros_like(weight)
         for n, place in enumerate(places):
             block, correction = gradient[place], 1 - config.beta2**step
@@ -63,7 +78,9 @@ def equations(weight, gradients, config, turns):
                 if step == 2 or (step > 2 and step % 2 == turns[2 * n + side]):
                     roots[n][side] = root_of(each[n] / correction, config.preconditioner_eps)
             if step >= 2:
-                preconditioned[place] = roots[n][0] @ (mean[place] / (1 - config.beta1**step)) @ roots[n][1]
+                preconditioned[place] = (
+                    roots[n][0] @ (mean[place] / (1 - config.beta1**step)) @ roots[n][1]
+                )
         if step >= 2:
             change = preconditioned * np.sqrt((change**2).sum() / (preconditioned**2).sum())
         weight = weight - 0.02 / step * (config.weight_decay * weight + change)
@@ -78,25 +95,38 @@ def test_steps_are_those_of_the_equations(shape, eps):
     start, *gradients = (torch.randn(shape, generator=generator) for _ in range(8))
     weight = torch.nn.Parameter(start.clone())
     norm = torch.nn.Parameter(torch.ones(3))
-    optimizer = build_optimizer(config, {"layers.0.attention.wq.weight": weight, "norm.weight": norm}, seed=0)
+    optimizer = build_optimizer(
+        config, {"layers.0.attention.wq.weight": weight, "norm.weight": norm}, seed=0
+    )
     for step, gradient in enumerate(gradients, 1):
         weight.grad, norm.grad = gradient.clone(), torch.ones(3)
         set_learning_rate(optimizer, 0.02 / step)
         optimizer.step()
     (turns,) = optimizer.turns
     assert set(turns) == {0, 1}
-    expected = equations(start.double().numpy(), [gradient.double().numpy() for gradient in gradients], config, turns)
+    expected = equations(
+        start.double().numpy(), [gradient.double().numpy() for gradient in gradients], config, turns
+    )
     np.testing.assert_allclose(weight.detach().double().numpy(), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("seen", [3, 60])
 def test_a_root_is_that_of_the_damped_matrix(seen):
     """Of fewer gradients than rows, most eigenvalues are zero."""
-    gradients = torch.randn(40, seen, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gradients = torch.randn(
+        40, seen, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     factor = gradients @ gradients.T
     root = inverse_fourth_root(factor, 1e-6)
-    damped = factor + 1e-6 * torch.linalg.matrix_norm(factor, 2) * torch.eye(40, dtype=torch.float64)
-    torch.testing.assert_close(torch.linalg.matrix_power(root, 4) @ damped, torch.eye(40, dtype=torch.float64), atol=1e-8, rtol=0)
+    damped = factor + 1e-6 * torch.linalg.matrix_norm(factor, 2) * torch.eye(
+        40, dtype=torch.float64
+    )
+    torch.testing.assert_close(
+        torch.linalg.matrix_power(root, 4) @ damped,
+        torch.eye(40, dtype=torch.float64),
+        atol=1e-8,
+        rtol=0,
+    )
 
 
 def test_embedding_output_and_norms_have_the_steps_of_adamw_and_so_have_matrices_before_the_start():
@@ -114,7 +144,9 @@ def test_embedding_output_and_norms_have_the_steps_of_adamw_and_so_have_matrices
 
 def test_a_gradient_of_zeros_only_decays():
     weight, norm = torch.nn.Parameter(torch.ones(20, 20)), torch.nn.Parameter(torch.ones(3))
-    optimizer = build_optimizer(SHAMPOO, {"layers.0.attention.wq.weight": weight, "norm.weight": norm}, seed=0)
+    optimizer = build_optimizer(
+        SHAMPOO, {"layers.0.attention.wq.weight": weight, "norm.weight": norm}, seed=0
+    )
     for _ in range(4):
         weight.grad, norm.grad = torch.zeros(20, 20), torch.zeros(3)
         optimizer.step()
@@ -125,7 +157,10 @@ def test_a_gradient_of_zeros_only_decays():
 def test_a_skipped_step_changes_nothing(dtype):
     parameters, optimizer = build(dtype=dtype)
     take_steps(parameters, optimizer, [1, 2])
-    before = {name: tensor.clone() for name, tensor in (parameters | optimizer_state(optimizer, parameters)).items()}
+    before = {
+        name: tensor.clone()
+        for name, tensor in (parameters | optimizer_state(optimizer, parameters)).items()
+    }
     set_gradients(parameters, 3, scale=float("nan"))
     optimizer.step(torch.ones(()))
     after = parameters | optimizer_state(optimizer, parameters)
@@ -142,8 +177,12 @@ def test_the_state_is_there_before_the_first_step_and_goes_on_where_it_was(saved
     other, resumed = build()
     state = optimizer_state(resumed, other)
     names = {True: OF_MATRIX["Shampoo"].on_owner, False: ("exp_avg", "exp_avg_sq")}
-    assert state.keys() == {f"{fqn}.{name}" for fqn in parameters for name in ("step", *names[is_matrix(fqn)])}
-    shapes = {fqn: tuple(parameter.shape) for fqn, parameter in parameters.items() if is_matrix(fqn)}
+    assert state.keys() == {
+        f"{fqn}.{name}" for fqn in parameters for name in ("step", *names[is_matrix(fqn)])
+    }
+    shapes = {
+        fqn: tuple(parameter.shape) for fqn, parameter in parameters.items() if is_matrix(fqn)
+    }
     kept = sum(state[f"{fqn}.{name}"].numel() for fqn in shapes for name in names[True])
     assert kept == sum(OF_MATRIX["Shampoo"].kept(SHAMPOO, shape) for shape in shapes.values())
     take_steps(parameters, optimizer, range(1, saved + 1))
@@ -171,16 +210,31 @@ def test_every_root_has_one_turn_in_a_period_after_the_step_that_computes_them_a
         assert max(map(len, period)) < len(every) / 3
 
 
-@pytest.mark.parametrize(("flavor", "ranks", "most"), [("debug", 2, 1.2), ("8B", 8, 1.05), ("8B", 64, 1.16)])
+@pytest.mark.parametrize(
+    ("flavor", "ranks", "most"), [("debug", 2, 1.2), ("8B", 8, 1.05), ("8B", 64, 1.16)]
+)
 def test_owners_have_alike_roots_in_every_step(flavor, ranks, most):
     """The busiest owner in its busiest step, beside the mean of all."""
     config, model = Optimizer("Shampoo"), FLAVORS[flavor]
     heads = model.dim // model.n_heads * model.n_kv_heads
-    of_block = {name: (rows, model.dim) for name, rows in dict(wq=model.dim, wk=heads, wv=heads, wo=model.dim).items()}
-    of_block |= dict(w1=(model.hidden_dim, model.dim), w2=(model.dim, model.hidden_dim), w3=(model.hidden_dim, model.dim))
-    shapes = {f"layers.{number}.{name}.weight": shape for number in range(model.n_layers) for name, shape in of_block.items()}
+    of_block = {
+        name: (rows, model.dim)
+        for name, rows in dict(wq=model.dim, wk=heads, wv=heads, wo=model.dim).items()
+    }
+    of_block |= dict(
+        w1=(model.hidden_dim, model.dim),
+        w2=(model.dim, model.hidden_dim),
+        w3=(model.hidden_dim, model.dim),
+    )
+    shapes = {
+        f"layers.{number}.{name}.weight": shape
+        for number in range(model.n_layers)
+        for name, shape in of_block.items()
+    }
     work, turns = np.zeros((ranks, config.precondition_frequency)), turns_of(config, shapes)
-    for bucket in share_out([OF_MATRIX["Shampoo"].cost(config, shape) for shape in shapes.values()], ranks):
+    for bucket in share_out(
+        [OF_MATRIX["Shampoo"].cost(config, shape) for shape in shapes.values()], ranks
+    ):
         for owner, number in bucket.items():
             sides = sides_of([*shapes.values()][number], config.max_preconditioner_dim)
             np.add.at(work[owner], turns[number], np.array(sides, dtype=float) ** 3)

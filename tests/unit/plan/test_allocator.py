@@ -15,7 +15,9 @@ def figures(allocator):
     return allocator.reserved / MIB, allocator.allocated / MIB, allocator.segments
 
 
-@pytest.mark.parametrize(("nbytes", "size"), [(1, 512), (512, 512), (513, 1024), (MIB + 1, MIB + 512)])
+@pytest.mark.parametrize(
+    ("nbytes", "size"), [(1, 512), (512, 512), (513, 1024), (MIB + 1, MIB + 512)]
+)
 def test_a_request_is_rounded_up_to_512_bytes(nbytes, size):
     assert round_size(nbytes) == size
     allocator = CachingAllocator(LARGE)
@@ -52,7 +54,9 @@ def test_small_requests_share_a_segment():
 
 def test_what_is_left_of_a_large_block_is_split_off_above_1_mib():
     allocator = CachingAllocator(LARGE)
-    allocator.malloc(11 * MIB)  # of 12 MiB 1 MiB is left, which is not more than 1 MiB: all 12 are in use
+    allocator.malloc(
+        11 * MIB
+    )  # of 12 MiB 1 MiB is left, which is not more than 1 MiB: all 12 are in use
     assert figures(allocator) == (12, 12, 1)
     allocator.malloc(2 * MIB)  # of 20 MiB 18 are left
     allocator.malloc(18 * MIB)
@@ -71,8 +75,12 @@ def test_the_smallest_block_that_is_large_enough_is_taken_and_then_the_lowest():
     first, second, third = (allocator.malloc(mib * MIB) for mib in (30, 20, 20))
     for block in (first, third, second):
         allocator.free(block)
-    assert allocator.malloc(16 * MIB).address == second.address  # 20 MiB fit better than 30, and `second` lies before `third`
-    assert allocator.malloc(4 * MIB).address == second.address + 16 * MIB  # what was left of it fits best
+    assert (
+        allocator.malloc(16 * MIB).address == second.address
+    )  # 20 MiB fit better than 30, and `second` lies before `third`
+    assert (
+        allocator.malloc(4 * MIB).address == second.address + 16 * MIB
+    )  # what was left of it fits best
     assert allocator.reserved == 70 * MIB
 
 
@@ -106,7 +114,9 @@ def test_a_full_device_gets_unused_segments_back_but_no_split_ones():
     allocator = CachingAllocator(64 * MIB)
     unused, split = allocator.malloc(30 * MIB), allocator.malloc(5 * MIB)
     allocator.free(unused)
-    allocator.malloc(40 * MIB)  # 50 are reserved, 14 left; the 30 go back, the 20 of which 5 are in use do not
+    allocator.malloc(
+        40 * MIB
+    )  # 50 are reserved, 14 left; the 30 go back, the 20 of which 5 are in use do not
     assert figures(allocator) == (60, 45, 2)
     assert allocator.most_reserved == 60 * MIB
     allocator.free(split)
@@ -119,7 +129,9 @@ def test_an_expandable_segment_grows_by_20_mib_or_2_at_its_end():
     allocator = CachingAllocator(LARGE, expandable=True)
     first, small = allocator.malloc(30 * MIB), allocator.malloc(1024)
     assert figures(allocator) == (40 + 2, 30 + 1024 / MIB, 2)
-    second = allocator.malloc(25 * MIB)  # 10 are free at the end; with 15 more, in one granule, they are enough
+    second = allocator.malloc(
+        25 * MIB
+    )  # 10 are free at the end; with 15 more, in one granule, they are enough
     assert second.address == first.address + 30 * MIB
     assert figures(allocator) == (60 + 2, 55 + 1024 / MIB, 2)
     assert not first.small
@@ -129,7 +141,9 @@ def test_an_expandable_segment_grows_by_20_mib_or_2_at_its_end():
 def test_in_an_expandable_segment_512_bytes_are_split_off():
     allocator = CachingAllocator(LARGE, expandable=True)
     allocator.malloc(20 * MIB - 512)
-    allocator.malloc(20 * MIB)  # begins 512 bytes before the second granule, so two granules are enough
+    allocator.malloc(
+        20 * MIB
+    )  # begins 512 bytes before the second granule, so two granules are enough
     assert figures(allocator) == (40, 40 - 512 / MIB, 1)
 
 
@@ -139,7 +153,9 @@ def test_a_block_before_the_end_comes_first_even_if_it_is_larger():
     first, _ = allocator.malloc(15 * MIB), allocator.malloc(5 * MIB)
     last = allocator.malloc(8 * MIB)  # of 20 MiB more, 12 at the end are free
     allocator.free(first)
-    assert allocator.malloc(11 * MIB).address == first.address  # free are 15 MiB and the 12 at the end
+    assert (
+        allocator.malloc(11 * MIB).address == first.address
+    )  # free are 15 MiB and the 12 at the end
     assert allocator.malloc(11 * MIB).address == last.address + 8 * MIB
     assert allocator.reserved == 40 * MIB
 
@@ -157,7 +173,9 @@ def test_gaps_that_need_a_segment_each_otherwise_are_filled_by_an_expandable_one
 
 def test_a_full_device_gets_whole_granules_of_an_expandable_segment_back():
     allocator = CachingAllocator(120 * MIB, expandable=True)
-    blocks = [allocator.malloc(mib * MIB) for mib in (10, 40, 10)]  # granules 0 to 2; the 40 touch all three
+    blocks = [
+        allocator.malloc(mib * MIB) for mib in (10, 40, 10)
+    ]  # granules 0 to 2; the 40 touch all three
     small = [allocator.malloc(MIB) for _ in range(38)]  # 19 granules of 2 MiB
     assert allocator.reserved == (60 + 38) * MIB
     allocator.free(blocks[1])

@@ -30,32 +30,46 @@ def test_efficiencies_move_to_what_was_reached_and_peaks_stay():
     assert found.memory_efficiency == pytest.approx(0.7)
     assert found.link_efficiency == pytest.approx(0.6)  # of 450 GB/s
     assert (found.launch, found.reduction) == (5.0, 1.25)
-    assert (found.tflops, found.intra_node, found.inter_node) == (H100.tflops, H100.intra_node, H100.inter_node)
+    assert (found.tflops, found.intra_node, found.inter_node) == (
+        H100.tflops,
+        H100.intra_node,
+        H100.inter_node,
+    )
     lines = moved(H100, found)
-    assert any("matmul_efficiency" in line and "0.84 -> 0.5" in line and "-40.5%" in line for line in lines)
+    assert any(
+        "matmul_efficiency" in line and "0.84 -> 0.5" in line and "-40.5%" in line for line in lines
+    )
     assert not any("tflops" in line for line in lines)
     assert moved(H100, H100) == []
 
 
 def test_no_efficiency_is_above_one_and_across_nodes_a_ring_has_all_cards():
-    found = calibrated(H100, {**REACHED, "matmul": 2e15, **LINKS, "bandwidth": 8 * 25e9}, torch.bfloat16, nodes=2)
+    found = calibrated(
+        H100, {**REACHED, "matmul": 2e15, **LINKS, "bandwidth": 8 * 25e9}, torch.bfloat16, nodes=2
+    )
     assert found.matmul_efficiency == 1.0
     assert found.link_efficiency == pytest.approx(0.5)  # of 50 GB/s a card
 
 
 def test_a_cpu_has_no_peaks_but_what_it_reached():
     cpu = dataclasses.replace(H100, name="CPU, measured", link_efficiency=1.0)
-    found = calibrated(cpu, {**REACHED, **LINKS, "matmul": 4e10, "attention": 1e10, "memory": 5e9}, torch.float32)
+    found = calibrated(
+        cpu, {**REACHED, **LINKS, "matmul": 4e10, "attention": 1e10, "memory": 5e9}, torch.float32
+    )
     assert found.flops(torch.float32) * found.matmul_efficiency == pytest.approx(4e10)
     assert found.flops(torch.float32) * found.attention_efficiency == pytest.approx(1e10)
     assert found.memory_traffic(5e9) == pytest.approx(1.0)
-    assert found.collective("all_gather", 0.0, range(4)) == pytest.approx(4 * 1e-5)  # a launch and three hops
+    assert found.collective("all_gather", 0.0, range(4)) == pytest.approx(
+        4 * 1e-5
+    )  # a launch and three hops
     assert found.collective("all_gather", 270e9 * 2, range(2)) == pytest.approx(1.0, rel=1e-3)
     assert paced(found, 2.0).flops(torch.float32) == pytest.approx(8e10)
 
 
 def test_a_profile_goes_through_a_file(tmp_path):
-    found = dataclasses.replace(calibrated(H100, REACHED | LINKS, torch.bfloat16), inter_node=Link(12.5, 7.0))
+    found = dataclasses.replace(
+        calibrated(H100, REACHED | LINKS, torch.bfloat16), inter_node=Link(12.5, 7.0)
+    )
     (tmp_path / "mine.toml").write_text(machine_to_toml(found))
     assert load_machine(str(tmp_path / "mine.toml")) == found
 
@@ -88,7 +102,10 @@ def test_on_a_cpu_a_plan_is_compared_only_where_it_is_asked_for(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-PLAN = {"step_seconds": {"stated": 2.0, "fast": 1.5, "slow": 2.5}, "memory": {"reserved": 3 * 2**30}}
+PLAN = {
+    "step_seconds": {"stated": 2.0, "fast": 1.5, "slow": 2.5},
+    "memory": {"reserved": 3 * 2**30},
+}
 RECORD = {"step_seconds": 1.6, "memory_bytes": 4 * 2**30, "memory_is": "reserved"}
 
 
@@ -107,7 +124,9 @@ def test_planned_and_measured_are_told_together(tmp_path):
 
 
 def test_a_plan_that_failed_is_told(tmp_path):
-    (line,) = planning(tmp_path, "sh", "-c", "echo error: no such layout >&2; exit 2").compare(RECORD)
+    (line,) = planning(tmp_path, "sh", "-c", "echo error: no such layout >&2; exit 2").compare(
+        RECORD
+    )
     assert line == "no plan to compare with: no such layout"
 
 
@@ -124,14 +143,25 @@ def test_a_folder_that_is_gone_is_told_in_a_line(tmp_path, monkeypatch):
 
     compared = PlanVsActual("always", tmp_path / "gone", CPU, None, SHAPES)
     monkeypatch.setattr(compared, "_close", gone)
-    assert compared.close(1.0) == [f"no plan to compare with: {tmp_path}/gone/measured.json: No such file or directory"]
+    assert compared.close(1.0) == [
+        f"no plan to compare with: {tmp_path}/gone/measured.json: No such file or directory"
+    ]
     assert compared.compare(RECORD) == ["no plan to compare with: its process could not be started"]
 
 
 @pytest.mark.slow
 def test_a_run_is_held_against_its_plan_and_calibrates_a_profile(tmp_path):
-    overrides = ["--training.steps=6", "--training.seq_len=64", "--metrics.log_freq=1", "--no-validation.enable"]
-    overrides += ["--no-checkpoint.enable", "--metrics.compare_plan=always", f"--job.dump_folder={tmp_path}"]
+    overrides = [
+        "--training.steps=6",
+        "--training.seq_len=64",
+        "--metrics.log_freq=1",
+        "--no-validation.enable",
+    ]
+    overrides += [
+        "--no-checkpoint.enable",
+        "--metrics.compare_plan=always",
+        f"--job.dump_folder={tmp_path}",
+    ]
     recipe = Path(__file__).parents[3] / "train_configs/debug_model.toml"
     said = run(["titan_lite.train", str(recipe), *overrides])
     assert "planned against measured: step " in said
@@ -152,11 +182,15 @@ def test_a_run_is_held_against_its_plan_and_calibrates_a_profile(tmp_path):
             f"{tmp_path}/hardware.toml",
         ]
     )
-    assert json.loads(said)["step_seconds"]["stated"] == pytest.approx(measured["step_seconds"], rel=0.05)
+    assert json.loads(said)["step_seconds"]["stated"] == pytest.approx(
+        measured["step_seconds"], rel=0.05
+    )
 
 
 def run(arguments):
-    result = subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-m", *arguments], capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -17,7 +17,14 @@ DEVICES = [
     ("NVIDIA A100-PCIE-40GB", 312.0, 19.5),
     ("AMD Instinct MI300X", 1307.4, 163.4),
 ]
-UNKNOWN = ["NVIDIA GeForce RTX 4090", "NVIDIA H20", "NVIDIA L40S", "Tesla V100-SXM2-16GB", "AMD Instinct MI250X", ""]
+UNKNOWN = [
+    "NVIDIA GeForce RTX 4090",
+    "NVIDIA H20",
+    "NVIDIA L40S",
+    "Tesla V100-SXM2-16GB",
+    "AMD Instinct MI250X",
+    "",
+]
 NOT_THE_ONE_IN_THE_TABLE = ["NVIDIA RTX A1000", "NVIDIA A100-SXM4-40GB MIG 1g.5gb"]
 
 
@@ -34,7 +41,9 @@ def test_a_known_device(name, bfloat16, float32, monkeypatch):
 def test_an_unknown_device_has_no_peak(name, dtype, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(None, torch.device("cuda"), dtype) is None
-    assert peak_flops(load_machine("H100"), torch.device("cuda"), dtype) == load_machine("H100").flops(dtype)
+    assert peak_flops(load_machine("H100"), torch.device("cuda"), dtype) == load_machine(
+        "H100"
+    ).flops(dtype)
 
 
 @pytest.mark.parametrize("name", NOT_THE_ONE_IN_THE_TABLE)
@@ -45,7 +54,9 @@ def test_a_device_that_only_sounds_like_a_known_one_has_no_peak(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_cpu_has_the_peak_that_a_recipe_states_or_none(dtype):
     assert peak_flops(None, torch.device("cpu"), dtype) is None
-    assert peak_flops(load_machine("H100"), torch.device("cpu"), dtype) == load_machine("H100").flops(dtype)
+    assert peak_flops(load_machine("H100"), torch.device("cpu"), dtype) == load_machine(
+        "H100"
+    ).flops(dtype)
 
 
 def test_this_cpu_is_measured():

@@ -16,7 +16,13 @@ from titan_lite.optimizer.state import AT_ONCE as WHOLES
 from titan_lite.optimizer.state import numbers_in
 from titan_lite.plan import memory as module
 from titan_lite.plan.allocator import MIB, CachingAllocator
-from titan_lite.plan.memory import HOPPER_WORKSPACE, TEMPORARIES, memory_of, outside_of_tensors, replay
+from titan_lite.plan.memory import (
+    HOPPER_WORKSPACE,
+    TEMPORARIES,
+    memory_of,
+    outside_of_tensors,
+    replay,
+)
 from titan_lite.plan.tape import (
     Life,
     Lives,
@@ -40,7 +46,15 @@ def stage(weights=(WEIGHT,), between=0, **events):
     """A gradient of 4 MiB, an activation of 100 MiB, and 30 MiB that a graph needs while it runs."""
     plain = {"forward": [1, 2, ~2], "backward": [2, 0, ~1, ~2, ~0]}
     return Stage(
-        Tape([4 * MIB, 100 * MIB, 30 * MIB], [MIB], ["gradients", "activations", "working"], events or plain), weights, 0, between
+        Tape(
+            [4 * MIB, 100 * MIB, 30 * MIB],
+            [MIB],
+            ["gradients", "activations", "working"],
+            events or plain,
+        ),
+        weights,
+        0,
+        between,
     )
 
 
@@ -73,7 +87,9 @@ def test_a_step_by_hand():
 def test_moments_in_bfloat16_take_half_and_a_rounded_update_has_temporaries(compiled):
     mine = layout()
     compile = Compile(enable=compiled, components=("optimizer",))
-    mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, optimizer=BFLOAT16, compile=compile))
+    mine = dataclasses.replace(
+        mine, config=dataclasses.replace(mine.config, optimizer=BFLOAT16, compile=compile)
+    )
     small = stage(forward=[1, ~1], backward=[0, ~0])
     small.tape.sizes[1] = 0
     found = memory_of(mine, [small], CPU)
@@ -83,12 +99,21 @@ def test_moments_in_bfloat16_take_half_and_a_rounded_update_has_temporaries(comp
 
 def test_muon_keeps_one_moment_of_a_matrix_and_needs_whole_matrices_for_its_update():
     mine = layout()
-    mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, optimizer=Optimizer("Muon")))
-    small = stage([dataclasses.replace(WEIGHT, held=MIB // 2, matrix=True), WEIGHT], forward=[1, ~1], backward=[0, ~0])
+    mine = dataclasses.replace(
+        mine, config=dataclasses.replace(mine.config, optimizer=Optimizer("Muon"))
+    )
+    small = stage(
+        [dataclasses.replace(WEIGHT, held=MIB // 2, matrix=True), WEIGHT],
+        forward=[1, ~1],
+        backward=[0, ~0],
+    )
     small.tape.sizes[1] = 0
     found = memory_of(mine, [small], CPU)
     assert found.rows["optimizer state"] == 4 * (MIB // 2 + 2 * MIB) + 2 * 512
-    assert (found.moment, found.rows["working"]) == ("optimizer step", WHOLES * 2 * MIB)  # in bfloat16
+    assert (found.moment, found.rows["working"]) == (
+        "optimizer step",
+        WHOLES * 2 * MIB,
+    )  # in bfloat16
 
 
 def test_shampoos_state_is_that_of_the_owner_with_most():
@@ -97,8 +122,12 @@ def test_shampoos_state_is_that_of_the_owner_with_most():
     mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, optimizer=optimizer))
     small = stage([dataclasses.replace(WEIGHT, matrix=True), WEIGHT])
     blocks = {(256, 256): 2 + 9, (128, 256): 2}
-    numbers = 2 * sum(count * (rows * columns + rows**2 + columns**2) for (rows, columns), count in blocks.items())
-    assert memory_of(mine, [small], CPU).rows["optimizer state"] == 4 * numbers + 4 * 2 * MIB + 2 * 512  # AdamW's of one weight
+    numbers = 2 * sum(
+        count * (rows * columns + rows**2 + columns**2) for (rows, columns), count in blocks.items()
+    )
+    assert (
+        memory_of(mine, [small], CPU).rows["optimizer state"] == 4 * numbers + 4 * 2 * MIB + 2 * 512
+    )  # AdamW's of one weight
     of_two = dataclasses.replace(mine, degrees=mine.degrees | dict(dp_shard=2))
     assert 0.5 * 4 * numbers <= of_two.owner_bytes(mine.config) < 0.7 * 4 * numbers
     assert mine.steady_bytes(mine.config) - 4 * numbers == pytest.approx(
@@ -107,10 +136,16 @@ def test_shampoos_state_is_that_of_the_owner_with_most():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_errors_between_copies_are_made_in_the_last_backward_of_eager_mode_and_after_a_compiled_one(compiled):
+def test_errors_between_copies_are_made_in_the_last_backward_of_eager_mode_and_after_a_compiled_one(
+    compiled,
+):
     mine = layout(accumulation=2)
-    mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, compile=Compile(enable=compiled)))
-    small = stage([dataclasses.replace(WEIGHT, factors=(256, 512))], forward=[1], backward=[2, 0, ~0, ~1, ~2])
+    mine = dataclasses.replace(
+        mine, config=dataclasses.replace(mine.config, compile=Compile(enable=compiled))
+    )
+    small = stage(
+        [dataclasses.replace(WEIGHT, factors=(256, 512))], forward=[1], backward=[2, 0, ~0, ~1, ~2]
+    )
     found = memory_of(mine, [small], CPU)
     assert found.moment == "backward"  # with the error of the step before, and Q
     assert found.rows["errors between copies"] == (4 if compiled else 8) * MIB + 4 * 512
@@ -119,9 +154,13 @@ def test_errors_between_copies_are_made_in_the_last_backward_of_eager_mode_and_a
 def test_offloaded_moments_leave_step_counts_and_buckets_on_the_device(monkeypatch):
     monkeypatch.setattr("titan_lite.optimizer.offload.BUCKET", MIB // 2)
     mine = layout()
-    mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, training=Training(offload="optimizer")))
+    mine = dataclasses.replace(
+        mine, config=dataclasses.replace(mine.config, training=Training(offload="optimizer"))
+    )
     found = memory_of(mine, [stage([WEIGHT, WEIGHT])], CPU)
-    assert found.rows["optimizer state"] == 4 * 2 * MIB + 2 * 512  # four buffers of 2 MiB, two counts
+    assert (
+        found.rows["optimizer state"] == 4 * 2 * MIB + 2 * 512
+    )  # four buffers of 2 MiB, two counts
     assert found.host == 2 * 2 * 4 * MIB
 
 
@@ -129,13 +168,19 @@ def test_offloaded_moments_leave_step_counts_and_buckets_on_the_device(monkeypat
 def test_with_all_in_host_memory_gradients_leave_and_buckets_stay(gathers_once, monkeypatch):
     monkeypatch.setattr("titan_lite.optimizer.offload.BUCKET", MIB // 8)
     mine = layout(accumulation=2, gathers_once=gathers_once)
-    mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, training=Training(offload="all")))
+    mine = dataclasses.replace(
+        mine, config=dataclasses.replace(mine.config, training=Training(offload="all"))
+    )
     events = {"forward": [1, ~1], "backward": [0, 1, ~1, ~0]}
-    tape = Tape([2 * MIB if gathers_once else 4 * MIB, 30 * MIB], [MIB], ["gradients", "working"], events)
+    tape = Tape(
+        [2 * MIB if gathers_once else 4 * MIB, 30 * MIB], [MIB], ["gradients", "working"], events
+    )
     run = replayed(mine, [Stage(tape, [WEIGHT], 0, 0)])
     assert run._rows["parameters"] == 0
     assert run._rows["gradients"] == 0
-    assert run._rows["optimizer state"] == 4 * 2 * MIB // 2 + 512  # two buckets of four lists, one count
+    assert (
+        run._rows["optimizer state"] == 4 * 2 * MIB // 2 + 512
+    )  # two buckets of four lists, one count
     assert run.host == 4 * 4 * MIB
     assert run.rows["working"] == 30 * MIB  # the peak is in backward, where the gradient is
 
@@ -158,12 +203,17 @@ def test_of_ranks_with_alike_stages_the_one_with_most_microbatches_is_replayed()
     same = stage()
     found = memory_of(layout(4, 8), [same] * 4, CPU)
     assert (found.rank, found.rows["activations"]) == (0, 400 * MIB)
-    other = Stage(dataclasses.replace(same.tape, sizes=[4 * MIB, 500 * MIB, 30 * MIB]), same.weights, 0, 0)
+    other = Stage(
+        dataclasses.replace(same.tape, sizes=[4 * MIB, 500 * MIB, 30 * MIB]), same.weights, 0, 0
+    )
     assert memory_of(layout(4, 8), [same, same, other, same], CPU).rank == 2
 
 
 def test_a_stage_receives_each_microbatch_in_a_buffer_of_its_own():
-    rows = [replayed(layout(4, 8), [stage(between=MIB)] * 4, rank).rows["received by the pipeline"] for rank in range(4)]
+    rows = [
+        replayed(layout(4, 8), [stage(between=MIB)] * 4, rank).rows["received by the pipeline"]
+        for rank in range(4)
+    ]
     assert [nbytes / MIB for nbytes in rows] == [8, 16, 16, 8]
 
 
@@ -176,7 +226,9 @@ def test_later_gradients_are_added_to_the_first():
 def test_weights_and_gradients_of_a_step_are_held_whole():
     weights = [dataclasses.replace(WEIGHT, held=MIB // 4, reduced_with=number) for number in (0, 1)]
     events = {"forward": [2, ~2], "backward": [0, 1, 2, ~2, ~0, ~1]}
-    tape = Tape([2 * MIB, 2 * MIB, 100 * MIB], [MIB, MIB], ["gradients", "gradients", "working"], events)
+    tape = Tape(
+        [2 * MIB, 2 * MIB, 100 * MIB], [MIB, MIB], ["gradients", "gradients", "working"], events
+    )
     run = replayed(layout(accumulation=2, gathers_once=True), [Stage(tape, weights, 0, 0)])
     # In backward of the second local batch: two weights in bfloat16, gradients of both in float32, and this batch's in bfloat16.
     assert mib(run.rows) == {
@@ -191,23 +243,41 @@ def test_weights_and_gradients_of_a_step_are_held_whole():
 
 def test_columns_of_an_embedding_are_neither_gathered_nor_summed_in_a_copy():
     weights = [dataclasses.replace(WEIGHT, float32=True)]  # as in distributed/embedding.py
-    tape = Tape([4 * MIB, 100 * MIB], [MIB], ["gradients", "working"], {"forward": [1, ~1], "backward": [0, 1, ~1, ~0]})
+    tape = Tape(
+        [4 * MIB, 100 * MIB],
+        [MIB],
+        ["gradients", "working"],
+        {"forward": [1, ~1], "backward": [0, 1, ~1, ~0]},
+    )
     run = replayed(layout(accumulation=2, gathers_once=True), [Stage(tape, weights, 0, 0)])
-    assert mib(run.rows) == {"parameters": 4, "optimizer state": 8 + 512 / MIB, "working": 100, "gradients": 4 + 4}
+    assert mib(run.rows) == {
+        "parameters": 4,
+        "optimizer state": 8 + 512 / MIB,
+        "working": 100,
+        "gradients": 4 + 4,
+    }
 
 
 def test_all_that_a_step_makes_is_freed_but_the_state():
-    half = dataclasses.replace(WEIGHT, held=MIB // 2, whole=2 * MIB)  # the gradient's 4 MiB are of bfloat16
+    half = dataclasses.replace(
+        WEIGHT, held=MIB // 2, whole=2 * MIB
+    )  # the gradient's 4 MiB are of bfloat16
     for weight, gathers_once in ((WEIGHT, False), (half, True)):
         tape = dataclasses.replace(stage().tape, elements=[weight.whole])
-        run = replayed(layout(accumulation=2, gathers_once=gathers_once), [Stage(tape, [weight], 0, 0)])
+        run = replayed(
+            layout(accumulation=2, gathers_once=gathers_once), [Stage(tape, [weight], 0, 0)]
+        )
         assert run.allocator.allocated == 3 * 4 * weight.held + 512
 
 
 def test_what_does_not_fit_is_told_in_full(monkeypatch):
     devices = []
     real = module.CachingAllocator
-    monkeypatch.setattr(module, "CachingAllocator", lambda device, expandable: devices.append(device) or real(device, expandable))
+    monkeypatch.setattr(
+        module,
+        "CachingAllocator",
+        lambda device, expandable: devices.append(device) or real(device, expandable),
+    )
     small = dataclasses.replace(CPU, memory=0.6)
     assert memory_of(layout(), [stage()], small).reserved == 162 * MIB
     assert devices == [int(0.6 * GIB - outside_of_tensors(layout())), 2**60]
@@ -219,7 +289,9 @@ def test_outside_of_tensors_grows_with_communicators():
     three.degrees["tp"] = 2
     each = module.CHANNELS * module.CHANNEL_BUFFERS
     assert outside_of_tensors(three) - outside_of_tensors(two) == each
-    assert outside_of_tensors(two) - outside_of_tensors(one) == 2 * each  # all ranks, and the pipeline's
+    assert (
+        outside_of_tensors(two) - outside_of_tensors(one) == 2 * each
+    )  # all ranks, and the pipeline's
 
 
 def graph_of(function, *shapes, results=None):
@@ -246,12 +318,19 @@ def forward_and_backward():
 
 @pytest.mark.parametrize("keeps_inputs", [False, True])
 def test_what_forward_saves_lives_until_backward_has_used_it(keeps_inputs):
-    graphs = {name: ScheduledGraph(graph, False, keeps_inputs, True) for name, graph in forward_and_backward().items()}
+    graphs = {
+        name: ScheduledGraph(graph, False, keeps_inputs, True)
+        for name, graph in forward_and_backward().items()
+    }
     lives = lives_of(graphs, blocks=1, period=1)
     kinds = {(life.born[0], life.kind): life for life in lives.tensors}
     saved, gradient = kinds["forward", ""], kinds["backward", "gradient"]
     assert saved.nbytes == 128 * 64 * 4
-    product = next(place for place, node in enumerate(graphs["backward"].graph.nodes) if "mm" in str(node.target))
+    product = next(
+        place
+        for place, node in enumerate(graphs["backward"].graph.nodes)
+        if "mm" in str(node.target)
+    )
     last = len(graphs["backward"].graph.nodes) - 1
     assert saved.died == ("backward", 2 * (last if keeps_inputs else product) + 1)
     assert gradient.nbytes == 64 * 64 * 4
@@ -259,14 +338,20 @@ def test_what_forward_saves_lives_until_backward_has_used_it(keeps_inputs):
 
 
 def test_the_gradients_of_a_compiled_backward_are_there_until_its_end():
-    graphs = {name: ScheduledGraph(graph, False, False, False) for name, graph in forward_and_backward().items()}
+    graphs = {
+        name: ScheduledGraph(graph, False, False, False)
+        for name, graph in forward_and_backward().items()
+    }
     (gradient,) = [life for life in lives_of(graphs, 1, 1).tensors if life.kind == "gradient"]
     assert gradient.died == ("backward", 2 * len(graphs["backward"].graph.nodes) - 1)
 
 
 def repeated_by_hand():
     """Three blocks: forward makes one tensor a block, at moments 10, 20, 30, and backward frees them at 31, 21, 11."""
-    kept = [Life(number, ("forward", 10 * number), ("backward", 41 - 10 * number)) for number in (1, 2, 3)]
+    kept = [
+        Life(number, ("forward", 10 * number), ("backward", 41 - 10 * number))
+        for number in (1, 2, 3)
+    ]
     table = Life(9, ("forward", 1), ("backward", 50))  # of all blocks
     passing = Life(7, ("backward", 22), ("backward", 25))
     sections = {"forward": Section(11, 21, 40), "backward": Section(12, 22, 50)}
@@ -291,7 +376,10 @@ def test_the_traced_depth_is_as_it_was():
 
 
 def test_weights_of_a_middle_block_are_repeated_with_their_buckets():
-    weights = [Weight(1, 1, -1, 0, 0), *(Weight(2, 2, block, 1 + block, 1 + block) for block in (0, 1, 2) for _ in range(2))]
+    weights = [
+        Weight(1, 1, -1, 0, 0),
+        *(Weight(2, 2, block, 1 + block, 1 + block) for block in (0, 1, 2) for _ in range(2)),
+    ]
     found = weights_at([*weights, Weight(3, 3, -1, 3, 4)], 3, 5)
     assert [weight.block for weight in found] == [-1, 0, 0, 1, 1, 1, 1, 1, 1, 2, 2, -1]
     assert [len(bucket) for bucket in buckets_of(found, "gathered_with")] == [1, 2, 2, 2, 2, 3]

@@ -25,26 +25,50 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
         (["--hardware", "h101"], ["--hardware h101", "H100", ".toml"]),
         (["--hardware", "mine.toml"], ["--hardware mine.toml", "no such file"]),
         (["--compile.machine=h101"], ['error: compile.machine = "h101" is not a profile', "H100"]),
-        (["--compile.machine=mine.toml"], ["error: compile.machine = ", "mine.toml", "no such file"]),
+        (
+            ["--compile.machine=mine.toml"],
+            ["error: compile.machine = ", "mine.toml", "no such file"],
+        ),
         (["--model.n_layers=0x5"], ["--model.n_layers=0x5"]),
-        (["--model.dim=4100"], ["model.dim = 4100 is not a multiple of 2 x n_heads = 32", "4096 or 4160"]),
+        (
+            ["--model.dim=4100"],
+            ["model.dim = 4100 is not a multiple of 2 x n_heads = 32", "4096 or 4160"],
+        ),
         (["--world-size", "0"], ["--world-size: 0", "such as 8"]),
-        (["--world-size", "6", "--parallelism.tensor_parallel_degree=4"], ["tp 4", "6 ranks", "start 8 ranks"]),
-        (["--parallelism.tensor_parallel_degree=3", "--world-size", "9"], ["tensor_parallel_degree = 3", "2 or 4 or 8"]),
+        (
+            ["--world-size", "6", "--parallelism.tensor_parallel_degree=4"],
+            ["tp 4", "6 ranks", "start 8 ranks"],
+        ),
+        (
+            ["--parallelism.tensor_parallel_degree=3", "--world-size", "9"],
+            ["tensor_parallel_degree = 3", "2 or 4 or 8"],
+        ),
         (["--training.seq_length=1"], ["training.seq_length", "use training.seq_len"]),
         (["--training.seq_len"], ["training.seq_len", "no value"]),
         (["--model.flavor=7B"], ['model.flavor = "7B"', "8B"]),
         (["--compile.bucketing=measured"], ["compile.bucketing", "measured", "greedy"]),
-        (["--calibrate", "outputs/x", "--training.steps=1"], ["8b.toml --training.steps=1: --calibrate uses", "leave this out"]),
+        (
+            ["--calibrate", "outputs/x", "--training.steps=1"],
+            ["8b.toml --training.steps=1: --calibrate uses", "leave this out"],
+        ),
         (["--tokens", "many"], ["--tokens: many", "use a number above 0, such as 15e12"]),
         (["--tokens", "nan"], ["--tokens: nan", "above 0"]),
         (["--tokens=1e12", "--json"], ["--tokens has no effect with --json"]),
         (["--full", "--calibrate", "outputs/x"], ["--full has no effect with --calibrate"]),
         (["--trace", "plan.json", "--search"], ["--trace has no effect with --search"]),
-        (["--search", "llama3_8b"], ["--search: llama3_8b: use an integer", "a recipe stands before the options"]),
+        (
+            ["--search", "llama3_8b"],
+            ["--search: llama3_8b: use an integer", "a recipe stands before the options"],
+        ),
         (["--searc", "3"], ["unknown option --searc; did you mean --search?"]),
-        (["--sweep", "training.seq_lne=1"], ["unknown key training.seq_lne; did you mean training.seq_len?"]),
-        (["--sweep", "training.steps=1", "--sweep", "training.steps=2"], ["training.steps has values already", "one --sweep"]),
+        (
+            ["--sweep", "training.seq_lne=1"],
+            ["unknown key training.seq_lne; did you mean training.seq_len?"],
+        ),
+        (
+            ["--sweep", "training.steps=1", "--sweep", "training.steps=2"],
+            ["training.steps has values already", "one --sweep"],
+        ),
         (["--world-size", "many"], ["--world-size", "many"]),
         (
             ["--float8.enable", "--hardware", "a100"],
@@ -52,15 +76,34 @@ SHIPPED = sorted(path.stem for path in RECIPES.glob("llama3_*.toml"))
         ),
         (["--scale", "--json"], ["--json", "not allowed with", "--scale"]),
         (["--scale", "--search"], ["--search", "not allowed with", "--scale"]),
-        (["--scale", "--sweep", "training.local_batch_size=1,2"], ["--sweep", "not allowed with", "--scale"]),
-        (["--scale", "--no-checkpoint.enable"], ["checkpoint.enable = false", "use --checkpoint.enable"]),
         (
-            ["--scale", "--world-size", "1024", "--parallelism.data_parallel_replicate_degree=1024"],
+            ["--scale", "--sweep", "training.local_batch_size=1,2"],
+            ["--sweep", "not allowed with", "--scale"],
+        ),
+        (
+            ["--scale", "--no-checkpoint.enable"],
+            ["checkpoint.enable = false", "use --checkpoint.enable"],
+        ),
+        (
+            [
+                "--scale",
+                "--world-size",
+                "1024",
+                "--parallelism.data_parallel_replicate_degree=1024",
+            ],
             ["--scale starts at 512 ranks", "dp_replicate 1024 needs 1024", "use lower degrees"],
         ),
         (
-            ["--float8.enable", "--float8.recipe=rowwise", "--training.mixed_precision_param=float32"],
-            ['float8.recipe = "rowwise"', "in bfloat16 alone", 'mixed_precision_param = "bfloat16"'],
+            [
+                "--float8.enable",
+                "--float8.recipe=rowwise",
+                "--training.mixed_precision_param=float32",
+            ],
+            [
+                'float8.recipe = "rowwise"',
+                "in bfloat16 alone",
+                'mixed_precision_param = "bfloat16"',
+            ],
         ),
     ],
 )
@@ -92,7 +135,10 @@ def test_a_shipped_recipe_by_its_name_has_its_own_world_size(capsys):
 
 def test_an_option_before_the_recipe_is_not_taken_for_the_recipe(capsys):
     assert main(["--training.seq_len", "64", EIGHT]) == 2
-    assert "--training.seq_len stands before the recipe; use RECIPE --training.seq_len" in capsys.readouterr().err
+    assert (
+        "--training.seq_len stands before the recipe; use RECIPE --training.seq_len"
+        in capsys.readouterr().err
+    )
 
 
 def test_no_tokenizer_and_no_data_are_looked_at(capsys):
@@ -109,7 +155,10 @@ def test_async_tensor_parallelism_waits_less_and_is_off_without_tensor_paralleli
         assert main([EIGHT, f"--{key}=2", "--no-compile.defer_products", *options, "--json"]) == 0
         return json.loads(capsys.readouterr().out)["parts_seconds"]["exposed.tp"]
 
-    key, asynchronous = "parallelism.tensor_parallel_degree", "--parallelism.enable_async_tensor_parallel"
+    key, asynchronous = (
+        "parallelism.tensor_parallel_degree",
+        "--parallelism.enable_async_tensor_parallel",
+    )
     assert waits(asynchronous) < 0.7 * waits()
     assert main([EIGHT, f"--{key}=2", asynchronous, "--sweep", f"{key}=1,2"]) == 0
     assert capsys.readouterr().out.count("yes") == 2
@@ -118,8 +167,13 @@ def test_async_tensor_parallelism_waits_less_and_is_off_without_tensor_paralleli
 @pytest.mark.parametrize(("stages", "said"), [(1, False), (2, True)])
 def test_names_of_single_blocks_are_those_of_a_stage_and_a_plan_says_so(stages, said, capsys):
     degree = f"--parallelism.pipeline_parallel_degree={stages}"
-    assert main([DEBUG, "--world-size=2", degree, "--float8.enable", "--float8.filter_fqns=layers.1"]) == 0
-    assert ("; keys that name blocks count them from each stage's first" in capsys.readouterr().out) is said
+    assert (
+        main([DEBUG, "--world-size=2", degree, "--float8.enable", "--float8.filter_fqns=layers.1"])
+        == 0
+    )
+    assert (
+        "; keys that name blocks count them from each stage's first" in capsys.readouterr().out
+    ) is said
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +182,19 @@ def eight(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
-        assert main([EIGHT, "--json", "--picture", str(folder / "plan.png"), "--trace", str(folder / "plan.json")]) == 0
+        assert (
+            main(
+                [
+                    EIGHT,
+                    "--json",
+                    "--picture",
+                    str(folder / "plan.png"),
+                    "--trace",
+                    str(folder / "plan.json"),
+                ]
+            )
+            == 0
+        )
     return json.loads(text.getvalue()), folder
 
 
@@ -147,12 +213,26 @@ def test_the_numbers_of_a_plan_add_up(eight):
 def test_a_trace_shows_the_step_and_a_lane_for_the_axis(eight):
     plan, folder = eight
     events = json.loads((folder / "plan.json").read_text())["traceEvents"]
-    ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X" and event["pid"] == 0]
+    ends = [
+        event["ts"] + event["dur"] for event in events if event["ph"] == "X" and event["pid"] == 0
+    ]
     assert max(ends) == pytest.approx(1e6 * plan["step_seconds"]["stated"])
-    lanes = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name" and event["pid"] == 1}
+    lanes = {
+        event["args"]["name"]: event["tid"]
+        for event in events
+        if event["name"] == "thread_name" and event["pid"] == 1
+    }
     assert set(lanes) == {"computation", "FSDP"}
-    sent = [event for event in events if event["ph"] == "X" and event["pid"] == 1 and event["tid"] == lanes["FSDP"]]
-    assert {event["name"].split()[0] for event in sent} == {"all_gather", "reduce_scatter", "all_to_all"}
+    sent = [
+        event
+        for event in events
+        if event["ph"] == "X" and event["pid"] == 1 and event["tid"] == lanes["FSDP"]
+    ]
+    assert {event["name"].split()[0] for event in sent} == {
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+    }
 
 
 def by_formula(recipe):

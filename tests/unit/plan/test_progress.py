@@ -26,7 +26,10 @@ def test_elsewhere_a_plain_line_now_and_then(clock, capsys):
     out, err = capsys.readouterr()
     assert (out, err.splitlines()) == (
         "",
-        ["planned 0 of 4, 0 seconds", "planned 2 of 4, 60 seconds of about 2 minutes; best so far 5 tokens/s per GPU: tp 8"],
+        [
+            "planned 0 of 4, 0 seconds",
+            "planned 2 of 4, 60 seconds of about 2 minutes; best so far 5 tokens/s per GPU: tp 8",
+        ],
     )
 
 
@@ -37,7 +40,9 @@ def test_on_a_terminal_one_line_is_rewritten(clock, capsys, monkeypatch):
     one.show("planned 0 of 4", 0.0)
     one.show("planned 1 of 4", 0.25, "something that is too long")
     one.close()
-    assert capsys.readouterr().err == "\r\033[Kplanned 0 of 4, 0 s\r\033[Kplanned 1 of 4, 0 s\r\033[K"
+    assert (
+        capsys.readouterr().err == "\r\033[Kplanned 0 of 4, 0 s\r\033[Kplanned 1 of 4, 0 s\r\033[K"
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,11 @@ def test_the_figures_are_those_of_the_table():
         for line in PAGES["docs/benchmarks.md"].splitlines()
         if line[:1] == "|"
     ]
-    table = {row[0]: (row[3], row[6]) for row in rows if len(row) == 7 and re.fullmatch(r"\d\.\d\d", row[3])}
+    table = {
+        row[0]: (row[3], row[6])
+        for row in rows
+        if len(row) == 7 and re.fullmatch(r"\d\.\d\d", row[3])
+    }
     assert {name: (f"{ratio:.2f}", "") for name, (_, ratio) in RATIOS.items()} == {
         name: found for name, found in table.items() if not found[1]
     }
@@ -24,10 +28,13 @@ def test_the_figures_are_those_of_the_table():
 def test_a_plan_says_how_those_of_its_kind_came_out():
     h100 = PROFILES["H100"]
     assert (
-        bias_of(Compile(enable=True), h100) == "plans of 8 published runs (inductor) were 0.98 to 1.00 times as fast as the runs"
+        bias_of(Compile(enable=True), h100)
+        == "plans of 8 published runs (inductor) were 0.98 to 1.00 times as fast as the runs"
     )
     assert "0.89 to 0.98" in bias_of(Compile(enable=False), h100)
     assert "0.89 to 0.98" in bias_of(Compile(enable=True, components=("loss",)), h100)
     assert "of 24 published runs (float8)" in bias_of(Compile(enable=True), h100, float8=True)
     assert "(aot_eager)" in bias_of(Compile(enable=True, backend="aot_eager"), h100)
-    assert bias_of(Compile(enable=True), machine_from({"like": "H100"}, "mine.toml")) == ""  # nobody knows
+    assert (
+        bias_of(Compile(enable=True), machine_from({"like": "H100"}, "mine.toml")) == ""
+    )  # nobody knows

@@ -17,12 +17,24 @@ from titan_lite.layout_checks import on_meta_device
 from titan_lite.models.llama3 import FLAVORS, Transformer
 from titan_lite.plan import scale
 from titan_lite.plan.command import lay_out
-from titan_lite.plan.scale import RANKS, Scale, best_interval, describe_scale, goodput, parts_of, poisson, scale_of, slowest_of
+from titan_lite.plan.scale import (
+    RANKS,
+    Scale,
+    best_interval,
+    describe_scale,
+    goodput,
+    parts_of,
+    poisson,
+    scale_of,
+    slowest_of,
+)
 
 
 def planned(*settings, ranks=512, recipe="llama3_405b"):
     """A plan of a step that was not traced: 20 s, of which 0.02 s are the optimizer's, with 14 GB sent by FSDP."""
-    config, _ = load_config(RECIPES / f"{recipe}.toml", ["--no-parallelism.enable_async_tensor_parallel", *settings])
+    config, _ = load_config(
+        RECIPES / f"{recipe}.toml", ["--no-parallelism.enable_async_tensor_parallel", *settings]
+    )
     step = SimpleNamespace(seconds=20.0, parts={"optimizer": 0.02}, sent={"dp_shard": 14e9})
     return SimpleNamespace(layout=lay_out(config, ranks), machine=H100, steps=(step, step, step))
 
@@ -97,9 +109,14 @@ def parts_written(world):
     """The parts of the debug model's parameters that all ranks write, and the number of parameters."""
     mesh = init_device_mesh("cpu", (world,))
     model = Transformer(dataclasses.replace(FLAVORS["debug"], max_seq_len=1))
-    tensors = {name: distribute_tensor(parameter.detach(), mesh, [Shard(0)]) for name, parameter in model.named_parameters()}
+    tensors = {
+        name: distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+        for name, parameter in model.named_parameters()
+    }
     entries = [0] * world
-    dist.all_gather_object(entries, sum(tensor.to_local().numel() > 0 for tensor in tensors.values()))
+    dist.all_gather_object(
+        entries, sum(tensor.to_local().numel() > 0 for tensor in tensors.values())
+    )
     assert len(tensor_files.own_names(tensors)) == len(tensors)
     return sum(entries), len(tensors)
 
@@ -111,13 +128,25 @@ def test_the_parts_of_tensors_are_those_that_ranks_write():
 
 
 def test_powersgd_saves_parts_of_each_copy():
-    options = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.replicate_rank=4", "--training.steps=200"]
+    options = [
+        "--parallelism.data_parallel_replicate_degree=2",
+        "--parallelism.replicate_rank=4",
+        "--training.steps=200",
+    ]
     whole, sent = (
-        lay_out(load_config(RECIPES / "debug_model.toml", [*options, f"--parallelism.replicate_compression={way}"])[0], 4)
+        lay_out(
+            load_config(
+                RECIPES / "debug_model.toml",
+                [*options, f"--parallelism.replicate_compression={way}"],
+            )[0],
+            4,
+        )
         for way in ("none", "powersgd")
     )
     # of every matrix, as no factors have more than a quarter of its numbers: the errors of 2 copies and Q, each in 2 parts
-    matrices = sum(len(parameter.shape) == 2 for parameter in on_meta_device(whole.model).parameters())
+    matrices = sum(
+        len(parameter.shape) == 2 for parameter in on_meta_device(whole.model).parameters()
+    )
     assert parts_of(sent) == parts_of(whole) + 3 * 2 * matrices
 
 
@@ -129,7 +158,16 @@ def test_the_table_has_a_column_for_each_number_of_ranks():
     assert named["files"] == ["515", "4,099", "16,387", "99,971"]
     assert named["a rank sends for 4 graphs, bytes"] == ["64"] * 4
     assert named["checkpoint.interval = 500, minutes"][0] == "174"  # 500 steps of 20 s, 4.5% longer
-    for part in ("meeting", "process groups", "compiling", ".metadata", "loader", "goodput", "best interval", "spare"):
+    for part in (
+        "meeting",
+        "process groups",
+        "compiling",
+        ".metadata",
+        "loader",
+        "goodput",
+        "best interval",
+        "spare",
+    ):
         assert any(part in name for name in named), part
     text = "\n".join(lines)
     for source in ("scripts/measure_scale.py", "arXiv 2407.21783", "arXiv 2208.11035", "assumed: "):
@@ -138,7 +176,9 @@ def test_the_table_has_a_column_for_each_number_of_ranks():
 
 
 def test_a_run_saves_one_step_at_a_time():
-    slow = dataclasses.replace(scale_of(planned("--checkpoint.async_mode=async"), 512), writing=90_000.0)
+    slow = dataclasses.replace(
+        scale_of(planned("--checkpoint.async_mode=async"), 512), writing=90_000.0
+    )
     assert isinstance(slow, Scale)
     assert slow.best_interval == 90_000
     assert slow.goodput(1.0) == slow.goodput(90_000)

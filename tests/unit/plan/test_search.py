@@ -31,23 +31,44 @@ def test_the_space_keeps_the_tokens_of_a_step_and_the_ranks():
     found = list(space(config, 16, H100, 32))
     assert len(found) == len({tuple(change.items()) for change in found})  # none twice
     for change in found:
-        degree = {axis: int(change[f"parallelism.{axis}_degree"]) for axis in ("tensor_parallel", "pipeline_parallel")}
+        degree = {
+            axis: int(change[f"parallelism.{axis}_degree"])
+            for axis in ("tensor_parallel", "pipeline_parallel")
+        }
         copies = int(change["parallelism.data_parallel_replicate_degree"])
         dp = int(change["parallelism.data_parallel_shard_degree"]) * copies
         assert degree["tensor_parallel"] * degree["pipeline_parallel"] * dp == 16
         assert 32 % (dp * int(change["training.local_batch_size"])) == 0
         assert change["parallelism.context_parallel_degree"] == "1"
-    assert {change["activation_checkpoint.mode"] for change in found} == {"none", "selective", "full"}
-    assert {change["parallelism.pipeline_parallel_schedule"] for change in found} == {"1F1B", "Interleaved1F1B"}
+    assert {change["activation_checkpoint.mode"] for change in found} == {
+        "none",
+        "selective",
+        "full",
+    }
+    assert {change["parallelism.pipeline_parallel_schedule"] for change in found} == {
+        "1F1B",
+        "Interleaved1F1B",
+    }
     assert {change["parallelism.data_parallel_replicate_degree"] for change in found} >= {"1", "2"}
 
 
 def test_long_sequences_may_be_split_and_tied_models_have_no_pipeline():
     config = Config(model=Model(flavor="1B"), training=Training(seq_len=131072))
     found = list(space(config, 16, H100, 16))
-    assert {change["parallelism.context_parallel_degree"] for change in found} == {"1", "2", "4", "8", "16"}
+    assert {change["parallelism.context_parallel_degree"] for change in found} == {
+        "1",
+        "2",
+        "4",
+        "8",
+        "16",
+    }
     assert {change["parallelism.pipeline_parallel_degree"] for change in found} == {"1"}
-    tied = space(Config(model=Model(flavor="8B", tied_embeddings="yes"), training=Training(seq_len=8192)), 16, H100, 16)
+    tied = space(
+        Config(model=Model(flavor="8B", tied_embeddings="yes"), training=Training(seq_len=8192)),
+        16,
+        H100,
+        16,
+    )
     assert {change["parallelism.pipeline_parallel_degree"] for change in tied} == {"1"}
 
 
@@ -56,7 +77,9 @@ def test_formulas_know_what_costs_memory_and_time():
     more_seconds, more_bytes = guess(changed("llama3_8b", 8, training__local_batch_size=4), H100)
     assert more_bytes > nbytes
     assert more_seconds == pytest.approx(2 * seconds, rel=0.1)
-    recomputed_seconds, recomputed_bytes = guess(changed("llama3_8b", 8, activation_checkpoint__mode="full"), H100)
+    recomputed_seconds, recomputed_bytes = guess(
+        changed("llama3_8b", 8, activation_checkpoint__mode="full"), H100
+    )
     assert recomputed_bytes < nbytes
     assert recomputed_seconds > 1.2 * seconds
     assert nbytes < H100.memory * GIB
@@ -70,11 +93,15 @@ def test_by_formula_a_model_costs_what_its_states_do_at_least():
 
 
 def test_a_layout_in_words_and_what_of_it_a_recipe_has_to_say():
-    config = Config(model=Model(flavor="8B"), training=Training(seq_len=8192, local_batch_size=1, global_batch_size=32))
+    config = Config(
+        model=Model(flavor="8B"),
+        training=Training(seq_len=8192, local_batch_size=1, global_batch_size=32),
+    )
     change = next(
         each
         for each in space(config, 16, H100, 32)
-        if each["parallelism.pipeline_parallel_degree"] == "2" and each["parallelism.tensor_parallel_degree"] == "4"
+        if each["parallelism.pipeline_parallel_degree"] == "2"
+        and each["parallelism.tensor_parallel_degree"] == "4"
     )
     words = label(change)
     assert words.startswith("pp 2 x dp_shard 2 x tp 4, batch ")
@@ -86,7 +113,11 @@ def test_a_layout_in_words_and_what_of_it_a_recipe_has_to_say():
 
 
 def test_those_that_lost_are_told_why():
-    best, slow, large = planned(1.0, compute=0.9, bubble=0.1), planned(1.5, compute=0.9, bubble=0.6), planned(memory=90.0)
+    best, slow, large = (
+        planned(1.0, compute=0.9, bubble=0.1),
+        planned(1.5, compute=0.9, bubble=0.6),
+        planned(memory=90.0),
+    )
     assert why_lost(slow, best).startswith("50.0% slower: waiting for other pipeline ranks +0.5 s")
     assert why_lost(large, best).startswith("12.0 GiB too many, mostly activations")
 
@@ -117,7 +148,10 @@ def test_a_search_that_is_none_is_one_sentence(arguments, words, capsys):
 @pytest.mark.slow
 def test_a_search_finds_what_fits(capsys):
     overrides = ["--model.flavor=1B", "--training.seq_len=2048", "--training.global_batch_size=16"]
-    assert main([str(RECIPES / "llama3_8b.toml"), "--world-size", "4", *overrides, "--search", "3"]) == 0
+    assert (
+        main([str(RECIPES / "llama3_8b.toml"), "--world-size", "4", *overrides, "--search", "3"])
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert "the 3 fastest by formula are planned, then the best one" in lines[0]
     assert "why the others lost" in lines
@@ -138,10 +172,25 @@ def processes_of(session):
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_a_search_that_is_stopped_shows_what_it_has_and_leaves_nothing_behind(name, tmp_path):
     keys = [f"--{key}" for key in ("training.global_batch_size=16", "training.seq_len=64")]
-    command = python("-m", "titan_lite.plan", RECIPES / "debug_model.toml", "--world-size", 4, *keys, "--search", 30)
-    with open(tmp_path / "out", "w") as out, Job(tmp_path / "err", *command, stdout=out, session=True) as job:
+    command = python(
+        "-m",
+        "titan_lite.plan",
+        RECIPES / "debug_model.toml",
+        "--world-size",
+        4,
+        *keys,
+        "--search",
+        30,
+    )
+    with (
+        open(tmp_path / "out", "w") as out,
+        Job(tmp_path / "err", *command, stdout=out, session=True) as job,
+    ):
         session = job.process.pid
-        job.until(r"planned [1-9]\d* of 30, .* of about .*; best so far .* tokens/s per GPU: ", seconds=400)
+        job.until(
+            r"planned [1-9]\d* of 30, .* of about .*; best so far .* tokens/s per GPU: ",
+            seconds=400,
+        )
         if name == "SIGKILL":
             job.process.kill()
         else:  # as a terminal does, or timeout

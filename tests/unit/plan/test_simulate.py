@@ -20,10 +20,14 @@ from titan_lite.plan.simulate import simulate_step, updated_bytes
 from titan_lite.plan.trace import PlannedLayout
 
 H100 = load_machine("H100")
-AT_ONCE = dataclasses.replace(H100, collective_launch=0.0, intra_node=Link(450, 0.0), inter_node=Link(50, 0.0))
+AT_ONCE = dataclasses.replace(
+    H100, collective_launch=0.0, intra_node=Link(450, 0.0), inter_node=Link(50, 0.0)
+)
 
 
-def layout(degree=1, microbatches=1, schedule="1F1B", accumulation=1, gathers_once=False, n_layers=32):
+def layout(
+    degree=1, microbatches=1, schedule="1F1B", accumulation=1, gathers_once=False, n_layers=32
+):
     parallelism = Parallelism(
         pipeline_parallel_degree=degree,
         pipeline_parallel_schedule=schedule,
@@ -31,9 +35,16 @@ def layout(degree=1, microbatches=1, schedule="1F1B", accumulation=1, gathers_on
         pipeline_parallel_last_stage_less_layers=0,
     )
     plan = plan_pipeline(
-        parallelism, n_layers=n_layers, tied=False, local_batch_size=microbatches, compiled=False, checkpointed=False
+        parallelism,
+        n_layers=n_layers,
+        tied=False,
+        local_batch_size=microbatches,
+        compiled=False,
+        checkpointed=False,
     )
-    config = Config(parallelism=parallelism, training=Training(local_batch_size=microbatches, seq_len=64))
+    config = Config(
+        parallelism=parallelism, training=Training(local_batch_size=microbatches, seq_len=64)
+    )
     degrees = {"pp": degree, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1}
     model = dataclasses.replace(FLAVORS["debug"], n_layers=n_layers, max_seq_len=64)
     return PlannedLayout(
@@ -78,7 +89,9 @@ def test_the_bubble_of_interleaved_stages(degree, microbatches):
     mine = layout(degree, microbatches, "Interleaved1F1B")
     step = simulate_step(mine, stages_of(mine), AT_ONCE)
     share = step.parts["bubble"] / (step.parts["bubble"] + step.parts["compute"])
-    assert share == pytest.approx((degree - 1) / (2 * microbatches + degree - 1), rel=1e-9)  # arXiv 2104.04473, section 2.2
+    assert share == pytest.approx(
+        (degree - 1) / (2 * microbatches + degree - 1), rel=1e-9
+    )  # arXiv 2104.04473, section 2.2
 
 
 def test_the_order_is_that_which_torch_runs():
@@ -97,9 +110,14 @@ def test_a_slow_stage_and_slow_links_hold_the_others_up():
     mine = layout(2, 4)
     even = simulate_step(mine, stages_of(mine), AT_ONCE)
     uneven = simulate_step(mine, [stage(), stage(2.0, 4.0)], AT_ONCE)
-    assert uneven.run.seconds == pytest.approx(1.0 + 4 * 6.0 + 2.0)  # fill, the slow one's work, drain
+    assert uneven.run.seconds == pytest.approx(
+        1.0 + 4 * 6.0 + 2.0
+    )  # fill, the slow one's work, drain
     hidden = 45e9 * AT_ONCE.link_efficiency  # a tenth of a second
-    travel = simulate_step(mine, stages_of(mine, activations__between=hidden), AT_ONCE).run.seconds - even.run.seconds
+    travel = (
+        simulate_step(mine, stages_of(mine, activations__between=hidden), AT_ONCE).run.seconds
+        - even.run.seconds
+    )
     assert AT_ONCE.send(hidden, 0, 1) == pytest.approx(0.1)
     assert travel >= 2 * 0.1 * (1 - 1e-9)  # there and back, at least once
 
@@ -107,7 +125,11 @@ def test_a_slow_stage_and_slow_links_hold_the_others_up():
 def test_while_a_rank_waits_the_others_have_its_core():
     mine = layout(4, 8)
     alone, shared = (
-        simulate_step(mine, stages_of(mine), dataclasses.replace(AT_ONCE, ranks_per_core=ranks, multiprocessors=0))
+        simulate_step(
+            mine,
+            stages_of(mine),
+            dataclasses.replace(AT_ONCE, ranks_per_core=ranks, multiprocessors=0),
+        )
         for ranks in (1.0, 2.0)
     )
     assert alone.seconds == pytest.approx(3.0 * (8 + 3), rel=1e-4)
@@ -117,7 +139,13 @@ def test_while_a_rank_waits_the_others_have_its_core():
 
 def test_a_step_is_the_sum_of_its_parts():
     mine = layout(4, 8, accumulation=2, gathers_once=True)
-    figures = dict(held=1e9, whole=1e9, forward__exposed__tp=0.5, gather__exposed__dp_shard=3.0, reduce__compute=0.25)
+    figures = dict(
+        held=1e9,
+        whole=1e9,
+        forward__exposed__tp=0.5,
+        gather__exposed__dp_shard=3.0,
+        reduce__compute=0.25,
+    )
     step = simulate_step(mine, stages_of(mine, **figures), H100)
     assert sum(step.parts.values()) == pytest.approx(step.seconds)
     assert step.parts["exposed.tp"] == pytest.approx(16 * 0.5)
@@ -131,11 +159,14 @@ def test_a_step_takes_as_long_as_on_the_slowest_rank():
     assert one.parts.get("exposed.slowest", 0.0) == 0.0
     many = simulate_step(layout(4, 8), stages_of(layout(4, 8)), H100)
     # the largest of four standard normals is 1.03 on average
-    assert many.parts["exposed.slowest"] / (many.seconds - many.parts["exposed.slowest"]) == pytest.approx(
-        1.03 * 0.08 / 5.4, rel=0.03
-    )
+    assert many.parts["exposed.slowest"] / (
+        many.seconds - many.parts["exposed.slowest"]
+    ) == pytest.approx(1.03 * 0.08 / 5.4, rel=0.03)
     measured = dataclasses.replace(H100, multiprocessors=0)
-    assert "exposed.slowest" not in simulate_step(layout(4, 8), stages_of(layout(4, 8)), measured).parts
+    assert (
+        "exposed.slowest"
+        not in simulate_step(layout(4, 8), stages_of(layout(4, 8)), measured).parts
+    )
 
 
 class Moved(TorchDispatchMode):
@@ -146,11 +177,17 @@ class Moved(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if not func.is_view:
-            self.nbytes += sum(each.nbytes for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor))
+            self.nbytes += sum(
+                each.nbytes
+                for each in tree_leaves((args, kwargs, result))
+                if isinstance(each, torch.Tensor)
+            )
         return result
 
 
-@pytest.mark.parametrize(("dtype", "state"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("dtype", "state"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
+)
 def test_bytes_of_an_update_with_stochastic_rounding_are_those_of_its_operators(dtype, state):
     parameter = torch.nn.Parameter(torch.ones(200, 300, dtype=getattr(torch, dtype)))
     config = Config(training=Training(dtype=dtype), optimizer=Optimizer(state_dtype=state))
@@ -160,12 +197,17 @@ def test_bytes_of_an_update_with_stochastic_rounding_are_those_of_its_operators(
     with Moved() as moved:
         optimizer.step()
     clipping = 3 * parameter.element_size()
-    assert updated_bytes(config) == pytest.approx(clipping + moved.nbytes / parameter.numel(), rel=0.05)
+    assert updated_bytes(config) == pytest.approx(
+        clipping + moved.nbytes / parameter.numel(), rel=0.05
+    )
 
 
 def test_bytes_of_a_fused_update_are_those_of_its_tensors():
     compiled = Compile(enable=True, components=("optimizer",))
-    parameters, moments = dict(training=Training(dtype="bfloat16")), dict(optimizer=Optimizer(state_dtype="bfloat16"))
+    parameters, moments = (
+        dict(training=Training(dtype="bfloat16")),
+        dict(optimizer=Optimizer(state_dtype="bfloat16")),
+    )
     assert updated_bytes(Config()) == 10 * 4
     assert updated_bytes(Config(**moments, compile=compiled)) == 6 * 4 + 4 * 2
     assert updated_bytes(Config(**parameters, **moments, compile=compiled)) == 10 * 2
@@ -173,7 +215,10 @@ def test_bytes_of_a_fused_update_are_those_of_its_tensors():
 
 def test_an_offloaded_update_waits_for_the_host_link():
     mine = layout()
-    mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, training=Training(seq_len=64, offload="optimizer")))
+    mine = dataclasses.replace(
+        mine,
+        config=dataclasses.replace(mine.config, training=Training(seq_len=64, offload="optimizer")),
+    )
     step = simulate_step(mine, stages_of(mine, held=1e9), H100)
     assert sum(step.parts.values()) == pytest.approx(step.seconds)
     link, bucket = (8 * numbers / (64e9 * H100.link_efficiency) for numbers in (1e9, BUCKET))
@@ -185,18 +230,26 @@ def test_an_offloaded_update_waits_for_the_host_link():
 
 def test_with_all_in_host_memory_gradients_travel_once_and_sums_before_them_come_back():
     mine = layout(accumulation=4)
-    mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, training=Training(seq_len=64, offload="all")))
+    mine = dataclasses.replace(
+        mine, config=dataclasses.replace(mine.config, training=Training(seq_len=64, offload="all"))
+    )
     figures = dict(held=1e9, forward__exposed__link=0.1, backward__exposed__link=0.2)
     step = simulate_step(mine, stages_of(mine, **figures), H100)
     assert sum(step.parts.values()) == pytest.approx(step.seconds)
     link = 4e9 / (64e9 * H100.link_efficiency)
     assert step.parts["exposed.link"] == pytest.approx(4 * 0.3 + 4 * link + 3 * link)
-    assert step.parts["offload"] == pytest.approx(4 * link - 40e9 / (3350e9 * 0.85) + 4 * link * BUCKET / 1e9, rel=1e-3)
+    assert step.parts["offload"] == pytest.approx(
+        4 * link - 40e9 / (3350e9 * 0.85) + 4 * link * BUCKET / 1e9, rel=1e-3
+    )
 
 
 def test_bytes_are_of_the_rank_that_sends_most():
     mine = layout(2, 4)
-    step = simulate_step(mine, [stage(forward__bytes__tp=1.0), stage(forward__bytes__tp=5.0, gather__bytes__tp=7.0)], H100)
+    step = simulate_step(
+        mine,
+        [stage(forward__bytes__tp=1.0), stage(forward__bytes__tp=5.0, gather__bytes__tp=7.0)],
+        H100,
+    )
     assert step.sent["tp"] == 4 * 5.0 + 7.0
 
 
@@ -224,10 +277,22 @@ def with_muon(**degrees):
 
 
 def test_one_rank_computes_all_matrices_and_two_compute_half_of_them_each():
-    alone, shared = owned_matrices(with_muon(), AT_ONCE), owned_matrices(with_muon(dp_shard=2), AT_ONCE)
+    alone, shared = (
+        owned_matrices(with_muon(), AT_ONCE),
+        owned_matrices(with_muon(dp_shard=2), AT_ONCE),
+    )
     of_block = {(256, 256): 2, (128, 256): 2, (256, 768): 3}
-    flops = 2 * 5 * sum(count * (4 * short**2 * long + 2 * short**3) for (short, long), count in of_block.items())
-    assert alone.computing == pytest.approx(flops / (AT_ONCE.flops(torch.float32) * AT_ONCE.matmul_efficiency))
+    flops = (
+        2
+        * 5
+        * sum(
+            count * (4 * short**2 * long + 2 * short**3)
+            for (short, long), count in of_block.items()
+        )
+    )
+    assert alone.computing == pytest.approx(
+        flops / (AT_ONCE.flops(torch.float32) * AT_ONCE.matmul_efficiency)
+    )
     assert shared.computing == pytest.approx(alone.computing / 2)
     assert (alone.waiting, alone.sent) == (0.0, 0.0)
     # In each bucket a rank sends half of one matrix, and gets half of another one back.
@@ -242,16 +307,25 @@ def test_shampoos_owners_compute_products_of_blocks_and_a_part_of_the_roots_in_e
     optimizer = Optimizer("Shampoo", max_preconditioner_dim=256, precondition_frequency=5)
     mine = dataclasses.replace(mine, config=dataclasses.replace(mine.config, optimizer=optimizer))
     blocks = {(256, 256): 2 + 9, (128, 256): 2}  # three of 256 x 256 in each matrix of 768 x 256
-    products = sum(count * 4 * rows * columns * (rows + columns) for (rows, columns), count in blocks.items())
+    products = sum(
+        count * 4 * rows * columns * (rows + columns) for (rows, columns), count in blocks.items()
+    )
     cubes = sum(count * (rows**3 + columns**3) for (rows, columns), count in blocks.items())
     speed = AT_ONCE.flops(torch.float32) * AT_ONCE.matmul_efficiency
-    assert owned_matrices(mine, AT_ONCE).computing == pytest.approx((products + 1000 * cubes / 5) / speed)
+    assert owned_matrices(mine, AT_ONCE).computing == pytest.approx(
+        (products + 1000 * cubes / 5) / speed
+    )
 
 
 def test_copies_share_the_matrices_and_all_of_them_get_every_result():
-    shared, copies = (owned_matrices(with_muon(**degrees), AT_ONCE) for degrees in (dict(dp_shard=2), dict(dp_replicate=2)))
+    shared, copies = (
+        owned_matrices(with_muon(**degrees), AT_ONCE)
+        for degrees in (dict(dp_shard=2), dict(dp_replicate=2))
+    )
     assert copies.computing == shared.computing
-    assert copies.sent == pytest.approx(shared.sent)  # nothing goes to an owner, and a whole matrix leaves it
+    assert copies.sent == pytest.approx(
+        shared.sent
+    )  # nothing goes to an owner, and a whole matrix leaves it
 
 
 def test_an_all_to_all_between_nodes_has_one_network_card_a_rank():

@@ -9,7 +9,15 @@ from tiny import DEBUG
 
 from titan_lite.compiler.profiles import load_machine
 from titan_lite.compiler.stage import CompileError
-from titan_lite.config import ActivationCheckpoint, Compile, Config, ConfigError, Float8, Parallelism, Training
+from titan_lite.config import (
+    ActivationCheckpoint,
+    Compile,
+    Config,
+    ConfigError,
+    Float8,
+    Parallelism,
+    Training,
+)
 from titan_lite.config.recipe import load_config
 from titan_lite.distributed.axes import axis_along
 from titan_lite.distributed.gather import GatherPlan
@@ -21,14 +29,31 @@ from titan_lite.plan.costs import copies_figures
 from titan_lite.plan.memory import memory_of
 from titan_lite.plan.simulate import simulate_step
 from titan_lite.plan.tape import stage_of
-from titan_lite.plan.trace import PlannedLayout, depths_to_trace, figures_at, start_tracing, trace_stage, traced_by
+from titan_lite.plan.trace import (
+    PlannedLayout,
+    depths_to_trace,
+    figures_at,
+    start_tracing,
+    trace_stage,
+    traced_by,
+)
 
 RANKS, TOKENS, DEPTH = 8, 1024, 6
-MODEL = ModelConfig(dim=1024, n_layers=DEPTH, n_heads=16, n_kv_heads=8, hidden_dim=3072, vocab_size=16384, max_seq_len=TOKENS)
+MODEL = ModelConfig(
+    dim=1024,
+    n_layers=DEPTH,
+    n_heads=16,
+    n_kv_heads=8,
+    hidden_dim=3072,
+    vocab_size=16384,
+    max_seq_len=TOKENS,
+)
 H100 = load_machine("H100")
 WHOLE = ("tok_embeddings", "norm", "output")
 TABLE = MODEL.vocab_size * MODEL.dim
-PRODUCTS = MODEL.dim * 64 * (16 + 8 + 8 + 16) + 3 * MODEL.dim * MODEL.hidden_dim  # numbers in a block's matrices
+PRODUCTS = (
+    MODEL.dim * 64 * (16 + 8 + 8 + 16) + 3 * MODEL.dim * MODEL.hidden_dim
+)  # numbers in a block's matrices
 BLOCK = PRODUCTS + 2 * MODEL.dim
 
 
@@ -39,12 +64,19 @@ def layout(accumulation=1, mode="none", chunk=-1, **parallelism):
         activation_checkpoint=ActivationCheckpoint(mode=mode),
         compile=Compile(enable=True),
     )
-    training = dataclasses.replace(config.training, global_batch_size=accumulation * make_layout(config, RANKS, MODEL).rows)
+    training = dataclasses.replace(
+        config.training, global_batch_size=accumulation * make_layout(config, RANKS, MODEL).rows
+    )
     config = dataclasses.replace(config, training=training)
     return PlannedLayout(**vars(make_layout(config, RANKS, MODEL)), config=config)
 
 
-FSDP, TP, RECOMPUTED, CHUNKED = layout(), layout(2, tensor_parallel_degree=2), layout(mode="full"), layout(chunk=256)
+FSDP, TP, RECOMPUTED, CHUNKED = (
+    layout(),
+    layout(2, tensor_parallel_degree=2),
+    layout(mode="full"),
+    layout(chunk=256),
+)
 
 
 AWAY = dataclasses.replace(FSDP.config.training, offload="all")
@@ -53,7 +85,14 @@ AWAY = dataclasses.replace(FSDP, config=dataclasses.replace(FSDP.config, trainin
 HOW = dict(replicate_compression="powersgd", replicate_rank=8, replicate_uncompressed_steps=0)
 COPIES = layout(4, data_parallel_replicate_degree=2, **HOW)
 
-WANTED = {("fsdp", 5): FSDP, ("fsdp", 4): FSDP, ("fsdp", 3): FSDP, ("tp", 2): TP, ("chunks", 3): CHUNKED, ("away", 3): AWAY}
+WANTED = {
+    ("fsdp", 5): FSDP,
+    ("fsdp", 4): FSDP,
+    ("fsdp", 3): FSDP,
+    ("tp", 2): TP,
+    ("chunks", 3): CHUNKED,
+    ("away", 3): AWAY,
+}
 WANTED |= {("copies", 3): COPIES}
 LONG = {("fsdp", 8): FSDP, ("full", 3): RECOMPUTED}
 
@@ -61,7 +100,10 @@ LONG = {("fsdp", 8): FSDP, ("full", 3): RECOMPUTED}
 def trace_all(wanted):
     """{(what, blocks): figures, timelines and tensors}"""
     with start_tracing(RANKS) as processes:
-        tasks = {key: processes.submit(trace_stage, mine, WHOLE, key[1], [H100]) for key, mine in wanted.items()}
+        tasks = {
+            key: processes.submit(trace_stage, mine, WHOLE, key[1], [H100])
+            for key, mine in wanted.items()
+        }
         return {key: task.result() for key, task in tasks.items()}
 
 
@@ -105,15 +147,24 @@ def test_fsdp_sends_every_weight_forward_again_backward_and_every_gradient(trace
 def test_copies_send_thin_factors_once_a_step_and_keep_errors(traces):
     figures, shard = traces["copies", 3].figures[0], RANKS // 2
     assert not any("dp_replicate" in key for key in figures if not key.startswith("copies."))
-    sizes = {(1024, 1024): 2, (512, 1024): 2, (3072, 1024): 2, (1024, 3072): 1}  # wq and wo, wk and wv, w1 and w3, w2
+    sizes = {
+        (1024, 1024): 2,
+        (512, 1024): 2,
+        (3072, 1024): 2,
+        (1024, 3072): 1,
+    }  # wq and wo, wk and wv, w1 and w3, w2
     factors = 3 * sum(count * 8 * (n // shard + m) for (n, m), count in sizes.items())
     factors += 2 * 8 * (MODEL.vocab_size // shard + MODEL.dim)
     norms = (3 * 2 + 1) * MODEL.dim // shard
-    assert figures["copies.bytes.dp_replicate"] == 4 * (factors + norms)  # 2 (k - 1) / k of it, for k = 2 copies
+    assert figures["copies.bytes.dp_replicate"] == 4 * (
+        factors + norms
+    )  # 2 (k - 1) / k of it, for k = 2 copies
     step = simulate_step(COPIES, [figures], H100)
     assert step.sent["dp_replicate"] == 4 * (factors + norms)  # once for four microbatches
     assert step.parts["exposed.dp_replicate"] == figures["copies.exposed.dp_replicate"] > 0
-    memory = memory_of(COPIES, [stage_of(traces["copies", 3].tensors, 3, pipelined=False)], H100).rows
+    memory = memory_of(
+        COPIES, [stage_of(traces["copies", 3].tensors, 3, pipelined=False)], H100
+    ).rows
     shards = 4 * (3 * PRODUCTS + 2 * TABLE) / shard
     assert shards < memory["errors between copies"] < 2.1 * shards
 
@@ -122,18 +173,31 @@ def test_copies_send_thin_factors_once_a_step_and_keep_errors(traces):
 def test_factors_hide_under_the_shares_of_backward_after_their_gradients_have_arrived(shard):
     blocks = ["tok_embeddings", *(f"layers.{number}" for number in range(4)), "output"]
     sizes = {f"{block}.weight": (1024, (2048,)) for block in blocks} | {"norm.weight": (1024, ())}
-    same = dict(shard_degree=shard, shard_group="s", sum_groups=(), param_dtype=torch.float32, reduce_dtype=torch.float32)
+    same = dict(
+        shard_degree=shard,
+        shard_group="s",
+        sum_groups=(),
+        param_dtype=torch.float32,
+        reduce_dtype=torch.float32,
+    )
     plans = {
-        torch.nn.Parameter(torch.empty(0)): GatherPlan(fqn=fqn, rows=rows, own_rows=rows // shard, row_shape=row_shape, **same)
+        torch.nn.Parameter(torch.empty(0)): GatherPlan(
+            fqn=fqn, rows=rows, own_rows=rows // shard, row_shape=row_shape, **same
+        )
         for fqn, (rows, row_shape) in sizes.items()
     }
 
     def exposed(under):
-        figures = copies_figures(plans, H100, {(0, shard): "dp_replicate"}, COPIES.config.parallelism, under)
+        figures = copies_figures(
+            plans, H100, {(0, shard): "dp_replicate"}, COPIES.config.parallelism, under
+        )
         assert figures["copies.communication.dp_replicate"] == pytest.approx(6 * (p + q) + norms)
         return figures["copies.exposed.dp_replicate"]
 
-    p, q, norms = (H100.collective("all_reduce", 4 * n, (0, shard)) for n in (8 * 1024 / shard, 8 * 2048, 1024 / shard))
+    p, q, norms = (
+        H100.collective("all_reduce", 4 * n, (0, shard))
+        for n in (8 * 1024 / shard, 8 * 2048, 1024 / shard)
+    )
     assert exposed(0.0) == pytest.approx(6 * (p + q) + norms)
     # The embedding computes nothing. The blocks after it have no share left for Q; with FSDP, gradients arrive one block later.
     assert exposed(10.0) == pytest.approx((2 if shard == 1 else 3) * (p + q) + q + norms)
@@ -144,7 +208,9 @@ def test_every_gather_copies_a_shard_from_host_memory(traces):
     here, away = traces["fsdp", 3].figures[0], traces["away", 3].figures[0]
     link = 4 / RANKS / (64e9 * H100.link_efficiency)
     assert away["forward.exposed.link"] == pytest.approx((3 * BLOCK + 2 * TABLE + MODEL.dim) * link)
-    assert away["backward.exposed.link"] == pytest.approx(3 * BLOCK * link)  # of what is gathered again
+    assert away["backward.exposed.link"] == pytest.approx(
+        3 * BLOCK * link
+    )  # of what is gathered again
     assert away["forward.compute"] == pytest.approx(here["forward.compute"], rel=0.02)
     rows = memory_of(AWAY, [stage_of(traces["away", 3].tensors, 3, pipelined=False)], H100).rows
     assert rows["parameters"] == traces["away", 3].tensors.buffers
@@ -157,14 +223,21 @@ def test_products_and_attention_are_those_of_the_formula(traced, blocks):
     tokens = 2 * TOKENS
     assert figures["forward.matmul"] == 2 * tokens * (blocks * PRODUCTS + TABLE)
     assert figures["backward.matmul"] == 2 * figures["forward.matmul"]
-    assert figures["forward.attention"] == blocks * 2 * tokens * TOKENS * MODEL.dim  # of two products, half
-    assert figures["backward.attention"] == 2.5 * figures["forward.attention"]  # five, one of them a second time
+    assert (
+        figures["forward.attention"] == blocks * 2 * tokens * TOKENS * MODEL.dim
+    )  # of two products, half
+    assert (
+        figures["backward.attention"] == 2.5 * figures["forward.attention"]
+    )  # five, one of them a second time
     needed = flops_per_token(dataclasses.replace(MODEL, n_layers=blocks), TOKENS) * tokens
     assert needed == 3 * figures["forward.matmul"] + 3 * figures["forward.attention"]
 
 
 def check_line(traces, depths, blocks):
-    line, full = figures_at({depth: traces["fsdp", depth] for depth in depths}, blocks, 0), traces["fsdp", blocks].figures[0]
+    line, full = (
+        figures_at({depth: traces["fsdp", depth] for depth in depths}, blocks, 0),
+        traces["fsdp", blocks].figures[0],
+    )
     assert line.keys() == full.keys()
     for key, value in full.items():
         if any(word in key for word in ("bytes", "matmul", "attention", "held", "whole")):
@@ -192,7 +265,11 @@ def check_tensors(less, full, blocks):
 
 def kept(stage):
     """Bytes that forward makes for backward."""
-    return sum(size for size, row in zip(stage.tape.sizes, stage.tape.rows, strict=True) if row == "activations")
+    return sum(
+        size
+        for size, row in zip(stage.tape.sizes, stage.tape.rows, strict=True)
+        if row == "activations"
+    )
 
 
 def test_two_depths_tell_of_a_third(traces):
@@ -209,26 +286,41 @@ def test_two_depths_tell_of_a_deep_one(traces_long):
 def test_a_recomputed_block_computes_its_forward_again(traces_long):
     plain, again = (figures_of(traces_long)[key, 3] for key in ("fsdp", "full"))
     assert again["forward.matmul"] == plain["forward.matmul"]
-    most = 2 * 2 * TOKENS * 3 * PRODUCTS  # but for a block's last product, whose result no gradient needs
+    most = (
+        2 * 2 * TOKENS * 3 * PRODUCTS
+    )  # but for a block's last product, whose result no gradient needs
     assert most * 0.7 < again["backward.matmul"] - plain["backward.matmul"] <= most
-    saved, less = (kept(stage_of(traces_long[key, 3].tensors, 3, pipelined=False)) for key in ("fsdp", "full"))
+    saved, less = (
+        kept(stage_of(traces_long[key, 3].tensors, 3, pipelined=False)) for key in ("fsdp", "full")
+    )
     assert less < 0.3 * saved
 
 
-def test_a_loss_in_chunks_has_the_same_products_no_logits_and_sums_of_the_projections_gradient(traces, traced):
+def test_a_loss_in_chunks_has_the_same_products_no_logits_and_sums_of_the_projections_gradient(
+    traces, traced
+):
     whole, chunked = traced["fsdp", 3], traced["chunks", 3]
     assert not any(key.startswith("loss") for key in chunked)
     for figure in ("matmul", "bytes.dp_shard"):
-        found, expected = (each[f"forward.{figure}"] + each[f"backward.{figure}"] for each in (chunked, whole))
+        found, expected = (
+            each[f"forward.{figure}"] + each[f"backward.{figure}"] for each in (chunked, whole)
+        )
         assert found == expected
     chunks, logits = 2 * TOKENS // 256, 2 * TOKENS * MODEL.vocab_size * 2
     lives = {key: traces[key].tensors.lives.tensors for key in (("fsdp", 3), ("chunks", 3))}
     assert max(life.nbytes for life in lives["fsdp", 3]) == logits
-    assert max(life.nbytes for life in lives["chunks", 3]) == 4 * TABLE  # sums of the gradient in float32
-    held = [life for life in lives["chunks", 3] if life.nbytes == 4 * TABLE and life.born[0] == "forward"]
+    assert (
+        max(life.nbytes for life in lives["chunks", 3]) == 4 * TABLE
+    )  # sums of the gradient in float32
+    held = [
+        life
+        for life in lives["chunks", 3]
+        if life.nbytes == 4 * TABLE and life.born[0] == "forward"
+    ]
     assert len(held) == chunks
     moments = [
-        sum(life.born[1] <= moment < life.died[1] for life in held) for moment in range(max(life.died[1] for life in held))
+        sum(life.born[1] <= moment < life.died[1] for life in held)
+        for moment in range(max(life.died[1] for life in held))
     ]
     assert max(moments) == 2  # before and after the addition of a chunk
 
@@ -247,7 +339,9 @@ def test_tensor_parallelism_sends_activations_and_fsdp_once_a_step(traced):
     assert figures["reduce.bytes.dp_shard"] == 4 * parameters * 3 / 4
     for what in ("gather", "reduce"):  # under the first forward and the last backward
         assert 0 < figures[f"{what}.exposed.dp_shard"] < figures[f"{what}.communication.dp_shard"]
-    assert figures["reduce.bytes.tp"] == 2 * 4 * replicated / 4 / 2  # all-reduce of a quarter of the norms
+    assert (
+        figures["reduce.bytes.tp"] == 2 * 4 * replicated / 4 / 2
+    )  # all-reduce of a quarter of the norms
 
 
 @pytest.mark.parametrize(
@@ -255,9 +349,19 @@ def test_tensor_parallelism_sends_activations_and_fsdp_once_a_step(traced):
     [
         ({}, (3, 4)),
         (dict(activation_checkpoint=ActivationCheckpoint(mode="selective")), (3, 4)),
-        (dict(activation_checkpoint=ActivationCheckpoint(mode="selective", selective_ac_option="3")), (3, 6)),
+        (
+            dict(
+                activation_checkpoint=ActivationCheckpoint(
+                    mode="selective", selective_ac_option="3"
+                )
+            ),
+            (3, 6),
+        ),
         (dict(parallelism=Parallelism(fsdp_keep_gathered=("layers.5", "output"))), None),
-        (dict(compile=Compile(enable=True, bucketing="plan", buckets=("layers.0 layers.1",))), None),
+        (
+            dict(compile=Compile(enable=True, bucketing="plan", buckets=("layers.0 layers.1",))),
+            None,
+        ),
         (dict(float8=Float8(enable=True, filter_fqns=("attention.wk", "w2"))), (3, 4)),
         (dict(float8=Float8(enable=True, filter_fqns=("layers.31",))), None),
         (dict(float8=Float8(enable=True, filter_fqns=("31.attention",))), None),
@@ -272,9 +376,21 @@ def test_every_key_that_changes_a_graph_has_traces_of_its_own():
         config, _ = load_config(DEBUG, options)
         return traced_by(PlannedLayout(**vars(make_layout(config, 2)), config=config))
 
-    alike = [[], ["--training.global_batch_size=16"], ["--optimizer.lr=1", "--training.local_batch_size=2"]]
-    others = [["--float8.enable"], ["--float8.enable", "--float8.recipe=rowwise"], ["--float8.enable", "--float8.filter_fqns=w2"]]
-    others += [["--float8.enable", "--float8.all_gather"], ["--training.loss_chunk_tokens=64"], ["--training.offload=all"]]
+    alike = [
+        [],
+        ["--training.global_batch_size=16"],
+        ["--optimizer.lr=1", "--training.local_batch_size=2"],
+    ]
+    others = [
+        ["--float8.enable"],
+        ["--float8.enable", "--float8.recipe=rowwise"],
+        ["--float8.enable", "--float8.filter_fqns=w2"],
+    ]
+    others += [
+        ["--float8.enable", "--float8.all_gather"],
+        ["--training.loss_chunk_tokens=64"],
+        ["--training.offload=all"],
+    ]
     others += [["--parallelism.embedding_sharding=columns"], ["--compile.enable"]]
     assert len({repr(traced(*options)) for options in alike}) == 1
     assert len({repr(traced(*options)) for options in [[], *others]}) == 1 + len(others)
@@ -282,12 +398,18 @@ def test_every_key_that_changes_a_graph_has_traces_of_its_own():
 
 def test_a_collective_of_several_ranks_has_an_axis():
     axes = {(0, 1): "cp", (0, 2): "tp"}
-    assert [axis_along(ranks, axes, True) for ranks in ((0, 1), (0, 2), (0,))] == ["dp_shard", "tp", ""]
+    assert [axis_along(ranks, axes, True) for ranks in ((0, 1), (0, 2), (0,))] == [
+        "dp_shard",
+        "tp",
+        "",
+    ]
     with pytest.raises(KeyError):
         axis_along((0, 3), axes, True)
 
 
 def test_a_stage_that_cannot_be_compiled_is_told_in_words(monkeypatch):
-    monkeypatch.setattr(summary, "make_plans", lambda *_, **__: iter([CompileError("compile.enable: no graph")]))
+    monkeypatch.setattr(
+        summary, "make_plans", lambda *_, **__: iter([CompileError("compile.enable: no graph")])
+    )
     with pytest.raises(ConfigError, match="no graph"):
         summary.make_plan(FSDP, [H100])

@@ -29,14 +29,25 @@ RECEIPT = {
 def run(tmp_path):
     """run(name, metrics=[...], events=[...], ...): a run's folder."""
 
-    def run(name="run", metrics=None, events=(), receipts=None, spans=None, overrides=("--training.steps", "40")):
+    def run(
+        name="run",
+        metrics=None,
+        events=(),
+        receipts=None,
+        spans=None,
+        overrides=("--training.steps", "40"),
+    ):
         folder = tmp_path / name
         folder.mkdir(parents=True)
         if metrics is None:
             metrics = [row(step, loss=8 - step / 10) for step in (10, 20, 30, 40)]
-        (folder / "metrics.jsonl").write_text("".join(line if type(line) is str else json.dumps(line) + "\n" for line in metrics))
+        (folder / "metrics.jsonl").write_text(
+            "".join(line if type(line) is str else json.dumps(line) + "\n" for line in metrics)
+        )
         if events:
-            (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+            (folder / "events.jsonl").write_text(
+                "".join(json.dumps(event) + "\n" for event in events)
+            )
         if receipts is not None:
             (folder / "compile.json").write_text(json.dumps(receipts))
         if spans is not None:
@@ -75,7 +86,11 @@ class Elements(html.parser.HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.found.append(tag)
-        self.addresses += [value for name, value in attributes if name in ("src", "href", "data", "action", "srcset")]
+        self.addresses += [
+            value
+            for name, value in attributes
+            if name in ("src", "href", "data", "action", "srcset")
+        ]
 
     def handle_data(self, data):
         self.texts.append(data)
@@ -83,7 +98,9 @@ class Elements(html.parser.HTMLParser):
 
 def embedded(text):
     """Return the data that the script draws."""
-    return json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)[1])
+    return json.loads(
+        re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)[1]
+    )
 
 
 # The page
@@ -97,12 +114,18 @@ def test_a_page_has_what_the_run_wrote_and_loads_nothing(run):
         event("done", 40),
     ]
     folder = run(
-        metrics=[*(row(s, loss=8 - s / 10, mfu=40.0) for s in (10, 20, 40)), {"step": 40, "validation_loss": 4.5}], events=events
+        metrics=[
+            *(row(s, loss=8 - s / 10, mfu=40.0) for s in (10, 20, 40)),
+            {"step": 40, "validation_loss": 4.5},
+        ],
+        events=events,
     )
     text = page([read_run(folder, "run")])
     elements = Elements(text)
     assert elements.addresses == []
-    assert text.count("://") == text.count("http://www.w3.org/2000/svg") == 1  # a name, and no address
+    assert (
+        text.count("://") == text.count("http://www.w3.org/2000/svg") == 1
+    )  # a name, and no address
     assert "default-src 'none'" in text
     assert 'name="viewport"' in text
     said = " ".join(elements.texts)
@@ -123,12 +146,19 @@ def test_a_page_has_what_the_run_wrote_and_loads_nothing(run):
     assert data["values"]["loss"] == [7, 6, 4]
     assert data["values"]["validation_loss"] == [None, None, 4.5]
     assert data["hours"] == pytest.approx([20 / 3600, 40 / 3600, 80 / 3600])
-    assert [(mark["kind"], mark["step"]) for mark in data["marks"]] == [("checkpoint", 20), ("skip", 31)]
+    assert [(mark["kind"], mark["step"]) for mark in data["marks"]] == [
+        ("checkpoint", 20),
+        ("skip", 31),
+    ]
 
 
 def test_what_a_recipe_or_an_event_says_is_text_and_never_a_part_of_the_page(run):
     quiet = Elements(page([read_run(run("quiet", events=[event("warning", 10, "x")]), "quiet")]))
-    folder = run("evil", events=[event("warning", 10, EVIL)], overrides=("--job.description", EVIL, "--job.dump_folder", EVIL))
+    folder = run(
+        "evil",
+        events=[event("warning", 10, EVIL)],
+        overrides=("--job.description", EVIL, "--job.dump_folder", EVIL),
+    )
     text = page([read_run(folder, EVIL)])
     loud = Elements(text)
     assert sorted(set(loud.found)) == sorted(set(quiet.found))
@@ -141,15 +171,24 @@ def test_what_a_recipe_or_an_event_says_is_text_and_never_a_part_of_the_page(run
 
 def test_the_sources_of_a_mixture_have_a_table_and_figures_of_their_own(run):
     def of(step, web, code):
-        return {"tokens_by_source/web": 700 * step, f"tokens_by_source/{EVIL}": 300 * step, "loss_by_source/web": web} | {
-            f"loss_by_source/{EVIL}": code
-        }
+        return {
+            "tokens_by_source/web": 700 * step,
+            f"tokens_by_source/{EVIL}": 300 * step,
+            "loss_by_source/web": web,
+        } | {f"loss_by_source/{EVIL}": code}
 
-    metrics = [row(10, **of(10, 3.0, 2.0)), row(20, **of(20, None, 1.5)), {"step": 20, "validation_loss_by_source/web": 2.5}]
+    metrics = [
+        row(10, **of(10, 3.0, 2.0)),
+        row(20, **of(20, None, 1.5)),
+        {"step": 20, "validation_loss_by_source/web": 2.5},
+    ]
     text = page([read_run(run(metrics=metrics), "run")])
     table = text.partition("<h2>Sources</h2>")[2].partition("</table>")[0]
     cells = re.findall("<td[^>]*>(.*?)</td>", table)
-    assert (cells[:5], cells[6:]) == (["web", "14,000", "70.0%", "3.0000", "2.5000"], ["6,000", "30.0%", "1.5000", ""])
+    assert (cells[:5], cells[6:]) == (
+        ["web", "14,000", "70.0%", "3.0000", "2.5000"],
+        ["6,000", "30.0%", "1.5000", ""],
+    )
     assert Elements(text).found.count("script") == 2
     assert "<h2>Sources</h2>" not in page([read_run(run("one"), "one")])
 
@@ -159,7 +198,10 @@ def test_several_runs_show_where_their_recipes_differ(run):
     two = read_run(run("two", overrides=("--optimizer.lr", "0.005", "--compile.enable")), "two")
     text = page([one, two])
     differing = text[text.index("Differences of the recipes") : text.index("every key")]
-    assert set(re.findall(r"<td>([a-z_]+\.[a-z_]+)</td>", differing)) == {"optimizer.lr", "compile.enable"}
+    assert set(re.findall(r"<td>([a-z_]+\.[a-z_]+)</td>", differing)) == {
+        "optimizer.lr",
+        "compile.enable",
+    }
     assert "<td>0.001</td><td>0.005</td>" in differing
     assert [data["name"] for data in embedded(text)] == ["one", "two"]
     alone = page([one])
@@ -173,7 +215,11 @@ def test_a_key_of_an_earlier_version_is_not_its_own_choice_where_it_says_what_ho
     folder = run()
     with open(folder / "config.toml", "a") as file:
         file.write("\n[earlier]\n[profiling_of_before]\nkey = 1\n")
-    text = (folder / "config.toml").read_text().replace("[profiling]\n", '[profiling]\nsave_traces_folder = "profile_traces"\n')
+    text = (
+        (folder / "config.toml")
+        .read_text()
+        .replace("[profiling]\n", '[profiling]\nsave_traces_folder = "profile_traces"\n')
+    )
     (folder / "config.toml").write_text(text)
     said = page([read_run(folder, "run")])
     own, every = said[said.index("The recipe, without defaults") :].split("every key")
@@ -200,10 +246,19 @@ def test_buckets_and_their_timeline(run):
         span(0, "mm_3", 4000, 1000, graph="backward"),
         span(0, "mm", 0, 2000, rank=1),
     ]
-    found = read_run(run(receipts=[RECEIPT, {**RECEIPT, "graph": "inference"}, {**RECEIPT, "pp_rank": 1}], spans=spans), "run")
+    found = read_run(
+        run(
+            receipts=[RECEIPT, {**RECEIPT, "graph": "inference"}, {**RECEIPT, "pp_rank": 1}],
+            spans=spans,
+        ),
+        "run",
+    )
     first, second = found.timelines
     assert (first["title"], first["lanes"]) == ("pipeline rank 0", ["computation", "FSDP"])
-    assert (second["title"], second["spans"]) == ("pipeline rank 1", [[0, 0.0, 2.0, 0, "forward: computation"]])
+    assert (second["title"], second["spans"]) == (
+        "pipeline rank 1",
+        [[0, 0.0, 2.0, 0, "forward: computation"]],
+    )
     assert first["graphs"] == [
         {"name": "forward", "start": 0.0, "end": 4.0},
         {"name": "backward", "start": 4.0, "end": 5.0},
@@ -222,23 +277,42 @@ def test_buckets_and_their_timeline(run):
     assert "a.weight and 1 more" in text
     assert "1 of 8 ms" in text  # exposed, of both ranks
     alone = {**RECEIPT, "timeline": {"exposed": 0.0, "seconds": 0.004, "communication": 0.0}}
-    assert [exposed_share(receipts) for receipts in ([], [alone], [{**RECEIPT, "timeline": None}])] == [""] * 3
+    assert [
+        exposed_share(receipts) for receipts in ([], [alone], [{**RECEIPT, "timeline": None}])
+    ] == [""] * 3
 
 
 # metrics.jsonl
 
 
 def test_a_resume_is_marked_and_what_it_repeats_counts(run):
-    folder = run(metrics=[row(10, loss=3.0), row(20, loss=2.0), row(30, loss=1.0), {"resumed_from": 10}, row(20, loss=2.5)])
+    folder = run(
+        metrics=[
+            row(10, loss=3.0),
+            row(20, loss=2.0),
+            row(30, loss=1.0),
+            {"resumed_from": 10},
+            row(20, loss=2.5),
+        ]
+    )
     found = read_run(folder, "run")
     assert [(each["step"], each["loss"]) for each in found.rows] == [(10, 3.0), (20, 2.5)]
     (resume,) = [each for each in found.events if each["event"] == "resume"]
-    assert (resume["step"], resume["text"]) == (10, "resumed from step 10; the earlier steps 11 to 30 do not count")
+    assert (resume["step"], resume["text"]) == (
+        10,
+        "resumed from step 10; the earlier steps 11 to 30 do not count",
+    )
     assert found.rows[-1]["hours"] == pytest.approx(40 / 3600)
 
 
 def test_lines_torn_by_a_kill_are_left_out_and_told(run):
-    lines = [row(10, loss=3.0), '{"step": 20, "lo\n', {"resumed_from": 10}, row(20, loss=2.5), '{"st']
+    lines = [
+        row(10, loss=3.0),
+        '{"step": 20, "lo\n',
+        {"resumed_from": 10},
+        row(20, loss=2.5),
+        '{"st',
+    ]
     found = read_run(run(metrics=lines), "run")
     assert [each["step"] for each in found.rows] == [10, 20]
     assert [re.search(r"line (\d)", note)[1] for note in found.notes] == ["2", "5"]
@@ -248,7 +322,10 @@ def test_lines_torn_by_a_kill_are_left_out_and_told(run):
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        (['{"step": 10}\n', "not json\n", '{"step": 20}\n'], "line 2: not valid JSON, in the middle"),
+        (
+            ['{"step": 10}\n', "not json\n", '{"step": 20}\n'],
+            "line 2: not valid JSON, in the middle",
+        ),
         (["nor this\n", "not this\n"], "line 1: not valid JSON"),
         (['{"step": "ten"}\n'], "line 1: neither a step nor a resume"),
         (['{"loss": 1.0}\n'], "line 1: neither"),
@@ -272,7 +349,10 @@ def test_a_wrong_line_is_named(lines, words, run, capsys):
 
 
 def test_rows_without_any_value_or_a_number_that_json_lacks(run):
-    found = read_run(run(metrics=[{"step": 0, "validation_loss": 8.0}, row(10, loss=None, grad_norm=None)]), "run")
+    found = read_run(
+        run(metrics=[{"step": 0, "validation_loss": 8.0}, row(10, loss=None, grad_norm=None)]),
+        "run",
+    )
     data = drawn(found, 0)
     assert data["values"]["validation_loss"] == [8.0, None]
     assert "loss" not in data["values"]
@@ -293,9 +373,25 @@ def test_a_long_run_keeps_its_spikes(monkeypatch):
 
 
 def test_a_start_and_its_resume_are_one_and_a_kill_stands_where_the_metrics_end(run):
-    metrics = [row(10), row(20), row(30), {"resumed_from": 20}, row(40), {"resumed_from": 40}, row(50)]
-    events = [event("start", 0), event("checkpoint", 20), event("start", 20), event("checkpoint", 40), event("stop", 40)]
-    found = read_run(run(metrics=metrics, events=[*events, event("start", 40), event("done", 50)]), "run")
+    metrics = [
+        row(10),
+        row(20),
+        row(30),
+        {"resumed_from": 20},
+        row(40),
+        {"resumed_from": 40},
+        row(50),
+    ]
+    events = [
+        event("start", 0),
+        event("checkpoint", 20),
+        event("start", 20),
+        event("checkpoint", 40),
+        event("stop", 40),
+    ]
+    found = read_run(
+        run(metrics=metrics, events=[*events, event("start", 40), event("done", 50)]), "run"
+    )
     assert [(each["event"], each["step"]) for each in found.events] == [
         ("start", 0),
         ("checkpoint", 20),
@@ -325,7 +421,10 @@ def test_a_folder_that_is_none_or_has_no_run(run, tmp_path, capsys):
     run("runs/a"), run("runs/b")
     for folder, words in (
         (tmp_path / "absent", "no such folder; use a run's job.dump_folder, such as"),
-        (tmp_path / "runs", f"has no metrics.jsonl; use one of its runs: {tmp_path}/runs/a, {tmp_path}/runs/b"),
+        (
+            tmp_path / "runs",
+            f"has no metrics.jsonl; use one of its runs: {tmp_path}/runs/a, {tmp_path}/runs/b",
+        ),
         (tmp_path / "runs/a/metrics.jsonl", "no such folder"),
     ):
         assert main([str(folder)]) == 2
@@ -341,9 +440,17 @@ def test_a_folder_that_is_none_or_has_no_run(run, tmp_path, capsys):
         ("compile.json", "{}", "its content = {}: expected a list"),
         ("compile.json", '[{"graph": "forward"}]', "[0].before = None: expected an object"),
         ("compile.json", "[1]", "[0] = 1: expected an object"),
-        ("compile.json", '[{"graph": "forward", "timeline": {}}]', "[0].timeline.communication = None: expected a number"),
+        (
+            "compile.json",
+            '[{"graph": "forward", "timeline": {}}]',
+            "[0].timeline.communication = None: expected a number",
+        ),
         ("timeline.json", "]", "timeline.json is not JSON"),
-        ("timeline.json", '{"traceEvents": [{"ph": "X"}]}', "traceEvents[0].name = None: expected a string"),
+        (
+            "timeline.json",
+            '{"traceEvents": [{"ph": "X"}]}',
+            "traceEvents[0].name = None: expected a string",
+        ),
         ("timeline.json", '{"traceEvents": 5}', "traceEvents = 5: expected a list"),
         ("config.toml", "[training\n", "not valid TOML"),
     ],
@@ -378,4 +485,9 @@ def test_the_command_writes_to_the_first_folder_or_where_it_is_told(run, tmp_pat
 
 def test_no_torch_is_needed(run):
     code = "import sys, titan_lite.report.page as r; code = r.main(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code, str(run())], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code, str(run())], cwd=ROOT, stdout=subprocess.DEVNULL
+        ).returncode
+        == 0
+    )
