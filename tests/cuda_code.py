@@ -160,7 +160,6 @@ def capture(
         compile_stages(
             [model],
             mesh,
-            "",
             compile=config.compile,
             parallelism=config.parallelism,
             activation_checkpoint=config.activation_checkpoint,

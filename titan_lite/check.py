@@ -245,11 +245,7 @@ def check_agreement(layout: Layout) -> None:
 
 def check_prices(stage: Compile) -> None:
     """Raise ConfigError if the compile stage would estimate collectives of an unknown GPU."""
-    if (
-        stage.compiles("model")
-        and stage.bucketing in ("greedy", "auto", "measured")
-        and not stage.machine
-    ):
+    if stage.compiles("model") and stage.bucketing in ("greedy", "auto") and not stage.machine:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         if device and profile_of(device) is None:
             raise ConfigError(

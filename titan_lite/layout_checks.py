@@ -258,7 +258,3 @@ def check_schedule(config: Config, layout: "Layout") -> None:
                 f'compile.{key} = "{value}" has nothing to bucket: parallelism.fsdp_communication = "step" gathers once for '
                 f'{layout.microbatches} microbatches; use fsdp_communication = "microbatch" or {key} = "{others[0]}"'
             )
-    if stage.bucketing == "measured":
-        from titan_lite.compiler.autotune import check_steps
-
-        check_steps(stage, done=0, steps=config.training.steps)

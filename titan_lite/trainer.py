@@ -25,7 +25,6 @@ from titan_lite.checkpoint.saving import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
 from titan_lite.checkpoint.weights import load_initial
 from titan_lite.chunked_loss import build_losses
-from titan_lite.compiler.autotune import Autotuner, check_steps
 from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.stage import CompileError, compile_function
 from titan_lite.config import Config, flatten
@@ -198,9 +197,9 @@ class Trainer:
         parts |= dict(compiled=kinds["in_graph"])
         self.stages = build_stages(make_model, modules, self.mesh, **parts, **sections)
         sections |= dict(compile=config.compile, machine=self.machine, dump_folder=self.dump_folder)
-        compile_as = functools.partial(compile_stages, self.stages, self.mesh, **sections)
-        self.autotuner = Autotuner(self.stages, compile_as, config.compile, self.device)
-        self.receipts: list[Receipt] = []
+        self.receipts: list[Receipt] = []  # filled at the first call of each stage
+        if config.compile.compiles("model"):
+            self.receipts = compile_stages(self.stages, self.mesh, **sections)
         self.watchdog.enter(
             "start", "init_timeout_seconds"
         )  # sets the limits of new process groups, too
@@ -340,15 +339,13 @@ class Trainer:
                 f"nothing to do: step {self.step} is done, and training.steps = {steps}; raise it to go on"
             )
         self.throughput.start(self.step)
+        first_step = self.step + 1
         with build_profiler(config.profiling, self.dump_folder, self.rank, self.step) as profiler:
             if not self.stopping.ask() and self.validation_due:
                 self.validate()
             while self.step < steps and not self.stopping.asked:
                 self.begin_step()
-                with self.autotuner.step(
-                    self.layout.accumulation_at(self.step) / self.layout.accumulation
-                ):
-                    self.train_step()
+                self.train_step()
 
                 # Periodic work
                 last = self.step == steps
@@ -357,7 +354,7 @@ class Trainer:
                 if self.step == 1 and not config.checkpoint.initial_load_path:
                     check_first_loss(self.last_step[1], self.layout.model.vocab_size)
                 self.copies.check_if_due(self.step, self.state_tensors)
-                if self.autotuner.just_decided:
+                if self.step == first_step:
                     self.end_compilation()
                 if logs:
                     self.log()
@@ -489,7 +486,8 @@ class Trainer:
             return
         self.hold_folder()
         self.metrics.log(self.step, figures)
-        self.validated, self.validation_due = bool(self.autotuner.chosen), False
+        self.validated = True
+        self.validation_due = False
 
     def begin_validation(self) -> None:
         """Notify `observe` and the watchdog before each validation batch."""
@@ -502,10 +500,10 @@ class Trainer:
         return "compile_timeout_seconds" if self.config.compile.enable else "init_timeout_seconds"
 
     def end_compilation(self) -> None:
-        """Log receipts and set the limit of training steps, once all graphs are compiled and bucketing is chosen."""
-        self.receipts = gather_receipts(self.autotuner.receipts, self.mesh)
+        """Log receipts and set the limit of training steps, once all graphs are compiled."""
+        self.receipts = gather_receipts(self.receipts, self.mesh)
         if self.rank == 0:
-            show_receipts(self.receipts, self.autotuner.describe(), self.dump_folder)
+            show_receipts(self.receipts, self.dump_folder)
         self.plan_vs_actual.start()
         self.watchdog.enter(f"step {self.step}", "train_timeout_seconds")
 
@@ -570,7 +568,6 @@ class Trainer:
         else:
             self.load(step)
         refresh_scales(self.stages)
-        check_steps(config.compile, done=self.step, steps=config.training.steps)
 
     def load(self, step: int) -> None:
         state, differences = accepted_state(self.checkpointer, step, self.described)

@@ -278,14 +278,13 @@ def _sharding(config: Config, layout: Degrees) -> str:
 
 
 def _compile_of_twin(stage: Compile, tokens: int) -> Compile:
-    """Return [compile] with the same passes and the twin's names; "measured" becomes "greedy", since a twin's times differ.
+    """Return [compile] with the same passes and the twin's names.
 
     tokens: of a sequence on a tensor-parallel rank, for chunks.
     """
     return dataclasses.replace(
         stage,
         backend="aot_eager",
-        bucketing="greedy" if stage.bucketing == "measured" else stage.bucketing,
         buckets=tuple(" ".join(map(_of_twin, bucket.split())) for bucket in stage.buckets),
         tensor_parallel_chunks=2
         if tokens % stage.tensor_parallel_chunks

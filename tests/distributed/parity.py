@@ -99,7 +99,7 @@ def build(
         schedule = Schedule(stage, machine, fused=compiled == "inductor", peers=stage_peers(mesh))
         schedule.receipts = [] if receipts is None else receipts
         rest = dict(compile=stage, parallelism=parallelism, activation_checkpoint=checkpoint)
-        compile_stages([model], mesh, bucketing, schedule=schedule, **rest)
+        compile_stages([model], mesh, schedule=schedule, **rest)
     materialize(model, torch.device("cpu"))
     model.init_weights(0, shard_of)
     refresh_scales([model])

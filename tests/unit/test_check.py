@@ -291,15 +291,6 @@ WRONG = {
         ),
         "travel=copy",
     ),
-    "too few steps to measure": Wrong(
-        2,
-        "compile=true backend=aot_eager bucketing=measured every=microbatch steps=11",
-        (
-            'compile.bucketing = "measured" tries 4 methods for 3 steps each',
-            "training.steps = 11 leaves fewer; use training.steps = 12",
-        ),
-        "steps=12",
-    ),
     "an unknown machine": Wrong(
         2,
         "compile=true backend=aot_eager machine=H1000",

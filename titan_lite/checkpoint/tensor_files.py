@@ -319,9 +319,8 @@ def write_metadata(folder: Path, parts: Iterable[Iterable[Entry]]) -> None:
             name, dcp.TensorStorageMetadata(properties, size, [])
         )
         metadata.planner_data[name] = (name,)
-        places.append(
-            WriteResult(dcp.MetadataIndex(name, chunk.offsets, len(tensor.chunks)), 0, place)
-        )  # type: ignore[union-attr]
+        index = dcp.MetadataIndex(name, chunk.offsets, len(tensor.chunks))  # type: ignore[union-attr]
+        places.append(WriteResult(index, 0, place))
         tensor.chunks.append(chunk)  # type: ignore[union-attr]
     for name, tensor in metadata.state_dict_metadata.items():
         if not _is_covered(tensor):  # type: ignore[arg-type]

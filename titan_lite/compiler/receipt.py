@@ -24,10 +24,6 @@ from titan_lite.compiler.hardware import bytes_copied
 from titan_lite.compiler.timeline import Timeline
 
 
-class DoesNotFit(Exception):
-    """A graph that `Schedule.fits` refuses; raised on all ranks that would run it, before any of them does."""
-
-
 @dataclass(frozen=True)
 class Collective:
     """A collective of parameters after the passes, with its estimated times in seconds."""

@@ -12,7 +12,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,6 @@ from titan_lite.compiler.collectives import (
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.peers import Peers, outside_of_tracing
 from titan_lite.compiler.receipt import (
-    DoesNotFit,
     Receipt,
     copied_by_buckets,
     count_collectives,
@@ -61,9 +60,6 @@ class Schedule:
         False  # Inductor fuses collectives of tensor parallelism with products
     )
     must_merge: bool = True  # raise if bucketing is enabled and merges nothing
-    fits: Callable[[Receipt], bool] | None = (
-        None  # returns False for a graph that this rank must not run
-    )
     receipts: list[Receipt] = field(default_factory=list)
 
     @contextmanager
@@ -86,7 +82,7 @@ class Schedule:
         )
 
     def __call__(self, module: GraphModule, name: str) -> None:
-        """Run the passes. Raises ConfigError if bucketing merges nothing or ranks differ, and DoesNotFit as `fits` decides."""
+        """Run the passes. Raises ConfigError if bucketing merges nothing or ranks differ."""
         graph, started = module.graph, time.perf_counter()
         merge_waits(graph)
         hidden = self.hide_activations(graph)
@@ -120,12 +116,6 @@ class Schedule:
                 else copied_by_buckets(graph, self.fused),
             )
         )
-        if self.fits is not None:
-            fits = self.fits(self.receipts[-1])
-            with outside_of_tracing():
-                fit_alike = self.peers.alike(str(fits))
-            if not (fits and fit_alike):
-                raise DoesNotFit(name)
 
     def hide_activations(self, graph: Graph) -> dict[str, Any]:
         """Hide the collectives of tensor and context parallelism. Return counts, by their names in Receipt."""

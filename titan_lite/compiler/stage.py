@@ -40,15 +40,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_lite.compiler import collectives, pinning, resharding
 from titan_lite.compiler.fqns import parameters_within
-from titan_lite.compiler.receipt import DoesNotFit
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.config import Compile, ConfigError
 
 Compiling = Callable[
     [GraphModule, str], AbstractContextManager
 ]  # (graph, name) -> context that compiles it
-# All stages of a pipeline call one function, and torch compiles at most 8 variants of it by default. Each stage has two, with and
-# without gradients, and two more per bucketing method that is tried.
+# All stages of a pipeline call one function, and torch compiles at most 8 variants of it by default. Each stage has
+# two, with and without gradients.
 RECOMPILE_LIMIT = 256
 FUSED_PRODUCTS = (
     "symm_mem.fused_all_gather_matmul.default",
@@ -302,7 +301,7 @@ def _with_backward(backend: Callable, memory_budget: float = 1.0) -> Callable:
 
 
 def _with_errors(compiled: Callable, config: Compile, component: str) -> Callable:
-    """Return `compiled` with failures to compile raised as CompileError, except for DoesNotFit of the schedule."""
+    """Return `compiled` with failures to compile raised as CompileError."""
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -313,8 +312,6 @@ def _with_errors(compiled: Callable, config: Compile, component: str) -> Callabl
             cause: BaseException = error
             while isinstance(cause, BackendCompilerFailed):
                 cause = cause.inner_exception
-            if isinstance(cause, DoesNotFit):
-                raise cause from error
             raise CompileError(_message(error, cause, config, component)) from error
 
     return call

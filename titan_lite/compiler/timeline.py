@@ -261,12 +261,12 @@ def storages(graph: Graph) -> dict[Node, Node]:
         part = node.target is operator.getitem and not getattr(
             node.all_input_nodes[0].target, "is_view", False
         )
-        shared = (
-            node.op == "call_function" and isinstance(source, Node) and nbytes_of(node) and not part
-        )
-        storage[node] = (
-            storage[source] if shared and (is_free(node) or "out" in node.kwargs) else node
-        )  # type: ignore[index]
+        storage[node] = node
+        views = is_free(node) or "out" in node.kwargs
+        if node.op != "call_function" or part or not views or not nbytes_of(node):
+            continue
+        if isinstance(source, Node):
+            storage[node] = storage[source]
     return storage
 
 

@@ -438,7 +438,7 @@ def _impossible(config: Config, origins: dict[str, str]) -> Iterator[ConfigError
     if stage.enable and stage.bucketing == "plan" and not stage.buckets:
         fix = 'use buckets = ["tok_embeddings", "layers.0 layers.1"], or bucketing = "block", which needs none'
         yield wrong("compile.bucketing", f" needs compile.buckets; {fix}")
-    if stage.enable and stage.bucketing in ("auto", "measured") and not stage.reordering:
+    if stage.enable and stage.bucketing == "auto" and not stage.reordering:
         fix = 'use reordering = true or bucketing = "block"'
         yield wrong(
             "compile.reordering",

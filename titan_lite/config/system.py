@@ -256,9 +256,8 @@ class Compile:
         "block",
         "which parameters share an all-gather and a reduction. none: each has its own; block: those of each transformer block, "
         "the last one with the last norm; plan: those of each entry of buckets; greedy: as many as fit under the computation "
-        "before them, by the cost model of machine; auto: Inductor's overlap scheduler, with the same cost model; measured: "
-        "the first steps try all but plan, which must all fit in memory, and the fastest that leaves memory free is used",
-        choices=("none", "block", "plan", "greedy", "auto", "measured"),
+        "before them, by the cost model of machine; auto: Inductor's overlap scheduler, with the same cost model",
+        choices=("none", "block", "plan", "greedy", "auto"),
         needs=COMPILES_MODEL,
     )
     buckets: tuple = setting(
@@ -277,7 +276,7 @@ class Compile:
             *COMPILES_MODEL,
             Need(
                 "compile.bucketing",
-                lambda way: way in ("block", "plan", "greedy", "measured"),
+                lambda way: way in ("block", "plan", "greedy"),
                 'bucketing = "block"',
             ),
         ),

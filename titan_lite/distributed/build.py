@@ -1,7 +1,7 @@
 """Build a rank's pipeline stages: parallelize, checkpoint, shard, compile. For the trainer, the planner, tests and benchmarks.
 
     stages = build_stages(functools.partial(Transformer, layout.model), modules, mesh, ...)     # on the meta device
-    compile_stages(stages, mesh, "block", ...)
+    compile_stages(stages, mesh, ...)
     for model in stages:
         materialize(model, device)
         model.init_weights(seed, shard_of)
@@ -104,7 +104,6 @@ def build_stages(
 def compile_stages(
     stages: Sequence[nn.Module],
     mesh: DeviceMesh,
-    bucketing: str,
     *,
     compile: Compile,
     parallelism: Parallelism,
@@ -113,30 +112,30 @@ def compile_stages(
     dump_folder: Path | None = None,
     schedule: Schedule | None = None,
     priced_as: str = "",
-    fits: Callable[[Receipt], bool] | None = None,
 ) -> list[Receipt]:
     """Compile each stage as one graph, in place. Returns the list of receipts, which is filled at the first call of a stage.
 
-    bucketing: replaces compile.bucketing. machine: the hardware to estimate times for. dump_folder: where compile.dump_graphs
-    writes. schedule: replaces the passes that these arguments select. priced_as: see compile_model. fits: see Schedule. May
-    create process groups: call it on all ranks.
+    machine: the hardware to estimate times for. dump_folder: where compile.dump_graphs writes. schedule: replaces
+    the passes that these arguments select. priced_as: see compile_model. May create process groups: call it on all
+    ranks.
     """
     if schedule is None:
-        must_merge = compile.bucketing != "measured"
-        compile = replace(compile, bucketing=bucketing)
         dump = None
         if (
             dump_folder
             and compile.dump_graphs
             and all(mesh[axis].get_local_rank() == 0 for axis in AXES if axis != "pp")
         ):
-            dump = (
-                dump_folder / "graphs" / f"pp_{mesh['pp'].get_local_rank()}_{bucketing}"
-            )  # other ranks have the same graphs
-        fused = compile.backend == "inductor"
-        fuses = parallelism.enable_async_tensor_parallel
+            # other ranks have the same graphs
+            folder = f"pp_{mesh['pp'].get_local_rank()}_{compile.bucketing}"
+            dump = dump_folder / "graphs" / folder
         schedule = Schedule(
-            compile, machine, fused, stage_peers(mesh), dump, fuses, must_merge, fits
+            compile,
+            machine,
+            fused=compile.backend == "inductor",
+            peers=stage_peers(mesh),
+            dump=dump,
+            async_tensor_parallel=parallelism.enable_async_tensor_parallel,
         )
     reshard, keep = _resharding(parallelism)
     for model in stages:

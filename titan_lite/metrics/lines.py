@@ -1,6 +1,6 @@
 """Log the results of compilation, and make the lines at the end of a run.
 
-show_receipts(receipts, [], dump_folder)
+show_receipts(receipts, dump_folder)
 for line in end_lines(dump_folder, "done", ...): logger.info(line)
 """
 
@@ -20,11 +20,11 @@ from titan_lite.metrics.records import last_start, read_metrics
 from titan_lite.metrics.timelines import write_timelines
 
 
-def show_receipts(receipts: Sequence[Receipt], tried: Sequence[str], folder: Path) -> None:
-    """Log what the compile stage did, and write compile.json and the timelines. tried: lines about the bucketings tried."""
+def show_receipts(receipts: Sequence[Receipt], folder: Path) -> None:
+    """Log what the compile stage did, and write compile.json and the timelines."""
     if not receipts:
         return
-    for line in (*tried, *describe(receipts)):
+    for line in describe(receipts):
         logger.info(line)
     try:
         write_receipts(receipts, folder)

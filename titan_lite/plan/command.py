@@ -230,10 +230,6 @@ def lay_out(config: Config, world_size: int, memory: float = math.inf) -> Any:
     from titan_lite.plan.trace import PlannedLayout
 
     layout = make_layout(config, world_size, memory=memory)
-    if config.compile.compiles("model") and config.compile.bucketing == "measured":
-        raise ConfigError(
-            'compile.bucketing = "measured" is decided during a run; use --compile.bucketing=greedy, or block'
-        )
     return PlannedLayout(**vars(layout), config=config)
 
 

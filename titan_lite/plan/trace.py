@@ -257,7 +257,6 @@ def trace_stage(
         compile_stages(
             [model],
             mesh,
-            "",
             compile=compile,
             parallelism=config.parallelism,
             activation_checkpoint=config.activation_checkpoint,

@@ -1323,7 +1323,6 @@ def test_a_machine_is_a_name_or_the_path_of_a_file(tmp_path):
             'bucketing = "auto"\nreordering = false',
             r'reordering = false: compile.bucketing = "auto" orders what it buckets',
         ),
-        ('bucketing = "measured"\nreordering = false', r"reordering = true or bucketing"),
         (
             'bucketing = "none"\nbucket_mode = "coalesced"',
             r'bucket_mode = "coalesced" has no effect: .*; use bucketing = "block"',
