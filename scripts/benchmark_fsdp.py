@@ -104,7 +104,6 @@ def simple_fsdp(
     backend: str,
     reshard: bool,
     bucketing: str = "none",
-    bucket_mode: str = "copy",
     reordering: bool = True,
     machine: Machine | None = None,
 ) -> list[Receipt]:
@@ -125,7 +124,6 @@ def simple_fsdp(
             enable=True,
             backend=backend,
             bucketing=bucketing,
-            bucket_mode=bucket_mode,
             reordering=reordering,
         )
         machine = machine or find_machine("", device)

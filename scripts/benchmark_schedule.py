@@ -74,7 +74,7 @@ from titan_lite.layout import make_layout
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
 from titan_lite.plan.measure import find_machine
 
-MODES = ("none", "block", "auto", "greedy", "block-coalesced", "greedy-coalesced")
+MODES = ("none", "block", "auto", "greedy")
 BACKENDS = ("aot_eager", "inductor")
 
 
@@ -95,18 +95,12 @@ def start_fake_world(world_size: int) -> None:
     )
 
 
-def keys_of(mode: str) -> dict[str, str]:
-    """A variant's keys of [compile]."""
-    bucketing, _, bucket_mode = mode.partition("-")
-    return {"bucketing": bucketing, "bucket_mode": bucket_mode or "copy"}
-
-
 def compile_fake(config: ModelConfig, batch_size: int, mode: str, machine: Machine) -> Compiled:
     """The model, for sequences of max_seq_len tokens, as a rank of a recipe that only trains with FSDP compiles it."""
     torch._dynamo.reset()
     gc.collect()  # the graphs before
     mesh = build_mesh(resolve_degrees(Parallelism(), dist.get_world_size()), "cpu")
-    stage = Compile(enable=True, backend="aot_eager", **keys_of(mode))
+    stage = Compile(enable=True, backend="aot_eager", bucketing=mode)
     schedule = Schedule(stage, machine, fused=True)
     resharding: dict[str, Any] = dict(
         reshard_after_forward=True, keep_gathered=Parallelism().fsdp_keep_gathered
@@ -251,7 +245,7 @@ def measure(arguments: argparse.Namespace) -> None:
     variants: dict[str, Variant] = {"fsdp2-compiled": (fsdp2, dict(backend="inductor"))}
     for backend in arguments.backends:
         for mode in arguments.modes:
-            settings = dict(backend=backend, reshard=True, machine=machine, **keys_of(mode))
+            settings = dict(backend=backend, reshard=True, machine=machine, bucketing=mode)
             variants[f"{mode}, {backend}"] = simple_fsdp, settings
     for name in arguments.models:
         config, batch_size = MODELS[name]

@@ -177,12 +177,6 @@ class Replay:
         self._launch("start", name, call, reads, self._read(*out))
         if not out:
             self._make(result)
-        if operator.endswith(
-            "_coalesced"
-        ):  # several flights, whose outputs are taken out of the result
-            for number, each in enumerate(call.args[0].elts):  # type: ignore[attr-defined]
-                self.flights[f"{result}[{number}]"] = Flight(name, self._read(each), frozenset())
-            return
         self.flights[name] = Flight(
             name, reads, self._read(*out) if out else frozenset({self.storages[result]})
         )

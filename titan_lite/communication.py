@@ -26,9 +26,7 @@ START, RANK = 30e-6, 2e-6  # seconds of a collective, and of each of its ranks
 def gathers_once(config: Config, layout: "Layout", memory: float) -> bool:
     """Return True if fsdp_communication = "auto" gathers once a step: it fits, and no key buckets or reshards."""
     stage = config.compile
-    buckets = stage.compiles("model") and (
-        stage.bucketing not in ("none", "block") or stage.bucket_mode != "copy"
-    )
+    buckets = stage.compiles("model") and stage.bucketing not in ("none", "block")
     fits = (
         memory == math.inf
         or layout.steady_bytes(config) + layout.step_bytes(config) <= FILLED * memory

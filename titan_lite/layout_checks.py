@@ -249,12 +249,8 @@ def check_schedule(config: Config, layout: "Layout") -> None:
                 f"compile.buckets = [{', '.join(stage.buckets)}]: none has two parameters, so nothing would be merged; "
                 'use such as "layers.0 layers.1", or compile.bucketing = "none"'
             )
-    for key, value, others in (
-        ("bucketing", stage.bucketing, ("block", "none")),
-        ("bucket_mode", stage.bucket_mode, ("copy",)),
-    ):
-        if value not in others and layout.gathers_once:
-            raise ConfigError(
-                f'compile.{key} = "{value}" has nothing to bucket: parallelism.fsdp_communication = "step" gathers once for '
-                f'{layout.microbatches} microbatches; use fsdp_communication = "microbatch" or {key} = "{others[0]}"'
-            )
+    if stage.bucketing not in ("block", "none") and layout.gathers_once:
+        raise ConfigError(
+            f'compile.bucketing = "{stage.bucketing}" has nothing to bucket: parallelism.fsdp_communication = "step" gathers '
+            f'once for {layout.microbatches} microbatches; use fsdp_communication = "microbatch" or bucketing = "block"'
+        )

@@ -53,7 +53,6 @@ def build(
     compiled=None,
     checkpointing="none",
     bucketing="none",
-    bucket_mode="copy",
     machine=None,
     receipts=None,
     float8=None,
@@ -95,7 +94,7 @@ def build(
     )
     if compiled:
         torch._dynamo.reset()
-        stage = Compile(enable=True, backend=compiled, bucketing=bucketing, bucket_mode=bucket_mode)
+        stage = Compile(enable=True, backend=compiled, bucketing=bucketing)
         schedule = Schedule(stage, machine, fused=compiled == "inductor", peers=stage_peers(mesh))
         schedule.receipts = [] if receipts is None else receipts
         rest = dict(compile=stage, parallelism=parallelism, activation_checkpoint=checkpoint)

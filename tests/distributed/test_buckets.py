@@ -23,8 +23,7 @@ PARAMETERS, BUCKETS = (
     30,
     5,
 )  # nine a layer and three; a bucket a layer, one for embedding and output each
-COALESCED = ("block coalesced", "greedy coalesced")
-MODES = ("none", "block", "greedy", "auto", *COALESCED)
+MODES = ("none", "block", "greedy", "auto")
 
 
 def train(mesh, **options):
@@ -60,14 +59,12 @@ def compare(layout, backend, modes, checkpointing, reshard, param):
     found, receipts = {"eager": train(mesh, **options)}, {}
     for mode in modes:
         receipts[mode] = []
-        bucketing, _, bucket_mode = mode.partition(" ")
         compiled = dict(
             compiled=backend,
-            bucketing=bucketing,
+            bucketing=mode,
             machine=load_machine("H100"),
             receipts=receipts[mode],
         )
-        compiled["bucket_mode"] = bucket_mode or "copy"
         found[mode] = train(mesh, **options, **compiled)
     as_read = {
         mode: [
@@ -103,7 +100,7 @@ CASES = [
             ("dp2tp2", "selective", True, torch.float32, MODES),
             ("dp2tp2", "full", True, torch.float32, MODES),
             # here Inductor's scheduler would merge nothing in backward, which is an error
-            ("dp2tp2", "none", False, torch.bfloat16, ("none", "block", "greedy", *COALESCED)),
+            ("dp2tp2", "none", False, torch.bfloat16, ("none", "block", "greedy")),
         ]
     ),
 ]
@@ -142,12 +139,7 @@ def test_buckets_change_no_number(layout, checkpointing, reshard, param, modes):
             assert [graph for graph, *_ in receipts[mode]] == ["forward", "backward"]
             assert all(moved > 0 for _, before, _, moved, _ in receipts[mode] if before), mode
         assert all(not copied for *_, copied in receipts["none"])
-        if "block coalesced" in modes:
-            block, coalesced = (receipts[mode] for mode in ("block", "block coalesced"))
-            assert [after for _, _, after, *_ in coalesced] == [after for _, _, after, *_ in block]
-            assert all(copied for _, before, *_, copied in block if before)
-            if replicate == 1 and tp == 1:
-                assert all(copied == 0 for mode in COALESCED for *_, copied in receipts[mode])
+        assert all(copied for _, before, *_, copied in receipts["block"] if before)
 
 
 @pytest.mark.slow
@@ -174,9 +166,7 @@ def test_inductor_runs_the_same_buckets(layout, checkpointing, modes):
             ):
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-3 * 10 * 1e-2)
             left = sum(after for _, _, after, *_ in receipts[mode])
-            if (
-                layout != "dp2tp2" and mode not in COALESCED
-            ):  # more collectives than those of parameters; one for each tensor
+            if layout != "dp2tp2":  # more collectives than those of parameters
                 assert sum(found[mode][2].values()) == left, mode
         if layout == "FSDP-2":
             assert found["none"][2] == {

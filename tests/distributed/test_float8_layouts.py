@@ -35,7 +35,6 @@ MODES = [
     {**AOT, "bucketing": "block"},
     {**AOT, "bucketing": "greedy", "machine": PROFILES["H100"]},
 ]
-MODES += [{**AOT, "bucketing": "block", "bucket_mode": "coalesced"}]
 
 
 def fixed(amax, dtype=float8.E4M3, *, power_of_two=False):

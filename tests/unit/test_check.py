@@ -63,7 +63,6 @@ SHORT = {
     "components": "compile.components",
     "bucketing": "compile.bucketing",
     "buckets": "compile.buckets",
-    "travel": "compile.bucket_mode",
     "machine": "compile.machine",
     "steps": "training.steps",
     "ac": "activation_checkpoint.mode",
@@ -281,15 +280,6 @@ WRONG = {
             'fsdp_communication = "microbatch" or bucketing = "block"',
         ),
         "bucketing=block",
-    ),
-    "nothing left to coalesce": Wrong(
-        2,
-        "compile=true backend=aot_eager travel=coalesced every=step",
-        (
-            'compile.bucket_mode = "coalesced"',
-            'fsdp_communication = "microbatch" or bucket_mode = "copy"',
-        ),
-        "travel=copy",
     ),
     "an unknown machine": Wrong(
         2,
@@ -509,7 +499,6 @@ def layout_of(recipe, ranks, gib, *options):
         (80, ("--parallelism.fsdp_communication=step",), True),
         (141, ("--parallelism.fsdp_communication=microbatch",), False),
         (141, ("--compile.bucketing=greedy",), False),
-        (141, ("--compile.bucket_mode=coalesced",), False),
         (141, ("--parallelism.fsdp_reshard_after_forward=always",), False),
         (141, ("--training.global_batch_size=8",), False),
     ],

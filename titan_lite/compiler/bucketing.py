@@ -5,15 +5,11 @@
     before   w1 = wait(all_gather(s1)); y = x @ w1; w2 = wait(all_gather(s2)); z = y @ w2
     after    b = wait(all_gather(cat(s1, s2))); w1 = b[:, :n1]; w2 = b[:, n1:]; y = x @ w1; z = y @ w2
 
-    coalesced  c = all_gather_coalesced([s1, s2]); w1 = wait(c[0]); w2 = wait(c[1]); y = x @ w1; z = y @ w2
-
-Every collective has a latency, and a block of Llama has nine parameters (SimpleFSDP, arXiv 2411.00284, section 4.1). A coalesced
-collective also has one launch, but copies nothing: each weight is gathered into a tensor of its own. Results stay bitwise equal:
-an all-gather only moves values, and a reduction adds the same values for each element.
+Every collective has a latency, and a block of Llama has nine parameters (SimpleFSDP, arXiv 2411.00284, section 4.1). Results
+stay bitwise equal: an all-gather only moves values, and a reduction adds the same values for each element.
 """
 
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -24,7 +20,6 @@ from torch._dynamo.utils import detect_fake_mode
 from torch.fx import Graph, Node
 
 from titan_lite.compiler.collectives import (
-    COALESCED,
     aten,
     collectives,
     descendants,
@@ -38,11 +33,10 @@ from titan_lite.compiler.collectives import (
 )
 
 
-def merge(graph: Graph, plan: Mapping[Node, Hashable], coalesce: bool = False) -> int:
+def merge(graph: Graph, plan: Mapping[Node, Hashable]) -> int:
     """Merge the collectives of each bucket of `plan` that have the same kind, group, dtype and reduction, in place.
 
-    coalesce: make coalesced collectives, except for all-reduces, which copy their input in any case. Returns the number of
-    collectives saved.
+    Returns the number of collectives saved.
     """
     members: dict[tuple, list[Node]] = defaultdict(list)
     for node, bucket in plan.items():
@@ -50,11 +44,11 @@ def merge(graph: Graph, plan: Mapping[Node, Hashable], coalesce: bool = False) -
         members[bucket, node.target, group_of(node), node.meta["val"].dtype, reduction].append(node)
     for nodes in members.values():
         if len(nodes) > 1:
-            # sorted here, because merging other buckets may move these nodes
-            copying = _merge_all_gathers if is_all_gather(nodes[0]) else _merge_reductions
-            (_coalesce if coalesce and nodes[0].target in COALESCED else copying)(
-                graph, sorted(nodes)
-            )
+            in_order = sorted(nodes)  # merging other buckets may have moved them
+            if is_all_gather(nodes[0]):
+                _merge_all_gathers(graph, in_order)
+            else:
+                _merge_reductions(graph, in_order)
             for node in nodes:
                 graph.erase_node(node)
     graph.eliminate_dead_code()
@@ -118,26 +112,6 @@ def _merge_reductions(graph: Graph, nodes: list[Node]) -> None:
                 after=last,
             )
             start += numel
-
-
-def _coalesce(graph: Graph, nodes: list[Node]) -> None:
-    """Merge `nodes` into one coalesced collective, at the first all-gather or the last reduction.
-
-    Its tensors are flat, so that the compiler cannot choose other strides.
-    """
-    gathers, place = is_all_gather(nodes[0]), nodes[0] if is_all_gather(nodes[0]) else nodes[-1]
-    if gathers:
-        move_before(place, {leading for node in nodes for leading in preparation(node) or ()})
-    with graph.inserting_before(place):
-        inputs = [_flat(graph, node.all_input_nodes[0]) for node in nodes]
-        started = add_call(graph, COALESCED[place.target], inputs, *place.args[1:], bucket=nodes)  # type: ignore[index]
-        results = [
-            add_call(graph, operator.getitem, started, number) for number in range(len(nodes))
-        ]
-        waits = [add_call(graph, collectives.wait_tensor.default, result) for result in results]
-        for node, wait in zip(nodes, waits, strict=True):
-            part = add_call(graph, aten.view.default, wait, list(node.meta["val"].shape))
-            _replace_wait(node, part, after=None if gathers else place)
 
 
 def _replace_wait(node: Node, part: Node, after: Node | None = None) -> None:

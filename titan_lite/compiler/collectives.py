@@ -3,7 +3,6 @@
 for node in parameter_collectives(graph): print(kind_of(node), parameters_of(node), collective_bytes(node))
 """
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -41,11 +40,6 @@ PREPARATION = frozenset(
         aten.view.dtype,
     }
 )
-# Collectives of several tensors in one launch. Each result has its own wait; computation is blocked by the first one.
-COALESCED = {
-    collectives.all_gather_into_tensor.default: collectives.all_gather_into_tensor_coalesced.default,
-    collectives.reduce_scatter_tensor.default: collectives.reduce_scatter_tensor_coalesced.default,
-}
 KINDS = {
     collectives.all_gather_into_tensor.default: "all_gather",
     collectives.all_gather_into_tensor_out.default: "all_gather",
@@ -53,7 +47,6 @@ KINDS = {
     collectives.all_reduce.default: "all_reduce",
     collectives.all_to_all_single.default: "all_to_all",
 }
-KINDS |= {coalesced: KINDS[target] for target, coalesced in COALESCED.items()}
 
 
 def tracing() -> bool:
@@ -114,11 +107,6 @@ def collective_bytes(node: Node) -> int:
     return nbytes_of(node) if is_all_gather(node) else sum(map(nbytes_of, node.all_input_nodes))
 
 
-def tensors_of(node: Node) -> int:
-    """Return the number of tensors that a collective gathers or reduces."""
-    return len(node.args[0]) if isinstance(node.args[0], list | tuple) else 1
-
-
 def group_of(node: Node) -> str:
     """Return the name of a collective's process group."""
     return str(node.args[-1])
@@ -129,20 +117,9 @@ def ranks_of(node: Node) -> Sequence[int]:
     return dist.get_process_group_ranks(_resolve_process_group(group_of(node)))  # type: ignore[arg-type]
 
 
-def results_of(node: Node) -> list[Node]:
-    """Return the results of a coalesced collective in the order of its inputs, or an empty list for others."""
-    return [user for user in node.users if user.target is operator.getitem]
-
-
 def waits_of(node: Node) -> list[Node]:
     """Return the waits for a collective in graph order."""
-    results = results_of(node) or [node]
-    return sorted(
-        user
-        for each in results
-        for user in each.users
-        if user.target is collectives.wait_tensor.default
-    )
+    return sorted(user for user in node.users if user.target is collectives.wait_tensor.default)
 
 
 def wait_of(node: Node) -> Node:
@@ -152,7 +129,7 @@ def wait_of(node: Node) -> Node:
 
 def merge_waits(graph: Graph) -> None:
     """Keep one wait per collective, in place. torch 2.14 merges equal all-gathers, but not their waits."""
-    for node in [node for node in graph.nodes if node.target in KINDS and not results_of(node)]:
+    for node in [node for node in graph.nodes if node.target in KINDS]:
         for again in waits_of(node)[1:]:
             again.replace_all_uses_with(wait_of(node))
             graph.erase_node(again)
@@ -161,7 +138,7 @@ def merge_waits(graph: Graph) -> None:
 def start_of(wait: Node) -> Node:
     """Return the collective that a wait is for."""
     (started,) = wait.all_input_nodes
-    return started.all_input_nodes[0] if started.target is operator.getitem else started
+    return started
 
 
 def nbytes_of(node: Node) -> int:

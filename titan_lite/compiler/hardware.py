@@ -28,7 +28,6 @@ from titan_lite.compiler.collectives import (
     kind_of,
     nbytes_of,
     ranks_of,
-    tensors_of,
 )
 from titan_lite.compiler.kernels import (
     ATTENTION,
@@ -68,7 +67,6 @@ class Machine:
     launch: float = 3.0  # microseconds of overhead per kernel
     host: float = 0.0  # microseconds of the host for an operator that no graph was compiled for; 0: not planned
     collective_launch: float = 14.0  # microseconds of overhead per collective
-    coalesced_latency: float = 0.05  # added latency per further tensor of a coalesced collective, relative to one tensor; a guess
     multiprocessors: int = (
         0  # of a GPU, which cuts matrix products into tiles (kernels.py); 0: none
     )
@@ -105,8 +103,8 @@ class Machine:
         relative = shares[kernel] / shares["auto"] if kernel in shares else 1.0
         return dataclasses.replace(self, attention_efficiency=self.attention_efficiency * relative)
 
-    def collective(self, kind: str, nbytes: float, ranks: Sequence[int], tensors: int = 1) -> float:
-        """Return the seconds of a collective. nbytes: unsharded, of all `tensors`; ranks: global, consecutive within a node."""
+    def collective(self, kind: str, nbytes: float, ranks: Sequence[int]) -> float:
+        """Return the seconds of a collective. nbytes: unsharded; ranks: global, consecutive within a node."""
         if len(ranks) < 2:
             return 0.0
         nodes = len({rank // self.ranks_per_node for rank in ranks})
@@ -135,8 +133,7 @@ class Machine:
             )
         else:
             seconds = latency + rounds * nbytes * hops / len(ranks) / speed
-        launch = self.collective_launch * 1e-6
-        gather = launch + seconds + (tensors - 1) * self.coalesced_latency * (launch + latency)
+        gather = self.collective_launch * 1e-6 + seconds
         return gather * {"all_gather": 1.0, "reduce_scatter": self.reduction}.get(
             kind, (1.0 + self.reduction) / 2
         )
@@ -189,7 +186,7 @@ class Machine:
                 and len({rank // self.ranks_per_node for rank in ranks}) == 1
             ):
                 return self.in_parts(node, node.meta["fused_with"], fused)
-            return self.collective(kind_of(node), collective_bytes(node), ranks, tensors_of(node))
+            return self.collective(kind_of(node), collective_bytes(node), ranks)
         if is_from_host(node):
             return self.host_link(nbytes_of(node))
         seconds = self.memory_traffic(_bytes_moved(node, fused, not self.is_cpu))

@@ -28,7 +28,6 @@ from titan_lite.compiler.collectives import (
     parameter_all_gathers,
     parameters_of,
     preparation,
-    results_of,
     start_of,
     wait_of,
     waits_of,
@@ -73,7 +72,7 @@ def start_gathers_early(graph: Graph, machine: Machine | None = None, *, fused: 
             place = max(behind).next
         if move_gather_before(gather, place, lambda: peak_bytes(graph, without) <= limit):
             moved.add(gather)
-        last = max(gather, *results_of(gather)) if results_of(gather) else gather
+        last = gather
     weights = [gather for gather in gathers if not moves_tokens(gather)]
     if machine is not None and weights:
         _prepare_during_first(
@@ -106,11 +105,11 @@ def _prepare_during_first(
 
 
 def move_gather_before(gather: Node, place: Node, keep: Callable[[], bool] = lambda: True) -> bool:
-    """Move an all-gather, with its preparation and results, before `place`. keep and result: as in `move_before`."""
+    """Move an all-gather, with its preparation, before `place`. keep and result: as in `move_before`."""
     leading = preparation(gather) or []
     while place in leading:
         place = place.next
-    return gather > place and move_before(place, (*leading, gather, *results_of(gather)), keep)
+    return gather > place and move_before(place, (*leading, gather), keep)
 
 
 def _latest_starts(

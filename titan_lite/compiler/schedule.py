@@ -145,7 +145,6 @@ class Schedule:
 
     def bucket(self, module: GraphModule, name: str) -> None:
         config, graph, merged = self.config, module.graph, 0
-        coalesce = config.bucket_mode == "coalesced"
         mergeable = Counter(
             (node.target, group_of(node), node.meta["val"].dtype)
             for node in weight_collectives(graph)
@@ -153,12 +152,12 @@ class Schedule:
         if config.bucketing == "none" or not mergeable:
             return
         if config.bucketing == "block":
-            merged = bucketing.merge(graph, wrapping.by_block(graph), coalesce)
+            merged = bucketing.merge(graph, wrapping.by_block(graph))
         elif config.bucketing == "plan":
-            merged = bucketing.merge(graph, wrapping.by_names(graph, config.buckets), coalesce)
+            merged = bucketing.merge(graph, wrapping.by_names(graph, config.buckets))
         elif config.bucketing == "greedy":
-            plan = wrapping.greedy(graph, self.cost_model(), fused=self.fused, coalesce=coalesce)
-            merged = bucketing.merge(graph, self.of_first_rank(plan), coalesce)
+            plan = wrapping.greedy(graph, self.cost_model(), fused=self.fused)
+            merged = bucketing.merge(graph, self.of_first_rank(plan))
         elif config.bucketing == "auto":
             schedule_by_inductor(module, self.cost_model(), fused=self.fused)
             merged = sum(mergeable.values()) - len(weight_collectives(graph))

@@ -7,7 +7,6 @@
 SimpleFSDP calls the first two manual wrapping and the last automatic wrapping (arXiv 2411.00284, section 4.1 and algorithm 1).
 """
 
-import dataclasses
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -76,18 +75,15 @@ class _Item:
     busy: float = 0.0  # seconds of other collectives in the gap
 
 
-def greedy(
-    graph: Graph, machine: Machine, *, fused: bool = True, coalesce: bool = False
-) -> Buckets:
+def greedy(graph: Graph, machine: Machine, *, fused: bool = True) -> Buckets:
     """Return buckets that grow in the order of reads, while they hide under the computation of the previous bucket.
 
     The next parameter joins if the bucket is then gathered within the computation of the previous bucket, less the reductions in
     it, and if both buckets have no more bytes than two consecutive blocks. Gradients follow the same rule from last to first: a
     bucket is reduced during the computation of the one after it. Two rules are not in the paper: a parameter also joins if this
     saves more latency than could hide alone, and one larger than the rest of its bucket leaves if copying it takes longer than
-    the latency saved. coalesce: as in `bucketing.merge`; nothing is copied.
+    the latency saved.
     """
-    machine = machine if coalesce else dataclasses.replace(machine, coalesced_latency=0.0)
     nodes = weight_collectives(graph)
     gathers = [node for node in nodes if is_all_gather(node)]
     chains: list[list[Node]] = []  # a reduction, and the reductions of its result
@@ -121,9 +117,8 @@ def greedy(
     plan: Buckets = {}
     for name, items in (("gather", gather_items), ("reduce", reduce_items[::-1])):
         grown = _grow(items, machine)
-        if not coalesce:
-            grown = [part for bucket in grown for part in _split_large(bucket, machine)]
-        for number, bucket in enumerate(grown):
+        buckets = [part for bucket in grown for part in _split_large(bucket, machine)]
+        for number, bucket in enumerate(buckets):
             plan |= {node: (name, number) for item in bucket for node in item.nodes}
     return plan
 
@@ -170,13 +165,10 @@ def _split_large(bucket: list[_Item], machine: Machine) -> list[list[_Item]]:
 
 def _price(machine: Machine, bucket: Sequence[_Item]) -> float:
     """Return the seconds of a bucket's collectives, one per kind and group."""
-    sizes: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
+    sizes: Counter[tuple[str, tuple[int, ...]]] = Counter()
     for node in (node for item in bucket for node in item.nodes):
-        sizes[kind_of(node), tuple(ranks_of(node))].append(collective_bytes(node))
-    return sum(
-        machine.collective(kind, sum(each), ranks, len(each))
-        for (kind, ranks), each in sizes.items()
-    )
+        sizes[kind_of(node), tuple(ranks_of(node))] += collective_bytes(node)
+    return sum(machine.collective(kind, nbytes, ranks) for (kind, ranks), nbytes in sizes.items())
 
 
 def _transfer_time(machine: Machine, nodes: Sequence[Node]) -> float:

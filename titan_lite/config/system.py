@@ -160,8 +160,7 @@ class Parallelism:
         "with several microbatches (gradient accumulation, pipeline): step gathers all weights and reduces all gradients once "
         "per optimizer step (memory: the rank's stages, unsharded, in mixed_precision_param, and their gradients in "
         "mixed_precision_reduce); microbatch does both for every microbatch (traffic times the number of microbatches); auto is "
-        "step if that leaves 40% of a GPU for activations, compile.bucketing is none or block and bucket_mode is copy, else "
-        "microbatch",
+        "step if that leaves 40% of a GPU for activations and compile.bucketing is none or block, else microbatch",
         choices=("auto", "step", "microbatch"),
     )
     embedding_sharding: str = setting(
@@ -266,21 +265,6 @@ class Compile:
         '["tok_embeddings", "layers.0 layers.1", "norm output"]; each parameter not named has its own',
         "FQNs",
         needs=(*COMPILES_MODEL, Need("compile.bucketing", lambda way: way == "plan")),
-    )
-    bucket_mode: str = setting(
-        "copy",
-        "how a bucket travels. copy: as one tensor, into which shards and gradients are copied, and weights out of it; "
-        "coalesced: each tensor by itself, all in one launch, and nothing copied but what is all-reduced",
-        choices=("copy", "coalesced"),
-        needs=(
-            *COMPILES_MODEL,
-            Need(
-                "compile.bucketing",
-                lambda way: way in ("block", "plan", "greedy"),
-                'bucketing = "block"',
-            ),
-        ),
-        refused=True,
     )
     machine: str = setting(
         "",

@@ -1,12 +1,11 @@
-"""Work around two faults of gloo's coalesced collectives, for CPU tensors.
+"""Work around a fault of gloo's coalesced all-gather, for CPU tensors.
 
     gather_without_coalescing()       # once, before any collective; for this process
 
 torch (2.11 and 2.13) runs a functional all-gather on gloo as a *coalesced* one. A worker thread that ends an operation stores its
 name without a lock. Names longer than 15 characters are on the heap, the coalesced all-gather's among them. Two workers that end
 together free the same name: overlapping steps corrupt the heap within a minute. `all_gather_into_tensor_out` has a short name and
-is otherwise the same. Coalesced collectives of graphs become one per tensor: gloo's coalesced all-gather has the long name, and
-its coalesced reduce-scatter writes all results again at every wait for one of them.
+is otherwise the same.
 """
 
 import functools
@@ -19,10 +18,8 @@ _library = torch.library.Library("_c10d_functional", "IMPL")  # must outlive its
 
 @functools.cache
 def gather_without_coalescing() -> None:
-    """Replace the kernels of functional all-gathers and coalesced collectives of CPU tensors. Graphs do not change."""
+    """Replace the kernel of functional all-gathers of CPU tensors. Graphs do not change."""
     _library.impl("all_gather_into_tensor", _all_gather_into_tensor, "CPU")
-    _library.impl("all_gather_into_tensor_coalesced", _all_gather_into_tensor_coalesced, "CPU")
-    _library.impl("reduce_scatter_tensor_coalesced", _reduce_scatter_tensor_coalesced, "CPU")
 
 
 def _all_gather_into_tensor(input: Tensor, group_size: int, group_name: str) -> Tensor:
@@ -30,18 +27,3 @@ def _all_gather_into_tensor(input: Tensor, group_size: int, group_name: str) -> 
     return torch.ops._c10d_functional.all_gather_into_tensor_out(
         input, group_size, group_name, out=out
     )
-
-
-def _all_gather_into_tensor_coalesced(
-    inputs: list[Tensor], group_size: int, group_name: str
-) -> list[Tensor]:
-    return [_all_gather_into_tensor(each, group_size, group_name) for each in inputs]
-
-
-def _reduce_scatter_tensor_coalesced(
-    inputs: list[Tensor], reduce_op: str, group_size: int, group_name: str
-) -> list[Tensor]:
-    return [
-        torch.ops._c10d_functional.reduce_scatter_tensor(each, reduce_op, group_size, group_name)
-        for each in inputs
-    ]

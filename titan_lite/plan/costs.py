@@ -18,7 +18,6 @@ from titan_lite.compiler.collectives import (
     kind_of,
     parameters_of,
     ranks_of,
-    tensors_of,
 )
 from titan_lite.compiler.fqns import block_of, last_block
 from titan_lite.compiler.hardware import Machine, flops_of, is_from_host
@@ -70,7 +69,6 @@ def figures_of(graph: Graph, machine: Machine, fused: bool, axes: Axes) -> Figur
                 ranks,
                 machine,
                 exposed,
-                tensors_of(node),
             )
     return dict(result)
 
@@ -83,10 +81,9 @@ def _add_collective(
     ranks: Sequence[int],
     machine: Machine,
     exposed: float | None = None,
-    tensors: int = 1,
 ) -> None:
     """Add the figures of a collective. exposed: seconds; None for a collective without overlap."""
-    seconds = machine.collective(kind, nbytes, ranks, tensors)
+    seconds = machine.collective(kind, nbytes, ranks)
     nodes = len({rank // machine.ranks_per_node for rank in ranks})
     sent = (2 if kind == "all_reduce" else 1) * nbytes * (len(ranks) - 1) / len(ranks)
     share = (

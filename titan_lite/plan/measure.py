@@ -93,7 +93,6 @@ def find_machine(name: str, device: torch.device) -> Machine | None:
         inter_node=Link(bandwidth, latency),
         launch=5.0,
         collective_launch=latency,
-        coalesced_latency=1.0,  # distributed/gloo.py
         matmul_efficiency=1.0,  # measured
         attention_efficiency=0.3,  # FlashAttention for CPU on one core, at head dimensions of 16 to 64
         memory_efficiency=1.0,

@@ -189,7 +189,6 @@ def describe(plan: Plan, token_budget: float = 0.0, lighter: Plan | None = None)
         if config.compile.compiles("model")
         else "eager"
     )
-    compiled += ", coalesced" if config.compile.bucket_mode == "coalesced" else ""
 
     def slow_to_fast(figure: Callable[[StepTimes], float], scale: float = 1.0) -> str:
         return f"{scale * figure(slow):,.0f} to {scale * figure(fast):,.0f}"

@@ -98,12 +98,6 @@ def run_one(target, args, kwargs):
         return torch.cat([args[0] + rank for rank in range(args[1])])
     if target is collectives.reduce_scatter_tensor.default:
         return args[0].chunk(args[2])[0] * args[2]
-    if target in (
-        collectives.all_gather_into_tensor_coalesced.default,
-        collectives.reduce_scatter_tensor_coalesced.default,
-    ):
-        single = GATHER if "gather" in str(target) else REDUCE
-        return [run_one(single, (each, *args[1:]), kwargs) for each in args[0]]
     if target is collectives.all_reduce.default:
         return args[0] * RANKS
     if target is collectives.wait_tensor.default:

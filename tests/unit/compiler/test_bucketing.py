@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from hand import GATHER, RANKS, REDUCE, Hand, aten, collectives, collectives_of, count, left, places
+from hand import GATHER, RANKS, REDUCE, Hand, aten, collectives, collectives_of, count, left
 
 from titan_lite.compiler.bucketing import merge
-from titan_lite.compiler.collectives import parameter_collectives, parameters_of, results_of
+from titan_lite.compiler.collectives import parameters_of
 from titan_lite.compiler.receipt import copied_by_buckets
 from titan_lite.compiler.reordering import overlap, start_gathers_early, wait_for_reductions_late
 from titan_lite.compiler.wrapping import by_block, by_names
@@ -204,90 +204,6 @@ def test_a_graph_without_collectives_stays(change):
     before = str(hand.graph)
     assert not unchanged(hand, change)
     assert str(hand.graph) == before
-
-
-# Coalesced
-
-
-def coalesce_by_block(graph):
-    return merge(graph, by_block(graph), coalesce=True)
-
-
-def test_coalesced_gathers_start_and_are_waited_for_together_and_copy_nothing():
-    hand = two_layers()
-    unchanged(hand, coalesce_by_block)
-    copied = two_layers()
-    bucket_by_block(copied.graph)
-    assert left(hand.graph) == left(copied.graph)
-    assert not {aten.cat.default, aten.clone.default} & {node.target for node in hand.graph.nodes}
-    first, second = (
-        "gather layers.0.a.weight+layers.0.b.weight",
-        "gather layers.1.a.weight+layers.1.b.weight+norm.weight",
-    )
-    alone = ["gather tok_embeddings.weight", "gather output.weight"]
-    one_by_one = [
-        [gather, *[f"wait {gather}"] * tensors]
-        for gather, tensors in zip([first, second], (2, 3), strict=True)
-    ]
-    assert places(hand.graph) == [
-        alone[0],
-        f"wait {alone[0]}",
-        *one_by_one[0],
-        *one_by_one[1],
-        alone[1],
-        f"wait {alone[1]}",
-    ]
-    assert unchanged(hand, overlap) == 3
-    waits = [
-        [f"wait {each}"] * tensors
-        for each, tensors in ((alone[0], 1), (first, 2), (second, 3), (alone[1], 1))
-    ]
-    assert places(hand.graph) == [
-        alone[0],
-        first,
-        *waits[0],
-        second,
-        *waits[1],
-        alone[1],
-        *waits[2],
-        *waits[3],
-    ]
-    for gather in parameter_collectives(hand.graph):
-        results = results_of(gather)
-        assert [node for node in hand.graph.nodes if gather < node][: len(results)] == results
-
-
-def test_coalesced_reductions_start_with_the_last_gradient_and_are_waited_for_when_the_next_ones_start():
-    hand = gradients()
-    assert unchanged(hand, coalesce_by_block) == 2
-    unchanged(hand, wait_for_reductions_late)
-    one, other = (f"reduce layers.{layer}.b.weight+layers.{layer}.a.weight" for layer in "10")
-    assert places(hand.graph) == [one, *[f"wait {one}"] * 2, other, *[f"wait {other}"] * 2]
-    start, wait = (
-        collectives.reduce_scatter_tensor_coalesced.default,
-        collectives.wait_tensor.default,
-    )
-    mul, neg = aten.mul.Tensor, aten.neg.default
-    order = [node.target for node in hand.graph.nodes if node.target in (start, wait, mul, neg)]
-    assert order == [mul, mul, start, mul, mul, wait, wait, neg, neg, start, wait, wait, neg, neg]
-
-
-def test_what_is_summed_over_copies_is_copied_into_a_bucket_still():
-    hand = Hand()
-    results = [
-        hand.all_reduce(
-            hand.reduce(hand.input(4, n), f"layers.0.{n}.weight"), f"layers.0.{n}.weight"
-        )
-        for n in (2, 3, 5)
-    ]
-    hand.output(*results)
-    unchanged(hand, coalesce_by_block)
-    assert [(kind, len(fqns)) for kind, fqns, _ in left(hand.graph)] == [
-        ("reduce_scatter", 3),
-        ("all_reduce", 3),
-    ]
-    assert count(hand.graph, aten.cat.default) == 1
-    unchanged(hand, overlap)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -19,12 +19,10 @@ SECONDS = 900  # until a process counts as hung; on an idle core it takes 40
 TP = ["--parallelism.tensor_parallel_degree=2"]
 ASYNC = ["--parallelism.enable_async_tensor_parallel"]
 GREEDY, AUTO = (["--compile.bucketing=" + bucketing] for bucketing in ("greedy", "auto"))
-COALESCED = ["--compile.bucket_mode=coalesced"]
 EIGHT = "llama3_8b.toml", 8
 DOCUMENTS = *EIGHT, ("--training.mask_documents",)
 LAYOUTS = {  # recipe, world size, options, pipeline stage
     "8B, greedy": ("llama3_8b.toml", 8, GREEDY),
-    "8B, coalesced": ("llama3_8b.toml", 8, COALESCED),
     "8B, auto": ("llama3_8b.toml", 8, AUTO),
     "8B, TP 2 x FSDP 4": ("llama3_8b.toml", 8, TP),
     "8B, TP 2 x FSDP 4, greedy": ("llama3_8b.toml", 8, [*TP, *GREEDY]),
@@ -119,29 +117,6 @@ def test_the_output_weight_is_read_where_it_was_gathered():
     weight = 128256 * 4096 * 2
     for name in ("forward", "inference"):
         assert weight not in lowered(*EIGHT)[name].replay.allocated
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not torch.__version__.startswith("2.13"), reason="the numbers are those of torch 2.13"
-)
-def test_coalesced_collectives_copy_no_weight():
-    """Seven weights of each gathered block are not copied out, nor is the last norm in forward; casts are per block."""
-    copying, coalesced = lowered(*EIGHT), lowered(*EIGHT, tuple(COALESCED))
-    triton = {
-        name: [
-            Counter(kind for kind, _ in graphs[name].replay.launches)["triton"]
-            for graphs in (copying, coalesced)
-        ]
-        for name in copying
-    }
-    assert triton == {"forward": [69, 47], "inference": [68, 47], "backward": [109, 91]}
-    weight = 14336 * 4096 * 2
-    for name in ("forward", "inference"):  # backward has gradients of that size
-        assert [weight in graphs[name].replay.allocated for graphs in (copying, coalesced)] == [
-            True,
-            False,
-        ]
 
 
 @pytest.mark.slow
@@ -255,33 +230,6 @@ def test_the_checker_finds_a_planted_fault(fault):
         code = code.replace(old, new)
     said = {"reused": "is written in flight", "never waited for": "gather is never waited for"}
     assert any(said.get(fault, f"is {fault} in flight") in each for each in replayed(code).faults)
-
-
-SINGLE = "buf1 = torch.ops._c10d_functional.all_gather_into_tensor.default(buf0, 8, '0')\n"
-SEVERAL = """buf9 = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default([buf0, primals_2], 8, '0')
-            buf1 = buf9[0]
-            buf8 = buf9[1]
-            del buf9
-"""
-WAITS = f"{WAIT}            {WAIT.replace('buf1', 'buf8')}"
-
-
-@pytest.mark.parametrize(
-    ("planted", "fault"),
-    [
-        (WAITS, ""),
-        (WAIT, "buf9 is never waited for"),
-        (f"del buf8\n            {WAIT}", "a buffer of buf9 is freed in flight"),
-        (
-            WAITS.replace(WAIT, f"{WAIT}            extern_kernels.mm(buf8, buf2, out=buf2)\n"),
-            "an output of buf9 is used in flight",
-        ),
-    ],
-)
-def test_the_checker_follows_each_result_of_a_coalesced_collective(planted, fault):
-    replay = replayed(CODE.replace(SINGLE, SEVERAL).replace(WAIT, planted))
-    assert any(fault in each for each in replay.faults) if fault else not replay.faults
-    assert replay.order.count(("wait", "buf9")) == planted.count("wait_tensor")
 
 
 def test_the_checker_finds_a_fault_planted_in_real_code():

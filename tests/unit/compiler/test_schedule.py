@@ -43,7 +43,7 @@ class Told(Peers):
         return len({word, *ranks}) == 1
 
 
-KEYS = ("bucketing", "bucket_mode", "reordering", "buckets")
+KEYS = ("bucketing", "reordering", "buckets")
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,6 @@ KEYS = ("bucketing", "bucket_mode", "reordering", "buckets")
         (dict(bucketing="block"), 2, 4),
         (dict(bucketing="plan", buckets=("layers.0 layers.1.a",)), 2, 3),
         (dict(bucketing="greedy"), 1, 4),
-        (dict(bucketing="block", bucket_mode="coalesced"), 2, 0),
-        (dict(bucketing="plan", buckets=("layers.0 layers.1.a",), bucket_mode="coalesced"), 2, 0),
-        (dict(bucketing="greedy", bucket_mode="coalesced"), 1, 0),
     ],
 )
 def test_each_way_to_bucket(options, after, copied):

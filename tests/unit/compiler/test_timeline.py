@@ -99,21 +99,19 @@ def test_no_operator_starts_before_the_host_has_issued_it():
     assert simulate(two_products(), machine, fused=True).idle == 0  # one launch
 
 
-@pytest.mark.parametrize("coalesced", [False, True])
-def test_a_bucket_holds_computation_up_once(coalesced):
+def test_a_bucket_holds_computation_up_once():
     hand = Hand()
     a, b = (
         hand.gather(shard, f"layers.0.{name}")
         for name, shard in {name: hand.input(1) for name in "ab"}.items()
     )
     graph = hand.output(hand.compute("f", 5.0, a, b))
-    merge(graph, by_block(graph), coalesced)
-    timeline = simulate(graph, dataclasses.replace(priced(latency=10.0), coalesced_latency=0.1))
-    latency = 10.0 + (1.0 if coalesced else 0.0)  # of the second tensor
+    merge(graph, by_block(graph))
+    timeline = simulate(graph, priced(latency=10.0))
     assert [(span.name, span.seconds, span.exposed) for span in timeline.collectives()] == [
-        ("all_gather layers.0.a and 1 more", latency + 16.0, latency + 16.0)
+        ("all_gather layers.0.a and 1 more", 10.0 + 16.0, 10.0 + 16.0)
     ]
-    assert (timeline.exposed, timeline.seconds) == (latency + 16.0, latency + 16.0 + 5.0)
+    assert (timeline.exposed, timeline.seconds) == (10.0 + 16.0, 10.0 + 16.0 + 5.0)
 
 
 def test_the_bound_is_the_first_gather_and_what_computation_is_too_short_for():

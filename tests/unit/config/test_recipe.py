@@ -264,7 +264,6 @@ TOGETHER = {
     "compile.enable",
     "compile.components",
     "compile.bucketing",
-    "compile.bucket_mode",
     "compile.reordering",
     "activation_checkpoint.selective_ac_option",
 }
@@ -1322,10 +1321,6 @@ def test_a_machine_is_a_name_or_the_path_of_a_file(tmp_path):
         (
             'bucketing = "auto"\nreordering = false',
             r'reordering = false: compile.bucketing = "auto" orders what it buckets',
-        ),
-        (
-            'bucketing = "none"\nbucket_mode = "coalesced"',
-            r'bucket_mode = "coalesced" has no effect: .*; use bucketing = "block"',
         ),
     ],
 )
