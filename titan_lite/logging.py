@@ -73,20 +73,17 @@ class Events(logging.Handler):
 
     path: Path | None = None
     step = 0  # of the loop, for events without a step
-    owned: Callable[[], bool] = staticmethod(
-        lambda: True
-    )  # False if another run has taken the folder
 
     def keep(self, folder: Path, rank: int) -> None:
         """Start to write to `folder`: every event on the first rank, only errors on the others."""
-        self.path, self.owned = folder / "events.jsonl", Events.owned
+        self.path = folder / "events.jsonl"
         self.setLevel(logging.INFO if rank == 0 else logging.ERROR)
 
     def emit(self, record: logging.LogRecord) -> None:
         event = getattr(
             record, "event", None if record.levelno < logging.WARNING else record.levelname.lower()
         )
-        if not event or self.path is None or not self.owned():
+        if not event or self.path is None:
             return
         time = datetime.now(timezone.utc).isoformat(timespec="seconds")
         entry = {

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from titan_lite.attention import masks_by_kernel, use_kernel
 from titan_lite.check import accepted_state, check, check_agreement, describe_run
-from titan_lite.checkpoint.lock import FolderTaken
 from titan_lite.checkpoint.resume import explain, git_revision, restarts_data, to_load
 from titan_lite.checkpoint.saving import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
@@ -56,7 +55,6 @@ from titan_lite.distributed.simple_fsdp import refresh_scales, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
 from titan_lite.faults import signals
 from titan_lite.faults.copies import Copies
-from titan_lite.faults.folder import hold_folder
 from titan_lite.faults.meeting import meet
 from titan_lite.faults.restart import Restarts, again
 from titan_lite.faults.skipped_steps import SkippedSteps
@@ -111,7 +109,6 @@ class Trainer:
         )
         if self.rank == 0 and config.checkpoint.enable:
             self.checkpointer.lock()
-            events.owned = self.checkpointer.locked.is_held
         set_flight_recorder(config.comm.trace_buf_size, self.dump_folder)
         self.watchdog = Watchdog(
             config.comm, self.rank, self.world_size, notes=started_last, apart=CHECKPOINT_GROUP
@@ -276,12 +273,6 @@ class Trainer:
             first_step=self.step,
             total_steps=steps,
         )
-        holds = (
-            self.checkpointer.hold,
-            functools.partial(self.metrics.hold, owned=config.checkpoint.enable),
-        )
-        write_recipe = functools.partial(save_recipe, config, self.dump_folder)
-        self.hold_folder = functools.partial(hold_folder, self.dump_folder, holds, write_recipe)
         machine = self.machine if config.compile.machine else None
         causal, full = (
             flops_per_token(layout.model, layout.seq_len, full_attention=full)
@@ -321,7 +312,7 @@ class Trainer:
 
     def train(self) -> bool:
         """Train until training.steps (returns True) or a signal to stop (returns False). Raises TrainingError."""
-        listing = self.bad_documents.listing(self.loaders, unless=FolderTaken)
+        listing = self.bad_documents.listing(self.loaders)
         with self.watchdog.reporting(CompileError, CheckpointError, LoaderError), listing:
             return self.loop()
 
@@ -484,7 +475,6 @@ class Trainer:
             )
         if figures is None:
             return
-        self.hold_folder()
         self.metrics.log(self.step, figures)
         self.validated = True
         self.validation_due = False
@@ -508,7 +498,6 @@ class Trainer:
         self.watchdog.enter(f"step {self.step}", "train_timeout_seconds")
 
     def log(self) -> None:
-        self.hold_folder()
         _, loss, grad_norm = self.last_step
         values = {
             "loss": loss,
@@ -542,7 +531,6 @@ class Trainer:
     def save(self, *, last: bool) -> None:
         self.read(now=True)
         self.observe("save", self)
-        self.hold_folder()
         self.copies.check(self.step, self.state_tensors)
         with self.throughput.exclude(), self.watchdog.within("save", "init_timeout_seconds"):
             state = {

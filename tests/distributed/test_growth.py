@@ -110,7 +110,6 @@ def a_run(folder):
                 "loader": {"windows": ranks, "rows": {str(rank): [1, [rank, 17]]}, "of": ranks},
             },
         )
-        saves.hold()
     for tensor in tensors.values():
         (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
     with counting(parts["resume"]):

@@ -267,14 +267,3 @@ def test_a_line_stands_above_what_else_is_drawn(capsys):
         del console.around
     assert order[0] == ""
     assert order[1].endswith(" saved\n")
-
-
-def test_nothing_is_kept_in_a_folder_that_is_another_runs(tmp_path, capsys):
-    init_logging(0, 1)
-    events.keep(tmp_path, rank=0)
-    events.owned = lambda: False
-    logger.warning("lost")
-    assert not (tmp_path / "events.jsonl").exists()
-    events.keep(tmp_path, rank=0)  # the next run of this process
-    logger.warning("kept")
-    assert "kept" in (tmp_path / "events.jsonl").read_text()

@@ -3,7 +3,6 @@
 lock = FolderLock(folder, 'checkpoint.folder = "checkpoint"')
 lock.take()                  # raises ConfigError if another run has it
 lock.is_held()               # False once the lock file is gone or replaced
-if lock.hold(): ...          # True if it was gone and was taken again; raises ConfigError if another run has it now
 """
 
 import errno
@@ -17,12 +16,6 @@ from typing import IO
 from titan_lite.config import ConfigError
 from titan_lite.logging import logger
 from titan_lite.manifest import is_open
-
-
-class FolderTaken(ConfigError):
-    """An error on all ranks: another run has taken this run's folder."""
-
-    everywhere = True
 
 
 class FolderLock:
@@ -70,16 +63,3 @@ class FolderLock:
     def is_held(self) -> bool:
         """Return False if the lock file of this process is gone or replaced; True also if this process has no lock."""
         return self.file is None or not self.watched or is_open(self.file, self.path)
-
-    def hold(self) -> bool:
-        """Take the lock again if its file is gone, and return whether it was. Raises ConfigError if another run has it now."""
-        if self.is_held():
-            return False
-        gone = f"{self.folder} was removed while this run wrote to it"
-        if os.path.lexists(self.path):
-            with suppress(OSError):
-                gone += f", and now belongs to {self.path.read_text(encoding='utf-8', errors='replace')[:200].strip()}"
-            fix = "use another job.dump_folder to start again"
-            raise ConfigError(f"{self.key}: {gone}; this run ends and writes nothing more; {fix}")
-        self.take()
-        return True

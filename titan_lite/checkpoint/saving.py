@@ -38,7 +38,7 @@ from torch import Tensor
 from titan_lite import manifest
 from titan_lite.checkpoint import state as saved_state
 from titan_lite.checkpoint import tensor_files
-from titan_lite.checkpoint.lock import FolderLock, FolderTaken
+from titan_lite.checkpoint.lock import FolderLock
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.logging import logger
 from titan_lite.outside import Damaged
@@ -90,24 +90,6 @@ class Checkpointer:
         """Lock the folder until this process ends. For rank 0, before there is a process group. Raises ConfigError."""
         if self.locked.take():
             self._remove_leftovers()
-
-    def hold(self) -> bool:
-        """Return True on rank 0 if the folder was removed during the run, and was made and locked again.
-
-        Raises FolderTaken if another run has it now.
-        """
-        if not self.config.enable:
-            return False
-        again, error = False, ""
-        try:
-            again = self.locked.hold()
-        except ConfigError as wrong:
-            error = str(wrong)
-        if error := first_word(error):
-            raise FolderTaken(error)
-        if reduce_numbers(int(again))[0]:
-            self.newest = max(self.present(), default=0)
-        return again
 
     # What there is to load
 
@@ -437,9 +419,7 @@ class Checkpointer:
 
         def check_lock() -> None:
             if not self.locked.is_held():
-                raise CheckpointError(
-                    "the folder was removed, or replaced, in the middle of the save"
-                )
+                raise CheckpointError("the folder or its lock was removed during the run")
 
         def prepare() -> None:
             check_lock()

@@ -119,15 +119,16 @@ class BadDocumentsLog:
         }
 
     @contextmanager
-    def listing(self, loaders: Iterable[Any], *, unless: type[Exception]) -> Iterator[None]:
-        """Return a context that lists what this rank has skipped if an error in the data ends the run, since `gather` is not
-        called again. unless: the error after which the folder belongs to another run, and is not written to.
+    def listing(self, loaders: Iterable[Any]) -> Iterator[None]:
+        """Return a context that lists what this rank has skipped if an error in the data ends the run.
+
+        `gather` is not called again then.
         """
         try:
             yield
-        except ConfigError as error:
+        except ConfigError:
             self.policy.known.update(map(_place, self._read()))
-            for loader in () if isinstance(error, unless) else loaders:
+            for loader in loaders:
                 self._list(loader.take_skipped().bad)
             raise
 

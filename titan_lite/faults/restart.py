@@ -30,7 +30,6 @@ class Restarts:
         self.most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
         self.writes = self.most and os.environ.get("RANK", "0") == "0"
         self.steps: dict[str, int] = self._read() if self.attempt else {}
-        self.written = ""
 
     def check(self) -> None:
         """Log how the attempt before ended. Raises RepeatedFault if the last two ended in the same step.
@@ -69,10 +68,7 @@ class Restarts:
             self.steps[str(self.attempt)] = step
             new = self.path.with_name("restarts.json.new")
             with suppress(OSError):  # the run goes on with a full disk
-                if self.written and self.path.exists() and self.path.read_text() != self.written:
-                    return  # another run has taken the folder
-                self.written = json.dumps(self.steps) + "\n"
-                new.write_text(self.written)
+                new.write_text(json.dumps(self.steps) + "\n")
                 new.replace(self.path)
 
 

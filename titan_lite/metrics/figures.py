@@ -35,7 +35,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,6 @@ import torch
 
 from titan_lite.config import Metrics
 from titan_lite.logging import console, logger
-from titan_lite.manifest import is_open
 from titan_lite.metrics.records import read_metrics
 
 COLOURS = {"loss": "\033[32m", "grad_norm": "\033[34m", "tps": "\033[36m", "mfu": "\033[35m"}
@@ -94,18 +93,17 @@ class MetricsWriter:
         self.bar = self.tensorboard = self.wandb = None
         if not writes:
             return
-        self.recipe = json.loads(
-            json.dumps(recipe, default=dataclasses.asdict)
-        )  # sources of documents are dataclasses
+        # sources of documents are dataclasses
+        plain = json.loads(json.dumps(recipe, default=dataclasses.asdict))
         resumes = self._open()
         if resumes:
             self._write({"resumed_from": first_step})
         if config.enable_tensorboard:
             self.tensorboard = start_tensorboard(
-                dump_folder / "tb", self.recipe, first_step + 1 if resumes else None
+                dump_folder / "tb", plain, first_step + 1 if resumes else None
             )
         if config.enable_wandb:
-            self.wandb = start_wandb(dump_folder, self.recipe)
+            self.wandb = start_wandb(dump_folder, plain)
         if self.colour:
             from tqdm import tqdm
 
@@ -123,42 +121,9 @@ class MetricsWriter:
         """Open the file to append to it, and return whether it has lines."""
         before = self.path.read_bytes() if self.path.exists() else b""
         self.file = open(self.path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - open as long as the run
-        self.watched = is_open(
-            self.file, self.path
-        )  # False on a file system without stable file numbers
         if before and not before.endswith(b"\n"):  # a run that was killed may leave half a line
             self._put("\n")
         return bool(before)
-
-    def hold(self, *, owned: bool) -> bool:
-        """Return True if metrics.jsonl or tb/ was removed or replaced during the run, and was made or opened again.
-
-        owned: no other run writes to the folder, so that a replaced file may be written to.
-        """
-        if not self.writes:
-            return False
-        there = is_open(self.file, self.path) if self.watched else self.path.exists()
-        board = (self.dump_folder / "tb").is_dir() or not self.config.enable_tensorboard
-        if there and board:
-            return False
-        if not there and self.path.exists() and not owned:
-            self._lose(f"{self.path.name} was replaced by another file")
-            return False
-        try:
-            self.dump_folder.mkdir(parents=True, exist_ok=True)
-            if not there:
-                self._open()
-            if not board:
-                if self.tensorboard is not None:
-                    with suppress(OSError):  # its unwritten values
-                        self.tensorboard.close()
-                self.tensorboard = start_tensorboard(self.dump_folder / "tb", self.recipe, None)
-            if self.wandb is not None:  # identifies the run to a resumed one
-                (self.dump_folder / "wandb_id").write_text(self.wandb.id, encoding="utf-8")
-        except OSError as error:
-            self._lose(f"{self.dump_folder} cannot be written: {error}")
-            return False
-        return True
 
     def advance(self) -> None:
         """Advance the progress bar by a step."""

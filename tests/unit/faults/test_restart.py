@@ -75,19 +75,6 @@ def test_a_torn_file_says_nothing(text, attempt, tmp_path):
     attempt(2)
 
 
-def test_the_file_of_another_run_that_has_the_folder_since_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    restarts = Restarts(tmp_path)
-    restarts.begin(1)
-    restarts.path.unlink()  # and the folder made again, for this run
-    restarts.begin(2)
-    assert restarts.path.read_text() == '{"0": 2}\n'
-    restarts.path.unlink()
-    restarts.path.write_text("another run's")
-    restarts.begin(3)
-    assert restarts.path.read_text() == "another run's"
-
-
 @pytest.mark.parametrize(
     ("variables", "command"),
     [

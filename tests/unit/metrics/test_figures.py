@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import shutil
 import sys
 import types
 from contextlib import nullcontext
@@ -16,7 +15,6 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from titan_lite.config import DataSource, Metrics
 from titan_lite.logging import console
-from titan_lite.metrics import figures
 from titan_lite.metrics.figures import MetricsWriter, draw_loss, peak_memory_gib, read_metrics
 
 PLAIN = Metrics(enable_tensorboard=False)
@@ -209,105 +207,6 @@ def test_a_full_disk_costs_figures_and_not_the_run(tmp_path, said):
         metrics.log(step, VALUES)
     metrics.close()
     assert said.text.count("METRICS ARE LOST, the run goes on") == 1
-
-
-# A folder that is removed while its run goes on
-
-
-@pytest.fixture
-def writer(tmp_path):
-    made = []
-
-    def writer(config=PLAIN, folder="out"):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        made.append(
-            MetricsWriter(
-                config, tmp_path / folder, RECIPE, writes=True, first_step=0, total_steps=9
-            )
-        )
-        made[-1].log(1, {"loss": 1.0})
-        return made[-1]
-
-    yield writer
-    for metrics in made:
-        metrics.close()
-
-
-def test_as_long_as_nothing_is_removed_the_file_is_the_same(writer, said):
-    metrics = writer(Metrics())
-    file = metrics.file
-    assert not metrics.hold(owned=True)
-    assert metrics.file is file
-
-
-def test_in_a_removed_folder_figures_are_written_anew(writer, said, wandb):
-    wandb.id = "one run"
-    metrics = writer(Metrics(enable_wandb=True))
-    shutil.rmtree(metrics.dump_folder)
-    assert metrics.hold(owned=False)
-    assert not metrics.hold(owned=False)
-    metrics.log(2, {"loss": 2.0})
-    metrics.close()
-    assert read_metrics(metrics.path).keys() == {2}
-    assert scalars(metrics.dump_folder)["loss"] == {2: 2.0}
-    assert (metrics.dump_folder / "wandb_id").read_text() == "one run"
-    assert "LOST" not in said.text
-
-
-def test_curves_alone_that_are_removed_go_on(writer, said):
-    metrics = writer(Metrics())
-    shutil.rmtree(metrics.dump_folder / "tb")
-    assert metrics.hold(owned=False)
-    metrics.log(2, {"loss": 2.0})
-    metrics.close()
-    assert read_metrics(metrics.path).keys() == {1, 2}
-    assert scalars(metrics.dump_folder)["loss"] == {2: 2.0}
-    assert "LOST" not in said.text
-
-
-def test_a_file_that_was_edited_is_gone_on_with_where_it_is_this_runs(writer, said):
-    metrics = writer()
-    metrics.path.unlink()
-    metrics.path.write_text('{"step": 1, "loss": 5.0}\n{"st')
-    assert metrics.hold(owned=True)
-    metrics.log(2, {"loss": 2.0})
-    assert read_metrics(metrics.path)[1]["loss"] == 5.0
-    assert read_metrics(metrics.path).keys() == {1, 2}
-
-
-def test_a_file_that_may_be_another_runs_is_left_alone(writer, said):
-    metrics = writer()
-    metrics.path.unlink()
-    metrics.path.write_text("another run's")
-    for step in (2, 3):
-        assert not metrics.hold(owned=False)
-        metrics.log(step, {"loss": 2.0})
-    assert metrics.path.read_text() == "another run's"
-    assert (
-        said.text.count(
-            "METRICS ARE LOST, the run goes on: metrics.jsonl was replaced by another file"
-        )
-        == 1
-    )
-
-
-def test_on_a_file_system_that_numbers_one_file_twice_nothing_is_taken_for_removed(
-    writer, said, monkeypatch
-):
-    monkeypatch.setattr(figures, "is_open", lambda file, path: False)
-    metrics = writer()
-    assert not metrics.hold(owned=False)
-    shutil.rmtree(metrics.dump_folder)
-    assert metrics.hold(owned=False)
-
-
-def test_a_folder_that_cannot_be_made_again_costs_figures_and_not_the_run(writer, said):
-    metrics = writer()
-    shutil.rmtree(metrics.dump_folder)
-    metrics.dump_folder.write_text("a file")
-    assert not metrics.hold(owned=True)
-    metrics.log(2, {"loss": 2.0})
-    assert said.text.count("METRICS ARE LOST") == 1
 
 
 def test_a_run_resumed_after_a_torn_line_is_read_in_full(run):
