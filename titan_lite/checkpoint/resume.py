@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from titan_lite.config import (
-    DROPPED,
     KEYS,
     SECTIONS,
     Checkpoint,
@@ -120,11 +119,10 @@ def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[Diff
                         consequence, f"{key} = {json.dumps(new)}, was {json.dumps(was):.500}"
                     )
                 )
-        elif key not in DROPPED or was != DROPPED[key][0]:
-            consequence = SECTIONS[key.partition(".")[0]].resume if key in DROPPED else NOTHING
+        else:
             differences.append(
                 Difference(
-                    consequence,
+                    NOTHING,
                     f"{key} was {json.dumps(was):.500}, and is not a key of this version",
                 )
             )

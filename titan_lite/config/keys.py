@@ -72,29 +72,6 @@ KEYS: dict[str, dataclasses.Field] = {
     f"{name}.{f.name}": f for name, cls in SECTIONS.items() for f in dataclasses.fields(cls)
 }
 
-DROPPED: dict[
-    str, tuple[Any, str]
-] = {  # keys of earlier versions: (the value that applies now, what to do instead)
-    "optimizer.decay_norms": (False, "RMSNorm weights never decay; remove it"),
-    "compile.bucket_memory": (
-        -1.0,
-        "a bucket and the one before it may use the memory of two blocks; remove it",
-    ),
-    "checkpoint.explain": (
-        False,
-        "it is a flag without a value; use ./run_train.sh --checkpoint.explain",
-    ),
-    "metrics.enable_color": (True, "to turn colours off, use NO_COLOR=1 in the environment"),
-    "profiling.save_traces_folder": (
-        "profile_traces",
-        "the folder is always profile_traces; remove it",
-    ),
-    "profiling.save_memory_snapshot_folder": (
-        "memory_snapshots",
-        "the folder is always memory_snapshots; remove it",
-    ),
-}
-
 
 def flatten(config: Config) -> dict[str, Any]:
     """Return {"training.steps": 1000, ...} for all keys."""

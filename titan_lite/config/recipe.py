@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from titan_lite.config import (
-    DROPPED,
     KEYS,
     SECTIONS,
     Config,
@@ -29,7 +28,6 @@ from titan_lite.config import (
     Mistakes,
     Parallelism,
 )
-from titan_lite.config.aliases import key_called
 from titan_lite.config.keys import batch_ramp, flatten, gradient_accumulation_steps, without_need
 from titan_lite.config.row import one_line
 from titan_lite.config.toml import (
@@ -194,8 +192,6 @@ def _read_recipe(
                 for name, value in table.items():
                     with mistakes.noted():
                         key = f"{section}.{name}"
-                        if key in DROPPED and value == DROPPED[key][0]:
-                            continue  # a saved recipe of an earlier version, with the value that applies now
                         if key not in KEYS:
                             wrong = (
                                 f"unknown key {shown(name)[1:-1]} = {shown(value)} in [{section}]"
@@ -565,31 +561,18 @@ def nearest_section(section: str) -> str:
     homes = [key for key in KEYS if key.endswith(f".{section}")]
     if homes:
         return f"; {section} is a key: {' or '.join(homes)}"
-    if key := key_called(section):
-        return _is_here(key)
     return did_you_mean(section, SECTIONS, otherwise=f"; known sections: {', '.join(SECTIONS)}")
 
 
 def nearest_key(section: str, name: str) -> str:
     """Return the end of a message about an unknown key. It names this key's other section, the nearest key, or all keys."""
-    key = key_called(name)
     if section not in SECTIONS:
-        if key:
-            return _is_here(key)
         return did_you_mean(
             f"{section}.{name}", KEYS if name else (), otherwise=nearest_section(section)
         )
-    if f"{section}.{name}" in DROPPED:
-        return f"; {DROPPED[f'{section}.{name}'][1]}"
     elsewhere = [key for key in KEYS if key.endswith(f".{name}")]
     names = [f.name for f in dataclasses.fields(SECTIONS[section])]
-    if key and not elsewhere:
-        return _is_here(key)
     near = did_you_mean(
         name, names, within=f"{section}.", otherwise=f"; [{section}] has {', '.join(names)}"
     )
     return f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else near
-
-
-def _is_here(key: str) -> str:
-    return f"; use {key}: {KEYS[key].metadata['doc'].partition(';')[0]}"

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_lite.command import Parser, command
-from titan_lite.config import DROPPED, KEYS, ConfigError
+from titan_lite.config import KEYS, ConfigError
 from titan_lite.metrics.records import RecordError, RunRecord, read_run
 
 MOST_ROWS = 4000  # rows drawn for a run; of more rows, windows keep their extremes
@@ -304,7 +304,7 @@ def _recipes(runs: Sequence[RunRecord]) -> str:
     keys = [key for key in keys if any(key in run.recipe for run in given)]
 
     def defaults(key: str) -> Any:
-        value = KEYS[key].default if key in KEYS else DROPPED.get(key, (None,))[0]
+        value = KEYS[key].default if key in KEYS else None
         return list(value) if isinstance(value, tuple) else value
 
     if len(given) > 1:

@@ -21,7 +21,7 @@ from titan_lite.checkpoint.resume import (
     refuse,
     restarts_data,
 )
-from titan_lite.config import DROPPED, KEYS, SECTIONS, Checkpoint, ConfigError
+from titan_lite.config import KEYS, SECTIONS, Checkpoint, ConfigError
 from titan_lite.config.recipe import load_config
 from titan_lite.config.row import CANNOT, DATA, LEARNING, NOTHING, PLACE, ROUNDING, WORST_FIRST
 from titan_lite.data.dataset import EPOCH
@@ -295,20 +295,6 @@ def test_a_seed_rounds_where_it_does_not_shuffle(options, consequence):
     options = [*options, "--no-data.shuffle"]
     assert differences(*options, "--debug.seed=5", was=options) == [
         (consequence, "debug.seed = 5, was 0")
-    ]
-
-
-def test_a_dropped_key_is_told_where_it_said_what_does_not_hold():
-    state = saved()
-    for key, (value, _) in DROPPED.items():
-        section, _, name = key.partition(".")
-        state["recipe"][section][name] = value
-    assert compare(state, described()) == []
-    state["recipe"]["optimizer"]["decay_norms"] = True
-    state["recipe"]["metrics"]["enable_color"] = False
-    assert [(d.consequence, d.text) for d in compare(state, described())] == [
-        (LEARNING, "optimizer.decay_norms was true, and is not a key of this version"),
-        (NOTHING, "metrics.enable_color was false, and is not a key of this version"),
     ]
 
 

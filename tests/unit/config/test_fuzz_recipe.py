@@ -19,7 +19,6 @@ from titan_lite import recipe
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.profiles import machine_from
 from titan_lite.config import KEYS, SECTIONS, ConfigError, Mistakes
-from titan_lite.config.aliases import _KEYS
 from titan_lite.config.recipe import load_config, to_toml
 from titan_lite.config.toml import in_toml, loads, read_toml
 
@@ -87,7 +86,7 @@ SIGNS = [
     "extends",
     "[data.sources]",
 ]
-NAMES = [*KEYS, *SECTIONS, *_KEYS, *(key.partition(".")[2] for key in KEYS)]
+NAMES = [*KEYS, *SECTIONS, *(key.partition(".")[2] for key in KEYS)]
 CHOICES = sorted({word for field in KEYS.values() for word in field.metadata["choices"]})
 PIECES = st.sampled_from([*NUMBERS, *SIGNS, *NAMES])
 TEXTS = st.lists(PIECES | st.text(max_size=5), max_size=30).map("".join)
@@ -193,7 +192,7 @@ WORDS = st.one_of(
     ),  # surrogates, too, as which bytes come that are not UTF-8
     st.builds(
         lambda key, value: f"--{key}={value}",
-        st.sampled_from([*KEYS, *_KEYS, "x.y"]),
+        st.sampled_from([*KEYS, "x.y"]),
         VALUES | TEXTS | st.text(max_size=8),
     ),
     st.sampled_from(

@@ -17,12 +17,10 @@ from hypothesis import strategies as st
 from titan_lite import command, logging, recipe, start
 from titan_lite.__main__ import PROGRAMS
 from titan_lite.config import (
-    DROPPED,
     KEYS,
     SECTIONS,
     ConfigError,
     DataSource,
-    aliases,
     batch_ramp,
     gradient_accumulation_steps,
     keys,
@@ -127,16 +125,6 @@ def test_forms_of_a_boolean(tmp_path, arguments, expected, in_recipe):
     config, _ = load_config(recipe, arguments)
     assert config.compile.enable is expected
     assert config.training.steps == (7 if "7" in arguments else KEYS["training.steps"].default)
-
-
-def test_a_saved_recipe_of_an_earlier_version_loads_where_its_dropped_keys_say_what_holds(tmp_path):
-    sections = {key.partition(".")[0]: "" for key in DROPPED}
-    for key, (value, _) in DROPPED.items():
-        section, _, name = key.partition(".")
-        sections[section] += f"{name} = {toml.in_toml(value)}\n"
-    text = TOKENIZER + "".join(f"[{section}]\n{lines}" for section, lines in sections.items())
-    assert not DROPPED.keys() & KEYS.keys()
-    assert load_config(write(tmp_path, text))[0] == load_config(write(tmp_path, TOKENIZER))[0]
 
 
 def test_a_word_of_the_command_line_becomes_the_type_of_its_key(tmp_path):
@@ -419,22 +407,6 @@ MISTAKES = [
         "[training]",
         TOKENIZER + "[training]\nsteps = 5",
     ),
-    a_name(
-        "flag in a recipe",
-        "[checkpoint]\nexplain = true",
-        ("explain = true in [checkpoint]",),
-        "a flag without a value; use ./run_train.sh --checkpoint.explain",
-        "checkpoint",
-        "enable = true",
-    ),
-    a_name(
-        "key of an earlier version",
-        "[metrics]\nenable_color = false",
-        ("enable_color = false in [metrics]",),
-        "NO_COLOR=1 in the environment",
-        "metrics",
-        "enable_color = true",
-    ),
     # types
     a_line("string for integer", "training", 'steps = "5"', "steps = 1000"),
     a_line("boolean for integer", "training", "steps = true", "steps = 1000"),
@@ -685,20 +657,6 @@ MISTAKES = [
         ("[compile] components",),
         '"loss"',
         "--compile.components=model,loss",
-    ),
-    an_option(
-        "a value for a flag",
-        "--checkpoint.explain=true",
-        ("--checkpoint.explain=true",),
-        "a flag",
-        "--checkpoint.enable=true",
-    ),
-    an_option(
-        "--no- of a flag",
-        "--no-checkpoint.explain",
-        ("--no-checkpoint.explain",),
-        "a flag",
-        "--no-checkpoint.enable",
     ),
     an_option(
         "no steps between roots",
@@ -1113,7 +1071,7 @@ def test_all_recipes_are_here():
 
 
 def test_only_the_standard_library_is_imported():
-    modules = (aliases, command, keys, learning, logging, recipe, reading, row, system, toml)
+    modules = (command, keys, learning, logging, recipe, reading, row, system, toml)
     nodes = [
         node
         for module in modules
@@ -1125,7 +1083,7 @@ def test_only_the_standard_library_is_imported():
     names -= {f"titan_lite.{name}" for name in ("command", "config", "inputs", "layout", "logging")}
     names -= {
         f"titan_lite.config.{name}"
-        for name in ("aliases", "keys", "learning", "recipe", "row", "system", "toml")
+        for name in ("keys", "learning", "recipe", "row", "system", "toml")
     }
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names | {
         "tomli"

@@ -211,23 +211,6 @@ def test_several_runs_show_where_their_recipes_differ(run):
     assert "The recipes are the same" in page([one, one])
 
 
-def test_a_key_of_an_earlier_version_is_not_its_own_choice_where_it_says_what_holds_now(run):
-    folder = run()
-    with open(folder / "config.toml", "a") as file:
-        file.write("\n[earlier]\n[profiling_of_before]\nkey = 1\n")
-    text = (
-        (folder / "config.toml")
-        .read_text()
-        .replace("[profiling]\n", '[profiling]\nsave_traces_folder = "profile_traces"\n')
-    )
-    (folder / "config.toml").write_text(text)
-    said = page([read_run(folder, "run")])
-    own, every = said[said.index("The recipe, without defaults") :].split("every key")
-    assert "<td>profiling_of_before.key</td>" in own
-    assert "save_traces_folder" not in own
-    assert "<td>profiling.save_traces_folder</td><td>profile_traces</td>" in every
-
-
 def test_buckets_and_their_timeline(run):
     def span(lane, name, start, length, exposed=0.0, graph="forward", rank=0):
         times = {"ts": start, "dur": length, "args": {"exposed_us": exposed}}
