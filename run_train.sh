@@ -4,7 +4,6 @@
 #   ./run_train.sh                                            # the debug model
 #   NGPU=4 CONFIG_FILE=train_configs/llama3_8b.toml ./run_train.sh --training.steps 100
 #   ./run_train.sh --print-config                             # the resolved recipe; --help: every key
-#   ./run_train.sh --checkpoint.explain                       # the step that a run would go on from, and what differs since
 #
 # CONFIG_FILE is the recipe: a file, or the name of one in train_configs/. --help lists the other variables: NGPU, NNODES, ...
 #

@@ -17,23 +17,16 @@ import torch
 
 from titan_lite import __version__
 from titan_lite.attention import check_kernel
-from titan_lite.checkpoint.resume import (
-    Difference,
-    compare,
-    explain,
-    git_revision,
-    position,
-    refuse,
-)
+from titan_lite.checkpoint.resume import Changes, compare
 from titan_lite.checkpoint.saving import Checkpointer
 from titan_lite.checkpoint.weights import check_fit, open_weights
 from titan_lite.compiler.profiles import PROFILES, profile_of
 from titan_lite.compiler.stage import check_backend
 from titan_lite.config import KEYS, Compile, Config, ConfigError, flatten
 from titan_lite.data.dataset import fingerprint
-from titan_lite.data.tokenizer import Tokenizer, load_tokenizer
+from titan_lite.data.tokenizer import Tokenizer
 from titan_lite.inputs import check_inputs
-from titan_lite.layout import Layout, make_layout
+from titan_lite.layout import Layout
 from titan_lite.layout_checks import check_float8_results, error_bytes
 from titan_lite.logging import logger
 from titan_lite.ranks import alike, device_memory, host_memory
@@ -71,7 +64,7 @@ def check(config: Config, layout: Layout) -> Tokenizer:
 def describe_run(
     config: Config, layout: Layout, tokenizer: Tokenizer, git: str = ""
 ) -> dict[str, Any]:
-    """Return the description of this run for its checkpoints, in JSON types and tuples; `resume.compare` compares two."""
+    """Return the description of this run for its checkpoints, in JSON types and tuples, for `resume.compare`."""
     degrees, shape = layout.degrees, dataclasses.asdict(layout.model)
     sharded = {axis: degree for axis, degree in degrees.items() if axis != "pp"} | {
         "by_columns": layout.by_columns
@@ -106,50 +99,13 @@ def describe_run(
 
 def accepted_state(
     checkpointer: Checkpointer, step: int, described: Mapping[str, Any]
-) -> tuple[dict, list[Difference]]:
-    """Return the state.json of a step that this run can resume from, and the differences. Raises ConfigError."""
+) -> tuple[dict, Changes]:
+    """Return the state.json of a step that this run can resume from, and what differs. Raises ConfigError."""
     state = checkpointer.read_state(step)
-    differences = compare(state, described)
+    changes = compare(state, described)
     done = state["step"] >= described["recipe"]["training"]["steps"]
-    refuse(differences, checkpointer.path_of(step), checkpointer.config, done=done)
-    return state, differences
-
-
-def explain_resume(config: Config, world_size: int) -> None:
-    """Print which step a run on `world_size` ranks would load, and the consequences. Raises ConfigError if it cannot resume."""
-    checkpointer = Checkpointer(config.checkpoint, Path(config.job.dump_folder))
-    step = checkpointer.step_to_load()
-    if step is None:
-        why = (
-            f"{checkpointer.folder} has none"
-            if config.checkpoint.enable
-            else "checkpoint.enable = false"
-        )
-        path = config.checkpoint.initial_load_path
-        print(
-            f"no step is loaded ({why}): the run starts from the beginning"
-            + (f", with the weights of {path}" if path else "")
-        )
-        return
-    why = "the newest" if config.checkpoint.load_step == -1 else "as checkpoint.load_step says"
-    for other in checkpointer.present():
-        if fault := checkpointer.fault(other):
-            print(f"step-{other} cannot be loaded: {fault}")
-    of = ", ".join(map(str, checkpointer.steps()))
-    print(
-        f"{checkpointer.folder}/step-{step} is loaded, {why} of {of}, if every byte of its tensors is as it was saved"
-    )
-    state = checkpointer.read_state(step)
-    layout = make_layout(config, world_size, memory=device_memory())
-    now = describe_run(config, layout, load_tokenizer(config.model.tokenizer_path), git_revision())
-    differences = compare(state, now)
-    print("\n".join((position(state), *explain(differences, state, now))))
-    refuse(
-        differences,
-        checkpointer.path_of(step),
-        config.checkpoint,
-        done=state["step"] >= config.training.steps,
-    )
+    changes.refuse_unless_accepted(checkpointer.path_of(step), checkpointer.config, done=done)
+    return state, changes
 
 
 def is_installed(module: str) -> bool:

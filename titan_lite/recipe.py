@@ -32,7 +32,6 @@ RECIPE is a TOML file, such as train_configs/debug_model.toml, or the name of a 
   --section.key value, --section.key=value     lists with commas: --parallelism.fsdp_keep_gathered norm,output
   --section.key, --no-section.key              true and false
   --print-config                               print the resolved recipe, with the origin of each value
-  --checkpoint.explain                         print which step a run would load, and what has changed since
   --help [SECTION]                             print this and every key, or the keys of one section
 
 The command line overrides the recipe, which overrides the recipe it extends, which overrides the defaults.
@@ -60,14 +59,6 @@ signal and saved.
 
 """
 HELP += textwrap.fill(f"Sections: {', '.join(SECTIONS)}.", 114) + "\n"
-
-
-FLAGS = ("--print-config", "--checkpoint.explain")  # options that are not keys
-
-
-def without_flags(arguments: Sequence[str]) -> list[str]:
-    """Return the options that are keys of the recipe."""
-    return [argument for argument in arguments if argument not in FLAGS]
 
 
 def help_text(arguments: Sequence[str] = ()) -> str:
@@ -140,7 +131,9 @@ def main(arguments: Sequence[str]) -> int:
         print(help_text(arguments) if arguments else HELP.rstrip())
         return 0 if arguments else 2
     world_size, arguments = _world_size(arguments)
-    config, origins = load_config(arguments[0], without_flags(arguments[1:]))
+    config, origins = load_config(
+        arguments[0], [word for word in arguments[1:] if word != "--print-config"]
+    )
     if world_size:
         check_world(config, world_size)
     if "--print-config" in arguments:

@@ -52,7 +52,7 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
     """
     only_check = arguments[0] == "--only-check"
     path, *keys = arguments[only_check:]
-    config, _ = load_config(path, recipe.without_flags(keys))
+    config, _ = load_config(path, keys)
     nodes, rendezvous = check_variables()
     if only_check:
         return []
@@ -64,12 +64,6 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
         fix = f"use NGPU={gpus}, or CUDA_VISIBLE_DEVICES= for CPU processes"
         raise ConfigError(f"NGPU={processes} is more than the {gpus} GPUs here; {fix}")
     world_size = int(nodes.rpartition(":")[2]) * processes
-    if "--checkpoint.explain" in keys:
-        from titan_lite.train import explain
-
-        os.environ.update(RANK="0", WORLD_SIZE=str(world_size))
-        explain(config)
-        return []
     if ":" not in nodes:
         recipe.check_world(config, world_size)
     set_environment(arguments, gpus, processes)

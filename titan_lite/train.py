@@ -28,22 +28,10 @@ def main(arguments: list[str], observe: Any = None) -> int:
     try:
         if not arguments or {"--help", "-h", "--print-config"} & set(arguments):
             return recipe.main(arguments) if number("RANK", 0) == 0 else 0
-        config, _ = load_config(arguments[0], recipe.without_flags(arguments[1:]))
-        if "--checkpoint.explain" in arguments:
-            return explain(config)
+        config, _ = load_config(arguments[0], arguments[1:])
         return train(config, observe)
     except ConfigError as error:
         return report(error, signals.WRONG_INPUT)
-
-
-def explain(config: Config) -> int:
-    """Print what a resume would load, on the first rank only."""
-    if number("RANK", 0) == 0:
-        from titan_lite.check import explain_resume
-
-        init_logging()
-        explain_resume(config, number("WORLD_SIZE", 1))
-    return 0
 
 
 def train(config: Config, observe: Any = None) -> int:

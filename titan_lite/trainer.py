@@ -19,7 +19,7 @@ from torch import Tensor
 
 from titan_lite.attention import masks_by_kernel, use_kernel
 from titan_lite.check import accepted_state, check, check_agreement, describe_run
-from titan_lite.checkpoint.resume import explain, git_revision, restarts_data, to_load
+from titan_lite.checkpoint.resume import git_revision
 from titan_lite.checkpoint.saving import GROUP as CHECKPOINT_GROUP
 from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
 from titan_lite.checkpoint.weights import load_initial
@@ -558,17 +558,15 @@ class Trainer:
         refresh_scales(self.stages)
 
     def load(self, step: int) -> None:
-        state, differences = accepted_state(self.checkpointer, step, self.described)
-        for line in explain(differences, state, self.described):
+        state, changes = accepted_state(self.checkpointer, step, self.described)
+        for line in changes.lines():
             logger.info(line)
-        self.checkpointer.load(
-            step, to_load(self.state_tensors(), differences, state, self.described)
-        )
+        self.checkpointer.load(step, changes.to_load(self.state_tensors()))
         self.step, self.tokens_seen = state["step"], state["tokens_seen"]
         self.validation_due = state["validation_due"] and self.config.validation.enable
         self.skipped.load_state_dict(state)
         self.by_source.load_state_dict(state)
-        if not restarts_data(differences):
+        if not changes.restarts_data:
             self.loader.load_state_dict(state["loader"])
 
     def describe_stop(self) -> str:

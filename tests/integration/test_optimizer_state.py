@@ -118,9 +118,7 @@ def test_another_state_dtype_is_told_and_the_moments_are_converted(whole, at_ste
         *steps(3),
         ranks=1,
     )
-    assert re.search(
-        'numbers change by rounding\n.*optimizer.state_dtype = "float32", was "bfloat16"', told
-    )
+    assert 'changed: optimizer.state_dtype = "float32", was "bfloat16"' in told
     assert {tensor.dtype for name, tensor in tensors.items() if "exp_avg" in name} == {
         torch.float32
     }

@@ -144,9 +144,6 @@ HERE = {
     f"{PLANNER} RECIPE --json": Run('"tokens_per_second', PLAN, RECIPE),
     f"{PLANNER} --calibrate outputs/llama3_8b": Run("--hardware"),
     "python -m titan_lite.verify train_configs/llama3_405b.toml": Run("agrees", "--steps 1"),
-    "NGPU=4 ./run_train.sh --training.steps 200 --checkpoint.explain": Run(
-        "step-4 is loaded", "--training.seq_len 64"
-    ),
     "python -m titan_lite.report outputs/debug_model": Run("report.html"),
     "python -m titan_lite.report outputs/a outputs/b --output compare.html": Run("compare.html"),
     "python -m titan_lite.launch": Run(

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import TORCHRUN, launcher, python, run, script
+from commands import python, run
 from ranks import run_ranks
-from tiny import DEBUG, NO_CHECKPOINT, NO_VALIDATION, SMALL, every, steps
+from tiny import DEBUG, NO_VALIDATION, SMALL, every, steps
 
 from titan_lite.config.recipe import load_config
 from titan_lite.metrics.records import read_metrics
@@ -231,63 +231,6 @@ def test_a_checkpoint_records_its_recipe_and_run(uninterrupted):
     assert state["tensors"] == ["model", "optimizer"]
 
 
-def explained(*command, **environment):
-    result = run(*command, "--checkpoint.explain", **environment)
-    assert "MASTER_ADDR" not in result.stdout
-    return result
-
-
-def test_explain_says_what_would_be_loaded_and_what_differs_and_starts_nothing(uninterrupted):
-    folder, *_ = uninterrupted
-    before = sorted(folder.rglob("*")), (folder / "metrics.jsonl").read_bytes()
-    # of four processes one speaks, and counts them
-    longer = explained(*script(folder, *OPTIONS, *steps(6, schedule=24)), NGPU=4)
-    assert longer.returncode == 0
-    loaded, position, *lines = longer.stdout.splitlines()
-    whole = "if every byte of its tensors is as it was saved"
-    assert loaded == f"{folder}/checkpoint/step-6 is loaded, the newest of 2, 4, 6, {whole}"
-    assert re.match(r"step 6, 1,536 tokens seen: 48 sequences of 8 streams, which are at", position)
-    assert [
-        line for line in lines if "git revision" not in line
-    ] == [  # somebody may work on the checkout meanwhile
-        "training changes: the learning rate of step 7 is 2.00e-03 instead of 1.70e-03",
-        "  lr_scheduler.total_steps = 24, was 12",
-        "  steps of the schedule (lr_scheduler.total_steps): 24, was 12",
-        "numbers change by rounding",
-        "  ranks: 4, was 2",
-        "  ranks along dp_shard: 4, was 2",
-    ]
-
-    options = ["--job.dump_folder", folder, *OPTIONS, "--no-data.shuffle"]
-    other = explained(*python("-m", "titan_lite.train", DEBUG, *options))
-    assert other.returncode == 2
-    assert re.search(r"^  data.shuffle = false, was true$", other.stdout, re.MULTILINE)
-    assert re.search(
-        r"^error: .*step-6: the data cannot go on .*checkpoint.restart_data = true",
-        other.stdout,
-        re.MULTILINE,
-    )
-    assert (sorted(folder.rglob("*")), (folder / "metrics.jsonl").read_bytes()) == before
-
-
-@pytest.mark.slow
-def test_explain_under_torchrun_speaks_once_and_without_a_checkpoint_says_so(tmp_path):
-    command = launcher(
-        2, "-m", "titan_lite.train", DEBUG, "--job.dump_folder", tmp_path / "out", module=TORCHRUN
-    )
-    result = explained(*command)
-    assert result.returncode == 0
-    assert (
-        result.stdout.count(
-            f"no step is loaded ({tmp_path}/out/checkpoint has none): the run starts from the"
-        )
-        == 1
-    )
-    result = explained(*command, *NO_CHECKPOINT)
-    assert "no step is loaded (checkpoint.enable = false)" in result.stdout
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_recipe_that_cannot_go_on_is_told_in_one_line_before_anything_starts(uninterrupted):
     folder, *_ = uninterrupted
     options = ["--job.dump_folder", folder, *OPTIONS, *steps(8), "--debug.seed=4"]
@@ -354,5 +297,3 @@ def test_another_global_batch_goes_on_at_the_next_window(uninterrupted, at_step_
     assert found[5] + found[6] == sum(
         map(Counter, (uninterrupted[1][step] for step in (4, 5, 6))), Counter()
     )
-    explanation = explained(*script(at_step_2, *OPTIONS, *steps(8, schedule=12)), NGPU=2)
-    assert "step 7 has 8 sequences instead of 12" in explanation.stdout

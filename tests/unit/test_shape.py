@@ -9,7 +9,7 @@ import torch
 from tiny import DEBUG, DEBUG_TOKENIZER
 
 from titan_lite.check import describe_run
-from titan_lite.checkpoint.resume import NEEDED, compare, explain, refuse
+from titan_lite.checkpoint.resume import NEEDED, compare
 from titan_lite.config import KEYS, ConfigError, Model
 from titan_lite.config.recipe import load_config
 from titan_lite.data.tokenizer import load_tokenizer
@@ -230,18 +230,18 @@ def test_a_step_of_another_shape_is_refused_with_the_key():
     was = dict.fromkeys(NEEDED, 0) | described() | {"step": 5, "tensors": ["model", "optimizer"]}
     was["loader"] = {"windows": 40, "rows": {}, "of": 8}
     config, _ = configured()
-    assert compare(was, described()) == []
+    assert compare(was, described()).lines() == ["nothing differs from the run that saved it"]
     changed = compare(was, described("--model.n_layers=3"))
     with pytest.raises(
         ConfigError,
-        match=r"it cannot go on: model.n_layers = 3, was 0; the model's n_layers: 3, was 6",
+        match=r"it cannot go on: the model's n_layers \(\[model\]\): 3, was 6",
     ):
-        refuse(changed, "step-5", config.checkpoint)
+        changed.refuse_unless_accepted("step-5", config.checkpoint)
     same = compare(
         was, described("--model.n_layers=6", "--model.max_seq_len=4096")
     )  # the flavor's, and a limit of no parameter
-    assert explain(same, was, was) == [
-        "training does not change",
-        "  model.n_layers = 6, was 0",
-        "  model.max_seq_len = 4096, was 0",
+    assert same.lines() == [
+        "changed: model.n_layers = 6, was 0",
+        "changed: model.max_seq_len = 4096, was 0",
+        "changed: the model's max_seq_len ([model]): 4096, was null",
     ]

@@ -1,51 +1,85 @@
-"""Compare a resumed run with the run that saved its checkpoint, and say what each difference means.
+"""Compare a resumed run with the run that saved its step, and refuse what cannot go on.
 
-    differences = compare(state, described)                     # state.json of the step, and this run's description (check.py)
-    refuse(differences, "step-50", config.checkpoint)           # raises ConfigError for what cannot work
-    for line in explain(differences, state, described): ...
+    changes = compare(state, described)          # state.json of the step, and this run's description (check.py)
+    changes.refuse_unless_accepted("step-50", config.checkpoint)                 # raises ConfigError
+    for line in changes.lines(): ...
 
-    the learning rate changes: of step 51 it is 1.0e-03, where it would have been 2.0e-03
-      optimizer.lr = 0.001, was 0.002
-    numbers change by rounding
-      ranks along dp_shard: 4, was 2
+    the optimizer starts anew: optimizer.name = "Muon", was "AdamW"
+    changed: training.steps = 200, was 100
 
 A step's state.json has the resolved recipe, and under "run" the facts that a recipe does not have: the model's shape, hashes of
-the tokenizer and of the documents, the ranks, versions. A fact decides where there is one: another `data.path` with the same
-documents is no other data. The consequence of a key is in its row (config/row.py).
+the tokenizer and of the documents, the ranks, versions. Where there is a fact it decides, and not the key: another `data.path`
+with the same documents is no other data.
 """
 
 import json
 import subprocess
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from titan_lite.config import (
-    KEYS,
-    SECTIONS,
-    Checkpoint,
-    ConfigError,
-    LRScheduler,
-    batch_ramp,
-    without_need,
-)
-from titan_lite.config.row import CANNOT, FRESH, LEARNING, NOTHING, PLACE, ROUNDING, WORST_FIRST
-from titan_lite.data.dataset import EPOCH
-from titan_lite.lr_scheduler import lr_factor
+from titan_lite.config import Checkpoint, ConfigError
 
+
+class Kind(Enum):
+    """What a difference does to a resume."""
+
+    REFUSED = "it cannot go on"
+    DATA = "the data starts anew"
+    OPTIMIZER = "the optimizer starts anew"
+    NOTED = "changed"
+
+
+KEYS_OF_DATA = (
+    "data.dataset",
+    "data.validation_fraction",
+    "data.shuffle",
+    "data.shuffle_buffer",
+    "debug.seed",
+)
+KEYS_OF_OPTIMIZER = (
+    "optimizer.name",
+    "optimizer.max_preconditioner_dim",
+    "optimizer.start_preconditioning_step",
+)
+KIND_OF_KEY = {
+    **dict.fromkeys(KEYS_OF_DATA, Kind.DATA),
+    **dict.fromkeys(KEYS_OF_OPTIMIZER, Kind.OPTIMIZER),
+}
+COUNTS_WITH = {  # key: (another key, the value of it without which a change of the first is only noted)
+    "data.shuffle_buffer": ("data.shuffle", True),
+    "debug.seed": ("data.shuffle", True),
+    "optimizer.max_preconditioner_dim": ("optimizer.name", "Shampoo"),
+    "optimizer.start_preconditioning_step": ("optimizer.name", "Shampoo"),
+}
+
+FACTS = {  # under "run" in state.json: (words, kind of a change)
+    "model": ("the model's {} ([model])", Kind.REFUSED),
+    "tokenizer": ("SHA-256 of model.tokenizer_path", Kind.REFUSED),
+    "documents": ("SHA-256 of the documents' names and sizes ([data])", Kind.DATA),
+    "rows": ("sequences a step (training.global_batch_size)", Kind.NOTED),
+    "shares": ("share of each source's tokens (data.sources)", Kind.NOTED),
+    "total_steps": ("steps of the schedule (lr_scheduler.total_steps)", Kind.NOTED),
+    "world_size": ("ranks", Kind.NOTED),
+    "mesh": ("ranks along {}", Kind.NOTED),
+    "device": ("device", Kind.NOTED),
+    "versions": ("version of {}", Kind.NOTED),
+    "git": ("git revision", Kind.NOTED),
+}
+
+ACCEPTED_BY = {  # kinds that are an error without a key of [checkpoint]: (key, its effect)
+    Kind.DATA: ("restart_data", "starts the recipe's data at its first document"),
+    Kind.OPTIMIZER: ("accept_model_only", "starts with moments of zero"),
+}
 ONLY_MODEL = "the step has only the model"
 ERRORS_DROPPED = (
     "gradients between copies: errors and factors begin anew, as the step has none of these ranks and this rank of the factors "
     "(parallelism.replicate_compression)"
 )
-ACCEPTED_BY = {  # consequences that are errors without a key of [checkpoint]: (key, its effect)
-    PLACE: ("restart_data", "starts the recipe's data at its first document"),
-    FRESH: ("accept_model_only", "starts with moments of zero"),
-}
-
-NEEDED = {
+NEEDED = (  # keys of state.json
     "recipe",
     "run",
     "tensors",
@@ -53,191 +87,106 @@ NEEDED = {
     "tokens_seen",
     "validation_due",
     "loader",
-}  # keys of state.json
-NEEDED |= {"skipped_steps", "skipped_in_a_row", "spikes"}
-
-FACTS = {  # compared beside the recipe: (words, consequence of a change)
-    "model": ("the model's {}", CANNOT),
-    "tokenizer": ("SHA-256 of model.tokenizer_path", CANNOT),
-    "rows": ("sequences a step (training.global_batch_size)", LEARNING),
-    "documents": ("SHA-256 of the documents' names and sizes ([data])", PLACE),
-    "shares": ("share of each source's tokens (data.sources)", LEARNING),
-    "total_steps": ("steps of the schedule (lr_scheduler.total_steps)", LEARNING),
-    "world_size": ("ranks", ROUNDING),
-    "mesh": ("ranks along {}", ROUNDING),
-    "device": ("device", ROUNDING),
-    "versions": ("version of {}", ROUNDING),
-    "git": ("git revision", ROUNDING),
-}
+    "skipped_steps",
+    "skipped_in_a_row",
+    "spikes",
+)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """One difference between this run and the one that saved the step, and its consequence."""
+@dataclass
+class Changes:
+    """The differences between a run and the one that saved its step, as a text each, by kind."""
 
-    consequence: str
-    text: str
+    texts: dict[Kind, list[str]] = field(default_factory=lambda: {kind: [] for kind in Kind})
+    drops_errors: bool = False  # errors of gradients between copies are not loaded
+
+    @property
+    def restarts_data(self) -> bool:
+        """Whether the recipe's data starts again. Steps saved later have the position in the new data."""
+        return bool(self.texts[Kind.DATA])
+
+    @property
+    def restarts_optimizer(self) -> bool:
+        return bool(self.texts[Kind.OPTIMIZER])
+
+    def refuse_unless_accepted(
+        self, where: Path | str, checkpoint: Checkpoint, *, done: bool = False
+    ) -> None:
+        """Raise ConfigError for what cannot go on, and for what starts anew if the recipe does not accept it.
+
+        done: the step is the run's last, which needs no optimizer.
+        """
+        for kind in (Kind.REFUSED, Kind.DATA, Kind.OPTIMIZER):
+            texts = self.texts[kind]
+            key, effect = ACCEPTED_BY.get(kind, ("", ""))
+            accepted = bool(key) and getattr(checkpoint, key)
+            if not texts or accepted or (done and kind is Kind.OPTIMIZER):
+                continue
+            fix = (
+                "a step that has the optimizer's state" if ONLY_MODEL in texts else "the old value"
+            )
+            other = f"checkpoint.{key} = true, which {effect}" if key else "another job.dump_folder"
+            raise ConfigError(f"{where}: {kind.value}: {'; '.join(texts)}; use {fix}, or {other}")
+
+    def lines(self) -> list[str]:
+        """Return a line for each difference, those that matter most first."""
+        lines = [f"{kind.value}: {text}" for kind in Kind for text in self.texts[kind]]
+        if self.drops_errors:
+            lines.append(ERRORS_DROPPED)
+        return lines or ["nothing differs from the run that saved it"]
+
+    def to_load(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of a run's tensors, by name, that it loads from the step."""
+        left_out = set()
+        if self.restarts_optimizer:
+            left_out.add("optimizer")
+        if self.drops_errors:
+            left_out.add("between")
+        return {
+            name: tensor
+            for name, tensor in tensors.items()
+            if name.partition(".")[0] not in left_out
+        }
 
 
-def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> list[Difference]:
-    """Return the differences between a step's state.json and this run: keys of the recipe, then FACTS. Raises ConfigError."""
-    lacking = sorted(NEEDED - state.keys()) or sorted(
-        {"data", "optimizer", "lr_scheduler", "training"} - state["recipe"].keys()
-    )
-    if lacking or "total_steps" not in state["run"]:
+def compare(state: Mapping[str, Any], described: Mapping[str, Any]) -> Changes:
+    """Return the differences between a step's state.json and this run. Raises ConfigError if the file is incomplete."""
+    if lacking := [key for key in NEEDED if key not in state]:
         raise ConfigError(
-            f"checkpoint.folder: state.json of the step is incomplete (no {', '.join(lacking) or 'run.total_steps'}); "
+            f"checkpoint.folder: state.json of the step is incomplete (no {', '.join(lacking)}); "
             "use a step that a run of titan_lite saved, or another job.dump_folder"
         )
     now = json.loads(json.dumps(described))  # tuples become lists, as in the file
-    known = [
-        fact for fact in FACTS if state["run"].get(fact) and now["run"].get(fact)
-    ]  # those that both have
-    facts = [
-        (fact, *change)
-        for fact in known
-        for change in _changes(state["run"][fact], now["run"][fact])
-    ]
-    facts = [
-        change for change in facts if change[:2] != ("model", "max_seq_len")
-    ]  # a limit, without parameters
-    changed = {fact for fact, *_ in facts}
-    idle = (
-        without_need(state["recipe"], resuming=True).keys()
-        & without_need(now["recipe"], resuming=True).keys()
-    )
-    differences = []
-    for key, was, new in _changes(state["recipe"], now["recipe"]):
-        if key in KEYS:
-            was = _before_it_was_a_key(key, state["recipe"]) if was is None else was
-            if was != new:
-                consequence = NOTHING if key in idle else consequence_of(key, changed)
-                if key == "debug.seed" and consequence == NOTHING and _rounds(now["recipe"]):
-                    consequence = ROUNDING
-                differences.append(
-                    Difference(
-                        consequence, f"{key} = {json.dumps(new)}, was {json.dumps(was):.500}"
-                    )
-                )
-        else:
-            differences.append(
-                Difference(
-                    NOTHING,
-                    f"{key} was {json.dumps(was):.500}, and is not a key of this version",
-                )
-            )
-    for fact, path, was, new in facts:
-        words, consequence = FACTS[fact]
-        differences.append(
-            Difference(consequence, f"{words.format(path)}: {_short(new)}, was {_short(was)}")
-        )
-    if "optimizer" not in state["tensors"]:
-        differences.append(Difference(FRESH, ONLY_MODEL))
-    return differences
-
-
-def _before_it_was_a_key(key: str, recipe: Mapping[str, Any]) -> Any:
-    """Return the value that a key had in effect in versions without it."""
-    if key == "optimizer.state_dtype":  # moments had the dtype of parameters
-        return recipe["training"].get("dtype", KEYS[key].default)
-    return json.loads(json.dumps(KEYS[key].default))
-
-
-def _rounds(recipe: Mapping[str, Any]) -> bool:
-    """Return True if updates are rounded stochastically, with bits that depend on debug.seed."""
-    return "bfloat16" in (recipe["training"]["dtype"], recipe["optimizer"]["state_dtype"])
-
-
-def consequence_of(key: str, changed_facts: Set[str] = frozenset()) -> str:
-    """Return the consequence of a change of this key if these facts have changed, too."""
-    row = KEYS[key].metadata
-    return (
-        FACTS[row["fact"]][1]
-        if row["fact"] in changed_facts
-        else row["resume"] or SECTIONS[key.partition(".")[0]].resume
-    )
-
-
-def refuse(
-    differences: Sequence[Difference], where: Path | str, config: Checkpoint, *, done: bool = False
-) -> None:
-    """Raise ConfigError for differences that cannot work, or that the recipe does not accept.
-
-    done: the step is the run's last, which needs no optimizer.
-    """
-    for consequence in (CANNOT, *ACCEPTED_BY):
-        texts = [
-            difference.text for difference in differences if difference.consequence == consequence
-        ]
-        key, effect = ACCEPTED_BY.get(consequence, ("", ""))
-        if not texts or (key and getattr(config, key)) or (done and consequence == FRESH):
+    changes = Changes()
+    for key, was, new in _differences(state["recipe"], now["recipe"]):
+        kind = KIND_OF_KEY.get(key, Kind.NOTED)
+        if not (_counts(key, state["recipe"]) or _counts(key, now["recipe"])):
+            kind = Kind.NOTED
+        changes.texts[kind].append(f"{key} = {_short(new)}, was {_short(was)}")
+    for fact, (words, kind) in FACTS.items():
+        was, new = state["run"].get(fact), now["run"].get(fact)
+        if not was or not new:  # one of them does not know
             continue
-        if len(texts) > 3:
-            texts[3:] = [f"and {len(texts) - 3} more, which --checkpoint.explain lists"]
-        fix = "a step that has the optimizer's state" if ONLY_MODEL in texts else "the old value"
-        other = f"checkpoint.{key} = true, which {effect}" if key else "another job.dump_folder"
-        raise ConfigError(f"{where}: {consequence}: {'; '.join(texts)}; use {fix}, or {other}")
+        for path, before, after in _differences(was, new):
+            # max_seq_len is a limit, without parameters
+            of_kind = Kind.NOTED if path == "max_seq_len" else kind
+            text = f"{words.format(path)}: {_short(after)}, was {_short(before)}"
+            changes.texts[of_kind].append(text)
+    if "optimizer" not in state["tensors"]:
+        changes.texts[Kind.OPTIMIZER].append(ONLY_MODEL)
+    errors = now["run"].get("between")
+    saved = "between" in state["tensors"] and state["run"].get("between")
+    changes.drops_errors = bool(errors) and saved != errors
+    return changes
 
 
-def restarts_data(differences: Sequence[Difference]) -> bool:
-    """Return True if the recipe's data starts again, which checkpoint.restart_data accepts.
-
-    This happens only at the first resume with other data: steps saved later have the position in the new data.
-    """
-    return any(difference.consequence == PLACE for difference in differences)
-
-
-def to_load(
-    tensors: Mapping[str, Any],
-    differences: Sequence[Difference],
-    state: Mapping[str, Any],
-    described: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return those of a run's tensors, by name, that it loads: without the optimizer's if that starts anew, and without
-    errors of compression between copies if those of the step are of other shards."""
-    anew = any(difference.consequence == FRESH for difference in differences)
-    kinds = {"model": True, "optimizer": not anew, "between": not _drops_errors(state, described)}
-    return {name: tensor for name, tensor in tensors.items() if kinds[name.partition(".")[0]]}
-
-
-def _drops_errors(state: Mapping[str, Any], described: Mapping[str, Any]) -> bool:
-    """Return True if this run compresses gradients between copies, and the step has no errors of the same shards and rank."""
-    now = described.get("run", {}).get("between")
-    return bool(now) and ("between" not in state["tensors"] or state["run"].get("between") != now)
-
-
-def explain(
-    differences: Sequence[Difference], state: Mapping[str, Any], described: Mapping[str, Any]
-) -> list[str]:
-    """Return the differences as lines, those with the worst consequence first."""
-    lines = []
-    for consequence in WORST_FIRST:
-        texts = [
-            difference.text for difference in differences if difference.consequence == consequence
-        ]
-        more = _next_step(state, described) if texts and consequence == LEARNING else ""
-        if texts and consequence in ACCEPTED_BY:
-            key, effect = ACCEPTED_BY[consequence]
-            more = f"; checkpoint.{key} = true {effect}"
-        lines += [f"{consequence}{more}", *(f"  {text}" for text in texts)] if texts else []
-    if _drops_errors(state, described):
-        lines.append(ERRORS_DROPPED)
-    return lines or ["nothing differs from the run that saved it"]
-
-
-def position(state: Mapping[str, Any]) -> str:
-    """Describe the position of a step in its data."""
-    rows = list(state["loader"]["rows"].values())
-    places = []
-    for source in range(1, len(rows[0])):
-        ordinals = [row[source][0] for row in rows]
-        name, one = ("documents", 1) if max(ordinals) < EPOCH else ("epochs", EPOCH)
-        of = f" of source {source}" if len(rows[0]) > 2 else ""
-        places.append(f"{name} {min(ordinals) // one} to {max(ordinals) // one}{of}")
-    return (
-        f"step {state['step']}, {state['tokens_seen']:,} tokens seen: {sum(row[0] for row in rows):,} sequences of {len(rows)} "
-        f"streams, which are at {', '.join(places)}"
-    )
+def _counts(key: str, recipe: Mapping[str, Any]) -> bool:
+    """Return False if a recipe has a key in COUNTS_WITH without the other key's value."""
+    if key not in COUNTS_WITH:
+        return True
+    other, value = COUNTS_WITH[key]
+    section, _, name = other.partition(".")
+    return recipe.get(section, {}).get(name) == value
 
 
 @cache
@@ -260,48 +209,18 @@ def git_revision() -> str:
         return ""
 
 
-def _changes(was: Any, new: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    """Return (dotted path, value before, value now) of all leaves that differ; None: not present."""
+def _differences(was: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted path, value before, value now) of all leaves that differ; None: not present."""
     if isinstance(was, dict | None) and isinstance(new, dict | None):
         was, new = was or {}, new or {}
-        inside = [
-            (f"{path}.{name}" if path else name, was.get(name), new.get(name))
-            for name in dict.fromkeys((*new, *was))
-        ]
-        return [
-            change for name, before, after in inside for change in _changes(before, after, name)
-        ]
-    return [] if was == new else [(path, was, new)]
-
-
-def _next_step(state: Mapping[str, Any], described: Mapping[str, Any]) -> str:
-    """Return a phrase about the next step's learning rate and sequences if they differ from those before, else ""."""
-    step, rates, sizes = state["step"] + 1, [], []
-    for which in (state, described):
-        ramp = batch_ramp(which["recipe"]["training"].get("global_batch_ramp", ()))
-        sizes.append(next((size for size, last in ramp if step <= last), which["run"].get("rows")))
-        recipe = which["recipe"]["lr_scheduler"]
-        scheduler = LRScheduler(
-            **{
-                field.name: recipe[field.name]
-                for field in fields(LRScheduler)
-                if field.name in recipe
-            }
-        )
-        peak = which["recipe"]["optimizer"].get("lr", KEYS["optimizer.lr"].default)
-        rates.append(peak * lr_factor(step, scheduler, which["run"]["total_steps"]))
-    words = []
-    if rates[0] != rates[1]:
-        words.append(
-            f"the learning rate of step {step} is {rates[1]:.2e} instead of {rates[0]:.2e}"
-        )
-    if sizes[0] != sizes[1] and None not in sizes:
-        words.append(f"step {step} has {sizes[1]:,} sequences instead of {sizes[0]:,}")
-    return f": {'; '.join(words)}" if words else ""
+        for name in dict.fromkeys((*new, *was)):
+            inside = f"{path}.{name}" if path else name
+            yield from _differences(was.get(name), new.get(name), inside)
+    elif was != new:
+        yield path, was, new
 
 
 def _short(value: Any) -> str:
     """Return a value for a message; of a hash only its first 12 digits."""
-    return (
-        value[:12] if isinstance(value, str) and len(value) >= 64 else f"{json.dumps(value):.500}"
-    )
+    is_hash = isinstance(value, str) and len(value) >= 64
+    return value[:12] if is_hash else f"{json.dumps(value):.500}"

@@ -80,16 +80,11 @@ def flatten(config: Config) -> dict[str, Any]:
     }
 
 
-def without_need(
-    recipe: Mapping[str, Mapping[str, Any]], *, resuming: bool = False
-) -> dict[str, tuple[str, Need]]:
-    """Return {key: (why, the unmet need)} for each key that has no effect in a recipe {section: {name: value}}, set or not.
-
-    resuming: also return the keys that have no effect when a run is resumed.
-    """
+def without_need(recipe: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, Need]]:
+    """Return {key: (why, the unmet need)} for each key that has no effect in a recipe {section: {name: value}}, set or not."""
     found: dict[str, tuple[str, Need]] = {}
     for key, field in KEYS.items():
-        for need in field.metadata["needs"] + (field.metadata["resume_needs"] if resuming else ()):
+        for need in field.metadata["needs"]:
             if why := need.unmet(recipe):
                 found.setdefault(key, (why, need))
     return found

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from titan_lite.config.row import DATA, FRESH, LEARNING, NOTHING, PLACE, ROUNDING, Need, setting
+from titan_lite.config.row import Need, setting
 
 MUON = Need("optimizer.name", lambda name: name == "Muon")
 SHAMPOO = Need("optimizer.name", lambda name: name == "Shampoo")
@@ -25,7 +25,6 @@ OF_FLAVOR = "; 0: the flavor's"
 class Job:
     """name and folder of the run"""
 
-    resume = NOTHING
     dump_folder: str = setting(
         "", "folder that the run writes to; empty: outputs/<recipe name>", "path"
     )
@@ -36,72 +35,75 @@ class Job:
 class Model:
     """the model and its tokenizer"""
 
-    name: str = setting("llama3", "model family", choices=("llama3",), fact="model")
+    name: str = setting(
+        "llama3",
+        "model family",
+        choices=("llama3",),
+    )
     flavor: str = setting(
         "debug",
         "size, a key of FLAVORS in models/shapes.py; empty: the keys below give the shape",
         "name",
-        fact="model",
     )
     dim: int = setting(
-        0, f"width of the residual stream{OF_FLAVOR}", "numbers >= 1 <= 262144 or 0", fact="model"
+        0,
+        f"width of the residual stream{OF_FLAVOR}",
+        "numbers >= 1 <= 262144 or 0",
     )
     n_layers: int = setting(
-        0, f"transformer blocks{OF_FLAVOR}", "blocks >= 1 <= 1024 or 0", fact="model"
+        0,
+        f"transformer blocks{OF_FLAVOR}",
+        "blocks >= 1 <= 1024 or 0",
     )
     n_heads: int = setting(
         0,
         f"query heads, dim / n_heads numbers each{OF_FLAVOR}",
         "heads >= 1 <= 4096 or 0",
-        fact="model",
     )
     n_kv_heads: int = setting(
         0,
         f"key/value heads, shared by query heads{OF_FLAVOR}",
         "heads >= 1 <= 4096 or 0",
-        fact="model",
     )
     hidden_dim: int = setting(
-        0, f"width within feed_forward{OF_FLAVOR}", "numbers >= 1 <= 1048576 or 0", fact="model"
+        0,
+        f"width within feed_forward{OF_FLAVOR}",
+        "numbers >= 1 <= 1048576 or 0",
     )
     vocab_size: int = setting(
         0,
         f"rows of the embedding, at least the tokenizer's tokens{OF_FLAVOR}",
         "tokens >= 1 <= 4194304 or 0",
-        fact="model",
     )
     tied_embeddings: str = setting(
         "flavor",
         "whether embedding and output are one weight",
         choices=("flavor", "yes", "no"),
-        fact="model",
     )
     rope_theta: float = setting(
         0.0,
         f"base of the rotary frequencies{OF_FLAVOR}",
         "number >= 1 <= 1000000000 or 0",
-        fact="model",
     )
     rope_scaling_factor: float = setting(
         0.0,
         f"divisor of the low rotary frequencies, as in Llama 3.1; 1: no scaling{OF_FLAVOR}",
         "factor >= 1 <= 1024 or 0",
-        fact="model",
     )
     norm_eps: float = setting(
-        0.0, f"added to the mean square in RMSNorm{OF_FLAVOR}", "number > 0 < 1 or 0", fact="model"
+        0.0,
+        f"added to the mean square in RMSNorm{OF_FLAVOR}",
+        "number > 0 < 1 or 0",
     )
     max_seq_len: int = setting(
         0,
         f"upper bound of training.seq_len, and of a text of titan_lite.generate{OF_FLAVOR}",
         "tokens >= 1 <= 16777216 or 0",
-        fact="model",
     )
     tokenizer_path: str = setting(
         "",
         "tokenizer in tiktoken's format (base64 token and rank per line), or a tokenizer.json",
         path=True,
-        fact="tokenizer",
     )
 
 
@@ -109,20 +111,16 @@ class Model:
 class Training:
     """batch size, sequence length, steps and precision; which steps are skipped"""
 
-    resume = LEARNING
     local_batch_size: int = setting(
         8,
         "sequences per forward of a data-parallel rank or its pipeline",
         "sequences >= 1 <= 65536",
-        resume=ROUNDING,
-        fact="rows",
     )
     global_batch_size: int = setting(
         -1,
         "sequences per optimizer step over all ranks; more than local_batch_size x data-parallel degree means gradient "
         "accumulation; -1: one local batch per data-parallel rank",
         "sequences >= 1 <= 1048576 or -1",
-        fact="rows",
     )
     global_batch_ramp: tuple = setting(
         (),
@@ -130,7 +128,11 @@ class Training:
         "to step 3000, and then global_batch_size",
         "SEQUENCES until STEP",
     )
-    seq_len: int = setting(2048, "tokens per sequence", "tokens >= 1 <= 16777216", resume=DATA)
+    seq_len: int = setting(
+        2048,
+        "tokens per sequence",
+        "tokens >= 1 <= 16777216",
+    )
     mask_documents: bool = setting(
         False,
         "a token attends only to its own document, not to those packed before it (Llama 3, section 3.2); by "
@@ -142,45 +144,41 @@ class Training:
         "parallelism FlashAttention 2; FA3 (H100, package flash_attn_interface) and FA4 (H100 and B200, package flash_attn) are "
         "newer ones; mask_documents knows no cuDNN",
         choices=("auto", "cudnn", "FA2", "FA3", "FA4"),
-        resume=ROUNDING,
         needs=Need("training.mixed_precision_param", lambda dtype: dtype == "bfloat16"),
     )
     max_norm: float = setting(1.0, "gradients are clipped to this global norm", "L2 norm > 0")
     steps: int = setting(
-        1000, "optimizer steps of the run, resumed parts included", "steps >= 1", fact="total_steps"
+        1000,
+        "optimizer steps of the run, resumed parts included",
+        "steps >= 1",
     )
     dtype: str = setting(
         "float32",
         "sharded parameters and their gradients; in bfloat16 the optimizer rounds parameters stochastically",
         choices=("float32", "bfloat16"),
-        resume=ROUNDING,
     )
     offload: str = setting(
         "none",
         "optimizer: the moments of AdamW are in pinned host memory and stream through the GPU in buckets during the update; all: "
         "so are parameters and gradients; each gather copies a shard to the GPU, and each reduced gradient leaves it",
         choices=("none", "optimizer", "all"),
-        resume=NOTHING,
         gpu="what is offloaded is moved from a GPU's memory",
     )
     mixed_precision_param: str = setting(
         "bfloat16",
         "gathered parameters, activations, all-gather traffic",
         choices=("bfloat16", "float32"),
-        resume=ROUNDING,
     )
     mixed_precision_reduce: str = setting(
         "float32",
         "gradient reduction and accumulation, its traffic",
         choices=("float32", "bfloat16"),
-        resume=ROUNDING,
     )
     float32_matmul_precision: str = setting(
         "highest",
         "argument of torch.set_float32_matmul_precision, for matrix products of float32 tensors: high lets GPUs compute them in "
         "TF32, about eight times as fast, with 10 bits of mantissa; no effect on products in bfloat16",
         choices=("highest", "high", "medium"),
-        resume=ROUNDING,
     )
     loss_chunk_tokens: int = setting(
         0,
@@ -188,26 +186,22 @@ class Training:
         "logits of all never exist; at most 16 chunks. 0: all at once if logits, copies and gradients take at most 1.5 GiB (12 "
         "bytes for each token and entry of the vocabulary on the rank), else chunks of that size, at most 8; -1: all at once",
         "tokens >= -1 <= 16777216",
-        resume=ROUNDING,
     )
     gc_freq: int = setting(
         50,
         "interval of Python's garbage collection, at once on all ranks",
         "steps >= 1",
-        resume=NOTHING,
     )
     compare_copies_freq: int = setting(
         100,
         "interval at which ranks compare their copies of a parameter or of optimizer state; they also do at the start and before "
         "a save. If copies differ or a value is not finite, the run ends and saves nothing; 0: no interval",
         "steps >= 0",
-        resume=NOTHING,
     )
     max_nonfinite_steps: int = setting(
         10,
         "steps with a non-finite loss or gradient are skipped; this many in a row stop the run",
         "steps >= 1",
-        resume=NOTHING,
     )
     spike_window: int = setting(
         0,
@@ -223,13 +217,11 @@ class Training:
 class Optimizer:
     """the optimizer and its constants"""
 
-    resume = LEARNING
     name: str = setting(
         "AdamW",
         "Muon: momentum made orthogonal; Shampoo: momentum between roots of gradient statistics. Both are for matrices within "
         "blocks, and AdamW for embedding, output and norms",
         choices=("AdamW", "Muon", "Shampoo"),
-        resume=FRESH,
     )
     lr: float = setting(3e-4, "peak learning rate", "per step > 0")
     beta1: float = setting(
@@ -253,14 +245,12 @@ class Optimizer:
         "bfloat16",
         "the Newton-Schulz iteration, and the traffic of matrices to their owners and back",
         choices=("bfloat16", "float32"),
-        resume=ROUNDING,
         needs=MUON,
     )
     max_preconditioner_dim: int = setting(
         1024,
         "larger matrices are cut into blocks of at most so many rows and columns",
         "rows >= 1",
-        resume=FRESH,
         needs=SHAMPOO,
     )
     precondition_frequency: int = setting(
@@ -273,7 +263,6 @@ class Optimizer:
         10,
         "first step with roots; earlier ones are AdamW's",
         "step >= 1",
-        resume=FRESH,
         needs=SHAMPOO,
     )
     preconditioner_eps: float = setting(
@@ -286,7 +275,6 @@ class Optimizer:
         "float32",
         "moments, and the momentum of Muon; in bfloat16 they take half of the memory, and are rounded stochastically",
         choices=("float32", "bfloat16"),
-        resume=ROUNDING,
     )
     weight_decay: float = setting(
         0.1, "decoupled decay of all but RMSNorm weights, times the learning rate", "per step >= 0"
@@ -297,13 +285,11 @@ class Optimizer:
 class LRScheduler:
     """the learning rate over the run"""
 
-    resume = LEARNING
     warmup_steps: int = setting(200, "linear warm-up from zero", "steps >= 0")
     total_steps: int = setting(
         -1,
         "length of the schedule, if it is not that of the run; -1: training.steps",
         "steps >= 1 or -1",
-        fact="total_steps",
     )
     decay_ratio: float = setting(
         1.0,
@@ -319,7 +305,6 @@ class LRScheduler:
 class Corpus:
     """The source of documents: keys of [data], and of each table of data.sources."""
 
-    resume = PLACE
     dataset: str = setting(
         "stdlib",
         "stdlib: documentation and sources of the running Python; local: files at path; owner/name: a dataset of the Hugging "
@@ -333,7 +318,6 @@ class Corpus:
         "file, folder or glob of txt, jsonl, json, csv (these plain, gz or zst), parquet or arrow, for dataset = local; "
         "a folder for dataset = prepared",
         path=True,
-        fact="documents",
     )
     subset: str = setting(
         "", "subset of a dataset of the hub; empty: its only or default one", "name"
@@ -364,7 +348,6 @@ class Data(Corpus):
         "[data] then has none of these",
         "tables",
         table=DataSource,
-        fact="documents",
     )
     validation_fraction: float = setting(
         0.05,
@@ -383,13 +366,11 @@ class Data(Corpus):
         0,
         "documents with fewer tokens, BOS and EOS not counted, are left out",
         "tokens >= 0",
-        resume=LEARNING,
     )
     max_document_mib: int = setting(
         32,
         "a larger document is a bad one",
         "MiB of UTF-8 >= 1 <= 4096",
-        resume=LEARNING,
         needs=READS_FILES,
     )
     on_bad_document: str = setting(
@@ -397,27 +378,23 @@ class Data(Corpus):
         "policy for a document that cannot be read, is empty or too large: error ends the run and names file and line, skip "
         "leaves it out and lists it in bad_documents.jsonl in job.dump_folder",
         choices=("error", "skip"),
-        resume=NOTHING,
         needs=READS_FILES,
     )
     max_bad_documents: int = setting(
         100,
         "more bad documents than this end the run",
         "documents >= 0",
-        resume=NOTHING,
         needs=(READS_FILES, SKIPS),
     )
     num_workers: int = setting(
         1,
         "loader processes per rank; 0: read in the training process",
         "processes >= 0 <= 1024",
-        resume=NOTHING,
     )
     prefetch: int = setting(
         4,
         "microbatches prepared ahead by each loader process",
         "microbatches >= 1 <= 65536",
-        resume=NOTHING,
         needs=WORKERS,
     )
 
@@ -477,7 +454,6 @@ class MixedData(Data):
 class Validation:
     """the loss on held-out documents"""
 
-    resume = NOTHING
     enable: bool = setting(False, "measure the loss on held-out documents")
     freq: int = setting(500, "interval of validations; there is one at the end, too", "steps >= 1")
     steps: int = setting(
@@ -493,9 +469,8 @@ class Debug:
         0,
         "seed of weights, data order and stochastic rounding",
         f"integer >= 0 <= {2**63 - 1}",
-        resume=PLACE,
-        resume_needs=SHUFFLES,
     )
     deterministic: bool = setting(
-        False, "use deterministic kernels, and fail where there is none", resume=ROUNDING
+        False,
+        "use deterministic kernels, and fail where there is none",
     )

@@ -61,17 +61,6 @@ def one_line(text: str, most: int) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-# Consequences of a change for a run that resumes from a saved step
-CANNOT = "it cannot go on"
-PLACE = "the data cannot go on where it was"
-FRESH = "the optimizer starts anew"
-DATA = "the data goes on at the same token, in sequences of another length"
-LEARNING = "training changes"
-ROUNDING = "numbers change by rounding"
-NOTHING = "training does not change"
-WORST_FIRST = (CANNOT, PLACE, FRESH, DATA, LEARNING, ROUNDING, NOTHING)
-
-
 @dataclass(frozen=True)
 class Need:
     """A condition on the value of another key, without which a key has no effect."""
@@ -114,10 +103,7 @@ def setting(
     or_like: tuple[str, str] = ("", ""),
     path: bool | str = False,
     table: type | None = None,
-    resume: str = "",
-    fact: str = "",
     needs: Need | tuple[Need, ...] = (),
-    resume_needs: Need | None = None,
     refused: bool = False,
     gpu: str = "",
     package: str = "",
@@ -129,12 +115,8 @@ def setting(
     recipe's folder in a recipe and to the current folder on the command line; a suffix: only values with this suffix are paths.
     table: the dataclass of each element, for a list of tables.
 
-    resume: the consequence of a change for a resumed run, by default that of the section. fact: the entry of FACTS in
-    checkpoint/resume.py that decides it; as long as the fact is the same, the consequence is `resume`, if given, or NOTHING.
-
     needs: conditions on other keys; if one is not met, a value other than the default is reported as without effect, or is an
-    error (refused). resume_needs: a condition without which a change has no effect on a resume. gpu: why a value other than the
-    default needs a GPU. package: the Python package that a true value needs.
+    error (refused). gpu: why a value other than the default needs a GPU. package: the Python package that a true value needs.
     """
     kind = (
         "bool"
@@ -158,12 +140,7 @@ def setting(
         table=table,
     )
     row |= dict(
-        resume=resume or (NOTHING if fact else ""),
-        fact=fact,
         needs=needs if isinstance(needs, tuple) else (needs,),
-    )
-    row |= dict(
-        resume_needs=(resume_needs,) if resume_needs else (),
         refused=refused,
         gpu=gpu,
         package=package,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from titan_lite.config.row import LEARNING, NOTHING, ROUNDING, Need, setting
+from titan_lite.config.row import Need, setting
 
 PIPELINE = Need("parallelism.pipeline_parallel_degree", lambda degree: degree != 1)
 NO_POINTS = Need("parallelism.pipeline_parallel_split_points", lambda points: not points)
@@ -29,7 +29,6 @@ CHECKPOINTS = Need("checkpoint.enable", bool, "checkpoint.enable = true")
 class Parallelism:
     """the layout of ranks; the product of all degrees is the number of ranks"""
 
-    resume = ROUNDING
     data_parallel_replicate_degree: int = setting(
         1, "copies of the sharded model (HSDP; DDP if shard degree is 1)", "ranks >= 1"
     )
@@ -50,21 +49,18 @@ class Parallelism:
             'data_parallel_replicate_degree = 2, or replicate_compression = "none"',
         ),
         refused=True,
-        resume=LEARNING,
     )
     replicate_rank: int = setting(
         8,
         "columns of these factors. A shard whose factors would have more than a quarter of its numbers travels as it is",
         "columns >= 1",
         needs=POWERSGD,
-        resume=LEARNING,
     )
     replicate_uncompressed_steps: int = setting(
         100,
         "first steps, in which gradients change fast and travel as they are",
         "steps >= 0",
         needs=POWERSGD,
-        resume=LEARNING,
     )
     enable_async_tensor_parallel: bool = setting(
         False,
@@ -177,7 +173,6 @@ class Parallelism:
 class ActivationCheckpoint:
     """recomputation of activations instead of keeping them"""
 
-    resume = ROUNDING
     mode: str = setting(
         "none",
         "none keeps every activation; full keeps each block's input and recomputes the rest; selective follows "
@@ -206,7 +201,6 @@ FLOAT8 = Need("float8.enable", bool)
 class Float8:
     """matrix products of the blocks' linear layers in float8, for GPUs from H100 on"""
 
-    resume = ROUNDING
     enable: bool = setting(
         False,
         "compute forward and both gradients of these layers in float8; weights stay in training.dtype",
@@ -236,7 +230,6 @@ class Float8:
 class Compile:
     """torch.compile, and the passes that bucket and overlap communication"""
 
-    resume = ROUNDING
     enable: bool = setting(False, "compile each of components as one graph")
     components: tuple = setting(
         ("model", "loss"),
@@ -278,7 +271,6 @@ class Compile:
     dump_graphs: bool = setting(
         False,
         "write every graph before and after each pass to graphs/",
-        resume=NOTHING,
         needs=COMPILES_MODEL,
     )
     reordering: bool = setting(
@@ -318,9 +310,8 @@ class Compile:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """saving and resuming; the flag --checkpoint.explain prints what a resume would load, and what has changed"""
+    """saving and resuming"""
 
-    resume = NOTHING
     enable: bool = setting(False, "save, and resume from the newest step found")
     folder: str = setting("checkpoint", "folder of the steps, inside job.dump_folder", "path")
     interval: int = setting(500, "interval of saves; the last step is saved, too", "steps >= 1")
@@ -373,7 +364,6 @@ class Checkpoint:
 class Metrics:
     """logging during training; NO_COLOR=1 in the environment turns colours and the progress bar off"""
 
-    resume = NOTHING
     log_freq: int = setting(
         10, "interval of entries in the log, metrics.jsonl and TensorBoard", "steps >= 1"
     )
@@ -397,7 +387,6 @@ class Metrics:
 class Profiling:
     """traces and memory snapshots"""
 
-    resume = NOTHING
     enable_profiling: bool = setting(False, "write torch.profiler traces to profile_traces/")
     profile_freq: int = setting(10, "interval of traces; its last step is traced", "steps >= 3")
     enable_memory_snapshot: bool = setting(
@@ -411,7 +400,6 @@ class Profiling:
 class Comm:
     """time limits and the flight recorder"""
 
-    resume = NOTHING
     init_timeout_seconds: int = setting(
         300,
         "limit before the first step is done, and while a checkpoint is written: a rank that neither enters nor leaves a "
