@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from titan_lite.config import KEYS, SECTIONS
+from titan_lite.config import SECTIONS
 from titan_lite.config.recipe import admitted_values
 from titan_lite.config.toml import in_toml
 
@@ -59,14 +59,10 @@ def _values(field: dataclasses.Field) -> str:
 
 def _purpose(field: dataclasses.Field) -> str:
     row = field.metadata
-    keys = ", ".join(
-        f"`{key}`" for key in dict.fromkeys(need.key for need in row["needs"]) if key in KEYS
-    )
     notes = [
         row["gpu"] and f"needs a GPU: {row['gpu']}",
         row["package"] and f"needs `pip install {row['package']}`",
     ]
-    notes.append(keys and f"whether it has an effect depends on {keys}")
     return f"{row['doc']}. {''.join(f'({note}) ' for note in notes if note)}".strip()
 
 

@@ -1,9 +1,8 @@
-"""Describe a recipe on its layout: the lines at a run's start, a picture of the mesh, the keys without effect.
+"""Describe a recipe on its layout: the lines at a run's start, a picture of the mesh.
 
 for line in start_lines(config, layout, device, priced=True): logger.info(line)
 """
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -14,8 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from titan_lite.attention import fits_flash, masks_by_kernel
-from titan_lite.config import KEYS, Config, flatten, without_need
-from titan_lite.distributed.activation_checkpoint import recomputes
+from titan_lite.config import Config
 from titan_lite.distributed.axes import WORDS
 from titan_lite.distributed.pipeline_plan import bubble_fraction, order_of
 from titan_lite.layout import Layout, itemsizes
@@ -76,7 +74,6 @@ def start_lines(
         when = f"; weights gathered once a {'step' if layout.gathers_once else 'microbatch'} (parallelism.fsdp_communication)"
     lines = [
         *([config.job.description] if config.job.description else []),
-        *without_effect(config, layout),
         f"model: {config.model.name} {shape_words(config.model)}, {layout.parameters:,} parameters; "
         f"torch {torch.__version__}, {how}",
         f"layout: {layout.world_size} rank{'s' * (layout.world_size > 1)}{f' = {axes}' if axes else ''}, each one {name}",
@@ -194,66 +191,6 @@ def _documents_by(config: Config, layout: Layout, device: torch.device) -> str:
         else ""
     )
     return f"a mask of {pairs / 2**30:.2f} GiB{bias}"
-
-
-def without_effect(config: Config, layout: Layout) -> list[str]:
-    """Return a line, with the reason, for each key that the recipe sets and that has no effect."""
-    recipe, values = dataclasses.asdict(config), flatten(config)
-    recipe["parallelism"]["microbatches_gathered_once"] = (
-        layout.microbatches if layout.gathers_once else 1
-    )
-    idle = without_need(recipe)
-    if layout.why_so.startswith("estimated"):
-        idle.pop("compile.machine", None)  # its links decided how the embedding is sharded
-    lines = [
-        f"{key} = {values[key]} has no effect: {idle[key][0]}"
-        for key in idle
-        if values[key] != KEYS[key].default
-    ]
-    if (
-        config.float8.enable
-        and config.float8.all_gather
-        and layout.degrees["dp_shard"] * layout.degrees["cp"] == 1
-    ):
-        lines.append(
-            "float8.all_gather = True has no effect: no weight is gathered (data_parallel_shard_degree = 1)"
-        )
-    if (
-        config.float8.enable
-        and config.float8.recipe != "tensorwise"
-        and layout.degrees["tp"] > 1
-        and config.compile.compiles("model")
-    ):
-        chunks, why = (
-            config.compile.tensor_parallel_chunks,
-            f'scales of rows (float8.recipe = "{config.float8.recipe}")',
-        )
-        lines += [f"compile.tensor_parallel_chunks = {chunks} cuts no product with {why}"] * (
-            chunks > 1
-        )
-    key, kept = "parallelism.fsdp_keep_gathered", config.parallelism.fsdp_keep_gathered
-    for prefix in () if key in idle or kept == KEYS[key].default else kept:
-        if why := _not_kept(prefix, config, layout):
-            lines.append(f"parallelism.fsdp_keep_gathered: {prefix} has no effect: {why}")
-    return lines
-
-
-def _not_kept(prefix: str, config: Config, layout: Layout) -> str:
-    """Return the reason why weights are not kept gathered for backward, or "" if they are."""
-    name, *inside = prefix.split(".")
-    if name == "tok_embeddings" and not layout.model.tied_embeddings:
-        return "backward of a look-up needs no weight"
-    if name == "output" and layout.loss_chunk:
-        return "backward of a loss in chunks needs no weight (training.loss_chunk_tokens)"
-    if name == "layers":
-        mode, option = (
-            config.activation_checkpoint.mode,
-            config.activation_checkpoint.selective_ac_option,
-        )
-        blocks = [int(inside[0])] if inside else [0, 1]  # if both are recomputed, all are
-        if all(recomputes(block, mode, option) for block in blocks):
-            return f'activation_checkpoint.mode = "{mode}" reads its weights again in backward, and so gathers them again'
-    return ""
 
 
 def mesh_picture(degrees: Mapping[str, int], notes: Sequence[str] = ()) -> list[str]:

@@ -13,7 +13,6 @@ import torch
 from titan_lite.check import check, check_float8, check_memory
 from titan_lite.config import ConfigError
 from titan_lite.config.recipe import load_config
-from titan_lite.describe import without_effect
 from titan_lite.layout import make_layout
 
 ROOT = Path(__file__).parents[2]
@@ -352,120 +351,6 @@ def test_a_wrong_layout_is_refused_and_the_way_out_works(wrong, monkeypatch):
 )
 def test_layouts_that_can_be(ranks, keys):
     checked(ranks, keys)
-
-
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (
-            "parallelism.pipeline_parallel_schedule=GPipe",
-            "pipeline_parallel_schedule = GPipe has no effect: parallelism.pipeline_parallel_degree = 1",
-        ),
-        (
-            "activation_checkpoint.memory_budget=0.2",
-            'activation_checkpoint.memory_budget = 0.2 has no effect: activation_checkpoint.mode = "none"',
-        ),
-        (
-            "activation_checkpoint.selective_ac_option=2",
-            'selective_ac_option = 2 has no effect: activation_checkpoint.mode = "none"',
-        ),
-        (
-            "compile.backend=aot_eager",
-            "compile.backend = aot_eager has no effect: compile.enable = false",
-        ),
-        (
-            "compile.bucketing=none",
-            "compile.bucketing = none has no effect: compile.enable = false",
-        ),
-        (
-            "parallelism.fsdp_reshard_after_forward=never parallelism.fsdp_keep_gathered=layers.5",
-            "fsdp_keep_gathered = ('layers.5',) has no effect: parallelism.fsdp_reshard_after_forward = \"never\"",
-        ),
-        (
-            "activation_checkpoint.mode=full parallelism.fsdp_keep_gathered=layers.5.attention,output.weight,norm",
-            'fsdp_keep_gathered: layers.5.attention has no effect: activation_checkpoint.mode = "full" reads',
-        ),
-        (
-            "parallelism.fsdp_keep_gathered=tok_embeddings.weight",
-            "tok_embeddings.weight has no effect: backward of a look-up",
-        ),
-        (
-            "model.flavor=1B activation_checkpoint.mode=full parallelism.fsdp_keep_gathered=tok_embeddings,layers.0",
-            "fsdp_keep_gathered: layers.0 has no effect",
-        ),
-        (
-            "activation_checkpoint.mode=selective parallelism.fsdp_keep_gathered=layers,norm",
-            'fsdp_keep_gathered: layers has no effect: activation_checkpoint.mode = "selective" reads',
-        ),
-        (
-            "activation_checkpoint.mode=selective activation_checkpoint.selective_ac_option=2 "
-            "parallelism.fsdp_keep_gathered=layers.3,layers.4,layers",
-            "fsdp_keep_gathered: layers.4 has no effect",
-        ),
-        (
-            "compile.components=loss",
-            "compile.components = ('loss',) has no effect: compile.enable = false",
-        ),
-        (
-            "compile.enable compile.components=loss,optimizer compile.bucketing=none",
-            "compile.bucketing = none has no effect: the model is not in compile.components",
-        ),
-        (
-            "data.text_field=content",
-            'data.text_field = content has no effect: data.dataset = "stdlib"',
-        ),
-        (
-            "data.dataset=prepared data.path=books data.validation_fraction=0.1",
-            'data.validation_fraction = 0.1 has no effect: data.dataset = "prepared"',
-        ),
-        (
-            "data.max_bad_documents=9",
-            'data.max_bad_documents = 9 has no effect: data.dataset = "stdlib"',
-        ),
-        (
-            "data.dataset=local data.path=x data.max_bad_documents=9",
-            'data.max_bad_documents = 9 has no effect: data.on_bad_document = "error"',
-        ),
-        (
-            "training.spike_sigmas=3",
-            "training.spike_sigmas = 3.0 has no effect: training.spike_window = 0",
-        ),
-        (
-            "comm.compile_timeout_seconds=3",
-            "comm.compile_timeout_seconds = 3 has no effect: compile.enable = false",
-        ),
-        (
-            "data.num_workers=0 data.prefetch=9",
-            "data.prefetch = 9 has no effect: data.num_workers = 0",
-        ),
-    ],
-)
-def test_a_key_without_effect_is_told(options, line):
-    (found,) = idle_keys(
-        ["--training.global_batch_size=-1", *(f"--{option}" for option in options.split())]
-    )
-    assert line in found
-
-
-def idle_keys(options, recipe=DEBUG, ranks=2):
-    config, _ = load_config(recipe, options)
-    return without_effect(config, make_layout(config, ranks))
-
-
-def test_what_is_kept_is_told_to_be_kept_anyway_where_all_weights_are_for_a_step():
-    options = ["--parallelism.fsdp_keep_gathered=layers.5", "--activation_checkpoint.mode=full"]
-    (found,) = idle_keys(options)
-    assert (
-        'has no effect: fsdp_communication = "step" keeps all weights gathered for the 2 microbatches'
-        in found
-    )
-    assert idle_keys([*options[:1], "--parallelism.fsdp_communication=microbatch"]) == []
-
-
-def test_a_plain_recipe_has_no_key_without_effect():
-    for recipe in (ROOT / "train_configs").glob("*.toml"):
-        ranks = re.search(r"# world_size: (\d+)", recipe.read_text())
-        assert idle_keys([], recipe, int(ranks[1]) if ranks else 2) == []
 
 
 def test_weights_and_biases_must_be_installed_where_they_are_asked_for(monkeypatch, tmp_path):

@@ -11,7 +11,7 @@ Standard library only, so that a recipe is checked in a tenth of a second, befor
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from titan_lite.config.learning import (
     Training,
     Validation,
 )
-from titan_lite.config.row import ConfigError, Need
+from titan_lite.config.row import ConfigError
 from titan_lite.config.system import (
     ActivationCheckpoint,
     Checkpoint,
@@ -78,16 +78,6 @@ def flatten(config: Config) -> dict[str, Any]:
     return {
         key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in KEYS
     }
-
-
-def without_need(recipe: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, Need]]:
-    """Return {key: (why, the unmet need)} for each key that has no effect in a recipe {section: {name: value}}, set or not."""
-    found: dict[str, tuple[str, Need]] = {}
-    for key, field in KEYS.items():
-        for need in field.metadata["needs"]:
-            if why := need.unmet(recipe):
-                found.setdefault(key, (why, need))
-    return found
 
 
 def batch_ramp(entries: Sequence[str]) -> list[tuple[int, int]]:

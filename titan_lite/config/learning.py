@@ -6,18 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from titan_lite.config.row import Need, setting
+from titan_lite.config.row import setting
 
-MUON = Need("optimizer.name", lambda name: name == "Muon")
-SHAMPOO = Need("optimizer.name", lambda name: name == "Shampoo")
-SPIKES = Need("training.spike_window", lambda window: window != 0)
-SHUFFLES = Need("data.shuffle", bool)
-CUT_HERE = Need(
-    "data.dataset", lambda name: name not in ("c4", "prepared")
-)  # these two have a validation split already
-READS_FILES = Need("data.dataset", lambda name: name not in ("stdlib", "prepared"))
-SKIPS = Need("data.on_bad_document", lambda policy: policy != "error")
-WORKERS = Need("data.num_workers", lambda workers: workers != 0)
 OF_FLAVOR = "; 0: the flavor's"
 
 
@@ -144,7 +134,6 @@ class Training:
         "parallelism FlashAttention 2; FA3 (H100, package flash_attn_interface) and FA4 (H100 and B200, package flash_attn) are "
         "newer ones; mask_documents knows no cuDNN",
         choices=("auto", "cudnn", "FA2", "FA3", "FA4"),
-        needs=Need("training.mixed_precision_param", lambda dtype: dtype == "bfloat16"),
     )
     max_norm: float = setting(1.0, "gradients are clipped to this global norm", "L2 norm > 0")
     steps: int = setting(
@@ -209,7 +198,9 @@ class Training:
         "steps >= 2 or 0",
     )
     spike_sigmas: float = setting(
-        6.0, "distance of a spike above that mean", "standard deviations > 0", needs=SPIKES
+        6.0,
+        "distance of a spike above that mean",
+        "standard deviations > 0",
     )
 
 
@@ -233,43 +224,48 @@ class Optimizer:
         "per step >= 0 < 1",
     )
     eps: float = setting(1e-8, "added to the denominator of AdamW", "gradient > 0")
-    momentum: float = setting(0.95, "decay of the momentum", "per step >= 0 < 1", needs=MUON)
+    momentum: float = setting(
+        0.95,
+        "decay of the momentum",
+        "per step >= 0 < 1",
+    )
     nesterov: bool = setting(
-        True, "add the gradient once more to its momentum, before it is made orthogonal", needs=MUON
+        True,
+        "add the gradient once more to its momentum, before it is made orthogonal",
     )
     ns_steps: int = setting(
-        5, "steps of the Newton-Schulz iteration", "steps >= 1 <= 99", needs=MUON
+        5,
+        "steps of the Newton-Schulz iteration",
+        "steps >= 1 <= 99",
     )
-    ns_per_head: bool = setting(False, "cut wq, wk and wv into heads for the iteration", needs=MUON)
+    ns_per_head: bool = setting(
+        False,
+        "cut wq, wk and wv into heads for the iteration",
+    )
     ns_dtype: str = setting(
         "bfloat16",
         "the Newton-Schulz iteration, and the traffic of matrices to their owners and back",
         choices=("bfloat16", "float32"),
-        needs=MUON,
     )
     max_preconditioner_dim: int = setting(
         1024,
         "larger matrices are cut into blocks of at most so many rows and columns",
         "rows >= 1",
-        needs=SHAMPOO,
     )
     precondition_frequency: int = setting(
         10,
         "steps from one computation of a root to the next, in which it becomes stale",
         "steps >= 1",
-        needs=SHAMPOO,
     )
     start_preconditioning_step: int = setting(
         10,
         "first step with roots; earlier ones are AdamW's",
         "step >= 1",
-        needs=SHAMPOO,
     )
     preconditioner_eps: float = setting(
         1e-5,
         "added to the eigenvalues of the statistics",
         "times the largest eigenvalue > 0",
-        needs=SHAMPOO,
     )
     state_dtype: str = setting(
         "float32",
@@ -327,7 +323,6 @@ class Corpus:
         "text",
         "field or column that holds a document's text, except in txt",
         "name",
-        needs=READS_FILES,
     )
 
 
@@ -353,14 +348,12 @@ class Data(Corpus):
         0.05,
         "share of documents held out for validation, chosen by a hash of their name",
         "fraction >= 0 < 1",
-        needs=CUT_HERE,
     )
     shuffle: bool = setting(True, "shuffle documents with debug.seed, anew in each epoch")
     shuffle_buffer: int = setting(
         10_000,
         "documents of 4 KiB in the shuffle buffer, over all files",
         "documents >= 1",
-        needs=(READS_FILES, SHUFFLES),
     )
     min_document_tokens: int = setting(
         0,
@@ -371,20 +364,17 @@ class Data(Corpus):
         32,
         "a larger document is a bad one",
         "MiB of UTF-8 >= 1 <= 4096",
-        needs=READS_FILES,
     )
     on_bad_document: str = setting(
         "error",
         "policy for a document that cannot be read, is empty or too large: error ends the run and names file and line, skip "
         "leaves it out and lists it in bad_documents.jsonl in job.dump_folder",
         choices=("error", "skip"),
-        needs=READS_FILES,
     )
     max_bad_documents: int = setting(
         100,
         "more bad documents than this end the run",
         "documents >= 0",
-        needs=(READS_FILES, SKIPS),
     )
     num_workers: int = setting(
         1,
@@ -395,7 +385,6 @@ class Data(Corpus):
         4,
         "microbatches prepared ahead by each loader process",
         "microbatches >= 1 <= 65536",
-        needs=WORKERS,
     )
 
     def source_names(self) -> list[str]:

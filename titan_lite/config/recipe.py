@@ -28,7 +28,7 @@ from titan_lite.config import (
     Mistakes,
     Parallelism,
 )
-from titan_lite.config.keys import batch_ramp, flatten, gradient_accumulation_steps, without_need
+from titan_lite.config.keys import batch_ramp, flatten, gradient_accumulation_steps
 from titan_lite.config.row import one_line
 from titan_lite.config.toml import (
     did_you_mean,
@@ -406,9 +406,10 @@ def _impossible(config: Config, origins: dict[str, str]) -> Iterator[ConfigError
             f"{origins[key]}: [{key.replace('.', '] ', 1)} = {shown(values[key])}{why}"
         )
 
-    for key, (why, need) in without_need(dataclasses.asdict(config)).items():
-        if KEYS[key].metadata["refused"] and values[key] != KEYS[key].default:
-            yield wrong(key, f" has no effect: {why}; use {need.fix}")
+    for key in ("checkpoint.load_step", "checkpoint.must_resume"):
+        if values[key] != KEYS[key].default and not config.checkpoint.enable:
+            yield wrong(key, ": nothing is loaded; use checkpoint.enable = true")
+    yield from _impossible_overlap(config, wrong)
     schedule, steps, stage = config.lr_scheduler, config.training.steps, config.compile
     if -1 < schedule.total_steps < schedule.warmup_steps:
         fix = f"use warmup_steps = {max(1, schedule.total_steps // 10)}"
@@ -472,6 +473,22 @@ def _impossible(config: Config, origins: dict[str, str]) -> Iterator[ConfigError
     except ConfigError as error:
         yield error
     yield from _impossible_sources(config, origins["data.sources"], wrong)
+
+
+def _impossible_overlap(
+    config: Config, wrong: Callable[[str, str], ConfigError]
+) -> Iterator[ConfigError]:
+    """Yield an error for each reason why asynchronous tensor parallelism has nothing to do."""
+    key = "parallelism.enable_async_tensor_parallel"
+    if not config.parallelism.enable_async_tensor_parallel:
+        return
+    if config.parallelism.tensor_parallel_degree == 1:
+        yield wrong(key, " has no collective to overlap; use tensor_parallel_degree = 2")
+    if not config.compile.compiles("model"):
+        fix = 'use compile.enable = true and compile.components = ["model", "loss"]'
+        yield wrong(key, f" is done by the compiler, and the model is not compiled; {fix}")
+    elif config.compile.backend != "inductor":
+        yield wrong(key, ' is done by Inductor; use compile.backend = "inductor"')
 
 
 def _impossible_sources(

@@ -1,6 +1,6 @@
-"""Define a row, which is all that is known of a key: `setting` makes one; consequences and conditions are its parts.
+"""Define a row, which is all that is known of a key: `setting` makes one.
 
-    spike_sigmas: float = setting(6.0, "how far above their mean a spike is", "standard deviations > 0", needs=(SPIKES,))
+    spike_sigmas: float = setting(6.0, "how far above their mean a spike is", "standard deviations > 0")
 
 Standard library only, like everything that reads a recipe.
 """
@@ -8,9 +8,8 @@ Standard library only, like everything that reads a recipe.
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 
@@ -61,32 +60,6 @@ def one_line(text: str, most: int) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-@dataclass(frozen=True)
-class Need:
-    """A condition on the value of another key, without which a key has no effect."""
-
-    key: str  # the other key
-    holds: Callable[[Any], bool]  # takes any value that a saved recipe may have
-    fix: str = ""  # a setting with which it holds
-    why_not: str = "{key} = {value}"  # a format of the key and its value
-
-    def unmet(self, recipe: Mapping[str, Any]) -> str:
-        """Return why it does not hold in {section: {name: value}}, or "" if it holds or the recipe has no such key.
-
-        If each of data.sources has its own value, one value that holds is enough.
-        """
-        section, _, name = self.key.partition(".")
-        table = recipe.get(section, {})
-        sources = [source for source in table.get("sources") or () if name in source]
-        values = [part[name] for part in sources or [table] if name in part]
-        if not values or any(map(self.holds, values)):
-            return ""
-        key = f"{section}.sources: {name}" if sources else self.key
-        return self.why_not.format(
-            key=key, value=" and ".join(dict.fromkeys(map(json.dumps, values)))
-        )
-
-
 _BOUNDS = {"least": ">=", "above": ">", "most": "<=", "below": "<", "also": "or"}
 _VALUES = re.compile(
     "(?P<unit>.*?)"
@@ -103,8 +76,6 @@ def setting(
     or_like: tuple[str, str] = ("", ""),
     path: bool | str = False,
     table: type | None = None,
-    needs: Need | tuple[Need, ...] = (),
-    refused: bool = False,
     gpu: str = "",
     package: str = "",
 ) -> Any:
@@ -115,8 +86,7 @@ def setting(
     recipe's folder in a recipe and to the current folder on the command line; a suffix: only values with this suffix are paths.
     table: the dataclass of each element, for a list of tables.
 
-    needs: conditions on other keys; if one is not met, a value other than the default is reported as without effect, or is an
-    error (refused). gpu: why a value other than the default needs a GPU. package: the Python package that a true value needs.
+    gpu: why a value other than the default needs a GPU. package: the Python package that a true value needs.
     """
     kind = (
         "bool"
@@ -140,8 +110,6 @@ def setting(
         table=table,
     )
     row |= dict(
-        needs=needs if isinstance(needs, tuple) else (needs,),
-        refused=refused,
         gpu=gpu,
         package=package,
     )

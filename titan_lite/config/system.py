@@ -2,27 +2,7 @@
 
 from dataclasses import dataclass
 
-from titan_lite.config.row import Need, setting
-
-PIPELINE = Need("parallelism.pipeline_parallel_degree", lambda degree: degree != 1)
-NO_POINTS = Need("parallelism.pipeline_parallel_split_points", lambda points: not points)
-NO_CSV = Need("parallelism.pipeline_parallel_schedule_csv", lambda path: not path)
-COMPILES = Need("compile.enable", bool, "compile.enable = true")
-COMPILES_MODEL = (
-    COMPILES,
-    Need(
-        "compile.components",
-        lambda names: isinstance(names, list | tuple) and "model" in names,
-        'compile.components = ["model", "loss"]',
-        "the model is not in compile.components",
-    ),
-)
-POWERSGD = Need(
-    "parallelism.replicate_compression",
-    lambda how: how == "powersgd",
-    'replicate_compression = "powersgd"',
-)
-CHECKPOINTS = Need("checkpoint.enable", bool, "checkpoint.enable = true")
+from titan_lite.config.row import setting
 
 
 @dataclass(frozen=True)
@@ -43,42 +23,20 @@ class Parallelism:
         "how gradients travel between copies. none: as they are, in backward; powersgd: once a step in the last backward, as "
         "two thin factors of each large shard, with error feedback (memory: two float32 shards of these)",
         choices=("none", "powersgd"),
-        needs=Need(
-            "parallelism.data_parallel_replicate_degree",
-            lambda degree: degree != 1,
-            'data_parallel_replicate_degree = 2, or replicate_compression = "none"',
-        ),
-        refused=True,
     )
     replicate_rank: int = setting(
         8,
         "columns of these factors. A shard whose factors would have more than a quarter of its numbers travels as it is",
         "columns >= 1",
-        needs=POWERSGD,
     )
     replicate_uncompressed_steps: int = setting(
         100,
         "first steps, in which gradients change fast and travel as they are",
         "steps >= 0",
-        needs=POWERSGD,
     )
     enable_async_tensor_parallel: bool = setting(
         False,
         "overlap tensor parallelism's collectives with the matrix products beside them (Inductor, on GPUs)",
-        needs=(
-            Need(
-                "parallelism.tensor_parallel_degree",
-                lambda degree: degree != 1,
-                "tensor_parallel_degree = 2",
-            ),
-            *COMPILES_MODEL,
-            Need(
-                "compile.backend",
-                lambda backend: backend == "inductor",
-                'compile.backend = "inductor"',
-            ),
-        ),
-        refused=True,
         gpu="its ranks write to each other's GPU memory",
     )
     context_parallel_degree: int = setting(
@@ -92,43 +50,36 @@ class Parallelism:
         "order of forwards and backwards: GPipe and 1F1B have one stage per rank, Interleaved1F1B two or more, ZBVZeroBubble "
         "two, with a backward in two halves",
         choices=("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"),
-        needs=(PIPELINE, NO_CSV),
     )
     pipeline_parallel_schedule_csv: str = setting(
         "",
         "a schedule of your own: a row per rank, such as 0F0,1F0,1B0 (stage, action, microbatch)",
         path=True,
-        needs=PIPELINE,
     )
     pipeline_parallel_microbatch_size: int = setting(
         1,
         "sequences per pipeline microbatch, of the local_batch_size",
         "sequences >= 1",
-        needs=PIPELINE,
     )
     pipeline_parallel_stages_per_rank: int = setting(
         -1,
         "stages per pipeline rank; -1: the fewest that the schedule admits",
         "stages >= 1 or -1",
-        needs=(PIPELINE, NO_CSV),
     )
     pipeline_parallel_first_stage_less_layers: int = setting(
         1,
         "layers less in the first stage, which has the embedding",
         "layers >= 0",
-        needs=(PIPELINE, NO_POINTS),
     )
     pipeline_parallel_last_stage_less_layers: int = setting(
         1,
         "layers less in the last stage, which has norm, output and loss",
         "layers >= 0",
-        needs=(PIPELINE, NO_POINTS),
     )
     pipeline_parallel_split_points: tuple = setting(
         (),
         "first modules of all stages but the first, such as layers.2,layers.4; empty: automatic",
         "FQNs",
-        needs=PIPELINE,
     )
     fsdp_reshard_after_forward: str = setting(
         "default",
@@ -142,14 +93,6 @@ class Parallelism:
         "unsharded, in mixed_precision_param); norm and output are not worth freeing, since backward needs them first. A block "
         "that activation_checkpoint recomputes gathers its weights again in any case",
         "FQNs",
-        needs=(
-            Need("parallelism.fsdp_reshard_after_forward", lambda when: when != "never"),
-            Need(  # not a key of a recipe; describe.py adds it
-                "parallelism.microbatches_gathered_once",
-                lambda count: count == 1,
-                why_not='fsdp_communication = "step" keeps all weights gathered for the {value} microbatches of a step',
-            ),
-        ),
     )
     fsdp_communication: str = setting(
         "auto",
@@ -184,17 +127,12 @@ class ActivationCheckpoint:
         'with mode = selective: "op" keeps matrix products and attention of every block and recomputes the rest, which is cheap; '
         '"op/2" also recomputes every second matrix product, like TorchTitan; a number such as 2 recomputes every second block',
         "op, op/2, or blocks",
-        needs=Need("activation_checkpoint.mode", lambda mode: mode == "selective"),
     )
     memory_budget: float = setting(
         0.5,
         "with mode = memory_budget and a compiled model: share of activations kept; 0 recomputes all that can be, 1 nothing",
         "fraction >= 0 <= 1",
-        needs=Need("activation_checkpoint.mode", lambda mode: mode == "memory_budget"),
     )
-
-
-FLOAT8 = Need("float8.enable", bool)
 
 
 @dataclass(frozen=True)
@@ -210,19 +148,16 @@ class Float8:
         "what shares a scale. tensorwise: a tensor, the fastest; rowwise: a row, with scales that are powers of two, more exact; "
         "rowwise_with_gw_hp: also a row, and gradients of weights are computed in mixed_precision_param, the most exact",
         choices=("tensorwise", "rowwise", "rowwise_with_gw_hp"),
-        needs=FLOAT8,
     )
     all_gather: bool = setting(
         False,
         "FSDP gathers these weights in float8: half the bytes; only tensorwise, since backward multiplies by columns of a weight",
-        needs=FLOAT8,
     )
     filter_fqns: tuple = setting(
         (),
         'layers of the blocks that stay in mixed_precision_param, by parts of their names: "attention.wk", "layers.0", "w2"; '
         "embedding and output always do",
         "parts of FQNs",
-        needs=FLOAT8,
     )
 
 
@@ -236,13 +171,11 @@ class Compile:
         "compiled parts: model; loss, for which Inductor avoids float32 copies of the logits (in chunks of tokens it is in the "
         "model's graph); optimizer, which gains little, since its fused update is already one kernel",
         choices=("model", "loss", "optimizer"),
-        needs=COMPILES,
     )
     backend: str = setting(
         "inductor",
         "inductor makes kernels; aot_eager only traces (for tests)",
         choices=("inductor", "aot_eager"),
-        needs=COMPILES,
     )
     bucketing: str = setting(
         "block",
@@ -250,14 +183,12 @@ class Compile:
         "the last one with the last norm; plan: those of each entry of buckets; greedy: as many as fit under the computation "
         "before them, by the cost model of machine; auto: Inductor's overlap scheduler, with the same cost model",
         choices=("none", "block", "plan", "greedy", "auto"),
-        needs=COMPILES_MODEL,
     )
     buckets: tuple = setting(
         (),
         "with bucketing = plan, the modules or parameters of each bucket, with spaces between, such as "
         '["tok_embeddings", "layers.0 layers.1", "norm output"]; each parameter not named has its own',
         "FQNs",
-        needs=(*COMPILES_MODEL, Need("compile.bucketing", lambda way: way == "plan")),
     )
     machine: str = setting(
         "",
@@ -266,42 +197,25 @@ class Compile:
         "measurements of this CPU",
         "name or path",
         path=".toml",
-        needs=COMPILES_MODEL,
     )
     dump_graphs: bool = setting(
         False,
         "write every graph before and after each pass to graphs/",
-        needs=COMPILES_MODEL,
     )
     reordering: bool = setting(
         True,
         "start each gather one bucket early, and wait for each reduction when the next starts",
-        needs=COMPILES_MODEL,
     )
     defer_products: bool = setting(
         True,
         "compute gradients of weights while a collective of tensor or context parallelism is in flight; not with asynchronous "
         "tensor parallelism",
-        needs=COMPILES_MODEL,
     )
     tensor_parallel_chunks: int = setting(
         1,
         "chunks of tokens that a collective of tensor parallelism and its matrix product are cut into, so that one travels while "
         "another is computed; where the cost model of machine finds it slower, nothing is cut; 1: never",
         "chunks >= 1",
-        needs=(
-            *COMPILES_MODEL,
-            Need(
-                "parallelism.tensor_parallel_degree",
-                lambda degree: degree != 1,
-                "tensor_parallel_degree = 2",
-            ),
-            Need(
-                "parallelism.enable_async_tensor_parallel",
-                lambda on: not on,
-                "enable_async_tensor_parallel = false",
-            ),
-        ),
     )
 
     def compiles(self, component: str) -> bool:
@@ -322,8 +236,6 @@ class Checkpoint:
         -1,
         "step to resume from; -1: the newest",
         "step >= 1 or -1",
-        needs=CHECKPOINTS,
-        refused=True,
     )
     initial_load_path: str = setting(
         "",
@@ -332,7 +244,8 @@ class Checkpoint:
         path=True,
     )
     must_resume: bool = setting(
-        False, "fail if no checkpoint exists, and start no new run", needs=CHECKPOINTS, refused=True
+        False,
+        "fail if no checkpoint exists, and start no new run",
     )
     async_mode: str = setting(
         "disabled",
@@ -351,12 +264,10 @@ class Checkpoint:
         False,
         "if the loaded step had other data (other documents or another order), start the data of this recipe at its first "
         "document; later resumes continue it. Without this key such a resume is an error",
-        needs=CHECKPOINTS,
     )
     accept_model_only: bool = setting(
         False,
         "start with a new optimizer if the step has only the model, or that of another optimizer; else that is an error",
-        needs=CHECKPOINTS,
     )
 
 
@@ -410,7 +321,6 @@ class Comm:
         900,
         "the same limit in a first step or validation that compiles",
         "seconds >= 1 <= 31536000",
-        needs=COMPILES,
     )
     train_timeout_seconds: int = setting(
         100,

@@ -28,7 +28,6 @@ from titan_lite.config import (
     row,
     system,
     toml,
-    without_need,
 )
 from titan_lite.config import recipe as reading
 from titan_lite.config.recipe import load_config, to_toml
@@ -1010,34 +1009,6 @@ def test_every_key_is_described(key):
     assert max(map(len, text.splitlines())) <= 130
 
 
-def test_a_need_is_of_a_key_and_where_it_is_refused_says_what_would_meet_it():
-    rows = [field.metadata for field in KEYS.values()]
-    needs = {need for row in rows for need in (*row["needs"], *row["resume_needs"])}
-    assert {need.key for need in needs} - KEYS.keys() == {
-        "parallelism.microbatches_gathered_once"
-    }  # which a layout says
-    assert all(need.fix for row in rows if row["refused"] for need in row["needs"])
-    nothing = without_need(dataclasses.asdict(load_config(SHIPPED[0])[0]))
-    assert {
-        key
-        for key, (why, _) in nothing.items()
-        if why == "parallelism.pipeline_parallel_degree = 1"
-    } == {
-        key
-        for key in KEYS
-        if key.startswith("parallelism.pipeline_parallel_") and not key.endswith("_degree")
-    }
-
-
-def test_a_need_holds_where_one_source_meets_it():
-    sources = '--data.sources=[{dataset="%s", path="a"}, {dataset="c4"}]'
-    for dataset, idle in (("local", False), ("prepared", True)):
-        found = without_need(dataclasses.asdict(load_config(SHIPPED[0], [sources % dataset])[0]))
-        assert ("data.validation_fraction" in found) is idle
-        assert "data.text_field" not in found
-    assert found["data.validation_fraction"][0] == 'data.sources: dataset = "prepared" and "c4"'
-
-
 @pytest.mark.parametrize("recipe", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_recipe_fits_the_cluster_that_it_is_for(recipe):
     text = recipe.read_text()
@@ -1462,13 +1433,6 @@ def test_a_list_on_the_command_line_may_stand_as_in_a_recipe(text):
         "4 until 5",
         "8 until 9",
     )
-
-
-@pytest.mark.parametrize("value", [None, True, 3, 0.5, "model", [], [None], {}])
-def test_the_needs_of_keys_take_any_value_that_a_saved_recipe_may_have(value):
-    for key in KEYS:
-        section, _, name = key.partition(".")
-        without_need({section: {name: value if key != "data.sources" else []}}, resuming=True)
 
 
 def test_a_ramp_has_the_bound_of_a_global_batch():
