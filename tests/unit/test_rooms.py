@@ -71,10 +71,11 @@ ROOMS = {
         "tiktoken",
         "tokenizers",
         "datasets",
+        "fsspec",
         "pyarrow",
         "numpy",
     ),
-    "data/bad_documents": (*PART, "titan_lite.outside", "titan_lite.metrics.records"),
+    "data/bad_documents": (*PART, "titan_lite.metrics.records"),
     "data/prepare": (
         *PART,
         "titan_lite.command",

@@ -311,8 +311,8 @@ class Corpus:
     )
     path: str = setting(
         "",
-        "file, folder or glob of txt, jsonl, json, csv (these plain, gz or zst), parquet or arrow, for dataset = local; "
-        "a folder for dataset = prepared",
+        "file, folder or glob, on disk or at a URL, of txt, jsonl, json, csv (these plain or compressed), parquet or arrow, "
+        "for dataset = local; a folder for dataset = prepared",
         path=True,
     )
     subset: str = setting(

@@ -148,6 +148,8 @@ def _from_folder(field: dataclasses.Field, value: Any, folder: Path) -> Any:
     suffix = field.metadata["path"]
     if not value or not suffix or (suffix is not True and not value.endswith(suffix)):
         return value
+    if "://" in value:
+        return value  # a URL
     path = os.path.abspath(folder / value)
     if fault := _unfit([path]):
         raise ConfigError(

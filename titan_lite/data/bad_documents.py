@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from titan_lite.config import ConfigError, Data
 from titan_lite.logging import logger
 from titan_lite.metrics.records import read_lines
-from titan_lite.outside import WORD, faults
 
 
 class BadDocument(NamedTuple):
@@ -145,12 +144,8 @@ class BadDocumentsLog:
     def _read(self) -> list[dict]:
         if not self.path.exists():
             return []
-        form = {"file": WORD, "place": WORD}
-        return [
-            entry
-            for _, entry in read_lines(self.path)
-            if entry is not None and not any(faults(entry, form))
-        ]
+        # a kill may leave half a line, which is None
+        return [entry for _, entry in read_lines(self.path) if entry is not None]
 
     def _list(self, documents: Sequence[BadDocument]) -> None:
         known = self.policy.known

@@ -1,19 +1,21 @@
-"""Cut local files into pieces that can be read independently; read raw documents from a piece, and text from a raw document.
+"""Cut files into pieces that can be read independently; read raw documents from a piece, and text from a raw document.
 
     for piece in local_pieces(data):                            # 1 MiB of a jsonl file, a row group, or a whole file
         for place, raw in read_piece(piece, data):              # place: line, row or byte offset in the file
             text = text_of(raw, piece, place, data)             # or a BadDocument, which names file and line
 
-A raw document is not parsed, so that a reader of one document in eight parses one in eight. Reading does not raise: if a file
-cannot be read from some place on, the last document is there, and its raw form is a ValueError with the reason.
+A raw document is not parsed, so that a reader of one document in eight parses one in eight. Reading does not raise: if a
+file cannot be read from some place on, the last document is there, and its raw form is a ValueError with the reason.
 
-Reading any file needs at most MEMORY times data.max_document_mib, and 128 MiB for the window of a zstd file: a larger document is
-bad before it is decoded. A dictionary of parquet needs most, and a line of JSON, whose objects take up to thirty times its bytes.
+Files are on disk or at a URL of fsspec, such as s3://corpus/*.jsonl.gz or zip://*.txt::corpus.zip.
 """
 
 import json
+import lzma
 import os
 import stat
+import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,28 +23,36 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+from fsspec.core import url_to_fs
+
 from titan_lite.config import ConfigError, Data
 from titan_lite.config.row import one_line
 from titan_lite.data.bad_documents import BadDocument
 from titan_lite.data.readers import (
+    BLOCK,
     NoText,
     TooLarge,
     elements,
     is_array,
+    is_url,
     lines,
-    open_bytes,
+    open_file,
     records,
     shown,
 )
 from titan_lite.logging import logger
 
-FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet", ".arrow")
+TEXT_FORMATS = (".txt", ".jsonl", ".json", ".csv")
+COLUMN_FORMATS = (".parquet", ".arrow")  # which are compressed inside
+COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2", ".zip")
 PIECE = 2**20  # bytes of a jsonl file in a piece: few enough to skip, enough for a seek to pay
-MEMORY = 48  # times data.max_document_mib; measured by tests
-MOST_PIECES = 100_000  # in a corpus; a larger corpus has larger pieces, to keep the list short
+MAX_PIECES = 100_000  # of jsonl files; pieces of a larger corpus are larger, to keep the list short
+TEXT_PER_COMPRESSED_BYTE = 4  # about
+DAMAGED = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
+UNREACHABLE = (FileNotFoundError, PermissionError, ConnectionError, TimeoutError)
 _FIX = (
-    f"use a file, a folder or a glob of {', '.join(FORMATS)} files (all but the last two also .gz and .zst), "
-    'such as path = "corpus/*.jsonl"'
+    f"use a file, a folder or a glob of {', '.join(TEXT_FORMATS + COLUMN_FORMATS)} files (all but the last two also "
+    f'{", ".join(COMPRESSIONS)}), such as path = "corpus/*.jsonl"'
 )
 
 
@@ -64,39 +74,70 @@ class Piece:
 
 def local_files(data: Data) -> list[tuple[str, str, int]]:
     """Return (path, name relative to the folder, bytes) of the files at `data.path`, sorted by path. Raises ConfigError."""
-    wrong, path = f'{data.key("path")} = "{data.path}"', os.path.abspath(data.path)
-    if os.path.isdir(path):
-        root = path
-        found = sorted(_files_within(path))
-        files = [file for file in found if _format(file)[0] and os.path.isfile(file)]
-        if len(files) < len(found):
-            logger.info(f"{wrong}: {len(found) - len(files)} files of other formats are left out")
-        if not files:
-            raise ConfigError(
-                f"{wrong}: none of the {len(found)} files in this folder can be read; {_FIX}"
-            )
-    else:
-        files = (
-            [path]
-            if os.path.isfile(path)
-            else sorted(filter(os.path.isfile, glob(path, recursive=True)))
+    where = f'{data.key("path")} = "{data.path}"'
+    folder, sizes = _at_url(data.path, where) if is_url(data.path) else _on_disk(data.path, where)
+    if folder is None:
+        unknown = [file for file in sizes if not _format(file)[0]]
+        if unknown:
+            suffix = "".join(Path(unknown[0]).suffixes)
+            raise ConfigError(f'{where}: {unknown[0]}: unknown format "{suffix}"; {_FIX}')
+        folder = os.path.commonpath([os.path.dirname(_path_in_container(file)) for file in sizes])
+    files = sorted(file for file in sizes if _format(file)[0])
+    if len(files) < len(sizes):
+        logger.info(f"{where}: {len(sizes) - len(files)} files of other formats are left out")
+    if not files:
+        raise ConfigError(
+            f"{where}: none of the {len(sizes)} files in this folder can be read; {_FIX}"
         )
-        if not files and os.path.exists(path):
-            raise ConfigError(
-                f"{wrong} is {kind_of_file(path)}, not a file that can be read again; {_FIX}"
-            )
-        if not files:
-            raise ConfigError(f"{wrong}: no such file, and no file matches; {_FIX}")
-        for file in files:
-            if not _format(file)[0]:
-                raise ConfigError(
-                    f'{wrong}: {file}: unknown format "{"".join(Path(file).suffixes)}"; {_FIX}'
-                )
-        root = os.path.commonpath([os.path.dirname(file) for file in files])
+    names = [os.path.relpath(_path_in_container(file), folder) for file in files]
     return [
-        (file, os.path.relpath(file, root).replace(os.sep, "/"), os.path.getsize(file))
-        for file in files
+        (file, name.replace(os.sep, "/"), sizes[file])
+        for file, name in zip(files, names, strict=True)
     ]
+
+
+def _path_in_container(file: str) -> str:
+    """Return zip://a.txt of zip://a.txt::corpus.zip, and other paths as they are."""
+    return file.partition("::")[0] if is_url(file) else file
+
+
+def _on_disk(path: str, where: str) -> tuple[str | None, dict[str, int]]:
+    """Return the folder, or None for a file or pattern, and the sizes of its files. Raises ConfigError.
+
+    Patterns are those of the standard library: fsspec's do not enter folders that are linked.
+    """
+    path = os.path.abspath(path)
+    if os.path.isdir(path):
+        found = [file for file in _files_within(path) if os.path.isfile(file)]
+        return path, {file: os.path.getsize(file) for file in found}
+    files = [path] if os.path.isfile(path) else glob(path, recursive=True)
+    sizes = {file: os.path.getsize(file) for file in files if os.path.isfile(file)}
+    if not sizes and os.path.exists(path):
+        raise ConfigError(
+            f"{where} is {kind_of_file(path)}, not a file that can be read again; {_FIX}"
+        )
+    if not sizes:
+        raise ConfigError(f"{where}: no such file, and no file matches; {_FIX}")
+    return None, sizes
+
+
+def _at_url(url: str, where: str) -> tuple[str | None, dict[str, int]]:
+    """Return what `_on_disk` returns, for a URL of fsspec. Raises ConfigError."""
+    _, *containers = url.split("::")  # those of zip://a.txt::corpus.zip
+
+    def full(path: str) -> str:
+        return "::".join([fs.unstrip_protocol(path), *containers])
+
+    try:
+        fs, path = url_to_fs(url)
+        is_folder = fs.isdir(path)
+        found = fs.find(path, detail=True) if is_folder else fs.glob(path, detail=True)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"{where} cannot be read ({_one_line(error)}); {_FIX}") from error
+    sizes = {full(name): info["size"] for name, info in found.items() if info["type"] == "file"}
+    if not sizes:
+        raise ConfigError(f"{where}: no file matches; {_FIX}")
+    return fs.unstrip_protocol(path) if is_folder else None, sizes
 
 
 def kind_of_file(path: str | os.PathLike) -> str:
@@ -116,7 +157,8 @@ def _files_within(root: str) -> Iterator[str]:
     seen = set()
     for folder, subfolders, files in os.walk(root, followlinks=True):
         subfolders.sort()
-        if (real := os.path.realpath(folder)) in seen:
+        real = os.path.realpath(folder)
+        if real in seen:
             subfolders.clear()
             continue
         seen.add(real)
@@ -126,150 +168,166 @@ def _files_within(root: str) -> Iterator[str]:
 def local_pieces(data: Data) -> list[Piece]:
     """Return the files at `data.path` in order, jsonl and parquet files cut into pieces. Raises ConfigError."""
     files = local_files(data)
-    step = max(PIECE, sum(size for *_, size in files) // MOST_PIECES)
+    step = max(PIECE, sum(size for *_, size in files) // MAX_PIECES)
     pieces: list[Piece] = []
     for file, name, size in files:
-        match _format(file):
-            case ".jsonl", "":
-                pieces += [
-                    Piece(file, name, min(step, size - at), at, min(at + step, size))
-                    for at in range(0, size, step)
-                ]
-            case ".parquet", _:
-                pieces += _row_groups(file, name, size, data)
-            case _, compression:
-                pieces.append(
-                    Piece(file, name, size * 4 if compression else size)
-                )  # about its size as text
+        suffix, compression = _format(file)
+        if suffix == ".jsonl" and not compression:
+            for start in range(0, size, step):
+                end = min(start + step, size)
+                pieces.append(Piece(file, name, end - start, start, end))
+        elif suffix == ".parquet":
+            pieces += _row_groups(file, name, size)
+        else:
+            pieces.append(
+                Piece(file, name, size * (TEXT_PER_COMPRESSED_BYTE if compression else 1))
+            )
+    return pieces
+
+
+def _row_groups(file: str, name: str, size: int) -> list[Piece]:
+    from titan_lite.data.columns import row_groups
+
+    try:
+        with open_file(file) as opened:
+            groups = row_groups(opened)
+    except DAMAGED as error:
+        _raise_if_unreachable(error, file)
+        return [Piece(file, name, size)]  # reading it yields the error
+    pieces = []
+    first_row = 0
+    for index, (size, rows) in enumerate(groups):
+        pieces.append(Piece(file, name, size, index, index + 1, first_row))
+        first_row += rows
     return pieces
 
 
 def read_piece(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
     """Yield (place, raw) of its documents. Raises ConfigError if the machine fails, and not the file."""
-    place = piece.first - 1 if piece.format in (".parquet", ".arrow") else 0
+    next_place = piece.first if piece.format in COLUMN_FORMATS else 1
     try:
         for place, raw in _documents(piece, data):
             yield place, raw
-    except Exception as error:  # pyarrow alone raises ten kinds
-        yield (
-            place + 1,
-            ValueError(f"cannot be read from here on ({_of_the_file(error, piece.file)})"),
-        )
+            next_place = place + 1
+    except DAMAGED as error:
+        _raise_if_unreachable(error, piece.file)
+        yield next_place, ValueError(f"cannot be read from here on ({_one_line(error)})")
 
 
 def _documents(piece: Piece, data: Data) -> Iterator[tuple[int, Any]]:
     limit = data.max_document_mib * 2**20
-    suffix, compression = _format(piece.file)
-    if suffix in (".parquet", ".arrow"):
-        from titan_lite.data.columns import arrow_rows, parquet_rows
+    with open_file(piece.file) as file:
+        match piece.format:
+            case ".txt":
+                yield 0, file.read(limit + 1)
+            case ".csv":
+                yield from records(file, limit, data.text_field)
+            case ".jsonl":
+                yield from lines(file, limit, piece.start, piece.end if piece.end >= 0 else None)
+            case ".json" if _is_array(piece.file):
+                yield from elements(file)
+            case ".json":
+                yield from lines(file, limit)
+            case ".parquet":
+                from titan_lite.data.columns import parquet_rows
 
-        if suffix == ".arrow":
-            yield from arrow_rows(piece.file, data.text_field, limit)
-        else:
-            yield from parquet_rows(piece.file, piece.start, piece.first, data.text_field, limit)
-        return
-    with open_bytes(piece.file, compression) as file:
-        if suffix == ".txt":
-            yield 0, file.read(limit + 1)
-        elif suffix == ".csv":
-            yield from records(file, limit, data.text_field)
-        elif suffix == ".json" and is_array(file):
-            yield from elements(file, limit)
-        else:
-            yield from lines(file, limit, piece.start, piece.end)
+                yield from parquet_rows(file, piece.start, piece.first, data.text_field)
+            case ".arrow":
+                from titan_lite.data.columns import arrow_rows
+
+                yield from arrow_rows(file, data.text_field)
 
 
-def _row_groups(file: str, name: str, size: int, data: Data) -> list[Piece]:
-    from titan_lite.data.columns import row_groups
-
-    try:
-        groups = row_groups(file, data.max_document_mib * 2**20)
-    except Exception as error:
-        _of_the_file(error, file)
-        return [Piece(file, name, size)]  # reading it yields the error
-    pieces, first = [], 0
-    for index, (size, rows) in enumerate(groups):
-        pieces.append(Piece(file, name, size, index, index + 1, first))
-        first += rows
-    return pieces
+def _is_array(file: str) -> bool:
+    with open_file(file) as opened:
+        return is_array(opened)
 
 
 def text_of(raw: Any, piece: Piece, place: int, data: Data) -> str | BadDocument:
     """Return the text of a raw document, or a BadDocument with the reason why it has none."""
     try:
-        return _parse(raw, data, is_json=piece.format in (".jsonl", ".json"))
+        if isinstance(raw, ValueError):
+            raise raw
+        limit = data.max_document_mib * 2**20
+        if isinstance(raw, bytes):
+            raw = _decoded(raw, limit)
+            if piece.format in (".jsonl", ".json"):
+                raw = _json_object(raw)
+        if isinstance(raw, dict):
+            raw = _field(raw, data.text_field)
+        return _checked(raw, data.text_field, limit)
     except ValueError as error:
         # in a mixture the key has another name, which readers do not know
-        why, instead = (
-            words.replace("data.text_field", data.key("text_field"))
-            for words in (str(error), getattr(error, "instead", ""))
-        )
+        key = data.key("text_field")
+        why = str(error).replace("data.text_field", key)
+        instead = getattr(error, "instead", "").replace("data.text_field", key)
         return BadDocument(piece.file, _in_words(piece, place), why, instead)
 
 
-def _parse(raw: Any, data: Data, is_json: bool) -> str:
-    """Return the text of bytes, a line of JSON, an example with fields, or a value. Raises ValueError with the reason if none."""
-    limit, field = data.max_document_mib * 2**20, data.text_field
-    if isinstance(raw, ValueError):
-        raise raw
-    if isinstance(raw, bytes):
-        if len(raw) > limit:
-            raise TooLarge(limit)
-        try:
-            raw = raw.decode().removeprefix("\ufeff")  # a quarter of the time of "utf-8-sig"
-            raw = json.loads(raw) if is_json else raw
-        except UnicodeDecodeError as error:
-            raise ValueError(f"not UTF-8 (byte {error.start}: {error.reason})") from None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not JSON ({error.msg}, column {error.colno})") from None
-        except RecursionError:
-            raise ValueError("not JSON (nested too deeply)") from None
-        except ValueError as error:  # a number of thousands of digits
-            raise ValueError(f"not JSON ({str(error).partition(';')[0]})") from None
-        if is_json and not isinstance(raw, dict):
-            raise ValueError(
-                f"not a JSON object, but {'null' if raw is None else f'of type {type(raw).__name__}'}"
-            )
-    if isinstance(raw, dict):
-        if raw.get(field) is None:
-            others = sorted(
-                (name for name, value in raw.items() if isinstance(value, str)),
-                key=lambda name: -len(raw[name]),
-            )
-            why = "is null in" if field in raw else "is not a field of"
-            instead = (
-                f'data.text_field = "{shown(others[:1])}"' if others and field not in raw else ""
-            )
-            raise NoText(
-                f'data.text_field = "{field}" {why} it; its fields with text: {shown(others)}',
-                instead,
-            )
-        raw = raw[field]
-    if not isinstance(raw, str):
-        kind = "null" if raw is None else f"of type {type(raw).__name__}"
-        raise ValueError(f'data.text_field = "{field}" is {kind}, not text')
+def _decoded(raw: bytes, limit: int) -> str:
+    if len(raw) > limit:
+        raise TooLarge(limit)
     try:
-        size = len(raw) if raw.isascii() else len(raw.encode())
+        return raw.decode().removeprefix("\ufeff")  # a quarter of the time of "utf-8-sig"
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 (byte {error.start}: {error.reason})") from None
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg}, column {error.colno})") from None
+    except RecursionError:
+        raise ValueError("not JSON (nested too deeply)") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ValueError(f"not JSON ({str(error).partition(';')[0]})") from None
+    if not isinstance(value, dict):
+        kind = "null" if value is None else f"of type {type(value).__name__}"
+        raise ValueError(f"not a JSON object, but {kind}")
+    return value
+
+
+def _field(fields: dict[str, Any], name: str) -> Any:
+    """Return the field with the text. Raises NoText, which names the longest other text, if it is absent or null."""
+    if fields.get(name) is not None:
+        return fields[name]
+    texts = {other: value for other, value in fields.items() if isinstance(value, str)}
+    longest_first = sorted(texts, key=lambda other: -len(texts[other]))
+    why = "is null in" if name in fields else "is not a field of"
+    instead = ""
+    if longest_first and name not in fields:
+        instead = f'data.text_field = "{shown(longest_first[:1])}"'
+    raise NoText(
+        f'data.text_field = "{name}" {why} it; its fields with text: {shown(longest_first)}',
+        instead,
+    )
+
+
+def _checked(text: Any, field: str, limit: int) -> str:
+    """Return a text that is not empty, not too large, and can be encoded. Raises ValueError for any other value."""
+    if not isinstance(text, str):
+        kind = "null" if text is None else f"of type {type(text).__name__}"
+        raise ValueError(f'data.text_field = "{field}" is {kind}, not text')
+    if not text:
+        raise ValueError("empty")
+    try:
+        size = len(text) if text.isascii() else len(text.encode())
     except UnicodeEncodeError as error:
         raise ValueError(f"not UTF-8 (character {error.start}: {error.reason})") from None
-    if not raw:
-        raise ValueError("empty")
     if size > limit:
-        raise ValueError(
-            f"{size / 2**20:.1f} MiB, more than data.max_document_mib = {data.max_document_mib}"
-        )
-    return raw
+        raise ValueError(f"{size / 2**20:.1f} MiB, more than data.max_document_mib = {limit >> 20}")
+    return text
 
 
 @lru_cache(1024)  # asked for each document
 def _format(file: str) -> tuple[str, str]:
     """Split "a.json.gz" into (".json", ".gz"); ("", "") for an unknown format."""
-    stem, compression = os.path.splitext(file)
-    if compression not in (".gz", ".zst"):
-        stem, compression = file, ""
-    suffix = os.path.splitext(stem)[1]
-    known = FORMATS[:4] if compression else FORMATS  # the last two have compression inside
-    return (suffix, compression) if suffix in known else ("", "")
+    stem, last = os.path.splitext(_path_in_container(file))
+    if last in COMPRESSIONS:
+        suffix = os.path.splitext(stem)[1]
+        return (suffix, last) if suffix in TEXT_FORMATS else ("", "")
+    return (last, "") if last in TEXT_FORMATS + COLUMN_FORMATS else ("", "")
 
 
 def _in_words(piece: Piece, place: int) -> str:
@@ -281,17 +339,21 @@ def _in_words(piece: Piece, place: int) -> str:
             return f"row {place}"
         case "":  # a shard of the hub
             return f"document {place}"
-    if piece.end >= 0:
-        with open(piece.file, "rb") as file:
-            offset, place = place, 1
-            while block := file.read(min(PIECE, offset - file.tell())):
-                place += block.count(b"\n")
-    return f"line {place}"
+    if piece.end < 0:
+        return f"line {place}"
+    line = 1
+    with open_file(piece.file) as file:
+        while block := file.read(min(BLOCK, place - file.tell())):
+            line += block.count(b"\n")
+    return f"line {line}"
 
 
-def _of_the_file(error: BaseException, file: str) -> str:
-    """Return the error in one line. Raises ConfigError if the operating system cannot read the file."""
-    if getattr(error, "errno", None) is not None:
+def _raise_if_unreachable(error: BaseException, file: str) -> None:
+    """Raise ConfigError for an error of the machine or the network, which is not in the file."""
+    if isinstance(error, UNREACHABLE) or getattr(error, "errno", None) is not None:
         raise ConfigError(f"{file} cannot be read: {error}") from error
+
+
+def _one_line(error: BaseException) -> str:
     words = one_line(" ".join(str(error).split()), 300)
     return words if type(error) is ValueError else f"{type(error).__name__}: {words}"

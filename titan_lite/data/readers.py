@@ -1,26 +1,29 @@
-"""Read the documents of text formats one after the other with bounded memory: reading stops before a document exceeds the limit.
+"""Read the documents of text formats one after the other, from a file on disk or at a URL, compressed or not.
 
-    with open_bytes("a.jsonl.gz", ".gz") as file:
-        for place, raw in lines(file, limit=2**25):            # or elements(file, limit), records(file, limit, field)
+    with open_file("s3://corpus/a.jsonl.gz") as file:
+        for number, raw in lines(file, limit=2**25):      # or elements(file), records(file, limit, field)
             ...
 
-`raw` is the document as it is in the file, or a ValueError with the reason why it cannot be read. A document that is too large is
-yielded as soon as that is known, and skipped in blocks before the next one. limit: bytes of a document with all of its fields.
+`raw` is the document as it is in the file, or a ValueError with the reason why it cannot be read. A line or record
+above the limit of bytes is such an error, and the next one is read.
 """
 
 import csv
 import io
-import math
+import json
 import re
-import zlib
+import zipfile
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from typing import IO, Any, BinaryIO
 
-BLOCK = 2**20  # bytes that are decompressed at once
-MOST_BLANK = (
-    2**20
-)  # consecutive blank lines; more are no text, and a gigabyte of them takes a minute
-MOST_TOKENS = 2**22  # brackets and quotes in an element of an array; they take some seconds
+from fsspec.compression import register_compression
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+BLOCK = 2**20  # bytes that are read at once where nothing in them is kept
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+SPACES = re.compile(r"[ \t\r\n]*")  # those of JSON
 
 
 class NoText(ValueError):
@@ -47,290 +50,191 @@ def shown(names: Sequence[str]) -> str:
 
 
 def no_column(field: str, names: Sequence[str], texts: Sequence[str] | None = None) -> NoText:
-    """Return the reason why a file has no usable column `field`. texts: the columns with text, if known."""
+    """Return the reason why a file has no usable column `field`. texts: columns with text, if known."""
     what = "several columns" if field in names else "no column"
-    instead = (
-        "one of these as data.text_field"
-        if texts is None
-        else f'data.text_field = "{shown(texts[:1])}"'
-        if texts
-        else ""
-    )
-    return NoText(
-        f'data.text_field = "{field}" is {what} of it; its columns: {shown(names)}', instead
-    )
+    why = f'data.text_field = "{field}" is {what} of it; its columns: {shown(names)}'
+    if texts is None:
+        return NoText(why, "one of these as data.text_field")
+    return NoText(why, f'data.text_field = "{shown(texts[:1])}"' if texts else "")
 
 
-class _Gunzipped(io.RawIOBase):
-    """The content of a gzip file with any number of members; of a damaged file, the content before the damage."""
-
-    def __init__(self, file: str):
-        self._file = io.FileIO(file)
-        self._input, self._begun, self._inflate = b"", False, zlib.decompressobj(wbits=31)
-
-    def readable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-    def readinto(self, buffer: Any) -> int:
-        while True:
-            if not self._input:
-                self._input = self._file.read(2**15)
-                if not self._input:
-                    if self._begun:
-                        raise EOFError("the file ends before the compressed data does")
-                    return 0
-            if not self._begun:  # between members there may be zeros
-                self._input = self._input.lstrip(b"\0")
-                if not self._input:
-                    continue
-                self._begun = True
-            output = self._inflate.decompress(self._input, len(buffer))
-            self._input = self._inflate.unconsumed_tail
-            if self._inflate.eof:
-                self._input, self._begun = self._inflate.unused_data, False
-                self._inflate = zlib.decompressobj(wbits=31)
-            if output:
-                buffer[: len(output)] = output
-                return len(output)
+def is_url(path: str) -> bool:
+    return "://" in path
 
 
-def open_bytes(file: str, compression: str) -> io.BufferedReader:
-    """Open a file for reading, with decompression in blocks."""
-    if compression == ".gz":
-        return io.BufferedReader(_Gunzipped(file), BLOCK)
-    if compression == ".zst":
-        import pyarrow
+@contextmanager
+def open_file(file: str) -> Iterator[Any]:
+    """Open a file, on disk or at a URL, for reading bytes. Its name decides how it is decompressed."""
+    fs, path = url_to_fs(file) if is_url(file) else (LocalFileSystem(), file)
+    with fs.open(path, "rb", compression="infer") as opened:
+        # a file that is not compressed may lack `readline(size)`
+        yield opened if hasattr(opened, "peek") else io.BufferedReader(opened, BLOCK // 8)
 
-        return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(file), "zstd"), BLOCK)
-    return io.BufferedReader(io.FileIO(file), 2**17)  # some documents
+
+def _all_frames(file: BinaryIO, mode: str = "rb") -> BinaryIO:
+    """Decompress zst. With the package zstandard, fsspec ends after the first frame or where a file is cut short."""
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), BLOCK // 16)
+
+
+def _only_member(file: BinaryIO, mode: str = "rb") -> IO[bytes]:
+    """Decompress a zip of one file. fsspec reads the first of several, and is silent about the others."""
+    archive = zipfile.ZipFile(file)
+    names = archive.namelist()
+    if len(names) != 1:
+        raise ValueError(f"a zip of {len(names)} files, which path = zip://*::FILE reads")
+    return archive.open(names[0])
+
+
+register_compression("zstd", _all_frames, "zst", force=True)
+register_compression("zip", _only_member, "zip", force=True)
 
 
 def lines(
-    file: io.BufferedReader, limit: int, start: int = 0, end: int = -1
+    file: BinaryIO, limit: int, start: int = 0, end: int | None = None
 ) -> Iterator[tuple[int, bytes | ValueError]]:
-    """Yield (number, line) of lines that are not blank; with an end, (offset, line) of those that begin between start and end."""
-    place, stop = (1, math.inf) if end < 0 else (_first_line(file, start, end), end)
-    blank = 0
-    while place < stop and (line := file.readline(limit + 1)):
-        length, whole = len(line), len(line) <= limit or line.endswith(b"\n")
-        blank = blank + 1 if length <= limit and line.isspace() else 0
-        if blank > MOST_BLANK:
-            raise ValueError(f"{MOST_BLANK:,} blank lines")
-        if length > limit:
-            line = b""
-            yield place, TooLarge(limit)
-        elif not blank:
-            yield place, line
-        while not whole:
-            rest = file.readline(BLOCK)
-            length += len(rest)
-            whole = not rest or rest.endswith(b"\n")
-        place += length if end >= 0 else 1
+    """Yield (number, line) of lines that are not blank.
 
-
-def _first_line(file: io.BufferedReader, start: int, end: int) -> int:
-    """Seek to the first line that begins between start and end, and return its offset; at least `end` if there is none."""
-    offset = max(0, start - 1)
-    file.seek(offset)
-    skipped = b"" if start else b"\n"  # the rest of the line in which the previous piece ends
-    while offset < end and not skipped.endswith(b"\n"):
-        skipped = file.readline(min(BLOCK, end - offset))
-        if not skipped:  # the file has become shorter
-            return end
-        offset += len(skipped)
-    return offset
-
-
-_MARK = b"\xef\xbb\xbf"  # UTF-8's byte order mark
-_SPACES = re.compile(rb"[ \t\r\n]*")
-_UP_TO_END = re.compile(rb'[^"\[\]{},]*')  # the end of an element that is not nested
-_NESTED = re.compile(rb'[^"\[\]{}]*')
-
-
-def is_array(file: io.BufferedReader) -> bool:
-    """Return True if a JSON array begins here, False if JSON lines do. Consumes nothing."""
-    return file.peek(BLOCK).removeprefix(_MARK).lstrip()[:1] == b"["
-
-
-def elements(file: io.BufferedReader, limit: int) -> Iterator[tuple[int, bytes | ValueError]]:
-    """Yield (number, JSON) of the elements of an array. Nothing is decoded; only strings and brackets are matched.
-
-    Raises ValueError if it is not an array, or not complete.
+    With an end, yield (offset, line) of those that begin between the offsets start and end.
     """
-    block, at = b"", 0
+    position = 1 if end is None else _first_line(file, start, end)
+    while (end is None or position < end) and (line := file.readline(limit + 1)):
+        length = len(line)
+        if length > limit:
+            yield position, TooLarge(limit)
+        elif not line.isspace():
+            yield position, line
+        while length > limit and line and not line.endswith(b"\n"):
+            line = file.readline(BLOCK)  # the rest of a line that is too large
+            length += len(line)
+        position += 1 if end is None else length
 
-    def read_on() -> None:
-        nonlocal block, at
-        block, at = file.read1(BLOCK), 0
-        if not block:
-            raise ValueError("the file ends within the array")
 
-    def next_byte() -> bytes:
-        """Return the next byte that is not a space."""
-        nonlocal at
-        while (at := _SPACES.match(block, at).end()) == len(block):  # type: ignore[union-attr]
-            read_on()
-        return block[at : at + 1]
+def _first_line(file: BinaryIO, start: int, end: int) -> int:
+    """Seek to the first line that begins from start on, and return its offset; at least `end` if none does before."""
+    if start == 0:
+        return 0
+    file.seek(start - 1)
+    position = start - 1
+    while position < end and (rest := file.readline(BLOCK)):
+        position += len(rest)
+        if rest.endswith(b"\n"):
+            return position
+    return end
 
-    read_on()
-    block = block.removeprefix(_MARK)
-    if next_byte() != b"[":
-        raise ValueError("no array")
-    at += 1
-    number, closed = 0, next_byte() == b"]"
-    at += closed
-    while not closed:
-        next_byte()
+
+def is_array(file: BinaryIO) -> bool:
+    """Return True if the file is a JSON array, False if it has lines of JSON."""
+    return file.read(BLOCK).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
+
+
+def elements(file: BinaryIO) -> Iterator[tuple[int, bytes | ValueError]]:
+    """Yield (number, JSON) of the elements of an array, which is read as a whole.
+
+    The JSON builder of `datasets` is not used: it turns all texts into JSON, with quotes and escapes, if one of them
+    is a number, and ends at a byte that is not UTF-8. Raises ValueError where the array is not JSON or not complete.
+    """
+    # a byte that is not UTF-8 is kept: only the element that has it is a bad document
+    text = file.read().removeprefix(BYTE_ORDER_MARK).decode(errors="surrogateescape")
+    decoder = json.JSONDecoder()
+    position = end = _next_token(text, text.index("[") + 1)
+    more = not text.startswith("]", end)
+    number = 0
+    while more:
         number += 1
-        parts: list[bytes] = []
-        begin, size, depth, tokens, inside, large = at, 0, 0, 0, False, False
-        while True:
-            start, escapes = at, 0
-            if inside:
-                at = len(block) if (found := block.find(b'"', at)) < 0 else found
-                escapes = at - start - len(block[start:at].rstrip(b"\\"))  # backslashes before it
-            else:
-                at = (_NESTED if depth else _UP_TO_END).match(block, at).end()  # type: ignore[union-attr]
-            byte = block[at : at + 1]
-            tokens += 1
-            if tokens > MOST_TOKENS:
-                raise ValueError(f"an element of more than {MOST_TOKENS:,} brackets and quotes")
-            if not byte:
-                size += len(block) - begin
-                if size <= limit:
-                    parts.append(block[begin:])
-                elif not large:
-                    large, parts = True, []
-                    yield number, TooLarge(limit)
-                read_on()
-                begin, at = 0, escapes % 2  # skip the character that the last backslash escapes
-            elif byte == b'"':
-                inside, at = not inside or escapes % 2 == 1, at + 1
-            elif byte in b"[{":
-                depth, at = depth + 1, at + 1
-            elif depth:
-                depth, at = depth - 1, at + 1
-            else:
-                break
-        if size + at - begin > limit and not large:
-            yield number, TooLarge(limit)
-        elif not large:
-            yield number, b"".join([*parts, block[begin:at]])
-        if byte == b"}":
-            raise ValueError("a } where , or ] should follow")
-        closed, at = byte == b"]", at + 1
-    while block:
-        if block[at:].strip():
-            raise ValueError("there is more after the end of the array")
-        block, at = file.read1(BLOCK), 0
+        try:
+            _, end = decoder.raw_decode(text, position)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"not an array in JSON: {error}") from None
+        end = _next_token(text, end)
+        yield number, text[position:end].encode(errors="surrogateescape")
+        separator = text[end : end + 1]
+        if separator not in (",", "]"):  # "": the file ends
+            raise ValueError(f"not an array in JSON: {separator!r} where , or ] should follow")
+        more = separator == ","
+        position = _next_token(text, end + 1)
+    if _next_token(text, end + 1) < len(text):
+        raise ValueError("not an array in JSON: there is more after its end")
 
 
-_LINE_END = re.compile(r"\r\n?|\n")
-_QUOTE_OR_LINE_END = re.compile(r'"|\r\n?|\n')
+def _next_token(text: str, position: int) -> int:
+    """Return the position of the next character of JSON that is not a space."""
+    spaces = SPACES.match(text, position)
+    assert spaces is not None  # it matches nothing, too
+    return spaces.end()
 
 
-class _Lines:
-    """The lines of a csv file, for csv.reader; raises TooLarge when a record exceeds the limit."""
+class _RecordLines:
+    """The lines of a csv file, for csv.reader. Raises TooLarge, after all its lines, for a record above the limit."""
 
-    def __init__(self, file: io.BufferedReader, limit: int):
+    def __init__(self, file: BinaryIO, limit: int):
+        # csv.reader wants line ends as they are; bytes that are not UTF-8 are found in the text of their record
         self._text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
-        self._limit, self._count, self._left, self._quoted, self._cut = (
-            limit,
-            0,
-            limit,
-            False,
-            False,
-        )
-        self._ahead, self._at = (
-            "",
-            0,
-        )  # text that was read ahead, and the position of the next line in it
+        self._limit = limit  # characters of a record
+        self.count = 0  # lines read
 
-    def begin(self) -> int:
-        """Skip the rest of a record that was too large, and return the number of the first line of the next record."""
-        quotes = 0
-        while self._cut and (block := self._text.read(BLOCK)):
-            at = 0
-            while self._cut and at < len(block):
-                found = _QUOTE_OR_LINE_END.search(block, at) if not self._quoted else None
-                at = (
-                    (found.end() if found else len(block))
-                    if not self._quoted
-                    else block.find('"', at) + 1 or len(block) + 1
-                )
-                if found and found[0] != '"':
-                    self._cut = False
-                elif found or (self._quoted and at <= len(block)):
-                    self._quoted, quotes = not self._quoted, quotes + 1
-            if quotes > MOST_TOKENS:
-                raise ValueError(f"a record of more than {MOST_TOKENS:,} quotes")
-            self._ahead, self._at = ("", 0) if self._cut else (block, at)
-            self._count += block.count("\n", 0, at)
-        self._left, self._quoted, self._cut = self._limit, False, False
-        return self._count + 1
+    def begin_record(self) -> None:
+        self._size = 0  # characters read of the record
+        self._quoted = False  # whether the record continues in the next line
 
-    def __iter__(self) -> "_Lines":
+    def __iter__(self) -> "_RecordLines":
         return self
 
     def __next__(self) -> str:
-        size, line = self._left + 1, ""
-        if self._ahead:
-            found = _LINE_END.search(self._ahead, self._at)
-            end = min(self._at + size, found.end() if found else len(self._ahead))
-            line, self._at = self._ahead[self._at : end], end
-            if end == len(self._ahead):
-                self._ahead = ""
-        if len(line) < size and line[-1:] not in ("\r", "\n"):
-            line += self._text.readline(size - len(line))
+        line = self._next_line()
         if not line:
             raise StopIteration
-        whole = line[-1] in "\r\n"
-        self._count += whole
-        self._left -= len(line)
-        self._quoted ^= line.count('"') % 2 == 1
-        if self._left < 0:
-            self._cut = self._quoted or not whole
+        if self._size > self._limit:
+            while self._quoted and self._next_line():
+                pass
             raise TooLarge(self._limit)
         return line
 
+    def _next_line(self) -> str:
+        line = self._text.readline()
+        self.count += 1
+        self._size += len(line)
+        if line.count('"') % 2:
+            self._quoted = not self._quoted
+        return line
 
-def records(
-    file: io.BufferedReader, limit: int, field: str
-) -> Iterator[tuple[int, str | ValueError]]:
-    """Yield (line, text) of the records of a csv file, whose first one names the columns. Raises ValueError if all is blank."""
+
+def records(file: BinaryIO, limit: int, field: str) -> Iterator[tuple[int, str | ValueError]]:
+    """Yield (line, text) of the records of a csv file, whose first one names the columns."""
     csv.field_size_limit(limit)
-    fed = _Lines(file, limit)
+    record_lines = _RecordLines(file, limit)
     # strict: otherwise a quote that is never closed makes one document of the rest of the file
-    rows = csv.reader(fed, strict=True)
-    column, blank = -1, 0
+    reader = csv.reader(record_lines, strict=True)
+    column = None
     while True:
-        line = fed.begin()
+        line = record_lines.count + 1
+        record_lines.begin_record()
         try:
-            row = next(rows, None)
+            record = next(reader, None)
         except (csv.Error, TooLarge) as error:
             yield line, error if isinstance(error, TooLarge) else ValueError(str(error))
-            if column < 0:
+            if column is None:
                 return
             continue
-        if row is None:
+        if record is None:
             return
-        blank = 0 if row else blank + 1
-        if blank > MOST_BLANK:
-            raise ValueError(f"{MOST_BLANK:,} blank lines")
-        if not row:
+        if not record:  # a blank line
             continue
-        if column >= 0:
-            short = f'data.text_field = "{field}" is column {column + 1}, and this record has {len(row)}'
-            yield line, row[column] if column < len(row) else NoText(short)
-        elif row.count(field) == 1:
-            column = row.index(field)
-        elif any("\0" in name for name in row):
+        if column is not None:
+            yield line, _text_of_record(record, column, field)
+        elif record.count(field) == 1:
+            column = record.index(field)
+        elif any("\0" in name for name in record):
             yield line, ValueError("not UTF-8 (its columns have NUL characters, as UTF-16 has)")
             return
         else:
-            yield line, no_column(field, row)
+            yield line, no_column(field, record)
             return
+
+
+def _text_of_record(record: list[str], column: int, field: str) -> str | NoText:
+    if column < len(record):
+        return record[column]
+    place = f'data.text_field = "{field}" is column {column + 1}'
+    return NoText(f"{place}, and this record has {len(record)}")

@@ -332,12 +332,8 @@ def test_a_group_is_small_and_going_on_opens_no_file_before_it(tmp_path, monkeyp
     groups = {(ordinal // GROUP) for ordinal, _ in epoch}
     assert len(groups) >= 4 if not compression else groups == {0}  # compressed all are one group
     opened = []
-    open_file = files.open_bytes
-    monkeypatch.setattr(
-        files,
-        "open_bytes",
-        lambda file, compression: opened.append(file) or open_file(file, compression),
-    )
+    open_file = files.open_file
+    monkeypatch.setattr(files, "open_file", lambda file: opened.append(file) or open_file(file))
     assert read(source, epoch[-1][0], 1) == epoch[-1:]
     assert len(opened) <= (3 if not compression else 12)
 
@@ -346,12 +342,8 @@ def test_of_txt_files_only_those_wanted_are_read(tmp_path, monkeypatch):
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text(f"{number}")
     opened = []
-    open_file = files.open_bytes
-    monkeypatch.setattr(
-        files,
-        "open_bytes",
-        lambda file, compression: opened.append(file) or open_file(file, compression),
-    )
+    open_file = files.open_file
+    monkeypatch.setattr(files, "open_file", lambda file: opened.append(file) or open_file(file))
     source = build_source(local(tmp_path, shuffle=True), split="train", seed=0)
     some = list(islice(source.documents(0, lambda ordinal: ordinal % 8 == 3), 5))
     assert [Path(file).stem for file in opened] == [text for _, text in some]
