@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 import time
 from collections import namedtuple
 from contextlib import contextmanager, suppress
@@ -12,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import Job, python, run, train
+from filelock import FileLock
 from tiny import DEBUG, NO_VALIDATION, SMALL, every, steps
 
 from titan_lite.checkpoint import saving as checkpoint
@@ -235,27 +235,16 @@ def test_a_run_that_is_done_and_has_the_model_alone_has_nothing_to_do(tmp_path):
     assert "the step has only the model" in longer.stdout
 
 
-HOLDER = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); f.write('process 7 on x'); f.flush(); input()"
-
-
 def test_a_second_run_in_one_folder_ends_before_it_begins(tmp_path):
     (tmp_path / "checkpoint").mkdir()
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, tmp_path / "checkpoint/lock"], stdin=subprocess.PIPE
-    ) as holder:
-        while (
-            not (tmp_path / "checkpoint/lock").exists()
-            or not (tmp_path / "checkpoint/lock").read_text()
-        ):
-            assert holder.poll() is None
+    with FileLock(tmp_path / "checkpoint/lock"):
         result = run(
             *python("-m", "titan_lite.train", DEBUG, "--job.dump_folder", tmp_path, *OPTIONS)
         )
-        holder.kill()
     assert result.returncode == 2
     _, line = result.stdout.splitlines()  # after the one that says it starts
     assert re.fullmatch(
-        r'error: checkpoint.folder = "checkpoint": \S+ is in use by process 7 on x; end that run, or .*',
+        r'error: checkpoint.folder = "checkpoint": \S+ is in use by another run; end that run, or .*',
         line,
     )
 

@@ -1,84 +1,94 @@
-"""One run writes to a folder, and notices where it is removed."""
+"""One run writes to a folder: the second is refused, and a killed one leaves the lock free."""
 
-import fcntl
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager
 
 import pytest
+from filelock import FileLock, Timeout
 
 from titan_lite.checkpoint import lock as module
 from titan_lite.checkpoint.lock import FolderLock
+from titan_lite.config import ConfigError
 
-ANOTHER = (
-    "import fcntl, os, sys; os.makedirs(sys.argv[1], exist_ok=True); f = open(sys.argv[1] + '/lock', 'a+')\n"
-    "try: fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
-    "except OSError: print('refused', flush=True); sys.exit()\n"
-    "f.write('process 7 on x'); f.flush(); print('taken', flush=True); input()"
-)
+ANOTHER = """
+import os, sys, time
+from pathlib import Path
+from titan_lite.checkpoint.lock import FolderLock
+
+lock = FolderLock(Path(sys.argv[1]), "key")
+lock.take()
+if os.fork() == 0:  # a worker, as of a data loader
+    print("taken", flush=True)
+time.sleep(60)
+"""
 
 
 @contextmanager
-def another(folder):
-    """Within: another process that tries to take the folder; how that went."""
-    with subprocess.Popen(
-        [sys.executable, "-c", ANOTHER, folder],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        yield process.stdout.readline().strip()
-        process.kill()
+def another_run(folder):
+    """Return a context with another process, which has the lock, and which has forked a worker."""
+    command = [sys.executable, "-c", ANOTHER, folder]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
+        assert process.stdout.readline() == "taken\n"
+        try:
+            yield process
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.fixture
-def lock(tmp_path):
-    lock = FolderLock(tmp_path / "out/checkpoint", 'checkpoint.folder = "checkpoint"')
-    assert lock.take()
-    return lock
+def is_free(folder):
+    try:
+        with FileLock(folder / "lock", blocking=False):
+            return True
+    except Timeout:
+        return False
 
 
-def test_a_second_process_is_refused_until_the_lock_is_removed(lock, tmp_path):
-    with another(lock.folder) as how:
-        assert how == "refused"
-    assert lock.is_held()
-    shutil.rmtree(tmp_path / "out")
-    assert not lock.is_held()
-    with another(lock.folder) as how:
-        assert how == "taken"
-        assert not lock.is_held()
-
-
-def test_a_lock_that_is_removed_while_it_is_taken_is_taken_again(tmp_path, monkeypatch):
-    lock, times = FolderLock(tmp_path, "key"), []
-
-    def removed_meanwhile(file, how):
-        times.append(file)
-        if len(times) == 1:
-            lock.path.unlink()
-        fcntl.lockf(file, how)
-
-    monkeypatch.setattr(
-        module,
-        "fcntl",
-        type("Fcntl", (), {**vars(fcntl), "lockf": staticmethod(removed_meanwhile)}),
+def test_the_second_run_in_a_folder_is_refused_in_one_line(tmp_path):
+    lock = FolderLock(tmp_path, 'checkpoint.folder = "checkpoint"')
+    with another_run(tmp_path), pytest.raises(ConfigError) as refused:
+        lock.take()
+    assert str(refused.value) == (
+        f'checkpoint.folder = "checkpoint": {tmp_path} is in use by another run; end that run, or use another job.dump_folder'
     )
+
+
+def test_a_killed_run_leaves_the_lock_free_although_a_worker_of_it_lives(tmp_path):
+    with another_run(tmp_path) as process:
+        process.kill()
+        process.wait()
+        assert FolderLock(tmp_path, "key").take()
+
+
+@pytest.mark.parametrize("gone", ["lock", "checkpoint", "out"])
+def test_a_removed_folder_is_noticed_and_nothing_is_made_there(gone, tmp_path):
+    lock = FolderLock(tmp_path / "out/checkpoint", "key")
     assert lock.take()
-    assert len(times) == 2
     assert lock.is_held()
+    assert not is_free(lock.folder)
+    path = next(path for path in (lock.path, *lock.path.parents) if path.name == gone)
+    path.unlink() if path.is_file() else shutil.rmtree(path)
+    assert not lock.is_held()
+    lock.folder.mkdir(parents=True, exist_ok=True)
+    lock.path.touch()  # of another run
+    assert not lock.is_held()
 
 
-def test_who_has_not_taken_it_has_nothing_to_lose(tmp_path):
+def test_a_run_that_has_not_taken_the_lock_makes_nothing(tmp_path):
     lock = FolderLock(tmp_path / "nowhere", "key")
     assert lock.is_held()
     assert not lock.folder.exists()
 
 
-def test_on_a_file_system_that_numbers_one_file_twice_nothing_is_taken_for_removed(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(module, "is_open", lambda file, path: False)
+def test_a_file_system_without_locks_is_said_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+    class NoLocks(FileLock):
+        def acquire(self, *args, **kwargs):
+            raise OSError(module.errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(module, "FileLock", NoLocks)
     lock = FolderLock(tmp_path, "key")
-    assert lock.take()
+    assert not lock.take()
     assert lock.is_held()

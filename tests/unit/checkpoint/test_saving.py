@@ -5,9 +5,6 @@ import logging
 import os
 import pickle
 import re
-import signal
-import subprocess
-import sys
 import threading
 from collections import namedtuple
 from pathlib import Path, PosixPath
@@ -653,36 +650,6 @@ def test_tensors_that_do_not_fit_are_named(name, tensor, words, tmp_path):
 # Several processes
 
 
-HOLDER = """
-import os, pathlib, sys, time
-from titan_lite.checkpoint.saving import Checkpointer
-from titan_lite.config import Checkpoint
-checkpointer = Checkpointer(Checkpoint(enable=True), pathlib.Path(sys.argv[1]))
-checkpointer.lock()
-child = os.fork()  # as a data loader's process
-print(child or "", flush=True)
-time.sleep(60)
-"""
-
-
-def test_a_second_run_in_a_folder_is_told_of_the_first_and_a_killed_one_is_forgotten(tmp_path):
-    command = [sys.executable, "-c", HOLDER, tmp_path]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    ) as holder:
-        lines = {holder.stdout.readline().strip(), holder.stdout.readline().strip()}
-        (child,) = lines - {""}
-        with pytest.raises(
-            ConfigError,
-            match=rf"checkpoint is in use by process {holder.pid} on \S+; end that run, or use another",
-        ):
-            of(tmp_path).lock()
-        holder.kill()
-        holder.wait()
-        of(tmp_path).lock()  # though the child, which was born with the file open, lives
-        os.kill(int(child), signal.SIGKILL)
-
-
 def test_a_folder_that_cannot_be_is_told(tmp_path):
     (tmp_path / "checkpoint").write_text("")
     with pytest.raises(
@@ -779,7 +746,7 @@ def test_nothing_is_saved_in_a_folder_that_was_removed_or_is_another_runs(tmp_pa
     wrong = "step 1 was not saved in .*: rank 0: the folder or its lock was removed during the run"
     with pytest.raises(CheckpointError, match=wrong):
         steps_of.save(1, tensors(1), {"step": 1})
-    steps_of.locked.path.write_text("process 7 on x")
+    steps_of.locked.path.touch()  # of another run
     with pytest.raises(CheckpointError, match=wrong):
         steps_of.save(1, tensors(1), {"step": 1})
     assert names(tmp_path) == ["lock"]
