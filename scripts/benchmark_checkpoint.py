@@ -43,7 +43,7 @@ def build_tensors(flavor: str, layers: int, device: torch.device) -> dict[str, D
         model = Transformer(dataclasses.replace(FLAVORS[flavor], n_layers=layers, max_seq_len=1))
     mesh, tensors = init_device_mesh(device.type, (dist.get_world_size(),)), {}
     for name, parameter in model.named_parameters():
-        for key in (f"model.{name}", f"optimizer.{name}.exp_avg", f"optimizer.{name}.exp_avg_sq"):
+        for key in (name, f"optimizer.state.{name}.exp_avg", f"optimizer.state.{name}.exp_avg_sq"):
             rows = torch.tensor_split(torch.empty(parameter.shape, device="meta"), mesh.size())[
                 mesh.get_local_rank()
             ]

@@ -22,8 +22,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
 
 from titan_lite import manifest
 from titan_lite.checkpoint import tensor_files
@@ -126,17 +134,20 @@ def measure_ranks(ranks: int) -> dict[str, float]:
 
 def measure_files(folder: Path) -> dict[str, float]:
     """Return bytes and seconds of the files that grow with ranks, by entry, file or row."""
-    size, chunk = torch.Size((ENTRIES, 16384)), torch.Size((1, 16384))
-    entries = [
-        (
-            f"optimizer.layers.{number % 8}.feed_forward.w1.weight.exp_avg",
-            TensorProperties(torch.float32),
-            torch.Size((ENTRIES // 8, *size[1:])),
-            ChunkStorageMetadata(torch.Size((number // 8, 0)), chunk),
-            _StorageInfo(f"__{number // 100}_0.distcp", 67108864 + number * 512, 67108864),
-        )
-        for number in range(ENTRIES)
-    ]
+    metadata = Metadata({}, planner_data={})
+    results = []
+    for number in range(ENTRIES):
+        name = f"optimizer.state.layers.{number % 8}.feed_forward.w1.weight.exp_avg"
+        size = torch.Size((ENTRIES // 8, 16384))
+        if name not in metadata.state_dict_metadata:
+            properties = TensorProperties(torch.float32)
+            metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, size, [])
+            metadata.planner_data[name] = (name,)
+        chunks = metadata.state_dict_metadata[name].chunks
+        offset = torch.Size((number // 8, 0))
+        place = _StorageInfo(f"__{number // 100}_0.distcp", 67108864 + number * 512, 67108864)
+        results.append(WriteResult(MetadataIndex(name, offset, len(chunks)), 67108864, place))
+        chunks.append(ChunkStorageMetadata(offset, torch.Size((1, 16384))))
     found: dict[str, float] = {}
 
     def timed(name: str, part: Callable[[], Any], count: int) -> None:
@@ -144,15 +155,11 @@ def measure_files(folder: Path) -> dict[str, float]:
         part()
         found[name] = (time.perf_counter() - began) / count
 
-    found["sent to the first rank, bytes an entry"] = len(pickle.dumps(entries)) / ENTRIES
-    timed(
-        "write .metadata, s an entry",
-        lambda: tensor_files.write_metadata(folder, [entries]),
-        ENTRIES,
-    )
+    found["sent to the first rank, bytes an entry"] = len(pickle.dumps(results)) / ENTRIES
+    writer = FileSystemWriter(folder)
+    timed("write .metadata, s an entry", lambda: writer.finish(metadata, [results]), ENTRIES)
     found[".metadata, bytes an entry"] = (folder / tensor_files.NAME).stat().st_size / ENTRIES
-    files = {f"__{number}_0.distcp" for number in range(ENTRIES)}
-    timed("read .metadata, s an entry", lambda: tensor_files.read_metadata(folder, files), ENTRIES)
+    timed("read .metadata, s an entry", lambda: tensor_files.read_metadata(folder), ENTRIES)
     (folder / tensor_files.NAME).unlink()
     for number in range(FILES):
         (folder / f"__{number}_0.distcp").write_bytes(b"")

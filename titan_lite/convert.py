@@ -5,7 +5,7 @@
     python -m titan_lite.convert Meta-Llama-3.1-8B/original exported --to hf  # Meta's consolidated.*.pth
 
 Nothing is overwritten. Until everything is on disk, the folder is called unfinished-TARGET-*; if the program is killed, delete it
-by hand. Memory: at most the tensors of one file.
+by hand. Memory: two tensors of a step, or those of one safetensors file.
 """
 
 import dataclasses
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -46,7 +45,7 @@ def write_step(folder: Path, weights: Weights, dtype: torch.dtype | None = None)
     """Write a step 0 with only the model, for checkpoint.initial_load_path. Raises ConfigError."""
     dtypes = {fqn: dtype or weights.dtypes[fqn] for fqn in weights.shapes}
     planned = {
-        f"model.{fqn}": torch.empty(shape, dtype=dtypes[fqn], device="meta")
+        fqn: torch.empty(shape, dtype=dtypes[fqn], device="meta")
         for fqn, shape in weights.shapes.items()
     }
     state = {
@@ -56,29 +55,15 @@ def write_step(folder: Path, weights: Weights, dtype: torch.dtype | None = None)
         "run": {"model": dataclasses.asdict(weights.config)},
         "special_tokens": weights.special_tokens,
     }
-    last = torch.empty(0)
 
-    def read(name: str) -> Tensor:
-        """Read a tensor, and free the one before, since torch keeps what it has written."""
-        nonlocal last
-        fqn = name.removeprefix("model.")
-        last.untyped_storage().resize_(0)
-        last = weights.read(fqn).to(dtypes[fqn], copy=True)  # a mapped tensor cannot be freed
-        return last
+    def read(fqn: str) -> Tensor:
+        return weights.read(fqn).to(dtypes[fqn])
 
     with _whole(folder, sum(tensor.nbytes for tensor in planned.values())) as unfinished:
-        writer = tensor_files.Writer(unfinished)
-        writer.per_thread_copy_ahead = (
-            0  # with a GPU, too, request a tensor only when the one before is written
-        )
-        with tensor_files.alone(f"{folder} cannot be written"):
-            dcp.save(
-                planned, storage_writer=writer, planner=tensor_files.FromHost(read), no_dist=True
-            )
+        tensor_files.write_one_by_one(unfinished, planned, read)
         manifest.write_text(unfinished / "state.json", json.dumps(state, indent=1) + "\n")
-        manifest.write(
-            unfinished, 0, {path.name: manifest.digest(path) for path in unfinished.iterdir()}
-        )
+        files = {path.name: manifest.digest(path) for path in unfinished.iterdir()}
+        manifest.write(unfinished, 0, files)
 
 
 def write_hf(
@@ -236,7 +221,7 @@ def main(arguments: Sequence[str]) -> None:
             )
         if options.max_shard_size is not None:
             raise ConfigError(
-                f"--max-shard-size {options.max_shard_size}: a step has one file; leave it out, or use --to hf"
+                f"--max-shard-size {options.max_shard_size}: a step has a file for each tensor; leave it out, or use --to hf"
             )
         write_step(options.target, weights, dtype)
     else:

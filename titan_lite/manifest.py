@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from titan_lite.outside import (
     BYTES,
@@ -48,14 +48,6 @@ def publish(unfinished: Path, path: Path) -> None:
     sync(unfinished)
     unfinished.rename(path)
     sync(path.parent)
-
-
-def is_open(file: IO[Any], path: Path) -> bool:
-    """Return True if the path is still that of the open file, which another process may have removed or replaced."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except OSError:
-        return False
 
 
 def write_text(path: Path, text: str) -> None:

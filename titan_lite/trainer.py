@@ -72,7 +72,12 @@ from titan_lite.metrics.readings import Readings
 from titan_lite.metrics.sources import BySource
 from titan_lite.metrics.throughput import Throughput
 from titan_lite.models.llama3 import ModelConfig, Transformer, flops_per_token
-from titan_lite.optimizer.build import build_optimizer, optimizer_state, set_learning_rate
+from titan_lite.optimizer.build import (
+    build_optimizer,
+    optimizer_settings,
+    optimizer_state,
+    set_learning_rate,
+)
 from titan_lite.optimizer.clipping import clip_grad_norm_
 from titan_lite.plan.measure import Shapes, find_machine, peak_flops
 from titan_lite.plan.plan_vs_actual import PlanVsActual
@@ -520,13 +525,23 @@ class Trainer:
         return self.step < self.config.training.steps or self.validation_due
 
     def state_tensors(self) -> dict[str, Tensor]:
-        optimizer, between = optimizer_state(self.optimizer, self.parameters), self.between.state()
-        kinds: dict[str, Any] = dict(model=self.parameters, optimizer=optimizer, between=between)
-        return {
-            f"{kind}.{name}": tensor.detach()
-            for kind, each in kinds.items()
-            for name, tensor in each.items()
+        """Return the tensors of a checkpoint, by their names there (checkpoint/tensor_files.py)."""
+        tensors: dict[str, Tensor] = dict(self.parameters)
+        for name, tensor in optimizer_state(self.optimizer, self.parameters).items():
+            tensors[f"optimizer.state.{name}"] = tensor
+        for name, tensor in self.between.state().items():
+            tensors[f"between.{name}"] = tensor
+        return {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def state_values(self) -> dict[str, Any]:
+        """Return what torchtitan's checkpoints have beside tensors. A resume takes it from state.json and the recipe."""
+        values: dict[str, Any] = {
+            "train_state.step": self.step,
+            "train_state.ntokens_seen": self.tokens_seen,
         }
+        for name, value in optimizer_settings(self.optimizer, self.parameters).items():
+            values[f"optimizer.param_groups.{name}"] = value
+        return values
 
     def save(self, *, last: bool) -> None:
         self.read(now=True)
@@ -542,7 +557,8 @@ class Trainer:
                 "validation_due": self.validation_due,
                 **self.described,
             }
-            self.checkpointer.save(self.step, self.state_tensors(), state, last=last)
+            values = {**self.state_tensors(), **self.state_values()}
+            self.checkpointer.save(self.step, values, state, last=last)
 
     def resume(self) -> None:
         """Load the newest checkpoint, or the one of checkpoint.load_step. Without one, load initial weights if there are any."""

@@ -1,4 +1,4 @@
-"""What one rank sends and receives in a save, a resume and the comparisons of a run, at several numbers of ranks.
+"""What one rank sends and receives in a resume and the comparisons of a run, at several numbers of ranks.
 
 Every rank has a shard of the same size, so that what is its own stays the same. Collectives are counted in torch.distributed, as
 are those within torch's functions for objects.
@@ -88,28 +88,20 @@ def a_run(folder):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
     tensors = {
-        f"model.{name}": distribute_tensor(torch.ones(4 * ranks, 8), mesh, [Shard(0)])
-        for name in "abc"
+        name: distribute_tensor(torch.ones(4 * ranks, 8), mesh, [Shard(0)]) for name in "abc"
     }
     tensors |= {
-        f"model.norm.{name}": distribute_tensor(torch.ones(8), mesh, [Replicate()]) for name in "ab"
+        f"norm.{name}": distribute_tensor(torch.ones(8), mesh, [Replicate()]) for name in "ab"
     }
-    tensors |= {f"optimizer.{name}.step": torch.tensor(1.0) for name in "abc"}
+    tensors |= {f"optimizer.state.{name}.step": torch.tensor(1.0) for name in "abc"}
     parts = {
         name: Counter()
-        for name in ("save", "resume", "copies", "schedule", "stragglers", "stop", "bad documents")
+        for name in ("resume", "copies", "schedule", "stragglers", "stop", "bad documents")
     }
     before = sockets()
     saves = Checkpointer(Checkpoint(enable=True), folder)
-    with counting(parts["save"]):
-        saves.save(
-            1,
-            tensors,
-            {
-                "step": 1,
-                "loader": {"windows": ranks, "rows": {str(rank): [1, [rank, 17]]}, "of": ranks},
-            },
-        )
+    position = {"windows": ranks, "rows": {str(rank): [1, [rank, 17]]}, "of": ranks}
+    saves.save(1, tensors, {"step": 1, "loader": position})  # in which DCP sends all places to all
     for tensor in tensors.values():
         (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
     with counting(parts["resume"]):
@@ -172,7 +164,7 @@ def test_what_a_rank_exchanges_does_not_grow_with_ranks(runs):
                     key: few[key] for key in few if key[1] == "calls"
                 }
                 grown = {key for key in many | few if many[key] > few[key]}
-                # The first rank writes the list of files and their parts, so it alone receives these from all.
+                # The first rank counts for all what is skipped, so it alone receives that from all.
                 assert grown <= ({("gather", "bytes")} if rank == 0 else set()), (
                     part,
                     ranks,

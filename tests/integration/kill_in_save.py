@@ -21,18 +21,18 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_lite import manifest
 from titan_lite.checkpoint.saving import Checkpointer, CheckpointError
-from titan_lite.checkpoint.tensor_files import FromHost
+from titan_lite.checkpoint.tensor_files import BeatingSavePlanner, StepWriter
 from titan_lite.config import Checkpoint
 
 # Of step 3's save: which rank dies, at which call of what, before or after it; and which step is then to be loaded.
 POINTS = {
     "data": [
         *[
-            (rank, FromHost, "resolve_data", call, "before", {2})
+            (rank, BeatingSavePlanner, "resolve_data", call, "before", {2})
             for rank in (0, 1)
             for call in (1, 2, 4)
         ],
-        *[(rank, FromHost, "resolve_data", 4, "after", {2}) for rank in (0, 1)],
+        *[(rank, BeatingSavePlanner, "resolve_data", 4, "after", {2}) for rank in (0, 1)],
         *[(0, FileSystemWriter, "finish", 1, when, {2}) for when in ("before", "after")],
     ],
     "manifest": [
@@ -49,10 +49,8 @@ POINTS = {
         (0, manifest, "sync", 3, "after", {2}),
         (0, manifest, "sync", 4, "before", {3}),
         (0, manifest, "sync", 4, "after", {3}),
-        (0, Checkpointer, "_together", 3, "after", {3}),
-        (1, Checkpointer, "_together", 2, "after", {2, 3}),  # the other rank may be through with it
-        (1, Checkpointer, "_together", 3, "before", {2, 3}),
-        (1, Checkpointer, "_together", 3, "after", {3}),
+        (0, Checkpointer, "_commit", 1, "after", {3}),
+        *[(1, StepWriter, "write_data", 1, when, {2}) for when in ("before", "after")],
     ],
     "retention": [
         *[(0, Path, "rename", 3, when, {3}) for when in ("before", "after")],
@@ -83,7 +81,7 @@ def kill_at(owner, name, call, when):
 def tensors(step):
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(24.0).reshape(6, 4)
-    return {f"model.{n}": distribute_tensor(whole * step + n, mesh, [Shard(0)]) for n in range(4)}
+    return {f"layers.{n}": distribute_tensor(whole * step + n, mesh, [Shard(0)]) for n in range(4)}
 
 
 def fork_ranks(function, *args):
@@ -136,7 +134,6 @@ def resumes(rank, folder, mode, point):
     for later in range(step + 1, 5):
         steps_of.save(later, tensors(later), {"step": later})
     steps_of.wait()
-    dist.barrier()  # for the other's retention, which nobody waits for
     names = sorted(path.name for path in steps_of.folder.iterdir())
     assert names == ["lock", "step-3", "step-4"], names
 

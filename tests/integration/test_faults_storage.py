@@ -81,7 +81,7 @@ def test_a_rank_killed_anywhere_in_a_save_leaves_a_whole_step(phase, mode, tmp_p
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_disk_that_is_full_in_the_middle_of_a_save(mode, tmp_path, monkeypatch, world_of_one):
-    tensors = {"model.w": torch.randn(256, 1024), "model.v": torch.randn(256, 1024)}  # 2 MiB
+    tensors = {"w": torch.randn(256, 1024), "v": torch.randn(256, 1024)}  # 2 MiB
     with file_system(tmp_path / "disk", 3 * 1024) as disk:
         steps_of = Checkpointer(Checkpoint(enable=True, async_mode=mode), disk)
         steps_of.save(1, tensors, {"step": 1})
@@ -106,7 +106,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_save(mode, tmp_path, monkeypatch
             Checkpoint(enable=True, async_mode=mode, on_failure="continue"), disk
         )
         save(goes_on, 2, tensors)
-        save(goes_on, 3, {"model.w": tensors["model.w"][:64]})  # which has room
+        save(goes_on, 3, {"w": tensors["w"][:64]})  # which has room
         assert goes_on.verified_step() == 3
 
 
@@ -116,7 +116,7 @@ def save(steps_of, step, tensors):
 
 
 def test_a_folder_that_may_not_be_written(tmp_path, world_of_one):
-    tensors = {"model.w": torch.randn(8)}
+    tensors = {"w": torch.randn(8)}
     with file_system(tmp_path / "disk", 1024) as disk:
         steps_of = Checkpointer(Checkpoint(enable=True), disk)
         save(steps_of, 1, tensors)

@@ -12,10 +12,10 @@ import torch
 from ranks import run_ranks
 from tiny import AOT_EAGER, DEBUG, NO_VALIDATION, NO_WORKERS, SMALL, every, steps
 
-from titan_lite.checkpoint.tensor_files import local_part
 from titan_lite.config.recipe import load_config
 from titan_lite.logging import logger
 from titan_lite.metrics.records import read_metrics
+from titan_lite.optimizer.offload import local
 from titan_lite.trainer import Trainer
 
 OPTIONS = [
@@ -60,7 +60,7 @@ def run(folder, options, lines):
     trainer = Trainer(load_config(DEBUG, ["--job.dump_folder", str(folder), *OPTIONS, *options])[0])
     trainer.train()
     return "\n".join(lines), {
-        name: local_part(tensor).clone() for name, tensor in trainer.state_tensors().items()
+        name: local(tensor.detach()).clone() for name, tensor in trainer.state_tensors().items()
     }
 
 

@@ -152,7 +152,7 @@ def test_another_optimizer_is_refused_and_begins_with_the_model_alone_if_asked(w
         "exp_avg_sq",
         "step",
     }
-    assert tensors["optimizer.layers.0.attention.wq.weight.step"] == 1
+    assert tensors["optimizer.state.layers.0.attention.wq.weight.step"] == 1
 
 
 # Refused

@@ -16,6 +16,7 @@ from commands import python, run
 from ranks import run_ranks
 from tiny import DEBUG, NO_VALIDATION, SMALL, every, steps
 
+from titan_lite.checkpoint.names import section_of
 from titan_lite.config.recipe import load_config
 from titan_lite.metrics.records import read_metrics
 from titan_lite.trainer import Trainer
@@ -59,7 +60,7 @@ def watched(folder, options, saves_model_alone):
     trainer.next_batch = watching
     if saves_model_alone:
         trainer.state_tensors = lambda: {
-            name: t for name, t in state_tensors().items() if name.startswith("model.")
+            name: t for name, t in state_tensors().items() if section_of(name) == "model"
         }
     trainer.train()
     own = torch.cat(

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from commands import TORCHRUN, Job, launcher, script, train
 from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, ROOT, SMALL, every, steps
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_lite.metrics.records import read_metrics
 
@@ -49,6 +50,7 @@ def tensors(folder):
     found = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
     }
     dcp.load(found, storage_reader=reader, no_dist=True)
     return found

@@ -84,7 +84,8 @@ ROOMS = {
         "numpy",
         "tqdm",
     ),
-    "checkpoint": (*PART, "titan_lite.manifest", "titan_lite.outside"),
+    "checkpoint": (*PART, "filelock", "titan_lite.manifest", "titan_lite.outside"),
+    "checkpoint/names": (),  # as resume reads them without torch
     "checkpoint/weights": (
         *PART,
         "safetensors",

@@ -5,7 +5,7 @@ training stops while a step is written.
 
 Solution. A step is complete or absent: it is written under another name, and renamed when all of it is on disk.
 
-    checkpoint/step-50/              .metadata, *.distcp      all parameters and optimizer state by FQN, resharded on load
+    checkpoint/step-50/              .metadata, *.distcp      parameters and optimizer state by FQN, resharded on load
                                      state.json               step, tokens, position in the data
                                      manifest.json            size and SHA-256 of each of these, written last
     checkpoint/unfinished-step-60/   being written
@@ -13,32 +13,37 @@ Solution. A step is complete or absent: it is written under another name, and re
     checkpoint/invalid-step-40/      damaged, and renamed, since the run will save this step again
     checkpoint/lock                  held by the run that writes here
 
-With checkpoint.async_mode the loop waits only for a copy in host memory. A thread on each rank writes it. These threads have a
-process group of their own, since collectives of two threads on one group would be mixed up.
+Each rank writes and hashes a file. DCP's first rank writes the rest and renames the folder, so that an error there is one of the
+save on all ranks. With checkpoint.async_mode the loop waits only for a copy in host memory, and a thread of each rank goes on.
+These threads have a process group of their own, since collectives of two threads on one group would be mixed up.
 
 Open point. A resume reads a step twice: all files are hashed, split over the ranks, before the first tensor is loaded.
 """
 
 import datetime
+import functools
 import json
 import os
 import re
 import shutil
-import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 
 from titan_lite import manifest
 from titan_lite.checkpoint import state as saved_state
 from titan_lite.checkpoint import tensor_files
 from titan_lite.checkpoint.lock import FolderLock
+from titan_lite.checkpoint.names import section_of
 from titan_lite.config import Checkpoint, ConfigError
 from titan_lite.logging import logger
 from titan_lite.outside import Damaged
@@ -52,12 +57,9 @@ from titan_lite.ranks import (
     reduce_numbers,
 )
 
-T = TypeVar("T")
 GROUP = "checkpoint"  # name of the process group of saves, which has a time limit of its own
-SMALL = (
-    tensor_files.NAME,
-    saved_state.NAME,
-)  # checked before there is a process group, which checks the other files
+# checked before there is a process group, which checks the other files
+SMALL = (tensor_files.NAME, saved_state.NAME)
 LIMIT = datetime.timedelta(hours=1)  # for one phase of a save, while training goes on
 
 
@@ -76,14 +78,15 @@ class Checkpointer:
     def __init__(
         self, config: Checkpoint, dump_folder: Path, beat: Callable[[], None] = lambda: None
     ):
-        self.config, self.beat = config, beat
+        self.config = config
+        self.beat = beat
         self.folder = dump_folder / config.folder
         self.key = f'checkpoint.folder = "{config.folder}"'  # the beginning of errors
         self.group: dist.ProcessGroup | None = None
-        self.saving: threading.Thread | None = None
-        self.failure: CheckpointError | None = None  # of the last save
-        self.newest = self.tried = 0  # the last step on disk, and the last one attempted; 0: none
-        self.copies: dict[str, Tensor] = {}  # in pinned memory, reused for every save
+        self.saving: Future | None = None  # a save in the background
+        self.stager: AsyncStager | None = None  # has the copies that are reused for every save
+        self.newest = 0  # the last step on disk; 0: none
+        self.tried = 0  # the last step that was attempted
         self.locked = FolderLock(self.folder, self.key)
 
     def lock(self) -> None:
@@ -135,7 +138,7 @@ class Checkpointer:
             if saved_state.read_state(path)["step"] != step:
                 raise Damaged(f"{saved_state.NAME} is of another step")
             if share and dist.get_rank() == 0:
-                tensor_files.read_metadata(path, files)
+                tensor_files.read_metadata(path)
         except Damaged as error:
             return str(error)
         return ""
@@ -207,7 +210,7 @@ class Checkpointer:
             )
             seen = step if step in present else seen
             if not alike(str(seen), self._processes()):
-                all_seen = self._gather(seen)
+                all_seen = gather_objects(seen, self._processes())
                 different = [
                     rank for rank, found in enumerate(all_seen) if found != all_seen[rank - 1]
                 ]
@@ -256,72 +259,108 @@ class Checkpointer:
 
     def load(self, step: int, tensors: Mapping[str, Tensor]) -> None:
         """Fill the tensors in place, on this rank's layout. Raises ConfigError on all ranks."""
-        path, reader = self.path_of(step), None
-        try:
-            metadata = tensor_files.read_metadata(path, manifest.read(path, step))
-            reader, error = (
-                tensor_files.Reader(path, metadata),
-                tensor_files.misfit(metadata, tensors),
-            )
-        except Damaged as damage:
-            error = str(damage)
-        self._agree(error and f"{path} cannot be loaded: {error}")
+        path = self.path_of(step)
         error = ""
         try:
-            with tensor_files.alone(f"rank {dist.get_rank()}"):
-                planner = tensor_files.Filling(self.beat)
-                dcp.load(dict(tensors), storage_reader=reader, planner=planner, no_dist=True)
-        except ConfigError as failed:
-            error = str(failed)
-        self._agree(error and f"{path} cannot be loaded: {error}; remove it to use the step before")
+            tensor_files.load(path, tensors, self.beat)
+        except Damaged as damage:
+            error = f"{path} cannot be loaded: {damage}"
+        self._agree(error)
         self.newest = step
         logger.info(f"resumed from {path}")
 
     # Saving
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor], state: dict[str, Any], *, last: bool = False
+        self, step: int, values: Mapping[str, Any], state: dict[str, Any], *, last: bool = False
     ) -> None:
         """Save a step, or with checkpoint.async_mode start to save it, after the previous save has ended.
 
-        tensors: {name: tensor or DTensor}. state: of JSON types; rank 0's is written, with what all ranks have as
-        "loader", the position of their rows in the data, merged; a rank whose rows another one reads, too, may have None. Raises
-        CheckpointError if a save has failed and checkpoint.on_failure = "stop".
+        values: {name in tensor_files: tensor, DTensor or plain value}. state: of JSON types; rank 0's is written, with what all
+        ranks have as "loader", the position of their rows in the data, merged; a rank whose rows another one reads, too, may
+        have None. Raises CheckpointError if a save has failed and checkpoint.on_failure = "stop".
         """
         self.wait()
         self.tried = step
-        self._processes()  # made by this thread, as all ranks make groups in one order
+        group = self._processes()
         if last and self.config.last_save_model_only:
-            tensors = {
-                name: tensor for name, tensor in tensors.items() if name.startswith("model.")
-            }
-        state = {
-            **state,
-            "tensors": sorted({name.partition(".")[0] for name in tensors}),
-        }  # ["model", "optimizer"]
+            values = {name: value for name, value in values.items() if section_of(name) == "model"}
+        tensors = {name for name, value in values.items() if isinstance(value, Tensor)}
+        state = {**state, "tensors": sorted({section_of(name) for name in tensors})}
+        positions = [each for each in gather_on_first(state.get("loader"), group) if each]
+        if positions:
+            state["loader"] = saved_state.merge_loaders(positions)
+
+        writer = tensor_files.StepWriter(
+            self._unfinished(step),
+            begin=functools.partial(self._begin, step),
+            commit=functools.partial(self._commit, step, state),
+            beat=self.beat,
+        )
+        planner = tensor_files.BeatingSavePlanner(self.beat)
+        state_dict = tensor_files.by_section(values)
         if self.config.async_mode == "disabled":
-            self._save(
-                step,
-                tensors,
-                {name: tensor_files.local_part(tensor) for name, tensor in tensors.items()},
-                state,
+            with self._ending(step):
+                dcp.save(state_dict, storage_writer=writer, planner=planner, process_group=group)
+            return
+        # The thread is no daemon: if the run ends with an error, the process still waits until the step is saved.
+        self.saving = dcp.async_save(  # type: ignore[assignment] # a Future, as staging is not async
+            state_dict,
+            storage_writer=writer,
+            planner=planner,
+            process_group=group,
+            async_stager=self._stager() or writer,
+        )
+
+    def _stager(self) -> AsyncStager | None:
+        """Return what copies tensors to memory that is reused for every save, if the recipe asks for it."""
+        if self.config.async_mode == "async_with_pinned_mem" and self.stager is None:
+            cuda = torch.cuda.is_available()
+            if not cuda:
+                logger.info(
+                    'checkpoint.async_mode = "async_with_pinned_mem": without a GPU nothing is pinned; copies are reused'
+                )
+            self.stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=cuda,
+                    use_shared_memory=False,  # a container has 64 MB of it
+                    use_async_staging=False,
+                    use_non_blocking_copy=cuda,
+                )
             )
-            self.wait()
-            reduce_numbers(
-                0, group=self.group
-            )  # wait until rank 0 has deleted older steps, with the limit of this group
-        else:
-            copies = self._copy(tensors)
-            # Not a daemon: if the run ends with an error, the process still waits until the step is saved.
-            self.saving = threading.Thread(
-                target=self._save, args=(step, tensors, copies, state), name=f"save of step {step}"
-            )
-            self.saving.start()
+        return self.stager
 
     def poll(self) -> None:
         """Check at the end of a step whether a background save has ended on all ranks. Raises like `save`."""
-        if self.saving is not None and not reduce_numbers(int(self.saving.is_alive()))[0]:
+        if self.saving is not None and not reduce_numbers(int(not self.saving.done()))[0]:
             self.wait()
+
+    def wait(self) -> None:
+        """Wait until no save is running. Raises like `save`."""
+        saving = self.saving
+        self.saving = None
+        if saving is not None:
+            with self._ending(self.tried):
+                saving.result()
+
+    @contextmanager
+    def _ending(self, step: int) -> Iterator[None]:
+        """Return a context in which the save of a step ends, on all ranks alike. Raises like `save`."""
+        try:
+            yield
+        except (Exception, CheckpointException) as error:  # DCP's is no Exception
+            failure = CheckpointError(
+                f"step {step} was not saved in {self.folder}: {_reason(error)}"
+            )
+            stops = self.config.on_failure == "stop" or is_communication(error)
+            if dist.get_rank() == 0:
+                then = "" if stops else '; the run goes on (checkpoint.on_failure = "continue")'
+                logger.warning(f"NOTHING WAS SAVED: {failure}{then}")
+                shutil.rmtree(self._unfinished(step), ignore_errors=True)
+            if stops:
+                raise failure from error
+        else:
+            self.newest = step
 
     def before_exit(self, step: int) -> str:
         """Return the part of a sentence about saving this step before the run exits, or "" if it is saved."""
@@ -348,131 +387,50 @@ class Checkpointer:
         )
         return f"started again, by hand or by the launcher, the run {where}"
 
-    def wait(self) -> None:
-        """Wait until no save is running. Raises like `save`."""
-        if self.saving is not None:
-            self.saving.join()
-            self.saving = None
-        failure, self.failure = self.failure, None
-        if failure is not None and (self.config.on_failure == "stop" or is_communication(failure)):
-            raise failure
-
-    def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy this rank's parts to host memory; afterwards the optimizer may change the tensors."""
-        keep = self.config.async_mode == "async_with_pinned_mem"
-        if keep and not self.copies and not torch.cuda.is_available():
-            logger.info(
-                'checkpoint.async_mode = "async_with_pinned_mem": without a GPU nothing is pinned; copies are reused'
+    def _begin(self, step: int, needed: int) -> None:
+        """Make the folder of a step, on the first rank. needed: bytes. Raises CheckpointError."""
+        self._check_lock()
+        path = self.path_of(step)
+        if os.path.lexists(path):
+            raise CheckpointError(f"{path} exists, and no step is overwritten; move it away")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._remove_leftovers()
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise CheckpointError(
+                f"it needs {needed / 2**30:.3f} GiB, and {free / 2**30:.3f} GiB are free"
             )
-        copies = self.copies if keep else {}
-        for name, tensor in tensors.items():
-            local = tensor_files.local_part(tensor)
-            if name not in copies:
-                copies[name] = torch.empty(
-                    local.shape, dtype=local.dtype, pin_memory=keep and torch.cuda.is_available()
-                )
-            copies[name].copy_(local, non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return copies
-
-    def _save(
-        self,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        copies: Mapping[str, Tensor],
-        state: dict[str, Any],
-    ) -> None:
-        """Save the step, or set `failure` on all ranks alike."""
-        try:
-            if (
-                torch.cuda.is_available()
-            ):  # a new thread is on GPU 0, where DCP would create a context of 0.5 GB for each rank
-                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            self._commit(step, tensors, copies, state)
-        except Exception as error:
-            self.failure = CheckpointError(
-                f"step {step} was not saved in {self.folder}: {_reason(error)}"
-            )
-            self.failure.__cause__ = error
-            if dist.get_rank() == 0:
-                goes_on = self.config.on_failure == "continue" and not is_communication(error)
-                then = '; the run goes on (checkpoint.on_failure = "continue")' if goes_on else ""
-                logger.warning(f"NOTHING WAS SAVED: {self.failure}{then}")
-                shutil.rmtree(self._unfinished(step), ignore_errors=True)
-        else:
-            self.newest = step
-            if dist.get_rank() == 0:  # other ranks do not wait for it
-                self._retain()
+        self._unfinished(step).mkdir()
 
     def _commit(
-        self,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        copies: Mapping[str, Tensor],
-        state: dict[str, Any],
+        self, step: int, state: Mapping[str, Any], files: dict[str, dict[str, Any]]
     ) -> None:
-        rank, path, unfinished = dist.get_rank(), self.path_of(step), self._unfinished(step)
-        (needed,) = reduce_numbers(
-            sum(map(tensor_files.share, tensors.values())), group=self.group, total=True
+        """Write state.json and the manifest of a step and give it its name, on the first rank. Raises CheckpointError.
+
+        files: {name: size and SHA-256} of the files with tensors.
+        """
+        self._check_lock()
+        unfinished = self._unfinished(step)
+        text = json.dumps(state, indent=1) + "\n"
+        manifest.write_text(unfinished / saved_state.NAME, text)
+        small = {name: manifest.digest(unfinished / name) for name in SMALL}
+        manifest.write(unfinished, step, {**files, **small})
+        try:
+            manifest.check_step(unfinished, step)
+        except Damaged as error:
+            raise CheckpointError(
+                f"{error}, seen from rank 0; use a {self.folder} on a file system of all nodes"
+            ) from None
+        manifest.publish(unfinished, self.path_of(step))
+        logger.info(
+            f"checkpoint written to {self.path_of(step)}",
+            extra={"event": "checkpoint", "step": step},
         )
+        self._retain()
 
-        def check_lock() -> None:
-            if not self.locked.is_held():
-                raise CheckpointError("the folder or its lock was removed during the run")
-
-        def prepare() -> None:
-            check_lock()
-            if os.path.lexists(path):
-                raise CheckpointError(f"{path} exists, and no step is overwritten; move it away")
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
-            free = shutil.disk_usage(self.folder).free
-            if free < needed:
-                raise CheckpointError(
-                    f"it needs {needed / 2**30:.3f} GiB, and {free / 2**30:.3f} GiB are free"
-                )
-            unfinished.mkdir()
-
-        def copy_of(name: str) -> Tensor:
-            self.beat()
-            return copies[name]
-
-        def write() -> tuple[Any, dict[str, dict[str, Any]], list[tensor_files.Entry]]:
-            entries = tensor_files.write(unfinished, tensors, copy_of)
-            files = {
-                path.name: manifest.digest(path, self.beat)
-                for path in unfinished.glob(f"__{rank}_*")
-            }
-            return state.get("loader"), files, entries
-
-        def finish() -> None:
-            check_lock()
-            tensor_files.write_metadata(unfinished, (entries for _, _, entries in parts))
-            loaders = [each for each, _, _ in parts if each is not None]
-            merged = {"loader": saved_state.merge_loaders(loaders)} if loaders else {}
-            manifest.write_text(
-                unfinished / saved_state.NAME, json.dumps({**state, **merged}, indent=1) + "\n"
-            )
-            files = {name: each for _, theirs, _ in parts for name, each in theirs.items()}
-            files.update({name: manifest.digest(unfinished / name) for name in SMALL})
-            manifest.write(unfinished, step, files)
-            try:
-                manifest.check_step(unfinished, step)
-            except Damaged as error:
-                raise CheckpointError(
-                    f"{error}, seen from rank 0; use a {self.folder} on a file system of all nodes"
-                ) from None
-            manifest.publish(unfinished, path)
-            logger.info(
-                f"checkpoint written to {path}", extra={"event": "checkpoint", "step": step}
-            )
-
-        self._together(prepare if rank == 0 else None)
-        written = self._together(write)
-        assert written is not None
-        parts = gather_on_first(written, self.group)
-        self._together(finish if rank == 0 else None)
+    def _check_lock(self) -> None:
+        if not self.locked.is_held():
+            raise CheckpointError("the folder or its lock was removed during the run")
 
     def _retain(self) -> None:
         """Delete all but the newest keep_latest_k complete steps; a step is renamed before it is deleted."""
@@ -503,35 +461,18 @@ class Checkpointer:
             self.group = new_gloo_group(LIMIT, GROUP)
         return self.group
 
-    def _gather(self, mine: T) -> list[T]:
-        """Return the values of all ranks, by rank."""
-        return gather_objects(mine, self._processes())
-
     def _agree(self, error: str) -> None:
         """Raise ConfigError on all ranks if one has an error."""
         if error := first_word(error, self._processes()):
             raise ConfigError(error)
 
-    def _together(self, work: Callable[[], T] | None) -> T | None:
-        """Return the result of `work`. Raises CheckpointError on all ranks if it failed on one."""
-        result, error = None, ""
-        try:
-            result = work() if work is not None else None
-        except Exception as failed:
-            error = _reason(failed)
-        if reduce_numbers(int(bool(error)), group=self._processes())[0]:
-            errors = [
-                f"rank {rank}: {each}" for rank, each in enumerate(self._gather(error)) if each
-            ]
-            raise CheckpointError("; ".join(errors))
-        return result
-
 
 def _reason(error: BaseException) -> str:
     """Return an error in one line."""
+    if isinstance(error, CheckpointException):
+        failures = sorted(error.failures.items())
+        return "; ".join(f"rank {rank}: {_reason(cause)}" for rank, (cause, _) in failures)
     words = " ".join(str(error).split())
-    return (
-        words
-        if isinstance(error, (CheckpointError, Damaged))
-        else f"{type(error).__name__}: {words}"
-    )
+    if isinstance(error, (CheckpointError, Damaged)):
+        return words
+    return f"{type(error).__name__}: {words}"

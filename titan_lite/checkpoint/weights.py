@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_lite import manifest
 from titan_lite.checkpoint import tensor_files
+from titan_lite.checkpoint.names import section_of
 from titan_lite.checkpoint.state import read_state
 from titan_lite.config import ConfigError
 from titan_lite.logging import logger
@@ -56,29 +56,21 @@ class StepFolder:
         self.files = manifest.check_step(folder, None)
         if every_byte:
             self.check_bytes()
-        self.metadata = tensor_files.read_metadata(folder, self.files)
+        self.metadata = tensor_files.read_metadata(folder)
         self.state = read_state(folder)
         shape = self.state.get("run", {}).get("model")
         if shape is None:
             raise Damaged("state.json does not say which model this is (run.model)")
         self.config = config_from_fields(shape, "state.json: run.model")
         stored = {
-            name.removeprefix("model."): tensor
+            name: tensor
             for name, tensor in self.metadata.state_dict_metadata.items()
-            if name.startswith("model.")
-            and isinstance(tensor, TensorStorageMetadata)  # all are, see tensor_files
+            if section_of(name) == "model" and isinstance(tensor, TensorStorageMetadata)
         }
         check_size(self.config, len(stored))
         self.shapes = shapes(self.config)
         _refuse(misfits(self.shapes, {fqn: tensor.size for fqn, tensor in stored.items()}))
         self.dtypes = {fqn: tensor.properties.dtype for fqn, tensor in stored.items()}
-        needed = sum(
-            shape.numel() * self.dtypes[fqn].itemsize for fqn, shape in self.shapes.items()
-        )
-        if needed > (there := sum(entry["size"] for entry in self.files.values())):
-            raise Damaged(
-                f"{tensor_files.NAME} lists tensors of {needed:,} bytes, and the files have {there:,}"
-            )
         # Only a converted step has them; those of a run are in its tokenizer.
         self.special_tokens = self.state.get("special_tokens") or {
             "bos_token_id": None,
@@ -98,15 +90,11 @@ class StepFolder:
 
     def read_into(self, parameters: Mapping[str, Tensor]) -> None:
         """Fill tensors or DTensors, without communication. Raises ConfigError."""
-        tensors: dict[str, Any] = {
-            f"model.{fqn}": parameter.detach() for fqn, parameter in parameters.items()
-        }
-        with tensor_files.alone(f"{self.folder} cannot be read"):
-            dcp.load(
-                tensors,
-                storage_reader=tensor_files.Reader(self.folder, self.metadata),
-                no_dist=True,
-            )
+        tensors = {fqn: parameter.detach() for fqn, parameter in parameters.items()}
+        try:
+            tensor_files.load(self.folder, tensors, metadata=self.metadata)
+        except Damaged as damage:
+            raise ConfigError(f"{self.folder} cannot be read: {damage}") from None
 
     def tokenizer_files(self) -> list[Path]:
         """Return the tokenizer of the run's recipe, if it still exists, and the files beside a tokenizer.json."""
@@ -258,8 +246,6 @@ class MetaFolder:
     def _read_part(self, path: Path) -> dict[str, Tensor]:
         """Return the tensors of a file by name, mapped. Raises Damaged."""
         try:
-            with open_regular(path) as file:
-                tensor_files.check_uncompressed(file)
             part = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Damaged:
             raise

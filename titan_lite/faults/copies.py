@@ -57,7 +57,7 @@ class Copies:
     def check(self, step: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
         """Compare all copies. Raises the same TrainingError on all ranks.
 
-        tensors: returns {"model.FQN": DTensor, "optimizer.FQN.step": a plain tensor, equal on all ranks, ...}.
+        tensors: returns {"FQN": DTensor, "optimizer.state.FQN.step": a plain tensor, equal on all ranks, ...}.
         """
         found = find(tensors())
         if found is not None:
@@ -219,8 +219,8 @@ def describe(found: Collection[Wrong]) -> str:
 
 
 def _names(places: Iterable[Place]) -> str:
-    """Return [("model.norm.weight", ...), ...] as "norm.weight and 2 others"."""
-    names = [*dict.fromkeys(name.partition(".")[2] for name, _ in places)]
+    """Return [("optimizer.state.norm.weight.step", ...), ...] as "norm.weight.step and 2 others"."""
+    names = [*dict.fromkeys(name.removeprefix("optimizer.state.") for name, _ in places)]
     others = len(names) - 1
     return names[0] + (f" and {others} other{'s' * (others > 1)}" if others else "")
 

@@ -4,6 +4,7 @@ named = dict(model.named_parameters())
 optimizer = build_optimizer(config.optimizer, named, seed=0)                          # fused: one kernel
 optimizer = build_optimizer(config.optimizer, named, seed=0, compile=torch.compile)   # compiled
 optimizer_state(optimizer, named)       # {"layers.0.attention.wq.weight.exp_avg": DTensor, ...}
+optimizer_settings(optimizer, named)    # {"layers.0.attention.wq.weight.lr": 3e-4, ...}
 """
 
 from collections.abc import Callable, Mapping
@@ -80,3 +81,17 @@ def optimizer_state(
         optimizer.host.wait()
     states = ((fqn, optimizer.state_of(parameter)) for fqn, parameter in parameters.items())
     return {f"{fqn}.{name}": value for fqn, state in states for name, value in state.items()}
+
+
+def optimizer_settings(
+    optimizer: AdamW | Matrices, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Any]:
+    """Return the settings of each parameter's group as {"FQN.lr": ..., "FQN.betas": ..., ...}."""
+    fqns = {parameter: fqn for fqn, parameter in parameters.items()}
+    return {
+        f"{fqns[parameter]}.{key}": value
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for key, value in group.items()
+        if key != "params"
+    }

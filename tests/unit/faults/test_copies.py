@@ -102,7 +102,7 @@ def told(*found):
     )
 
 
-W, V, STEP = ("model.w", (-1, 0, 0)), ("model.v", (-1, 1, 0)), ("optimizer.w.step", ())
+W, V, STEP = ("w", (-1, 0, 0)), ("v", (-1, 1, 0)), ("optimizer.state.w.step", ())
 
 
 def test_of_three_copies_the_one_that_is_alone_is_named():
@@ -124,14 +124,14 @@ def test_the_rank_that_is_outvoted_elsewhere_is_the_one_of_two():
 
 
 def test_the_one_of_two_that_is_not_finite_is_the_one():
-    text = told(({W: 1}, ()), ({W: 2}, ("model.w",)))
+    text = told(({W: 1}, ()), ({W: 2}, ("w",)))
     assert text.startswith(
         "rank 1 (node-1) differs from the other copies of w; w is not finite on rank 1 (node-1); "
     )
 
 
 def test_what_is_not_finite_on_all_copies_is_no_difference():
-    text = told(((), ("model.w", "model.v")), ((), ("model.w",)))
+    text = told(((), ("w", "v")), ((), ("w",)))
     assert text == "w and 1 other are not finite on ranks 0 (node-0) and 1 (node-1)"
 
 
@@ -146,15 +146,15 @@ def changed(function):
     )
     whole = torch.randn(4, generator=torch.Generator().manual_seed(2))
     tensors = {
-        "model.w": DTensor.from_local(shard, mesh, [Replicate(), Shard(0)], run_check=False),
-        "model.half": DTensor.from_local(
+        "w": DTensor.from_local(shard, mesh, [Replicate(), Shard(0)], run_check=False),
+        "half": DTensor.from_local(
             shard.bfloat16(), mesh, [Replicate(), Shard(0)], run_check=False
         ),
-        "model.norm": DTensor.from_local(whole, mesh, [Replicate(), Replicate()], run_check=False),
-        "model.empty": DTensor.from_local(
+        "norm": DTensor.from_local(whole, mesh, [Replicate(), Replicate()], run_check=False),
+        "empty": DTensor.from_local(
             torch.empty(0, 4), mesh, [Replicate(), Shard(0)], run_check=False
         ),
-        "optimizer.w.step": torch.tensor(3.0),
+        "optimizer.state.w.step": torch.tensor(3.0),
     }
     check = Copies(2, lambda: "step-2 is whole")
     check.check(1, lambda: tensors)  # equal
@@ -175,27 +175,27 @@ def nothing(rank, tensors):
 
 def a_shard(rank, tensors):
     if rank == 3:
-        tensors["model.w"].to_local()[1, 2] += 1e-6
+        tensors["w"].to_local()[1, 2] += 1e-6
 
 
 def a_half(rank, tensors):
     if rank == 0:
-        tensors["model.half"].to_local().view(torch.int16)[0, 0] ^= 1
+        tensors["half"].to_local().view(torch.int16)[0, 0] ^= 1
 
 
 def a_norm(rank, tensors):
     if rank == 2:
-        tensors["model.norm"].to_local()[3].neg_()
+        tensors["norm"].to_local()[3].neg_()
 
 
 def a_counter(rank, tensors):
     if rank == 1:
-        tensors["optimizer.w.step"] += 1
+        tensors["optimizer.state.w.step"] += 1
 
 
 def not_finite_alike(rank, tensors):
     if rank in (1, 3):
-        tensors["model.w"].to_local()[0, 0] = math.nan
+        tensors["w"].to_local()[0, 0] = math.nan
 
 
 def on_ranks(functions):
