@@ -24,7 +24,6 @@ OPTIONS = [
 @pytest.fixture
 def corpus(tmp_path):
     """(text, by which tokenizer.json it has been prepared, where)."""
-    pytest.importorskip("tokenizers")
     text, tokenizer, prepared = (
         tmp_path / "corpus.jsonl",
         tmp_path / "tokenizer.json",

@@ -200,7 +200,6 @@ def test_the_text_alone_is_on_standard_output(folder, capsys):
 
 
 def test_a_tokenizer_json_speaks_as_ours_does(folder, tmp_path, capsys):
-    pytest.importorskip("tokenizers")
     theirs = shutil.copytree(folder, tmp_path / "theirs")
     for name in (
         "special_tokens_map.json",

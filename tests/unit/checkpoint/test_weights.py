@@ -248,7 +248,6 @@ def test_special_tokens_and_tokenizer_go_along(folder, tmp_path):
 
 @UNTIED_ONLY
 def test_a_tokenizer_that_is_named_must_be_understood(step, tmp_path, capsys):
-    pytest.importorskip("tokenizers")
     path, out = tmp_path / "mine.json", tmp_path / "out"
     path.write_text("{}")
     assert convert.main([str(step), str(out), "--tokenizer", str(path)]) == 2

@@ -33,7 +33,6 @@ def ours():
 
 @pytest.fixture(scope="module")
 def as_json(ours, tmp_path_factory):
-    pytest.importorskip("tokenizers")
     path = tmp_path_factory.mktemp("exported") / "tokenizer.json"
     path.write_text(json.dumps(to_json(ours)), encoding="utf-8")
     path.with_name("tokenizer_config.json").write_text(

@@ -1,5 +1,4 @@
 import base64
-import os
 import pickle
 from itertools import groupby
 from pathlib import Path
@@ -130,27 +129,36 @@ def test_pickles_and_is_told_by_its_hash(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lines", "place", "what"),
+    ("lines", "what"),
     [
-        ([], "line 0", "256 of the 256 bytes"),
-        ([b'["version", "1.0",'], "line 1", '["version", "1.0",'),
-        ([*BYTES[:5], b"!!!! 5"], "line 6", "'!!!! 5'"),
-        ([*BYTES[:5], b"BQ==5"], "line 6", "'BQ==5'"),
-        ([*BYTES[:5], b"", BYTES[5]], "line 6", "''"),
-        ([*BYTES[:5], b"BQ== five"], "line 6", "'BQ== five'"),
-        ([*BYTES[:5], BYTES[6]], "line 6", "rank 6 where 5 should follow"),
-        ([*BYTES[:5], b"AA== 5"], "line 6", "of rank 0 again"),
-        (BYTES[:255], "line 255", "1 of the 256 bytes, such as b'\\xff'"),
-        ([b"\xff\xfe\x00 0"], "line 1", "base64"),
+        ([], "no token for 256 of the 256 bytes"),
+        ([b'["version", "1.0",'], "is not in tiktoken's format (Error parsing line"),
+        ([*BYTES[:5], b"BQ==5"], "Error parsing line b'BQ==5'"),
+        ([*BYTES[:5], b"BQ== five"], "Error parsing line b'BQ== five'"),
+        ([*BYTES, b"AAA= 257"], "its ranks are not 0 to 256"),
+        (BYTES[:255], "no token for 1 of the 256 bytes"),
+        ([b"\xff\xfe\x00 0"], "no token for 256 of the 256 bytes"),
+        ([b"\n\x0e\n\x05<unk>\x15\x00\x00", b"<s>"], "is not in tiktoken's format"),
+        ([b' {"version": "1.0", "model": {}}'], "is not in tiktoken's format"),
     ],
 )
-def test_a_malformed_file_is_named_with_its_line(tmp_path, lines, place, what):
+def test_a_malformed_file_is_named(tmp_path, lines, what):
     path = tmp_path / "bad.model"
     path.write_bytes(b"\n".join(lines))
     with pytest.raises(ConfigError) as error:
         load_tokenizer(path)
-    for part in (f'model.tokenizer_path = "{path}"', place, what, "assets/tokenizer/debug.model"):
+    assert "\n" not in str(error.value)
+    for part in (f'model.tokenizer_path = "{path}"', what, "assets/tokenizer/debug.model"):
         assert part in str(error.value)
+
+
+def test_a_file_that_changes_is_read_again(tmp_path):
+    """Though tiktoken keeps what it has read in a folder for temporary files, by the path."""
+    path = tmp_path / "some.model"
+    path.write_bytes(b"\n".join(BYTES))
+    assert load_tokenizer(path).vocab_size == 512
+    path.write_bytes(b"\n".join([*BYTES, b"AAA= 256"]))
+    assert load_tokenizer(path).vocab_size == 513
 
 
 @pytest.mark.parametrize("name", ["absent.model", ".", "absent.json"])
@@ -164,74 +172,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
         "assets/tokenizer/debug.model",
     ):
         assert part in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n\n\n\x03<s>", "a SentencePiece model"),
-        (
-            b"@\x00\x00\x00\x00\x00\x00\x00"
-            + b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
-            "a safetensors file",
-        ),
-        (b' {"version": "1.0", "model": {}}', "its name does not end in .json"),
-    ],
-)
-def test_another_kind_of_file_is_called_by_its_name(tmp_path, content, words):
-    (tmp_path / "some.model").write_bytes(content)
-    with pytest.raises(ConfigError) as error:
-        load_tokenizer(tmp_path / "some.model")
-    assert str(error.value).startswith(f'model.tokenizer_path = "{tmp_path}/some.model" is ')
-    assert words in str(error.value)
-
-
-def test_what_is_no_file_or_too_large_is_not_read(tmp_path):
-    os.mkfifo(tmp_path / "pipe.model")
-    os.mkfifo(tmp_path / "pipe.json")
-    for name, size in (("large.model", 2**24 + 1), ("large.json", 10 * 2**30)):
-        with open(tmp_path / name, "wb") as file:
-            file.truncate(size)  # which takes no room on the disk
-    for path, words in (
-        ("pipe.model", "is a pipe, not a file"),
-        ("pipe.json", "is a pipe, not a file"),
-        ("/dev/zero", "is a device, not a file"),
-        ("large.model", "is larger than 16 MiB"),
-        ("large.json", "is larger than 64 MiB"),
-    ):
-        with pytest.raises(ConfigError, match=words) as error:
-            load_tokenizer(tmp_path / path)
-        assert "\n" not in str(error.value)
-
-
-PIECES = st.sampled_from(
-    [b"\n", b" ", b"AA==", b"!", b"0", b"1", b"999999999999999999999", b"\xff", b"{", b"=", b"\0"]
-)
-
-
-def told(path, content):
-    """A tokenizer of any bytes, or what is wrong in one line."""
-    path.write_bytes(content)
-    try:
-        tokenizer = load_tokenizer(path)
-    except ConfigError as error:
-        assert str(error).isprintable(), str(error)  # noqa: PT017
-        assert len(str(error)) < 2000  # noqa: PT017
-    else:
-        assert max(tokenizer.encode("some text")) < tokenizer.vocab_size
-
-
-@settings(max_examples=60)
-@given(data=st.data())
-def test_any_bytes_are_a_tokenizer_or_told(tmp_path_factory, data):
-    real = b"\n".join(BYTES)
-    at = data.draw(st.integers(0, len(real)))
-    put = data.draw(st.lists(PIECES, max_size=5).map(b"".join) | st.binary(max_size=20))
-    content = real[:at] + put + real[at + data.draw(st.integers(0, 9)) :]
-    told(
-        tmp_path_factory.getbasetemp() / "fuzz.model",
-        data.draw(st.sampled_from([content, content[:at], put])),
-    )
 
 
 def test_of_a_folder_its_tokenizer_is_named(tmp_path):

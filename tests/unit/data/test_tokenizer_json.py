@@ -4,11 +4,11 @@ import hashlib
 import json
 import pickle
 import pydoc_data.topics
-import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+import tokenizers
+from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_lite.config import ConfigError
@@ -24,7 +24,6 @@ OURS = load_tokenizer(Path(__file__).parents[3] / "assets/tokenizer/debug.model"
 
 @pytest.fixture(scope="module")
 def theirs():
-    tokenizers = pytest.importorskip("tokenizers")
     return tokenizers.Tokenizer.from_str(json.dumps(to_json(OURS)))
 
 
@@ -43,7 +42,6 @@ def test_any_text_has_the_same_ids_and_comes_back(theirs, text):
 
 
 def test_a_token_that_no_merges_make_is_found_all_the_same():
-    tokenizers = pytest.importorskip("tokenizers")
     ranks = {bytes([byte]): byte for byte in range(256)} | {b"abc": 256, b"bcd": 257, b"abcd": 258}
     ours = TiktokenTokenizer(ranks, "0" * 64)
     theirs = tokenizers.Tokenizer.from_str(json.dumps(to_json(ours)))
@@ -58,7 +56,6 @@ def test_special_tokens_keep_their_ids(theirs):
 
 
 def test_every_byte_has_a_character_of_its_own():
-    tokenizers = pytest.importorskip("tokenizers")
     assert sorted(CHARACTERS) == list(range(256))
     assert set(CHARACTERS.values()) == set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 
@@ -79,7 +76,6 @@ def test_transformers_opens_it(tmp_path):
 
 @pytest.fixture
 def path(tmp_path):
-    pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text(json.dumps(to_json(OURS)))
     return tmp_path / "tokenizer.json"
 
@@ -99,7 +95,6 @@ def test_it_speaks_as_ours_does(text):
 
 def loaded(cache=[]):  # noqa: B006 - once for all examples
     if not cache:
-        pytest.importorskip("tokenizers")
         import tempfile
 
         with tempfile.TemporaryDirectory() as folder:
@@ -148,7 +143,6 @@ def test_long_texts_are_cut_where_ours_are(path, unit):
 
 def test_a_tokenizer_that_gives_every_text_a_beginning_is_not_cut(tmp_path):
     """As Llama 2's does: a second piece would begin with a space of its own."""
-    tokenizers = pytest.importorskip("tokenizers")
     vocab = {"<s>": 0, "</s>": 1, "\u2581": 2, "a": 3, "b": 4}
     theirs = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], fuse_unk=True))
     n, d = tokenizers.normalizers, tokenizers.decoders
@@ -203,9 +197,6 @@ def test_what_begins_and_ends_a_document_is_said_beside_it_or_in_it_or_by_llamas
         match=r"has no token '<\|nowhere\|>', which tokenizer_config.json beside it calls bos_token",
     ):
         load_tokenizer(path)
-    config.write_text("{")
-    with pytest.raises(ConfigError, match=r"tokenizer_config.json cannot be read"):
-        load_tokenizer(path)
 
 
 def test_a_file_without_an_end_of_document_is_an_error(path):
@@ -225,7 +216,6 @@ def test_a_file_without_an_end_of_document_is_an_error(path):
     "content", ["", "{}", "[1]", '{"model_type": "llama"}', "aaa 1\n", "\ud800"]
 )
 def test_a_file_of_another_kind_is_an_error(tmp_path, content):
-    pytest.importorskip("tokenizers")
     (tmp_path / "some.json").write_text(content, errors="surrogatepass")
     with pytest.raises(ConfigError) as error:
         load_tokenizer(tmp_path / "some.json")
@@ -234,87 +224,8 @@ def test_a_file_of_another_kind_is_an_error(tmp_path, content):
     )
 
 
-def test_a_pattern_that_would_look_for_hours_is_told(path):
-    content = json.loads(path.read_text())
-    content["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": "(a+)+$"}
-    path.write_text(json.dumps(content))
-    with pytest.raises(
-        ConfigError,
-        match=r"a text of 31 characters cannot be encoded \(Onig: Regex search error: retry-limit",
-    ):
-        load_tokenizer(path).encode("a" * 30 + "!")
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "[" * 100_000,
-        '{"a": ' * 100_000,
-        '"\\ud800"',
-        "5",
-        '{"bos_token": "\\ud800", "eos_token": 5}',
-    ],
-)
-def test_any_tokenizer_config_beside_it_is_read_or_told(path, content):
+@pytest.mark.parametrize("content", ["{", "5", "[]"])
+def test_a_tokenizer_config_that_is_none_is_an_error(path, content):
     path.with_name("tokenizer_config.json").write_text(content)
-    try:
-        assert load_tokenizer(path).bos_id == OURS.bos_id
-    except ConfigError as error:
-        assert "tokenizer_config.json cannot be read" in str(error)  # noqa: PT017
-        assert str(error).isprintable()  # noqa: PT017
-
-
-VALUES = [
-    None,
-    -1,
-    2**32,
-    2**64,
-    1e400,
-    "",
-    "\ud800",
-    [],
-    {},
-    [[]],
-    {"type": "BPE"},
-    "<|end_of_text|>",
-    True,
-]
-
-
-def nodes(tree, path=()):
-    """Paths of all that is in JSON's objects and lists, but for all of the vocabulary."""
-    if isinstance(tree, dict | list):
-        for key, child in list(tree.items() if isinstance(tree, dict) else enumerate(tree))[:12]:
-            yield (*path, key)
-            yield from nodes(child, (*path, key))
-
-
-@settings(max_examples=80)
-@given(data=st.data())
-def test_any_tokenizer_json_is_a_tokenizer_or_told(tmp_path_factory, data):
-    pytest.importorskip("tokenizers")
-    tree = json.loads(TREE)
-    for path in data.draw(st.lists(st.sampled_from(list(nodes(tree))), min_size=1, max_size=3)):
-        parent = tree
-        try:
-            for key in path[:-1]:
-                parent = parent[key]
-            parent[path[-1]] = data.draw(st.sampled_from(VALUES))
-        except (KeyError, IndexError, TypeError):  # an earlier change took it away
-            pass
-    content = json.dumps(tree)
-    cut = data.draw(st.sampled_from([0, 0, 0, 1, 1000]))
-    file = tmp_path_factory.getbasetemp() / "fuzz.json"
-    file.write_text(content[: len(content) - cut])
-    try:
-        tokenizer = load_tokenizer(file)
-        assert all(id < tokenizer.vocab_size for id in tokenizer.encode("some text"))
-    except ConfigError as error:
-        assert str(error).isprintable(), str(error)  # noqa: PT017
-        assert len(str(error)) < 2000  # noqa: PT017
-
-
-def test_where_the_package_is_missing_the_extra_is_named(path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match=r"pip install 'titan_lite\[tokenizers\]'"):
+    with pytest.raises(ConfigError, match=r"tokenizer_config.json cannot be read \(.*repair or"):
         load_tokenizer(path)
