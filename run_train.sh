@@ -7,7 +7,7 @@
 #
 # CONFIG_FILE is the recipe: a file, or the name of one in train_configs/. --help lists the other variables: NGPU, NNODES, ...
 #
-# SIGTERM, SIGUSR1 or Ctrl-C, to this script or to any rank: the step is ended and saved. Exit code 0: trained; 1: failed; 2: wrong
+# SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, here or to any rank: the step is ended and saved. Exit code 0: trained; 1: failed; 2: wrong
 # recipe, option or data; 3: the same step failed again after a restart; 75: stopped by a signal, and saved, to be started again.
 #
 # This script finds or makes a Python that has all packages; titan_lite/start.py does the rest.
@@ -15,7 +15,7 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 source "$root/scripts/setup.sh"
-trap 'exit 75' TERM USR1 INT # until Python listens: nothing has been started
+trap 'exit 75' TERM USR1 INT HUP # until Python listens: nothing has been started
 
 # A wrong recipe or option ends here: one line, before anything is installed.
 check() { # PYTHON ARGUMENT...
@@ -43,7 +43,7 @@ again="${CONFIG_FILE:+CONFIG_FILE=$(printf %q "$CONFIG_FILE") }$(printf '%q ' "$
 export TITAN_LITE_COMMAND=${again% }
 
 # A signal that comes while Python starts waits until it listens, where `env` knows how (coreutils 8.31).
-waiting=(env --block-signal=TERM,USR1,INT)
+waiting=(env --block-signal=TERM,USR1,INT,HUP)
 "${waiting[@]}" true 2>/dev/null || waiting=()
 
 # exec: an interrupt or a scheduler's signal reaches the launcher itself.

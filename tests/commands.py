@@ -20,6 +20,14 @@ from tiny import ROOT
 SECONDS = 300  # of a command, unless its test says otherwise
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 TORCHRUN = "torch.distributed.run"
+LAUNCH = """
+import os, sys
+from titan_lite import start
+from titan_lite.faults.exit_code import end_with
+os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as start.py sets it for restarts
+start.listen()
+end_with(lambda: start.launch(sys.argv[1:]))
+"""
 Done = subprocess.CompletedProcess  # of which stdout has both streams
 
 
@@ -110,25 +118,17 @@ def script(folder: Any, *options: Any) -> list[Any]:
     return [ROOT / "run_train.sh", "--job.dump_folder", folder, *options]
 
 
-def launcher(
-    world_size: int, *program: Any, module: str = "titan_lite.launch", restarts: int = 0
-) -> list[Any]:
-    """The command that starts `program` on so many ranks of this machine. module: that launcher, or TORCHRUN."""
-    options = [
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "localhost:0",
-        "--max-restarts",
-        restarts,
-    ]
-    return python("-m", module, *options, "--nproc-per-node", world_size, *program)
+def launcher(world_size: int, *program: Any, ours: bool = True, restarts: int = 0) -> list[Any]:
+    """The command that starts `program` on so many ranks of this machine. ours: by start.py's launch, else by torchrun."""
+    options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    options += ["--max-restarts", restarts, "--nproc-per-node", world_size, *program]
+    return python("-c", LAUNCH, *options) if ours else python("-m", TORCHRUN, *options)
 
 
 def torchrun(world_size: int, recipe: Any, folder: Any, *options: Any, **environment: Any) -> Done:
     """Train in `folder`, every rank an interpreter of its own."""
     program = ["-m", "titan_lite.train", recipe, "--job.dump_folder", folder, *options]
-    return run(*launcher(world_size, *program, module=TORCHRUN), **environment)
+    return run(*launcher(world_size, *program, ours=False), **environment)
 
 
 def train(

@@ -5,24 +5,35 @@
     CONFIG_FILE=llama3_8b ./run_train.sh --training.steps 100           # the same, after an environment was made
 
 It checks the recipe, the environment variables (`titan-lite train --help` lists them), the tokenizer and the data, counts the
-GPUs, and calls the launcher (launch.py). Exit codes are the launcher's. --only-check ends before torch is needed.
+GPUs, and calls torchrun in this process. It exits with the code that the ranks record (faults/exit_code.py), since torchrun has
+1 for every failure. --only-check ends before torch is needed.
 """
 
+import _thread
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from titan_lite import launch, recipe
+from titan_lite import recipe
 from titan_lite.config import ConfigError
 from titan_lite.config.recipe import SHIPPED, load_config
-from titan_lite.faults.signals import WRONG_INPUT, end_with, tell
+from titan_lite.faults import exit_code
+from titan_lite.faults.signals import LAUNCHER, STOPPING, tell
 
 NUMA_NODES = "/sys/devices/system/node"
+SAVE_LIMIT = 3600  # seconds from a signal until ranks that have not ended are killed; a hang ends them before
+NODES_LIMIT = (
+    20  # seconds for the launchers of other nodes to answer, once all ranks here have ended
+)
 VARIABLES = {  # name: (pattern, meaning)
     "OMP_NUM_THREADS": ("[1-9][0-9]{0,5}", "a number of threads, such as OMP_NUM_THREADS=1"),
     "NGPU": ("[1-9][0-9]{0,5}", "the number of processes, at least 1, such as NGPU=2"),
@@ -30,23 +41,33 @@ VARIABLES = {  # name: (pattern, meaning)
     "NODE_RANK": ("[0-9]{1,9}", "0 on one node, and such as 1 on another"),
     "MAX_RESTARTS": ("[0-9]{1,6}", "a number, such as MAX_RESTARTS=0"),
 }
+GIVEN = (  # variables of the command that goes on with a run
+    "NGPU",
+    "LOG_RANK",
+    "NNODES",
+    "NODE_RANK",
+    "RDZV_ENDPOINT",
+    "LOCAL_ADDR",
+    "RDZV_ID",
+    "MAX_RESTARTS",
+)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line, and return the exit code."""
-    launch.listen()
+    listen()
     try:
         if not arguments or {"--help", "-h", "--print-config"} & set(arguments):
             return recipe.main(arguments)
         options = launcher_options(arguments)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        return WRONG_INPUT
-    return launch.main(options) if options else 0
+        return exit_code.WRONG_INPUT
+    return launch(options) if options else 0
 
 
 def launcher_options(arguments: Sequence[str]) -> list[str]:
-    """Return the launcher's arguments, and set the environment of its processes; an empty list if nothing is to be launched.
+    """Return torchrun's arguments, and set the environment of its processes; an empty list if nothing is to be launched.
 
     Raises ConfigError.
     """
@@ -66,21 +87,26 @@ def launcher_options(arguments: Sequence[str]) -> list[str]:
     world_size = int(nodes.rpartition(":")[2]) * processes
     if ":" not in nodes:
         recipe.check_world(config, world_size)
+    restarts = os.environ.get("MAX_RESTARTS") or "0"
     set_environment(arguments, gpus, processes)
-    kind = f"{'GPU' if gpus else 'CPU'} process{'es' * (processes > 1)}"
-    meeting = (
-        f"; waiting for {nodes} nodes at {os.environ['RDZV_ENDPOINT']}" if nodes != "1" else ""
+    if restarts != "0" or nodes != "1":
+        # Otherwise all attempts share one store, where processes find addresses of the attempt before and wait for them until
+        # the time limit (torch 2.11 to 2.13; https://github.com/pytorch/pytorch/issues/135712).
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    kind = f"{'GPU' if gpus else 'CPU'} process{'es' if processes > 1 else ''}"
+    waiting = (
+        "" if nodes == "1" else f"; waiting for {nodes} nodes at {os.environ['RDZV_ENDPOINT']}"
     )
-    tell(f"titan_lite: starting {processes} {kind}: {path}{meeting}")
-    node = [
-        "--nnodes",
-        nodes,
-        "--nproc-per-node",
-        str(processes),
-        "--max-restarts",
-        os.environ.get("MAX_RESTARTS") or "0",
+    tell(f"titan_lite: starting {processes} {kind}: {path}{waiting}")
+    return [
+        *("--nnodes", nodes),
+        *("--nproc-per-node", str(processes)),
+        *("--max-restarts", restarts),
+        *rendezvous,
+        *numa_options(gpus),
+        *("-m", "titan_lite.train"),
+        *arguments,
     ]
-    return [*node, *rendezvous, *numa_options(gpus), "-m", "titan_lite.train", *arguments]
 
 
 def check_variables() -> tuple[str, list[str]]:
@@ -171,48 +197,121 @@ def output_of(*command: str) -> str | None:
 def set_environment(arguments: Sequence[str], gpus: int, processes: int) -> None:
     """Set what the processes read from the environment, where the user has not."""
     if not os.environ.get("OMP_NUM_THREADS"):  # the processes of a node share its cores
-        cores = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
-        os.environ["OMP_NUM_THREADS"] = str(max(1, cores // processes))
-    if gpus and not os.environ.get(
-        "PYTORCH_CUDA_ALLOC_CONF"
-    ):  # without fixed segments less memory is lost to gaps
-        os.environ["PYTORCH_ALLOC_CONF"] = (
-            os.environ.get("PYTORCH_ALLOC_CONF") or "expandable_segments:True"
-        )
+        os.environ["OMP_NUM_THREADS"] = str(max(1, usable_cores() // processes))
+    if gpus and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
+        # Without fixed segments less memory is lost to gaps.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if gpus:  # a collective's kernel does not wait behind those of a computation
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
-    os.environ |= {
-        "PYTHONSAFEPATH": "1",
-        "PYTHONUTF8": "1",
-    }  # no module of the current folder; torch reads files by the locale
+    os.environ["PYTHONSAFEPATH"] = "1"  # no module of the current folder
+    os.environ["PYTHONUTF8"] = "1"  # torch reads files by the locale
     root = str(Path(__file__).parents[1])
     if str(SHIPPED.parent) == root:  # a checkout, which need not be installed
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        )
-    names = [
-        "NGPU",
-        "LOG_RANK",
-        "NNODES",
-        "NODE_RANK",
-        "RDZV_ENDPOINT",
-        "LOCAL_ADDR",
-        "RDZV_ID",
-        "MAX_RESTARTS",
-    ]
-    given = [f"{name}={shlex.quote(os.environ[name])}" for name in names if os.environ.get(name)]
+        paths = [root, os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    # A run that stops prints the command to go on. ./run_train.sh sets its own.
     command = os.environ.get("TITAN_LITE_COMMAND") or shlex.join(
         ["titan-lite", "train", *arguments]
-    )  # ./run_train.sh sets it
-    os.environ["TITAN_LITE_COMMAND"] = " ".join(
-        [*given, command]
-    )  # a run that stops prints it, to go on
+    )
+    given = [f"{name}={shlex.quote(os.environ[name])}" for name in GIVEN if os.environ.get(name)]
+    os.environ["TITAN_LITE_COMMAND"] = " ".join([*given, command])
     os.environ.setdefault("LOG_RANK", "0")
 
 
+def usable_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def listen() -> None:
+    """Receive signals in a thread: the first ends this process or, once torchrun runs, is passed on; others are left pending.
+
+    A further signal would end torchrun while it waits for its ranks, and leave them behind. Ranks inherit that signals are
+    blocked, until they listen to them.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    for number in STOPPING:  # until torchrun starts ranks, and sets handlers of its own
+        signal.signal(number, lambda number, frame: os._exit(exit_code.STOPPED))
+    threading.Thread(target=pass_signal_on, name="signals", daemon=True).start()
+
+
+def pass_signal_on() -> None:
+    number = signal.Signals(signal.sigwait(STOPPING))
+    tell(f"titan_lite: {number.name}: stopping")
+    _thread.interrupt_main(number)  # runs the signal's handler in the main thread
+
+
+def launch(options: Sequence[str]) -> int:
+    """Run torchrun with these arguments, and return the exit code of the run."""
+    # Imports that take seconds
+    from torch.distributed import DistError, run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    os.environ[LAUNCHER] = str(os.getpid())
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SAVE_LIMIT))  # torch >= 2.12
+    exit_code.expect()
+    threading.Thread(target=leave_other_nodes, name="nodes", daemon=True).start()
+    handled = ",".join(number.name for number in (*STOPPING, signal.SIGQUIT))
+    error: Exception | None = None
+    try:
+        run.main(["--signals-to-handle", handled, *options])
+    except (SignalException, ChildFailedError, RendezvousError, DistError) as raised:
+        error = raised
+    recorded = exit_code.taken()
+    if error is None:
+        return recorded if recorded in exit_code.ENDINGS else exit_code.TRAINED
+    if isinstance(error, SignalException):  # where nothing is recorded, no rank had come to a step
+        return exit_code.STOPPED if recorded is None else recorded
+    if recorded in exit_code.ENDINGS:
+        return recorded
+    if isinstance(error, ChildFailedError):
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        if set(codes.values()) == {exit_code.STOPPED}:  # ranks that were starting had a signal
+            return exit_code.STOPPED
+        tell(f"error: {describe_failures(codes)}")
+    else:
+        first_line = str(error).partition("\n")[0]
+        tell(f"error: the launchers of the nodes have lost each other: {first_line}")
+    return exit_code.FAILED
+
+
+def describe_failures(codes: Mapping[int, int]) -> str:
+    """Return {0: 1, 1: -9}, exit codes by rank, as "rank 1 was killed by SIGKILL; rank 0 ended with exit code 1"."""
+    words = {}
+    for rank, code in codes.items():
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
+        words[rank] = f"rank {rank} {how}"
+    return "; ".join(
+        words[rank] for rank in sorted(words, key=lambda rank: (codes[rank] > 0, rank))
+    )
+
+
+def leave_other_nodes() -> NoReturn:
+    """Run in a thread: end this process if the run has ended here, and the launchers of other nodes do not answer.
+
+    torchrun would wait 300 s for a launcher that was killed.
+    """
+    waited = 0
+    while waited < NODES_LIMIT:
+        time.sleep(1)
+        over = exit_code.recorded() in exit_code.ENDINGS and not has_children()
+        waited = waited + 1 if over else 0
+    os._exit(exit_code.taken() or exit_code.FAILED)
+
+
+def has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
 if __name__ == "__main__":
-    end_with(lambda: main(sys.argv[1:]))
+    exit_code.end_with(lambda: main(sys.argv[1:]))

@@ -3,9 +3,8 @@
     torchrun --nproc-per-node 8 -m titan_lite.train train_configs/llama3_8b.toml --training.steps 100
     python -m titan_lite.train train_configs/debug_model.toml             # one process, without torchrun
 
-Exit code 0: trained; 1: failed; 2: the recipe, the command line or the data is wrong; 3: the same step failed again after a
-restart; 75: stopped by a signal and saved, to be started again. torchrun turns all but 0 into 1; the launcher of ./run_train.sh
-(launch.py) keeps them.
+faults/exit_code.py lists the exit codes. torchrun turns all but 0 into 1, and starts the ranks again, so a run that is stopped by a
+signal exits with 0 under torchrun. ./run_train.sh exits with the codes themselves.
 """
 
 import os
@@ -17,7 +16,7 @@ from titan_lite import recipe
 from titan_lite.config import Config, ConfigError
 from titan_lite.config.recipe import load_config
 from titan_lite.environment import check_environment, number
-from titan_lite.faults import TrainingError, signals
+from titan_lite.faults import TrainingError, exit_code, signals
 from titan_lite.faults.restart import RepeatedFault, Restarts
 from titan_lite.layout import make_layout
 from titan_lite.logging import events, init_logging, logger
@@ -25,17 +24,20 @@ from titan_lite.logging import events, init_logging, logger
 
 def main(arguments: list[str], observe: Any = None) -> int:
     """Run the command line, and return the exit code. observe: as in Trainer."""
+    if exit_code.has_ended():
+        return exit_code.TRAINED  # torchrun started the ranks again, where no start can help
     try:
         if not arguments or {"--help", "-h", "--print-config"} & set(arguments):
             return recipe.main(arguments) if number("RANK", 0) == 0 else 0
         config, _ = load_config(arguments[0], arguments[1:])
-        return train(config, observe)
+        code = train(config, observe)
     except ConfigError as error:
-        return report(error, signals.WRONG_INPUT)
+        code = report(error, exit_code.WRONG_INPUT)
+    return exit_code.exit_of_rank(code)
 
 
 def train(config: Config, observe: Any = None) -> int:
-    signals.listen(starting=True)
+    signals.listen()
     rank, world_size = check_environment()
     init_logging(rank, world_size, all_warnings=config.metrics.show_all_warnings)
     make_layout(config, world_size)  # finds mistakes before torch is imported
@@ -43,7 +45,7 @@ def train(config: Config, observe: Any = None) -> int:
     try:
         Restarts(Path(config.job.dump_folder)).check()
     except RepeatedFault as error:
-        return report(error, signals.REPEATED)
+        return report(error, exit_code.REPEATED)
     logger.info(f"starting on {world_size} rank{'s' * (world_size > 1)}")
     from titan_lite.trainer import Trainer
 
@@ -51,14 +53,10 @@ def train(config: Config, observe: Any = None) -> int:
         with events.failures():
             trained = Trainer(config, observe=observe).train()
     except TrainingError as error:
-        return report(error, signals.FAILED)
-    except Exception as error:
-        if not isinstance(error, ConfigError):
-            decided(f"{type(error).__name__}: {error}", signals.FAILED)
-        raise
+        return report(error, exit_code.FAILED)
     # Not after a failure, since this would wait for the other ranks.
     close_process_group()
-    return 0 if trained else signals.STOPPED
+    return exit_code.TRAINED if trained else exit_code.STOPPED
 
 
 def report(error: Exception, code: int) -> int:
@@ -66,21 +64,10 @@ def report(error: Exception, code: int) -> int:
     everywhere = getattr(error, "everywhere", False)
     place = f"[rank {os.environ['RANK']}] " if process_group_is_up() and not everywhere else ""
     first = os.environ.get("RANK" if everywhere else "LOCAL_RANK", "0") == "0"
-    if (
-        place or first or str(error).startswith("environment:")
-    ):  # with a wrong environment the rank is unknown
+    # With a wrong environment the rank is unknown.
+    if place or first or str(error).startswith("environment:"):
         print(f"error: {place}{error}", file=sys.stderr, flush=True)
-    decided(str(error), code)
     return code
-
-
-def decided(why: str, code: int) -> None:
-    """Fix the exit code, and tell it to ranks that wait for this one."""
-    signals.settle()
-    if "titan_lite.trainer" in sys.modules:
-        from titan_lite.faults.meeting import refuse
-
-        refuse(why, code)
 
 
 def process_group_is_up() -> bool:
@@ -98,4 +85,4 @@ def close_process_group() -> None:
 
 
 if __name__ == "__main__":
-    signals.end_with(lambda: main(sys.argv[1:]))
+    exit_code.end_with(lambda: main(sys.argv[1:]))

@@ -53,9 +53,8 @@ from titan_lite.distributed.offload import offload_gradients
 from titan_lite.distributed.powersgd import PowerSGD
 from titan_lite.distributed.simple_fsdp import refresh_scales, shard_of
 from titan_lite.distributed.tensor_parallel import axis_of
-from titan_lite.faults import signals
+from titan_lite.faults import exit_code, signals
 from titan_lite.faults.copies import Copies
-from titan_lite.faults.meeting import meet
 from titan_lite.faults.restart import Restarts, again
 from titan_lite.faults.skipped_steps import SkippedSteps
 from titan_lite.faults.stopping import Stopping
@@ -112,8 +111,6 @@ class Trainer:
         self.checkpointer = Checkpointer(
             config.checkpoint, self.dump_folder, beat=lambda: self.watchdog.beat()
         )
-        if self.rank == 0 and config.checkpoint.enable:
-            self.checkpointer.lock()
         set_flight_recorder(config.comm.trace_buf_size, self.dump_folder)
         self.watchdog = Watchdog(
             config.comm, self.rank, self.world_size, notes=started_last, apart=CHECKPOINT_GROUP
@@ -152,11 +149,14 @@ class Trainer:
             self.device, self.dtype, self.layout.model.head_dim, degrees["cp"]
         )
         self.counts_documents = config.training.mask_documents and by_kernel
-        meet(config.comm.init_timeout_seconds + PATIENCE)
         # On a communicator that is connected at once, a pipeline's sends and receives would wait for each other.
         init_process_group(
             self.device, config.comm.init_timeout_seconds + PATIENCE, connect=degrees["pp"] == 1
         )
+        signals.started()
+        exit_code.record(exit_code.FAILED)
+        if config.checkpoint.enable:
+            self.checkpointer.lock_on_first()
         check_agreement(self.layout)
         self.mesh = build_mesh(degrees, self.device.type)
         self.dp_rank, self.dp_degree = data_rank(self.mesh)
@@ -587,7 +587,7 @@ class Trainer:
 
     def describe_stop(self) -> str:
         ending = (
-            f"exiting (code {signals.STOPPED})"
+            f"exiting (code {exit_code.STOPPED})"
             if self.unfinished
             else "exiting, as the run is done"
         )

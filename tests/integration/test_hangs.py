@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from commands import TORCHRUN, Job, launcher, python
+from commands import Job, launcher, python
 from ranks import free_port
 from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, NO_WORKERS, ROOT, SMALL, steps
 
@@ -167,7 +167,7 @@ def test_torchrun_ends_the_stopped_rank_too(tmp_path):
     program = ["-m", "titan_lite.train", DEBUG, "--job.dump_folder", tmp_path, *OPTIONS, *LIMIT]
     # seconds from SIGTERM, which a stopped process does not see, to SIGKILL
     environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": 3}
-    with Job(tmp_path / "log", *launcher(2, *program, module=TORCHRUN), **environment) as job:
+    with Job(tmp_path / "log", *launcher(2, *program, ours=False), **environment) as job:
         job.logged(3)
         children = (
             Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()

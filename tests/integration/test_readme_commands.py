@@ -146,11 +146,6 @@ HERE = {
     "python -m titan_lite.verify train_configs/llama3_405b.toml": Run("agrees", "--steps 1"),
     "python -m titan_lite.report outputs/debug_model": Run("report.html"),
     "python -m titan_lite.report outputs/a outputs/b --output compare.html": Run("compare.html"),
-    "python -m titan_lite.launch": Run(
-        "done: step 1",
-        f"--nproc-per-node 1 -m titan_lite.train train_configs/debug_model.toml {SHORT} --training.steps 1 "
-        "--job.dump_folder outputs/launched",
-    ),
     "MAX_RESTARTS=5 ./run_train.sh": Run(
         "done: step 1", f"{SHORT} --training.steps 1 --job.dump_folder outputs/restarts"
     ),

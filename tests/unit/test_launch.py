@@ -1,130 +1,136 @@
-"""The launcher with processes that do not train: what they get, whether they are restarted, what it exits with."""
+"""torchrun as start.py calls it, with ranks that do not train: what they get, whether they start again, the exit code."""
 
-import os
+import re
 import signal
-import subprocess
-import sys
-from pathlib import Path
+import time
 
 import pytest
+from commands import Job, launcher
 
-from titan_lite.launch import exit_code
+from titan_lite.start import describe_failures
 
-WORKER = """
+RANK = """
 import os, sys, time
-from titan_lite.faults import signals
-os.write(1, b"up\\n")  # whole: torchrun's processes are unbuffered, and share it
-how, rank = sys.argv[1], int(os.environ["RANK"])
-if how == "stop":
-    time.sleep(1)  # as imports do
-signals.listen()
-while how == "stop" and not signals.received():
-    time.sleep(0.05)
-while how == "hang":
-    time.sleep(0.05)
-os.write(1, f"rank {rank} {signals.received()}\\n".encode())
-sys.exit(75 if how == "stop" else int(how) * rank)
+from titan_lite.faults import exit_code, signals
+
+def train(rank, how, seconds):
+    signals.listen()
+    print("listening", flush=True)
+    if how == "start":
+        time.sleep(60)
+    signals.started()
+    exit_code.record(exit_code.FAILED)
+    print("training", flush=True)
+    while how in ("stop", "fail to save") and not signals.received():
+        time.sleep(0.05)
+    if how == "stop":
+        time.sleep(seconds)  # saves
+        print("saved after", signals.received(), flush=True)
+        return exit_code.STOPPED
+    if how == "kill" and rank == 1:
+        os.kill(os.getpid(), 9)
+    if how == "kill":
+        while not signals.received():  # torchrun's, after the death of the other
+            time.sleep(0.05)
+        return exit_code.FAILED
+    return exit_code.FAILED if how == "fail to save" else int(how)
+
+def main():
+    if exit_code.has_ended():
+        print("nothing to do", flush=True)
+        return 0
+    return exit_code.exit_of_rank(train(int(os.environ["RANK"]), sys.argv[1], float(sys.argv[2])))
+
+exit_code.end_with(main)
 """
+SIGNALS = ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"]
 
 
 @pytest.fixture
 def launch(tmp_path):
-    (tmp_path / "worker.py").write_text(WORKER)
+    """Start two ranks that do as RANK says."""
+    (tmp_path / "rank.py").write_text(RANK)
 
-    def start(how, *names):
-        """(exit code, output) of two processes that do as WORKER says `how`; the launcher gets the signals of these names."""
-        command = [
-            sys.executable,
-            "-m",
-            "titan_lite.launch",
-            "--rdzv-backend",
-            "c10d",
-            "--rdzv-endpoint",
-            "localhost:0",
-        ]
-        process = subprocess.Popen(
-            [
-                *command,
-                "--nproc-per-node",
-                "2",
-                "--max-restarts",
-                "1",
-                str(tmp_path / "worker.py"),
-                how,
-            ],
-            env={
-                **os.environ,
-                "PYTHONPATH": str(Path(__file__).parents[2]),
-                "OMP_NUM_THREADS": "1",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        output = ""
-        while names and output.count("up\n") < 2:
-            output += process.stdout.readline()
-        for name in names:
-            process.send_signal(getattr(signal, name))
-            output += process.stdout.readline()  # is told that it came, before there is another
-        output += process.stdout.read()
-        return process.wait(60), output
+    def start(how, seconds=0, **environment):
+        command = launcher(2, tmp_path / "rank.py", how, seconds, restarts=1)
+        return Job(tmp_path / "log", *command, **environment)
 
     return start
 
 
-def test_a_signal_reaches_the_processes_which_are_not_restarted(launch):
-    code, output = launch("stop", "SIGUSR1")
-    assert code == 75
-    assert output.count("up") == 2
-    assert {"rank 0 SIGUSR1", "rank 1 SIGUSR1"} <= set(output.splitlines())
-    assert "error" not in output.lower()
+@pytest.mark.parametrize(
+    "names", [SIGNALS, *(pytest.param([name], marks=pytest.mark.slow) for name in SIGNALS)]
+)
+def test_signals_reach_the_ranks_once_which_save_and_are_not_restarted(names, launch):
+    job = launch("stop", seconds=1)
+    job.until(r"(?s)training.*training")
+    while job.process.poll() is None:  # hundreds, until it has ended
+        for name in names:
+            job.process.send_signal(getattr(signal, name))
+        time.sleep(0.001)
+    assert job.ended() == 75
+    first, second = re.findall(r"saved after (\w+)\n", job.output)
+    assert first == second
+    assert first in names
+    assert job.output.count("stopping") == job.output.count("listening") // 2 == 1
+    assert "Traceback" not in job.output
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_so_do_the_others(name, launch):
-    code, output = launch("stop", name)
-    assert code == 75
-    assert {f"rank 0 {name}", f"rank 1 {name}"} <= set(output.splitlines())
+def test_a_signal_before_a_step_has_nothing_to_save(launch):
+    job = launch("start")
+    job.until("(?s)listening.*listening")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.ended() == 75
+    assert job.output.count("stopped at the start, with nothing to save") == 2
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_kills(launch):
-    assert launch("hang", "SIGINT", "SIGINT")[0] == 130
-
-
-def test_a_failure_is_restarted_as_often_as_asked_for_and_told(launch):
-    code, output = launch("1")
-    assert code == 1
-    assert output.count("up") == 4
-    first, second = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert "was the first to end, with exit code 1; all are started again, 1 times at most" in first
-    assert second.endswith("was the first to end, with exit code 1")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [2, 3, 75])
-def test_what_would_end_there_again_or_was_meant_to_is_not_restarted(how, launch):
-    code, output = launch(str(how))
-    assert (code, output.count("up")) == (how, 2)
+def test_a_save_that_fails_is_not_told_as_saved(launch):
+    job = launch("fail to save")
+    job.until(r"(?s)training.*training")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.ended() == 1
 
 
 @pytest.mark.parametrize(
-    ("codes", "asked", "code"),
+    ("seconds", "limit", "code"),
     [
-        ([1, -15], False, 1),  # one failed, the other was ended by torchrun
-        ([-9, 1], False, 1),
-        ([-15], False, 1),
-        ([2, 1], False, 2),
-        ([3, 3], False, 3),
-        ([75, 75], False, 75),  # a rank got the signal itself
-        ([75, 75], True, 75),
-        ([75, -15], True, 75),  # torchrun ended it in its last moment
-        ([-10, -10], True, 75),
-        ([-9, 75], True, 1),
-        ([1, 75], True, 1),  # the save failed
+        (3, 1, 1),
+        pytest.param(35, None, 75, marks=pytest.mark.slow),  # longer than torchrun's default
     ],
 )
-def test_exit_codes(codes, asked, code):
-    assert exit_code(codes, asked) == code
+def test_a_save_has_an_hour_where_the_user_sets_no_limit(seconds, limit, code, launch):
+    job = launch("stop", seconds, TORCH_ELASTIC_SHUTDOWN_TIMEOUT=limit)
+    job.until(r"(?s)training.*training")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.ended() == code
+    assert job.output.count("saved after SIGTERM") == (2 if code == 75 else 0)
+
+
+def test_a_rank_that_is_killed_is_named_and_all_start_again_as_often_as_asked_for(launch):
+    job = launch("kill")
+    assert job.ended() == 1
+    assert job.output.count("training") == 4
+    error = "error: rank 1 was killed by SIGKILL; rank 0 ended with exit code 1\n"
+    assert job.output.count("error: ") == job.output.count(error) == 1
+
+
+@pytest.mark.parametrize("code", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_what_would_end_there_again_is_not_started_again(code, launch):
+    job = launch(str(code))
+    assert job.ended() == code
+    assert job.output.count("training") in (1, 2)
+    assert job.output.count("nothing to do") in (
+        2,
+        3,
+    )  # also a rank of the first attempt that is late
+    assert "error: " not in job.output
+
+
+def test_failures_are_told_with_the_killed_ranks_first():
+    said = describe_failures({0: 1, 1: -9, 2: -11, 3: 1})
+    assert said == (
+        "rank 1 was killed by SIGKILL; rank 2 was killed by SIGSEGV; rank 0 ended with exit code 1; "
+        "rank 3 ended with exit code 1"
+    )

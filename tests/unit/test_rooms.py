@@ -99,7 +99,8 @@ ROOMS = {
         "titan_lite.data.dataset.EPOCH",
     ),
     "faults": PART,
-    "faults/signals": (),
+    "faults/signals": (),  # beside faults/exit_code
+    "faults/exit_code": (),
     "faults/restart": ("titan_lite.logging", "titan_lite.outside"),
     "faults/verdict": (),
     "metrics": (*PART, "titan_lite.manifest", "matplotlib", "tqdm", "wandb"),
@@ -160,11 +161,10 @@ ROOMS = {
     ),
     "inputs": ("titan_lite.config", "titan_lite.layout", "titan_lite.data"),
     "environment": ("titan_lite.config", "titan_lite.logging"),
-    "launch": ("torch", "titan_lite.faults.signals"),
     "start": (
         *PART,
+        "titan_lite.faults.exit_code",
         "titan_lite.faults.signals",
-        "titan_lite.launch",
         "titan_lite.recipe",
         "titan_lite.train",
     ),

@@ -69,6 +69,12 @@ class CheckpointError(RuntimeError):
     everywhere = True
 
 
+class SharedConfigError(ConfigError):
+    """Wrong input that all ranks know of, although one may have found it alone."""
+
+    everywhere = True
+
+
 class Checkpointer:
     """The steps in one folder. Methods are collectives unless they say otherwise.
 
@@ -90,9 +96,19 @@ class Checkpointer:
         self.locked = FolderLock(self.folder, self.key)
 
     def lock(self) -> None:
-        """Lock the folder until this process ends. For rank 0, before there is a process group. Raises ConfigError."""
+        """Lock the folder until this process ends. For rank 0. Raises ConfigError if another run has it."""
         if self.locked.take():
             self._remove_leftovers()
+
+    def lock_on_first(self) -> None:
+        """Lock the folder until the process of rank 0 ends. Raises SharedConfigError if another run has it."""
+        error = ""
+        if dist.get_rank() == 0:
+            try:
+                self.lock()
+            except ConfigError as taken:
+                error = str(taken)
+        self._agree(error)
 
     # What there is to load
 
@@ -462,9 +478,9 @@ class Checkpointer:
         return self.group
 
     def _agree(self, error: str) -> None:
-        """Raise ConfigError on all ranks if one has an error."""
+        """Raise SharedConfigError on all ranks if one has an error."""
         if error := first_word(error, self._processes()):
-            raise ConfigError(error)
+            raise SharedConfigError(error)
 
 
 def _reason(error: BaseException) -> str:
