@@ -16,7 +16,6 @@ import math
 import os
 import pickle
 from typing import TypeVar
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -102,10 +101,18 @@ def gather_on_first(value: T, group: dist.ProcessGroup | None = None) -> list[T]
 def new_gloo_group(timeout: datetime.timedelta, name: str) -> dist.ProcessGroup:
     """Return a gloo group of all ranks in which two ranks connect when they first exchange something.
 
-    By default every rank connects to all others at once: 16,383 sockets on each of 16,384 ranks.
+    By default every rank connects to all others at once: 16,383 sockets on each of 16,384 ranks. torch has only an environment
+    variable for it, which would change the group of the training steps, too.
     """
-    with mock.patch.dict(os.environ, TORCH_GLOO_LAZY_INIT="1"):
+    before = os.environ.get("TORCH_GLOO_LAZY_INIT")
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    try:
         return dist.new_group(backend="gloo", timeout=timeout, group_desc=name)
+    finally:
+        if before is None:
+            del os.environ["TORCH_GLOO_LAZY_INIT"]
+        else:
+            os.environ["TORCH_GLOO_LAZY_INIT"] = before
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:

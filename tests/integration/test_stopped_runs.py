@@ -1,6 +1,5 @@
 """Runs that are asked to stop, are killed, or fail: how they end, and that they go on as if nothing had been."""
 
-import fcntl
 import json
 import os
 import random
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from commands import Job, launcher, script, train
+from filelock import FileLock
 from tiny import AOT_EAGER, DEBUG, NO_CHECKPOINT, NO_VALIDATION, ROOT, SMALL, every, steps
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -305,8 +305,8 @@ def test_a_launcher_that_is_killed_takes_the_ranks_along_which_save(ours, tmp_pa
         assert time.monotonic() < deadline, "a rank goes on"
         time.sleep(0.1)
     assert run.ended() == -signal.SIGKILL
-    with open(folder / "checkpoint/lock", "a+") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # free
+    with FileLock(folder / "checkpoint/lock", blocking=False):
+        pass  # it is free
     assert re.search(
         r"the death of its launcher noticed by rank \d( and 1 other)? at step \d+: saving, then exiting",
         run.output,
@@ -319,10 +319,7 @@ def test_a_launcher_that_is_killed_takes_the_ranks_along_which_save(ours, tmp_pa
 def test_a_run_that_is_refused_ends_with_all_its_ranks_at_once(tmp_path):
     folder = tmp_path / "run"
     (folder / "checkpoint").mkdir(parents=True)
-    with open(folder / "checkpoint/lock", "a+") as lock:
-        lock.write("another run\n")
-        lock.flush()
-        fcntl.lockf(lock, fcntl.LOCK_EX)
+    with FileLock(folder / "checkpoint/lock"):
         run = started(folder, *ENDLESS, MAX_RESTARTS=3)
         run.until("is in use by another run")
         told = time.monotonic()
