@@ -65,12 +65,11 @@ from titan_lite.compiler.profiles import load_machine
 from titan_lite.compiler.receipt import Receipt
 from titan_lite.compiler.schedule import Schedule
 from titan_lite.compiler.stage import CompileError, check_backend, compile_model
-from titan_lite.config import Compile, Config, ConfigError, Parallelism, Training
+from titan_lite.config import Compile, ConfigError, Parallelism
 from titan_lite.distributed.degrees import resolve_degrees
 from titan_lite.distributed.materialize import materialize
 from titan_lite.distributed.mesh import build_mesh, parameter_mesh
 from titan_lite.distributed.simple_fsdp import apply_simple_fsdp
-from titan_lite.layout import make_layout
 from titan_lite.models.llama3 import FLAVORS, ModelConfig, Transformer
 from titan_lite.plan.measure import find_machine
 
@@ -107,16 +106,8 @@ def compile_fake(config: ModelConfig, batch_size: int, mode: str, machine: Machi
     )
     with torch.device("meta"):
         model = Transformer(config)
-    training = Training(local_batch_size=batch_size, seq_len=config.max_seq_len)
-    columns = make_layout(Config(training=training), dist.get_world_size(), config).by_columns
     dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    apply_simple_fsdp(
-        model,
-        parameter_mesh(mesh),
-        **dtypes,
-        **resharding,
-        by_columns="tok_embeddings" if columns else None,
-    )
+    apply_simple_fsdp(model, parameter_mesh(mesh), **dtypes, **resharding)
     with FakeTensorMode(allow_non_fake_inputs=True):
         materialize(model, torch.device("cpu"))
         compile_model(model, stage, **resharding, schedule=schedule)

@@ -75,7 +75,6 @@ BLOCKS = "--compile.components=model"
 # no run computed its loss in chunks, or looked up tokens in columns
 AS_THERE = (
     "--training.loss_chunk_tokens=-1",
-    "--parallelism.embedding_sharding=rows",
     "--compile.defer_products=false",
     "--compile.tensor_parallel_chunks=1",
 )

@@ -66,9 +66,7 @@ def describe_run(
 ) -> dict[str, Any]:
     """Return the description of this run for its checkpoints, in JSON types and tuples, for `resume.compare`."""
     degrees, shape = layout.degrees, dataclasses.asdict(layout.model)
-    sharded = {axis: degree for axis, degree in degrees.items() if axis != "pp"} | {
-        "by_columns": layout.by_columns
-    }
+    sharded = {axis: degree for axis, degree in degrees.items() if axis != "pp"}
     compresses = config.parallelism.replicate_compression != "none"
     between = sharded | {"rank": config.parallelism.replicate_rank} if compresses else {}
     del shape["max_seq_len"]  # training.seq_len of this run; parameters do not depend on it

@@ -114,10 +114,6 @@ def start_lines(
         lines.append(
             f"loss: in {chunks} chunks of {chunk:,} tokens, never with all logits (training.loss_chunk_tokens)"
         )
-    if degrees["dp_shard"] * degrees["cp"] > 1:
-        lines.append(
-            f"embedding: sharded by {'columns' if layout.by_columns else 'rows'}; {layout.why_so}"
-        )
     parts = {
         "none": "parameters, gradients and optimizer state",
         "optimizer": "parameters, gradients and buckets of optimizer state",

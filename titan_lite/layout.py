@@ -15,7 +15,6 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from titan_lite.communication import embedding_sharding, gathers_once
 from titan_lite.config import Config, ConfigError, Training, gradient_accumulation_steps
 from titan_lite.distributed.degrees import (
     check_context_parallel,
@@ -36,6 +35,8 @@ from titan_lite.optimizer.state import kept_by_owners, numbers_in, share_of_matr
 from titan_lite.shape import shape_of
 
 SIZES = {"float32": 4, "bfloat16": 2}  # bytes of an element
+# Share of a device's memory that fsdp_communication = "auto" may fill, without activations.
+FILLED = 0.6
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,6 @@ class Layout:
     local_batch_size: int  # sequences that a data-parallel rank or its pipeline takes at once
     accumulation: int  # local batches of one optimizer step, on each data-parallel rank, once the ramp is over
     gathers_once: bool  # weights are gathered and gradients reduced once an optimizer step, not once a microbatch
-    by_columns: bool = False  # the embedding is sharded by columns (distributed/embedding.py)
-    why_so: str = ""  # the reason for by_columns, in words
     loss_chunk: int = 0  # tokens whose logits a rank has at a time; 0: all of a microbatch
     ramp: tuple[
         tuple[int, int], ...
@@ -181,6 +180,18 @@ def itemsizes(training: Training) -> tuple[int, int, int]:
     )
 
 
+def _fits_gathered_once(config: Config, layout: Layout, memory: float) -> bool:
+    """Return the choice of fsdp_communication = "auto": True (once a step) if it fits and no key buckets or reshards."""
+    stage = config.compile
+    if config.parallelism.fsdp_reshard_after_forward == "always":
+        return False
+    if stage.compiles("model") and stage.bucketing not in ("none", "block"):
+        return False
+    if memory == math.inf:
+        return True
+    return layout.steady_bytes(config) + layout.step_bytes(config) <= FILLED * memory
+
+
 def make_layout(
     config: Config, world_size: int, model: ModelConfig | None = None, *, memory: float = math.inf
 ) -> Layout:
@@ -225,10 +236,10 @@ def make_layout(
         gathers_once=microbatches > 1 and parallelism.fsdp_communication == "step",
     )
     if microbatches > 1 and parallelism.fsdp_communication == "auto":
-        layout = dataclasses.replace(layout, gathers_once=gathers_once(config, layout, memory))
+        once = _fits_gathered_once(config, layout, memory)
+        layout = dataclasses.replace(layout, gathers_once=once)
     tokens = layout.sequences * layout.seq_len // degrees["cp"]
     chunk = loss_chunk(training, tokens, -(-model.vocab_size // degrees["tp"]))
-    by_columns, why = embedding_sharding(config, layout, itemsizes(training)[1:])
-    layout = dataclasses.replace(layout, loss_chunk=chunk, by_columns=by_columns, why_so=why)
+    layout = dataclasses.replace(layout, loss_chunk=chunk)
     check_layout(config, layout)
     return layout

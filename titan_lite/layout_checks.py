@@ -167,8 +167,6 @@ def largest_shard(layout: "Layout", fqn: str, sizes: Sequence[int]) -> tuple[int
     rows, *others = (
         -(-size // layout.degrees["tp"]) if dim == split else size for dim, size in enumerate(sizes)
     )
-    if layout.by_columns and fqn == "tok_embeddings.weight":
-        return rows, others[0] // shards
     return -(-rows // shards), *others
 
 

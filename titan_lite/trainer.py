@@ -194,7 +194,6 @@ class Trainer:
             training=config.training,
             float8=config.float8,
             loss=within,
-            by_columns=layout.by_columns,
         )
         parts |= dict(compiled=kinds["in_graph"])
         self.stages = build_stages(make_model, modules, self.mesh, **parts, **sections)

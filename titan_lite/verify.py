@@ -199,7 +199,6 @@ def twin(config: Config, layout: Degrees, steps: int) -> Config:
     chunk = (
         sequences * SEQ_LEN // layout["cp"] * 2 // 5 if _chunks_loss(config) else -1
     )  # three chunks, the last one smaller
-    changes["embedding_sharding"] = _sharding(config, layout)
     changes["fsdp_keep_gathered"] = tuple(dict.fromkeys(kept))
     changes.update(
         {DEGREES[axis]: degree for axis, degree in layout.items()}, replicate_compression="none"
@@ -258,23 +257,6 @@ def _chunks_loss(config: Config) -> bool:
         )
         > 0
     )
-
-
-def _sharding(config: Config, layout: Degrees) -> str:
-    """Return how a twin on `layout` shards the embedding: as the recipe on its ranks of FSDP, or on eight if these are -1."""
-    shape, given = shape_of(config.model), config.parallelism
-    if layout["dp_shard"] * layout["cp"] == 1 or shape.tied_embeddings:
-        return "rows"
-    shards = 8 if given.data_parallel_shard_degree == -1 else given.data_parallel_shard_degree
-    plain = Parallelism(
-        context_parallel_degree=given.context_parallel_degree,
-        embedding_sharding=given.embedding_sharding,
-    )
-    alone = dataclasses.replace(config.training, global_batch_size=-1, global_batch_ramp=())
-    there = make_layout(
-        Config(training=alone, parallelism=plain), shards * given.context_parallel_degree, shape
-    )
-    return "columns" if given.embedding_sharding == "columns" or there.by_columns else "rows"
 
 
 def _compile_of_twin(stage: Compile, tokens: int) -> Compile:

@@ -59,7 +59,6 @@ def build(
     chunk=0,
     offload="none",
     dtype="float32",
-    by_columns=False,
     powersgd=0,
 ):
     """The model as the trainer builds it, without a recipe. compiled: a backend; receipts: a list that gets the schedule's;
@@ -89,7 +88,6 @@ def build(
         loss=build_chunked_loss(config.vocab_size, tp.rank, tp.degree, tp.group, chunk=chunk)
         if chunk
         else None,
-        by_columns=by_columns,
         compiled=bool(compiled),
     )
     if compiled:

@@ -34,7 +34,6 @@ AT_ONCE = [
 EVERY_TIME = ["--parallelism.fsdp_communication=microbatch"]
 KEPT = [*EVERY_TIME, "--parallelism.fsdp_reshard_after_forward=never"]
 COMPILED = ["--compile.enable"]
-COLUMNS = ["--parallelism.embedding_sharding=columns"]
 CHUNKED = ["--training.loss_chunk_tokens=100"]  # the reference has the loss of all logits
 
 
@@ -51,7 +50,6 @@ QUICK = [  # of every kind and of every two kinds one, and every schedule
     ("dp_shard=2", [*COMPILED, *EVERY_TIME, *CHUNKED]),
     ("dp_shard=2,pp=2", FULL),
     ("pp=2,tp=2", [*INTERLEAVED, *SECOND, *MASKED, *CHUNKED]),
-    ("cp=2", [*COLUMNS, *EVERY_TIME]),
 ]
 LAYOUTS = [
     "tp=2",
@@ -76,21 +74,6 @@ PIPELINES = [
 SLOW = [
     ("pp=2", [*INTERLEAVED, *SELECTIVE, *EVERY_TIME]),
     ("pp=2,tp=2", CHUNKED),
-    ("dp_shard=2,pp=2", [*COLUMNS, *ZBV]),
-    *(
-        (layout, COLUMNS)
-        for layout in (
-            "dp_shard=2,tp=2",
-            "dp_shard=2,cp=2",
-            "dp_replicate=2,dp_shard=2",
-            "dp_shard=2,pp=2",
-        )
-    ),
-    *(
-        (layout, [*COLUMNS, *COMPILED, *EVERY_TIME])
-        for layout in ("dp_shard=2,tp=2", "dp_shard=2,pp=2", "dp_shard=4")
-    ),
-    *(("dp_shard=2,pp=2", [*COLUMNS, *EVERY_TIME, *name]) for name in (INTERLEAVED, ZBV)),
     *((layout, CHUNKED) for layout in ("dp_shard=2,tp=2", "dp_shard=2,cp=2", "dp_shard=2,pp=2")),
     *(
         (layout, [*COMPILED, *CHUNKED])

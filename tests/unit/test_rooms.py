@@ -43,11 +43,6 @@ ROOMS = {
     "shape": ("titan_lite.config", "titan_lite.models"),
     "loss": PART,
     "loss_chunk": ("titan_lite.config",),
-    "communication": (
-        "titan_lite.config",
-        "titan_lite.layout",
-        "titan_lite.compiler",
-    ),  # layout: its type
     "chunked_loss": (*PART, "titan_lite.loss"),
     "validation": (*PART, "titan_lite.distributed", "titan_lite.loss", "titan_lite.metrics"),
     "optimizer": (*PART, "titan_lite.host_memory"),
@@ -108,7 +103,6 @@ ROOMS = {
     "metrics/lines": (*PART, "titan_lite.compiler"),
     "layout": (
         *PART,
-        "titan_lite.communication",
         "titan_lite.layout_checks",
         "titan_lite.loss_chunk",
         "titan_lite.optimizer",
@@ -206,7 +200,6 @@ WHOLE_CONFIG = {  # the others take their own section, or plain values
     "__main__",
     "inputs",
     "layout",
-    "communication",
     "layout_checks",
     "trainer",
     "train",

@@ -45,7 +45,6 @@ KINDS = {
     collectives.all_gather_into_tensor_out.default: "all_gather",
     collectives.reduce_scatter_tensor.default: "reduce_scatter",
     collectives.all_reduce.default: "all_reduce",
-    collectives.all_to_all_single.default: "all_to_all",
 }
 
 
@@ -83,23 +82,13 @@ def parameters_of(node: Node) -> tuple[str, ...]:
 
 
 def parameter_collectives(graph: Graph) -> list[Node]:
+    """Return the collectives that gather parameters or reduce their gradients."""
     return [node for node in graph.nodes if parameters_of(node)]
 
 
 def activation_collectives(graph: Graph) -> list[Node]:
     """Return the collectives of tensor and context parallelism: of tokens, heads and scales."""
     return [node for node in graph.nodes if node.target in KINDS and not parameters_of(node)]
-
-
-def moves_tokens(node: Node) -> bool:
-    """Return whether a parameter's collective moves tokens, or what was looked up for them, and not the parameter
-    (distributed/embedding.py)."""
-    return node.target in KINDS and node.meta.get("custom", {}).get("moves") == "tokens"
-
-
-def weight_collectives(graph: Graph) -> list[Node]:
-    """Return the collectives that gather parameters or reduce their gradients."""
-    return [node for node in parameter_collectives(graph) if not moves_tokens(node)]
 
 
 def collective_bytes(node: Node) -> int:

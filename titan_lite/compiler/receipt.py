@@ -91,12 +91,6 @@ def describe(receipts: Sequence[Receipt]) -> list[str]:
         counts = [f"{count} {kind} -> {left[kind]}" for kind, count in receipt.before.items()]
         gib = sum(collective.nbytes for collective in receipt.after) / 2**30
         words = [f"{', '.join(counts)} ({gib:.3f} GiB)"]
-        if rows := sum(
-            collective.nbytes for collective in receipt.after if collective.kind == "all_to_all"
-        ):
-            words.append(
-                f"{rows / 2**30:.3f} GiB of that are rows of the embedding, which stays in columns"
-            )
         if receipt.copied is not None:
             words.append(f"{receipt.copied / 2**30:.3f} GiB copied into and out of buckets")
         words.append(f"{receipt.moved} moved to overlap")

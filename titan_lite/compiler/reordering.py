@@ -24,14 +24,13 @@ from titan_lite.compiler.collectives import (
     is_all_gather,
     kind_of,
     move_before,
-    moves_tokens,
     parameter_all_gathers,
+    parameter_collectives,
     parameters_of,
     preparation,
     start_of,
     wait_of,
     waits_of,
-    weight_collectives,
 )
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.timeline import computed_before, peak_bytes, shards_of
@@ -62,36 +61,24 @@ def start_gathers_early(graph: Graph, machine: Machine | None = None, *, fused: 
     }
     without = shards_of(graph)
     limit = peak_bytes(graph, without) if targets else 0
-    rows = [
-        node for node in graph.nodes if moves_tokens(node) and not is_all_gather(node)
-    ]  # of an embedding, first or last
     last: Node | None = None  # all-gathers keep their order: what is read first is gathered first
     for gather, place in targets.items():
-        behind = [node for node in (last, *rows) if node is not None and place <= node < gather]
-        if behind:
-            place = max(behind).next
+        if last is not None and place <= last < gather:
+            place = last.next
         if move_gather_before(gather, place, lambda: peak_bytes(graph, without) <= limit):
             moved.add(gather)
         last = gather
-    weights = [gather for gather in gathers if not moves_tokens(gather)]
-    if machine is not None and weights:
-        _prepare_during_first(
-            weights, [row for row in rows if row < wait_of(weights[0])], machine, fused
-        )
+    if machine is not None and gathers:
+        _prepare_during_first(gathers, machine, fused)
     return len(moved)
 
 
-def _prepare_during_first(
-    gathers: Sequence[Node], rows: Sequence[Node], machine: Machine, fused: bool
-) -> None:
-    """Cast and bucket the shards of later all-gathers during the first one, when there is nothing else to compute.
-
-    rows: the all-to-all of an embedding, which waits for the first all-gather as well.
-    """
-    graph, first = gathers[0].graph, [gathers[0], *rows]
-    wait = wait_of(first[-1])
+def _prepare_during_first(gathers: Sequence[Node], machine: Machine, fused: bool) -> None:
+    """Cast and bucket the shards of later all-gathers during the first one, when there is nothing else to compute."""
+    graph = gathers[0].graph
+    wait = wait_of(gathers[0])
     between = [node for node in graph.nodes if gathers[0] < node < wait]
-    idle = sum(map(machine.cost, first)) - sum(
+    idle = machine.cost(gathers[0]) - sum(
         machine.cost(node, fused) for node in between if not parameters_of(node)
     )
     limit = peak_bytes(graph)
@@ -123,7 +110,7 @@ def _latest_starts(
     before = computed_before(graph, machine, fused)
     reductions = [
         (before[node], machine.cost(node), node)
-        for node in weight_collectives(graph)
+        for node in parameter_collectives(graph)
         if not is_all_gather(node)
     ]
     computing = [node for node in graph.nodes if node.op != "placeholder"]
@@ -156,7 +143,7 @@ def wait_for_reductions_late(
     With a machine, wait once the reduction should be done, or before more than twice the bytes of the largest are in flight. This
     is off if results are reduced again (norm weights over tensor-parallel ranks), since the costs of these ranks may differ.
     """
-    reducing = [node for node in weight_collectives(graph) if not is_all_gather(node)]
+    reducing = [node for node in parameter_collectives(graph) if not is_all_gather(node)]
     if any(
         parameters_of(later)
         for node in reducing

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from titan_lite.compiler.collectives import (
     aten,
     collectives,
-    moves_tokens,
     parameter_all_gathers,
     parameters_of,
 )
@@ -52,7 +51,7 @@ def recompute_parameter_all_gathers(graph: Graph, keep_gathered: Collection[str]
     """
     again = 0
     for gather, preparation in parameter_all_gathers(graph).items():
-        if moves_tokens(gather) or not set(keep_gathered).isdisjoint(parameters_of(gather)):
+        if not set(keep_gathered).isdisjoint(parameters_of(gather)):
             continue
         again += 1
         _recompute([gather], preparation)

@@ -33,7 +33,6 @@ from titan_lite.compiler.collectives import (
     parameters_of,
     ranks_of,
     wait_of,
-    weight_collectives,
 )
 from titan_lite.compiler.hardware import Machine
 from titan_lite.compiler.peers import Peers, outside_of_tracing
@@ -147,7 +146,7 @@ class Schedule:
         config, graph, merged = self.config, module.graph, 0
         mergeable = Counter(
             (node.target, group_of(node), node.meta["val"].dtype)
-            for node in weight_collectives(graph)
+            for node in parameter_collectives(graph)
         )
         if config.bucketing == "none" or not mergeable:
             return
@@ -160,7 +159,7 @@ class Schedule:
             merged = bucketing.merge(graph, self.of_first_rank(plan))
         elif config.bucketing == "auto":
             schedule_by_inductor(module, self.cost_model(), fused=self.fused)
-            merged = sum(mergeable.values()) - len(weight_collectives(graph))
+            merged = sum(mergeable.values()) - len(parameter_collectives(graph))
         # The buckets of a plan may be in another pipeline stage.
         if (
             self.must_merge

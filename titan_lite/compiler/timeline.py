@@ -30,7 +30,6 @@ from titan_lite.compiler.collectives import (
     preparation,
     start_of,
     waits_of,
-    weight_collectives,
 )
 from titan_lite.compiler.hardware import Machine, is_free, is_fused_away
 
@@ -153,7 +152,7 @@ def costs_of(graph: Graph, machine: Machine, fused: bool) -> dict[Node, float]:
 
 def shards_of(graph: Graph) -> set[Node]:
     """Return the nodes that prepare shards for all-gathers, and those that process reduced gradients."""
-    mine = weight_collectives(graph)
+    mine = parameter_collectives(graph)
     before = {
         node for gather in mine if is_all_gather(gather) for node in preparation(gather) or ()
     }

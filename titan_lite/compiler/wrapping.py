@@ -20,9 +20,9 @@ from titan_lite.compiler.collectives import (
     group_of,
     is_all_gather,
     kind_of,
+    parameter_collectives,
     parameters_of,
     ranks_of,
-    weight_collectives,
 )
 from titan_lite.compiler.fqns import block_of, last_block, lies_within
 from titan_lite.compiler.hardware import Machine
@@ -33,7 +33,7 @@ Buckets = dict[Node, object]  # collective -> its bucket
 
 def by_block(graph: Graph) -> Buckets:
     """Return one bucket per block, with the last norm in the last block; embedding and output have buckets of their own."""
-    last = last_block(fqn for node in weight_collectives(graph) for fqn in parameters_of(node))
+    last = last_block(fqn for node in parameter_collectives(graph) for fqn in parameters_of(node))
     return _by(graph, lambda fqn: block_of(fqn, last))
 
 
@@ -52,7 +52,7 @@ def _by(graph: Graph, bucket_of: Callable[[str], object]) -> Buckets:
     numbers: dict[tuple, Iterator[int]] = defaultdict(itertools.count)
     keys = {
         node: (node.target, group_of(node), parameters_of(node))
-        for node in weight_collectives(graph)
+        for node in parameter_collectives(graph)
     }
     return {
         node: (bucket_of(parameters_of(node)[0]), next(numbers[key])) for node, key in keys.items()
@@ -84,7 +84,7 @@ def greedy(graph: Graph, machine: Machine, *, fused: bool = True) -> Buckets:
     saves more latency than could hide alone, and one larger than the rest of its bucket leaves if copying it takes longer than
     the latency saved.
     """
-    nodes = weight_collectives(graph)
+    nodes = parameter_collectives(graph)
     gathers = [node for node in nodes if is_all_gather(node)]
     chains: list[list[Node]] = []  # a reduction, and the reductions of its result
     for node in nodes:

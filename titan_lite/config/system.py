@@ -102,14 +102,6 @@ class Parallelism:
         "step if that leaves 40% of a GPU for activations and compile.bucketing is none or block, else microbatch",
         choices=("auto", "step", "microbatch"),
     )
-    embedding_sharding: str = setting(
-        "auto",
-        "how FSDP shards the token embedding. rows: its table is gathered before the first operation, and its gradient reduced "
-        "after the last; columns: token ids and looked-up rows travel instead, in every microbatch; auto is columns if that is "
-        "faster, by the links of compile.machine (empty: those of H100), the weights are not tied and the ranks divide the "
-        "model's dim",
-        choices=("auto", "rows", "columns"),
-    )
 
 
 @dataclass(frozen=True)

@@ -57,14 +57,13 @@ def build_stages(
     float8: Float8,
     loss: Callable[..., Tensor] | None = None,
     attend: Attend | None = None,
-    by_columns: bool = False,
     compiled: bool = False,
 ) -> list[Model]:
     """Return a parallel model on the meta device for each list of FQNs in `modules`: the modules that it keeps.
 
     make_model: (positions of this rank's tokens within a sequence) -> the model, with blocks as the children of `layers`.
     loss: of the module `output`, given labels. attend: the attention of context parallelism. Default: `attend_to_the_past`.
-    by_columns: of the embedding (embedding.py). compiled: the stages will be (compile_stages).
+    compiled: the stages will be (compile_stages).
     """
     positions = own_positions(training.seq_len, mesh["cp"].get_local_rank(), mesh["cp"].size())
     attend = attend or functools.partial(attend_to_the_past, kernel=training.attention_kernel)
@@ -94,7 +93,6 @@ def build_stages(
             keep_gathered=keep,
             float8_gather=float8.all_gather,
             offload=training.offload == "all",
-            by_columns="tok_embeddings" if by_columns else None,
             sums_copies=parallelism.replicate_compression == "none",
         )
         stages.append(model)

@@ -37,7 +37,6 @@ from titan_lite.compiler.collectives import tracing
 from titan_lite.compiler.fqns import parameters_within
 from titan_lite.distributed.arriving import Arriving
 from titan_lite.distributed.eager import Eager
-from titan_lite.distributed.embedding import Exchange, look_up_by_columns
 from titan_lite.distributed.gather import GatherPlan, local
 from titan_lite.distributed.scales import Scales
 from titan_lite.float8 import Float8Linear, Scaled, stand_in
@@ -133,7 +132,6 @@ def apply_simple_fsdp(
     keep_gathered: Sequence[str] = (),
     float8_gather: bool = False,
     offload: bool = False,
-    by_columns: str | None = None,
     sums_copies: bool = True,
 ) -> None:
     """Shard every parameter of `model` on dimension 0 over axis dp_shard of `mesh`, in place; see `parameter_mesh` (mesh.py).
@@ -143,7 +141,7 @@ def apply_simple_fsdp(
     and of computation; reduce_dtype: of sums of gradients. reshard_after_forward: drop gathered weights after forward and
     gather them again in backward (less memory, one more all-gather). keep_gathered: FQN prefixes of modules that keep their
     gathered weights nevertheless, such as "layers.31". float8_gather: weights of tensorwise float8 products (float8.py) are
-    gathered in float8. by_columns: FQN of an embedding that is sharded on dimension 1 (embedding.py); dp_shard divides it.
+    gathered in float8.
     offload: shards are in host memory, with their gradients (offload.py). sums_copies: False leaves dp_replicate to powersgd.py.
     """
     names = {fqn for fqn, _ in model.named_parameters()} if reshard_after_forward else set()
@@ -156,9 +154,7 @@ def apply_simple_fsdp(
                 continue
             if parameter not in shards:
                 fqn = f"{prefix}.{name}".removeprefix(".")
-                shards[parameter], plan = _shard(
-                    parameter, mesh, fqn, param_dtype, reduce_dtype, int(prefix == by_columns)
-                )
+                shards[parameter], plan = _shard(parameter, mesh, fqn, param_dtype, reduce_dtype)
                 if isinstance(module, Float8Linear) and module.recipe == "tensorwise":
                     shared.scales.add(fqn)
                     plan = replace(plan, float8=float8_gather)
@@ -173,14 +169,6 @@ def apply_simple_fsdp(
         module.__dict__["_fsdp"] = _Module(shared, plans)
         cls: Any = type(module)
         module.__class__ = _sharded_class(cls, tuple(plans), module is model)
-        if prefix == by_columns:
-            group = mesh.get_group("dp_shard")
-            look_up_by_columns(
-                module,
-                Exchange(
-                    plans["weight"].fqn, group.group_name, group.size(), param_dtype, reduce_dtype
-                ),
-            )
 
 
 def _shard(
@@ -189,41 +177,36 @@ def _shard(
     fqn: str,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
-    dim: int,
 ) -> tuple[nn.Parameter, GatherPlan]:
-    """Return this rank's rows of a parameter as a DTensor, and the plan to gather it; its columns with dim 1, which stay."""
+    """Return this rank's rows of a parameter as a DTensor, and the plan to gather it."""
     tp_placement: Placement = Replicate()
     unsharded = parameter.detach()
     if isinstance(parameter, DTensor):
         (tp_placement,), unsharded = parameter.placements, parameter.to_local().detach()
-    size, degree, rank = (
-        unsharded.shape[dim],
-        mesh["dp_shard"].size(),
-        mesh["dp_shard"].get_local_rank(),
-    )
-    start = min(rank * -(-size // degree), size)
-    rows = unsharded.narrow(dim, start, min(-(-size // degree), size - start)).clone(
-        memory_format=torch.contiguous_format
-    )
+    size = unsharded.shape[0]
+    degree = mesh["dp_shard"].size()
+    chunk = -(-size // degree)
+    start = min(mesh["dp_shard"].get_local_rank() * chunk, size)
+    rows = unsharded[start : start + chunk].clone(memory_format=torch.contiguous_format)
     same_shard = ["dp_replicate"] if tp_placement.is_shard() else ["dp_replicate", "tp"]
     plan = GatherPlan(
         fqn=fqn,
-        rows=unsharded.shape[0],
+        rows=size,
         own_rows=rows.shape[0],
         row_shape=tuple(rows.shape[1:]),
-        shard_degree=1 if dim else degree,
+        shard_degree=degree,
         shard_group=mesh.get_group("dp_shard").group_name,
         sum_groups=tuple(
             mesh.get_group(axis).group_name for axis in same_shard if mesh[axis].size() > 1
         ),
-        param_dtype=torch.float32 if dim else param_dtype,
+        param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
     )
     # FSDP splits a rank's tensor-parallel part: the axis on the right, tp, is split first.
-    strided = tp_placement.is_shard(dim) and mesh["tp"].size() > 1
+    strided = tp_placement.is_shard(0) and mesh["tp"].size() > 1
     placements = (
         Replicate(),
-        _StridedShard(dim, split_factor=mesh["tp"].size()) if strided else Shard(dim),
+        _StridedShard(0, split_factor=mesh["tp"].size()) if strided else Shard(0),
         tp_placement,
     )
     # shape and stride are given: they cannot be inferred from uneven shards

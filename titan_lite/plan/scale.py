@@ -181,9 +181,7 @@ def at_scale(layout: PlannedLayout, ranks: int) -> PlannedLayout:
             f"--scale starts at {RANKS[0]} ranks, and {product} needs {others}; use lower degrees"
         )
     degrees = {**layout.degrees, "dp_shard": ranks // others}
-    return dataclasses.replace(
-        layout, degrees=degrees, by_columns=False
-    )  # there may be fewer columns than ranks
+    return dataclasses.replace(layout, degrees=degrees)
 
 
 def check_scale(layout: PlannedLayout) -> None:

@@ -43,7 +43,6 @@ from titan_lite.command import end_with_parent
 from titan_lite.compiler.bucketing import merge
 from titan_lite.compiler.collectives import (
     merge_waits,
-    moves_tokens,
     parameter_all_gathers,
     parameters_of,
     wait_of,
@@ -186,7 +185,6 @@ def traced_by(layout: PlannedLayout) -> tuple[Any, ...]:
         layout.model,
         layout.sequences,
         layout.gathers_once,
-        layout.by_columns,
         degrees,
         config.compile,
         config.float8,
@@ -366,7 +364,6 @@ def build_stage(layout: PlannedLayout, mesh: DeviceMesh, kind: Kind, n_layers: i
         parallelism=config.parallelism,
         activation_checkpoint=config.activation_checkpoint,
         loss=loss if layout.loss_chunk else None,
-        by_columns=layout.by_columns,
         attend=attend_as_on_gpus,
         compiled=config.compile.compiles("model"),
     )
@@ -492,11 +489,7 @@ def as_in_eager_mode(graph: Graph) -> None:
     merge_waits(graph)
     merge(graph, by_block(graph))
     place = next(node for node in graph.nodes if node.op != "placeholder")
-    for gather in [
-        node
-        for node in parameter_all_gathers(graph)
-        if parameters_of(node) and not moves_tokens(node)
-    ]:
+    for gather in [node for node in parameter_all_gathers(graph) if parameters_of(node)]:
         move_gather_before(gather, place)
         wait = wait_of(gather)
         columns = [part for rows in wait.users for part in rows.users]

@@ -391,7 +391,7 @@ def test_every_key_that_changes_a_graph_has_traces_of_its_own():
         ["--training.loss_chunk_tokens=64"],
         ["--training.offload=all"],
     ]
-    others += [["--parallelism.embedding_sharding=columns"], ["--compile.enable"]]
+    others += [["--compile.enable"]]
     assert len({repr(traced(*options)) for options in alike}) == 1
     assert len({repr(traced(*options)) for options in [[], *others]}) == 1 + len(others)
 
